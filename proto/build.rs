@@ -1,0 +1,14 @@
+//! Compiles the .proto files without protoc and keeps the descriptor set for gRPC reflection.
+use std::{env, fs, path::PathBuf};
+
+use prost::Message;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo:rerun-if-changed=proto");
+    let files = ["tandem/v1/inference.proto", "tandem/v1/cluster.proto"];
+    let descriptors = protox::compile(files, ["proto"])?;
+    let out = PathBuf::from(env::var("OUT_DIR")?).join("tandem_descriptor.bin");
+    fs::write(out, descriptors.encode_to_vec())?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    Ok(())
+}

@@ -1,0 +1,38 @@
+//! Tandem's words, shared by every process: no I/O, no async code of our own.
+//!
+//! - [`ids`]: incarnation, hand-off id, request id. Random values come from the caller's generator.
+//! - [`hash`]: sequence hashes of token blocks and checksums of their bytes.
+//! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
+//! - [`trace`]: W3C trace context.
+//! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
+//!   `cluster.proto` the control plane.
+#![forbid(unsafe_code)]
+
+pub mod error;
+pub mod hash;
+pub mod ids;
+pub mod trace;
+
+/// Generated from `proto/tandem/v1/*.proto`.
+#[allow(missing_docs, clippy::all, clippy::unwrap_used)]
+pub mod v1 {
+    tonic::include_proto!("tandem.v1");
+
+    /// Serialized `FileDescriptorSet`, for gRPC reflection.
+    pub const FILE_DESCRIPTOR_SET: &[u8] =
+        include_bytes!(concat!(env!("OUT_DIR"), "/tandem_descriptor.bin"));
+}
+
+pub use error::{Error, ErrorKind};
+pub use hash::SequenceHash;
+pub use ids::{HandoffId, Incarnation};
+pub use trace::TraceContext;
+
+/// Tokens of a block: the unit of caching, hashing and transfer.
+pub const BLOCK_TOKENS: usize = 16;
+
+/// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// Largest control-plane message: a prompt of a million token ids fits, a runaway body does not.
+pub const MAX_MESSAGE_BYTES: usize = 8 << 20;

@@ -1,0 +1,129 @@
+//! W3C trace context (<https://www.w3.org/TR/trace-context/>): parsing, writing, and making child identities.
+use std::fmt;
+use std::str::FromStr;
+
+/// The identity of one span and its trace. All-zero ids are not representable by the constructors.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TraceContext {
+    /// Shared by all spans of a request.
+    pub trace_id: [u8; 16],
+    /// This span.
+    pub span_id: [u8; 8],
+    /// The caller wants the trace kept.
+    pub sampled: bool,
+}
+
+impl TraceContext {
+    /// Starts a new trace.
+    pub fn root(rng: &mut impl rand::Rng) -> Self {
+        let (mut trace_id, mut span_id): ([u8; 16], [u8; 8]) = (rng.random(), rng.random());
+        trace_id[0] |= 1;
+        span_id[0] |= 1;
+        Self { trace_id, span_id, sampled: true }
+    }
+
+    /// A new span of the same trace.
+    pub fn child(&self, rng: &mut impl rand::Rng) -> Self {
+        Self { trace_id: self.trace_id, sampled: self.sampled, ..Self::root(rng) }
+    }
+
+    /// 32 hexadecimal digits.
+    pub fn trace_id_hex(&self) -> String {
+        hex(&self.trace_id)
+    }
+}
+
+impl fmt::Display for TraceContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let flags = u8::from(self.sampled);
+        write!(f, "00-{}-{}-{flags:02x}", hex(&self.trace_id), hex(&self.span_id))
+    }
+}
+
+impl fmt::Debug for TraceContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TraceContext({self})")
+    }
+}
+
+/// The text is not a `traceparent`; the specification says to start a new trace then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a W3C traceparent")]
+pub struct BadTraceParent;
+
+impl FromStr for TraceContext {
+    type Err = BadTraceParent;
+
+    fn from_str(text: &str) -> Result<Self, BadTraceParent> {
+        let mut parts = text.trim().split('-');
+        let mut next = || parts.next().ok_or(BadTraceParent);
+        let (version, trace_id, span_id, flags) = (next()?, next()?, next()?, next()?);
+        let version: [u8; 1] = unhex(version)?;
+        // Later versions may append fields, version 00 may not; ff is forbidden.
+        if version[0] == 0xff || (version[0] == 0 && parts.next().is_some()) {
+            return Err(BadTraceParent);
+        }
+        let (trace_id, span_id): ([u8; 16], [u8; 8]) = (unhex(trace_id)?, unhex(span_id)?);
+        if trace_id == [0; 16] || span_id == [0; 8] {
+            return Err(BadTraceParent);
+        }
+        let flags: [u8; 1] = unhex(flags)?;
+        Ok(Self { trace_id, span_id, sampled: flags[0] & 1 == 1 })
+    }
+}
+
+/// Lower-case hexadecimal digits of `bytes`.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex<const N: usize>(text: &str) -> Result<[u8; N], BadTraceParent> {
+    let digits = text.as_bytes();
+    let lower = |d: &u8| d.is_ascii_digit() || (b'a'..=b'f').contains(d);
+    if digits.len() != 2 * N || !digits.iter().all(lower) {
+        return Err(BadTraceParent);
+    }
+    let mut bytes = [0; N];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        let pair = std::str::from_utf8(pair).map_err(|_| BadTraceParent)?;
+        *byte = u8::from_str_radix(pair, 16).map_err(|_| BadTraceParent)?;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rand::SeedableRng;
+
+    use super::*;
+
+    #[test]
+    fn round_trip_and_child() {
+        let mut rng = rand::rngs::StdRng::seed_from_u64(1);
+        let root = TraceContext::root(&mut rng);
+        assert_eq!(root.to_string().parse(), Ok(root));
+        let child = root.child(&mut rng);
+        assert_eq!(child.trace_id, root.trace_id);
+        assert_ne!(child.span_id, root.span_id);
+    }
+
+    #[test]
+    fn refuses_zeros_and_version_ff() {
+        for text in [
+            "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+            "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01",
+        ] {
+            assert_eq!(text.parse::<TraceContext>(), Err(BadTraceParent), "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(text in "\\PC{0,80}") {
+            let _ = text.parse::<TraceContext>();
+        }
+    }
+}
