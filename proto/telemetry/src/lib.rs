@@ -1,1 +1,20 @@
-//! placeholder
+//! How every Tandem process tells what it did: times, spans, their export, and the log.
+//!
+//! - [`clock`]: one (wall clock, monotonic clock) pair per process, so that phases tile exactly.
+//! - [`phase`]: a finished phase of a request as a `v1::Span`, built from exact start and end times.
+//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; [`otlp`] is the conversion.
+//! - [`logging`]: what people read on stderr.
+//!
+//! Nothing here blocks a request, and nothing here knows what the phases mean.
+#![forbid(unsafe_code)]
+
+pub mod clock;
+pub mod export;
+pub mod logging;
+mod otlp;
+pub mod phase;
+
+pub use clock::{Clock, clock};
+pub use export::Exporter;
+pub use logging::init_logging;
+pub use phase::{Kind, Phase, Value};

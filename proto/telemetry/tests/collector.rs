@@ -1,0 +1,80 @@
+//! Spans against an in-process OTLP collector, and against none.
+use std::time::{Duration, Instant};
+
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
+use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
+use tandem_proto::{TraceContext, v1};
+use tandem_telemetry::{Exporter, Kind, Phase, Value};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::TcpListenerStream;
+
+struct Collector(mpsc::Sender<ExportTraceServiceRequest>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: tonic::Request<ExportTraceServiceRequest>,
+    ) -> Result<tonic::Response<ExportTraceServiceResponse>, tonic::Status> {
+        self.0.send(request.into_inner()).await.map_err(|_| tonic::Status::unavailable("closed"))?;
+        Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+async fn collector() -> (String, mpsc::Receiver<ExportTraceServiceRequest>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let (sender, receiver) = mpsc::channel(64);
+    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
+    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    (endpoint, receiver)
+}
+
+fn span(number: u64) -> v1::Span {
+    let mut context = TraceContext { trace_id: [7; 16], span_id: [0; 8], sampled: true };
+    context.span_id = (number + 1).to_be_bytes();
+    let start = Instant::now();
+    Phase::new("kv.transfer", Kind::Consumer, context, Some([9; 8]))
+        .attr("bytes", 4096_u64)
+        .attr("transport", "mem")
+        .event("landed", start, [("index", Value::from(number))])
+        .error("cut")
+        .end("tandem-decode", "d0", start, start + Duration::from_millis(3))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_span_arrives_whole() {
+    let (endpoint, mut received) = collector().await;
+    let exporter = Exporter::start("tandem-decode", "d0", Some(endpoint)).unwrap();
+    let sent = span(0);
+    exporter.export(sent.clone());
+    exporter.shutdown().await;
+    let request = received.recv().await.unwrap();
+    let resource = &request.resource_spans[0];
+    let named: Vec<_> = resource.resource.as_ref().unwrap().attributes.iter().map(|a| a.key.as_str()).collect();
+    assert!(named.contains(&"service.name") && named.contains(&"service.instance.id"), "{named:?}");
+    let got = &resource.scope_spans[0].spans[0];
+    assert_eq!((&got.trace_id, &got.span_id, &got.parent_span_id), (&vec![7; 16], &sent.span_id, &vec![9; 8]));
+    assert_eq!((got.start_time_unix_nano, got.end_time_unix_nano), (sent.start_unix_ns, sent.end_unix_ns));
+    assert_eq!((got.name.as_str(), got.kind), ("kv.transfer", 5));
+    assert_eq!((got.attributes.len(), got.events.len()), (2, 1));
+    assert_eq!(got.status.as_ref().unwrap().message, "cut");
+    assert_eq!(exporter.dropped(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_collector_drops_and_counts() {
+    let exporter = Exporter::start("tandem-decode", "d0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+    for number in 0..10_000 {
+        exporter.export(span(number));
+    }
+    exporter.shutdown().await;
+    assert_eq!(exporter.dropped(), 10_000);
+}
+
+#[tokio::test]
+async fn a_bad_endpoint_is_a_clear_error() {
+    let error = Exporter::start("s", "i", Some("not a url".to_owned())).unwrap_err();
+    assert!(error.to_string().contains("not a url"), "{error}");
+}
