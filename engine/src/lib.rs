@@ -1,1 +1,81 @@
-//! placeholder
+//! Token ids to logits to tokens, on one machine. Knows nothing of requests on the wire, text, or where KV travels.
+//!
+//! # Map
+//!
+//! Three nouns carry the engine, and one loop joins them:
+//!
+//! - [`blocks`]: who holds which KV block. No tensors.
+//! - [`scheduler`]: what each step computes. Pure; no model, clock or channel.
+//! - [`executor`]: the seam to what computes it, and the layout both sides agree on. Either [`candle`] (a real model,
+//!   from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong tokens).
+//! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
+//!
+//! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns logits into a token, [`error`] says what
+//! the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
+//!
+//! # What holds
+//!
+//! - **KV memory** is an `Arc<[AtomicU64]>` that the executor allocates. Block `b` is its bytes `b * block_bytes ..`;
+//!   only executors compute on it, and whoever moves KV between nodes copies bytes of it.
+//! - **A block has holders, not an owner**: a [`KvLease`] is shared by the sequence, the step that runs and a transfer
+//!   in flight; the block is free when the last of them lets go. Free + leased = all, always.
+//! - **Roles differ only in what is submitted** (see [`SequenceRequest`]). Tokens depend on the sequence and on
+//!   (seed, index), so that prefill here and decode elsewhere, chunks of any size, and a move in mid-answer all give
+//!   the same ones.
+//! - **Every stream ends** in `Finished` or `Failed`: after a failed step, a panic in the executor, a shutdown.
+//! - **Nothing grows**: the queue is bounded and refuses with `Overloaded`; a stream has room for all the events that
+//!   its sequence can have, so that a slow reader never holds the batch up.
+//!
+//! # Use
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use tandem_engine::*;
+//! # async fn example(sampling: SamplingParams) -> Result<(), EngineError> {
+//! let executor = SimulatedExecutor::new(&SimulatedConfig::default())?;
+//! let limits = SchedulerConfig { max_running: 16, max_step_tokens: 512, inbox: 256 };
+//! let engine = Engine::start(Box::new(executor), limits);
+//!
+//! let prompt = vec![11, 12, 13];
+//! let blocks = engine.pool().blocks_for(prompt.len() + 32);
+//! let mut stream = engine.submit(SequenceRequest {
+//!     id: "example".into(),
+//!     prompt_len: prompt.len(),
+//!     tokens: prompt,
+//!     computed: 0,
+//!     lease: Arc::new(engine.pool().reserve(blocks).await?),
+//!     max_new_tokens: 32,
+//!     sampling,
+//!     ignore_eos: false,
+//!     stop_token_ids: Vec::new(),
+//!     deadline: None,
+//! })?;
+//! while let Some(event) = stream.next().await {
+//!     println!("{event:?}");
+//! }
+//! # Ok(())
+//! # }
+//! ```
+#![deny(unsafe_code)]
+
+pub mod blocks;
+pub mod candle;
+pub mod engine;
+pub mod error;
+pub mod executor;
+pub mod models;
+#[allow(unsafe_code)]
+pub mod ops;
+pub mod sampler;
+pub mod scheduler;
+pub mod sequence;
+pub mod simulated;
+
+pub use blocks::{BlockPool, KvLease};
+pub use engine::{Engine, EngineLoad, SequenceStream};
+pub use error::EngineError;
+pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+pub use sampler::SamplingParams;
+pub use scheduler::SchedulerConfig;
+pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
+pub use simulated::{SimulatedConfig, SimulatedExecutor};

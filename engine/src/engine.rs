@@ -1,0 +1,349 @@
+//! The thread that owns executor and scheduler, and the handle to it. The handle validates and queues; the thread
+//! steps. It blocks on its inbox while there is nothing to run, and it never waits for a reader: a stream has room for
+//! every event that its sequence can have.
+use std::any::Any;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+
+use crate::blocks::BlockPool;
+use crate::error::EngineError;
+use crate::executor::{EngineSpec, Executor};
+use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
+use crate::sequence::{SequenceEvent, SequenceRequest};
+
+/// The inbox is allocated at once; a longer queue would only outlive its callers' deadlines.
+const MAX_INBOX: usize = 1 << 16;
+
+/// Handle to one engine thread; clones are cheap. Dropping the last one shuts the engine down.
+#[derive(Clone)]
+pub struct Engine(Arc<Inner>);
+
+struct Inner {
+    inbox: SyncSender<Message>,
+    shared: Arc<Shared>,
+    spec: EngineSpec,
+    pool: BlockPool,
+    arena: Arc<[AtomicU64]>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What handle, thread and streams all see.
+#[derive(Debug)]
+struct Shared {
+    /// One permit for each sequence that may wait to run.
+    queue: Arc<Semaphore>,
+    queue_limit: usize,
+    /// Given tokens that the thread has not taken out of the inbox.
+    inbox_tokens: AtomicUsize,
+    /// As of the thread's last step.
+    scheduled_tokens: AtomicUsize,
+    running: AtomicUsize,
+    stop: AtomicBool,
+    /// Why the thread has ended; set before it lets go of its streams.
+    stopped: OnceLock<String>,
+}
+
+enum Message {
+    Submit(Box<Submission>),
+    /// Look at `Shared::stop`.
+    Wake,
+}
+
+struct Submission {
+    request: SequenceRequest,
+    client: Client,
+}
+
+/// The thread's end of a stream.
+struct Client {
+    events: mpsc::Sender<SequenceEvent>,
+    /// Held while the sequence waits.
+    queue_place: Option<OwnedSemaphorePermit>,
+}
+
+/// A momentary picture of an engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineLoad {
+    /// Sequences in the running batch.
+    pub running: usize,
+    /// Sequences that wait to join it.
+    pub waiting: usize,
+    /// Tokens known but not computed.
+    pub queued_tokens: usize,
+    /// KV blocks in no lease.
+    pub free_blocks: usize,
+}
+
+impl Engine {
+    /// Starts the thread. Should the system refuse one, the engine is there but stopped, and says so on `submit`.
+    pub fn start(executor: Box<dyn Executor>, config: SchedulerConfig) -> Self {
+        let (spec, arena) = (executor.spec().clone(), executor.arena());
+        let queue_limit = config.inbox.clamp(1, MAX_INBOX);
+        // Everyone who sends a submission holds a queue permit; one more place is for a wake-up.
+        let (inbox, receiver) = sync_channel(queue_limit + 1);
+        let shared = Arc::new(Shared {
+            queue: Arc::new(Semaphore::new(queue_limit)),
+            queue_limit,
+            inbox_tokens: AtomicUsize::new(0),
+            scheduled_tokens: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            stopped: OnceLock::new(),
+        });
+        let worker = Worker {
+            scheduler: Scheduler::new(&config, &spec),
+            executor,
+            clients: HashMap::new(),
+            inbox: receiver,
+            shared: Arc::clone(&shared),
+            next_seq: 0,
+        };
+        let spawned = std::thread::Builder::new().name("engine".into()).spawn(move || worker.live());
+        let thread = spawned.map_err(|error| shared.stopped.set(format!("no thread: {error}"))).ok();
+        let pool = BlockPool::new(spec.total_blocks, spec.block_tokens);
+        Self(Arc::new(Inner { inbox, shared, spec, pool, arena, thread: Mutex::new(thread) }))
+    }
+
+    /// What the engine serves.
+    pub fn spec(&self) -> &EngineSpec {
+        &self.0.spec
+    }
+
+    /// The KV blocks.
+    pub fn pool(&self) -> &BlockPool {
+        &self.0.pool
+    }
+
+    /// The KV memory: block `b` is the bytes `b * block_bytes ..` of it.
+    pub fn arena(&self) -> Arc<[AtomicU64]> {
+        Arc::clone(&self.0.arena)
+    }
+
+    /// Queues a sequence.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a wrong request, `Overloaded` when as many wait as may, `Stopped` when the engine is.
+    pub fn submit(&self, request: SequenceRequest) -> Result<SequenceStream, EngineError> {
+        let Inner { inbox, shared, spec, pool, .. } = &*self.0;
+        request.validate(spec, pool)?;
+        if let Some(reason) = shared.stopped.get() {
+            return Err(EngineError::Stopped(reason.clone()));
+        }
+        let overloaded = || EngineError::Overloaded(format!("{} sequences wait already", shared.queue_limit));
+        let place = Arc::clone(&shared.queue).try_acquire_owned().map_err(|_| overloaded())?;
+        let (sender, events) = mpsc::channel(request.max_events(spec.max_context_tokens));
+        let tokens = request.queued_tokens();
+        let client = Client { events: sender, queue_place: Some(place) };
+        shared.inbox_tokens.fetch_add(tokens, Ordering::Relaxed);
+        inbox.try_send(Message::Submit(Box::new(Submission { request, client }))).map_err(|refused| {
+            shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
+            match refused {
+                TrySendError::Full(_) => overloaded(),
+                TrySendError::Disconnected(_) => EngineError::Stopped(shared.stop_reason()),
+            }
+        })?;
+        Ok(SequenceStream { events, shared: Arc::clone(shared), ended: false })
+    }
+
+    /// A momentary picture; cheap. A sequence that moves from waiting to running may be counted in both, never in none.
+    pub fn load(&self) -> EngineLoad {
+        let shared = &self.0.shared;
+        let waiting = shared.queue_limit - shared.queue.available_permits().min(shared.queue_limit);
+        let tokens = [&shared.inbox_tokens, &shared.scheduled_tokens];
+        EngineLoad {
+            running: shared.running.load(Ordering::Acquire),
+            waiting,
+            queued_tokens: tokens.iter().map(|count| count.load(Ordering::Relaxed)).sum(),
+            free_blocks: self.0.pool.free(),
+        }
+    }
+
+    /// Why the engine takes no more work, when it does not: it was shut down, or a step panicked.
+    pub fn stopped(&self) -> Option<&str> {
+        self.0.shared.stopped.get().map(String::as_str)
+    }
+
+    /// Ends the thread after its present step and waits for that; sequences that are not finished fail. A node that
+    /// drains waits for [`Engine::load`] to be empty first.
+    pub fn shutdown(&self) {
+        self.0.shutdown();
+    }
+}
+
+impl Inner {
+    fn shutdown(&self) {
+        self.shared.stop.store(true, Ordering::Release);
+        // A full inbox needs no wake-up: the thread is awake and looks at the flag before its next step.
+        let _ = self.inbox.try_send(Message::Wake);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the engine thread panicked outside its steps");
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+impl Shared {
+    fn stop_reason(&self) -> String {
+        self.stopped.get().cloned().unwrap_or_else(|| "its thread is gone".into())
+    }
+}
+
+/// The events of one sequence. Dropping it cancels the sequence before the engine's next step.
+#[derive(Debug)]
+pub struct SequenceStream {
+    events: mpsc::Receiver<SequenceEvent>,
+    shared: Arc<Shared>,
+    ended: bool,
+}
+
+impl SequenceStream {
+    /// The next event, or `None` after the last one. Always ends in `Finished` or `Failed`. Cancel-safe.
+    pub async fn next(&mut self) -> Option<SequenceEvent> {
+        if self.ended {
+            return None;
+        }
+        let event = self.events.recv().await;
+        // Without an end from the thread, the thread itself has ended.
+        let event = event.unwrap_or_else(|| SequenceEvent::Failed(EngineError::Stopped(self.shared.stop_reason())));
+        self.ended = event.is_last();
+        Some(event)
+    }
+}
+
+/// What the engine thread owns. Field order is drop order: leases are back before the streams end.
+struct Worker {
+    scheduler: Scheduler,
+    executor: Box<dyn Executor>,
+    clients: HashMap<Seq, Client>,
+    inbox: Receiver<Message>,
+    shared: Arc<Shared>,
+    next_seq: Seq,
+}
+
+impl Worker {
+    fn live(mut self) {
+        // After a panic nothing of the executor is used again: the worker is dropped whole.
+        let reason = match catch_unwind(AssertUnwindSafe(|| self.run())) {
+            Ok(()) => "it was shut down".to_owned(),
+            Err(panic) => format!("a step panicked: {}", panic_message(&*panic)),
+        };
+        tracing::info!(reason, "the engine stops");
+        let _ = self.shared.stopped.set(reason);
+        self.shared.running.store(0, Ordering::Relaxed);
+        self.shared.scheduled_tokens.store(0, Ordering::Relaxed);
+    }
+
+    fn run(&mut self) {
+        while self.receive() {
+            self.step();
+        }
+    }
+
+    /// Takes what is in the inbox; blocks while there is nothing to run. False when the engine shall stop.
+    fn receive(&mut self) -> bool {
+        if self.scheduler.is_idle() {
+            match self.inbox.recv() {
+                Ok(message) => self.take(message),
+                Err(_) => return false,
+            }
+        }
+        while let Ok(message) = self.inbox.try_recv() {
+            self.take(message);
+        }
+        !self.shared.stop.load(Ordering::Acquire)
+    }
+
+    fn take(&mut self, message: Message) {
+        if let Message::Submit(submission) = message {
+            let Submission { request, client } = *submission;
+            let tokens = request.queued_tokens();
+            self.scheduler.enqueue(self.next_seq, request);
+            self.clients.insert(self.next_seq, client);
+            self.next_seq += 1;
+            self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
+            self.shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        let gone = |seq| self.clients.get(&seq).is_none_or(|client| client.events.is_closed());
+        let decisions = self.scheduler.admit(now, gone);
+        self.apply(decisions, now);
+        let batch = self.scheduler.plan();
+        if batch.items.is_empty() {
+            return;
+        }
+        let outcome = self.executor.execute(&batch);
+        if let Err(error) = &outcome {
+            tracing::error!(%error, sequences = batch.items.len(), "a step failed");
+        }
+        let decisions = self.scheduler.resolve(batch, outcome);
+        self.apply(decisions, Instant::now());
+    }
+
+    fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
+        for (seq, decision) in decisions {
+            self.scheduler.apply(seq, &decision);
+            // Before `tell` gives the queue's place back: who starts is never counted nowhere, see `Engine::load`.
+            self.shared.running.store(self.scheduler.running(), Ordering::Release);
+            let ends = decision.ends();
+            if let Some(client) = self.clients.get_mut(&seq) {
+                client.tell(decision, at);
+            }
+            if ends {
+                self.clients.remove(&seq);
+            }
+        }
+        self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
+    }
+}
+
+impl Client {
+    fn tell(&mut self, decision: Decision, at: Instant) {
+        match decision {
+            Decision::Start => {
+                self.queue_place = None;
+                self.send(SequenceEvent::Started { at });
+            }
+            Decision::Advance { computed, chunk, sampled, finish } => {
+                if chunk {
+                    self.send(SequenceEvent::ChunkDone { tokens: computed, at });
+                }
+                if let Some(sampled) = sampled {
+                    self.send(SequenceEvent::Token { id: sampled.token, logprob: sampled.logprob, at });
+                }
+                if let Some(reason) = finish {
+                    self.send(SequenceEvent::Finished { reason, at });
+                }
+            }
+            Decision::Fail(error) => self.send(SequenceEvent::Failed(error)),
+            Decision::Cancel => {}
+        }
+    }
+
+    /// A reader that has left is no error: the next step cancels its sequence.
+    fn send(&self, event: SequenceEvent) {
+        if let Err(mpsc::error::TrySendError::Full(event)) = self.events.try_send(event) {
+            debug_assert!(false, "the stream has no room for {event:?}");
+        }
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}

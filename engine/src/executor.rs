@@ -1,0 +1,138 @@
+//! The seam between scheduling and computing: what a step is, and who can run one. Implementations: `candle.rs` (a
+//! real model) and `simulated.rs` (no model). An executor knows tokens, positions and arena blocks; it does not know
+//! requests, sampling or streams.
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use tandem_proto::PROTOCOL_VERSION;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::blocks::KvLease;
+use crate::error::EngineError;
+
+/// Runs steps. Owned by the engine thread.
+pub trait Executor: Send {
+    /// What this executor serves; constant over its life.
+    fn spec(&self) -> &EngineSpec;
+
+    /// The KV memory, `total_blocks * block_bytes` bytes, which steps read and write.
+    fn arena(&self) -> Arc<[AtomicU64]>;
+
+    /// Computes every item's tokens: writes their K and V into the item's blocks and returns, in the items' order, the
+    /// logits of the last token (`vocab_size` values) for each item that wants them and `None` for the others.
+    ///
+    /// # Errors
+    /// The step failed as a whole: nothing is known about the KV that its items wrote.
+    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError>;
+}
+
+/// One step: prefill chunks and decode tokens side by side. No sequence is in it twice.
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    /// Decode tokens first, then prefill chunks.
+    pub items: Vec<BatchItem>,
+}
+
+impl Batch {
+    /// Tokens that the step computes.
+    pub fn tokens(&self) -> usize {
+        self.items.iter().map(|item| item.tokens.len()).sum()
+    }
+}
+
+/// One sequence's part of a step: `tokens` at the positions `start ..`, attending to everything before them.
+#[derive(Clone, Debug)]
+pub struct BatchItem {
+    /// Names the sequence among those of this engine.
+    pub seq: u64,
+    /// Never empty.
+    pub tokens: Vec<u32>,
+    /// Position of `tokens[0]`; the KV of all positions before it is in `blocks`.
+    pub start: usize,
+    /// Where the sequence's KV lives. Holding the lease keeps the blocks out of the pool while the step runs.
+    pub blocks: Arc<KvLease>,
+    /// Whether the last token's logits are needed: they are not for an inner chunk of a prompt.
+    pub wants_logits: bool,
+}
+
+/// Number format of K and V in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    /// 4 bytes a value.
+    F32,
+    /// bfloat16, 2 bytes a value.
+    Bf16,
+}
+
+impl KvDtype {
+    /// Bytes of one value.
+    pub fn size_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+/// What an engine serves: fixed when it starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineSpec {
+    /// For people.
+    pub model_name: String,
+    /// XXH3-64 of the model's weights and settings; the salt of its sequence hashes.
+    pub model_digest: u64,
+    /// Equal on two nodes whose KV blocks mean the same; see [`EngineSpec::sealed`].
+    pub compatibility_digest: u64,
+    /// Token ids are below this; so many logits has a position.
+    pub vocab_size: usize,
+    /// Ends a sequence, unless the request ignores it.
+    pub eos_token_id: u32,
+    /// Longest sequence, prompt and answer together.
+    pub max_context_tokens: usize,
+    /// Tokens of a block.
+    pub block_tokens: usize,
+    /// Bytes of a block, a multiple of 8.
+    pub block_bytes: usize,
+    /// Blocks of the arena.
+    pub total_blocks: usize,
+    /// Number format of the arena.
+    pub kv_dtype: KvDtype,
+    /// Transformer layers.
+    pub layers: usize,
+    /// K and V heads of a layer.
+    pub kv_heads: usize,
+    /// Values of a head.
+    pub head_dim: usize,
+}
+
+impl EngineSpec {
+    /// The same spec with its compatibility digest computed from everything that gives a block's bytes their meaning.
+    /// `total_blocks` is not part of it: two nodes may have arenas of different sizes.
+    pub fn sealed(mut self) -> Self {
+        let dtype = match self.kv_dtype {
+            KvDtype::F32 => 0u64,
+            KvDtype::Bf16 => 1,
+        };
+        let sizes = [self.vocab_size, self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.block_bytes];
+        let mut hasher = Xxh3::new();
+        let words = [u64::from(PROTOCOL_VERSION), self.model_digest, dtype];
+        for word in words.into_iter().chain(sizes.map(|size| size as u64)) {
+            hasher.update(&word.to_le_bytes());
+        }
+        self.compatibility_digest = hasher.digest();
+        self
+    }
+}
+
+/// Zeroed KV memory of `total_blocks` blocks of `block_bytes` bytes.
+///
+/// # Errors
+/// `InvalidArgument` when `block_bytes` is no multiple of 8 or the size overflows.
+pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<[AtomicU64]>, EngineError> {
+    let words =
+        (block_bytes / 8).checked_mul(total_blocks).filter(|_| block_bytes.is_multiple_of(8) && block_bytes > 0);
+    let words = words.ok_or_else(|| {
+        EngineError::InvalidArgument(format!("no arena of {total_blocks} blocks of {block_bytes} bytes"))
+    })?;
+    Ok((0..words).map(|_| AtomicU64::new(0)).collect())
+}

@@ -1,0 +1,146 @@
+//! What goes into the engine and what comes out: requests, their validation, and events. Knows no scheduling.
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::blocks::{BlockPool, KvLease};
+use crate::error::EngineError;
+use crate::executor::EngineSpec;
+use crate::sampler::SamplingParams;
+
+/// Tokens to continue. The roles differ only in what they put here:
+///
+/// | role | `tokens` | `computed` | `max_new_tokens` | `lease` |
+/// |---|---|---|---|---|
+/// | prefill | the prompt | 0 | 1 | the prompt's blocks |
+/// | decode | prompt + first token | prompt length | what is left | worst case |
+/// | local | the prompt | 0 | all | worst case |
+///
+/// A sequence that moves after a failure is submitted as prompt + tokens so far. Sampling depends on the index in the
+/// whole sequence, so that every role gives the same tokens.
+#[derive(Clone, Debug)]
+pub struct SequenceRequest {
+    /// Names the request in logs.
+    pub id: String,
+    /// The prompt and the tokens generated so far.
+    pub tokens: Vec<u32>,
+    /// How many of `tokens` are the prompt.
+    pub prompt_len: usize,
+    /// How many of `tokens` have their KV in `lease`; fewer than all, since the last one's step gives the next token.
+    pub computed: usize,
+    /// Room for the KV of every token that this request may come to hold, see [`SequenceRequest::kv_tokens`].
+    pub lease: Arc<KvLease>,
+    /// Tokens to generate at most, at least 1.
+    pub max_new_tokens: u32,
+    /// How to choose tokens.
+    pub sampling: SamplingParams,
+    /// Go on after the model's end-of-sequence token.
+    pub ignore_eos: bool,
+    /// Further tokens that end the sequence; they are emitted like the end-of-sequence token.
+    pub stop_token_ids: Vec<u32>,
+    /// Fail with `DeadlineExceeded` at the first step after this instant.
+    pub deadline: Option<Instant>,
+}
+
+impl SequenceRequest {
+    /// Tokens whose KV the lease must hold for a sequence of `len` tokens that may grow by `max_new_tokens`: all but
+    /// the very last, whose KV nobody will read.
+    pub fn kv_tokens(len: usize, max_new_tokens: u32, max_context_tokens: usize) -> usize {
+        len.saturating_add(max_new_tokens as usize).min(max_context_tokens).saturating_sub(1)
+    }
+
+    /// Most events that the sequence can have: a start, a chunk for each given token, the new tokens, an end.
+    pub(crate) fn max_events(&self, max_context_tokens: usize) -> usize {
+        let room = max_context_tokens.saturating_sub(self.tokens.len());
+        self.queued_tokens() + room.min(self.max_new_tokens as usize) + 2
+    }
+
+    /// Given tokens that are still to be computed.
+    pub(crate) fn queued_tokens(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// Checks everything that can be checked before the request queues.
+    pub(crate) fn validate(&self, spec: &EngineSpec, pool: &BlockPool) -> Result<(), EngineError> {
+        let (len, limit) = (self.tokens.len(), spec.max_context_tokens);
+        let refuse = |why: String| Err(EngineError::InvalidArgument(why));
+        if len == 0 || self.prompt_len == 0 || self.prompt_len > len {
+            return refuse(format!("{len} tokens of which {} are the prompt", self.prompt_len));
+        }
+        if self.computed >= len {
+            return refuse(format!("{} tokens computed of {len}: none is left to run", self.computed));
+        }
+        if self.max_new_tokens == 0 {
+            return refuse("max_new_tokens must be at least 1".into());
+        }
+        if len >= limit {
+            return refuse(format!("{len} tokens leave no room for a new one in a context of {limit}"));
+        }
+        if let Some(token) = self.tokens.iter().find(|&&token| token as usize >= spec.vocab_size) {
+            return refuse(format!("token id {token} is outside the vocabulary of {}", spec.vocab_size));
+        }
+        let SamplingParams { temperature, top_p, .. } = &self.sampling;
+        if !temperature.is_finite() || *temperature < 0.0 || !(0.0..=1.0).contains(top_p) {
+            return refuse(format!("temperature {temperature} or top_p {top_p} is out of range"));
+        }
+        if !self.lease.is_of(pool) {
+            return refuse("the KV lease is of another engine's pool".into());
+        }
+        let (needed, room) = (Self::kv_tokens(len, self.max_new_tokens, limit), self.lease.capacity_tokens());
+        if needed > room {
+            return refuse(format!("the KV of {needed} tokens does not fit a lease of {room}"));
+        }
+        Ok(())
+    }
+}
+
+/// What happens to a sequence, in order: `Started`, then `ChunkDone` and `Token`s, then one `Finished` or `Failed`.
+/// `Failed` may come at any point; it and `Finished` are the last. By then the engine has let go of the lease.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SequenceEvent {
+    /// It left the queue; its first step comes next.
+    Started {
+        /// When.
+        at: Instant,
+    },
+    /// A step over given tokens ended.
+    ChunkDone {
+        /// Tokens of the sequence, counted from its first, whose KV is in the lease now.
+        tokens: usize,
+        /// When the step ended.
+        at: Instant,
+    },
+    /// A new token.
+    Token {
+        /// Its id.
+        id: u32,
+        /// Natural logarithm of the probability that the model gave it.
+        logprob: f32,
+        /// When the step ended.
+        at: Instant,
+    },
+    /// It is complete.
+    Finished {
+        /// Why.
+        reason: FinishReason,
+        /// When the step ended.
+        at: Instant,
+    },
+    /// It is given up.
+    Failed(EngineError),
+}
+
+impl SequenceEvent {
+    /// Whether no event follows.
+    pub fn is_last(&self) -> bool {
+        matches!(self, Self::Finished { .. } | Self::Failed(_))
+    }
+}
+
+/// Why a sequence is complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FinishReason {
+    /// The last token ends it: end-of-sequence or one of the request's stop tokens.
+    Stop,
+    /// `max_new_tokens` or the model's context is used up.
+    Length,
+}

@@ -1,0 +1,172 @@
+//! An executor without a model, for tests and for clusters on machines that have none. Not a mock: it keeps its state
+//! in the KV arena as a model does, and its logits are a pure hash of what it reads back from there, so that a missing,
+//! misplaced or corrupted KV block gives wrong tokens.
+//!
+//! Arena layout: a block is `block_tokens` equal slots, one a token, of 64-bit words. A slot's first word is a hash of
+//! the slot before it (read from the arena) and the token; its other words are hashes of the first.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tandem_proto::BLOCK_TOKENS;
+
+use crate::error::EngineError;
+use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+
+/// Sizes and speed of a simulated model. Two executors with equal `seed`, `vocab_size` and `block_bytes` are the same
+/// model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SimulatedConfig {
+    /// Distinguishes models.
+    pub seed: u64,
+    /// Token ids are below this.
+    pub vocab_size: usize,
+    /// Ends a sequence.
+    pub eos_token_id: u32,
+    /// Longest sequence.
+    pub max_context_tokens: usize,
+    /// Bytes of a block, a multiple of 128 (16 tokens of at least one word).
+    pub block_bytes: usize,
+    /// Blocks of the arena.
+    pub blocks: usize,
+    /// What a step takes, whatever is in it: the model of a decode step, which reads all weights.
+    pub step_delay: Duration,
+    /// What each token adds: the model of prefill, which is bound by compute.
+    pub token_delay: Duration,
+}
+
+impl Default for SimulatedConfig {
+    fn default() -> Self {
+        Self {
+            seed: 0,
+            vocab_size: 1024,
+            eos_token_id: 2,
+            max_context_tokens: 8192,
+            block_bytes: 4096,
+            blocks: 1024,
+            step_delay: Duration::ZERO,
+            token_delay: Duration::ZERO,
+        }
+    }
+}
+
+/// See the head of this file.
+pub struct SimulatedExecutor {
+    spec: EngineSpec,
+    arena: Arc<[AtomicU64]>,
+    words_per_token: usize,
+    step_delay: Duration,
+    token_delay: Duration,
+}
+
+impl SimulatedExecutor {
+    /// Allocates the arena.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when `block_bytes` is no multiple of 128, or the vocabulary is empty or too large.
+    pub fn new(config: &SimulatedConfig) -> Result<Self, EngineError> {
+        let words_per_token = config.block_bytes / 8 / BLOCK_TOKENS;
+        if words_per_token * 8 * BLOCK_TOKENS != config.block_bytes || words_per_token == 0 {
+            let why = format!("simulated blocks of {} bytes: want a multiple of 128", config.block_bytes);
+            return Err(EngineError::InvalidArgument(why));
+        }
+        if config.vocab_size == 0 || u32::try_from(config.vocab_size).is_err() {
+            return Err(EngineError::InvalidArgument(format!("a vocabulary of {} tokens", config.vocab_size)));
+        }
+        let spec = EngineSpec {
+            model_name: "simulated".into(),
+            model_digest: mix(mix(0x7461_6e64_656d, config.seed), config.vocab_size as u64),
+            compatibility_digest: 0,
+            vocab_size: config.vocab_size,
+            eos_token_id: config.eos_token_id,
+            max_context_tokens: config.max_context_tokens,
+            block_tokens: BLOCK_TOKENS,
+            block_bytes: config.block_bytes,
+            total_blocks: config.blocks,
+            kv_dtype: KvDtype::F32,
+            layers: 1,
+            kv_heads: 1,
+            head_dim: words_per_token,
+        };
+        Ok(Self {
+            spec: spec.sealed(),
+            arena: allocate_arena(config.blocks, config.block_bytes)?,
+            words_per_token,
+            step_delay: config.step_delay,
+            token_delay: config.token_delay,
+        })
+    }
+
+    fn run(&self, item: &BatchItem) -> Result<Option<Vec<f32>>, EngineError> {
+        let mut previous = match item.start {
+            0 => self.spec.model_digest,
+            start => fold(self.slot(item, start - 1)?),
+        };
+        for (position, &token) in (item.start..).zip(&item.tokens) {
+            let slot = self.slot(item, position)?;
+            let first = mix(mix(previous, u64::from(token)), position as u64);
+            for (i, word) in slot.iter().enumerate() {
+                word.store(mix(first, i as u64), Ordering::Relaxed);
+            }
+            previous = fold(slot);
+        }
+        if !item.wants_logits {
+            return Ok(None);
+        }
+        // Like attention, the last position reads all positions: damage anywhere shows.
+        let mut state = self.spec.model_digest;
+        for position in 0..item.start + item.tokens.len() {
+            state = mix(state, fold(self.slot(item, position)?));
+        }
+        Ok(Some((0..self.spec.vocab_size as u64).map(|id| logit(mix(state, id))).collect()))
+    }
+
+    /// The words of the token at `position`.
+    fn slot(&self, item: &BatchItem, position: usize) -> Result<&[AtomicU64], EngineError> {
+        let block = item.blocks.blocks().get(position / BLOCK_TOKENS).ok_or_else(|| {
+            EngineError::Executor(format!("sequence {}: no KV block for position {position}", item.seq))
+        })?;
+        let slot = *block as usize * BLOCK_TOKENS + position % BLOCK_TOKENS;
+        let range = slot * self.words_per_token..(slot + 1) * self.words_per_token;
+        self.arena.get(range).ok_or_else(|| EngineError::Executor(format!("KV block {block} is outside the arena")))
+    }
+}
+
+impl Executor for SimulatedExecutor {
+    fn spec(&self) -> &EngineSpec {
+        &self.spec
+    }
+
+    fn arena(&self) -> Arc<[AtomicU64]> {
+        Arc::clone(&self.arena)
+    }
+
+    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+        let started = Instant::now();
+        let logits = batch.items.iter().map(|item| self.run(item)).collect();
+        let tokens = u32::try_from(batch.tokens()).unwrap_or(u32::MAX);
+        let takes = self.step_delay.saturating_add(self.token_delay.saturating_mul(tokens));
+        // The time is the simulated compute, not a wait for something else.
+        while let Some(left) = takes.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
+            std::thread::park_timeout(left);
+        }
+        logits
+    }
+}
+
+fn fold(slot: &[AtomicU64]) -> u64 {
+    slot.iter().fold(0, |state, word| mix(state, word.load(Ordering::Relaxed)))
+}
+
+/// SplitMix64's finalizer (<https://prng.di.unimi.it/splitmix64.c>) over both inputs.
+fn mix(a: u64, b: u64) -> u64 {
+    let mut z = a.rotate_left(23) ^ b.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Uniform in [-8, 8): the spread of a real model's logits, roughly.
+fn logit(hash: u64) -> f32 {
+    (hash >> 40) as f32 / (1u64 << 20) as f32 - 8.0
+}

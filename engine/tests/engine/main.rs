@@ -1,0 +1,5 @@
+//! The engine as its callers see it, over the simulated executor.
+
+mod lifecycle;
+mod roles;
+mod support;

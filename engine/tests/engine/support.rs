@@ -1,0 +1,151 @@
+//! Builders and an executor that the test steps by hand.
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc as blocking;
+use std::time::Duration;
+
+use tandem_engine::{
+    Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, SamplingParams, SchedulerConfig,
+    SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
+};
+use tokio::sync::mpsc;
+
+pub const LIMITS: SchedulerConfig = SchedulerConfig { max_running: 8, max_step_tokens: 64, inbox: 64 };
+
+pub fn greedy() -> SamplingParams {
+    SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 }
+}
+
+pub fn seeded(seed: u64) -> SamplingParams {
+    SamplingParams { temperature: 1.0, top_p: 0.95, top_k: 0, seed }
+}
+
+pub fn simulated(blocks: usize) -> Box<SimulatedExecutor> {
+    let config = SimulatedConfig { blocks, max_context_tokens: 512, block_bytes: 256, ..Default::default() };
+    Box::new(SimulatedExecutor::new(&config).expect("a valid configuration"))
+}
+
+pub fn engine(config: SchedulerConfig) -> Engine {
+    Engine::start(simulated(64), config)
+}
+
+pub fn prompt(len: usize, salt: u32) -> Vec<u32> {
+    (0..len as u32).map(|i| (i * 37 + salt * 101 + 5) % 1024).collect()
+}
+
+/// A local-role request with a lease of its own.
+pub fn request(engine: &Engine, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
+    let blocks = engine.pool().blocks_for(tokens.len() + max_new_tokens as usize);
+    let lease = engine.pool().try_reserve(blocks).expect("room in the test's pool");
+    request_in(Arc::new(lease), tokens, max_new_tokens)
+}
+
+pub fn request_in(lease: Arc<KvLease>, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        id: "test".into(),
+        prompt_len: tokens.len(),
+        tokens,
+        computed: 0,
+        lease,
+        max_new_tokens,
+        sampling: greedy(),
+        ignore_eos: true,
+        stop_token_ids: Vec::new(),
+        deadline: None,
+    }
+}
+
+/// A hang fails the test instead of stopping the run.
+pub async fn within<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(60), future).await.expect("hangs")
+}
+
+/// The stream's tokens and its last event.
+pub async fn collect(mut stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
+    let mut tokens = Vec::new();
+    loop {
+        match within(stream.next()).await.expect("an end") {
+            SequenceEvent::Token { id, .. } => tokens.push(id),
+            event if event.is_last() => return (tokens, event),
+            _ => {}
+        }
+    }
+}
+
+/// The tokens of a request that must finish.
+pub async fn generate(engine: &Engine, request: SequenceRequest) -> Vec<u32> {
+    let (tokens, end) = collect(engine.submit(request).expect("a valid request")).await;
+    assert!(matches!(end, SequenceEvent::Finished { .. }), "{end:?}");
+    tokens
+}
+
+pub fn finished(event: &SequenceEvent) -> Option<FinishReason> {
+    match event {
+        SequenceEvent::Finished { reason, .. } => Some(*reason),
+        _ => None,
+    }
+}
+
+/// Waits until every block is free.
+pub async fn all_blocks_back(engine: &Engine) {
+    let all = within(engine.pool().reserve(engine.pool().total())).await.expect("the pool's size");
+    drop(all);
+    assert_eq!(engine.pool().free(), engine.pool().total());
+}
+
+/// What the test tells a gated executor to do with its next step.
+pub enum Go {
+    Run,
+    Fail,
+    Panic,
+}
+
+/// Steps when told to, and reports each step's sequences before it waits. Runs freely once the gate is dropped.
+pub struct Gated {
+    inner: Box<SimulatedExecutor>,
+    go: blocking::Receiver<Go>,
+    steps: mpsc::UnboundedSender<Vec<u64>>,
+}
+
+pub struct Gate {
+    go: blocking::Sender<Go>,
+    steps: mpsc::UnboundedReceiver<Vec<u64>>,
+}
+
+pub fn gated(config: SchedulerConfig) -> (Engine, Gate) {
+    let (go, go_receiver) = blocking::channel();
+    let (steps_sender, steps) = mpsc::unbounded_channel();
+    let executor = Gated { inner: simulated(64), go: go_receiver, steps: steps_sender };
+    (Engine::start(Box::new(executor), config), Gate { go, steps })
+}
+
+impl Gate {
+    /// Waits until a step stands at the gate; gives its sequences.
+    pub async fn step(&mut self) -> Vec<u64> {
+        within(self.steps.recv()).await.expect("a step")
+    }
+
+    pub fn go(&self, go: Go) {
+        self.go.send(go).expect("the engine lives");
+    }
+}
+
+impl Executor for Gated {
+    fn spec(&self) -> &EngineSpec {
+        self.inner.spec()
+    }
+
+    fn arena(&self) -> Arc<[AtomicU64]> {
+        self.inner.arena()
+    }
+
+    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+        let _ = self.steps.send(batch.items.iter().map(|item| item.seq).collect());
+        match self.go.recv().unwrap_or(Go::Run) {
+            Go::Run => self.inner.execute(batch),
+            Go::Fail => Err(EngineError::Executor("told to fail".into())),
+            Go::Panic => panic!("told to panic"),
+        }
+    }
+}
