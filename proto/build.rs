@@ -3,6 +3,7 @@ use std::{env, fs, path::PathBuf};
 
 use prost::Message;
 
+#[allow(clippy::disallowed_methods, reason = "cargo speaks to build scripts through the environment")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
     let files = ["tandem/v1/inference.proto", "tandem/v1/cluster.proto"];

@@ -1,1 +1,20 @@
-//! placeholder
+//! Tests that start the real programs: this library is their harness, `tests/` holds the tests.
+//!
+//! - [`process`]: one program, from its `ready …` line to its end; kill -9, freeze, wake.
+//! - [`cluster`]: a router with its nodes, one cluster at a time.
+//! - [`client`]: what a client of the router does: gRPC, HTTP, the view of the nodes.
+//! - [`equivalence`]: disaggregated output against single-node output.
+//!
+//! `tests/cluster` tests behaviour, `tests/tidy.rs` the shape of the sources, `examples/equivalence.rs` runs
+//! [`equivalence`] as long as one likes. The programs come from the directory of the test itself (`target/release`):
+//! `cargo build --release` first, which `make test` does.
+#![forbid(unsafe_code)]
+
+pub mod client;
+pub mod cluster;
+pub mod equivalence;
+pub mod process;
+
+pub use client::{Answer, Failure};
+pub use cluster::{Cluster, Options};
+pub use process::Process;

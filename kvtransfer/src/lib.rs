@@ -1,1 +1,39 @@
-//! placeholder
+//! Bytes and blocks, never tokens: moves the KV blocks of one request from one node's arena into another's, and lets
+//! nobody read them before they were verified.
+//!
+//! - [`transport`]: the trait that nodes use, [`Grant`] in, [`Incoming`] and [`Outgoing`] out. How a backend plugs in.
+//! - [`session`]: the receiver's rules as a pure state machine: who may write what, once, and until when.
+//! - [`registry`]: the same machine with a lock, a clock and waiters; every backend receives through it.
+//! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies.
+//! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one.
+//! - [`wire`]: the 32-byte header that every frame of every backend starts with.
+//! - [`arena`]: KV memory as atomic words, copied in and out without `unsafe`.
+//! - [`error`], [`counters`]: what went wrong, and how often.
+//! - Backends: [`mem`] (in one process, with fault knobs), [`tcp`] (plain sockets), [`ucx`] (UCX active messages);
+//!   [`mod@select`] chooses one.
+//!
+//! Only `ucx` holds `unsafe`. Read next: `transport.rs`.
+#![deny(unsafe_code)]
+
+pub mod arena;
+pub mod counters;
+pub mod error;
+pub mod incoming;
+pub mod mem;
+pub mod outgoing;
+pub mod registry;
+pub mod seal;
+pub mod select;
+pub mod session;
+pub mod tcp;
+pub mod transport;
+pub mod ucx;
+pub mod wire;
+
+pub use arena::{Arena, Run};
+pub use counters::Counters;
+pub use error::{Refusal, TransferError, TransferErrorKind};
+pub use incoming::Incoming;
+pub use outgoing::Outgoing;
+pub use seal::seal_for;
+pub use transport::{BlockOwner, Expected, Faults, Grant, Receipt, Transport, Verified};

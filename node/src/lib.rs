@@ -1,1 +1,28 @@
-//! placeholder
+//! What every node process does whatever its role. The roles' own work (prefill, decode) is in their binaries; the
+//! `main.rs` there is the life of a process and names these parts in order:
+//!
+//! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once.
+//! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work.
+//! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
+//! - [`membership`]: the one stream to the router; [`admin`]: `/health` and `/metrics`.
+//! - [`work`]: calls in flight, their limit, and the wait for them at drain.
+//! - [`call`]: one streaming call as a task that dies with its client.
+//! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
+//!   it fails.
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod call;
+pub mod config;
+pub mod membership;
+pub mod node;
+pub mod request;
+pub mod serve;
+pub mod trace;
+pub mod work;
+
+pub use config::{NodeArgs, NodeConfig};
+pub use node::Node;
+pub use request::CheckedRequest;
+pub use serve::{Listeners, Running, prepare_environment, run_process};
+pub use trace::Trace;

@@ -1,2 +1,133 @@
-//! placeholder
-fn main() {}
+//! The life of the router process: flags, model, sockets, serve until a signal, drain, end. What it serves is in the
+//! library: read `lib.rs` next.
+#![forbid(unsafe_code)]
+use std::io::Write;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use axum::serve::ListenerExt;
+use tandem_router::api::Service;
+use tandem_router::config::Config;
+use tandem_router::membership::{Expected, Membership};
+use tandem_router::text::ModelText;
+use tandem_router::{grpc, http};
+use tandem_telemetry::Exporter;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinSet;
+use tonic::transport::server::TcpIncoming;
+
+/// A client whose host is gone is noticed after these.
+const CLIENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const CLIENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let config = Config::from_args();
+    tandem_telemetry::init_logging("tandem-router");
+    match run(config).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(config: Config) -> anyhow::Result<()> {
+    let mut signals = Signals::new()?;
+    let http_listener = listen("http", config.http).await?;
+    let grpc_listener = listen("grpc", config.grpc).await?;
+    let (http_address, grpc_address) = (http_listener.local_addr()?, grpc_listener.local_addr()?);
+    let instance = format!("router-{}", grpc_address.port());
+    let exporter = Exporter::start("tandem-router", &instance, config.otlp_endpoint.clone())?;
+    let model = load_model(&config).await?;
+    let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
+    let membership = Membership::new(expected, config.lease);
+    let service = Service::new(model, membership.clone(), exporter.clone(), config.limits.clone(), instance);
+    let health = tonic_health::server::HealthReporter::new();
+
+    let mut tasks = JoinSet::new();
+    tasks.spawn(never(membership.watch()));
+    tasks.spawn(never(grpc::follow_health(service.clone(), health.clone())));
+    tasks.spawn(serve_grpc(grpc::routes(&service, health)?, grpc_listener));
+    tasks.spawn(serve_http(http::router(service.clone()), http_listener));
+    writeln!(std::io::stdout(), "ready http={http_address} grpc={grpc_address}").context("cannot write to stdout")?;
+
+    tokio::select! {
+        () = signals.first() => {}
+        ended = tasks.join_next() => {
+            ended.context("no task runs")?.context("a task panicked")??;
+        }
+    }
+    tracing::info!("draining");
+    tokio::select! {
+        () = service.drain(config.drain) => {}
+        () = signals.first() => tracing::warn!("second signal: ending at once"),
+    }
+    // Lets the last bytes of the last answers go out.
+    tokio::task::yield_now().await;
+    tasks.shutdown().await;
+    exporter.shutdown().await;
+    Ok(())
+}
+
+async fn listen(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))
+}
+
+async fn load_model(config: &Config) -> anyhow::Result<Arc<ModelText>> {
+    let path = config.model.clone();
+    let mut model = tokio::task::spawn_blocking(move || ModelText::load(&path)).await??;
+    if let Some(name) = &config.served_model_name {
+        model.model_name.clone_from(name);
+    }
+    tracing::info!(name = model.model_name, digest = format!("{:016x}", model.digest), "model file read");
+    Ok(Arc::new(model))
+}
+
+async fn serve_grpc(routes: tonic::service::Routes, listener: TcpListener) -> anyhow::Result<()> {
+    tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(CLIENT_KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(CLIENT_KEEPALIVE_TIMEOUT))
+        .add_routes(routes)
+        .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)))
+        .await
+        .context("the gRPC server ended")
+}
+
+async fn serve_http(router: axum::Router, listener: TcpListener) -> anyhow::Result<()> {
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "nodelay not set");
+        }
+    });
+    axum::serve(listener, router).await.context("the HTTP server ended")
+}
+
+async fn never(task: impl Future<Output = ()>) -> anyhow::Result<()> {
+    task.await;
+    Ok(())
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> anyhow::Result<Self> {
+        let listen = |kind| signal(kind).context("cannot listen for signals");
+        Ok(Self { terminate: listen(SignalKind::terminate())?, interrupt: listen(SignalKind::interrupt())? })
+    }
+
+    async fn first(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}

@@ -1,0 +1,38 @@
+# Everything a person types. `make` alone explains.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.PHONY: help setup build demo up test lint bench bench-transfer test-clients
+
+help: ## This list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
+
+setup: ## System packages and the model, once; says what it installs
+	deploy/setup.sh
+
+build: ## All programs, optimized
+	cargo build --release --locked
+
+demo: setup build ## A cluster, three prompts, the timeline of the last, and a clean end
+	deploy/demo.sh
+
+up: setup build ## A local cluster until Ctrl-C
+	target/release/tandem up
+
+test: setup ## Format, lints, build, all tests (some start real clusters)
+	cargo fmt --check
+	cargo clippy --release --all-targets --locked -- -D warnings
+	cargo build --release --locked
+	cargo test --release --locked --workspace
+
+lint: ## Format and lints; licences and advisories where cargo-deny is installed
+	cargo fmt --check
+	cargo clippy --release --all-targets --locked -- -D warnings
+	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
+
+bench: bench-transfer ## All benchmarks
+
+bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
+	cargo bench --locked -p tandem-kvtransfer
+
+test-clients: setup build ## openai-python, a gRPC client with own stubs, and gRPC reflection
+	cluster-tests/clients/run.sh

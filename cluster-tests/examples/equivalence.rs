@@ -1,0 +1,37 @@
+//! Disaggregated = single node, for as many random prompts as one likes:
+//! `cargo run --release -p tandem-cluster-tests --example equivalence -- --prompts 200 --transport ucx`
+use clap::Parser;
+use tandem_cluster_tests::cluster::words;
+use tandem_cluster_tests::{Cluster, Options, equivalence};
+
+#[derive(Parser)]
+struct Args {
+    /// How many prompts
+    #[arg(long, default_value_t = 200)]
+    prompts: usize,
+    /// KV transport
+    #[arg(long, default_value = "ucx", value_parser = ["ucx", "tcp"])]
+    transport: String,
+    /// KV data type
+    #[arg(long, default_value = "bf16", value_parser = ["bf16", "f32"])]
+    kv_dtype: String,
+    /// Names the series
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let Args { prompts, transport, kv_dtype, seed } = Args::parse();
+    let mut options = Options { transport: if transport == "tcp" { "tcp" } else { "ucx" }, ..Options::default() };
+    options.node_args.extend(words(&format!("--kv-dtype {kv_dtype}")));
+    let cluster = Cluster::start(options).await?;
+    println!("transport {}", cluster.decode.ready("transport"));
+    const PART: usize = 10;
+    for done in (0..prompts).step_by(PART) {
+        let part = PART.min(prompts - done);
+        equivalence::compare(&cluster, part, seed + done as u64).await?;
+        println!("{} of {prompts} prompts equal", done + part);
+    }
+    Ok(())
+}

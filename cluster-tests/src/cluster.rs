@@ -1,0 +1,201 @@
+//! A router with its nodes. One cluster at a time in a test process: the tests measure times, and cores are few.
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use tempfile::TempDir;
+use tokio::sync::{Mutex, MutexGuard};
+use tokio::time::{Instant, sleep};
+
+use crate::process::Process;
+
+static TURN: Mutex<()> = Mutex::const_new(());
+
+/// A look at the cluster is repeated so often while something is awaited.
+pub(crate) const POLL: Duration = Duration::from_millis(20);
+/// Registration after the ready line.
+const REGISTERED: Duration = Duration::from_secs(20);
+
+/// Which cluster.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// `ucx`, `tcp` or `auto`.
+    pub transport: &'static str,
+    /// Nodes without a model: for tests in which the tokens do not matter.
+    pub simulated: bool,
+    /// Flags for the nodes.
+    pub node_args: Vec<String>,
+    /// Flags for prefill nodes.
+    pub prefill_args: Vec<String>,
+    /// Flags for decode nodes.
+    pub decode_args: Vec<String>,
+    /// Flags for the router.
+    pub router_args: Vec<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            transport: "ucx",
+            simulated: false,
+            node_args: words("--threads 1 --kv-blocks 1024"),
+            prefill_args: Vec::new(),
+            decode_args: Vec::new(),
+            router_args: Vec::new(),
+        }
+    }
+}
+
+/// Flags as one types them.
+pub fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+/// A running cluster; everything is killed and removed on drop.
+pub struct Cluster {
+    /// The only router.
+    pub router: Process,
+    /// The only prefill node.
+    pub prefill: Process,
+    /// The only decode node.
+    pub decode: Process,
+    /// How it was started.
+    pub options: Options,
+    // Fields drop in order: processes, their directory, the turn.
+    dir: TempDir,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Cluster {
+    /// One prefill and one decode node, registered.
+    ///
+    /// # Errors
+    /// A program does not start, or is not registered in time; with the logs.
+    pub async fn start(options: Options) -> anyhow::Result<Self> {
+        let turn = TURN.lock().await;
+        let dir = tempfile::tempdir()?;
+        let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
+        args.push(model()?.display().to_string());
+        args.extend(options.router_args.iter().cloned());
+        let router = Process::start("router", "router", &args, dir.path()).await?;
+        let (prefill, decode) = futures::try_join!(
+            start_node(&router, "prefill", &options, dir.path()),
+            start_node(&router, "decode", &options, dir.path()),
+        )?;
+        let cluster = Self { router, prefill, decode, options, dir, _turn: turn };
+        cluster.registered(2).await?;
+        Ok(cluster)
+    }
+
+    /// A new prefill node in place of the old one, which is killed; registered.
+    ///
+    /// # Errors
+    /// As [`Cluster::start`].
+    pub async fn restart_prefill(&mut self) -> anyhow::Result<()> {
+        self.prefill.kill();
+        self.prefill = start_node(&self.router, "prefill", &self.options, self.dir.path()).await?;
+        self.holds_only(self.prefill_id()).await
+    }
+
+    /// A new decode node in place of the old one, which is killed; registered.
+    ///
+    /// # Errors
+    /// As [`Cluster::start`].
+    pub async fn restart_decode(&mut self) -> anyhow::Result<()> {
+        self.decode.kill();
+        self.decode = start_node(&self.router, "decode", &self.options, self.dir.path()).await?;
+        self.holds_only(self.decode_id()).await
+    }
+
+    /// Files of this cluster alone.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Waits until the router lists exactly `nodes` nodes.
+    ///
+    /// # Errors
+    /// It does not in time.
+    pub async fn registered(&self, nodes: usize) -> anyhow::Result<()> {
+        let listed = async |_: &Self| self.nodes().await.is_ok_and(|listed| listed.len() == nodes);
+        self.wait_until(REGISTERED, &format!("{nodes} nodes registered"), listed).await.map(drop)
+    }
+
+    /// Waits for a condition.
+    ///
+    /// # Errors
+    /// The condition does not hold in time.
+    pub async fn wait_until(
+        &self,
+        within: Duration,
+        what: &str,
+        holds: impl AsyncFn(&Self) -> bool,
+    ) -> anyhow::Result<Duration> {
+        let start = Instant::now();
+        loop {
+            if holds(self).await {
+                return Ok(start.elapsed());
+            }
+            if start.elapsed() > within {
+                let nodes = self.nodes().await;
+                bail!("not within {within:?}: {what}; nodes: {nodes:#?}");
+            }
+            sleep(POLL).await;
+        }
+    }
+
+    fn prefill_id(&self) -> &str {
+        self.prefill.ready("incarnation")
+    }
+
+    fn decode_id(&self) -> &str {
+        self.decode.ready("incarnation")
+    }
+
+    /// Waits until a new incarnation is listed and the old one is not.
+    async fn holds_only(&self, incarnation: &str) -> anyhow::Result<()> {
+        let listed = async |_: &Self| {
+            self.nodes().await.is_ok_and(|nodes| {
+                nodes.len() == 2 && nodes.iter().any(|node| node.incarnation.trim_start_matches("0x") == incarnation)
+            })
+        };
+        self.wait_until(REGISTERED, &format!("incarnation {incarnation} registered"), listed).await.map(drop)
+    }
+}
+
+async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path) -> anyhow::Result<Process> {
+    let mut args = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0");
+    args.extend(["--router".to_owned(), router.url("grpc"), "--node-id".to_owned(), format!("{role}-0")]);
+    args.extend(["--transport".to_owned(), options.transport.to_owned()]);
+    if options.simulated {
+        args.push("--simulated".to_owned());
+    }
+    args.extend(["--model".to_owned(), model()?.display().to_string()]);
+    let own = if role == "prefill" { &options.prefill_args } else { &options.decode_args };
+    args.extend(options.node_args.iter().chain(own).cloned());
+    Process::start(role, &format!("{role}-node"), &args, dir).await
+}
+
+/// The model of `make setup`.
+///
+/// # Errors
+/// It is not there.
+pub fn model() -> anyhow::Result<PathBuf> {
+    let cache = match std::env::var_os("TANDEM_CACHE") {
+        Some(cache) => PathBuf::from(cache),
+        None => std::env::home_dir().context("no home directory")?.join(".cache/tandem"),
+    };
+    let model = cache.join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    if !model.is_file() {
+        bail!("no model at {}: run `make setup`", model.display());
+    }
+    Ok(model)
+}
+
+/// A port that was free a moment ago.
+///
+/// # Errors
+/// The system has none.
+pub fn free_port() -> std::io::Result<u16> {
+    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}

@@ -1,0 +1,197 @@
+//! One program of the cluster as a child process. Knows nothing of roles.
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep};
+
+/// A model is loaded and dequantized in this time even while both cores compile.
+const READY_TIMEOUT: Duration = Duration::from_secs(90);
+
+/// A running program; killed on drop.
+pub struct Process {
+    /// For people and for the log.
+    pub name: String,
+    child: Child,
+    ready: BTreeMap<String, String>,
+    log: PathBuf,
+}
+
+impl Process {
+    /// Starts a program of this build and waits for its ready line.
+    ///
+    /// # Errors
+    /// It ends first or takes too long; with its log.
+    pub async fn start(name: &str, program: &str, args: &[String], logs: &Path) -> anyhow::Result<Self> {
+        let log = logs.join(format!("{name}.log"));
+        let mut file = fs::OpenOptions::new().create(true).append(true).open(&log)?;
+        let mut child = command(program)?
+            .args(args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(file.try_clone()?)
+            .spawn()
+            .with_context(|| format!("cannot start {program}"))?;
+        let stdout = child.stdout.take().context("standard output is piped")?;
+        let (tell, told) = oneshot::channel();
+        std::thread::spawn(move || {
+            let mut tell = Some(tell);
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if line.starts_with("ready ") {
+                    tell.take().map(|tell| tell.send(line.clone()));
+                }
+                let _ = writeln!(file, "{line}");
+            }
+        });
+        let mut process = Self { name: name.to_owned(), child, ready: BTreeMap::new(), log };
+        match tokio::time::timeout(READY_TIMEOUT, told).await {
+            Ok(Ok(line)) => process.ready = pairs(&line),
+            Ok(Err(_)) => bail!("{name} ended before it was ready: {}\n{}", process.child.wait()?, process.log()),
+            Err(_) => bail!("{name} was not ready in time\n{}", process.log()),
+        }
+        Ok(process)
+    }
+
+    /// A value of the ready line.
+    ///
+    /// # Panics
+    /// The line has no such key.
+    pub fn ready(&self, key: &str) -> &str {
+        match self.ready.get(key) {
+            Some(value) => value,
+            None => panic!("the ready line of {} has no {key}=: {:?}", self.name, self.ready),
+        }
+    }
+
+    /// An address of the ready line as a URL.
+    pub fn url(&self, key: &str) -> String {
+        let address = self.ready(key);
+        if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
+    }
+
+    /// Process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it still runs.
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// kill -9, and waits for the end.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Stops it in the middle of whatever it does, without a word to anybody.
+    pub fn freeze(&self) {
+        self.signal(Signal::SIGSTOP);
+    }
+
+    /// Lets a frozen process go on.
+    pub fn wake(&self) {
+        self.signal(Signal::SIGCONT);
+    }
+
+    /// Asks it to drain and end.
+    pub fn terminate(&self) {
+        self.signal(Signal::SIGTERM);
+    }
+
+    /// Waits for the end of the process.
+    ///
+    /// # Errors
+    /// It still runs when the time is over.
+    pub async fn ended(&mut self, within: Duration) -> anyhow::Result<ExitStatus> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                bail!("{} still runs after {within:?}\n{}", self.name, self.log());
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// What it wrote so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    fn signal(&self, signal: Signal) {
+        if let Ok(pid) = i32::try_from(self.child.id()) {
+            let _ = kill(Pid::from_raw(pid), signal);
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+        if std::thread::panicking() {
+            eprintln!("--- {} ({})\n{}", self.name, self.log.display(), last_lines(&self.log()));
+        }
+    }
+}
+
+/// Runs a program that is expected to end by itself, such as one with a wrong flag.
+///
+/// # Errors
+/// It cannot be started or still runs after `within`.
+pub async fn run_to_end(program: &str, args: &[String], within: Duration) -> anyhow::Result<Output> {
+    let mut child = tokio::process::Command::from(command(program)?);
+    child.args(args).stdin(Stdio::null()).kill_on_drop(true);
+    let output = tokio::time::timeout(within, child.output()).await;
+    Ok(output.with_context(|| format!("{program} {args:?} still runs after {within:?}"))??)
+}
+
+/// Whether a process ended by its own decision, not by a signal (a panic that aborts is one).
+pub fn ended_by_itself(status: ExitStatus) -> bool {
+    status.signal().is_none()
+}
+
+/// Where cargo put the programs of this build: the directory above that of the tests and examples.
+///
+/// # Errors
+/// A program is not built.
+pub fn program(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let dir = own.parent().and_then(Path::parent).context("a test runs in target/*/deps")?;
+    let path = dir.join(name);
+    if !path.is_file() {
+        bail!("{} is missing: run `cargo build --release` first", path.display());
+    }
+    Ok(path)
+}
+
+fn command(name: &str) -> anyhow::Result<Command> {
+    // A test run that is killed leaves nothing behind where util-linux is there.
+    if Path::new("/usr/bin/setpriv").is_file() {
+        let mut command = Command::new("/usr/bin/setpriv");
+        command.args(["--pdeathsig", "KILL"]).arg(program(name)?);
+        return Ok(command);
+    }
+    Ok(Command::new(program(name)?))
+}
+
+fn pairs(line: &str) -> BTreeMap<String, String> {
+    let pairs = line.split_whitespace().filter_map(|word| word.split_once('='));
+    pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().rev().take(25).collect();
+    lines.into_iter().rev().map(|line| format!("{line}\n")).collect()
+}

@@ -1,0 +1,179 @@
+//! Nodes die, hang and come back; clients leave. The rest lives on and every block comes home.
+use std::time::Duration;
+
+use tandem_cluster_tests::client::{ask, rest, text, token_ids};
+use tandem_cluster_tests::{Answer, Cluster, Failure, Options};
+use tokio::time::{Instant, timeout};
+use tonic::Code;
+
+/// From the death of a node to the error at the client.
+const TOLD: Duration = Duration::from_secs(3);
+/// From the end of a request to free blocks everywhere, as the router hears of it.
+const BACK: Duration = Duration::from_secs(2);
+/// For things that only have to happen.
+const LONG: Duration = Duration::from_secs(60);
+
+fn long_answer() -> tandem_proto::v1::GenerateRequest {
+    let mut request = ask(text("Once upon a time"), 600);
+    request.ignore_eos = true;
+    request
+}
+
+fn long_prompt() -> tandem_proto::v1::GenerateRequest {
+    ask(token_ids((0..4000).map(|index| 100 + index % 7919).collect::<Vec<u32>>()), 4)
+}
+
+async fn works(cluster: &Cluster) -> anyhow::Result<Answer> {
+    let answer = cluster.answer(ask(text("The capital of France is"), 8)).await?;
+    assert!(answer.text.contains("Paris"), "{}", answer.text);
+    Ok(answer)
+}
+
+fn typed(outcome: Result<Result<Answer, Failure>, tokio::time::error::Elapsed>, codes: &[Code]) {
+    match outcome {
+        Err(_) => panic!("no error within {TOLD:?}"),
+        Ok(Ok(answer)) => panic!("an answer of {} tokens without its node", answer.tokens.len()),
+        Ok(Err(failure)) => assert!(codes.contains(&failure.status.code()), "{failure}"),
+    }
+}
+
+#[tokio::test]
+async fn decode_dies_while_streaming() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(Options::default()).await?;
+    let mut stream = cluster.open(long_answer()).await?;
+    for _ in 0..4 {
+        stream.message().await?;
+    }
+    cluster.decode.kill();
+    // Tokens were sent: the client must not take the same request for safe to repeat.
+    typed(timeout(TOLD, rest(stream)).await, &[Code::Aborted]);
+    assert!(cluster.router.is_alive() && cluster.prefill.is_alive());
+    cluster.registered(1).await?;
+    let refused = cluster.answer(ask(text("Hello"), 4)).await.expect_err("there is no decode node");
+    assert_eq!(refused.status.code(), Code::Unavailable, "{refused}");
+    cluster.restart_decode().await?;
+    works(&cluster).await?;
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn prefill_dies_while_computing() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(Options::default()).await?;
+    let (outcome, ()) = {
+        let answer = cluster.answer(long_prompt());
+        let mut answer = std::pin::pin!(answer);
+        tokio::select! {
+            early = &mut answer => panic!("the prompt was too short for this test: {early:?}"),
+            busy = cluster.busy("prefill", LONG) => { busy?; }
+        }
+        let pid = nix::unistd::Pid::from_raw(cluster.prefill.pid().try_into()?);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL)?;
+        (timeout(TOLD, answer).await, ())
+    };
+    typed(outcome, &[Code::Unavailable]);
+    assert!(cluster.router.is_alive() && cluster.decode.is_alive());
+    cluster.restart_prefill().await?;
+    works(&cluster).await?;
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn prefill_dies_while_decode_streams() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(Options::default()).await?;
+    let mut request = long_answer();
+    request.max_tokens = Some(48);
+    let mut stream = cluster.open(request).await?;
+    for _ in 0..4 {
+        stream.message().await?;
+    }
+    cluster.prefill.kill();
+    let answer = timeout(LONG, rest(stream)).await??;
+    assert_eq!(answer.finish.completion_tokens, 48);
+    cluster.restart_prefill().await?;
+    works(&cluster).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_frozen_decode_node_is_given_up() -> anyhow::Result<()> {
+    const LEASE_AND_MORE: Duration = Duration::from_secs(15);
+    let cluster = Cluster::start(Options::default()).await?;
+    let mut stream = cluster.open(long_answer()).await?;
+    for _ in 0..4 {
+        stream.message().await?;
+    }
+    cluster.decode.freeze();
+    let outcome = timeout(LEASE_AND_MORE, rest(stream)).await;
+    cluster.decode.wake();
+    typed(outcome, &[Code::Aborted, Code::Unavailable]);
+    // It says that it is back, and is used again.
+    cluster.registered(2).await?;
+    cluster.idle(LONG).await?;
+    works(&cluster).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn clients_that_leave_free_their_blocks() -> anyhow::Result<()> {
+    let cluster = Cluster::start(Options::default()).await?;
+    cluster.idle(BACK).await?;
+    {
+        let answer = cluster.answer(long_prompt());
+        tokio::select! {
+            early = answer => panic!("the prompt was too short for this test: {early:?}"),
+            busy = cluster.busy("prefill", LONG) => { busy?; }
+        }
+    }
+    println!("left while the prompt was computed: blocks back after {:?}", cluster.idle(BACK).await?);
+    for tokens in [1, 2, 10] {
+        let mut stream = cluster.open(long_answer()).await?;
+        for _ in 0..tokens {
+            stream.message().await?;
+        }
+        drop(stream);
+        println!("left after {tokens} tokens: blocks back after {:?}", cluster.idle(BACK).await?);
+    }
+    works(&cluster).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_deadline_ends_both_legs() -> anyhow::Result<()> {
+    let cluster = Cluster::start(Options::default()).await?;
+    let url = cluster.router.url("grpc");
+    let mut client = tandem_proto::v1::inference_client::InferenceClient::connect(url).await?;
+    let mut request = tonic::Request::new(long_answer());
+    request.set_timeout(Duration::from_secs(1));
+    let asked = Instant::now();
+    let failure = match client.generate(request).await {
+        Ok(stream) => rest(stream.into_inner()).await.expect_err("600 tokens take longer than a second").status,
+        Err(status) => status,
+    };
+    assert!(matches!(failure.code(), Code::DeadlineExceeded | Code::Cancelled), "{failure}");
+    assert!(asked.elapsed() < TOLD, "{:?}", asked.elapsed());
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn nodes_drain_on_sigterm() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(Options::default()).await?;
+    let mut request = long_answer();
+    request.max_tokens = Some(32);
+    let mut stream = cluster.open(request).await?;
+    stream.message().await?;
+    stream.message().await?;
+    cluster.decode.terminate();
+    // The running answer is finished first.
+    let answer = timeout(LONG, rest(stream)).await??;
+    assert_eq!(answer.finish.completion_tokens, 32);
+    let status = cluster.decode.ended(LONG).await?;
+    assert!(status.success(), "{status}");
+    cluster.prefill.terminate();
+    assert!(cluster.prefill.ended(LONG).await?.success());
+    cluster.router.terminate();
+    assert!(cluster.router.ended(LONG).await?.success());
+    Ok(())
+}

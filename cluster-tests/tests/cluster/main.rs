@@ -1,0 +1,15 @@
+//! A router, a prefill node and a decode node as real processes: what they must do, and what must not happen.
+//!
+//! - [`first_light`]: a prompt crosses the cluster; disaggregated = single node; many at once.
+//! - [`failures`]: nodes die, hang, come back; clients leave.
+//! - [`corruption`]: damaged KV is refused.
+//! - [`bad_input`]: whatever comes in, the service goes on.
+//! - [`traces`]: one tree of spans whose parts add up.
+//! - [`tool`]: `tandem up` and its companions.
+
+mod bad_input;
+mod corruption;
+mod failures;
+mod first_light;
+mod tool;
+mod traces;

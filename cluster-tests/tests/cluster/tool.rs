@@ -1,0 +1,111 @@
+//! `tandem up`, `generate`, `chat`, `trace`: the commands as a person types them.
+use std::path::Path;
+use std::time::Duration;
+
+use tandem_cluster_tests::process::{Process, run_to_end};
+use tokio::sync::Mutex;
+
+/// These clusters are not the harness's; one at a time all the same.
+static TURN: Mutex<()> = Mutex::const_new(());
+const SOON: Duration = Duration::from_secs(60);
+
+fn args(state: &Path, words: &[&str]) -> Vec<String> {
+    let state = ["--state".to_owned(), state.display().to_string()];
+    state.into_iter().chain(words.iter().map(|&word| word.to_owned())).collect()
+}
+
+async fn said(state: &Path, words: &[&str]) -> anyhow::Result<(bool, String, String)> {
+    let output = run_to_end("tandem", &args(state, words), SOON).await?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ok((output.status.success(), text(&output.stdout), text(&output.stderr)))
+}
+
+async fn up(dir: &Path, more: &[&str]) -> anyhow::Result<Process> {
+    let logs = dir.join("logs").display().to_string();
+    let words = [&["up", "--log-dir", &logs][..], more].concat();
+    Process::start("tandem", "tandem", &args(&dir.join("state.json"), &words), dir).await
+}
+
+/// Process ids of the children, from the state file.
+fn children(dir: &Path) -> anyhow::Result<Vec<u64>> {
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("state.json"))?)?;
+    let processes = state["processes"].as_array().cloned().unwrap_or_default();
+    Ok(processes.iter().filter_map(|process| process[1].as_u64()).collect())
+}
+
+/// Ended, whether or not somebody has taken note of it.
+fn is_gone(pid: u64) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_none_or(|rest| rest.is_empty() || rest.starts_with(['Z', 'X']))
+}
+
+async fn all_gone(pids: &[u64]) -> bool {
+    for _ in 0..300 {
+        if pids.iter().all(|&pid| is_gone(pid)) {
+            return true;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    false
+}
+
+#[tokio::test]
+async fn up_generate_chat_trace_and_a_clean_end() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let mut tandem = up(dir.path(), &[]).await?;
+    assert!(tandem.log().contains("transport=ucx/"), "{}", tandem.log());
+
+    let (ok, out, figures) = said(&state, &["generate", "--max-tokens", "8", "The capital of France is"]).await?;
+    assert!(ok && out.contains("Paris") && figures.contains("TTFT"), "{out}{figures}");
+    let (ok, out, figures) = said(&state, &["chat", "--max-tokens", "8", "Say hello."]).await?;
+    assert!(ok && !out.trim().is_empty(), "{out}{figures}");
+    let (ok, out, errors) = said(&state, &["trace", "last"]).await?;
+    for part in ["kv.transfer", "TTFT", "prefill", "% of TTFT", "GB/s", "ucx/"] {
+        assert!(ok && out.contains(part), "no {part:?} in\n{out}{errors}");
+    }
+    let (ok, _, errors) = said(&state, &["trace", "00000000000000000000000000000001"]).await?;
+    assert!(!ok && errors.contains("404"), "{errors}");
+
+    let pids = children(dir.path())?;
+    assert_eq!(pids.len(), 3);
+    tandem.terminate();
+    let status = tandem.ended(SOON).await?;
+    assert!(status.success(), "{status}");
+    assert!(all_gone(&pids).await && !state.exists());
+    let (ok, _, errors) = said(&state, &["generate", "hello"]).await?;
+    assert!(!ok && errors.contains("tandem up"), "{errors}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn children_die_with_a_killed_tandem() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let mut tandem = up(dir.path(), &["--simulated", "--decode", "2"]).await?;
+    let pids = children(dir.path())?;
+    assert_eq!(pids.len(), 4);
+    tandem.kill();
+    assert!(all_gone(&pids).await, "children survive");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_dead_node_is_restarted_when_that_is_wanted() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let tandem = up(dir.path(), &["--simulated", "--restart"]).await?;
+    let decode = children(dir.path())?[2];
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(decode.try_into()?), nix::sys::signal::Signal::SIGKILL)?;
+    for _ in 0..600 {
+        if tandem.log().contains("decode-0 runs again")
+            && said(&state, &["generate", "--max-tokens", "4", "hi"]).await?.0
+        {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("not restarted:\n{}", tandem.log())
+}

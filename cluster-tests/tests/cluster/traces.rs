@@ -1,0 +1,199 @@
+//! One request, one tree of spans over three services, in a collector and in the router; its parts add up to TTFT.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
+use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
+use opentelemetry_proto::tonic::common::v1::any_value::Value;
+use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
+use tandem_cluster_tests::client::{ask, rest, token_ids};
+use tandem_cluster_tests::{Cluster, Options};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status};
+
+/// Exporters send in batches, at least every five seconds.
+const EXPORTED: Duration = Duration::from_secs(20);
+const TRACE_ID: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const PARENT_ID: &str = "00f067aa0ba902b7";
+
+#[derive(Clone, Debug)]
+struct Span {
+    service: String,
+    name: String,
+    id: String,
+    parent: String,
+    start: u64,
+    end: u64,
+    attributes: BTreeMap<String, Value>,
+}
+
+impl Span {
+    fn ms(&self) -> f64 {
+        (self.end - self.start) as f64 / 1e6
+    }
+
+    fn number(&self, key: &str) -> f64 {
+        let names = [key.to_owned(), format!("kv.{key}"), format!("tandem.kv.{key}"), format!("tandem.{key}")];
+        match names.iter().find_map(|name| self.attributes.get(name)) {
+            Some(Value::IntValue(number)) => *number as f64,
+            Some(Value::DoubleValue(number)) => *number,
+            other => panic!("{key} of {} is {other:?}: {:?}", self.name, self.attributes),
+        }
+    }
+}
+
+/// An OTLP/gRPC collector that hands on what it gets.
+struct Collector(mpsc::Sender<Span>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        for resource_spans in request.into_inner().resource_spans {
+            let resource = attributes(resource_spans.resource.unwrap_or_default().attributes);
+            let service = match resource.get("service.name") {
+                Some(Value::StringValue(name)) => name.clone(),
+                other => panic!("no service name: {other:?}"),
+            };
+            for span in resource_spans.scope_spans.into_iter().flat_map(|scope| scope.spans) {
+                assert_eq!(hex(&span.trace_id), TRACE_ID, "{}", span.name);
+                let span = Span {
+                    service: service.clone(),
+                    name: span.name,
+                    id: hex(&span.span_id),
+                    parent: hex(&span.parent_span_id),
+                    start: span.start_time_unix_nano,
+                    end: span.end_time_unix_nano,
+                    attributes: attributes(span.attributes),
+                };
+                let _ = self.0.send(span).await;
+            }
+        }
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// Starts a collector; its URL and what it gets.
+async fn collector() -> anyhow::Result<(String, mpsc::Receiver<Span>)> {
+    let (tell, told) = mpsc::channel(1024);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    let url = format!("http://{}", listener.local_addr()?);
+    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(tell)));
+    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    Ok((url, told))
+}
+
+/// Asks with a parent of our own, and collects until the tree is whole.
+async fn traced(prompt_tokens: usize) -> anyhow::Result<(Cluster, Vec<Span>, tandem_proto::v1::Finish)> {
+    let (url, mut told) = collector().await?;
+    let flag = vec!["--otlp-endpoint".to_owned(), url];
+    let mut options = Options { router_args: flag.clone(), ..Options::default() };
+    options.node_args.extend(flag);
+    let cluster = Cluster::start(options).await?;
+    let prompt: Vec<u32> = (0..prompt_tokens as u32).map(|index| 1000 + index * 31 % 40_000).collect();
+    let mut request = ask(token_ids(prompt), 8);
+    request.ignore_eos = true;
+    let mut request = Request::new(request);
+    request.metadata_mut().insert("traceparent", format!("00-{TRACE_ID}-{PARENT_ID}-01").parse()?);
+    let grpc = cluster.router.url("grpc");
+    let mut client = tandem_proto::v1::inference_client::InferenceClient::connect(grpc).await?;
+    let answer = rest(client.generate(request).await?.into_inner()).await?;
+    let mut spans: Vec<Span> = Vec::new();
+    let whole = async {
+        while !is_whole(&spans) {
+            spans.extend(told.recv().await);
+        }
+    };
+    let in_time = tokio::time::timeout(EXPORTED, whole).await.is_ok();
+    assert!(
+        in_time,
+        "the tree is not whole: {:#?}",
+        spans.iter().map(|s| (&s.service, &s.name, &s.id, &s.parent)).collect::<Vec<_>>()
+    );
+    Ok((cluster, spans, answer.finish))
+}
+
+/// Three services, the named phases, and every parent is there.
+fn is_whole(spans: &[Span]) -> bool {
+    let services: BTreeSet<&str> = spans.iter().map(|span| span.service.as_str()).collect();
+    let ids: BTreeSet<&str> = spans.iter().map(|span| span.id.as_str()).chain([PARENT_ID]).collect();
+    let has = |name: &str| spans.iter().any(|span| span.name == name);
+    let phases = [
+        "queue",
+        "route",
+        "prefill",
+        "kv.reserve",
+        "prefill.queue",
+        "prefill.forward",
+        "kv.post",
+        "kv.transfer",
+        "transfer",
+        "decode",
+    ];
+    services.len() == 3 && phases.into_iter().all(has) && spans.iter().all(|span| ids.contains(span.parent.as_str()))
+}
+
+#[tokio::test]
+async fn one_tree_over_three_services_that_adds_up() -> anyhow::Result<()> {
+    let (cluster, spans, finish) = traced(300).await?;
+    assert_eq!(finish.trace_id, TRACE_ID);
+    let roots: Vec<&Span> = spans.iter().filter(|span| span.parent == PARENT_ID).collect();
+    assert_eq!(roots.len(), 1, "{roots:#?}");
+    let root = roots[0];
+    let services: BTreeSet<&str> = spans.iter().map(|span| span.service.as_str()).collect();
+    assert_eq!(services, BTreeSet::from(["tandem-router", "tandem-prefill", "tandem-decode"]));
+    // The phases of the first token tile TTFT.
+    let phase = |name: &str| {
+        let found: Vec<&Span> = spans.iter().filter(|span| span.name == name && span.parent == root.id).collect();
+        assert_eq!(found.len(), 1, "{name}: {found:#?}");
+        found[0]
+    };
+    let (queue, route, prefill) = (phase("queue"), phase("route"), phase("prefill"));
+    let (transfer, decode) = (phase("transfer"), phase("decode"));
+    let ttft = root.number("tandem.ttft_ms");
+    let sum = queue.ms() + route.ms() + prefill.ms();
+    assert!((sum - ttft).abs() <= ttft * 0.01, "queue + route + prefill = {sum} ms, TTFT {ttft} ms");
+    for (before, after) in [(queue, route), (route, prefill), (prefill, transfer), (transfer, decode)] {
+        assert!(before.end < after.start, "{} and {} overlap", before.name, after.name);
+    }
+    // The same figures in the last message.
+    let timings = finish.timings.clone().unwrap_or_default();
+    assert!(
+        (timings.queue_ms + timings.route_ms + timings.prefill_ms - timings.ttft_ms).abs() <= timings.ttft_ms * 0.01
+    );
+    // The copy itself.
+    let copy = spans.iter().find(|span| span.name == "kv.transfer").expect("kv.transfer");
+    assert_eq!(copy.service, "tandem-decode");
+    assert_eq!(copy.number("blocks"), 19.0);
+    assert_eq!(copy.number("bytes"), timings.kv_bytes as f64);
+    assert!(copy.number("gbps") > 0.0);
+    let names = ["transport", "kv.transport", "tandem.kv.transport"];
+    let transport = names.iter().find_map(|name| copy.attributes.get(*name));
+    assert!(matches!(transport, Some(Value::StringValue(name)) if name.starts_with("ucx/")), "{transport:?}");
+    shown_by_the_router(&cluster, &spans).await
+}
+
+/// The router shows the same trace without a collector.
+async fn shown_by_the_router(cluster: &Cluster, spans: &[Span]) -> anyhow::Result<()> {
+    for id in [TRACE_ID, "last"] {
+        let trace: serde_json::Value = cluster.get(&format!("/api/traces/{id}")).await?.json().await?;
+        assert_eq!(trace["trace_id"], TRACE_ID);
+        let listed = trace["spans"].as_array().expect("spans");
+        let shown: BTreeSet<&str> = listed.iter().filter_map(|span| span["span_id"].as_str()).collect();
+        let collected: BTreeSet<&str> = spans.iter().map(|span| span.id.as_str()).collect();
+        assert_eq!(shown, collected);
+    }
+    Ok(())
+}
+
+fn attributes(list: Vec<KeyValue>) -> BTreeMap<String, Value> {
+    let value = |value: Option<AnyValue>| value.and_then(|value| value.value);
+    list.into_iter().filter_map(|pair| Some((pair.key, value(pair.value)?))).collect()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

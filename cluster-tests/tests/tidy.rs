@@ -1,0 +1,170 @@
+//! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, names, sizes.
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The only places of unsafe code.
+const ROOMS: [&str; 5] =
+    ["kvtransfer/ucx-sys/", "kvtransfer/src/ucx", "kvtransfer/src/cuda", "engine/src/ops", "engine/src/models/mmap.rs"];
+
+/// Who may use whom; a crate that is not here may use all.
+const GRAPH: [(&str, &[&str]); 10] = [
+    ("tandem-proto", &[]),
+    ("tandem-telemetry", &["tandem-proto"]),
+    ("tandem-engine", &["tandem-proto"]),
+    ("tandem-ucx-sys", &[]),
+    ("tandem-kvtransfer", &["tandem-proto", "tandem-ucx-sys"]),
+    ("tandem-node", &["tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer"]),
+    ("tandem-prefill-node", NODE),
+    ("tandem-decode-node", NODE),
+    ("tandem-router", &["tandem-proto", "tandem-telemetry"]),
+    ("tandem", &["tandem-proto"]),
+];
+const NODE: &[&str] = &["tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer", "tandem-node"];
+
+/// Names that say nothing about what is inside.
+const EMPTY_NAMES: [&str; 8] = ["utils", "util", "common", "helpers", "helper", "misc", "shared", "stuff"];
+
+/// A file that is longer holds two subjects.
+const MOST_LINES: usize = 700;
+
+#[test]
+fn every_file_says_what_it_owns() {
+    let silent = sources().into_iter().filter(|(_, text)| !text.starts_with("//! "));
+    nothing(silent.map(|(path, _)| path), "does not start with `//!`");
+}
+
+#[test]
+fn unsafe_code_stays_in_its_rooms() {
+    let strangers = sources()
+        .into_iter()
+        .filter(|(path, text)| !ROOMS.iter().any(|room| path.starts_with(room)) && text.lines().any(has_unsafe_code));
+    nothing(strangers.map(|(path, _)| path), "has unsafe code outside its rooms");
+}
+
+#[test]
+fn crates_use_only_whom_they_may() {
+    let mut wrong = Vec::new();
+    let known: BTreeSet<String> = members().iter().map(|dir| manifest(dir).0).collect();
+    for dir in members() {
+        let (name, uses) = manifest(&dir);
+        let Some((_, allowed)) = GRAPH.iter().find(|(user, _)| *user == name) else {
+            if name != "tandem-cluster-tests" {
+                wrong.push(format!("{name} is not in the graph of this test"));
+            }
+            continue;
+        };
+        let ours = uses.iter().filter(|used| known.contains(*used) && !allowed.contains(&used.as_str()));
+        wrong.extend(ours.map(|used| format!("{name} uses {used}")));
+    }
+    nothing(wrong.into_iter(), "");
+}
+
+#[test]
+fn names_say_something() {
+    let empty = files().into_iter().filter(|path| {
+        let stem = |part: &str| part.split('.').next().unwrap_or_default().to_owned();
+        path.split('/').any(|part| EMPTY_NAMES.contains(&stem(part).as_str()))
+    });
+    nothing(empty, "has an empty name");
+}
+
+#[test]
+fn files_hold_one_subject() {
+    let long = sources().into_iter().filter(|(_, text)| text.lines().count() > MOST_LINES);
+    nothing(long.map(|(path, text)| format!("{path}: {} lines", text.lines().count())), "");
+}
+
+#[test]
+fn architecture_names_every_crate() {
+    let architecture = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("ARCHITECTURE.md");
+    let unnamed = members().into_iter().filter(|dir| {
+        let last = dir.rsplit('/').next().unwrap_or(dir);
+        !architecture.contains(&format!("`{last}")) && !architecture.contains(&format!("{last}/"))
+    });
+    nothing(unnamed, "is not named in ARCHITECTURE.md");
+}
+
+#[test]
+fn the_check_for_unsafe_code_sees_code_only() {
+    let word = concat!("un", "safe");
+    assert!(has_unsafe_code(&format!("    {word} {{ read(p) }}")));
+    assert!(has_unsafe_code(&format!("{word} impl Send for P {{}} // SAFETY: owned")));
+    assert!(!has_unsafe_code(&format!("#![forbid({word}_code)]")));
+    assert!(!has_unsafe_code(&format!("x(); // {word}: never")));
+    assert!(!has_unsafe_code(&format!("say(\"{word} \")")));
+}
+
+/// Fails with all findings at once.
+fn nothing(findings: impl Iterator<Item = String>, what: &str) {
+    let findings: Vec<String> = findings.map(|finding| format!("{finding} {what}")).collect();
+    assert!(findings.is_empty(), "\n{}", findings.join("\n"));
+}
+
+/// Outside comments and strings, as far as a line tells.
+fn has_unsafe_code(line: &str) -> bool {
+    let code = line.split("//").next().unwrap_or_default();
+    let outside_strings: String = code.split('"').step_by(2).collect::<Vec<_>>().join(" ");
+    let words = outside_strings.split(|c: char| !c.is_alphanumeric() && c != '_');
+    words.into_iter().any(|word| word == concat!("un", "safe"))
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").to_owned()
+}
+
+/// All files of the repository, as paths from its root; what is built, cached or hidden is left out.
+fn files() -> Vec<String> {
+    let (mut files, mut dirs) = (Vec::new(), vec![root()]);
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(&dir).expect("a readable directory") {
+            let entry = entry.expect("a readable entry");
+            let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+            let is_dir = entry.file_type().expect("a file type").is_dir();
+            // `shared` at the root is a loan of some workplaces, not a part of the repository.
+            let foreign = name.starts_with('.') || (dir == root() && ["target", "shared", "venv"].contains(&&*name));
+            if is_dir && !foreign {
+                dirs.push(path);
+            } else if !is_dir {
+                let relative = path.strip_prefix(root()).expect("below the root");
+                files.push(relative.to_string_lossy().into_owned());
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+fn sources() -> Vec<(String, String)> {
+    let rust = files().into_iter().filter(|path| path.ends_with(".rs"));
+    rust.map(|path| {
+        let text = fs::read_to_string(root().join(&path)).expect("a readable source");
+        (path, text)
+    })
+    .collect()
+}
+
+/// Directories of all crates.
+fn members() -> Vec<String> {
+    let manifests = files().into_iter().filter_map(|path| path.strip_suffix("/Cargo.toml").map(str::to_owned));
+    manifests.collect()
+}
+
+/// Name and dependencies of a crate, tests' ones left out. Reads the plain form that all our manifests have.
+fn manifest(dir: &str) -> (String, Vec<String>) {
+    let text = fs::read_to_string(root().join(dir).join("Cargo.toml")).expect("a manifest");
+    let (mut section, mut name, mut uses) = (String::new(), String::new(), Vec::new());
+    for line in text.lines().map(str::trim) {
+        if let Some(header) = line.strip_prefix('[') {
+            section = header.trim_end_matches(']').to_owned();
+        } else if let Some((key, value)) = line.split_once('=') {
+            let key = key.trim().trim_end_matches(".workspace");
+            if section == "package" && key == "name" {
+                name = value.trim().trim_matches('"').to_owned();
+            } else if section.ends_with("dependencies") && !section.ends_with("dev-dependencies") {
+                uses.push(if key == "ucx-sys" { "tandem-ucx-sys".to_owned() } else { key.to_owned() });
+            }
+        }
+    }
+    (name, uses)
+}

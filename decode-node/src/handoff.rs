@@ -1,0 +1,152 @@
+//! Joins engine and KV transport on the receiving side; the two do not know each other.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tandem_engine::KvLease;
+use tandem_kvtransfer::{Expected, Grant, Incoming, Verified};
+use tandem_node::{CheckedRequest, Node, Trace};
+use tandem_proto::v1::Seal;
+use tandem_proto::{Error, ErrorKind, HandoffId, Incarnation, TraceContext, v1};
+use tandem_telemetry::clock;
+
+/// Lets `prefill` fill the first blocks of `lease`, the prompt's. They return to the pool when the request and every
+/// writer have let go of them.
+///
+/// # Errors
+/// `Overloaded` when too many hand-offs are out.
+pub fn grant(
+    node: &Node, request: &CheckedRequest, prefill: Incarnation, lease: &Arc<KvLease>, longest: Duration,
+) -> Result<Incoming, Error> {
+    let blocks = node.engine.pool().blocks_for(request.prompt.len());
+    let blocks = lease.blocks().get(..blocks).ok_or_else(|| internal("the lease is shorter than the prompt"))?;
+    let grant = Grant {
+        handoff: HandoffId::random(&mut rand::rng()),
+        prefill_incarnation: prefill,
+        decode_incarnation: node.incarnation,
+        compatibility_digest: node.engine.spec().compatibility_digest,
+        blocks: blocks.to_vec(),
+        owner: lease.clone(),
+        lease: longest.min(request.deadline.saturating_duration_since(Instant::now())),
+    };
+    Ok(node.transport.accept(grant)?)
+}
+
+/// Verified KV of a prompt.
+pub struct Received {
+    /// What arrived.
+    pub verified: Verified,
+    /// When the copy began, hidden part included.
+    pub start: Instant,
+}
+
+/// Waits for the KV, verifies it, and tells the open `kv.transfer` phase of `trace` about it. `granted` is when the
+/// ticket was made.
+///
+/// # Errors
+/// `Corrupt` or a refusal for KV that is not the prompt's, `Unavailable` when it does not come.
+pub async fn receive(
+    node: &Node, request: &CheckedRequest, incoming: Incoming, granted: Instant, trace: &mut Trace,
+) -> Result<Received, Error> {
+    let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+    let expected = Expected { prompt_tokens, sequence_hashes: request.hashes(node.engine.spec()) };
+    let verified = incoming.verified(expected).await?;
+    check_seal(&verified.seal, prompt_tokens, node.engine.spec().vocab_size)?;
+    let start = copy_start(&verified, granted);
+    let received = Received { verified, start };
+    let parent = received.verified.seal.traceparent.parse::<TraceContext>();
+    // The seal's word is taken for the trace only within the request's own trace.
+    if let Some(parent) = parent.ok().filter(|parent| parent.trace_id == request.parent.trace_id) {
+        trace.reparent(parent, start);
+    }
+    trace.attr("tandem.kv.bytes", received.verified.bytes);
+    trace.attr("tandem.kv.blocks", received.verified.blocks);
+    trace.attr("tandem.kv.gbps", received.gbps());
+    trace.attr("tandem.kv.transport", node.transport.info().name);
+    trace.attr("tandem.kv.verify_ms", received.verify().as_secs_f64() * 1e3);
+    trace.event("landed", received.verified.last_arrival, []);
+    Ok(received)
+}
+
+impl Received {
+    /// First post to last byte.
+    pub fn copy(&self) -> Duration {
+        self.verified.last_arrival.saturating_duration_since(self.start)
+    }
+
+    /// Last byte to verdict.
+    pub fn verify(&self) -> Duration {
+        self.verified.verified_at.saturating_duration_since(self.verified.last_arrival)
+    }
+
+    /// 10⁹ bytes a second, over the copy.
+    pub fn gbps(&self) -> f64 {
+        self.verified.bytes as f64 / self.copy().as_nanos().max(1) as f64
+    }
+
+    /// What the router is told.
+    pub fn event(&self, node: &Node) -> v1::Verified {
+        v1::Verified {
+            bytes: self.verified.bytes,
+            blocks: self.verified.blocks,
+            transfer_ms: self.copy().as_secs_f64() * 1e3,
+            verify_ms: self.verify().as_secs_f64() * 1e3,
+            transport: node.transport.info().name,
+        }
+    }
+}
+
+/// The sender says when it posted the first range. It cannot have been before the grant or after the arrival: a sender
+/// that says so has another clock than ours, and the arrival counts.
+fn copy_start(verified: &Verified, granted: Instant) -> Instant {
+    let posted = clock().instant(verified.seal.first_post_unix_ns);
+    posted.filter(|posted| (granted..=verified.first_arrival).contains(posted)).unwrap_or(verified.first_arrival)
+}
+
+/// What the transport's checks leave open: the parts of the seal that are about tokens.
+fn check_seal(seal: &Seal, prompt_tokens: u32, vocab_size: usize) -> Result<(), Error> {
+    let corrupt = |message: String| Err(Error::new(ErrorKind::Corrupt, message));
+    if seal.first_token as usize >= vocab_size {
+        return corrupt(format!("the seal's first token {} is outside the vocabulary", seal.first_token));
+    }
+    if Some(seal.sampler_position) != prompt_tokens.checked_add(1) {
+        let position = seal.sampler_position;
+        return corrupt(format!("the seal's sampler position is {position} after a prompt of {prompt_tokens}"));
+    }
+    Ok(())
+}
+
+fn internal(message: &str) -> Error {
+    Error::new(ErrorKind::Internal, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seal_about_other_tokens_is_corrupt() {
+        let seal = |first_token, sampler_position| Seal { first_token, sampler_position, ..Seal::default() };
+        assert!(check_seal(&seal(5, 11), 10, 100).is_ok());
+        assert_eq!(check_seal(&seal(100, 11), 10, 100).unwrap_err().kind, ErrorKind::Corrupt);
+        assert_eq!(check_seal(&seal(5, 12), 10, 100).unwrap_err().kind, ErrorKind::Corrupt);
+        assert_eq!(check_seal(&seal(5, 0), u32::MAX, 100).unwrap_err().kind, ErrorKind::Corrupt);
+    }
+
+    #[test]
+    fn a_foreign_clock_does_not_stretch_the_copy() {
+        let granted = Instant::now();
+        let arrived = granted + Duration::from_millis(5);
+        let verified = |first_post_unix_ns| Verified {
+            seal: Seal { first_post_unix_ns, ..Seal::default() },
+            bytes: 1,
+            blocks: 1,
+            first_arrival: arrived,
+            last_arrival: arrived,
+            verified_at: arrived,
+        };
+        let posted = granted + Duration::from_millis(2);
+        assert_eq!(copy_start(&verified(clock().unix_ns(posted)), granted), posted);
+        assert_eq!(copy_start(&verified(0), granted), arrived);
+        assert_eq!(copy_start(&verified(u64::MAX), granted), arrived);
+    }
+}

@@ -1,0 +1,13 @@
+//! The decode node: grants room for a prompt's KV, verifies what arrives, and generates the answer from its second
+//! token on. Nothing that was not computed here or verified is ever read.
+//!
+//! - [`service`]: the gRPC service, and what a call's messages mean.
+//! - [`generate`]: the way of one request: reserve, receive, decode; and the local way, without a prefill node.
+//! - [`handoff`]: joins engine and KV transport: the grant, and what its seal must say.
+#![forbid(unsafe_code)]
+
+pub mod generate;
+pub mod handoff;
+pub mod service;
+
+pub use service::{SERVICE_NAME, routes};

@@ -1,0 +1,66 @@
+//! The gRPC service: one call is one request; closing it cancels the request. What happens in between is `generate.rs`.
+use std::sync::Arc;
+use std::time::Duration;
+
+use tandem_node::Node;
+use tandem_node::call::{self, EventStream};
+use tandem_proto::v1::decode_command::Command;
+use tandem_proto::v1::decode_server::{self, DecodeServer};
+use tandem_proto::v1::{DecodeCommand, DecodeEvent, DecodeStart, RequestSpec};
+use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
+use tonic::server::NamedService;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::generate;
+
+/// Name of the service in health checks.
+pub const SERVICE_NAME: &str = <DecodeServer<DecodeService> as NamedService>::NAME;
+
+/// A call that says nothing holds its place no longer than this.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The service over a started node; `lease` is what a prefill node has from the grant to the seal.
+pub fn routes(node: Arc<Node>, lease: Duration) -> Routes {
+    let server = DecodeServer::new(DecodeService { node, lease });
+    Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))
+}
+
+/// Serves `tandem.v1.Decode`.
+pub struct DecodeService {
+    node: Arc<Node>,
+    lease: Duration,
+}
+
+#[tonic::async_trait]
+impl decode_server::Decode for DecodeService {
+    type GenerateStream = EventStream<DecodeEvent>;
+    type LocalStream = EventStream<DecodeEvent>;
+
+    async fn generate(
+        &self, request: Request<Streaming<DecodeCommand>>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let call = self.node.work.begin()?;
+        let (node, lease, mut commands) = (self.node.clone(), self.lease, request.into_inner());
+        Ok(Response::new(call::spawn(call, |events| async move {
+            let start = start(&mut commands).await?;
+            generate::disaggregated(node, start, lease, events).await
+        })))
+    }
+
+    async fn local(&self, request: Request<RequestSpec>) -> Result<Response<Self::LocalStream>, Status> {
+        let call = self.node.work.begin()?;
+        let (node, spec) = (self.node.clone(), request.into_inner());
+        Ok(Response::new(call::spawn(call, |events| generate::local(node, spec, events))))
+    }
+}
+
+async fn start(commands: &mut Streaming<DecodeCommand>) -> Result<DecodeStart, Error> {
+    let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
+    let message = tokio::time::timeout(START_TIMEOUT, commands.message()).await;
+    let message = message.map_err(|_| invalid("the call said nothing"))??;
+    match message.and_then(|message| message.command) {
+        Some(Command::Start(start)) => Ok(start),
+        None => Err(invalid("the first message of a call must be `start`")),
+    }
+}

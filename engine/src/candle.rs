@@ -1,0 +1,156 @@
+//! [`Executor`] over a real model: candle reads the GGUF file, our kernels compute. This file checks a batch against the
+//! arena and the model and lays its items out as one step; it owns the threads that compute.
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::error::EngineError;
+use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+use crate::models::gguf::GgufFile;
+use crate::models::llama::{Llama, LlamaConfig, Step};
+use crate::ops::attention::Chunk;
+use crate::ops::kv::{KV_BLOCK_TOKENS, KvArena, KvLayout, LAYOUT_VERSION, Place};
+
+/// What to load and with which memory and threads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelConfig {
+    /// A GGUF file.
+    pub path: PathBuf,
+    /// Number format of the KV arena.
+    pub kv_dtype: KvDtype,
+    /// Blocks of the KV arena.
+    pub blocks: usize,
+    /// Tokens of a block; the kernels want 16.
+    pub block_tokens: usize,
+    /// Threads that compute, the caller's not counted: it waits.
+    pub threads: usize,
+}
+
+/// A Llama model, its KV arena and its threads.
+pub struct LlamaExecutor {
+    spec: EngineSpec,
+    model: Llama,
+    kv: KvArena,
+    pool: ThreadPool,
+}
+
+impl LlamaExecutor {
+    /// Loads the model and allocates the arena.
+    ///
+    /// # Errors
+    /// `Model` when the file is missing, damaged or not servable; `InvalidArgument` for impossible sizes.
+    pub fn load(config: &ModelConfig) -> Result<Self, EngineError> {
+        if config.block_tokens != KV_BLOCK_TOKENS || config.threads == 0 || config.blocks == 0 {
+            let why = format!("blocks of {KV_BLOCK_TOKENS} tokens, a block and a thread at least, not {config:?}");
+            return Err(EngineError::InvalidArgument(why));
+        }
+        let file = GgufFile::open(&config.path)?;
+        let model = Llama::load(&file, LlamaConfig::read(&file)?)?;
+        let LlamaConfig { layers, kv_heads, head_dim, .. } = *model.config();
+        let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype };
+        let kv = KvArena::new(allocate_arena(config.blocks, layout.block_bytes())?, layout)
+            .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {layout:?}")))?;
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(config.threads)
+            .thread_name(|index| format!("compute-{index}"))
+            .build()
+            .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
+        let spec = spec_of(&file, model.config(), &kv);
+        tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
+        Ok(Self { spec, model, kv, pool })
+    }
+
+    fn check(&self, batch: &Batch) -> Result<(), EngineError> {
+        let mut written = HashSet::new();
+        for item in &batch.items {
+            let problem = self.problem(item, &mut written);
+            problem.map_or(Ok(()), |problem| {
+                Err(EngineError::InvalidArgument(format!("sequence {} in a step: {problem}", item.seq)))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn problem(&self, item: &BatchItem, written: &mut HashSet<u32>) -> Option<String> {
+        let (blocks, end) = (item.blocks.blocks(), item.start.checked_add(item.tokens.len()));
+        let Some(end) = end.filter(|&end| end > item.start && end <= self.spec.max_context_tokens) else {
+            let limit = self.spec.max_context_tokens;
+            return Some(format!("no tokens or more than the model's {limit}"));
+        };
+        if end > blocks.len() * KV_BLOCK_TOKENS {
+            return Some(format!("{end} tokens do not fit {} blocks", blocks.len()));
+        }
+        if let Some(token) = item.tokens.iter().find(|&&token| token as usize >= self.spec.vocab_size) {
+            return Some(format!("token {token} is not in the vocabulary"));
+        }
+        let own = &blocks[..end.div_ceil(KV_BLOCK_TOKENS)];
+        if let Some(block) = own.iter().find(|&&block| block as usize >= self.spec.total_blocks) {
+            return Some(format!("block {block} is not in the arena"));
+        }
+        let mut target = own[item.start / KV_BLOCK_TOKENS..].iter();
+        target.find(|&&block| !written.insert(block)).map(|block| format!("block {block} is written twice"))
+    }
+}
+
+impl Executor for LlamaExecutor {
+    fn spec(&self) -> &EngineSpec {
+        &self.spec
+    }
+
+    fn arena(&self) -> Arc<[AtomicU64]> {
+        Arc::clone(self.kv.words())
+    }
+
+    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+        self.check(batch)?;
+        let (mut tokens, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut chunks, mut logits_of) = (Vec::new(), Vec::new());
+        for item in &batch.items {
+            let (blocks, rows, first_row) = (item.blocks.blocks(), item.tokens.len(), tokens.len());
+            chunks.push(Chunk { blocks, first_row, rows, start: item.start });
+            tokens.extend(&item.tokens);
+            for position in item.start..item.start + rows {
+                positions.push(position);
+                let block = blocks[position / KV_BLOCK_TOKENS];
+                places.push(Place { block, slot: position % KV_BLOCK_TOKENS });
+            }
+            logits_of.extend(item.wants_logits.then_some(first_row + rows - 1));
+        }
+        let step = Step {
+            tokens: &tokens,
+            positions: &positions,
+            places: &places,
+            chunks: &chunks,
+            logits_of: &logits_of,
+        };
+        let Self { model, kv, pool, .. } = self;
+        let logits = pool.install(|| model.forward(kv, &step));
+        let mut logits = logits.chunks_exact(self.spec.vocab_size).map(<[f32]>::to_vec);
+        Ok(batch.items.iter().map(|item| item.wants_logits.then(|| logits.next()).flatten()).collect())
+    }
+}
+
+fn spec_of(file: &GgufFile, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
+    let layout = kv.layout();
+    EngineSpec {
+        model_name: model.name.clone(),
+        // The layout's version is ours to tell: sealing hashes the digest with everything else.
+        model_digest: xxh3_64(&[file.digest().to_le_bytes(), LAYOUT_VERSION.to_le_bytes()].concat()),
+        compatibility_digest: 0,
+        vocab_size: model.vocab_size,
+        eos_token_id: model.eos_token_id,
+        max_context_tokens: model.max_context_tokens,
+        block_tokens: KV_BLOCK_TOKENS,
+        block_bytes: layout.block_bytes(),
+        total_blocks: kv.blocks(),
+        kv_dtype: layout.dtype,
+        layers: layout.layers,
+        kv_heads: layout.kv_heads,
+        head_dim: layout.head_dim,
+    }
+    .sealed()
+}

@@ -1,0 +1,273 @@
+//! Causal attention of query rows over the paged KV of their sequences: online softmax in f32 over key blocks of 16 in
+//! ascending order (Milakov & Gimelshein, arXiv:1805.02867; tiled as in FlashAttention, arXiv:2205.14135; paged as in
+//! vLLM, arXiv:2309.06180). Grouped-query heads that share K and V are computed together.
+use std::cell::RefCell;
+
+use rayon::prelude::*;
+
+use super::Shared;
+use super::kv::{KV_BLOCK_TOKENS, KvArena, Part};
+use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use crate::executor::KvDtype;
+
+/// Query rows of a task: they share one unpacking of each K and V block.
+const TILE_ROWS: usize = 16;
+
+/// The rows of a step that belong to one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk<'a> {
+    /// The sequence's blocks; position `p` lies in `blocks[p / 16]`.
+    pub blocks: &'a [u32],
+    /// First row in the step's matrices.
+    pub first_row: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Position of the first row.
+    pub start: usize,
+}
+
+/// The query rows of a step: `heads` heads at the beginning of rows `stride` apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Queries<'a> {
+    /// Row-major.
+    pub values: &'a [f32],
+    /// Length of a row.
+    pub stride: usize,
+    /// Query heads, a multiple of the KV heads.
+    pub heads: usize,
+}
+
+/// Row `r` of `out` (rows × heads × head_dim) becomes `softmax(q · Kᵀ / sqrt(head_dim)) · V` over the positions up to and
+/// including its own, whose K and V of `layer` must be in the arena. Nobody may write these blocks meanwhile.
+///
+/// # Panics
+/// If the lengths do not fit together or a block is not of the arena.
+pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], queries: Queries<'_>, out: &mut [f32]) {
+    let layout = kv.layout();
+    let width = queries.heads * layout.head_dim;
+    let rows = queries.values.len() / queries.stride;
+    assert!(queries.stride >= width && queries.heads.is_multiple_of(layout.kv_heads) && out.len() == rows * width);
+    let mut tiles = Vec::new();
+    for chunk in chunks {
+        assert!(chunk.first_row + chunk.rows <= rows);
+        assert!(chunk.start + chunk.rows <= chunk.blocks.len() * KV_BLOCK_TOKENS);
+        for first in (0..chunk.rows).step_by(TILE_ROWS) {
+            let part = Chunk {
+                first_row: chunk.first_row + first,
+                rows: TILE_ROWS.min(chunk.rows - first),
+                start: chunk.start + first,
+                ..*chunk
+            };
+            tiles.extend((0..layout.kv_heads).map(|kv_head| (part, kv_head)));
+        }
+    }
+    let out = Shared(out.as_mut_ptr());
+    let group = queries.heads / layout.kv_heads;
+    tiles.par_iter().for_each(|&(chunk, kv_head)| {
+        let head = kv_head * group * layout.head_dim;
+        let tile = Tile {
+            kv,
+            layer,
+            chunk,
+            kv_head,
+            group,
+            // SAFETY: row and head are within `values` and `out`, as asserted above.
+            queries: unsafe { queries.values.as_ptr().add(chunk.first_row * queries.stride + head) },
+            stride: queries.stride,
+            // SAFETY: as above.
+            out: unsafe { out.get().add(chunk.first_row * width + head) },
+            width,
+        };
+        SCRATCH.with_borrow_mut(|scratch| {
+            scratch.reset(chunk.rows * group, layout.head_dim);
+            // SAFETY: the tile's rows and heads exist, and no other task has them; the scratch was made for it.
+            unsafe { attend(isa, &tile, scratch) }
+        });
+    });
+}
+
+/// One task: up to 16 rows of a sequence × the query heads of one KV head.
+struct Tile<'a> {
+    kv: &'a KvArena,
+    layer: usize,
+    chunk: Chunk<'a>,
+    kv_head: usize,
+    group: usize,
+    queries: *const f32,
+    stride: usize,
+    out: *mut f32,
+    width: usize,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+}
+
+/// Running softmax of each (row, head) pair, and the K and V block at hand as f32.
+#[derive(Default)]
+struct Scratch {
+    /// head_dim × 16, so that a vector holds one dimension of 16 keys.
+    keys: Vec<f32>,
+    /// 16 × head_dim.
+    values: Vec<f32>,
+    /// pairs × 16.
+    scores: Vec<f32>,
+    /// Greatest score so far.
+    greatest: Vec<f32>,
+    /// Sums of the weights by lane, pairs × 16.
+    weights: Vec<f32>,
+    /// Weighted sums of values, pairs × head_dim.
+    sums: Vec<f32>,
+}
+
+impl Scratch {
+    fn reset(&mut self, pairs: usize, head_dim: usize) {
+        self.keys.resize(head_dim * LANES, 0.0);
+        self.values.resize(head_dim * LANES, 0.0);
+        self.scores.resize(pairs * LANES, 0.0);
+        self.greatest.clear();
+        self.greatest.resize(pairs, f32::NEG_INFINITY);
+        for (zeroed, len) in [(&mut self.weights, pairs * LANES), (&mut self.sums, pairs * head_dim)] {
+            zeroed.clear();
+            zeroed.resize(len, 0.0);
+        }
+    }
+}
+
+isa_dispatch! { fn attend(tile: &Tile<'_>, scratch: &mut Scratch) = attend_with }
+
+/// # Safety
+/// The tile's pointers are valid for its rows; `scratch` was reset for its pairs.
+#[inline(always)]
+unsafe fn attend_with<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
+    let Chunk { start, rows, blocks, .. } = tile.chunk;
+    let (head_dim, pairs) = (tile.kv.layout().head_dim, rows * tile.group);
+    for (index, &block) in blocks.iter().enumerate().take((start + rows).div_ceil(KV_BLOCK_TOKENS)) {
+        let first_key = index * KV_BLOCK_TOKENS;
+        // Rows before this block's first key do not see it.
+        let first_pair = first_key.saturating_sub(start) * tile.group;
+        // SAFETY: the scratch has room for a block and for all pairs.
+        unsafe {
+            load_block::<L>(tile, block, scratch);
+            score::<L>(tile, first_pair, pairs, scratch);
+            for pair in first_pair..pairs {
+                let visible = (start + pair / tile.group + 1 - first_key).min(KV_BLOCK_TOKENS);
+                accumulate::<L>(pair, visible, head_dim, scratch);
+            }
+        }
+    }
+    for pair in 0..pairs {
+        // SAFETY: `out` has `head_dim` elements for each pair of the tile.
+        unsafe {
+            let out = tile.out.add(pair / tile.group * tile.width + pair % tile.group * head_dim);
+            let total = L::splat(L::load(scratch.weights.as_ptr().add(pair * LANES)).sum());
+            for d in (0..head_dim).step_by(LANES) {
+                L::load(scratch.sums.as_ptr().add(pair * head_dim + d)).div(total).store(out.add(d));
+            }
+        }
+    }
+}
+
+/// Unpacks a block's K (transposed) and V of one head to f32.
+#[inline(always)]
+unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratch) {
+    let layout = tile.kv.layout();
+    let n = KV_BLOCK_TOKENS * layout.head_dim;
+    let keys = tile.kv.head(block, tile.layer, Part::K, tile.kv_head);
+    let values = tile.kv.head(block, tile.layer, Part::V, tile.kv_head);
+    // SAFETY: a head of a block is `n` elements of the layout's type, and so long are `keys` and `values` of the
+    // scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running sequence,
+    // the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
+    unsafe {
+        // `values` serves as the intermediate of the transposition, too.
+        for source in [keys, values] {
+            for i in (0..n).step_by(LANES) {
+                let lanes = match layout.dtype {
+                    KvDtype::F32 => L::load(source.cast::<f32>().add(i)),
+                    KvDtype::Bf16 => L::load_bf16(source.cast::<u16>().add(i)),
+                };
+                lanes.store(scratch.values.as_mut_ptr().add(i));
+            }
+            if std::ptr::eq(source, keys) {
+                for (d, to) in scratch.keys.chunks_exact_mut(LANES).enumerate() {
+                    for (t, to) in to.iter_mut().enumerate() {
+                        *to = *scratch.values.get_unchecked(t * layout.head_dim + d);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Scores of the pairs `first..pairs` against the block's 16 keys, eight pairs at a time to hide the multiply-adds'
+/// latency; each pair's arithmetic is the same in every group size.
+#[inline(always)]
+unsafe fn score<L: Lanes>(tile: &Tile<'_>, first: usize, pairs: usize, scratch: &mut Scratch) {
+    let mut pair = first;
+    while pair < pairs {
+        // SAFETY: at most as many pairs as are left.
+        unsafe {
+            pair += match pairs - pair {
+                8.. => score_pairs::<L, 8>(tile, pair, scratch),
+                4.. => score_pairs::<L, 4>(tile, pair, scratch),
+                2.. => score_pairs::<L, 2>(tile, pair, scratch),
+                _ => score_pairs::<L, 1>(tile, pair, scratch),
+            };
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn score_pairs<L: Lanes, const P: usize>(tile: &Tile<'_>, first: usize, scratch: &mut Scratch) -> usize {
+    let head_dim = tile.kv.layout().head_dim;
+    // SAFETY: the queries and scores of `P` pairs from `first` exist.
+    unsafe {
+        let queries: [*const f32; P] = std::array::from_fn(|p| {
+            let (row, head) = ((first + p) / tile.group, (first + p) % tile.group);
+            tile.queries.add(row * tile.stride + head * head_dim)
+        });
+        let mut sums = [L::splat(0.0); P];
+        for d in 0..head_dim {
+            let keys = L::load(scratch.keys.as_ptr().add(d * LANES));
+            for (sum, query) in sums.iter_mut().zip(queries) {
+                *sum = sum.fma(L::splat(*query.add(d)), keys);
+            }
+        }
+        let scale = L::splat(1.0 / (head_dim as f32).sqrt());
+        for (p, sum) in sums.into_iter().enumerate() {
+            sum.mul(scale).store(scratch.scores.as_mut_ptr().add((first + p) * LANES));
+        }
+    }
+    P
+}
+
+/// Takes the first `visible` keys of the block into a pair's running softmax. What lies behind them in the block may be
+/// anything, NaN included, and is not touched.
+#[inline(always)]
+unsafe fn accumulate<L: Lanes>(pair: usize, visible: usize, head_dim: usize, scratch: &mut Scratch) {
+    // SAFETY: `pair` is one of the scratch's pairs.
+    unsafe {
+        let scores = L::load(scratch.scores.as_ptr().add(pair * LANES)).first_or(visible, L::splat(f32::NEG_INFINITY));
+        let old = scratch.greatest[pair];
+        let new = L::splat(scores.greatest()).max(L::splat(old));
+        let mut lanes = [0.0f32; LANES];
+        new.store(lanes.as_mut_ptr());
+        scratch.greatest[pair] = lanes[0];
+
+        let shrink = L::splat(old).sub(new).exp();
+        let weights = scores.sub(new).exp().first_or(visible, L::splat(0.0));
+        weights.store(lanes.as_mut_ptr());
+        let total = scratch.weights.as_mut_ptr().add(pair * LANES);
+        weights.fma(L::load(total), shrink).store(total);
+
+        for d in (0..head_dim).step_by(LANES) {
+            let sum = scratch.sums.as_mut_ptr().add(pair * head_dim + d);
+            let mut lanes_of_d = L::load(sum).mul(shrink);
+            for (key, &weight) in lanes.iter().enumerate().take(visible) {
+                let value = L::load(scratch.values.as_ptr().add(key * head_dim + d));
+                lanes_of_d = lanes_of_d.fma(L::splat(weight), value);
+            }
+            lanes_of_d.store(sum);
+        }
+    }
+}

@@ -1,0 +1,492 @@
+//! `out = x · Wᵀ`, with weights packed once at load. 4-bit and 8-bit weights stay as they are in memory and become the
+//! exact f32 of their format inside the kernel: the result equals that of f32 weights bit for bit, at a fraction of the
+//! bytes, and bytes are what decode waits for.
+//!
+//! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then for each
+//! `k` the 32 weights. Every output element is one chain of fused multiply-adds over ascending `k`, in every tile shape.
+use std::cell::RefCell;
+
+use rayon::prelude::*;
+
+use super::Shared;
+use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+
+/// Output columns of a panel.
+pub(super) const PANEL: usize = 2 * LANES;
+/// `k`s of a block; also the quantization group of Q4_1 and Q8_0.
+const BLOCK: usize = 32;
+/// Rows that a task works on at a time, so that they stay in the core's L2 cache.
+const ROW_CHUNK: usize = 96;
+/// From so many rows on, a quantized panel is expanded to f32 once instead of in every tile.
+const EXPAND_ROWS: usize = 13;
+
+/// How the result meets what is in `out`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Overwrites it.
+    Store,
+    /// Adds to it, after the whole product: a residual connection.
+    Add,
+}
+
+/// Number format of packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// Plain f32.
+    F32,
+    /// GGML's Q4_1: `d * q + m`, q in 0..16, groups of 32.
+    Q4_1,
+    /// GGML's Q8_0: `d * q`, q an i8, groups of 32.
+    Q8_0,
+}
+
+impl WeightFormat {
+    fn block_bytes(self) -> usize {
+        match self {
+            Self::F32 => F32::BLOCK_BYTES,
+            Self::Q4_1 => Q4_1::BLOCK_BYTES,
+            Self::Q8_0 => Q8_0::BLOCK_BYTES,
+        }
+    }
+}
+
+/// `W`, `columns` × `k` (the row-major `[out, in]` of the model file), in the layout that the kernels read.
+pub struct PackedMatrix {
+    format: WeightFormat,
+    columns: usize,
+    k: usize,
+    bytes: Vec<u8>,
+}
+
+impl PackedMatrix {
+    /// All zero.
+    fn empty(format: WeightFormat, columns: usize, k: usize) -> Self {
+        let blocks = columns.div_ceil(PANEL) * k.div_ceil(BLOCK);
+        Self { format, columns, k, bytes: vec![0; blocks * format.block_bytes()] }
+    }
+
+    /// Packs f32 rows of length `k`.
+    ///
+    /// # Panics
+    /// If `weights` is not a whole number of rows.
+    pub fn from_f32(weights: &[f32], k: usize) -> Self {
+        assert!(k > 0 && weights.len().is_multiple_of(k));
+        let mut packed = Self::empty(WeightFormat::F32, weights.len() / k, k);
+        for (n, row) in weights.chunks_exact(k).enumerate() {
+            for (kk, weight) in row.iter().enumerate() {
+                let at = packed.block_at(n, kk) + (kk % BLOCK * PANEL + n % PANEL) * 4;
+                packed.bytes[at..at + 4].copy_from_slice(&weight.to_ne_bytes());
+            }
+        }
+        packed
+    }
+
+    /// Packs GGML Q4_1 rows: blocks of f16 scale, f16 minimum, 16 bytes whose low nibbles are the first 16 weights.
+    ///
+    /// # Panics
+    /// If `k` is no multiple of 32 or `raw` is not a whole number of rows.
+    pub fn from_q4_1(raw: &[u8], k: usize) -> Self {
+        Self::from_blocks(WeightFormat::Q4_1, raw, k, 20, |group, column, block| {
+            block[column * 2..][..2].copy_from_slice(&group[..2]);
+            block[PANEL * 2 + column * 2..][..2].copy_from_slice(&group[2..4]);
+            for kk in 0..BLOCK {
+                let byte = group[4 + kk % 16];
+                let nibble = if kk < 16 { byte & 15 } else { byte >> 4 };
+                let to = &mut block[PANEL * 4 + kk * LANES + column % LANES];
+                *to |= if column < LANES { nibble } else { nibble << 4 };
+            }
+        })
+    }
+
+    /// Packs GGML Q8_0 rows: blocks of f16 scale and 32 i8.
+    ///
+    /// # Panics
+    /// If `k` is no multiple of 32 or `raw` is not a whole number of rows.
+    pub fn from_q8_0(raw: &[u8], k: usize) -> Self {
+        Self::from_blocks(WeightFormat::Q8_0, raw, k, 34, |group, column, block| {
+            block[column * 2..][..2].copy_from_slice(&group[..2]);
+            for kk in 0..BLOCK {
+                block[PANEL * 2 + kk * PANEL + column] = group[2 + kk];
+            }
+        })
+    }
+
+    fn from_blocks(
+        format: WeightFormat,
+        raw: &[u8],
+        k: usize,
+        group_bytes: usize,
+        put: impl Fn(&[u8], usize, &mut [u8]),
+    ) -> Self {
+        assert!(k > 0 && k.is_multiple_of(BLOCK) && raw.len().is_multiple_of(k / BLOCK * group_bytes));
+        let row_bytes = k / BLOCK * group_bytes;
+        let mut packed = Self::empty(format, raw.len() / row_bytes, k);
+        for (n, row) in raw.chunks_exact(row_bytes).enumerate() {
+            for (i, group) in row.chunks_exact(group_bytes).enumerate() {
+                let at = packed.block_at(n, i * BLOCK);
+                put(group, n % PANEL, &mut packed.bytes[at..at + format.block_bytes()]);
+            }
+        }
+        packed
+    }
+
+    /// The matrices' columns one after another: several products of one input as one. `None` if formats or `k` differ,
+    /// or if a part does not end at a panel's end.
+    pub fn concatenated(parts: &[&Self]) -> Option<Self> {
+        let (first, last) = (parts.first()?, parts.last()?);
+        let same = parts.iter().all(|part| part.format == first.format && part.k == first.k);
+        let whole = parts.iter().all(|part| std::ptr::eq(*part, *last) || part.columns.is_multiple_of(PANEL));
+        (same && whole).then(|| Self {
+            format: first.format,
+            columns: parts.iter().map(|part| part.columns).sum(),
+            k: first.k,
+            bytes: parts.iter().flat_map(|part| part.bytes.iter().copied()).collect(),
+        })
+    }
+
+    /// Output columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Input length.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Number format.
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// Bytes in memory.
+    pub fn size_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Writes the `k` weights of output column `n` as f32: an embedding look-up in a tied matrix.
+    ///
+    /// # Panics
+    /// If `n` is no column or `out` is not `k` long.
+    pub fn column(&self, n: usize, out: &mut [f32]) {
+        assert!(n < self.columns && out.len() == self.k);
+        let f16 = |at: usize| half::f16::from_ne_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32();
+        let column = n % PANEL;
+        for (kk, weight) in out.iter_mut().enumerate() {
+            let (at, inner) = (self.block_at(n, kk), kk % BLOCK);
+            *weight = match self.format {
+                WeightFormat::F32 => {
+                    let at = at + (inner * PANEL + column) * 4;
+                    f32::from_ne_bytes([self.bytes[at], self.bytes[at + 1], self.bytes[at + 2], self.bytes[at + 3]])
+                }
+                WeightFormat::Q4_1 => {
+                    let byte = self.bytes[at + PANEL * 4 + inner * LANES + column % LANES];
+                    let nibble = if column < LANES { byte & 15 } else { byte >> 4 };
+                    f32::from(nibble) * f16(at + column * 2) + f16(at + PANEL * 2 + column * 2)
+                }
+                WeightFormat::Q8_0 => {
+                    let byte = self.bytes[at + PANEL * 2 + inner * PANEL + column];
+                    f32::from(byte as i8) * f16(at + column * 2)
+                }
+            };
+        }
+    }
+
+    fn block_at(&self, column: usize, k: usize) -> usize {
+        (column / PANEL * self.k.div_ceil(BLOCK) + k / BLOCK) * self.format.block_bytes()
+    }
+
+    fn panel(&self, panel: usize) -> &[u8] {
+        let bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
+        &self.bytes[panel * bytes..][..bytes]
+    }
+}
+
+/// `out[r, n] = Σ_k x[r, k] · w[n, k]`, on all threads of the current rayon pool.
+///
+/// `x`: rows × k; `out`: rows × columns; both row-major and dense.
+///
+/// # Panics
+/// If the lengths do not fit together.
+pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
+    let rows = x.len() / w.k;
+    assert!(x.len() == rows * w.k && out.len() == rows * w.columns);
+    if rows == 0 {
+        return;
+    }
+    let panels = w.columns.div_ceil(PANEL);
+    let chunks = rows.div_ceil(ROW_CHUNK);
+    // Three tasks a thread even out cores of unequal speed.
+    let groups = (3 * rayon::current_num_threads()).div_ceil(chunks).clamp(1, panels);
+    let out = Shared(out.as_mut_ptr());
+    (0..chunks * groups).into_par_iter().for_each(|task| {
+        let (chunk, group) = (task / groups, task % groups);
+        let (first, last) = (chunk * ROW_CHUNK, rows.min((chunk + 1) * ROW_CHUNK));
+        for panel in group * panels / groups..(group + 1) * panels / groups {
+            let at = first * w.columns + panel * PANEL;
+            let target = Target {
+                // SAFETY: within `out`, because `first < rows` and `panel < panels`.
+                out: unsafe { out.get().add(at) },
+                stride: w.columns,
+                columns: PANEL.min(w.columns - panel * PANEL),
+                output,
+            };
+            // SAFETY: the rows and columns of `target` lie in `out`, and no other task has this chunk and panel.
+            unsafe { multiply_panel(isa, &x[first * w.k..last * w.k], w, panel, target) };
+        }
+    });
+}
+
+/// Where a tile's result goes: rows `stride` apart, `columns` ≤ 32 of each.
+#[derive(Clone, Copy)]
+struct Target {
+    out: *mut f32,
+    stride: usize,
+    columns: usize,
+    output: Output,
+}
+
+/// # Safety
+/// `target` is writable for the rows of `x` and not used by others meanwhile.
+unsafe fn multiply_panel(isa: Isa, x: &[f32], w: &PackedMatrix, panel: usize, target: Target) {
+    thread_local! {
+        static EXPANDED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    }
+    let (rows, panel) = (x.len() / w.k, w.panel(panel).as_ptr());
+    // SAFETY: `panel` has the format's blocks for all of `k`; `x` has `rows` rows; the caller vouches for `target`.
+    // `EXPANDED` is made long enough for the panel in f32, and nothing below borrows it again.
+    unsafe {
+        match w.format {
+            WeightFormat::F32 => panel_f32(isa, x.as_ptr(), rows, w.k, panel, target),
+            WeightFormat::Q4_1 if rows < EXPAND_ROWS => panel_q4_1(isa, x.as_ptr(), rows, w.k, panel, target),
+            WeightFormat::Q8_0 if rows < EXPAND_ROWS => panel_q8_0(isa, x.as_ptr(), rows, w.k, panel, target),
+            format => EXPANDED.with_borrow_mut(|expanded| {
+                expanded.resize(w.k * PANEL, 0.0);
+                match format {
+                    WeightFormat::Q4_1 => expand_q4_1(isa, panel, w.k, expanded.as_mut_ptr()),
+                    _ => expand_q8_0(isa, panel, w.k, expanded.as_mut_ptr()),
+                }
+                panel_f32(isa, x.as_ptr(), rows, w.k, expanded.as_ptr().cast(), target);
+            }),
+        }
+    }
+}
+
+isa_dispatch! {
+    fn panel_f32(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_f32
+}
+isa_dispatch! {
+    fn panel_q4_1(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_q4_1
+}
+isa_dispatch! {
+    fn panel_q8_0(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_q8_0
+}
+isa_dispatch! { fn expand_q4_1(panel: *const u8, k: usize, out: *mut f32) = expand_of_q4_1 }
+isa_dispatch! { fn expand_q8_0(panel: *const u8, k: usize, out: *mut f32) = expand_of_q8_0 }
+
+/// How a block of 32 columns × 32 `k` yields its weights.
+///
+/// # Safety
+/// Of both methods: `block` is a whole block of this format, and as for [`Lanes`].
+trait Format {
+    const BLOCK_BYTES: usize;
+
+    /// Scale and offset of the two halves of the panel, if the format has them.
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2];
+
+    /// The 32 columns' weights at the block's `k`.
+    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2];
+}
+
+struct F32;
+
+impl Format for F32 {
+    const BLOCK_BYTES: usize = BLOCK * PANEL * 4;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(_block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: no memory involved.
+        unsafe { [[L::splat(0.0); 2]; 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: row `k` of the block is 32 f32.
+        unsafe {
+            let row = block.cast::<f32>().add(k * PANEL);
+            [L::load(row), L::load(row.add(LANES))]
+        }
+    }
+}
+
+#[allow(non_camel_case_types, reason = "the format's name")]
+struct Q4_1;
+
+impl Format for Q4_1 {
+    const BLOCK_BYTES: usize = PANEL * 4 + BLOCK * LANES;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: the block starts with 32 scales and 32 offsets, all f16.
+        unsafe {
+            let at = |i: usize| L::load_f16(block.add(i * LANES * 2).cast());
+            [[at(0), at(1)], [at(2), at(3)]]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, [scale, offset]: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: after the scales stand 16 bytes for each `k`.
+        unsafe {
+            let (low, high) = L::load_nibbles(block.add(PANEL * 4 + k * LANES));
+            // Rounded twice, as GGML's dequantization is.
+            [low.mul(scale[0]).add(offset[0]), high.mul(scale[1]).add(offset[1])]
+        }
+    }
+}
+
+#[allow(non_camel_case_types, reason = "the format's name")]
+struct Q8_0;
+
+impl Format for Q8_0 {
+    const BLOCK_BYTES: usize = PANEL * 2 + BLOCK * PANEL;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: the block starts with 32 f16.
+        unsafe {
+            let at = |i: usize| L::load_f16(block.add(i * LANES * 2).cast());
+            [[at(0), at(1)], [L::splat(0.0); 2]]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, [scale, _]: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: after the scales stand 32 bytes for each `k`.
+        unsafe {
+            let row = block.add(PANEL * 2 + k * PANEL).cast::<i8>();
+            [L::load_i8(row).mul(scale[0]), L::load_i8(row.add(LANES)).mul(scale[1])]
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn panel_of_f32<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+    // SAFETY: the caller's.
+    unsafe { panel_of::<L, F32>(x, rows, k, panel, target) }
+}
+
+#[inline(always)]
+unsafe fn panel_of_q4_1<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+    // SAFETY: the caller's.
+    unsafe { panel_of::<L, Q4_1>(x, rows, k, panel, target) }
+}
+
+#[inline(always)]
+unsafe fn panel_of_q8_0<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+    // SAFETY: the caller's.
+    unsafe { panel_of::<L, Q8_0>(x, rows, k, panel, target) }
+}
+
+#[inline(always)]
+unsafe fn expand_of_q4_1<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { expand::<L, Q4_1>(panel, k, out) }
+}
+
+#[inline(always)]
+unsafe fn expand_of_q8_0<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { expand::<L, Q8_0>(panel, k, out) }
+}
+
+/// # Safety
+/// `out` has room for `k` × 32 f32, and `k` is a multiple of 32.
+#[inline(always)]
+unsafe fn expand<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32) {
+    for first in (0..k).step_by(BLOCK) {
+        // SAFETY: block by block inside the panel, row by row inside `out`.
+        unsafe {
+            let block = panel.add(first / BLOCK * F::BLOCK_BYTES);
+            let scales = F::scales::<L>(block);
+            for inner in 0..BLOCK {
+                let [a, b] = F::weights(block, scales, inner);
+                let to = out.add((first + inner) * PANEL);
+                a.store(to);
+                b.store(to.add(LANES));
+            }
+        }
+    }
+}
+
+/// All rows, in tiles as tall as the registers allow.
+#[inline(always)]
+unsafe fn panel_of<L: Lanes, F: Format>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+    let mut row = 0;
+    while row < rows {
+        let left = rows - row;
+        // SAFETY: rows `row ..` of `x` and of the target, as many as the tile is tall.
+        unsafe {
+            let x = x.add(row * k);
+            let target = Target { out: target.out.add(row * target.stride), ..target };
+            row += if L::TILE_ROWS >= 12 && left >= 12 {
+                tile::<L, F, 12>(x, k, panel, target)
+            } else if L::TILE_ROWS >= 6 && left >= 6 {
+                tile::<L, F, 6>(x, k, panel, target)
+            } else if L::TILE_ROWS >= 4 && left >= 4 {
+                tile::<L, F, 4>(x, k, panel, target)
+            } else if left >= 2 {
+                tile::<L, F, 2>(x, k, panel, target)
+            } else {
+                tile::<L, F, 1>(x, k, panel, target)
+            };
+        }
+    }
+}
+
+/// `M` rows × 32 columns; returns `M`.
+#[inline(always)]
+unsafe fn tile<L: Lanes, F: Format, const M: usize>(
+    x: *const f32,
+    k: usize,
+    panel: *const u8,
+    target: Target,
+) -> usize {
+    // SAFETY: `x` has `M` rows of `k`, the panel `k` rounded up to whole blocks, the target `M` rows.
+    unsafe {
+        let mut sums = [[L::splat(0.0); 2]; M];
+        for first in (0..k).step_by(BLOCK) {
+            let block = panel.add(first / BLOCK * F::BLOCK_BYTES);
+            let scales = F::scales::<L>(block);
+            for inner in 0..BLOCK.min(k - first) {
+                let weights = F::weights(block, scales, inner);
+                for (m, sum) in sums.iter_mut().enumerate() {
+                    let value = L::splat(*x.add(m * k + first + inner));
+                    *sum = [sum[0].fma(value, weights[0]), sum[1].fma(value, weights[1])];
+                }
+            }
+        }
+        for (m, sum) in sums.into_iter().enumerate() {
+            finish(sum, target.out.add(m * target.stride), target);
+        }
+    }
+    M
+}
+
+#[inline(always)]
+unsafe fn finish<L: Lanes>(sum: [L; 2], out: *mut f32, target: Target) {
+    // SAFETY: `out` has `target.columns` writable elements; `row` has 32.
+    unsafe {
+        let mut row = [0.0f32; PANEL];
+        if target.output == Output::Add {
+            std::ptr::copy_nonoverlapping(out, row.as_mut_ptr(), target.columns);
+            let old = [L::load(row.as_ptr()), L::load(row.as_ptr().add(LANES))];
+            old[0].add(sum[0]).store(row.as_mut_ptr());
+            old[1].add(sum[1]).store(row.as_mut_ptr().add(LANES));
+        } else {
+            sum[0].store(row.as_mut_ptr());
+            sum[1].store(row.as_mut_ptr().add(LANES));
+        }
+        std::ptr::copy_nonoverlapping(row.as_ptr(), out, target.columns);
+    }
+}

@@ -1,0 +1,34 @@
+//! CPU kernels: matrix products, paged attention, and the row-wise pieces between them. They know numbers and
+//! addresses, not models or requests. This is the one room of the engine where `unsafe` is allowed.
+//!
+//! **Batch invariance.** Every output element is computed by one fixed sequence of IEEE operations that does not depend
+//! on how many rows, items or threads stand beside it, nor on the instruction set: a product accumulates over `k` in
+//! ascending order with fused multiply-adds, attention walks the keys of a sequence in blocks of 16 from position 0. So a
+//! prompt in chunks, in a batch or on another node gives the same bits.
+//!
+//! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
+//! - [`matmul`]: packed weights and `out = x · Wᵀ`.
+//! - [`kv`]: where a token's K and V lie in the arena; writing them.
+//! - [`attention`]: causal attention over paged KV.
+//! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
+pub mod attention;
+pub mod kv;
+pub mod matmul;
+pub mod rows;
+pub mod simd;
+
+/// A pointer that rayon's tasks share. Whoever makes one promises that the tasks touch disjoint elements.
+#[derive(Clone, Copy)]
+struct Shared<T>(*mut T);
+
+impl<T> Shared<T> {
+    /// A method, so that closures capture the wrapper and not the bare pointer.
+    fn get(self) -> *mut T {
+        self.0
+    }
+}
+
+// SAFETY: the maker of the pointer keeps its target alive and the tasks' elements disjoint, see the type.
+unsafe impl<T: Send> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Shared<T> {}

@@ -1,0 +1,161 @@
+//! What happens to single rows between the products: RMS norm (Zhang & Sennrich 2019), rotary embedding (RoFormer,
+//! arXiv:2104.09864), SwiGLU (arXiv:2002.05202). Rows are spread over the current rayon pool.
+use rayon::prelude::*;
+
+use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+
+/// Fewer rows than this are not worth another thread.
+const MIN_ROWS: usize = 16;
+
+/// `out[r] = x[r] / sqrt(mean(x[r]²) + eps) * weight`, rows as long as `weight`.
+///
+/// # Panics
+/// If the lengths do not fit together or the row is no multiple of 16 long.
+pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let n = weight.len();
+    assert!(n > 0 && n.is_multiple_of(LANES) && x.len().is_multiple_of(n) && out.len() == x.len());
+    x.par_chunks_exact(n).zip(out.par_chunks_exact_mut(n)).with_min_len(MIN_ROWS).for_each(|(x, out)| {
+        // SAFETY: all three rows have `n` elements, a multiple of 16.
+        unsafe { norm_row(isa, x.as_ptr(), weight.as_ptr(), eps, n, out.as_mut_ptr()) }
+    });
+}
+
+/// `out[r, i] = silu(gate_up[r, i]) * gate_up[r, width + i]`.
+///
+/// # Panics
+/// If the lengths do not fit together or `width` is no multiple of 16.
+pub fn swiglu(isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
+    assert!(width > 0 && width.is_multiple_of(LANES) && gate_up.len() == 2 * out.len());
+    assert!(out.len().is_multiple_of(width));
+    gate_up.par_chunks_exact(2 * width).zip(out.par_chunks_exact_mut(width)).with_min_len(MIN_ROWS).for_each(
+        |(gate_up, out)| {
+            // SAFETY: `2 * width` inputs and `width` outputs, a multiple of 16.
+            unsafe { swiglu_row(isa, gate_up.as_ptr(), width, out.as_mut_ptr()) }
+        },
+    );
+}
+
+/// Cosines and sines of the rotary embedding for a step's rows.
+#[derive(Default)]
+pub struct Rotations {
+    /// (cos, sin), rows × head_dim / 2.
+    pairs: Vec<(f32, f32)>,
+    half: usize,
+}
+
+impl Rotations {
+    /// For the rows' `positions`: pair `i` turns by `position * base^(-2i / head_dim)`.
+    pub fn new(positions: &[usize], head_dim: usize, base: f32) -> Self {
+        let half = head_dim / 2;
+        let frequencies: Vec<f64> =
+            (0..half).map(|i| f64::from(base).powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        let turn = |(position, frequency): (f64, f64)| {
+            let (sin, cos) = (position * frequency).sin_cos();
+            (cos as f32, sin as f32)
+        };
+        let pairs = positions.iter().flat_map(|&p| frequencies.iter().map(move |&f| turn((p as f64, f)))).collect();
+        Self { pairs, half }
+    }
+
+    /// Turns the first `heads` heads of every row of `x`, rows `stride` long. Pairs are neighbours (2i, 2i + 1), the
+    /// order in which GGUF stores Q and K of the Llama family.
+    ///
+    /// # Panics
+    /// If `x` has other rows than these rotations.
+    pub fn apply(&self, x: &mut [f32], stride: usize, heads: usize) {
+        let half = self.half;
+        assert!(x.len() * half == self.pairs.len() * stride && heads * 2 * half <= stride);
+        x.par_chunks_exact_mut(stride).zip(self.pairs.par_chunks_exact(half)).with_min_len(MIN_ROWS).for_each(
+            |(row, pairs)| {
+                for head in row.chunks_exact_mut(2 * half).take(heads) {
+                    for (pair, (cos, sin)) in head.chunks_exact_mut(2).zip(pairs) {
+                        let (a, b) = (pair[0], pair[1]);
+                        (pair[0], pair[1]) = (a * cos - b * sin, a * sin + b * cos);
+                    }
+                }
+            },
+        );
+    }
+}
+
+isa_dispatch! {
+    fn norm_row(x: *const f32, weight: *const f32, eps: f32, n: usize, out: *mut f32) = norm_row_with
+}
+isa_dispatch! { fn swiglu_row(gate_up: *const f32, width: usize, out: *mut f32) = swiglu_row_with }
+
+#[inline(always)]
+unsafe fn norm_row_with<L: Lanes>(x: *const f32, weight: *const f32, eps: f32, n: usize, out: *mut f32) {
+    // SAFETY: `n` is a multiple of 16 and the length of all three.
+    unsafe {
+        let mut squares = L::splat(0.0);
+        for i in (0..n).step_by(LANES) {
+            let x = L::load(x.add(i));
+            squares = squares.fma(x, x);
+        }
+        let scale = L::splat(1.0 / (squares.sum() / n as f32 + eps).sqrt());
+        for i in (0..n).step_by(LANES) {
+            L::load(x.add(i)).mul(scale).mul(L::load(weight.add(i))).store(out.add(i));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn swiglu_row_with<L: Lanes>(gate_up: *const f32, width: usize, out: *mut f32) {
+    // SAFETY: `gate_up` has `2 * width` elements, `out` `width`, a multiple of 16.
+    unsafe {
+        let (zero, one) = (L::splat(0.0), L::splat(1.0));
+        for i in (0..width).step_by(LANES) {
+            let (gate, up) = (L::load(gate_up.add(i)), L::load(gate_up.add(width + i)));
+            let silu = gate.div(one.add(zero.sub(gate).exp()));
+            silu.mul(up).store(out.add(i));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wave(n: usize) -> Vec<f32> {
+        (0..n).map(|i| (i as f32 * 0.37).sin() * 9.0).collect()
+    }
+
+    #[test]
+    fn norm_and_swiglu_agree_with_their_formulas_and_across_instruction_sets() {
+        let (x, weight) = (wave(3 * 64), wave(64));
+        let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
+        for isa in Isa::available() {
+            let (mut norm, mut glu) = (vec![0.0; x.len()], vec![0.0; x.len() / 2]);
+            rms_norm(isa, &x, &weight, 1e-5, &mut norm);
+            swiglu(isa, &x, 32, &mut glu);
+            for (r, row) in x.chunks(64).enumerate() {
+                let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / 64.0;
+                for i in 0..64 {
+                    let want = f64::from(row[i]) / (mean + 1e-5).sqrt() * f64::from(weight[i]);
+                    assert!((f64::from(norm[r * 64 + i]) - want).abs() < 1e-5);
+                }
+                for i in 0..32 {
+                    let gate = f64::from(row[i]);
+                    let want = gate / (1.0 + (-gate).exp()) * f64::from(row[32 + i]);
+                    assert!((f64::from(glu[r * 32 + i]) - want).abs() < 1e-4, "{}", isa.name());
+                }
+            }
+            let first = first.get_or_insert_with(|| (norm.clone(), glu.clone()));
+            assert_eq!(*first, (norm, glu), "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn rotation_keeps_lengths_and_depends_on_distance_only() {
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f32>();
+        let (q, k) = (wave(16), wave(32)[16..].to_vec());
+        let turned = |x: &[f32], position| {
+            let mut x = x.to_vec();
+            Rotations::new(&[position], 16, 1e4).apply(&mut x, 16, 1);
+            x
+        };
+        assert!((dot(&turned(&q, 9), &turned(&q, 9)) - dot(&q, &q)).abs() < 1e-2);
+        assert!((dot(&turned(&q, 9), &turned(&k, 4)) - dot(&turned(&q, 105), &turned(&k, 100))).abs() < 1e-2);
+        assert_eq!(turned(&q, 0), q);
+    }
+}

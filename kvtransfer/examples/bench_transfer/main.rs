@@ -1,0 +1,138 @@
+//! How fast hand-offs move bytes, beside what bounds them, measured in turns so that a busy machine disturbs both alike:
+//! UCX shared memory beside memcpy of equally cold memory, our tcp beside a plain blocking socket loop, and UCX on one
+//! hot buffer beside `ucx_perftest`. Prints markdown; medians.
+//!
+//! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
+mod baseline;
+mod handoffs;
+
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+use clap::Parser;
+use handoffs::{Bench, noise};
+use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
+use tandem_kvtransfer::{Arena, Transport};
+
+/// Bandwidth of KV hand-offs beside memcpy, plain sockets and ucx_perftest.
+#[derive(Parser)]
+struct Args {
+    /// Size of each of the two arenas; larger than the caches.
+    #[arg(long, default_value_t = 512)]
+    arena_mib: usize,
+    /// Bytes of one measured hand-off.
+    #[arg(long, default_value_t = 128)]
+    transfer_mib: usize,
+    /// Measurements per cell; the median counts.
+    #[arg(long, default_value_t = 9)]
+    samples: usize,
+    /// Sizes of a range (= block) in KiB.
+    #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1024, 4096, 16384])]
+    range_kib: Vec<usize>,
+    /// Parts to run.
+    #[arg(long, value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned(), "hot".to_owned()])]
+    parts: Vec<String>,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    runtime.block_on(async {
+        for part in &args.parts {
+            match part.as_str() {
+                "shm" => shm(&args).await?,
+                "tcp" => tcp(&args).await?,
+                "hot" => hot(&args).await?,
+                other => anyhow::bail!("no part is called {other}; there are shm, tcp and hot"),
+            }
+        }
+        Ok(())
+    })
+}
+
+fn ucx(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
+    Ok(UcxTransport::start(arena.clone(), UcxConfig::new(UcxProfile::Shm))?)
+}
+
+fn tcp_node(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
+    Ok(TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena.clone(), TcpConfig::default())?)
+}
+
+async fn shm(args: &Args) -> anyhow::Result<()> {
+    let (from, to) = (noise(args.arena_mib << 20), noise(args.arena_mib << 20));
+    let mut plain = baseline::Memcpy::new(args.arena_mib << 20);
+    println!("\n### UCX shared memory beside memcpy (cold {} MiB arenas, GB/s)\n", args.arena_mib);
+    println!("| range | memcpy | ucx push | ratio | ucx with verification |\n|---|---|---|---|---|");
+    for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
+        let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, ucx)?;
+        let (mut copied, mut pushed, mut verified) = (vec![], vec![], vec![]);
+        for _ in 0..args.samples {
+            copied.push(plain.copy(range_bytes, bench.bytes()));
+            let sample = bench.hand_off().await?;
+            pushed.push(sample.push);
+            verified.push(sample.verified);
+        }
+        let (copied, pushed) = (median(copied), median(pushed));
+        let verified = median(verified);
+        println!("| {} | {copied:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / copied);
+    }
+    Ok(())
+}
+
+async fn tcp(args: &Args) -> anyhow::Result<()> {
+    let (from, to) = (noise(args.arena_mib << 20), noise(args.arena_mib << 20));
+    let mut plain = baseline::Sockets::new(args.arena_mib << 20)?;
+    println!("\n### Our tcp beside a plain blocking socket (cold {} MiB arenas, loopback, GB/s)\n", args.arena_mib);
+    println!("| range | plain socket | tcp push | ratio | tcp with verification |\n|---|---|---|---|---|");
+    for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
+        let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, tcp_node)?;
+        let (mut streamed, mut pushed, mut verified) = (vec![], vec![], vec![]);
+        for _ in 0..args.samples {
+            streamed.push(plain.stream(range_bytes, bench.bytes())?);
+            let sample = bench.hand_off().await?;
+            pushed.push(sample.push);
+            verified.push(sample.verified);
+        }
+        let (streamed, pushed) = (median(streamed), median(pushed));
+        let verified = median(verified);
+        println!("| {} | {streamed:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / streamed);
+    }
+    Ok(())
+}
+
+async fn hot(args: &Args) -> anyhow::Result<()> {
+    println!("\n### UCX shared memory beside ucx_perftest (ucp_am_bw, UCX_TLS=posix,sysv,self; hot buffers, GB/s)\n");
+    println!("ucx_perftest sends one buffer into one buffer. A hand-off fills each granted block once, so ours sends one");
+    println!("buffer into a small arena, again and again.\n");
+    println!("| range | ucx_perftest | ucx push, hot | ratio |\n|---|---|---|---|");
+    for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
+        let arena_bytes = (4 << 20).max(range_bytes);
+        let (from, to) = (noise(range_bytes), noise(arena_bytes));
+        let mut bench = Bench::new(&from, &to, range_bytes, arena_bytes, ucx)?;
+        let (mut theirs, mut ours) = (vec![], vec![]);
+        for _ in 0..args.samples.div_ceil(2) {
+            theirs.extend(baseline::perftest(range_bytes)?);
+            for _ in 0..32 {
+                ours.push(bench.hand_off().await?.push);
+            }
+        }
+        let ours = median(ours);
+        if theirs.is_empty() {
+            println!("| {} | not installed | {ours:.2} | |", kib(range_bytes));
+        } else {
+            let theirs = median(theirs);
+            println!("| {} | {theirs:.2} | {ours:.2} | {:.2} |", kib(range_bytes), ours / theirs);
+        }
+    }
+    Ok(())
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn kib(bytes: usize) -> String {
+    if bytes >= 1 << 20 { format!("{} MiB", bytes >> 20) } else { format!("{} KiB", bytes >> 10) }
+}

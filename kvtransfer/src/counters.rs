@@ -1,0 +1,43 @@
+//! What a transport counts; read by a node's metrics. Plain relaxed atomics: no lock, no order between them.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::error::{REFUSAL_LABELS, Refusal};
+
+/// Counters of one transport since its start.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Bytes of block ranges queued for sending.
+    pub sent_bytes: AtomicU64,
+    /// Bytes of block ranges that landed.
+    pub received_bytes: AtomicU64,
+    /// Hand-offs that the receiver acknowledged.
+    pub sent_handoffs: AtomicU64,
+    /// Hand-offs verified here.
+    pub verified_handoffs: AtomicU64,
+    /// Hand-offs that ended otherwise here (receiving side).
+    pub aborted_handoffs: AtomicU64,
+    /// Cancelled hand-offs whose blocks wait for a writer to end, ever.
+    pub quarantined_handoffs: AtomicU64,
+    /// Frames or connections that were not ours to read: garbage.
+    pub protocol_errors: AtomicU64,
+    /// Peers lost.
+    pub lost_peers: AtomicU64,
+    refused: [AtomicU64; REFUSAL_LABELS.len()],
+}
+
+impl Counters {
+    /// Counts a refusal that this node spoke.
+    pub fn count_refusal(&self, refusal: Refusal) {
+        self.refused[refusal.code() as usize].fetch_add(1, Relaxed);
+    }
+
+    /// Refusals by reason label, the never seen ones included.
+    pub fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        REFUSAL_LABELS.into_iter().zip(self.refused.iter().map(|count| count.load(Relaxed)))
+    }
+
+    /// Refusals of one reason.
+    pub fn refused_for(&self, refusal: Refusal) -> u64 {
+        self.refused[refusal.code() as usize].load(Relaxed)
+    }
+}

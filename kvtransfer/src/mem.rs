@@ -1,0 +1,246 @@
+//! A network inside one process: hand-offs between arenas by plain copies, with faults on request. The oracle that the
+//! other backends are compared with; it keeps every rule, since the rules are not its own.
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
+
+use crate::arena::{Arena, Run};
+use crate::counters::Counters;
+use crate::error::TransferError;
+use crate::outgoing::{PendingAnswers, SendLink};
+use crate::registry::{AnswerLink, Registry};
+use crate::session::PeerId;
+use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
+use crate::wire::{Answer, DataHeader};
+
+const SCRATCH_BYTES: usize = 64 << 10;
+
+/// Faults of one node's sending side.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MemFaults {
+    /// Those that every backend has.
+    pub send: Faults,
+    /// Seals get lost: the hand-off never ends by itself.
+    pub drop_seal: bool,
+    /// Before every range.
+    pub delay: Duration,
+}
+
+/// The nodes that can reach each other.
+#[derive(Clone, Default)]
+pub struct MemNetwork {
+    state: Arc<Mutex<NetworkState>>,
+}
+
+#[derive(Default)]
+struct NetworkState {
+    nodes: HashMap<u64, Weak<Node>>,
+    links: HashMap<PeerId, Link>,
+    last_id: u64,
+}
+
+/// One open hand-off: a "connection" of its own.
+#[derive(Clone)]
+struct Link {
+    sender: Arc<Node>,
+    receiver: Arc<Node>,
+}
+
+struct Node {
+    registry: Arc<Registry>,
+    pending: Arc<PendingAnswers>,
+    dead: AtomicBool,
+}
+
+/// A node of a [`MemNetwork`].
+pub struct MemTransport {
+    network: MemNetwork,
+    address: u64,
+    node: Arc<Node>,
+    faults: MemFaults,
+}
+
+impl MemTransport {
+    /// Joins `network` with an arena.
+    pub fn new(network: &MemNetwork, arena: Arc<Arena>, faults: MemFaults) -> Arc<Self> {
+        let link = Box::new(network.clone());
+        let node = Arc::new(Node {
+            registry: Registry::new(arena, Arc::default(), link),
+            pending: Arc::default(),
+            dead: AtomicBool::new(false),
+        });
+        let mut state = network.lock();
+        state.last_id += 1;
+        let address = state.last_id;
+        state.nodes.insert(address, Arc::downgrade(&node));
+        drop(state);
+        Arc::new(Self { network: network.clone(), address, node, faults })
+    }
+
+    /// The process dies: nothing of it is heard again.
+    pub fn kill(&self) {
+        self.node.dead.store(true, Ordering::SeqCst);
+        let mut state = self.network.lock();
+        state.nodes.remove(&self.address);
+        let touches = |link: &Link| Arc::ptr_eq(&link.sender, &self.node) || Arc::ptr_eq(&link.receiver, &self.node);
+        let cut: Vec<_> = state.links.extract_if(|_, link| touches(link)).collect();
+        drop(state);
+        for (peer, link) in cut {
+            link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
+            link.receiver.registry.fence(peer);
+            link.sender.pending.peer_gone(peer, &TransferError::peer_gone("the KV peer is gone"));
+        }
+    }
+}
+
+impl Drop for MemTransport {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Transport for MemTransport {
+    fn info(&self) -> v1::TransportInfo {
+        let build_id = format!("mem/{PROTOCOL_VERSION}");
+        v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id }
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.address.to_le_bytes().to_vec()
+    }
+
+    fn counters(&self) -> Arc<Counters> {
+        self.node.registry.counters().clone()
+    }
+
+    fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {
+        self.node.registry.accept(grant, self.info(), self.address())
+    }
+
+    fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
+        async move {
+            let arena = self.node.registry.arena();
+            let checked = check_ticket(ticket, &self.info(), arena)?;
+            let peer = self.network.connect(&self.node, &ticket.address)?;
+            let link = MemLink { network: self.network.clone(), peer, arena: arena.clone(), faults: self.faults };
+            // From here on the link's Drop disconnects.
+            let answer = self.node.pending.register(peer, checked.handoff)?;
+            Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
+        }
+        .boxed()
+    }
+}
+
+impl MemNetwork {
+    fn connect(&self, sender: &Arc<Node>, address: &[u8]) -> Result<PeerId, TransferError> {
+        let gone = || TransferError::peer_gone("no KV node has this address");
+        let address = u64::from_le_bytes(address.try_into().map_err(|_| gone())?);
+        let mut state = self.lock();
+        let receiver = state.nodes.get(&address).and_then(Weak::upgrade).ok_or_else(gone)?;
+        if sender.dead.load(Ordering::SeqCst) {
+            return Err(gone());
+        }
+        state.last_id += 1;
+        let peer = PeerId(state.last_id);
+        state.links.insert(peer, Link { sender: sender.clone(), receiver });
+        Ok(peer)
+    }
+
+    fn link(&self, peer: PeerId) -> Result<Link, TransferError> {
+        self.lock().links.get(&peer).cloned().ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, NetworkState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl AnswerLink for MemNetwork {
+    fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
+        if let Ok(link) = self.link(peer) {
+            link.sender.pending.answer(peer, handoff, answer);
+        }
+    }
+}
+
+struct MemLink {
+    network: MemNetwork,
+    peer: PeerId,
+    arena: Arc<Arena>,
+    faults: MemFaults,
+}
+
+impl MemLink {
+    async fn copy(&mut self, range: DataHeader, run: Run) -> Result<(), TransferError> {
+        if !self.faults.delay.is_zero() {
+            tokio::time::sleep(self.faults.delay).await;
+        }
+        let receiver = self.network.link(self.peer)?.receiver;
+        let faults = std::mem::take(&mut self.faults.send);
+        let len = self.arena.run_bytes(run) - if faults.truncate_push { 8 } else { 0 };
+        // A refusal reaches this hand-off through its answer.
+        let Ok(claim) = receiver.registry.claim(self.peer, range, len as u64) else { return Ok(()) };
+        let mut scratch = vec![0; SCRATCH_BYTES];
+        let mut sent = 0;
+        for to in claim.runs() {
+            let mut offset = 0;
+            while offset < self.arena.run_bytes(*to) {
+                let chunk = &mut scratch[..SCRATCH_BYTES.min(self.arena.run_bytes(*to) - offset)];
+                self.arena.copy_out(run.first, sent, chunk);
+                chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
+                claim.arena().copy_in(to.first, offset, chunk);
+                offset += chunk.len();
+                sent += chunk.len();
+            }
+            tokio::task::yield_now().await;
+        }
+        claim.written();
+        Ok(())
+    }
+}
+
+impl SendLink for MemLink {
+    fn max_range_bytes(&self) -> usize {
+        1 << 20
+    }
+
+    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
+        async move {
+            let copied = self.copy(range, run).await;
+            drop(owner);
+            copied
+        }
+        .boxed()
+    }
+
+    fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
+        async move {
+            let receiver = self.network.link(self.peer)?.receiver;
+            if !self.faults.drop_seal {
+                receiver.registry.seal(self.peer, handoff, &payload);
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn cancel(&mut self, handoff: HandoffId) {
+        if let Ok(link) = self.network.link(self.peer) {
+            link.receiver.registry.cancelled_by(self.peer, handoff);
+        }
+    }
+}
+
+impl Drop for MemLink {
+    fn drop(&mut self) {
+        let link = self.network.lock().links.remove(&self.peer);
+        if let Some(link) = link {
+            link.receiver.registry.fence(self.peer);
+        }
+    }
+}

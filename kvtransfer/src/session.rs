@@ -1,0 +1,369 @@
+//! The receiver's rules, as a pure state machine over all grants of a node: frames and time in, decisions out. No lock,
+//! socket, clock or byte of KV in here; `registry.rs` adds lock and clock.
+//!
+//! ```text
+//! Offered ──open──► Reserved ──claim──► Writing ──seal, all blocks──► Sealed ──checked──► Verified
+//!    └─────────────────┴───────────────────┴────── any violation, cancel, expiry ──────► Aborted
+//! ```
+//! `Offered`: the ticket is out. `Reserved`: a peer opened it, and only that peer may write from now on. A peer that
+//! knows the 128-bit id and breaks a rule aborts the hand-off (fail closed); one that does not know it can do nothing.
+//!
+//! Quarantine: an aborted session whose writers are not all done keeps its owner (so the blocks stay out of the pool)
+//! until the last writer is done or its peer is fenced.
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::time::Instant;
+
+use tandem_proto::{HandoffId, v1};
+
+use crate::error::Refusal;
+use crate::transport::BlockOwner;
+use crate::wire::DataHeader;
+
+/// Grants a node has out at once.
+pub const MAX_SESSIONS: usize = 4096;
+/// Ids remembered as used. An id that fell out of memory is unknown, and refused as such.
+const USED_IDS: usize = 16 * 1024;
+
+/// One connection or endpoint of a backend; a reconnected peer is another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PeerId(pub u64);
+
+/// Where a hand-off stands on the receiving side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// The ticket is out, nobody came yet.
+    Offered,
+    /// A peer opened it.
+    Reserved,
+    /// Some block was claimed.
+    Writing,
+    /// Seal and all blocks are there; waits for verification.
+    Sealed,
+    /// Verified; terminal.
+    Verified,
+    /// Refused, cancelled, expired or fenced; terminal once its writers are done.
+    Aborted,
+}
+
+/// Everything of a hand-off is in the arena, and nothing of it is verified.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Arrived {
+    /// As the sender wrote it.
+    pub seal: v1::Seal,
+    /// Of all ranges.
+    pub bytes: u64,
+    /// First range's header.
+    pub first_arrival: Instant,
+    /// Last range's last byte.
+    pub last_arrival: Instant,
+}
+
+/// A frame that was not accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rejected {
+    /// Why.
+    pub refusal: Refusal,
+    /// The frame also ended its hand-off.
+    pub aborted: bool,
+}
+
+/// A hand-off that ended without its own frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Who must be told, if somebody ever opened it.
+    pub peer: Option<PeerId>,
+    /// Its owner is kept for writers.
+    pub quarantined: bool,
+}
+
+/// All grants of a node.
+#[derive(Default)]
+pub struct Sessions {
+    live: HashMap<HandoffId, Session>,
+    used: UsedIds,
+    quarantined: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mark {
+    Empty,
+    Claimed,
+    Written,
+}
+
+struct Session {
+    state: State,
+    blocks: Vec<u32>,
+    block_bytes: u64,
+    marks: Vec<Mark>,
+    _owner: BlockOwner,
+    deadline: Instant,
+    peer: Option<PeerId>,
+    /// Claims without their `written` or `failed`.
+    writers: u32,
+    /// Aborted with writers: counted in `Sessions::quarantined`.
+    quarantined: bool,
+    unclaimed: usize,
+    seal: Option<v1::Seal>,
+    bytes: u64,
+    first_arrival: Option<Instant>,
+    last_arrival: Option<Instant>,
+}
+
+impl Sessions {
+    /// Registers a grant: `blocks` in the order of their indices, each of `block_bytes`.
+    ///
+    /// # Errors
+    /// `Used` for an id that was seen before, `Cancelled` when [`MAX_SESSIONS`] are out (the caller says overloaded).
+    pub fn offer(
+        &mut self, id: HandoffId, blocks: Vec<u32>, block_bytes: u64, owner: BlockOwner, deadline: Instant,
+    ) -> Result<(), Refusal> {
+        if self.live.len() >= MAX_SESSIONS {
+            return Err(Refusal::Cancelled);
+        }
+        if !self.used.insert(id) {
+            return Err(Refusal::Used);
+        }
+        let unclaimed = blocks.len();
+        let session = Session {
+            state: State::Offered,
+            marks: vec![Mark::Empty; unclaimed],
+            blocks,
+            block_bytes,
+            _owner: owner,
+            deadline,
+            peer: None,
+            writers: 0,
+            quarantined: false,
+            unclaimed,
+            seal: None,
+            bytes: 0,
+            first_arrival: None,
+            last_arrival: None,
+        };
+        self.live.insert(id, session);
+        Ok(())
+    }
+
+    /// Asks to write `len` bytes to a range. On success the caller may write to the returned arena blocks, and owes one
+    /// [`Sessions::written`] or [`Sessions::failed`].
+    ///
+    /// # Errors
+    /// Known, not expired, opened by this peer, exact length, in range, not yet written: whichever does not hold.
+    pub fn claim(&mut self, peer: PeerId, range: DataHeader, len: u64, now: Instant) -> Result<Vec<u32>, Rejected> {
+        let session = self.admit(peer, range.handoff, now)?;
+        match session.claim(range, len, now) {
+            Ok(blocks) => Ok(blocks),
+            Err(refusal) => Err(self.reject(range.handoff, refusal)),
+        }
+    }
+
+    /// A claimed range is in the arena. Returns the whole hand-off when it was the last missing piece.
+    pub fn written(&mut self, range: DataHeader, now: Instant) -> Option<Arrived> {
+        let session = self.live.get_mut(&range.handoff)?;
+        session.writers = session.writers.saturating_sub(1);
+        if session.state == State::Aborted {
+            self.release(range.handoff);
+            return None;
+        }
+        session.marks[range.first as usize..][..range.count as usize].fill(Mark::Written);
+        session.bytes += u64::from(range.count) * session.block_bytes;
+        session.last_arrival = Some(now);
+        session.arrived(now)
+    }
+
+    /// A claimed range will not come. Returns whether this ended the hand-off (it may have ended before).
+    pub fn failed(&mut self, handoff: HandoffId) -> Option<Ended> {
+        let session = self.live.get_mut(&handoff)?;
+        session.writers = session.writers.saturating_sub(1);
+        if session.state == State::Aborted {
+            self.release(handoff);
+            return None;
+        }
+        self.abort(handoff)
+    }
+
+    /// A seal arrived; `None` means that some claimed range is still being written.
+    ///
+    /// # Errors
+    /// As [`Sessions::claim`], or `Incomplete` when a block was never claimed, or `Malformed` for a second seal.
+    pub fn seal(
+        &mut self, peer: PeerId, handoff: HandoffId, seal: v1::Seal, now: Instant,
+    ) -> Result<Option<Arrived>, Rejected> {
+        let session = self.admit(peer, handoff, now)?;
+        if session.seal.is_some() {
+            return Err(self.reject(handoff, Refusal::Malformed));
+        }
+        if session.unclaimed > 0 {
+            return Err(self.reject(handoff, Refusal::Incomplete));
+        }
+        session.seal = Some(seal);
+        Ok(session.arrived(now))
+    }
+
+    /// The sender gives up.
+    pub fn cancelled_by(&mut self, peer: PeerId, handoff: HandoffId) -> Option<Ended> {
+        let session = self.live.get(&handoff)?;
+        if session.peer.is_some_and(|bound| bound != peer) {
+            return None;
+        }
+        self.abort(handoff)
+    }
+
+    /// Verification succeeded. `None`: the hand-off was aborted meanwhile, so it does not count.
+    pub fn verified(&mut self, handoff: HandoffId) -> Option<PeerId> {
+        let session = self.live.get_mut(&handoff).filter(|session| session.state == State::Sealed)?;
+        session.state = State::Verified;
+        let peer = session.peer;
+        self.live.remove(&handoff);
+        peer
+    }
+
+    /// Ends a hand-off from this side. `None` when it is already over.
+    pub fn abort(&mut self, handoff: HandoffId) -> Option<Ended> {
+        let session = self.live.get_mut(&handoff).filter(|session| session.state != State::Aborted)?;
+        session.state = State::Aborted;
+        session.quarantined = session.writers > 0;
+        let ended = Ended { peer: session.peer, quarantined: session.quarantined };
+        self.quarantined += usize::from(ended.quarantined);
+        self.release(handoff);
+        Some(ended)
+    }
+
+    /// No write of `peer` touches the arena any more: ends its hand-offs and its quarantine. Returns those that ended now.
+    pub fn fence(&mut self, peer: PeerId) -> Vec<HandoffId> {
+        let ids: Vec<_> = self.live.iter().filter(|(_, s)| s.peer == Some(peer)).map(|(id, _)| *id).collect();
+        let mut ended = Vec::new();
+        for id in ids {
+            if self.abort(id).is_some() {
+                ended.push(id);
+            }
+            if let Some(session) = self.live.get_mut(&id) {
+                session.writers = 0;
+            }
+            self.release(id);
+        }
+        ended
+    }
+
+    /// Ends what is past its lease (a sealed hand-off is being verified, and is left to that).
+    pub fn expire(&mut self, now: Instant) -> Vec<(HandoffId, Ended)> {
+        let over = |s: &Session| now >= s.deadline && !matches!(s.state, State::Sealed | State::Aborted);
+        let ids: Vec<_> = self.live.iter().filter(|(_, s)| over(s)).map(|(id, _)| *id).collect();
+        ids.into_iter().filter_map(|id| Some((id, self.abort(id)?))).collect()
+    }
+
+    /// State of a hand-off that is not over (or in quarantine).
+    pub fn state(&self, handoff: HandoffId) -> Option<State> {
+        self.live.get(&handoff).map(|session| session.state)
+    }
+
+    /// Hand-offs in quarantine now.
+    pub fn quarantined(&self) -> usize {
+        self.quarantined
+    }
+
+    /// Finds a hand-off that `peer` may act on, and binds it to its first peer.
+    fn admit(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<&mut Session, Rejected> {
+        let foreign = |refusal| Rejected { refusal, aborted: false };
+        let Some(session) = self.live.get(&handoff) else {
+            return Err(foreign(if self.used.contains(handoff) { Refusal::Used } else { Refusal::Unknown }));
+        };
+        if session.state == State::Aborted {
+            return Err(foreign(Refusal::Used));
+        }
+        if session.peer.is_some_and(|bound| bound != peer) {
+            return Err(foreign(Refusal::WrongPeer));
+        }
+        if now >= session.deadline && session.state != State::Sealed {
+            return Err(self.reject(handoff, Refusal::Expired));
+        }
+        let session = self.live.get_mut(&handoff).ok_or(foreign(Refusal::Unknown))?;
+        if session.state == State::Offered {
+            session.state = State::Reserved;
+            session.peer = Some(peer);
+        }
+        Ok(session)
+    }
+
+    fn reject(&mut self, handoff: HandoffId, refusal: Refusal) -> Rejected {
+        let aborted = self.abort(handoff).is_some();
+        Rejected { refusal, aborted }
+    }
+
+    /// Forgets an aborted session without writers: this drops its owner.
+    fn release(&mut self, handoff: HandoffId) {
+        let idle = |s: &Session| s.state == State::Aborted && s.writers == 0;
+        if self.live.get(&handoff).is_some_and(idle) {
+            let session = self.live.remove(&handoff);
+            self.quarantined -= usize::from(session.is_some_and(|session| session.quarantined));
+        }
+    }
+}
+
+impl Session {
+    fn claim(&mut self, range: DataHeader, len: u64, now: Instant) -> Result<Vec<u32>, Refusal> {
+        let (first, count) = (range.first as usize, range.count as usize);
+        let end = first.checked_add(count).filter(|end| count > 0 && *end <= self.blocks.len());
+        let end = end.ok_or(Refusal::OutOfRange)?;
+        if (count as u64).checked_mul(self.block_bytes) != Some(len) {
+            return Err(Refusal::Length);
+        }
+        let marks = &mut self.marks[first..end];
+        if self.seal.is_some() || marks.iter().any(|mark| *mark != Mark::Empty) {
+            return Err(Refusal::AlreadyWritten);
+        }
+        marks.fill(Mark::Claimed);
+        self.unclaimed -= count;
+        self.writers += 1;
+        self.state = State::Writing;
+        self.first_arrival.get_or_insert(now);
+        Ok(self.blocks[first..end].to_vec())
+    }
+
+    /// Sealed, once the seal and every block are there.
+    fn arrived(&mut self, now: Instant) -> Option<Arrived> {
+        if self.writers > 0 || self.unclaimed > 0 {
+            return None;
+        }
+        let seal = self.seal.clone()?;
+        self.state = State::Sealed;
+        Some(Arrived {
+            seal,
+            bytes: self.bytes,
+            first_arrival: self.first_arrival.unwrap_or(now),
+            last_arrival: self.last_arrival.unwrap_or(now),
+        })
+    }
+}
+
+/// The last [`USED_IDS`] ids.
+#[derive(Default)]
+struct UsedIds {
+    order: VecDeque<HandoffId>,
+    ids: HashSet<HandoffId>,
+}
+
+impl UsedIds {
+    /// False when the id was there.
+    fn insert(&mut self, id: HandoffId) -> bool {
+        if !self.ids.insert(id) {
+            return false;
+        }
+        self.order.push_back(id);
+        if self.order.len() > USED_IDS
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.ids.remove(&oldest);
+        }
+        true
+    }
+
+    fn contains(&self, id: HandoffId) -> bool {
+        self.ids.contains(&id)
+    }
+}
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;

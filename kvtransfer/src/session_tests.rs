@@ -1,0 +1,225 @@
+//! Tests of `session.rs`: time is a number, peers are numbers, owners are counted.
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const ID: HandoffId = HandoffId([7; 16]);
+const PEER: PeerId = PeerId(1);
+const LEASE: Duration = Duration::from_secs(5);
+
+struct Setup {
+    sessions: Sessions,
+    owner: Arc<()>,
+    now: Instant,
+}
+
+fn offered(blocks: u32) -> Setup {
+    let (mut sessions, owner, now) = (Sessions::default(), Arc::new(()), Instant::now());
+    sessions.offer(ID, (100..100 + blocks).collect(), 64, owner.clone(), now + LEASE).unwrap();
+    Setup { sessions, owner, now }
+}
+
+fn range(first: u32, count: u32) -> DataHeader {
+    DataHeader { handoff: ID, first, count }
+}
+
+fn refusal(result: Result<Vec<u32>, Rejected>) -> Refusal {
+    result.unwrap_err().refusal
+}
+
+#[test]
+fn the_whole_way() {
+    let Setup { mut sessions, owner, now } = offered(3);
+    assert_eq!(sessions.state(ID), Some(State::Offered));
+    assert_eq!(sessions.claim(PEER, range(1, 2), 128, now), Ok(vec![101, 102]));
+    assert_eq!(sessions.state(ID), Some(State::Writing));
+    assert_eq!(sessions.written(range(1, 2), now), None);
+    assert_eq!(sessions.claim(PEER, range(0, 1), 64, now), Ok(vec![100]));
+    // The seal may overtake the end of a claimed write.
+    assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now), Ok(None));
+    let arrived = sessions.written(range(0, 1), now).expect("complete");
+    assert_eq!(arrived.bytes, 192);
+    assert_eq!(sessions.state(ID), Some(State::Sealed));
+    assert_eq!(sessions.verified(ID), Some(PEER));
+    assert_eq!(Arc::strong_count(&owner), 1);
+    assert_eq!(refusal(sessions.claim(PEER, range(0, 1), 64, now)), Refusal::Used);
+}
+
+#[test]
+fn every_broken_rule_ends_the_handoff() {
+    type Break = fn(&mut Sessions, Instant) -> Rejected;
+    let cases: [(Refusal, Break); 7] = [
+        (Refusal::Length, |s, now| s.claim(PEER, range(0, 1), 63, now).unwrap_err()),
+        (Refusal::Length, |s, now| s.claim(PEER, range(0, 2), 64, now).unwrap_err()),
+        (Refusal::OutOfRange, |s, now| s.claim(PEER, range(3, 1), 64, now).unwrap_err()),
+        (Refusal::OutOfRange, |s, now| s.claim(PEER, range(u32::MAX, u32::MAX), 64, now).unwrap_err()),
+        (Refusal::OutOfRange, |s, now| s.claim(PEER, range(0, 0), 0, now).unwrap_err()),
+        (Refusal::Expired, |s, now| s.claim(PEER, range(0, 1), 64, now + LEASE).unwrap_err()),
+        (Refusal::Incomplete, |s, now| s.seal(PEER, ID, v1::Seal::default(), now).unwrap_err()),
+    ];
+    for (expected, break_rule) in cases {
+        let Setup { mut sessions, owner, now } = offered(3);
+        assert_eq!(break_rule(&mut sessions, now), Rejected { refusal: expected, aborted: true });
+        assert_eq!(Arc::strong_count(&owner), 1, "{expected:?}");
+        assert_eq!(refusal(sessions.claim(PEER, range(0, 1), 64, now)), Refusal::Used);
+    }
+}
+
+#[test]
+fn exactly_once() {
+    let Setup { mut sessions, now, .. } = offered(3);
+    sessions.claim(PEER, range(0, 2), 128, now).unwrap();
+    assert_eq!(refusal(sessions.claim(PEER, range(1, 1), 64, now)), Refusal::AlreadyWritten);
+}
+
+#[test]
+fn strangers_can_do_nothing() {
+    let Setup { mut sessions, now, .. } = offered(1);
+    let unknown = DataHeader { handoff: HandoffId([8; 16]), first: 0, count: 1 };
+    assert_eq!(
+        sessions.claim(PEER, unknown, 64, now),
+        Err(Rejected { refusal: Refusal::Unknown, aborted: false })
+    );
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    let other = PeerId(2);
+    assert_eq!(
+        sessions.seal(other, ID, v1::Seal::default(), now),
+        Err(Rejected { refusal: Refusal::WrongPeer, aborted: false })
+    );
+    assert_eq!(sessions.cancelled_by(other, ID), None);
+    assert_eq!(sessions.state(ID), Some(State::Writing));
+}
+
+#[test]
+fn an_id_is_single_use() {
+    let Setup { mut sessions, now, owner } = offered(1);
+    sessions.abort(ID).unwrap();
+    assert_eq!(sessions.offer(ID, vec![1], 64, owner, now + LEASE), Err(Refusal::Used));
+}
+
+#[test]
+fn quarantine_keeps_the_owner_until_the_writer_is_done() {
+    let Setup { mut sessions, owner, now } = offered(2);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    assert_eq!(sessions.abort(ID), Some(Ended { peer: Some(PEER), quarantined: true }));
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (2, 1));
+    assert_eq!(sessions.written(range(0, 1), now), None);
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, 0));
+}
+
+#[test]
+fn fencing_a_peer_ends_its_handoffs_and_quarantine() {
+    let Setup { mut sessions, owner, now } = offered(2);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    sessions.abort(ID).unwrap();
+    assert_eq!(sessions.fence(PeerId(2)), vec![]);
+    assert_eq!(Arc::strong_count(&owner), 2);
+    assert_eq!(sessions.fence(PEER), vec![], "it had ended before");
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, 0));
+    assert_eq!(sessions.written(range(0, 1), now), None, "a late completion is harmless");
+
+    let Setup { mut sessions, owner, now } = offered(2);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    assert_eq!(sessions.fence(PEER), vec![ID]);
+    assert_eq!(Arc::strong_count(&owner), 1);
+}
+
+#[test]
+fn expiry_ends_what_is_late_but_not_what_is_being_verified() {
+    let Setup { mut sessions, owner, now } = offered(1);
+    assert!(sessions.expire(now).is_empty());
+    assert_eq!(sessions.expire(now + LEASE).len(), 1);
+    assert_eq!(Arc::strong_count(&owner), 1);
+
+    let Setup { mut sessions, now, .. } = offered(1);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    sessions.written(range(0, 1), now);
+    sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap().expect("complete");
+    assert!(sessions.expire(now + LEASE).is_empty());
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Claim { peer: u64, first: u32, count: u32, short: bool },
+    Finish { ok: bool },
+    Seal { peer: u64 },
+    Cancel { peer: u64 },
+    Abort,
+    Fence { peer: u64 },
+    Expire { late: bool },
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (1u64..3, 0u32..5, 0u32..4, prop::bool::weighted(0.05))
+            .prop_map(|(peer, first, count, short)| Step::Claim { peer, first, count, short }),
+        8 => prop::bool::weighted(0.9).prop_map(|ok| Step::Finish { ok }),
+        2 => (1u64..3).prop_map(|peer| Step::Seal { peer }),
+        1 => (1u64..3).prop_map(|peer| Step::Cancel { peer }),
+        1 => Just(Step::Abort),
+        1 => (1u64..3).prop_map(|peer| Step::Fence { peer }),
+        1 => any::<bool>().prop_map(|late| Step::Expire { late }),
+    ]
+}
+
+proptest! {
+    /// Whatever comes in whatever order: no block is claimed twice, the owner is there while a writer is, and an
+    /// arrival means that all blocks were written.
+    #[test]
+    fn random_schedules_keep_the_invariants(steps in prop::collection::vec(any_step(), 0..60)) {
+        let Setup { mut sessions, owner, now } = offered(5);
+        let (mut claimed, mut writing, mut written) = (HashSet::new(), Vec::new(), 0);
+        for step in steps {
+            let mut arrived = None;
+            match step {
+                Step::Claim { peer, first, count, short } => {
+                    let range = range(first, count);
+                    let len = u64::from(count) * 64 - u64::from(short && count > 0);
+                    if let Ok(blocks) = sessions.claim(PeerId(peer), range, len, now) {
+                        prop_assert!(blocks.iter().all(|block| claimed.insert(*block)));
+                        writing.push((PeerId(peer), range));
+                    }
+                }
+                Step::Finish { ok } => {
+                    if let Some((_, range)) = writing.pop() {
+                        if ok {
+                            written += range.count;
+                            arrived = sessions.written(range, now);
+                        } else {
+                            sessions.failed(ID);
+                        }
+                    }
+                }
+                Step::Seal { peer } => {
+                    arrived = sessions.seal(PeerId(peer), ID, v1::Seal::default(), now).unwrap_or(None);
+                }
+                Step::Cancel { peer } => {
+                    sessions.cancelled_by(PeerId(peer), ID);
+                }
+                Step::Abort => {
+                    sessions.abort(ID);
+                }
+                Step::Fence { peer } => {
+                    sessions.fence(PeerId(peer));
+                    writing.retain(|(writer, _)| *writer != PeerId(peer));
+                }
+                Step::Expire { late } => {
+                    sessions.expire(if late { now + LEASE } else { now });
+                }
+            }
+            if arrived.is_some() {
+                prop_assert_eq!(written, 5);
+                prop_assert!(writing.is_empty());
+            }
+            prop_assert!(writing.is_empty() || Arc::strong_count(&owner) == 2, "a writer without an owner");
+        }
+        sessions.abort(ID);
+        for (_, range) in writing {
+            sessions.written(range, now);
+        }
+        prop_assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, 0));
+    }
+}

@@ -1,0 +1,282 @@
+//! The backend for hosts without UCX: one TCP connection per pair of nodes, shared by all their hand-offs, with two
+//! blocking threads each (`connection.rs`). Blocking threads, because a KV stream is a long copy: a reactor would add a
+//! wake-up to every buffer.
+//!
+//! On the socket a frame is the 32-byte header of `wire.rs`, the payload's length (u64, little endian) and the payload.
+//! The first frame each way is the hello; whatever cannot be read closes the connection and is counted.
+//! Peers are not authenticated: a hand-off id is a capability, and the data network belongs to the cluster.
+mod connection;
+mod queue;
+
+use std::collections::HashMap;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
+
+use crate::arena::{Arena, Run};
+use crate::counters::Counters;
+use crate::error::{TransferError, TransferErrorKind};
+use crate::outgoing::{PendingAnswers, SendLink};
+use crate::registry::{AnswerLink, Registry};
+use crate::session::PeerId;
+use crate::tcp::connection::Connection;
+use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
+use crate::wire::{Answer, DataHeader, Header};
+
+/// Accepted connections at once, those without a hello included.
+const MAX_CONNECTIONS: usize = 256;
+/// Longer runs are cut, so that hand-offs on one connection take turns.
+const MAX_RANGE_BYTES: usize = 4 << 20;
+
+/// How the tcp backend behaves.
+#[derive(Clone, Debug)]
+pub struct TcpConfig {
+    /// For connecting and for the hello.
+    pub connect_timeout: Duration,
+    /// A peer that takes or sends nothing for so long in the middle of a frame is dead.
+    pub stall_timeout: Duration,
+    /// Kernel buffers, each way.
+    pub socket_buffer_bytes: usize,
+    /// Faults of what this node sends.
+    pub faults: Faults,
+}
+
+impl Default for TcpConfig {
+    fn default() -> Self {
+        Self {
+            connect_timeout: Duration::from_secs(2),
+            stall_timeout: Duration::from_secs(5),
+            socket_buffer_bytes: 4 << 20,
+            faults: Faults::default(),
+        }
+    }
+}
+
+/// A listening node.
+pub struct TcpTransport {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+/// What the threads share.
+pub(crate) struct Shared {
+    config: TcpConfig,
+    registry: Arc<Registry>,
+    pending: Arc<PendingAnswers>,
+    peers: Peers,
+    /// Dialled connections by address.
+    dialled: Mutex<HashMap<String, Arc<Connection>>>,
+    accepted: AtomicUsize,
+    last_peer: AtomicU64,
+    closing: AtomicBool,
+}
+
+#[derive(Clone, Default)]
+struct Peers(Arc<Mutex<HashMap<PeerId, Arc<Connection>>>>);
+
+impl TcpTransport {
+    /// Listens on `address`, which peers must be able to reach as it is (port 0: a free one).
+    ///
+    /// # Errors
+    /// `Io` when the address is taken, not ours, or stands for all addresses.
+    pub fn bind(address: SocketAddr, arena: Arc<Arena>, config: TcpConfig) -> Result<Arc<Self>, TransferError> {
+        let io = |message| TransferError::new(TransferErrorKind::Io, message);
+        if address.ip().is_unspecified() {
+            return Err(io(format!("KV over TCP cannot listen on {address}: name the address that peers connect to")));
+        }
+        let listener =
+            TcpListener::bind(address).map_err(|error| io(format!("KV over TCP cannot listen on {address}: {error}")))?;
+        let address = listener.local_addr()?;
+        let peers = Peers::default();
+        let shared = Arc::new(Shared {
+            config,
+            registry: Registry::new(arena, Arc::default(), Box::new(peers.clone())),
+            pending: Arc::default(),
+            peers,
+            dialled: Mutex::default(),
+            accepted: AtomicUsize::new(0),
+            last_peer: AtomicU64::new(0),
+            closing: AtomicBool::new(false),
+        });
+        let (accepting, listening) = (shared.clone(), listener.try_clone()?);
+        std::thread::Builder::new().name("kv-tcp-accept".into()).spawn(move || accepting.accept_loop(&listening))?;
+        Ok(Arc::new(Self { shared, listener, address }))
+    }
+}
+
+impl Drop for TcpTransport {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::SeqCst);
+        // Wakes the accepting thread (Linux: accept returns EINVAL).
+        let _ = socket2::SockRef::from(&self.listener).shutdown(Shutdown::Both);
+        for connection in lock(&self.shared.peers.0).values() {
+            connection.close();
+        }
+    }
+}
+
+impl Transport for TcpTransport {
+    fn info(&self) -> v1::TransportInfo {
+        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id: build_id() }
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.address.to_string().into_bytes()
+    }
+
+    fn counters(&self) -> Arc<Counters> {
+        self.shared.registry.counters().clone()
+    }
+
+    fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {
+        self.shared.registry.accept(grant, self.info(), self.address())
+    }
+
+    fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
+        async move {
+            let arena = self.shared.registry.arena();
+            let checked = check_ticket(ticket, &self.info(), arena)?;
+            let address = String::from_utf8_lossy(&ticket.address).into_owned();
+            let connection = self.shared.connection_to(address).await?;
+            let answer = self.shared.pending.register(connection.peer(), checked.handoff)?;
+            // Lost between connecting and registering: nobody would tell this hand-off.
+            if connection.is_closed() {
+                return Err(TransferError::peer_gone("the KV receiver hung up"));
+            }
+            let link = TcpLink { connection, faults: self.shared.config.faults };
+            Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
+        }
+        .boxed()
+    }
+}
+
+impl Shared {
+    fn accept_loop(self: Arc<Self>, listener: &TcpListener) {
+        while !self.closing.load(Ordering::SeqCst) {
+            let Ok((stream, _)) = listener.accept() else {
+                // Out of descriptors, or shut down: the loop's condition tells; do not spin on the former.
+                std::thread::park_timeout(Duration::from_millis(10));
+                continue;
+            };
+            if self.accepted.fetch_add(1, Ordering::SeqCst) >= MAX_CONNECTIONS {
+                self.accepted.fetch_sub(1, Ordering::SeqCst);
+                self.registry.violation();
+                continue;
+            }
+            let shared = self.clone();
+            let served = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || {
+                shared.serve(stream);
+                shared.accepted.fetch_sub(1, Ordering::SeqCst);
+            });
+            if served.is_err() {
+                self.accepted.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// Hello, then reads until the connection ends.
+    fn serve(self: &Arc<Self>, stream: TcpStream) {
+        match Connection::accept(stream, &self.config, self.new_peer(), self.registry.arena().clone()) {
+            Ok(connection) => self.run(&Arc::new(connection)),
+            Err(error) => {
+                tracing::warn!("KV connection refused: {error}");
+                self.registry.violation();
+            }
+        }
+    }
+
+    fn run(self: &Arc<Self>, connection: &Arc<Connection>) {
+        let peer = connection.peer();
+        lock(&self.peers.0).insert(peer, connection.clone());
+        if self.closing.load(Ordering::SeqCst) {
+            connection.close();
+        }
+        let ended = connection.read_loop(self);
+        connection.close();
+        lock(&self.peers.0).remove(&peer);
+        lock(&self.dialled).retain(|_, dialled| dialled.peer() != peer);
+        self.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
+        // This thread alone writes for this peer, and it is done.
+        self.registry.fence(peer);
+        self.pending.peer_gone(peer, &TransferError::peer_gone(format!("the KV peer is gone: {ended}")));
+    }
+
+    async fn connection_to(self: &Arc<Self>, address: String) -> Result<Arc<Connection>, TransferError> {
+        if let Some(connection) = lock(&self.dialled).get(&address).filter(|connection| !connection.is_closed()) {
+            return Ok(connection.clone());
+        }
+        let (shared, to) = (self.clone(), address.clone());
+        let dialled = tokio::task::spawn_blocking(move || shared.dial(&to)).await;
+        let connection = dialled.unwrap_or_else(|_| Err(TransferError::peer_gone("connecting was interrupted")))?;
+        // Two hand-offs may have dialled at once: both connections work, later ones use the last.
+        lock(&self.dialled).insert(address, connection.clone());
+        Ok(connection)
+    }
+
+    fn dial(self: &Arc<Self>, address: &str) -> Result<Arc<Connection>, TransferError> {
+        let peer = self.new_peer();
+        let resolved = address.to_socket_addrs()?.next();
+        let resolved = resolved.ok_or_else(|| TransferError::new(TransferErrorKind::Io, "no such KV address"))?;
+        let stream = TcpStream::connect_timeout(&resolved, self.config.connect_timeout)?;
+        let connection = Arc::new(Connection::dial(stream, &self.config, peer, self.registry.arena().clone())?);
+        let (shared, reading) = (self.clone(), connection.clone());
+        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || shared.run(&reading))?;
+        Ok(connection)
+    }
+
+    fn new_peer(&self) -> PeerId {
+        PeerId(self.last_peer.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+impl AnswerLink for Peers {
+    fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
+        let connection = lock(&self.0).get(&peer).cloned();
+        if let Some(connection) = connection {
+            connection.queue().send_now(Header::Answer(handoff, answer));
+        }
+    }
+}
+
+struct TcpLink {
+    connection: Arc<Connection>,
+    /// Not made yet.
+    faults: Faults,
+}
+
+impl SendLink for TcpLink {
+    fn max_range_bytes(&self) -> usize {
+        MAX_RANGE_BYTES
+    }
+
+    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
+        async move {
+            self.connection.queue().send_data(range, run, owner, self.faults).await?;
+            self.faults = Faults::default();
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
+        self.connection.queue().send_seal(handoff, payload).boxed()
+    }
+
+    fn cancel(&mut self, handoff: HandoffId) {
+        self.connection.queue().cancel(handoff);
+    }
+}
+
+fn build_id() -> String {
+    format!("tcp/{PROTOCOL_VERSION}")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

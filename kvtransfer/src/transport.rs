@@ -1,0 +1,189 @@
+//! The transport that nodes use, as one object-safe trait, and what goes in and out of it.
+//!
+//! # How a backend plugs in
+//!
+//! Rules live in common code; a backend only moves frames (`wire.rs`: a 32-byte header, and a payload for some).
+//!
+//! **Receiving.** The backend owns an [`Arc<Registry>`](crate::registry::Registry), made with an
+//! [`AnswerLink`](crate::registry::AnswerLink) that can send a header to a peer without blocking.
+//! `Transport::accept` is `registry.accept(grant, info, address)`. For each frame of a peer (a [`PeerId`] of the
+//! backend's choice, one per connection or endpoint, never reused):
+//!
+//! | frame | call |
+//! |---|---|
+//! | data | `registry.claim(peer, header, payload_len)`. `Ok(claim)`: write the payload to `claim.runs()` of the arena, then `claim.written()`; dropping the claim instead says that the range failed. `Err(_)`: discard the payload; the refusal was already sent. |
+//! | seal | `registry.seal(peer, handoff, payload)` |
+//! | cancel | `registry.cancelled_by(peer, handoff)` |
+//! | peer gone | when no write of that peer can touch the arena any more: `registry.fence(peer)` |
+//! | garbage | `registry.violation()` and close the connection |
+//!
+//! While a `Claim` lives, its blocks stay out of the pool, whatever happens to the hand-off.
+//!
+//! **Sending.** The backend owns an [`Arc<PendingAnswers>`](crate::outgoing::PendingAnswers). `Transport::open` checks
+//! the ticket with [`check_ticket`], finds or makes the connection, and returns
+//! `Outgoing::new(link, pending.register(peer, handoff)?, ..)` where `link` is its
+//! [`SendLink`](crate::outgoing::SendLink). An answer frame goes to `pending.answer(peer, handoff, answer)`, a lost
+//! peer to `pending.peer_gone(peer, why)` (a peer lost before `register` is the backend's to notice). [`Faults`] are applied by the backend to the bytes that leave.
+//!
+//! Everything else (waiting, deadlines, verification, coalescing, counters, cancellation by `Drop`) is common.
+//! A backend joins the conformance suite by one constructor in `tests/conformance.rs`.
+use std::any::Any;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::future::BoxFuture;
+use tandem_proto::{HandoffId, Incarnation, v1};
+
+use crate::arena::Arena;
+use crate::counters::Counters;
+use crate::error::{TransferError, TransferErrorKind};
+pub use crate::incoming::Incoming;
+pub use crate::outgoing::Outgoing;
+pub use crate::session::PeerId;
+
+/// Keeps blocks out of their pool while a writer or a reader may still touch them: usually the engine's lease.
+pub type BlockOwner = Arc<dyn Any + Send + Sync>;
+
+/// One per node. Methods need a tokio runtime.
+pub trait Transport: Send + Sync {
+    /// Backend, name for people, and the build id that must be equal on both ends.
+    fn info(&self) -> v1::TransportInfo;
+
+    /// Where senders reach this node; opaque, travels in tickets.
+    fn address(&self) -> Vec<u8>;
+
+    /// Counts since start.
+    fn counters(&self) -> Arc<Counters>;
+
+    /// Receiving side: lets one sender fill the grant's blocks.
+    ///
+    /// # Errors
+    /// `Refused` for a used id or blocks that are not the arena's, `Overloaded` when too many grants are out.
+    fn accept(&self, grant: Grant) -> Result<Incoming, TransferError>;
+
+    /// Sending side: connects to the ticket's receiver.
+    ///
+    /// # Errors
+    /// `Incompatible` when the builds or block sizes differ, `PeerGone`, `Timeout`, `Io`.
+    fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>>;
+}
+
+/// Permission to fill blocks, once.
+pub struct Grant {
+    /// Random, single use: knowing it is the permission.
+    pub handoff: HandoffId,
+    /// Who will send.
+    pub prefill_incarnation: Incarnation,
+    /// Who receives.
+    pub decode_incarnation: Incarnation,
+    /// Layout and model; part of the ticket.
+    pub compatibility_digest: u64,
+    /// Arena blocks to fill, in the order of their indices; distinct.
+    pub blocks: Vec<u32>,
+    /// Kept until no writer can touch the blocks.
+    pub owner: BlockOwner,
+    /// Everything must have arrived by then.
+    pub lease: Duration,
+}
+
+/// What the KV must be to be accepted.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    /// Tokens whose KV is handed off.
+    pub prompt_tokens: u32,
+    /// One per block.
+    pub sequence_hashes: Vec<u64>,
+}
+
+/// A hand-off whose every block was verified: it may be read now.
+#[derive(Clone, Debug)]
+pub struct Verified {
+    /// As the sender wrote it; incarnations, hashes and checksums were checked, the rest is its word.
+    pub seal: v1::Seal,
+    /// Of all blocks.
+    pub bytes: u64,
+    /// Number of blocks.
+    pub blocks: u32,
+    /// First range's header.
+    pub first_arrival: Instant,
+    /// Last range's last byte.
+    pub last_arrival: Instant,
+    /// After the checks.
+    pub verified_at: Instant,
+}
+
+/// The receiver verified what was sent.
+#[derive(Clone, Debug)]
+pub struct Receipt {
+    /// Of all blocks.
+    pub bytes: u64,
+    /// Number of blocks.
+    pub blocks: u32,
+    /// Ranges they were sent as.
+    pub descriptors: u32,
+    /// First push to acknowledgement.
+    pub elapsed: Duration,
+}
+
+/// Faults that the sending side of any backend makes on request, for tests and demonstrations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// Flips one bit of the first byte of every hand-off's first range, after the checksum was taken.
+    pub flip_byte: bool,
+    /// Sends 8 bytes too few of every hand-off's first range.
+    pub truncate_push: bool,
+}
+
+/// A ticket whose fields were checked against this node.
+pub struct CheckedTicket {
+    /// The hand-off.
+    pub handoff: HandoffId,
+    /// Blocks to fill.
+    pub blocks: u32,
+    /// From now on.
+    pub lease: Duration,
+}
+
+/// Checks of a ticket that every backend's `open` makes before it connects.
+///
+/// # Errors
+/// `Incompatible` when transport builds or block sizes differ, `Io` for a ticket that cannot be one.
+pub fn check_ticket(
+    ticket: &v1::Ticket, ours: &v1::TransportInfo, arena: &Arena,
+) -> Result<CheckedTicket, TransferError> {
+    let incompatible = |message| Err(TransferError::new(TransferErrorKind::Incompatible, message));
+    let theirs = ticket.transport.clone().unwrap_or_default();
+    if (&theirs.backend, &theirs.build_id) != (&ours.backend, &ours.build_id) {
+        return incompatible(format!(
+            "KV transports differ: ours {}/{}, the receiver's {}/{}",
+            ours.backend, ours.build_id, theirs.backend, theirs.build_id
+        ));
+    }
+    if ticket.block_bytes != arena.block_bytes() as u64 {
+        return incompatible(format!(
+            "KV blocks differ: ours have {} bytes, the receiver's {}",
+            arena.block_bytes(),
+            ticket.block_bytes
+        ));
+    }
+    let handoff = HandoffId::from_wire(&ticket.handoff_id)
+        .map_err(|error| TransferError::new(TransferErrorKind::Io, error.message))?;
+    let lease = Duration::from_millis(u64::from(ticket.lease_ms));
+    Ok(CheckedTicket { handoff, blocks: ticket.blocks, lease })
+}
+
+/// Checks of a ticket that the sending node makes, which alone knows who it is.
+///
+/// # Errors
+/// `Incompatible` when the ticket is for another incarnation or another layout.
+pub fn check_identity(ticket: &v1::Ticket, incarnation: Incarnation, digest: u64) -> Result<(), TransferError> {
+    if ticket.prefill_incarnation != incarnation.0 {
+        let message = "the ticket is for another incarnation of this node";
+        return Err(TransferError::new(TransferErrorKind::Incompatible, message));
+    }
+    if ticket.compatibility_digest != digest {
+        let message = "the receiver's model, dtype or KV layout differs from ours";
+        return Err(TransferError::new(TransferErrorKind::Incompatible, message));
+    }
+    Ok(())
+}

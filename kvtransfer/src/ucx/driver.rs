@@ -1,0 +1,352 @@
+//! The thread that owns a UCX worker and makes every `ucp_*` call: commands from the process, events from the callbacks,
+//! deadlines of our own, and the close of endpoints. What frames mean stands in `sending.rs` and `receiving.rs`.
+//!
+//! Trust in UCX ends where measurements ended it: it does not notice a frozen peer, and it may lose the requests of a dead
+//! one. So every operation has a deadline; one that is late, or that failed, takes its endpoint with it; and blocks stay
+//! with their operation until its callback came or UCX has closed the endpoint.
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use tandem_proto::HandoffId;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use ucx_sys::{Api, UCS_OK};
+
+use super::endpoints::{Closed, EndpointId, Endpoints};
+use super::inbox::{self, Event};
+use super::operations::{Operation, OperationId, Operations, Work};
+use super::owners::{Context, Region, Worker};
+use super::profile::UcxConfig;
+use super::queue::Queue;
+use super::receiving::Receiving;
+use super::result::{Posted, UcxError};
+use super::sending::Sending;
+use crate::arena::{Arena, Run};
+use crate::error::{TransferError, TransferErrorKind};
+use crate::outgoing::{AnswerSlot, PendingAnswers};
+use crate::registry::Registry;
+use crate::transport::BlockOwner;
+use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
+
+/// Commands between two calls of `ucp_worker_progress`.
+const COMMANDS_PER_TURN: usize = 64;
+/// Longest sleep, and the grain of deadlines.
+const TICK: Duration = Duration::from_millis(100);
+/// Sleep while an endpoint closes: UCX has no event for that.
+const CLOSING_TICK: Duration = Duration::from_millis(1);
+/// For the last answers to leave at shutdown.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
+
+/// What the rest of the process asks of the driver.
+pub(super) enum Command {
+    /// Connect, and announce a hand-off.
+    Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
+    /// Send a range.
+    Push { endpoint: EndpointId, range: DataHeader, run: Run, owner: BlockOwner, credit: OwnedSemaphorePermit },
+    /// Send the seal when all ranges are over.
+    Seal { handoff: HandoffId, payload: Vec<u8> },
+    /// Tell the receiver that nothing more comes.
+    Cancel { handoff: HandoffId },
+    /// Tell the sender how it ended.
+    Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
+}
+
+/// An announced hand-off.
+pub(super) struct Opened {
+    pub(super) endpoint: EndpointId,
+    pub(super) credit: Arc<Semaphore>,
+    pub(super) answer: AnswerSlot,
+}
+
+/// What driver and transport share.
+#[derive(Clone)]
+pub(super) struct Shared {
+    pub(super) arena: Arc<Arena>,
+    pub(super) registry: Arc<Registry>,
+    pub(super) pending: Arc<PendingAnswers>,
+    pub(super) queue: Arc<Queue<Command>>,
+}
+
+/// All state of the thread. Fields drop in this order: connections before the worker before the memory.
+pub(super) struct Driver {
+    pub(super) endpoints: Endpoints,
+    worker: Rc<Worker>,
+    pub(super) region: Region,
+    pub(super) operations: Operations,
+    pub(super) sending: Sending,
+    pub(super) receiving: Receiving,
+    pub(super) shared: Shared,
+    pub(super) config: UcxConfig,
+    pub(super) build_id: String,
+    pub(super) address: Vec<u8>,
+    name: String,
+    spare: Vec<Event>,
+    ticked: Instant,
+}
+
+impl Driver {
+    /// Opens UCX on the calling thread.
+    pub(super) fn open(
+        api: &'static Api, config: UcxConfig, build_id: String, shared: Shared,
+    ) -> Result<Self, TransferError> {
+        let context = Context::open(api, &config.settings())?;
+        let name = config.name(&context.describe()).ok_or_else(|| {
+            let message = format!("UCX {} has no transport for profile {}", api.version, config.profile);
+            TransferError::new(TransferErrorKind::Incompatible, message)
+        })?;
+        let region = Region::register(&context, shared.arena.clone())?;
+        let worker = Worker::create(&context)?;
+        let address = worker.address()?;
+        Ok(Self {
+            endpoints: Endpoints::new(worker.clone(), config.credit_bytes),
+            worker,
+            region,
+            operations: Operations::default(),
+            sending: Sending::default(),
+            receiving: Receiving::default(),
+            shared,
+            config,
+            build_id,
+            address,
+            name,
+            spare: Vec::new(),
+            ticked: Instant::now(),
+        })
+    }
+
+    /// What UCX opened, for people.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Works until the queue is closed.
+    pub(super) fn run(mut self) {
+        let mut active = Instant::now();
+        while !self.shared.queue.is_closed() {
+            let commanded = self.run_commands();
+            let progressed = self.worker.progress();
+            let happened = self.handle_events();
+            let now = Instant::now();
+            let ticked = self.tick(now);
+            if commanded || progressed || happened || ticked {
+                active = now;
+            } else if now.duration_since(active) < self.config.spin {
+                std::hint::spin_loop();
+            } else {
+                self.sleep();
+            }
+        }
+        self.shut_down();
+    }
+
+    /// Posts a small frame; a failure takes the endpoint.
+    pub(super) fn post_frame(&mut self, to: EndpointId, header: Header, payload: Vec<u8>) {
+        let operation = self.operations.next_id();
+        let header = Box::new(header.encode());
+        let Some(entry) = self.endpoints.get(to) else { return };
+        // SAFETY: heap memory, kept in the table of operations until the callback came.
+        let posted = unsafe { entry.endpoint.send_frame(&header[..], &payload, operation) };
+        self.keep(to, operation, posted, Work::Frame { header, payload });
+    }
+
+    /// Keeps what was posted until it is over.
+    pub(super) fn keep(&mut self, on: EndpointId, id: OperationId, posted: Result<Posted, UcxError>, work: Work) {
+        match posted {
+            Ok(Posted::Done) => self.finished(on, work, true),
+            Ok(Posted::Pending(request)) => {
+                let deadline = Instant::now() + self.config.stall_timeout;
+                self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
+            }
+            Err(error) => {
+                self.lose(on, TransferError::peer_gone(format!("the KV peer is gone: {error}")));
+                self.finished(on, work, false);
+            }
+        }
+    }
+
+    /// Gives up an endpoint and everything on it. The registry learns of it when UCX has let go of the memory.
+    pub(super) fn lose(&mut self, endpoint: EndpointId, why: TransferError) {
+        if !self.endpoints.close(endpoint, Instant::now()) {
+            return;
+        }
+        tracing::warn!(peer = endpoint.0, "KV peer lost: {why}");
+        self.shared.registry.counters().lost_peers.fetch_add(1, Relaxed);
+        self.shared.pending.peer_gone(endpoint.into(), &why);
+        self.sending.forget(endpoint);
+    }
+
+    pub(super) fn receive(&mut self, from: EndpointId, descriptor: inbox::Descriptor, claim: crate::registry::Claim) {
+        let operation = self.operations.next_id();
+        let target = self.region.vector(claim.runs());
+        // SAFETY: the claim keeps the blocks, the table of operations keeps both until the callback came; the vector's
+        // heap memory stays in place when it moves there.
+        let posted = unsafe { self.worker.receive(descriptor, &self.region, &target, operation) };
+        self.keep(from, operation, posted, Work::Receive { claim, target });
+    }
+
+    pub(super) fn release(&mut self, descriptor: inbox::Descriptor) {
+        self.worker.release(descriptor);
+    }
+
+    fn run_commands(&mut self) -> bool {
+        let mut any = false;
+        for _ in 0..COMMANDS_PER_TURN {
+            let Some(command) = self.shared.queue.pop() else { break };
+            any = true;
+            match command {
+                Command::Open { handoff, address, reply } => self.open_handoff(handoff, &address, reply),
+                Command::Push { endpoint, range, run, owner, credit } => self.push(endpoint, range, run, owner, credit),
+                Command::Seal { handoff, payload } => self.seal(handoff, payload),
+                Command::Cancel { handoff } => self.cancel(handoff),
+                Command::Answer { endpoint, handoff, answer } => self.answer(endpoint, handoff, answer),
+            }
+        }
+        any
+    }
+
+    fn handle_events(&mut self) -> bool {
+        let mut events = inbox::take(std::mem::take(&mut self.spare));
+        let any = !events.is_empty();
+        for event in events.drain(..) {
+            match event {
+                Event::Completed { operation, status } => self.completed(operation, status),
+                Event::EndpointFailed { endpoint, status } => {
+                    let text = self.worker.api().describe(status);
+                    self.lose(endpoint, TransferError::peer_gone(format!("the KV peer is gone: {text}")));
+                }
+                Event::Frame { header, payload } => self.on_frame(&header, payload),
+                Event::Range { header, length, descriptor } => self.on_range(&header, length, descriptor),
+                Event::Garbage => self.shared.registry.violation(),
+            }
+        }
+        self.spare = events;
+        any
+    }
+
+    fn on_frame(&mut self, header: &[u8; HEADER_BYTES], payload: Vec<u8>) {
+        match Header::parse(header) {
+            Some(Header::Hello { protocol }) => self.on_hello(protocol, &payload),
+            Some(Header::Seal(handoff)) => self.on_seal(handoff, &payload),
+            Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
+            Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
+            // Data comes by rendezvous only.
+            Some(Header::Data(_)) | None => self.shared.registry.violation(),
+        }
+    }
+
+    fn completed(&mut self, id: OperationId, status: ucx_sys::ucs_status_t) {
+        let Some(operation) = self.operations.complete(id) else { return };
+        if let Some(request) = operation.request {
+            self.worker.free(request);
+        }
+        if status != UCS_OK {
+            let text = self.worker.api().describe(status);
+            self.lose(operation.endpoint, TransferError::peer_gone(format!("a KV transfer failed: {text}")));
+        }
+        self.finished(operation.endpoint, operation.work, status == UCS_OK);
+    }
+
+    fn finished(&mut self, on: EndpointId, work: Work, succeeded: bool) {
+        match work {
+            Work::Send(send) => self.range_sent(send.handoff),
+            Work::Receive { claim, .. } if succeeded => claim.written(),
+            // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
+            Work::Receive { claim, .. } => self.receiving.hold(on, claim),
+            Work::Frame { .. } | Work::Lost { .. } => {}
+        }
+    }
+
+    /// Deadlines and closes. True when an endpoint is gone now.
+    fn tick(&mut self, now: Instant) -> bool {
+        if now.duration_since(self.ticked) >= TICK {
+            self.ticked = now;
+            self.shared.registry.expire();
+            self.receiving.sweep(now);
+            for endpoint in self.operations.overdue(now) {
+                let message = "a KV transfer took too long; the peer is given up";
+                self.lose(endpoint, TransferError::new(TransferErrorKind::Timeout, message));
+            }
+        }
+        if !self.endpoints.is_closing() {
+            return false;
+        }
+        let closed = self.endpoints.take_closed(now);
+        if !closed.is_empty() {
+            // Completions that came with the close.
+            self.handle_events();
+        }
+        let any = !closed.is_empty();
+        closed.into_iter().for_each(|closed| self.let_go(closed));
+        any
+    }
+
+    /// UCX is done with an endpoint: its hand-offs end, and its blocks are free unless a receive was lost.
+    fn let_go(&mut self, closed: Closed) {
+        let lost_receives = self.operations.abandon(closed.id);
+        let held = self.receiving.forget(closed.id);
+        if lost_receives == 0 && closed.confirmed {
+            self.shared.registry.fence(closed.id.into());
+        } else {
+            tracing::error!(peer = closed.id.0, lost_receives, "UCX lost KV receives: their blocks stay quarantined");
+            for handoff in held.handoffs {
+                self.shared.registry.cancelled_by(closed.id.into(), handoff);
+            }
+        }
+        drop(held.claims);
+    }
+
+    fn sleep(&mut self) {
+        if !self.shared.queue.prepare_sleep() {
+            return;
+        }
+        let timeout = if self.endpoints.is_closing() { CLOSING_TICK } else { TICK };
+        match self.worker.arm() {
+            Ok(true) if inbox::is_empty() => poll([self.worker.event_fd(), self.shared.queue.event_fd()], timeout),
+            Ok(_) => {}
+            Err(error) => {
+                tracing::error!(%error, "UCX has no wake-up");
+                poll([self.shared.queue.event_fd(); 2], CLOSING_TICK);
+            }
+        }
+        self.shared.queue.woke();
+    }
+
+    /// Takes leave of every peer, closes everything, and lets nobody wait for a thread that is gone.
+    fn shut_down(mut self) {
+        let until = Instant::now() + FLUSH_TIMEOUT;
+        while self.run_commands() {}
+        self.worker.progress();
+        self.handle_events();
+        self.cancel_all();
+        self.refuse_all();
+        while !self.operations.is_idle() && Instant::now() < until {
+            self.worker.progress();
+            self.handle_events();
+        }
+        let now = Instant::now();
+        let why = TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
+        let ids = self.endpoints.ids();
+        for id in &ids {
+            self.endpoints.close(*id, now);
+            self.shared.pending.peer_gone((*id).into(), &why);
+        }
+        while self.endpoints.is_closing() && Instant::now() < until + FLUSH_TIMEOUT {
+            self.worker.progress();
+            self.handle_events();
+            let closed = self.endpoints.take_closed(Instant::now());
+            closed.into_iter().for_each(|closed| self.let_go(closed));
+        }
+        while self.shared.queue.pop().is_some() {}
+        let registry = self.shared.registry.clone();
+        // The worker ends here, and with it every write into the arena.
+        drop(self);
+        ids.into_iter().for_each(|id| registry.fence(id.into()));
+    }
+}
+
+fn poll(descriptors: [std::os::fd::RawFd; 2], timeout: Duration) {
+    let mut entries = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+    // SAFETY: two valid entries. Whatever it returns, the caller looks at everything again.
+    unsafe { libc::poll(entries.as_mut_ptr(), 2, timeout.as_millis() as libc::c_int) };
+}

@@ -1,0 +1,127 @@
+//! One endpoint per peer address, bounded, made on demand and never repaired: an endpoint that failed is closed by force,
+//! and the next hand-off gets a new one with a new id. Knows no frame and no hand-off.
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::Semaphore;
+
+use super::owners::{Closing, Endpoint, Worker};
+use crate::error::{TransferError, TransferErrorKind};
+use crate::session::PeerId;
+
+/// Peers connected at once.
+const MAX_ENDPOINTS: usize = 256;
+/// UCX closes within milliseconds; one that does not is waited for no longer. Its operations stay quarantined.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Names an endpoint for the life of the transport; also the peer's name in the registry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct EndpointId(pub(super) u64);
+
+impl From<EndpointId> for PeerId {
+    fn from(id: EndpointId) -> Self {
+        Self(id.0)
+    }
+}
+
+/// An open endpoint.
+pub(super) struct Entry {
+    pub(super) endpoint: Endpoint,
+    /// Bytes that may still be put in flight.
+    pub(super) credit: Arc<Semaphore>,
+    address: Vec<u8>,
+    used: Instant,
+}
+
+/// A closed endpoint, or one that was given up on.
+pub(super) struct Closed {
+    pub(super) id: EndpointId,
+    /// UCX confirmed it: nothing of it touches memory.
+    pub(super) confirmed: bool,
+}
+
+/// All endpoints of a worker.
+pub(super) struct Endpoints {
+    worker: Rc<Worker>,
+    open: HashMap<EndpointId, Entry>,
+    by_address: HashMap<Vec<u8>, EndpointId>,
+    closing: Vec<(EndpointId, Closing, Instant)>,
+    credit_bytes: usize,
+    last_id: u64,
+}
+
+impl Endpoints {
+    pub(super) fn new(worker: Rc<Worker>, credit_bytes: usize) -> Self {
+        Self {
+            worker,
+            open: HashMap::new(),
+            by_address: HashMap::new(),
+            closing: Vec::new(),
+            credit_bytes,
+            last_id: 0,
+        }
+    }
+
+    /// The endpoint to `address`, new if there is none. When all places are taken, the longest unused one that is not
+    /// `busy` makes room.
+    pub(super) fn connect(
+        &mut self, address: &[u8], now: Instant, busy: impl Fn(EndpointId) -> bool,
+    ) -> Result<EndpointId, TransferError> {
+        if let Some(id) = self.by_address.get(address)
+            && let Some(entry) = self.open.get_mut(id)
+        {
+            entry.used = now;
+            return Ok(*id);
+        }
+        if self.open.len() >= MAX_ENDPOINTS {
+            let idle = self.open.iter().filter(|(id, _)| !busy(**id)).min_by_key(|(_, entry)| entry.used);
+            let idle = idle.map(|(id, _)| *id);
+            let full = || TransferError::new(TransferErrorKind::Overloaded, "too many KV peers at once");
+            self.close(idle.ok_or_else(full)?, now);
+        }
+        self.last_id += 1;
+        let id = EndpointId(self.last_id);
+        let endpoint = Endpoint::connect(&self.worker, address, id)?;
+        let credit = Arc::new(Semaphore::new(self.credit_bytes));
+        self.open.insert(id, Entry { endpoint, credit, address: address.to_vec(), used: now });
+        self.by_address.insert(address.to_vec(), id);
+        Ok(id)
+    }
+
+    pub(super) fn get(&self, id: EndpointId) -> Option<&Entry> {
+        self.open.get(&id)
+    }
+
+    pub(super) fn ids(&self) -> Vec<EndpointId> {
+        self.open.keys().copied().collect()
+    }
+
+    /// Starts to close; [`Endpoints::take_closed`] reports the end. False: it is not open.
+    pub(super) fn close(&mut self, id: EndpointId, now: Instant) -> bool {
+        let Some(entry) = self.open.remove(&id) else { return false };
+        self.by_address.remove(&entry.address);
+        entry.credit.close();
+        self.closing.push((id, entry.endpoint.close(), now));
+        true
+    }
+
+    /// Something is still closing.
+    pub(super) fn is_closing(&self) -> bool {
+        !self.closing.is_empty()
+    }
+
+    pub(super) fn take_closed(&mut self, now: Instant) -> Vec<Closed> {
+        let mut closed = Vec::new();
+        self.closing.retain(|(id, closing, since)| {
+            let confirmed = closing.is_closed();
+            let over = confirmed || now.duration_since(*since) > CLOSE_TIMEOUT;
+            if over {
+                closed.push(Closed { id: *id, confirmed });
+            }
+            !over
+        });
+        closed
+    }
+}

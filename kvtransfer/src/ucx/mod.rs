@@ -1,0 +1,193 @@
+//! KV over UCX (<https://openucx.org>): shared memory, sockets or RDMA by active-message rendezvous. The sender announces
+//! a range, the receiver looks its blocks up in its own grant and lets UCX put the bytes there: no remote key, and no
+//! address, ever crosses the wire.
+//!
+//! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
+//! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its tables,
+//! `inbox` what callbacks leave, `queue` how the process reaches it. `profile` picks UCX's transports, `hello` is the one
+//! frame that only this backend has.
+//!
+//! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id, which
+//! is compared before UCX is touched. Read next: `driver.rs`.
+#![allow(unsafe_code)]
+
+mod driver;
+mod endpoints;
+mod hello;
+mod inbox;
+mod operations;
+mod owners;
+pub mod profile;
+mod queue;
+mod receiving;
+pub mod result;
+mod sending;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use futures::future::BoxFuture;
+use tandem_proto::{HandoffId, v1};
+use tokio::sync::{Semaphore, oneshot};
+use ucx_sys::Api;
+
+use self::driver::{Command, Driver, Shared};
+use self::endpoints::EndpointId;
+use self::hello::MAX_ADDRESS_BYTES;
+pub use self::profile::{UcxConfig, UcxProfile};
+use self::queue::Queue;
+use crate::arena::{Arena, Run};
+use crate::counters::Counters;
+use crate::error::{TransferError, TransferErrorKind};
+use crate::incoming::Incoming;
+use crate::outgoing::{Outgoing, SendLink};
+use crate::registry::{AnswerLink, Registry};
+use crate::session::PeerId;
+use crate::transport::{BlockOwner, Grant, Transport, check_ticket};
+use crate::wire::{Answer, DataHeader};
+
+/// A node's UCX worker. Dropping it closes every connection and ends its thread.
+pub struct UcxTransport {
+    info: v1::TransportInfo,
+    address: Vec<u8>,
+    shared: Shared,
+    config: UcxConfig,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl UcxTransport {
+    /// Loads UCX, registers the arena and starts the driver thread.
+    ///
+    /// # Errors
+    /// `Incompatible` when UCX is absent, of a version that is not served, or has no transport for the profile; `Io` when
+    /// it refuses the settings or the arena.
+    pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Arc<Self>, TransferError> {
+        let api = Api::load(config.lib_dir.as_deref())
+            .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
+        let build_id = format!("ucx-{}/{}", api.version, config.profile);
+        let queue = Queue::new()?;
+        let link = Box::new(UcxAnswerLink { queue: queue.clone() });
+        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link);
+        let shared = Shared { arena, registry, pending: Arc::default(), queue };
+        let (started, outcome) = std::sync::mpsc::sync_channel(1);
+        let (for_driver, driver_config, driver_build) = (shared.clone(), config.clone(), build_id.clone());
+        let thread = std::thread::Builder::new().name("kv-ucx".to_owned()).spawn(move || {
+            let queue = for_driver.queue.clone();
+            match Driver::open(api, driver_config, driver_build, for_driver) {
+                Ok(driver) => {
+                    let _ = started.send(Ok((driver.address.clone(), driver.name().to_owned())));
+                    driver.run();
+                }
+                Err(error) => {
+                    let _ = started.send(Err(error));
+                }
+            }
+            queue.close();
+        })?;
+        let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
+        let (address, name) = outcome.recv().unwrap_or_else(died)?;
+        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
+        Ok(Arc::new(Self { info, address, shared, config, thread: Some(thread) }))
+    }
+}
+
+impl Transport for UcxTransport {
+    fn info(&self) -> v1::TransportInfo {
+        self.info.clone()
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.address.clone()
+    }
+
+    fn counters(&self) -> Arc<Counters> {
+        self.shared.registry.counters().clone()
+    }
+
+    fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {
+        self.shared.registry.accept(grant, self.info(), self.address())
+    }
+
+    fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
+        Box::pin(async move {
+            let checked = check_ticket(ticket, &self.info, &self.shared.arena)?;
+            if ticket.address.is_empty() || ticket.address.len() > MAX_ADDRESS_BYTES {
+                return Err(TransferError::new(TransferErrorKind::Io, "the ticket has no UCX worker address"));
+            }
+            let (reply, opened) = oneshot::channel();
+            let command = Command::Open { handoff: checked.handoff, address: ticket.address.clone(), reply };
+            self.shared.queue.send(command).await.map_err(|_| shut_down())?;
+            let opened = opened.await.map_err(|_| shut_down())??;
+            let link = UcxSendLink {
+                queue: self.shared.queue.clone(),
+                endpoint: opened.endpoint,
+                credit: opened.credit,
+                credit_bytes: self.config.credit_bytes,
+                max_range_bytes: self.config.max_range_bytes,
+                block_bytes: self.shared.arena.block_bytes(),
+            };
+            let (arena, counters) = (self.shared.arena.clone(), self.counters());
+            Ok(Outgoing::new(Box::new(link), arena, counters, checked, opened.answer))
+        })
+    }
+}
+
+impl Drop for UcxTransport {
+    fn drop(&mut self) {
+        self.shared.queue.close();
+        if let Some(thread) = self.thread.take() {
+            // Bounded: the driver flushes for a tenth of a second at most. A panic there was already printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn shut_down() -> TransferError {
+    TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down")
+}
+
+struct UcxAnswerLink {
+    queue: Arc<Queue<Command>>,
+}
+
+impl AnswerLink for UcxAnswerLink {
+    fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
+        // After shutdown there is nobody to tell.
+        let _ = self.queue.send_now(Command::Answer { endpoint: EndpointId(peer.0), handoff, answer });
+    }
+}
+
+struct UcxSendLink {
+    queue: Arc<Queue<Command>>,
+    endpoint: EndpointId,
+    credit: Arc<Semaphore>,
+    credit_bytes: usize,
+    max_range_bytes: usize,
+    block_bytes: usize,
+}
+
+impl SendLink for UcxSendLink {
+    fn max_range_bytes(&self) -> usize {
+        self.max_range_bytes
+    }
+
+    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
+        Box::pin(async move {
+            // A range of more than all credit waits for all of it.
+            let bytes = (run.count as usize * self.block_bytes).min(self.credit_bytes);
+            let credit = self.credit.clone().acquire_many_owned(u32::try_from(bytes).unwrap_or(u32::MAX)).await;
+            let credit = credit.map_err(|_| TransferError::peer_gone("the KV peer is gone"))?;
+            let command = Command::Push { endpoint: self.endpoint, range, run, owner, credit };
+            self.queue.send(command).await.map_err(|_| shut_down())
+        })
+    }
+
+    fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
+        Box::pin(async move { self.queue.send(Command::Seal { handoff, payload }).await.map_err(|_| shut_down()) })
+    }
+
+    fn cancel(&mut self, handoff: HandoffId) {
+        // After shutdown there is nobody to tell.
+        let _ = self.queue.send_now(Command::Cancel { handoff });
+    }
+}

@@ -1,0 +1,130 @@
+//! What UCX works on, each with everything it may touch: header, payload, blocks, claim. An entry leaves when its callback
+//! came, or when its endpoint is closed; a request that UCX lost names an id that is no longer here, and harms nobody.
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::time::Instant;
+
+use tandem_proto::HandoffId;
+use tokio::sync::OwnedSemaphorePermit;
+use ucx_sys::ucp_dt_iov;
+
+use super::endpoints::EndpointId;
+use super::result::Request;
+use crate::registry::Claim;
+use crate::transport::BlockOwner;
+use crate::wire::HEADER_BYTES;
+
+/// Names an operation for the life of the transport; travels through UCX as a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct OperationId(u64);
+
+impl OperationId {
+    pub(super) fn to_user_data(self) -> *mut c_void {
+        self.0 as usize as *mut c_void
+    }
+
+    pub(super) fn from_user_data(user_data: *mut c_void) -> Self {
+        Self(user_data as usize as u64)
+    }
+}
+
+/// One send or receive in flight.
+pub(super) struct Operation {
+    pub(super) endpoint: EndpointId,
+    /// The endpoint is given up when it is not over by then.
+    pub(super) deadline: Instant,
+    pub(super) request: Option<Request>,
+    pub(super) work: Work,
+}
+
+/// What an operation does and what it keeps. Heap memory: it stays in place when the entry moves.
+pub(super) enum Work {
+    /// A header with a small payload.
+    Frame { header: Box<[u8; HEADER_BYTES]>, payload: Vec<u8> },
+    /// A range of blocks leaves.
+    Send(Box<SendWork>),
+    /// A range of blocks arrives.
+    Receive { claim: Claim, target: Vec<ucp_dt_iov> },
+    /// UCX lost the request, and may one day look at the header; the blocks are free.
+    Lost { _header: Box<[u8; HEADER_BYTES]>, _payload: Vec<u8> },
+}
+
+/// A range on its way out.
+pub(super) struct SendWork {
+    pub(super) handoff: HandoffId,
+    pub(super) header: Box<[u8; HEADER_BYTES]>,
+    pub(super) source: [ucp_dt_iov; 1],
+    /// A changed copy of the range, for injected faults.
+    pub(super) altered: Vec<u8>,
+    pub(super) _owner: BlockOwner,
+    pub(super) _credit: OwnedSemaphorePermit,
+}
+
+/// All operations in flight.
+#[derive(Default)]
+pub(super) struct Operations {
+    last_id: u64,
+    table: HashMap<OperationId, Operation>,
+    lost: usize,
+}
+
+impl Operations {
+    /// An id for an operation that is about to be posted.
+    pub(super) fn next_id(&mut self) -> OperationId {
+        self.last_id += 1;
+        OperationId(self.last_id)
+    }
+
+    pub(super) fn insert(&mut self, id: OperationId, operation: Operation) {
+        self.table.insert(id, operation);
+    }
+
+    /// The callback came. `None`: it was given up before.
+    pub(super) fn complete(&mut self, id: OperationId) -> Option<Operation> {
+        let operation = self.table.remove(&id)?;
+        self.lost -= usize::from(matches!(operation.work, Work::Lost { .. }));
+        Some(operation)
+    }
+
+    /// Nothing is in flight, lost requests aside.
+    pub(super) fn is_idle(&self) -> bool {
+        self.table.len() == self.lost
+    }
+
+    pub(super) fn is_busy(&self, endpoint: EndpointId) -> bool {
+        self.live().any(|operation| operation.endpoint == endpoint)
+    }
+
+    /// Endpoints with an operation past its deadline.
+    pub(super) fn overdue(&self, now: Instant) -> Vec<EndpointId> {
+        let late = self.live().filter(|operation| now >= operation.deadline);
+        late.map(|operation| operation.endpoint).collect()
+    }
+
+    /// The endpoint is closed, but UCX did not complete these: sends give up their blocks (reading them late harms nobody)
+    /// and keep their header; receives stay as they are, because a late write would harm. Returns how many stayed.
+    pub(super) fn abandon(&mut self, endpoint: EndpointId) -> usize {
+        let mut receives = 0;
+        for operation in self.table.values_mut().filter(|operation| operation.endpoint == endpoint) {
+            let header = match &mut operation.work {
+                Work::Receive { .. } => {
+                    receives += 1;
+                    // Not looked for again.
+                    operation.endpoint = EndpointId(u64::MAX);
+                    continue;
+                }
+                Work::Lost { .. } => continue,
+                Work::Frame { header, payload } => (std::mem::take(header), std::mem::take(payload)),
+                Work::Send(send) => (std::mem::take(&mut send.header), std::mem::take(&mut send.altered)),
+            };
+            operation.work = Work::Lost { _header: header.0, _payload: header.1 };
+            self.lost += 1;
+        }
+        receives
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Operation> {
+        let gone = EndpointId(u64::MAX);
+        self.table.values().filter(move |o| o.endpoint != gone && !matches!(o.work, Work::Lost { .. }))
+    }
+}

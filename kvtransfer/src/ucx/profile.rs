@@ -1,0 +1,121 @@
+//! Which of UCX's transports a node uses. Resolved settings only; `owners.rs` hands them to UCX.
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::transport::Faults;
+
+/// Where the peers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UcxProfile {
+    /// On this host: System V and POSIX shared memory.
+    Shm,
+    /// Anywhere, over sockets. UCX over TCP lets any peer write any memory of the process: a trusted network only.
+    Tcp,
+    /// On the InfiniBand or RoCE fabric.
+    Rdma,
+}
+
+impl fmt::Display for UcxProfile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Rdma => "rdma",
+        })
+    }
+}
+
+/// Settings of a [`super::UcxTransport`].
+#[derive(Clone, Debug)]
+pub struct UcxConfig {
+    /// Where the peers are.
+    pub profile: UcxProfile,
+    /// Directory of the UCX libraries; `None`: where the dynamic linker finds them.
+    pub lib_dir: Option<PathBuf>,
+    /// Network devices as UCX names them (`lo`, `mlx5_0:1`), separated by commas; `all` for every one.
+    pub net_devices: String,
+    /// How long the driver looks for work before it sleeps. Waking costs some 45 µs; spinning costs a core.
+    pub spin: Duration,
+    /// Longest range of one message.
+    pub max_range_bytes: usize,
+    /// Bytes in flight to one peer.
+    pub credit_bytes: usize,
+    /// An operation that takes longer means that its peer is lost: UCX itself would wait for ever for a frozen one.
+    pub stall_timeout: Duration,
+    /// Made on purpose, for tests and demonstrations.
+    pub faults: Faults,
+}
+
+impl UcxConfig {
+    /// Settings that suit a profile on this machine.
+    pub fn new(profile: UcxProfile) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let net_devices = if profile == UcxProfile::Rdma { "all" } else { "lo" };
+        Self {
+            profile,
+            lib_dir: None,
+            net_devices: net_devices.to_owned(),
+            // On two cores a spinning driver would stand in the engine's way.
+            spin: Duration::from_micros(if cores < 4 { 20 } else { 200 }),
+            max_range_bytes: 1 << 20,
+            credit_bytes: 64 << 20,
+            stall_timeout: Duration::from_secs(5),
+            faults: Faults::default(),
+        }
+    }
+
+    /// UCX variables without `UCX_`.
+    pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
+        let tls = match self.profile {
+            UcxProfile::Shm => "sysv,posix,self",
+            UcxProfile::Tcp => "tcp,self",
+            UcxProfile::Rdma => "rc,ud,self",
+        };
+        // Found dead within one interval; UCX's default is 20 s.
+        let mut settings = vec![("TLS", tls.to_owned()), ("KEEPALIVE_INTERVAL", "1s".to_owned())];
+        match self.profile {
+            // Without it UCX refuses shared memory for endpoints that survive their peer.
+            UcxProfile::Shm => settings.push(("MM_ERROR_HANDLING", "y".to_owned())),
+            UcxProfile::Tcp | UcxProfile::Rdma => settings.push(("NET_DEVICES", self.net_devices.clone())),
+        }
+        settings
+    }
+
+    /// "ucx/shm(sysv+posix)": the profile and what UCX opened for it, read from its own description of the context.
+    /// `None`: it opened nothing that reaches another process.
+    pub(super) fn name(&self, description: &str) -> Option<String> {
+        let mut opened: Vec<&str> = Vec::new();
+        for line in description.lines().filter(|line| line.contains("resource ")) {
+            let resource = line.split_whitespace().next_back().unwrap_or_default();
+            let transport = resource.split('/').next().unwrap_or_default();
+            if transport != "self" && !opened.contains(&transport) {
+                opened.push(transport);
+            }
+        }
+        let profile = self.profile.to_string();
+        match opened.as_slice() {
+            [] => None,
+            [one] if *one == profile => Some(format!("ucx/{profile}")),
+            several => Some(format!("ucx/{profile}({})", several.join("+"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_what_ucx_opened() {
+        let printed = "#\n# UCP context\n#            md 1  :  component 2  sysv \n\
+            #      resource 0  :  md 0  dev 0  flags -- self/memory0\n\
+            #      resource 1  :  md 1  dev 1  flags -- sysv/memory\n\
+            #      resource 2  :  md 2  dev 1  flags -- posix/memory\n";
+        let shm = UcxConfig::new(UcxProfile::Shm);
+        assert_eq!(shm.name(printed).as_deref(), Some("ucx/shm(sysv+posix)"));
+        assert_eq!(shm.name("#      resource 0  :  md 0  dev 0  flags -- self/memory0"), None);
+        let tcp = UcxConfig::new(UcxProfile::Tcp);
+        assert_eq!(tcp.name("#  resource 1  :  md 1  dev 1  flags -- tcp/lo").as_deref(), Some("ucx/tcp"));
+    }
+}

@@ -1,0 +1,145 @@
+//! The driver's receiving half: which endpoint a hand-off came from, and where its ranges go. The rules are the
+//! registry's; an address from the wire is never used, a range's place comes from its claim.
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use tandem_proto::{HandoffId, PROTOCOL_VERSION};
+
+use super::driver::Driver;
+use super::endpoints::EndpointId;
+use super::hello::Hello;
+use super::inbox::Descriptor;
+use crate::error::Refusal;
+use crate::registry::Claim;
+use crate::wire::{Answer, HEADER_BYTES, Header};
+
+/// Hand-offs announced and not yet forgotten.
+const MAX_HANDOFFS: usize = 16 * 1024;
+/// Frames of a refused hand-off that were under way still get the right answer.
+const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
+
+/// Hand-offs that come to this node.
+#[derive(Default)]
+pub(super) struct Receiving {
+    handoffs: HashMap<HandoffId, Inbound>,
+    /// Of receives that failed; dropped with their endpoint.
+    failed: Vec<(EndpointId, Claim)>,
+}
+
+struct Inbound {
+    endpoint: EndpointId,
+    forget_at: Option<Instant>,
+}
+
+/// What a closed endpoint leaves.
+pub(super) struct Held {
+    pub(super) handoffs: Vec<HandoffId>,
+    pub(super) claims: Vec<Claim>,
+}
+
+impl Receiving {
+    pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
+        self.handoffs.values().any(|inbound| inbound.endpoint == endpoint && inbound.forget_at.is_none())
+    }
+
+    pub(super) fn hold(&mut self, endpoint: EndpointId, claim: Claim) {
+        self.failed.push((endpoint, claim));
+    }
+
+    pub(super) fn forget(&mut self, endpoint: EndpointId) -> Held {
+        let of = |inbound: &Inbound| inbound.endpoint == endpoint;
+        let handoffs = self.handoffs.extract_if(|_, inbound| of(inbound)).map(|(handoff, _)| handoff).collect();
+        let claims = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim).collect();
+        Held { handoffs, claims }
+    }
+
+    pub(super) fn sweep(&mut self, now: Instant) {
+        self.handoffs.retain(|_, inbound| inbound.forget_at.is_none_or(|at| now < at));
+    }
+
+    fn endpoint(&self, handoff: HandoffId) -> Option<EndpointId> {
+        self.handoffs.get(&handoff).map(|inbound| inbound.endpoint)
+    }
+
+    fn forget_later(&mut self, handoff: HandoffId) {
+        if let Some(inbound) = self.handoffs.get_mut(&handoff) {
+            inbound.forget_at = Some(Instant::now() + REMEMBER_REFUSED);
+        }
+    }
+}
+
+impl Driver {
+    pub(super) fn on_hello(&mut self, protocol: u32, payload: &[u8]) {
+        let hello = Hello::parse(payload).filter(|hello| hello.build_id == self.build_id);
+        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
+            self.shared.registry.violation();
+            return;
+        };
+        let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
+        let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
+        let endpoint = match self.endpoints.connect(hello.address, Instant::now(), busy) {
+            Ok(endpoint) => endpoint,
+            Err(error) => {
+                tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
+                self.shared.registry.violation();
+                return;
+            }
+        };
+        let known = self.receiving.endpoint(hello.handoff);
+        if known.is_some_and(|known| known != endpoint) {
+            self.shared.registry.counters().count_refusal(Refusal::WrongPeer);
+            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::WrongPeer));
+            self.post_frame(endpoint, answer, Vec::new());
+        } else if self.receiving.handoffs.len() < MAX_HANDOFFS {
+            self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
+        } else {
+            self.shared.registry.violation();
+        }
+    }
+
+    pub(super) fn on_range(&mut self, header: &[u8; HEADER_BYTES], length: usize, descriptor: Descriptor) {
+        let Some(Header::Data(range)) = Header::parse(header) else {
+            self.shared.registry.violation();
+            self.release(descriptor);
+            return;
+        };
+        let Some(endpoint) = self.receiving.endpoint(range.handoff) else {
+            self.shared.registry.violation();
+            self.release(descriptor);
+            return;
+        };
+        match self.shared.registry.claim(endpoint.into(), range, length as u64) {
+            Ok(claim) => self.receive(endpoint, descriptor, claim),
+            // The registry has answered.
+            Err(_) => self.release(descriptor),
+        }
+    }
+
+    pub(super) fn on_seal(&mut self, handoff: HandoffId, payload: &[u8]) {
+        match self.receiving.endpoint(handoff) {
+            Some(endpoint) => self.shared.registry.seal(endpoint.into(), handoff, payload),
+            None => self.shared.registry.violation(),
+        }
+    }
+
+    pub(super) fn on_cancel(&mut self, handoff: HandoffId) {
+        if let Some(endpoint) = self.receiving.endpoint(handoff) {
+            self.shared.registry.cancelled_by(endpoint.into(), handoff);
+            self.receiving.forget_later(handoff);
+        }
+    }
+
+    /// At shutdown: senders would wait for their lease otherwise.
+    pub(super) fn refuse_all(&mut self) {
+        let open = self.receiving.handoffs.iter().filter(|(_, inbound)| inbound.forget_at.is_none());
+        let open: Vec<_> = open.map(|(handoff, inbound)| (*handoff, inbound.endpoint)).collect();
+        for (handoff, endpoint) in open {
+            self.answer(endpoint, handoff, Answer::Refused(Refusal::Cancelled));
+        }
+    }
+
+    pub(super) fn answer(&mut self, to: EndpointId, handoff: HandoffId, answer: Answer) {
+        self.post_frame(to, Header::Answer(handoff, answer), Vec::new());
+        self.receiving.forget_later(handoff);
+    }
+}

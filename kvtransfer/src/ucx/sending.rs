@@ -1,0 +1,150 @@
+//! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them all,
+//! because UCX does not promise that messages arrive in order.
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::time::Instant;
+
+use tandem_proto::HandoffId;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use ucx_sys::ucp_dt_iov;
+
+use super::driver::{Driver, Opened};
+use super::endpoints::EndpointId;
+use super::hello::Hello;
+use super::operations::{SendWork, Work};
+use crate::arena::Run;
+use crate::error::TransferError;
+use crate::transport::{BlockOwner, Faults};
+use crate::wire::{Answer, DataHeader, Header};
+
+/// Hand-offs that leave this node.
+#[derive(Default)]
+pub(super) struct Sending {
+    handoffs: HashMap<HandoffId, Outbound>,
+}
+
+struct Outbound {
+    endpoint: EndpointId,
+    in_flight: usize,
+    seal: Option<Vec<u8>>,
+    /// Faults that are still to be made.
+    faults: Faults,
+}
+
+impl Sending {
+    pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
+        self.handoffs.values().any(|outbound| outbound.endpoint == endpoint)
+    }
+
+    pub(super) fn forget(&mut self, endpoint: EndpointId) {
+        self.handoffs.retain(|_, outbound| outbound.endpoint != endpoint);
+    }
+}
+
+impl Driver {
+    pub(super) fn open_handoff(
+        &mut self, handoff: HandoffId, address: &[u8], reply: oneshot::Sender<Result<Opened, TransferError>>,
+    ) {
+        let opened = self.announce(handoff, address);
+        if let Err(Ok(unwanted)) = reply.send(opened) {
+            drop(unwanted);
+            self.cancel(handoff);
+        }
+    }
+
+    pub(super) fn push(
+        &mut self, to: EndpointId, range: DataHeader, run: Run, owner: BlockOwner, credit: OwnedSemaphorePermit,
+    ) {
+        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
+        let faults = std::mem::take(&mut outbound.faults);
+        outbound.in_flight += 1;
+        let altered = self.altered(run, faults);
+        let source = match altered.as_slice() {
+            [] => [self.region.entry(run)],
+            bytes => [ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
+        };
+        let header = Box::new(Header::Data(range).encode());
+        let region = altered.is_empty().then_some(&self.region);
+        let operation = self.operations.next_id();
+        let Some(entry) = self.endpoints.get(to) else { return };
+        let send =
+            Box::new(SendWork { handoff: range.handoff, header, source, altered, _owner: owner, _credit: credit });
+        // SAFETY: header, source and altered bytes are heap memory of `send`, the blocks are its owner's; the table of
+        // operations keeps it until the callback came or the endpoint is closed.
+        let posted = unsafe { entry.endpoint.send_range(&send.header[..], region, &send.source, operation) };
+        self.keep(to, operation, posted, Work::Send(send));
+    }
+
+    pub(super) fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) {
+        if let Some(outbound) = self.sending.handoffs.get_mut(&handoff) {
+            outbound.seal = Some(payload);
+            self.send_ready_seal(handoff);
+        }
+    }
+
+    pub(super) fn cancel(&mut self, handoff: HandoffId) {
+        if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
+            self.post_frame(outbound.endpoint, Header::Cancel(handoff), Vec::new());
+        }
+    }
+
+    /// At shutdown.
+    pub(super) fn cancel_all(&mut self) {
+        let handoffs: Vec<_> = self.sending.handoffs.keys().copied().collect();
+        handoffs.into_iter().for_each(|handoff| self.cancel(handoff));
+    }
+
+    pub(super) fn range_sent(&mut self, handoff: HandoffId) {
+        if let Some(outbound) = self.sending.handoffs.get_mut(&handoff) {
+            outbound.in_flight = outbound.in_flight.saturating_sub(1);
+            self.send_ready_seal(handoff);
+        }
+    }
+
+    /// Late answers (of a hand-off that was cancelled here) are normal.
+    pub(super) fn on_answer(&mut self, handoff: HandoffId, answer: Answer) {
+        if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
+            self.shared.pending.answer(outbound.endpoint.into(), handoff, answer);
+        }
+    }
+
+    fn announce(&mut self, handoff: HandoffId, address: &[u8]) -> Result<Opened, TransferError> {
+        let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
+        let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
+        let endpoint = self.endpoints.connect(address, Instant::now(), busy)?;
+        let credit = self.endpoints.get(endpoint).map(|entry| entry.credit.clone());
+        let credit = credit.ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))?;
+        let answer = self.shared.pending.register(endpoint.into(), handoff)?;
+        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults };
+        self.sending.handoffs.insert(handoff, outbound);
+        let hello = Hello { handoff, build_id: &self.build_id, address: &self.address }.encode();
+        self.post_frame(endpoint, Header::hello(), hello);
+        Ok(Opened { endpoint, credit, answer })
+    }
+
+    fn send_ready_seal(&mut self, handoff: HandoffId) {
+        let Some(outbound) = self.sending.handoffs.get_mut(&handoff).filter(|outbound| outbound.in_flight == 0) else {
+            return;
+        };
+        if let Some(payload) = outbound.seal.take() {
+            let endpoint = outbound.endpoint;
+            self.post_frame(endpoint, Header::Seal(handoff), payload);
+        }
+    }
+
+    /// The run's bytes with the faults applied; empty without faults.
+    fn altered(&self, run: Run, faults: Faults) -> Vec<u8> {
+        if faults == Faults::default() {
+            return Vec::new();
+        }
+        let mut bytes = vec![0; self.shared.arena.run_bytes(run)];
+        self.shared.arena.copy_out(run.first, 0, &mut bytes);
+        if faults.flip_byte {
+            bytes[0] ^= 1;
+        }
+        if faults.truncate_push {
+            bytes.truncate(bytes.len().saturating_sub(8));
+        }
+        bytes
+    }
+}

@@ -1,0 +1,176 @@
+//! Frames of the data plane. Every frame of every backend starts with the same 32-byte header; a backend adds only what
+//! its medium lacks (the tcp backend: a payload length). Parsing never panics and never trusts a number.
+//!
+//! ```text
+//! byte  0..4   magic "TKV1"
+//!       4      kind
+//!       5..8   zero
+//!       8..24  hand-off id
+//!      24..28  a: first block index | refusal code   | protocol version (hello)   (little endian)
+//!      28..32  b: block count       | refusal detail | 0
+//! ```
+use prost::Message;
+use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
+
+use crate::error::Refusal;
+
+/// Bytes of every header.
+pub const HEADER_BYTES: usize = 32;
+/// Largest seal payload: a hand-off of 100,000 blocks fits.
+pub const MAX_SEAL_BYTES: usize = 2 << 20;
+/// Largest build id of a hello.
+pub const MAX_HELLO_BYTES: usize = 256;
+
+const MAGIC: [u8; 4] = *b"TKV1";
+
+/// A frame without its payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Header {
+    /// First frame of a connection; payload: build id.
+    Hello {
+        /// Must equal ours.
+        protocol: u32,
+    },
+    /// Payload: the bytes of blocks `first..first + count` of the hand-off.
+    Data(DataHeader),
+    /// Payload: an encoded `v1::Seal`.
+    Seal(HandoffId),
+    /// The sender gives up; no payload.
+    Cancel(HandoffId),
+    /// The receiver's answer; no payload.
+    Answer(HandoffId, Answer),
+}
+
+/// Which blocks a payload fills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DataHeader {
+    /// The hand-off.
+    pub handoff: HandoffId,
+    /// Index in the grant, not an arena block.
+    pub first: u32,
+    /// Number of blocks.
+    pub count: u32,
+}
+
+/// How a receiver ends a hand-off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Verified.
+    Ack,
+    /// Not accepted; nothing of it will be read.
+    Refused(Refusal),
+}
+
+impl Header {
+    /// The hello of this build.
+    pub fn hello() -> Self {
+        Self::Hello { protocol: PROTOCOL_VERSION }
+    }
+
+    /// Writes the 32 bytes.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let (kind, handoff, a, b) = match *self {
+            Self::Hello { protocol } => (0, HandoffId([0; 16]), protocol, 0),
+            Self::Data(DataHeader { handoff, first, count }) => (1, handoff, first, count),
+            Self::Seal(handoff) => (2, handoff, 0, 0),
+            Self::Cancel(handoff) => (3, handoff, 0, 0),
+            Self::Answer(handoff, Answer::Ack) => (4, handoff, 0, 0),
+            Self::Answer(handoff, Answer::Refused(refusal)) => {
+                let (code, detail) = refusal.to_wire();
+                (5, handoff, code, detail)
+            }
+        };
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4] = kind;
+        bytes[8..24].copy_from_slice(&handoff.0);
+        bytes[24..28].copy_from_slice(&a.to_le_bytes());
+        bytes[28..].copy_from_slice(&b.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header; `None` for anything that [`Header::encode`] does not write.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
+        if bytes[..4] != MAGIC || bytes[5..8] != [0; 3] {
+            return None;
+        }
+        let handoff = HandoffId(bytes[8..24].try_into().ok()?);
+        let a = u32::from_le_bytes(bytes[24..28].try_into().ok()?);
+        let b = u32::from_le_bytes(bytes[28..].try_into().ok()?);
+        let header = match bytes[4] {
+            0 => Self::Hello { protocol: a },
+            1 => Self::Data(DataHeader { handoff, first: a, count: b }),
+            2 => Self::Seal(handoff),
+            3 => Self::Cancel(handoff),
+            4 => Self::Answer(handoff, Answer::Ack),
+            5 => Self::Answer(handoff, Answer::Refused(Refusal::from_wire(a, b))),
+            _ => return None,
+        };
+        Some(header)
+    }
+}
+
+/// Payload of a seal frame.
+pub fn encode_seal(seal: &v1::Seal) -> Vec<u8> {
+    seal.encode_to_vec()
+}
+
+/// Reads the payload of a seal frame; `None` when it is too long, unreadable, or names another hand-off than its header.
+pub fn parse_seal(handoff: HandoffId, payload: &[u8]) -> Option<v1::Seal> {
+    if payload.len() > MAX_SEAL_BYTES {
+        return None;
+    }
+    let seal = v1::Seal::decode(payload).ok()?;
+    (seal.handoff_id == handoff.0).then_some(seal)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_header() -> impl Strategy<Value = Header> {
+        let id = any::<[u8; 16]>().prop_map(HandoffId);
+        prop_oneof![
+            any::<u32>().prop_map(|protocol| Header::Hello { protocol }),
+            (id.clone(), any::<u32>(), any::<u32>())
+                .prop_map(|(handoff, first, count)| Header::Data(DataHeader { handoff, first, count })),
+            id.clone().prop_map(Header::Seal),
+            id.clone().prop_map(Header::Cancel),
+            id.clone().prop_map(|id| Header::Answer(id, Answer::Ack)),
+            (id, 0u32..15, any::<u32>())
+                .prop_map(|(id, code, detail)| Header::Answer(id, Answer::Refused(Refusal::from_wire(code, detail)))),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn round_trip(header in any_header()) {
+            prop_assert_eq!(Header::parse(&header.encode()), Some(header));
+        }
+
+        #[test]
+        fn parsing_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..64), kind in any::<u8>()) {
+            let _ = Header::parse(&bytes);
+            let mut framed = Header::hello().encode();
+            framed[4] = kind;
+            for (to, from) in framed[8..].iter_mut().zip(&bytes) {
+                *to = *from;
+            }
+            let _ = Header::parse(&framed);
+            let _ = parse_seal(HandoffId([0; 16]), &bytes);
+        }
+
+        #[test]
+        fn a_seal_round_trips_under_its_own_id_only(id in any::<[u8; 16]>(), sums in prop::collection::vec(any::<u64>(), 0..9)) {
+            let seal = v1::Seal { handoff_id: id.to_vec(), checksums: sums, ..Default::default() };
+            let bytes = encode_seal(&seal);
+            let mut other = id;
+            other[0] ^= 1;
+            prop_assert_eq!(parse_seal(HandoffId(id), &bytes), Some(seal));
+            prop_assert_eq!(parse_seal(HandoffId(other), &bytes), None);
+        }
+    }
+}

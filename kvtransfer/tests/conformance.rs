@@ -1,0 +1,95 @@
+//! What every transport must do, as one suite of functions over a constructor of a pair, run for each backend.
+//! A new backend adds one constructor and one line at the end of this file. Cases stand in `suite/`.
+mod suite;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use suite::{Pair, arena};
+use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
+use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
+use tandem_kvtransfer::{Faults, TransferErrorKind, Transport};
+
+/// Both ends in this process; `None`: the backend cannot run here, and said so. `faults` are the sender's.
+type MakePair = fn(block_bytes: usize, faults: Faults) -> Option<Pair>;
+
+fn mem(block_bytes: usize, send: Faults) -> Option<Pair> {
+    let network = MemNetwork::default();
+    let faults = MemFaults { send, ..MemFaults::default() };
+    let (from, to) = (arena(block_bytes), arena(block_bytes));
+    let sender: Arc<dyn Transport> = MemTransport::new(&network, from.clone(), faults);
+    let receiver = MemTransport::new(&network, to.clone(), MemFaults::default());
+    Some(Pair { sender, receiver, from, to })
+}
+
+fn tcp(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    let bind = |arena, faults| {
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        TcpTransport::bind(address, arena, TcpConfig { faults, ..TcpConfig::default() }).expect("bind")
+    };
+    let (from, to) = (arena(block_bytes), arena(block_bytes));
+    let sender = bind(from.clone(), faults);
+    let receiver = bind(to.clone(), Faults::default());
+    Some(Pair { sender, receiver, from, to })
+}
+
+fn ucx(profile: UcxProfile, block_bytes: usize, faults: Faults) -> Option<Pair> {
+    let start = |arena, faults| match UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }) {
+        Ok(transport) => Some(transport),
+        // Only a host without UCX may skip; a UCX that does not work is a failure.
+        Err(error) if error.kind == TransferErrorKind::Incompatible => {
+            println!("skipped: {error}");
+            None
+        }
+        Err(error) => panic!("UCX is there and does not start: {error}"),
+    };
+    let (from, to) = (arena(block_bytes), arena(block_bytes));
+    let sender = start(from.clone(), faults)?;
+    let receiver = start(to.clone(), Faults::default())?;
+    Some(Pair { sender, receiver, from, to })
+}
+
+fn ucx_shm(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    ucx(UcxProfile::Shm, block_bytes, faults)
+}
+
+fn ucx_tcp(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    ucx(UcxProfile::Tcp, block_bytes, faults)
+}
+
+macro_rules! conformance {
+    ($backend:ident: $($case:ident)*) => {
+        mod $backend {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $case() {
+                    super::suite::$case(super::$backend as super::MakePair).await;
+                }
+            )*
+        }
+    };
+    ($($backend:ident)*) => {
+        $(conformance!($backend:
+            random_block_tables_arrive_and_nothing_else_changes
+            two_hundred_handoffs_interleaved
+            an_id_is_single_use
+            an_expired_lease_is_refused
+            a_wrong_incarnation_is_refused
+            a_wrong_prompt_is_refused
+            wrong_tokens_are_refused
+            a_flipped_byte_is_corrupt
+            a_truncated_push_is_refused
+            a_seal_before_all_blocks_is_refused
+            a_block_sent_twice_is_refused
+            blocks_outside_the_grant_are_not_sent
+            another_build_is_incompatible
+            dropping_the_receiving_end_midway_returns_its_blocks
+            dropping_the_sending_end_midway_ends_the_receiving_one
+            the_sender_dies
+            the_receiver_dies
+        );)*
+    };
+}
+
+conformance!(mem tcp ucx_shm ucx_tcp);

@@ -1,0 +1,77 @@
+//! The UCX backend alone: what it is called, how fast it is refused, and garbage. The rules that all transports share are
+//! in `conformance.rs`; peers that are killed in `ucx_fault.rs`.
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
+use tandem_kvtransfer::{Arena, Expected, Grant, Transport, TransferErrorKind, seal_for};
+use tandem_proto::{HandoffId, Incarnation};
+
+const BLOCK_BYTES: usize = 256 << 10;
+
+fn arena(blocks: usize) -> Arc<Arena> {
+    Arena::new((0..(blocks * BLOCK_BYTES / 8) as u64).map(AtomicU64::new).collect(), BLOCK_BYTES)
+}
+
+fn grant(id: u8, blocks: Vec<u32>) -> Grant {
+    Grant {
+        handoff: HandoffId([id; 16]),
+        prefill_incarnation: Incarnation(1),
+        decode_incarnation: Incarnation(2),
+        compatibility_digest: 3,
+        blocks,
+        owner: Arc::new(()),
+        lease: Duration::from_secs(10),
+    }
+}
+
+#[test]
+fn an_absent_library_is_incompatible() {
+    let config =
+        UcxConfig { lib_dir: Some(PathBuf::from("/nonexistent")), ..UcxConfig::new(UcxProfile::Shm) };
+    let error = UcxTransport::start(arena(1), config).err().expect("nothing is there");
+    assert_eq!(error.kind, TransferErrorKind::Incompatible);
+    assert!(error.message.contains("/nonexistent/libuc"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_name_says_what_ucx_chose_and_scattered_blocks_arrive() {
+    for (profile, name) in [(UcxProfile::Shm, "ucx/shm(sysv+posix)"), (UcxProfile::Tcp, "ucx/tcp")] {
+        let (from, to) = (arena(32), arena(32));
+        let start = |arena: &Arc<Arena>| UcxTransport::start(arena.clone(), UcxConfig::new(profile));
+        let Ok(sender) = start(&from) else { return };
+        let receiver = start(&to).expect("the first one started");
+        assert_eq!(sender.info().name, name);
+        to.words().iter().for_each(|word| word.store(0, Relaxed));
+        // Neighbours at the sender, scattered at the receiver: one message, several places.
+        let (source, target): (Vec<u32>, Vec<u32>) = ((4..20).collect(), (0..16).map(|i| 31 - 2 * (i % 16)).collect());
+        let incoming = receiver.accept(grant(7, target.clone())).expect("accept");
+        let ticket = incoming.ticket();
+        let mut outgoing = sender.open(&ticket).await.expect("open");
+        outgoing.push(0, &source, Arc::new(())).await.expect("push");
+        let seal = seal_for(&from, &source, &ticket, 9, vec![5; 16]);
+        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 16] };
+        let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
+        assert_eq!(receipt.expect("receipt").descriptors, 4);
+        assert_eq!(verified.expect("verified").blocks, 16);
+        for (a, b) in source.iter().zip(&target) {
+            assert_eq!(from.checksum(*a), to.checksum(*b));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_ticket_with_a_foreign_address_or_build_is_refused_before_ucx_sees_it() {
+    let to = arena(2);
+    let Ok(transport) = UcxTransport::start(to, UcxConfig::new(UcxProfile::Shm)) else { return };
+    let ticket = transport.accept(grant(1, vec![0])).expect("accept").ticket();
+    for address in [vec![], vec![0; 4097]] {
+        let bad = tandem_proto::v1::Ticket { address, ..ticket.clone() };
+        assert_eq!(transport.open(&bad).await.err().expect("refused").kind, TransferErrorKind::Io);
+    }
+    let mut other = ticket;
+    other.transport.as_mut().expect("transport").build_id = "ucx-1.22.0/shm".to_owned();
+    assert_eq!(transport.open(&other).await.err().expect("refused").kind, TransferErrorKind::Incompatible);
+}

@@ -1,0 +1,147 @@
+//! The admin port: `/health` for supervisors and `/metrics` in Prometheus' classic text format
+//! (<https://prometheus.io/docs/instrumenting/exposition_formats/>). Everything is read at the scrape; nothing is kept.
+use std::fmt::Write;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use tandem_proto::v1::Role;
+
+use crate::node::{Node, role_name};
+
+/// The routes.
+pub fn routes(node: Arc<Node>) -> Router {
+    Router::new().route("/health", get(health)).route("/metrics", get(metrics)).with_state(node)
+}
+
+async fn health(State(node): State<Arc<Node>>) -> impl IntoResponse {
+    match (node.engine.stopped(), node.work.is_draining()) {
+        (Some(reason), _) => (StatusCode::SERVICE_UNAVAILABLE, format!("the engine has stopped: {reason}\n")),
+        (None, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining\n".to_owned()),
+        (None, false) => (StatusCode::OK, "ok\n".to_owned()),
+    }
+}
+
+async fn metrics(State(node): State<Arc<Node>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], render(&node))
+}
+
+fn render(node: &Node) -> String {
+    let mut text = Text::new(node);
+    requests(&mut text, node);
+    handoffs(&mut text, node);
+    if node.role == Role::Decode {
+        vllm(&mut text, node);
+    }
+    text.out
+}
+
+fn requests(text: &mut Text, node: &Node) {
+    let (load, total) = (node.load(), node.engine.pool().total());
+    text.family("tandem_kv_blocks", "gauge", "KV blocks of the arena.");
+    text.sample(&[("state", "free")], load.free_blocks as f64);
+    text.sample(&[("state", "total")], total as f64);
+    text.family("tandem_requests_running", "gauge", "Requests in the running batch.");
+    text.sample(&[], f64::from(load.running));
+    text.family("tandem_requests_waiting", "gauge", "Requests that wait for blocks, a peer or the batch.");
+    text.sample(&[], f64::from(load.waiting));
+    text.family("tandem_queued_tokens", "gauge", "Tokens accepted and not computed.");
+    text.sample(&[], load.queued_tokens as f64);
+    text.family("tandem_requests_total", "counter", "Requests that ended, by outcome.");
+    for (outcome, count) in node.work.outcomes() {
+        text.sample(&[("outcome", outcome)], count as f64);
+    }
+    text.family("tandem_spans_dropped_total", "counter", "Spans that did not reach the collector.");
+    text.sample(&[], node.spans.exporter.dropped() as f64);
+}
+
+fn handoffs(text: &mut Text, node: &Node) {
+    let counters = node.transport.counters();
+    let info = node.transport.info();
+    text.family("tandem_kv_transport_info", "gauge", "The KV transport in use.");
+    text.sample(&[("backend", &info.backend), ("name", &info.name)], 1.0);
+    text.family("tandem_handoffs_total", "counter", "KV hand-offs, by what became of them.");
+    for (state, count) in [
+        ("sent", &counters.sent_handoffs),
+        ("verified", &counters.verified_handoffs),
+        ("aborted", &counters.aborted_handoffs),
+        ("quarantined", &counters.quarantined_handoffs),
+    ] {
+        text.sample(&[("state", state)], count.load(Relaxed) as f64);
+    }
+    text.family("tandem_handoff_refusals_total", "counter", "KV hand-offs that this node refused, by reason.");
+    for (reason, count) in counters.refused() {
+        text.sample(&[("reason", reason)], count as f64);
+    }
+    text.family("tandem_kv_bytes_total", "counter", "KV bytes moved.");
+    text.sample(&[("direction", "sent")], counters.sent_bytes.load(Relaxed) as f64);
+    text.sample(&[("direction", "received")], counters.received_bytes.load(Relaxed) as f64);
+    text.family("tandem_kv_protocol_errors_total", "counter", "Garbage on the KV transport.");
+    text.sample(&[], counters.protocol_errors.load(Relaxed) as f64);
+    text.family("tandem_kv_lost_peers_total", "counter", "KV peers lost.");
+    text.sample(&[], counters.lost_peers.load(Relaxed) as f64);
+}
+
+/// The names that public dashboards read, where the meaning is the same.
+fn vllm(text: &mut Text, node: &Node) {
+    let (load, total) = (node.load(), node.engine.pool().total());
+    text.family("vllm:num_requests_running", "gauge", "Requests in the running batch.");
+    text.sample(&[], f64::from(load.running));
+    text.family("vllm:num_requests_waiting", "gauge", "Requests that wait.");
+    text.sample(&[], f64::from(load.waiting));
+    text.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.");
+    text.sample(&[], 1.0 - f64::from(load.free_blocks) / total.max(1) as f64);
+}
+
+/// Writer of the text format. All samples carry role and instance.
+struct Text {
+    out: String,
+    name: &'static str,
+    common: [(&'static str, String); 2],
+}
+
+impl Text {
+    fn new(node: &Node) -> Self {
+        let common = [("role", role_name(node.role).to_owned()), ("instance", node.node_id.clone())];
+        Self { out: String::new(), name: "", common }
+    }
+
+    fn family(&mut self, name: &'static str, kind: &str, help: &str) {
+        self.name = name;
+        // Writing to a String cannot fail.
+        let _ = write!(self.out, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
+    }
+
+    fn sample(&mut self, labels: &[(&str, &str)], value: f64) {
+        let common = self.common.iter().map(|(key, value)| (*key, value.as_str()));
+        let labels: Vec<_> = common
+            .chain(labels.iter().copied())
+            .map(|(key, value)| format!("{key}=\"{}\"", escape(value)))
+            .collect();
+        let _ = writeln!(self.out, "{}{{{}}} {value}", self.name, labels.join(","));
+    }
+}
+
+fn escape(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classic_text() {
+        let common = [("role", "decode".to_owned()), ("instance", "a\"b".to_owned())];
+        let mut text = Text { out: String::new(), name: "", common };
+        text.family("tandem_kv_blocks", "gauge", "Blocks.");
+        text.sample(&[("state", "free")], 3.0);
+        let expected = "# HELP tandem_kv_blocks Blocks.\n# TYPE tandem_kv_blocks gauge\n\
+            tandem_kv_blocks{role=\"decode\",instance=\"a\\\"b\",state=\"free\"} 3\n";
+        assert_eq!(text.out, expected);
+    }
+}

@@ -1,0 +1,266 @@
+//! The command line of a node, resolved once. Nothing else in a node reads flags or the environment.
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{Args, ValueEnum};
+use tandem_engine::KvDtype;
+use tandem_proto::v1::Role;
+use tonic::transport::Endpoint;
+
+/// Flags that both roles have.
+#[derive(Args, Debug)]
+pub struct NodeArgs {
+    /// The router's gRPC address: http://host:port.
+    #[arg(long)]
+    pub router: String,
+    /// Where to serve gRPC; port 0 takes a free one.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    pub listen: SocketAddr,
+    /// Host under which the router reaches --listen, when that listens on all interfaces.
+    #[arg(long)]
+    pub advertise_host: Option<String>,
+    /// Where to serve /health and /metrics.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    pub admin: SocketAddr,
+    /// Model file (GGUF).
+    #[arg(long, required_unless_present = "simulated")]
+    pub model: Option<PathBuf>,
+    /// Number format of the KV arena.
+    #[arg(long, value_enum, default_value_t = KvDtypeArg::Bf16)]
+    pub kv_dtype: KvDtypeArg,
+    /// Blocks of the KV arena; a block holds 16 tokens.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub kv_blocks: u32,
+    /// Sequences that run at once.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_num_seqs: u32,
+    /// Tokens of one engine step at most.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_num_batched_tokens: u32,
+    /// Calls in flight at most, waiting ones included; more are refused as overload.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_calls: u32,
+    /// Compute threads; 0 takes the cores that this process may use.
+    #[arg(long, default_value_t = 0)]
+    pub threads: usize,
+    /// How KV travels between nodes.
+    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    pub transport: TransportArg,
+    /// What UCX may use.
+    #[arg(long, value_enum, default_value_t = UcxProfileArg::Shm)]
+    pub ucx_profile: UcxProfileArg,
+    /// Folder of libucp.so.0, instead of the system's.
+    #[arg(long)]
+    pub ucx_lib_dir: Option<PathBuf>,
+    /// Where the tcp transport listens.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    pub kv_listen: SocketAddr,
+    /// Collector for traces (OTLP over gRPC): http://host:port.
+    #[arg(long)]
+    pub otlp_endpoint: Option<String>,
+    /// Name of this node; made from role and incarnation when absent.
+    #[arg(long)]
+    pub node_id: Option<String>,
+    /// Run without a model: tokens are a hash of the KV.
+    #[arg(long, conflicts_with = "model")]
+    pub simulated: bool,
+    /// Microseconds that a simulated step takes.
+    #[arg(long, default_value_t = 0, requires = "simulated")]
+    pub simulated_step_us: u64,
+    /// Microseconds that each token adds to a simulated step.
+    #[arg(long, default_value_t = 0, requires = "simulated")]
+    pub simulated_token_us: u64,
+}
+
+/// `--kv-dtype`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvDtypeArg {
+    /// 2 bytes a value.
+    Bf16,
+    /// 4 bytes a value.
+    F32,
+}
+
+/// `--transport`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// UCX where its library is, else tcp with a warning.
+    Auto,
+    /// UCX, or fail.
+    Ucx,
+    /// Plain sockets.
+    Tcp,
+}
+
+/// `--ucx-profile`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum UcxProfileArg {
+    /// Shared memory of one host.
+    Shm,
+    /// For development only: whoever reaches the port can write into memory.
+    Tcp,
+    /// RDMA network cards.
+    Rdma,
+}
+
+/// Resolved configuration.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    /// What this node does.
+    pub role: Role,
+    /// The router's membership service.
+    pub router: Endpoint,
+    /// gRPC.
+    pub listen: SocketAddr,
+    /// Replaces the host of `listen` in what the router is told.
+    pub advertise_host: Option<String>,
+    /// Admin HTTP.
+    pub admin: SocketAddr,
+    /// What computes.
+    pub model: ModelSource,
+    /// Of the arena.
+    pub kv_dtype: KvDtype,
+    /// Of the arena.
+    pub kv_blocks: usize,
+    /// Sequences in the running batch.
+    pub max_running: usize,
+    /// Tokens of a step.
+    pub max_step_tokens: usize,
+    /// Calls in flight.
+    pub max_calls: usize,
+    /// Compute threads.
+    pub threads: usize,
+    /// How KV travels.
+    pub transport: TransportArg,
+    /// What UCX may use.
+    pub ucx_profile: UcxProfileArg,
+    /// Where libucp is.
+    pub ucx_lib_dir: Option<PathBuf>,
+    /// Where the tcp transport listens.
+    pub kv_listen: SocketAddr,
+    /// Collector for traces.
+    pub otlp_endpoint: Option<String>,
+    /// Given name.
+    pub node_id: Option<String>,
+}
+
+/// What computes tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelSource {
+    /// A GGUF file.
+    File(PathBuf),
+    /// No model; the two delays of a step.
+    Simulated {
+        /// Of each step.
+        step: Duration,
+        /// Of each token in it.
+        token: Duration,
+    },
+}
+
+/// The router's keep-alive: a router that vanished without a word is noticed after at most the sum of the two.
+const KEEP_ALIVE: Duration = Duration::from_secs(2);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+impl NodeArgs {
+    /// Checks what clap cannot, and fills in what depends on the machine.
+    ///
+    /// # Errors
+    /// A router address that is none, or `--listen` on all interfaces without `--advertise-host`.
+    pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
+        let router = endpoint(&self.router)?;
+        if self.listen.ip().is_unspecified() && self.advertise_host.is_none() {
+            bail!("--listen {} is on all interfaces: say by --advertise-host under which name it is reached", self.listen);
+        }
+        let model = match self.model {
+            Some(path) => ModelSource::File(path),
+            None => ModelSource::Simulated {
+                step: Duration::from_micros(self.simulated_step_us),
+                token: Duration::from_micros(self.simulated_token_us),
+            },
+        };
+        let threads = match self.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        };
+        Ok(NodeConfig {
+            role,
+            router,
+            listen: self.listen,
+            advertise_host: self.advertise_host,
+            admin: self.admin,
+            model,
+            kv_dtype: match self.kv_dtype {
+                KvDtypeArg::Bf16 => KvDtype::Bf16,
+                KvDtypeArg::F32 => KvDtype::F32,
+            },
+            kv_blocks: self.kv_blocks as usize,
+            max_running: self.max_num_seqs as usize,
+            max_step_tokens: self.max_num_batched_tokens as usize,
+            max_calls: self.max_calls as usize,
+            threads,
+            transport: self.transport,
+            ucx_profile: self.ucx_profile,
+            ucx_lib_dir: self.ucx_lib_dir,
+            kv_listen: self.kv_listen,
+            otlp_endpoint: self.otlp_endpoint,
+            node_id: self.node_id,
+        })
+    }
+}
+
+fn endpoint(url: &str) -> anyhow::Result<Endpoint> {
+    let endpoint = Endpoint::from_shared(url.to_owned())
+        .ok()
+        .filter(|endpoint| endpoint.uri().scheme_str() == Some("http") && endpoint.uri().authority().is_some())
+        .with_context(|| format!("--router {url:?} is not of the form http://host:port"))?;
+    Ok(endpoint
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        node: NodeArgs,
+    }
+
+    fn parse(flags: &str) -> anyhow::Result<NodeConfig> {
+        let flags = std::iter::once("node").chain(flags.split_whitespace());
+        Cli::try_parse_from(flags)?.node.resolve(Role::Decode)
+    }
+
+    #[test]
+    fn defaults_resolve() {
+        let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
+        assert_eq!((config.kv_blocks, config.max_running, config.kv_dtype), (1024, 64, KvDtype::Bf16));
+        assert!(config.threads > 0);
+    }
+
+    #[test]
+    fn wrong_flags_are_clear() {
+        for (flags, word) in [
+            ("--simulated", "--router"),
+            ("--router http://h:1", "--model"),
+            ("--router h:1 --simulated", "http://host:port"),
+            ("--router https://h:1 --simulated", "http://host:port"),
+            ("--router http://h:1 --simulated --kv-blocks 0", "kv-blocks"),
+            ("--router http://h:1 --simulated --listen 0.0.0.0:0", "--advertise-host"),
+            ("--router http://h:1 --simulated --frobnicate", "--frobnicate"),
+        ] {
+            let error = parse(flags).unwrap_err().to_string();
+            assert!(error.contains(word), "{flags}: {error}");
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! The node's side of the one stream to the router: register, report load, say when draining. The stream may be lost
+//! and opened again any number of times; the node stays the same incarnation and its running work goes on.
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::Rng;
+use tandem_proto::v1::membership_client::MembershipClient;
+use tandem_proto::v1::node_report::Report;
+use tandem_proto::v1::{Draining, NodeReport, Register, RouterReport};
+use tandem_proto::{Error, ErrorKind};
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::Streaming;
+use tonic::transport::Endpoint;
+
+use crate::node::Node;
+
+/// Reports that may wait for a slow connection; more means that it is stuck.
+const REPORTS: usize = 8;
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+const SHORTEST_INTERVAL: Duration = Duration::from_millis(10);
+const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
+const FIRST_BACKOFF: Duration = Duration::from_millis(100);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
+
+/// Keeps the node registered until `stop`. Ends never by itself: a router may come back at any time.
+pub async fn stay_joined(node: Arc<Node>, router: Endpoint, register: Register, stop: CancellationToken) {
+    let mut link = Link { router, state: State::New, backoff: FIRST_BACKOFF };
+    loop {
+        let lost = tokio::select! {
+            error = link.session(&node, &register) => error,
+            () = stop.cancelled() => return,
+        };
+        link.lost(&lost);
+        let pause = rand::rng().random_range(link.backoff / 2..=link.backoff);
+        link.backoff = (link.backoff * 2).min(LONGEST_BACKOFF);
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+struct Link {
+    router: Endpoint,
+    state: State,
+    backoff: Duration,
+}
+
+/// What was last logged: each change is one line, not each attempt.
+#[derive(PartialEq)]
+enum State {
+    New,
+    Joined,
+    Lost(ErrorKind),
+}
+
+impl Link {
+    /// One stream, from connect to loss.
+    async fn session(&mut self, node: &Node, register: &Register) -> Error {
+        match self.join(register).await {
+            Ok((reports, inbound, hello)) => {
+                self.joined();
+                report(node, reports, inbound, period(&hello)).await
+            }
+            Err(error) => error,
+        }
+    }
+
+    async fn join(&self, register: &Register) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+        let channel = self.router.connect().await.map_err(|error| unavailable(with_causes(&error)))?;
+        let (reports, outbox) = mpsc::channel(REPORTS);
+        send(&reports, Report::Register(register.clone()))?;
+        let answer = async {
+            let mut client = MembershipClient::new(channel);
+            let mut inbound = client.join(ReceiverStream::new(outbox)).await?.into_inner();
+            let hello = inbound.message().await?;
+            Ok::<_, tonic::Status>((inbound, hello))
+        };
+        let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
+        let (inbound, hello) = answered?;
+        match hello {
+            Some(hello) if hello.accepted_incarnation == register.incarnation => Ok((reports, inbound, hello)),
+            _ => Err(unavailable("it closed the stream without accepting this node")),
+        }
+    }
+
+    fn joined(&mut self) {
+        tracing::info!(router = %self.router.uri(), "joined the router");
+        self.state = State::Joined;
+        self.backoff = FIRST_BACKOFF;
+    }
+
+    fn lost(&mut self, error: &Error) {
+        let state = State::Lost(error.kind);
+        if self.state != state {
+            tracing::warn!(router = %self.router.uri(), "no router, trying again: {error}");
+            self.state = state;
+        }
+    }
+}
+
+type Reports = mpsc::Sender<NodeReport>;
+
+/// Reports until the stream is lost.
+async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterReport>, period: Duration) -> Error {
+    let mut ticks = interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let mut told = false;
+    loop {
+        let sent = tokio::select! {
+            _ = ticks.tick() => send(&reports, Report::Load(node.load())),
+            () = node.work.draining(), if !told => {
+                told = true;
+                send(&reports, Report::Draining(Draining {}))
+            }
+            message = inbound.message() => match message {
+                Ok(Some(_)) => Ok(()),
+                Ok(None) => Err(unavailable("it closed the stream")),
+                Err(status) => Err(status.into()),
+            },
+        };
+        if let Err(error) = sent {
+            return error;
+        }
+    }
+}
+
+fn send(reports: &Reports, report: Report) -> Result<(), Error> {
+    reports.try_send(NodeReport { report: Some(report) }).map_err(|_| unavailable("the stream is stuck"))
+}
+
+fn period(hello: &RouterReport) -> Duration {
+    Duration::from_millis(hello.report_interval_ms.into()).clamp(SHORTEST_INTERVAL, LONGEST_INTERVAL)
+}
+
+fn unavailable(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Unavailable, message)
+}
+
+/// tonic says "transport error" and keeps what happened in the source.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(source) = cause {
+        text = format!("{text}: {source}");
+        cause = source.source();
+    }
+    text
+}

@@ -1,0 +1,168 @@
+//! The parts of a node that its services share, built once at start: who it is, what computes, what moves KV, where
+//! spans go. Order matters: cheap things that can fail come before the model is loaded.
+use std::sync::Arc;
+
+use anyhow::Context;
+use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
+use tandem_kvtransfer::transport::Faults;
+use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
+use tandem_kvtransfer::tcp::TcpConfig;
+use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
+use tandem_kvtransfer::{Arena, Transport};
+use tandem_proto::v1::{self, Role};
+use tandem_proto::Incarnation;
+use tandem_telemetry::Exporter;
+
+use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::trace::{SpanSink, Trace};
+use crate::work::Work;
+
+/// A started node.
+pub struct Node {
+    /// What it does.
+    pub role: Role,
+    /// Its name.
+    pub node_id: String,
+    /// Drawn at start.
+    pub incarnation: Incarnation,
+    /// Computes.
+    pub engine: Engine,
+    /// The engine's KV memory, as the transport sees it.
+    pub arena: Arc<Arena>,
+    /// Moves KV.
+    pub transport: Arc<dyn Transport>,
+    /// Where spans go.
+    pub spans: SpanSink,
+    /// Calls in flight.
+    pub work: Work,
+    max_running: u32,
+}
+
+impl Node {
+    /// Loads the model, starts engine, transport and exporter. `faults` are the transport's, for demonstrations.
+    ///
+    /// # Errors
+    /// The model cannot be served, the asked-for transport is not there, or the OTLP endpoint is no URL.
+    pub async fn start(config: &NodeConfig, faults: Faults) -> anyhow::Result<Arc<Self>> {
+        let incarnation = Incarnation::random(&mut rand::rng());
+        let node_id = config.node_id.clone().unwrap_or_else(|| {
+            let short = &incarnation.to_string()[..8];
+            format!("{}-{short}", role_name(config.role))
+        });
+        let service = service_name(config.role);
+        let exporter = Exporter::start(service, &node_id, config.otlp_endpoint.clone())?;
+        let loading = config.clone();
+        let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
+        let engine = Engine::start(executor, scheduler(config));
+        let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
+        let transport = select(transport(config, faults), arena.clone()).context("no KV transport")?;
+        Ok(Arc::new(Self {
+            role: config.role,
+            spans: SpanSink { service, instance: node_id.clone(), exporter },
+            node_id,
+            incarnation,
+            engine,
+            arena,
+            transport,
+            work: Work::new(config.max_calls),
+            max_running: u32::try_from(config.max_running).unwrap_or(u32::MAX),
+        }))
+    }
+
+    /// The spans of a new request.
+    pub fn trace(&self) -> Trace {
+        Trace::new(self.spans.clone())
+    }
+
+    /// What the router is told first.
+    pub fn registration(&self, endpoint: String) -> v1::Register {
+        let spec = self.engine.spec();
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        v1::Register {
+            node_id: self.node_id.clone(),
+            role: self.role.into(),
+            incarnation: self.incarnation.0,
+            compatibility_digest: spec.compatibility_digest,
+            model_digest: spec.model_digest,
+            model_name: spec.model_name.clone(),
+            endpoint,
+            transport: Some(self.transport.info()),
+            total_blocks: count(spec.total_blocks),
+            block_tokens: count(spec.block_tokens),
+            max_context_tokens: count(spec.max_context_tokens),
+            max_running: self.max_running,
+            eos_token_id: spec.eos_token_id,
+        }
+    }
+
+    /// The present load. A call that waits for KV blocks or for its peer counts as waiting.
+    pub fn load(&self) -> v1::Load {
+        let load = self.engine.load();
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        v1::Load {
+            running: count(load.running),
+            waiting: count(self.work.in_flight().saturating_sub(load.running)),
+            queued_tokens: load.queued_tokens as u64,
+            free_blocks: count(load.free_blocks),
+        }
+    }
+}
+
+/// "prefill" or "decode".
+pub fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+        Role::Unspecified => "node",
+    }
+}
+
+/// `service.name` of a role's spans.
+pub fn service_name(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "tandem-prefill",
+        Role::Decode => "tandem-decode",
+        Role::Unspecified => "tandem-node",
+    }
+}
+
+fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
+    match &config.model {
+        ModelSource::File(path) => {
+anyhow::bail!("MODEL {} not yet", path.display())
+        }
+        ModelSource::Simulated { step, token } => {
+            let simulated = SimulatedConfig {
+                blocks: config.kv_blocks,
+                step_delay: *step,
+                token_delay: *token,
+                ..SimulatedConfig::default()
+            };
+            Ok(Box::new(SimulatedExecutor::new(&simulated)?))
+        }
+    }
+}
+
+fn scheduler(config: &NodeConfig) -> SchedulerConfig {
+    SchedulerConfig {
+        max_running: config.max_running,
+        max_step_tokens: config.max_step_tokens,
+        inbox: config.max_calls,
+    }
+}
+
+fn transport(config: &NodeConfig, faults: Faults) -> TransportConfig {
+    let kind = match config.transport {
+        TransportArg::Auto => TransportKind::Auto,
+        TransportArg::Ucx => TransportKind::Ucx,
+        TransportArg::Tcp => TransportKind::Tcp,
+    };
+    let profile = match config.ucx_profile {
+        UcxProfileArg::Shm => UcxProfile::Shm,
+        UcxProfileArg::Tcp => UcxProfile::Tcp,
+        UcxProfileArg::Rdma => UcxProfile::Rdma,
+    };
+    let ucx = UcxConfig { lib_dir: config.ucx_lib_dir.clone(), faults, ..UcxConfig::new(profile) };
+    let tcp = TcpConfig { faults, ..TcpConfig::default() };
+    TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }
+}

@@ -1,0 +1,212 @@
+//! A `RequestSpec` from the router, checked against this node's engine. The rest of a node sees only the checked form.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tandem_engine::{EngineSpec, KvLease, SamplingParams, SequenceRequest};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{Error, ErrorKind, SequenceHash, TraceContext, v1};
+use tandem_telemetry::clock;
+
+/// Bounds a request that came without a deadline.
+pub const LONGEST_REQUEST: Duration = Duration::from_secs(600);
+
+/// A request that this node can run.
+#[derive(Clone, Debug)]
+pub struct CheckedRequest {
+    /// For people.
+    pub id: String,
+    /// Never empty, shorter than the context.
+    pub prompt: Vec<u32>,
+    /// Tokens to generate at most, at least 1, capped by the context.
+    pub max_tokens: u32,
+    /// Every phase ends by then.
+    pub deadline: Instant,
+    /// The span that calls this node.
+    pub parent: TraceContext,
+    sampling: SamplingParams,
+    ignore_eos: bool,
+    stop_token_ids: Vec<u32>,
+    eos_token_id: u32,
+    max_context_tokens: usize,
+}
+
+impl CheckedRequest {
+    /// Checks `spec`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the field that is wrong; `DeadlineExceeded` when it came too late.
+    pub fn check(spec: v1::RequestSpec, engine: &EngineSpec) -> Result<Self, Error> {
+        let (len, limit) = (spec.prompt.len(), engine.max_context_tokens);
+        if len == 0 {
+            return Err(Error::invalid("prompt", "the prompt is empty"));
+        }
+        if len >= limit {
+            let message = format!("the prompt has {len} tokens: with at least one new token the context holds {limit}");
+            return Err(Error::invalid("prompt", message));
+        }
+        if let Some(token) = spec.prompt.iter().find(|&&token| token as usize >= engine.vocab_size) {
+            let message = format!("token id {token} is outside the vocabulary of {}", engine.vocab_size);
+            return Err(Error::invalid("prompt", message));
+        }
+        if spec.max_tokens == 0 {
+            return Err(Error::invalid("max_tokens", "max_tokens must be at least 1"));
+        }
+        let room = u32::try_from(limit - len).unwrap_or(u32::MAX);
+        Ok(Self {
+            id: spec.request_id,
+            prompt: spec.prompt,
+            max_tokens: spec.max_tokens.min(room),
+            deadline: deadline(spec.deadline_unix_ns)?,
+            parent: context(&spec.traceparent),
+            sampling: sampling(spec.sampling.unwrap_or_default())?,
+            ignore_eos: spec.ignore_eos,
+            stop_token_ids: spec.stop_token_ids,
+            eos_token_id: engine.eos_token_id,
+            max_context_tokens: limit,
+        })
+    }
+
+    /// Tokens whose KV the request may come to need on a node that decodes it.
+    pub fn worst_case_kv_tokens(&self) -> usize {
+        SequenceRequest::kv_tokens(self.prompt.len(), self.max_tokens, self.max_context_tokens)
+    }
+
+    /// Names of the prompt's blocks.
+    pub fn hashes(&self, engine: &EngineSpec) -> Vec<SequenceHash> {
+        sequence_hashes(engine.model_digest, &self.prompt, engine.block_tokens)
+    }
+
+    /// Why the answer ends with its first token, if it does.
+    pub fn finished_by(&self, first_token: u32) -> Option<v1::FinishReason> {
+        let eos = first_token == self.eos_token_id && !self.ignore_eos;
+        if eos || self.stop_token_ids.contains(&first_token) {
+            return Some(v1::FinishReason::Stop);
+        }
+        (self.max_tokens == 1).then_some(v1::FinishReason::Length)
+    }
+
+    /// The engine's request to read the prompt and sample `max_new_tokens`.
+    pub fn from_prompt(&self, lease: Arc<KvLease>, max_new_tokens: u32) -> SequenceRequest {
+        self.sequence(self.prompt.clone(), 0, lease, max_new_tokens)
+    }
+
+    /// The engine's request to go on after `first_token`, with the prompt's KV in `lease`.
+    pub fn after_first(&self, first_token: u32, lease: Arc<KvLease>) -> SequenceRequest {
+        let tokens = self.prompt.iter().copied().chain([first_token]).collect();
+        self.sequence(tokens, self.prompt.len(), lease, self.max_tokens.saturating_sub(1))
+    }
+
+    fn sequence(&self, tokens: Vec<u32>, computed: usize, lease: Arc<KvLease>, max_new_tokens: u32) -> SequenceRequest {
+        SequenceRequest {
+            id: self.id.clone(),
+            tokens,
+            prompt_len: self.prompt.len(),
+            computed,
+            lease,
+            max_new_tokens,
+            sampling: self.sampling.clone(),
+            ignore_eos: self.ignore_eos,
+            stop_token_ids: self.stop_token_ids.clone(),
+            deadline: Some(self.deadline),
+        }
+    }
+}
+
+/// The trace to join; a new one when the text is not a `traceparent`.
+pub fn context(traceparent: &str) -> TraceContext {
+    traceparent.parse().unwrap_or_else(|_| TraceContext::root(&mut rand::rng()))
+}
+
+/// Runs `body` until the request's deadline.
+///
+/// # Errors
+/// Those of `body`, and `DeadlineExceeded`.
+pub async fn until_deadline<T>(deadline: Instant, body: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match tokio::time::timeout_at(deadline.into(), body).await {
+        Ok(result) => result,
+        Err(_) => Err(too_late()),
+    }
+}
+
+fn deadline(unix_ns: u64) -> Result<Instant, Error> {
+    let now = Instant::now();
+    let latest = now + LONGEST_REQUEST;
+    if unix_ns == 0 {
+        return Ok(latest);
+    }
+    let deadline = clock().instant(unix_ns).unwrap_or(latest).min(latest);
+    if deadline <= now { Err(too_late()) } else { Ok(deadline) }
+}
+
+fn too_late() -> Error {
+    Error::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
+}
+
+fn sampling(sampling: v1::Sampling) -> Result<SamplingParams, Error> {
+    let v1::Sampling { temperature, top_p, top_k, seed } = sampling;
+    if !temperature.is_finite() || temperature < 0.0 {
+        return Err(Error::invalid("temperature", format!("temperature {temperature} is not a number from 0 up")));
+    }
+    if !(0.0..=1.0).contains(&top_p) {
+        return Err(Error::invalid("top_p", format!("top_p {top_p} is not between 0 and 1")));
+    }
+    // On the wire 0 means off, as absent does.
+    let top_p = if top_p == 0.0 { 1.0 } else { top_p };
+    Ok(SamplingParams { temperature, top_p, top_k, seed })
+}
+
+#[cfg(test)]
+mod tests {
+    use tandem_engine::Executor;
+    use tandem_engine::simulated::{SimulatedConfig, SimulatedExecutor};
+
+    use super::*;
+
+    fn engine() -> EngineSpec {
+        let config = SimulatedConfig { max_context_tokens: 100, blocks: 8, ..SimulatedConfig::default() };
+        SimulatedExecutor::new(&config).unwrap().spec().clone()
+    }
+
+    fn spec() -> v1::RequestSpec {
+        v1::RequestSpec { prompt: vec![5; 20], max_tokens: 10, ..v1::RequestSpec::default() }
+    }
+
+    #[test]
+    fn a_good_request_passes() {
+        let request = CheckedRequest::check(spec(), &engine()).unwrap();
+        assert_eq!(request.worst_case_kv_tokens(), 29);
+        assert_eq!(request.hashes(&engine()).len(), 2);
+        assert_eq!(request.finished_by(7), None);
+        assert_eq!(request.finished_by(2), Some(v1::FinishReason::Stop));
+    }
+
+    #[test]
+    fn max_tokens_is_capped_by_the_context() {
+        let long = v1::RequestSpec { max_tokens: u32::MAX, ..spec() };
+        assert_eq!(CheckedRequest::check(long, &engine()).unwrap().max_tokens, 80);
+    }
+
+    #[test]
+    fn wrong_fields_are_named() {
+        let sampling = |temperature, top_p| Some(v1::Sampling { temperature, top_p, top_k: 0, seed: 0 });
+        for (spec, param) in [
+            (v1::RequestSpec { prompt: vec![], ..spec() }, "prompt"),
+            (v1::RequestSpec { prompt: vec![1; 100], ..spec() }, "prompt"),
+            (v1::RequestSpec { prompt: vec![u32::MAX], ..spec() }, "prompt"),
+            (v1::RequestSpec { max_tokens: 0, ..spec() }, "max_tokens"),
+            (v1::RequestSpec { sampling: sampling(-1.0, 1.0), ..spec() }, "temperature"),
+            (v1::RequestSpec { sampling: sampling(f32::NAN, 1.0), ..spec() }, "temperature"),
+            (v1::RequestSpec { sampling: sampling(1.0, 1.5), ..spec() }, "top_p"),
+        ] {
+            assert_eq!(CheckedRequest::check(spec, &engine()).unwrap_err().param, Some(param));
+        }
+    }
+
+    #[test]
+    fn a_deadline_in_the_past_is_refused() {
+        let late = v1::RequestSpec { deadline_unix_ns: 1, ..spec() };
+        assert_eq!(CheckedRequest::check(late, &engine()).unwrap_err().kind, ErrorKind::DeadlineExceeded);
+        let far = v1::RequestSpec { deadline_unix_ns: u64::MAX, ..spec() };
+        assert!(CheckedRequest::check(far, &engine()).is_ok());
+    }
+}

@@ -1,0 +1,196 @@
+//! From a started node to a serving one, and its orderly end. Ports are bound first, so that a taken port is an error
+//! before a model is loaded for nothing.
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinHandle;
+use tokio::time::{interval, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+use tonic_health::ServingStatus;
+use tonic_health::server::{HealthReporter, health_reporter};
+
+use crate::config::NodeConfig;
+use crate::node::{Node, role_name};
+use crate::{admin, membership};
+
+/// Longest wait for running work at drain.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest wait for connections to close after that.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Streams of one connection: the router has one connection for all its calls.
+const STREAMS: u32 = 4096;
+/// A router that vanished without a word frees its calls after at most the sum of the two.
+const KEEP_ALIVE: Duration = Duration::from_secs(2);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+const ENGINE_CHECK: Duration = Duration::from_millis(200);
+
+/// Must be the first thing in `main`, before any thread: UCX reads its environment when it is loaded.
+pub fn prepare_environment() {
+    if let Err(error) = ucx_sys::prepare_environment() {
+        eprintln!("warning: {error}");
+    }
+}
+
+/// Runs the life of the process; its error is one line on stderr and exit code 1. (Wrong flags are clap's: code 2.)
+pub fn run_process(service: &'static str, life: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
+    tandem_telemetry::init_logging(service);
+    // The engine has its own thread, and UCX has; these two only wait for sockets.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let result = runtime.context("cannot start the runtime").and_then(|runtime| {
+        let result = runtime.block_on(life);
+        runtime.shutdown_timeout(CLOSE_TIMEOUT);
+        result
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The bound ports of a node.
+pub struct Listeners {
+    grpc: TcpListener,
+    admin: TcpListener,
+}
+
+impl Listeners {
+    /// Binds them.
+    ///
+    /// # Errors
+    /// A port is taken or not ours to take.
+    pub async fn bind(config: &NodeConfig) -> anyhow::Result<Self> {
+        let grpc = bind(config.listen, "--listen").await?;
+        Ok(Self { grpc, admin: bind(config.admin, "--admin").await? })
+    }
+}
+
+async fn bind(address: SocketAddr, flag: &str) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address} ({flag})"))
+}
+
+/// A node that serves.
+pub struct Running {
+    node: Arc<Node>,
+    service: &'static str,
+    health: HealthReporter,
+    signals: Signals,
+    stop: CancellationToken,
+    grpc: JoinHandle<Result<(), tonic::transport::Error>>,
+}
+
+impl Running {
+    /// Serves `routes` (the gRPC service named `service`) and health, opens the admin port, joins the router, and prints
+    /// the `ready` line.
+    ///
+    /// # Errors
+    /// The system refuses an address or a signal handler.
+    pub async fn start(
+        node: Arc<Node>, config: &NodeConfig, listeners: Listeners, service: &'static str, routes: Routes,
+    ) -> anyhow::Result<Self> {
+        let signals = Signals::install()?;
+        let (grpc, admin) = (listeners.grpc.local_addr()?, listeners.admin.local_addr()?);
+        let (health, health_service) = health_reporter();
+        health.set_service_status(service, ServingStatus::Serving).await;
+        let stop = CancellationToken::new();
+        let server = Server::builder()
+            .max_concurrent_streams(STREAMS)
+            .http2_keepalive_interval(Some(KEEP_ALIVE))
+            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+            .add_routes(routes.add_service(health_service))
+            .serve_with_incoming_shutdown(
+                TcpIncoming::from(listeners.grpc).with_nodelay(Some(true)),
+                stop.clone().cancelled_owned(),
+            );
+        let running = Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
+        let admin_server = axum::serve(listeners.admin, admin::routes(node.clone()))
+            .with_graceful_shutdown(stop.clone().cancelled_owned());
+        tokio::spawn(admin_server.into_future());
+        let register = node.registration(endpoint(config, grpc.port()));
+        tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), register, stop));
+        println!(
+            "ready role={} grpc={grpc} admin={admin} transport={} incarnation={}",
+            role_name(node.role), node.transport.info().name, node.incarnation
+        );
+        Ok(running)
+    }
+
+    /// Waits until the process is told to end, or cannot go on.
+    ///
+    /// # Errors
+    /// The engine or the gRPC server stopped by itself.
+    pub async fn until_told(&mut self) -> anyhow::Result<()> {
+        let mut ticks = interval(ENGINE_CHECK);
+        loop {
+            tokio::select! {
+                () = self.signals.next() => return Ok(()),
+                ended = &mut self.grpc => bail!("the gRPC server ended: {ended:?}"),
+                _ = ticks.tick() => {
+                    if let Some(reason) = self.node.engine.stopped() {
+                        bail!("the engine has stopped: {reason}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// No new work, running work finishes, then everything ends. A second signal ends the wait.
+    pub async fn drain(mut self) {
+        let node = self.node;
+        tracing::info!(in_flight = node.work.in_flight(), "draining");
+        self.health.set_service_status(self.service, ServingStatus::NotServing).await;
+        self.health.set_service_status("", ServingStatus::NotServing).await;
+        node.work.drain();
+        tokio::select! {
+            waited = timeout(DRAIN_TIMEOUT, node.work.drained()) => if waited.is_err() {
+                tracing::warn!(in_flight = node.work.in_flight(), "drain took too long: cancelling what still runs");
+            },
+            () = self.signals.next() => tracing::warn!("told again: cancelling what still runs"),
+        }
+        self.stop.cancel();
+        if timeout(CLOSE_TIMEOUT, &mut self.grpc).await.is_err() {
+            self.grpc.abort();
+        }
+        node.spans.exporter.shutdown().await;
+        let engine = node.engine.clone();
+        // Waits for the present step, which has no bound of its own.
+        let _ = timeout(CLOSE_TIMEOUT, tokio::task::spawn_blocking(move || engine.shutdown())).await;
+    }
+}
+
+fn endpoint(config: &NodeConfig, port: u16) -> String {
+    match &config.advertise_host {
+        Some(host) => format!("http://{host}:{port}"),
+        None => format!("http://{}", SocketAddr::new(config.listen.ip(), port)),
+    }
+}
+
+/// SIGTERM and SIGINT.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn install() -> anyhow::Result<Self> {
+        let install = |kind| signal(kind).context("cannot handle signals");
+        Ok(Self { terminate: install(SignalKind::terminate())?, interrupt: install(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The spans of one request on one node. Phases are opened and closed in the order of the request's life, inner ones
+//! inside outer ones; whatever is open when the request fails or is dropped becomes a span with an error. Each span
+//! goes to the exporter at its end, and a copy goes back to the router with the last message.
+use std::time::Instant;
+
+use tandem_proto::{TraceContext, v1};
+use tandem_telemetry::{Exporter, Kind, Phase, Value};
+
+/// Who the spans are from, and where they go. One per node.
+#[derive(Clone, Debug)]
+pub struct SpanSink {
+    /// `service.name`.
+    pub service: &'static str,
+    /// `service.instance.id`.
+    pub instance: String,
+    /// Sends them to the collector.
+    pub exporter: Exporter,
+}
+
+/// The spans of one request.
+#[derive(Debug)]
+pub struct Trace {
+    sink: SpanSink,
+    done: Vec<v1::Span>,
+    open: Vec<Open>,
+}
+
+#[derive(Debug)]
+struct Open {
+    phase: Phase,
+    start: Instant,
+}
+
+/// Events of one span at most: a prompt of a million tokens does not make a span of megabytes.
+pub const MAX_EVENTS: usize = 128;
+
+impl Trace {
+    /// No span yet.
+    pub fn new(sink: SpanSink) -> Self {
+        Self { sink, done: Vec::new(), open: Vec::new() }
+    }
+
+    /// Opens a phase as a child of the span `parent` and returns its identity.
+    pub fn open(&mut self, name: &'static str, kind: Kind, parent: TraceContext, start: Instant) -> TraceContext {
+        let context = parent.child(&mut rand::rng());
+        let phase = Phase::new(name, kind, context, Some(parent.span_id));
+        self.open.push(Open { phase, start });
+        context
+    }
+
+    /// Adds an attribute to the innermost open phase.
+    pub fn attr(&mut self, key: &'static str, value: impl Into<Value>) {
+        self.edit(|phase| phase.attr(key, value));
+    }
+
+    /// Adds an event to the innermost open phase.
+    pub fn event(&mut self, name: &'static str, at: Instant, attributes: impl IntoIterator<Item = (&'static str, Value)>) {
+        self.edit(|phase| match phase.events() < MAX_EVENTS {
+            true => phase.event(name, at, attributes),
+            false => phase,
+        });
+    }
+
+    /// The innermost open phase turns out to have another parent and start than was thought when it was opened.
+    pub fn reparent(&mut self, parent: TraceContext, start: Instant) {
+        self.edit(|phase| phase.child_of(parent));
+        if let Some(open) = self.open.last_mut() {
+            open.start = start;
+        }
+    }
+
+    /// Closes the innermost open phase.
+    pub fn close(&mut self, end: Instant) {
+        if let Some(open) = self.open.pop() {
+            self.record(open.phase.end(self.sink.service, self.sink.instance.clone(), open.start, end));
+        }
+    }
+
+    /// Closes all open phases, each with the error.
+    pub fn fail(&mut self, message: &str) {
+        let now = Instant::now();
+        while !self.open.is_empty() {
+            self.edit(|phase| phase.error(message));
+            self.close(now);
+        }
+    }
+
+    /// Closes what is open; returns all spans.
+    pub fn finish(&mut self, end: Instant) -> Vec<v1::Span> {
+        while !self.open.is_empty() {
+            self.close(end);
+        }
+        std::mem::take(&mut self.done)
+    }
+
+    fn edit(&mut self, change: impl FnOnce(Phase) -> Phase) {
+        if let Some(open) = self.open.last_mut() {
+            open.phase = change(std::mem::take(&mut open.phase));
+        }
+    }
+
+    fn record(&mut self, span: v1::Span) {
+        self.sink.exporter.export(span.clone());
+        self.done.push(span);
+    }
+}
+
+impl Drop for Trace {
+    fn drop(&mut self) {
+        self.fail("cancelled");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trace() -> (Trace, TraceContext) {
+        let sink = SpanSink { service: "tandem-test", instance: "t0".to_owned(), exporter: Exporter::disabled() };
+        (Trace::new(sink), TraceContext::root(&mut rand::rng()))
+    }
+
+    #[test]
+    fn phases_nest_and_tile() {
+        let (mut trace, root) = trace();
+        let start = Instant::now();
+        let outer = trace.open("prefill", Kind::Server, root, start);
+        trace.open("prefill.queue", Kind::Internal, outer, start);
+        let middle = Instant::now();
+        trace.close(middle);
+        trace.open("prefill.forward", Kind::Internal, outer, middle);
+        let spans = trace.finish(Instant::now());
+        let names: Vec<_> = spans.iter().map(|span| span.name.as_str()).collect();
+        assert_eq!(names, ["prefill.queue", "prefill.forward", "prefill"]);
+        assert_eq!(spans[0].end_unix_ns, spans[1].start_unix_ns);
+        assert_eq!(spans[0].parent_span_id, spans[2].span_id);
+        assert_eq!(spans[2].parent_span_id, root.span_id);
+    }
+
+    #[test]
+    fn failure_marks_everything_open() {
+        let (mut trace, root) = trace();
+        let outer = trace.open("decode", Kind::Server, root, Instant::now());
+        trace.open("decode.queue", Kind::Internal, outer, Instant::now());
+        trace.fail("gone");
+        let spans = trace.finish(Instant::now());
+        assert!(spans.len() == 2 && spans.iter().all(|span| span.error == "gone"));
+    }
+}

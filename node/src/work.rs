@@ -1,0 +1,166 @@
+//! Calls in flight: how many there may be, how they ended, and when the last one is over.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tandem_proto::{Error, ErrorKind};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
+
+/// The node's calls. Clones are handles on the same ones.
+#[derive(Clone, Debug)]
+pub struct Work {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    permits: Arc<Semaphore>,
+    limit: usize,
+    tracker: TaskTracker,
+    draining: CancellationToken,
+    outcomes: [AtomicU64; OUTCOMES.len()],
+}
+
+/// Labels of `tandem_requests_total{outcome}`.
+pub const OUTCOMES: [&str; 11] = [
+    "ok", "invalid_argument", "not_found", "overloaded", "unavailable", "aborted", "deadline_exceeded", "cancelled",
+    "incompatible", "corrupt", "internal",
+];
+
+const CANCELLED: usize = 7;
+
+impl Work {
+    /// At most `limit` calls at once.
+    pub fn new(limit: usize) -> Self {
+        let inner = Inner {
+            permits: Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS))),
+            limit,
+            tracker: TaskTracker::new(),
+            draining: CancellationToken::new(),
+            outcomes: Default::default(),
+        };
+        Self { inner: Arc::new(inner) }
+    }
+
+    /// Admits a call.
+    ///
+    /// # Errors
+    /// `Unavailable` while draining, `Overloaded` at the limit.
+    pub fn begin(&self) -> Result<Call, Error> {
+        if self.is_draining() {
+            return Err(Error::new(ErrorKind::Unavailable, "this node is draining: it takes no new requests"));
+        }
+        let permit = self.inner.permits.clone().try_acquire_owned().map_err(|_| {
+            Error::new(ErrorKind::Overloaded, format!("this node has its {} calls already", self.inner.limit))
+        })?;
+        Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), outcome: CANCELLED })
+    }
+
+    /// Calls in flight.
+    pub fn in_flight(&self) -> usize {
+        self.inner.tracker.len()
+    }
+
+    /// Refuses new calls from now on.
+    pub fn drain(&self) {
+        self.inner.draining.cancel();
+        self.inner.tracker.close();
+    }
+
+    /// Whether [`Work::drain`] was called.
+    pub fn is_draining(&self) -> bool {
+        self.inner.draining.is_cancelled()
+    }
+
+    /// Ready once [`Work::drain`] is called.
+    pub async fn draining(&self) {
+        self.inner.draining.cancelled().await;
+    }
+
+    /// Ready once a drain has begun and no call is left.
+    pub async fn drained(&self) {
+        self.inner.tracker.wait().await;
+    }
+
+    /// How many calls ended how, by label.
+    pub fn outcomes(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        let counts = self.inner.outcomes.iter().map(|count| count.load(Ordering::Relaxed));
+        OUTCOMES.into_iter().zip(counts)
+    }
+}
+
+/// One call in flight; counted when dropped, as cancelled unless it ended before.
+#[derive(Debug)]
+pub struct Call {
+    work: Work,
+    outcome: usize,
+    _permit: OwnedSemaphorePermit,
+    _token: TaskTrackerToken,
+}
+
+impl Call {
+    /// The call ended by itself.
+    pub fn end(mut self, result: &Result<(), Error>) {
+        self.outcome = match result {
+            Ok(()) => 0,
+            Err(error) => outcome(error.kind),
+        };
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.work.inner.outcomes[self.outcome].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn outcome(kind: ErrorKind) -> usize {
+    match kind {
+        ErrorKind::InvalidArgument => 1,
+        ErrorKind::NotFound => 2,
+        ErrorKind::Overloaded => 3,
+        ErrorKind::Unavailable => 4,
+        ErrorKind::Aborted => 5,
+        ErrorKind::DeadlineExceeded => 6,
+        ErrorKind::Cancelled => CANCELLED,
+        ErrorKind::Incompatible => 8,
+        ErrorKind::Corrupt => 9,
+        ErrorKind::Internal => 10,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn admits_up_to_the_limit_and_counts_ends() {
+        let work = Work::new(2);
+        let (first, second) = (work.begin().unwrap(), work.begin().unwrap());
+        assert_eq!(work.begin().unwrap_err().kind, ErrorKind::Overloaded);
+        first.end(&Ok(()));
+        second.end(&Err(Error::new(ErrorKind::Corrupt, "x")));
+        drop(work.begin().unwrap());
+        let counted: Vec<_> = work.outcomes().filter(|(_, count)| *count > 0).collect();
+        assert_eq!(counted, [("ok", 1), ("cancelled", 1), ("corrupt", 1)]);
+        assert_eq!(work.in_flight(), 0);
+    }
+
+    #[tokio::test]
+    async fn drains_when_the_last_call_ends() {
+        let work = Work::new(2);
+        let call = work.begin().unwrap();
+        work.drain();
+        assert_eq!(work.begin().unwrap_err().kind, ErrorKind::Unavailable);
+        let waiting = tokio::spawn({
+            let work = work.clone();
+            async move { work.drained().await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        drop(call);
+        waiting.await.unwrap();
+    }
+}

@@ -1,0 +1,138 @@
+//! The way of one request through a prefill node. The forward pass starts at once; the ticket may come before, during
+//! or after it, and the connection to the decode node is opened as soon as it does.
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tandem_engine::{KvLease, SequenceEvent};
+use tandem_node::call::Events;
+use tandem_node::request::until_deadline;
+use tandem_node::{CheckedRequest, Node, Trace};
+use tandem_proto::v1::prefill_event::Event;
+use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent};
+use tandem_proto::{Error, ErrorKind, TraceContext};
+use tandem_telemetry::Kind;
+
+use crate::handoff::Handoff;
+use crate::service::Commands;
+
+/// Serves one call until its last event.
+///
+/// # Errors
+/// What the call's status will be. Whatever the outcome, blocks are back when the last holder lets go of them.
+pub async fn run(node: Arc<Node>, mut commands: Commands, events: Events<PrefillEvent>) -> Result<(), Error> {
+    let accepted = Instant::now();
+    let request = CheckedRequest::check(commands.start().await?, node.engine.spec())?;
+    let mut trace = node.trace();
+    let server = trace.open("prefill", Kind::Server, request.parent, accepted);
+    trace.attr("tandem.request_id", request.id.as_str());
+    trace.attr("tandem.prompt_tokens", request.prompt.len());
+    let prefill = Prefill { node: &node, request: &request, server, accepted };
+    let result = until_deadline(request.deadline, prefill.run(&mut commands, &events, &mut trace)).await;
+    if let Err(error) = &result {
+        trace.fail(&error.message);
+    }
+    result
+}
+
+struct Prefill<'a> {
+    node: &'a Arc<Node>,
+    request: &'a CheckedRequest,
+    server: TraceContext,
+    accepted: Instant,
+}
+
+/// What the forward pass leaves: a token, and the prompt's KV.
+struct Computed {
+    token: u32,
+    logprob: f32,
+    lease: Arc<KvLease>,
+    forward: TraceContext,
+}
+
+impl Prefill<'_> {
+    async fn run(
+        &self, commands: &mut Commands, events: &Events<PrefillEvent>, trace: &mut Trace,
+    ) -> Result<(), Error> {
+        let mut connecting = pin!(self.connect(commands));
+        let mut handoff = None;
+        let computed = {
+            let mut computing = pin!(self.compute(trace));
+            loop {
+                tokio::select! {
+                    biased;
+                    // A ticket that cannot be used ends the request now, not after the forward pass.
+                    connected = &mut connecting, if handoff.is_none() => handoff = Some(connected?),
+                    computed = &mut computing => break computed?,
+                }
+            }
+        };
+        let finished = self.request.finished_by(computed.token);
+        let first = FirstToken {
+            token_id: computed.token,
+            logprob: computed.logprob,
+            finished: finished.map(Into::into),
+        };
+        events.send(event(Event::FirstToken(first))).await?;
+        if finished.is_some() {
+            let spans = trace.finish(Instant::now());
+            return events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await;
+        }
+        let handoff = match handoff {
+            Some(handoff) => handoff,
+            None => connecting.await?,
+        };
+        let handoff = handoff.ok_or_else(|| {
+            Error::new(ErrorKind::Cancelled, "the router closed its side of the call before it sent a ticket")
+        })?;
+        let receipt = handoff.deliver(computed.token, computed.lease, computed.forward, trace).await?;
+        let delivered = Delivered {
+            bytes: receipt.bytes,
+            blocks: receipt.blocks,
+            descriptors: receipt.descriptors,
+            transfer_ms: receipt.elapsed.as_secs_f64() * 1e3,
+            spans: trace.finish(Instant::now()),
+        };
+        events.send(event(Event::Delivered(delivered))).await
+    }
+
+    /// Waits for the ticket and opens the way to the node that granted it. `None`: there will be no ticket.
+    async fn connect(&self, commands: &mut Commands) -> Result<Option<Handoff<'_>>, Error> {
+        match commands.ticket().await? {
+            Some(ticket) => Ok(Some(Handoff::open(self.node, self.request, ticket).await?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Reserves the prompt's blocks and fills them.
+    async fn compute(&self, trace: &mut Trace) -> Result<Computed, Error> {
+        let engine = &self.node.engine;
+        trace.open("prefill.queue", Kind::Internal, self.server, self.accepted);
+        let blocks = engine.pool().blocks_for(self.request.prompt.len());
+        let lease = Arc::new(engine.pool().reserve(blocks).await?);
+        let mut sequence = engine.submit(self.request.from_prompt(lease.clone(), 1))?;
+        let mut forward = self.server;
+        while let Some(event) = sequence.next().await {
+            match event {
+                SequenceEvent::Started { at } => {
+                    trace.close(at);
+                    forward = trace.open("prefill.forward", Kind::Internal, self.server, at);
+                }
+                SequenceEvent::ChunkDone { tokens, at } => {
+                    trace.event("chunk.done", at, [("tokens", tokens.into())]);
+                }
+                SequenceEvent::Token { id, logprob, at } => {
+                    trace.close(at);
+                    return Ok(Computed { token: id, logprob, lease, forward });
+                }
+                SequenceEvent::Finished { .. } => break,
+                SequenceEvent::Failed(error) => return Err(error.into()),
+            }
+        }
+        Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
+    }
+}
+
+fn event(event: Event) -> PrefillEvent {
+    PrefillEvent { event: Some(event) }
+}

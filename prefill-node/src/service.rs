@@ -1,0 +1,85 @@
+//! The gRPC service: one call is one request; closing it cancels the request. What happens in between is `prefill.rs`.
+use std::sync::Arc;
+use std::time::Duration;
+
+use prost::Message;
+use tandem_node::Node;
+use tandem_node::call::{self, EventStream};
+use tandem_proto::v1::prefill_command::Command;
+use tandem_proto::v1::prefill_server::{self, PrefillServer};
+use tandem_proto::v1::{PrefillCommand, PrefillEvent, RequestSpec, Ticket};
+use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
+use tonic::server::NamedService;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::prefill;
+
+/// Name of the service in health checks.
+pub const SERVICE_NAME: &str = <PrefillServer<PrefillService> as NamedService>::NAME;
+
+/// A call that says nothing holds its place no longer than this.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The service over a started node.
+pub fn routes(node: Arc<Node>) -> Routes {
+    let server = PrefillServer::new(PrefillService { node });
+    Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))
+}
+
+/// Serves `tandem.v1.Prefill`.
+pub struct PrefillService {
+    node: Arc<Node>,
+}
+
+#[tonic::async_trait]
+impl prefill_server::Prefill for PrefillService {
+    type PrefillStream = EventStream<PrefillEvent>;
+
+    async fn prefill(
+        &self, request: Request<Streaming<PrefillCommand>>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        let call = self.node.work.begin()?;
+        let (node, commands) = (self.node.clone(), Commands { stream: request.into_inner() });
+        Ok(Response::new(call::spawn(call, |events| prefill::run(node, commands, events))))
+    }
+}
+
+/// The router's side of a call: a start, then a ticket.
+pub struct Commands {
+    stream: Streaming<PrefillCommand>,
+}
+
+impl Commands {
+    /// The first message.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it is something else or does not come.
+    pub async fn start(&mut self) -> Result<RequestSpec, Error> {
+        let message = tokio::time::timeout(START_TIMEOUT, self.stream.message()).await;
+        let message = message.map_err(|_| invalid("the call said nothing"))??;
+        match message.and_then(|message| message.command) {
+            Some(Command::Start(spec)) => Ok(spec),
+            _ => Err(invalid("the first message of a call must be `start`")),
+        }
+    }
+
+    /// The second message; `None` when the router closed its side without one.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it is something else, and what the call failed of.
+    pub async fn ticket(&mut self) -> Result<Option<Ticket>, Error> {
+        let Some(message) = self.stream.message().await? else { return Ok(None) };
+        match message.command {
+            Some(Command::Deliver(deliver)) => {
+                let ticket = Ticket::decode(deliver.ticket.as_slice());
+                ticket.map(Some).map_err(|error| invalid(format!("the ticket is not readable: {error}")))
+            }
+            _ => Err(invalid("the second message of a call must be `deliver`")),
+        }
+    }
+}
+
+fn invalid(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidArgument, message)
+}

@@ -1,0 +1,226 @@
+//! The border between the API edges ([`crate::grpc`], [`crate::http`]) and the request's flow: what an edge asks for,
+//! what it gets back, and the handle that it asks. Edges know nothing of nodes, legs or spans; the flow knows nothing
+//! of protocols. Read [`crate::flow`] next.
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use futures::Stream;
+use tandem_proto::{Error, ErrorKind, TraceContext, v1};
+use tandem_telemetry::Exporter;
+use tokio::sync::mpsc;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use crate::flow::{self, Admission, Limits};
+use crate::membership::Membership;
+use crate::metrics::Metrics;
+use crate::text::ModelText;
+use crate::traces::Traces;
+
+/// Tokens generated when the client does not say how many.
+pub const DEFAULT_MAX_TOKENS: u32 = 256;
+/// Stop strings of one request at most.
+pub const MAX_STOP_STRINGS: usize = 4;
+/// Bytes of one stop string at most.
+pub const MAX_STOP_BYTES: usize = 256;
+/// Stop tokens of one request at most.
+pub const MAX_STOP_TOKENS: usize = 64;
+
+/// One prompt to answer, as an edge hands it over: tokenized, every default resolved.
+#[derive(Clone, Debug)]
+pub struct GenerationRequest {
+    /// Of the client, or drawn by the edge (see [`new_request_id`]).
+    pub request_id: String,
+    /// The prompt's tokens.
+    pub prompt_ids: Vec<u32>,
+    /// Tokens to generate at most (≥ 1); see [`Service::resolve_max_tokens`].
+    pub max_tokens: u32,
+    /// Temperature 0 is greedy.
+    pub sampling: v1::Sampling,
+    /// Do not stop at the end-of-sequence token.
+    pub ignore_eos: bool,
+    /// Tokens that end the answer beside the end-of-sequence token.
+    pub stop_token_ids: Vec<u32>,
+    /// Strings that end the answer.
+    pub stop: Vec<String>,
+    /// When the client stops waiting.
+    pub deadline: Option<Instant>,
+    /// The client's span.
+    pub parent: Option<TraceContext>,
+    /// When the edge had the whole request: TTFT counts from here.
+    pub received: Instant,
+    /// `gen_ai.operation.name`: "chat", "text_completion" or "generate_content".
+    pub api: &'static str,
+}
+
+/// What the client is told, in order: tokens, then exactly one `Finish`, or an error in its place.
+#[derive(Clone, Debug)]
+pub enum GenerationEvent {
+    /// One token.
+    Token {
+        /// Token id.
+        id: u32,
+        /// Text that this token completes; empty while a UTF-8 character or a stop string is partial.
+        text: String,
+        /// Natural logarithm of its probability.
+        logprob: f32,
+        /// 0 for the first generated token.
+        index: u32,
+    },
+    /// The answer is complete.
+    Finish {
+        /// Why it ended.
+        reason: v1::FinishReason,
+        /// Text that was still held back.
+        text: String,
+        /// Token counts.
+        usage: Usage,
+        /// Milliseconds of every phase.
+        timings: Box<v1::Timings>,
+        /// 32 hexadecimal digits.
+        trace_id: String,
+    },
+}
+
+/// Token counts of one request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Of the prompt.
+    pub prompt: u32,
+    /// Generated, the token that ended the answer included.
+    pub completion: u32,
+    /// Prompt tokens that no node had to compute.
+    pub cached: u32,
+}
+
+/// The running answer. Dropping it cancels both legs of the request at once.
+#[derive(Debug)]
+pub struct GenerationStream {
+    events: mpsc::Receiver<Result<GenerationEvent, Error>>,
+    root: TraceContext,
+    _cancel: DropGuard,
+}
+
+impl GenerationStream {
+    /// The root span of this request: `traceparent` of the response.
+    pub fn trace(&self) -> TraceContext {
+        self.root
+    }
+}
+
+impl Stream for GenerationStream {
+    type Item = Result<GenerationEvent, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.events.poll_recv(context)
+    }
+}
+
+/// The router, as its edges see it.
+#[derive(Clone)]
+pub struct Service {
+    flow: Arc<flow::Shared>,
+}
+
+impl Service {
+    /// Joins the parts. `limits` bound admission and every wait of a request; `instance` names this router in traces.
+    pub fn new(
+        model: Arc<ModelText>,
+        membership: Membership,
+        exporter: Exporter,
+        limits: Limits,
+        instance: String,
+    ) -> Self {
+        let flow = flow::Shared {
+            membership,
+            exporter,
+            traces: Traces::default(),
+            metrics: Metrics::new(&model.model_name),
+            admission: Admission::new(&limits),
+            limits,
+            instance,
+            model,
+        };
+        Self { flow: Arc::new(flow) }
+    }
+
+    /// Starts a request. Nothing was sent to a node when this returns.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a request that can never be answered, `Overloaded` when the queue is full, `Unavailable`
+    /// when no pair of nodes is there or the router is draining.
+    pub fn generate(&self, request: GenerationRequest) -> Result<GenerationStream, Error> {
+        let (sender, events) = mpsc::channel(flow::CLIENT_QUEUE_EVENTS);
+        let cancel = CancellationToken::new();
+        let identities = flow::start(&self.flow, request, sender, cancel.clone())?;
+        Ok(GenerationStream { events, root: identities.root, _cancel: cancel.drop_guard() })
+    }
+
+    /// The tokens to generate: what the client asked for, or [`DEFAULT_MAX_TOKENS`], or what the context leaves.
+    ///
+    /// # Errors
+    /// `InvalidArgument` (param `max_tokens`) for 0 or more than the context leaves.
+    pub fn resolve_max_tokens(&self, asked: Option<u32>, prompt_tokens: usize) -> Result<u32, Error> {
+        let context = self.flow.model.context_len;
+        let left = context.saturating_sub(u32::try_from(prompt_tokens).unwrap_or(u32::MAX));
+        match asked {
+            Some(0) => Err(Error::invalid("max_tokens", "max_tokens must be at least 1")),
+            Some(asked) if asked > left && left > 0 => Err(Error::invalid(
+                "max_tokens",
+                format!(
+                    "the context holds {context} tokens: {prompt_tokens} of the prompt leave {left}, {asked} were asked for"
+                ),
+            )),
+            Some(asked) => Ok(asked),
+            // A prompt without room is refused by `generate`, whose message is about the prompt.
+            None => Ok(DEFAULT_MAX_TOKENS.min(left).max(1)),
+        }
+    }
+
+    /// Tokenizer, chat template and names of the served model.
+    pub fn model(&self) -> &Arc<ModelText> {
+        &self.flow.model
+    }
+
+    /// Whether a request could start now: a compatible pair of nodes is there.
+    pub fn ready(&self) -> bool {
+        let flow = &self.flow;
+        !flow.admission.is_closed() && flow.membership.has_pair()
+    }
+
+    /// The nodes, for `/debug/cluster`.
+    pub fn cluster_json(&self) -> serde_json::Value {
+        self.flow.membership.json()
+    }
+
+    /// One trace (32 hexadecimal digits, or "last"), for `/api/traces/{id}`.
+    ///
+    /// # Errors
+    /// `NotFound` when the ring does not hold it.
+    pub fn trace_json(&self, id: &str) -> Result<serde_json::Value, Error> {
+        let missing = || Error::new(ErrorKind::NotFound, format!("no trace `{id}` among the recent ones"));
+        self.flow.traces.json(id).ok_or_else(missing)
+    }
+
+    /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
+    pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
+        let flow = &self.flow;
+        flow.metrics.text(accept, &flow.membership.totals(), flow.admission.counts(), flow.exporter.dropped())
+    }
+
+    /// The node table.
+    pub fn membership(&self) -> &Membership {
+        &self.flow.membership
+    }
+
+    /// Takes no new request and waits until the running ones have ended or `limit` has passed.
+    pub async fn drain(&self, limit: std::time::Duration) {
+        self.flow.admission.drain(limit).await;
+    }
+}
+
+/// A request id for clients that sent none.
+pub fn new_request_id() -> String {
+    format!("req-{:016x}", rand::random::<u64>())
+}

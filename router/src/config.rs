@@ -1,0 +1,109 @@
+//! Flags, read once. The rest of the router sees only [`Config`].
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+
+use crate::flow::Limits;
+
+/// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
+#[derive(Debug, Parser)]
+#[command(name = "tandem-router", version)]
+struct Flags {
+    /// Address of the OpenAI HTTP API; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:8000")]
+    http: SocketAddr,
+    /// Address of the gRPC API, on which nodes join too; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:50051")]
+    grpc: SocketAddr,
+    /// GGUF file of the model (its tokenizer and chat template; the weights stay on the nodes)
+    #[arg(long)]
+    model: PathBuf,
+    /// Name under which the model is served [default: the file's own]
+    #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    served_model_name: Option<String>,
+    /// OTLP/gRPC collector for spans, as http://host:port
+    #[arg(long)]
+    otlp_endpoint: Option<String>,
+    /// Requests that may wait for admission
+    #[arg(long, default_value_t = 256)]
+    max_queue: u16,
+    /// Requests that may run at the same time
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
+    max_inflight: u16,
+    /// A node that is silent for so long is dead
+    #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
+    lease_ms: u32,
+    /// Deadline of requests that bring none
+    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
+    max_request_ms: u32,
+    /// How long running requests may take to end after SIGTERM
+    #[arg(long, default_value_t = 30_000)]
+    drain_ms: u32,
+}
+
+/// What the process is to do.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Address of the HTTP API.
+    pub http: SocketAddr,
+    /// Address of the gRPC API.
+    pub grpc: SocketAddr,
+    /// GGUF file.
+    pub model: PathBuf,
+    /// Replaces the model's own name.
+    pub served_model_name: Option<String>,
+    /// Collector.
+    pub otlp_endpoint: Option<String>,
+    /// Bounds of requests.
+    pub limits: Limits,
+    /// Silence after which a node is dead.
+    pub lease: Duration,
+    /// Bound of the drain.
+    pub drain: Duration,
+}
+
+impl Config {
+    /// From the command line; a wrong one ends the process with a message.
+    pub fn from_args() -> Self {
+        Flags::parse().into()
+    }
+}
+
+impl From<Flags> for Config {
+    fn from(flags: Flags) -> Self {
+        let millis = |value: u32| Duration::from_millis(value.into());
+        Self {
+            http: flags.http,
+            grpc: flags.grpc,
+            model: flags.model,
+            served_model_name: flags.served_model_name,
+            otlp_endpoint: flags.otlp_endpoint,
+            limits: Limits {
+                max_inflight: flags.max_inflight.into(),
+                max_queue: flags.max_queue.into(),
+                max_request: millis(flags.max_request_ms),
+                ..Limits::default()
+            },
+            lease: millis(flags.lease_ms),
+            drain: millis(flags.drain_ms),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_and_limits() {
+        let config: Config = Flags::try_parse_from(["r", "--model", "m.gguf"]).unwrap().into();
+        assert_eq!((config.limits.max_queue, config.limits.max_inflight), (256, 512));
+        assert_eq!(config.lease, Duration::from_secs(3));
+        for wrong in [["--lease-ms", "0"], ["--max-inflight", "0"], ["--http", "nowhere"], ["--unknown", "1"]] {
+            let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
+            assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! What the two legs of a request may say, and in which order. Pure: an event in, the next step out; anything out of
+//! order is a node's bug and ends the request. The calls themselves are in [`super::legs`].
+use tandem_proto::v1::{self, FinishReason, decode_event, prefill_event};
+use tandem_proto::{Error, ErrorKind};
+
+/// What to do after an event.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Step {
+    /// Nothing.
+    Wait,
+    /// Send this ticket to the prefill node.
+    Deliver(Vec<u8>),
+    /// Decode has all KV and has checked it.
+    Verified,
+    /// Send this token to the client; the answer ends with it when `finished` is set.
+    Token {
+        /// Token id.
+        id: u32,
+        /// Natural logarithm of its probability.
+        logprob: f32,
+        /// Set when prefill's token is the whole answer.
+        finished: Option<FinishReason>,
+    },
+    /// The answer is complete.
+    Finished(FinishReason),
+}
+
+/// The state of one hand-off as the router sees it.
+#[derive(Debug, Default)]
+pub struct Exchange {
+    /// Tokens that may be generated.
+    max_tokens: u32,
+    tokens: u32,
+    /// The first token is there.
+    first: bool,
+    reserved: bool,
+    /// What decode said when it had checked the KV.
+    pub verified: Option<v1::Verified>,
+    /// What prefill said when decode had acknowledged.
+    pub delivered: Option<v1::Delivered>,
+    /// The nodes' spans.
+    pub spans: Vec<v1::Span>,
+}
+
+impl Exchange {
+    /// A hand-off that has not begun.
+    pub fn new(max_tokens: u32) -> Self {
+        Self { max_tokens, ..Self::default() }
+    }
+
+    /// Whether decode's next event may be taken: its tokens wait until prefill's first one is out.
+    pub fn takes_decode(&self) -> bool {
+        self.verified.is_none() || self.first
+    }
+
+    /// Whether the prefill node has still something to do for this request.
+    pub fn needs_prefill(&self) -> bool {
+        !self.first || self.verified.is_none()
+    }
+
+    /// Takes an event of the prefill node.
+    ///
+    /// # Errors
+    /// `Internal` for one that is out of order.
+    pub fn on_prefill(&mut self, event: v1::PrefillEvent) -> Result<Step, Error> {
+        match event.event {
+            Some(prefill_event::Event::FirstToken(_)) if self.first => Err(disorder("a second first token")),
+            Some(prefill_event::Event::FirstToken(first)) => {
+                self.first = true;
+                let finished = first.finished.map(|_| reason(first.finished()));
+                self.token(first.token_id, first.logprob, finished)
+            }
+            Some(prefill_event::Event::Delivered(_)) if !self.first => {
+                Err(disorder("the end of the delivery before the first token"))
+            }
+            Some(prefill_event::Event::Delivered(mut delivered)) => {
+                self.spans.append(&mut delivered.spans);
+                self.delivered = Some(delivered);
+                Ok(Step::Wait)
+            }
+            None => Ok(Step::Wait),
+        }
+    }
+
+    /// Takes an event of the decode node.
+    ///
+    /// # Errors
+    /// `Internal` for one that is out of order.
+    pub fn on_decode(&mut self, event: v1::DecodeEvent) -> Result<Step, Error> {
+        match event.event {
+            Some(decode_event::Event::Reserved(_)) if self.reserved => Err(disorder("a second reservation")),
+            Some(decode_event::Event::Reserved(reserved)) => {
+                self.reserved = true;
+                Ok(Step::Deliver(reserved.ticket))
+            }
+            Some(decode_event::Event::Verified(_)) if !self.reserved || self.verified.is_some() => {
+                Err(disorder("a verification out of order"))
+            }
+            Some(decode_event::Event::Verified(verified)) => {
+                self.verified = Some(verified);
+                Ok(Step::Verified)
+            }
+            Some(_) if self.verified.is_none() => Err(disorder("output before it had verified the KV")),
+            Some(decode_event::Event::Token(token)) => self.token(token.token_id, token.logprob, None),
+            Some(decode_event::Event::Finished(mut finished)) => {
+                self.spans.append(&mut finished.spans);
+                Ok(Step::Finished(reason(finished.reason())))
+            }
+            None => Ok(Step::Wait),
+        }
+    }
+
+    fn token(&mut self, id: u32, logprob: f32, finished: Option<FinishReason>) -> Result<Step, Error> {
+        self.tokens += 1;
+        if self.tokens > self.max_tokens {
+            return Err(disorder("more tokens than were asked for"));
+        }
+        Ok(Step::Token { id, logprob, finished })
+    }
+}
+
+fn reason(told: FinishReason) -> FinishReason {
+    if told == FinishReason::Unspecified { FinishReason::Stop } else { told }
+}
+
+fn disorder(what: &str) -> Error {
+    Error::new(ErrorKind::Internal, format!("it sent {what}"))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub fn first_token(token_id: u32, finished: Option<FinishReason>) -> v1::PrefillEvent {
+        let finished = finished.map(Into::into);
+        let event = prefill_event::Event::FirstToken(v1::FirstToken { token_id, logprob: -0.5, finished });
+        v1::PrefillEvent { event: Some(event) }
+    }
+
+    pub fn delivered(spans: Vec<v1::Span>) -> v1::PrefillEvent {
+        let delivered = v1::Delivered { bytes: 4096, blocks: 2, descriptors: 1, transfer_ms: 1.5, spans };
+        v1::PrefillEvent { event: Some(prefill_event::Event::Delivered(delivered)) }
+    }
+
+    pub fn decode(event: decode_event::Event) -> v1::DecodeEvent {
+        v1::DecodeEvent { event: Some(event) }
+    }
+
+    pub fn reserved() -> v1::DecodeEvent {
+        decode(decode_event::Event::Reserved(v1::Reserved { ticket: b"ticket".to_vec(), blocks: 2 }))
+    }
+
+    pub fn verified() -> v1::DecodeEvent {
+        let transport = "mem".to_owned();
+        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport };
+        decode(decode_event::Event::Verified(verified))
+    }
+
+    pub fn token(token_id: u32) -> v1::DecodeEvent {
+        decode(decode_event::Event::Token(v1::Token { token_id, logprob: -0.1 }))
+    }
+
+    pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {
+        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans }))
+    }
+
+    #[test]
+    fn the_order_of_a_good_hand_off() {
+        let mut exchange = Exchange::new(3);
+        assert_eq!(exchange.on_decode(reserved()).unwrap(), Step::Deliver(b"ticket".to_vec()));
+        assert_eq!(
+            exchange.on_prefill(first_token(7, None)).unwrap(),
+            Step::Token { id: 7, logprob: -0.5, finished: None }
+        );
+        assert!(exchange.needs_prefill());
+        assert_eq!(exchange.on_decode(verified()).unwrap(), Step::Verified);
+        assert!(!exchange.needs_prefill());
+        assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+        assert_eq!(exchange.on_prefill(delivered(vec![])).unwrap(), Step::Wait);
+        let end = exchange.on_decode(finished(FinishReason::Length, vec![])).unwrap();
+        assert_eq!(end, Step::Finished(FinishReason::Length));
+    }
+
+    #[test]
+    fn decode_waits_for_the_first_token() {
+        let mut exchange = Exchange::new(3);
+        exchange.on_decode(reserved()).unwrap();
+        exchange.on_decode(verified()).unwrap();
+        assert!(!exchange.takes_decode());
+        exchange.on_prefill(first_token(7, None)).unwrap();
+        assert!(exchange.takes_decode());
+    }
+
+    #[test]
+    fn unverified_output_is_never_taken() {
+        let mut exchange = Exchange::new(3);
+        exchange.on_decode(reserved()).unwrap();
+        assert_eq!(exchange.on_decode(token(8)).unwrap_err().kind, ErrorKind::Internal);
+        assert!(exchange.on_decode(finished(FinishReason::Stop, vec![])).is_err());
+    }
+
+    #[test]
+    fn repeated_and_surplus_events_are_errors() {
+        let mut exchange = Exchange::new(1);
+        assert!(exchange.on_decode(verified()).is_err());
+        exchange.on_decode(reserved()).unwrap();
+        assert!(exchange.on_decode(reserved()).is_err());
+        assert!(exchange.on_prefill(delivered(vec![])).is_err());
+        exchange.on_prefill(first_token(7, None)).unwrap();
+        assert!(exchange.on_prefill(first_token(7, None)).is_err());
+        exchange.on_decode(verified()).unwrap();
+        assert!(exchange.on_decode(token(8)).is_err());
+    }
+}

@@ -1,0 +1,319 @@
+//! Everything that is known about one request when it ends, and what is told of it: its timings for the client, its
+//! spans for the trace. Pure but for span identities, which the caller draws at the start.
+use std::time::{Duration, Instant};
+
+use tandem_proto::{Error, TraceContext, v1};
+use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
+
+use super::timeline::{Phase, Timeline};
+use crate::select::Candidate;
+
+/// This service's name in traces.
+pub const SERVICE: &str = "tandem-router";
+/// A reader's pace: a token that comes later than this after the one before it was shown is late (Andes' playback
+/// model, <https://arxiv.org/abs/2404.16283>).
+const READER_TPOT: Duration = Duration::from_millis(100);
+
+/// The identities of this request's spans, drawn at its start because nodes need them while it runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Identities {
+    /// The whole request.
+    pub root: TraceContext,
+    /// The client's span.
+    pub parent: Option<[u8; 8]>,
+    /// One for each phase, in order.
+    pub phases: [TraceContext; 5],
+}
+
+impl Identities {
+    /// Draws them, under the client's span if there is one.
+    pub fn draw(parent: Option<TraceContext>, rng: &mut impl rand::Rng) -> Self {
+        let root = match parent {
+            Some(parent) => parent.child(rng),
+            None => TraceContext::root(rng),
+        };
+        let phases = std::array::from_fn(|_| root.child(rng));
+        Self { root, parent: parent.map(|parent| parent.span_id), phases }
+    }
+
+    /// The span of a phase.
+    pub fn of(&self, phase: Phase) -> TraceContext {
+        self.phases[phase as usize]
+    }
+}
+
+/// The pair that was chosen.
+#[derive(Clone, Debug)]
+pub struct Chosen {
+    /// Node that computes the prompt.
+    pub prefill: String,
+    /// Node that generates.
+    pub decode: String,
+    /// All candidates, the chosen one first.
+    pub candidates: Vec<Candidate>,
+    /// When.
+    pub at: Instant,
+}
+
+/// One request, as it ended.
+#[derive(Debug)]
+pub struct Record {
+    /// "chat", "text_completion", …
+    pub api: &'static str,
+    /// Served model name.
+    pub model: String,
+    /// Of the client.
+    pub request_id: String,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens that could be generated.
+    pub max_tokens: u32,
+    /// How tokens are drawn.
+    pub sampling: v1::Sampling,
+    /// Of its spans.
+    pub identities: Identities,
+    /// Of its phases.
+    pub timeline: Timeline,
+    /// When each token was in the client's stream.
+    pub tokens: Vec<Instant>,
+    /// The pair, once chosen.
+    pub chosen: Option<Chosen>,
+    /// What decode said of the KV.
+    pub verified: Option<v1::Verified>,
+    /// When the request ended.
+    pub ended: Instant,
+}
+
+impl Record {
+    /// Tokens that were sent.
+    pub fn completion_tokens(&self) -> u32 {
+        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Time to the first token; `None` if there was none.
+    pub fn ttft(&self) -> Option<Duration> {
+        self.timeline.end_of(Phase::Prefill).map(|at| at - self.timeline.received())
+    }
+
+    /// From the request to its end.
+    pub fn e2e(&self) -> Duration {
+        self.ended.max(self.timeline.last()) - self.timeline.received()
+    }
+
+    /// Mean time per token after the first; `None` below two tokens.
+    pub fn tpot(&self) -> Option<Duration> {
+        let (first, last) = (self.tokens.first()?, self.tokens.last()?);
+        let gaps = u32::try_from(self.tokens.len() - 1).unwrap_or(u32::MAX);
+        (*last - *first).checked_div(gaps)
+    }
+
+    /// Gaps between tokens; the first one is the hand-off's.
+    pub fn gaps(&self) -> impl Iterator<Item = Duration> {
+        self.tokens.windows(2).map(|pair| pair[1] - pair[0])
+    }
+
+    /// Milliseconds of every phase.
+    pub fn timings(&self) -> v1::Timings {
+        let phase = |phase| ms(self.timeline.length(phase));
+        let kv = self.verified.as_ref();
+        let name = |of: fn(&Chosen) -> &String| self.chosen.as_ref().map(of).cloned().unwrap_or_default();
+        v1::Timings {
+            queue_ms: phase(Phase::Queue),
+            route_ms: phase(Phase::Route),
+            prefill_ms: phase(Phase::Prefill),
+            ttft_ms: self.ttft().map_or(0.0, ms),
+            transfer_exposed_ms: phase(Phase::Transfer),
+            transfer_total_ms: kv.map_or(0.0, |kv| kv.transfer_ms),
+            decode_ms: phase(Phase::Decode),
+            e2e_ms: ms(self.e2e()),
+            tpot_ms: self.tpot().map_or(0.0, ms),
+            handoff_gap_ms: self.gaps().next().map_or(0.0, ms),
+            kv_bytes: kv.map_or(0, |kv| kv.bytes),
+            kv_blocks: kv.map_or(0, |kv| kv.blocks),
+            kv_transport: kv.map(|kv| kv.transport.clone()).unwrap_or_default(),
+            kv_gbps: kv.map_or(0.0, gigabytes_per_second),
+            prefill_instance: name(|chosen| &chosen.prefill),
+            decode_instance: name(|chosen| &chosen.decode),
+        }
+    }
+
+    /// The router's spans: the phases, then the root. The phase in which a request failed ends with the error.
+    pub fn spans(&self, instance: &str, outcome: Result<v1::FinishReason, &Error>) -> Vec<v1::Span> {
+        let mut spans: Vec<v1::Span> = self
+            .timeline
+            .spans()
+            .map(|(phase, start, end)| self.phase(phase).end(SERVICE, instance, start, end))
+            .collect();
+        if let (Err(error), None) = (outcome, self.timeline.end_of(Phase::Decode)) {
+            let open = self.phase(self.timeline.phase()).error(&error.message);
+            let start = if spans.is_empty() { self.timeline.received() } else { after(self.timeline.last()) };
+            spans.push(open.end(SERVICE, instance, start, self.ended));
+        }
+        // A phase that ended a microsecond after an immediate failure must not outlive its parent.
+        let end = self.ended.max(after(self.timeline.last()));
+        spans.push(self.root(outcome).end(SERVICE, instance, self.timeline.received(), end));
+        spans
+    }
+
+    fn phase(&self, phase: Phase) -> SpanBuilder {
+        let kind = match phase {
+            Phase::Prefill | Phase::Decode => Kind::Client,
+            Phase::Queue | Phase::Route | Phase::Transfer => Kind::Internal,
+        };
+        let root = Some(self.identities.root.span_id);
+        let span = SpanBuilder::new(phase.as_str(), kind, self.identities.of(phase), root);
+        match (phase, &self.chosen, &self.verified) {
+            (Phase::Route, Some(chosen), _) => routed(span, chosen),
+            (Phase::Prefill, Some(chosen), _) => span.attr("tandem.prefill.instance", chosen.prefill.as_str()),
+            (Phase::Decode, Some(chosen), _) => span
+                .attr("tandem.decode.instance", chosen.decode.as_str())
+                .attr("tandem.tokens", self.tokens.len().saturating_sub(1)),
+            (Phase::Transfer, _, Some(kv)) => with_kv(span, kv),
+            _ => span,
+        }
+    }
+
+    fn root(&self, outcome: Result<v1::FinishReason, &Error>) -> SpanBuilder {
+        let Identities { root, parent, .. } = self.identities;
+        let mut span = SpanBuilder::new(format!("{} {}", self.api, self.model), Kind::Server, root, parent)
+            .attr("tandem.request_id", self.request_id.as_str())
+            .attr("tandem.route.policy", "least_loaded")
+            .attr("tandem.replans", 0_u32);
+        if let Some(chosen) = &self.chosen {
+            span = span
+                .attr("tandem.prefill.instance", chosen.prefill.as_str())
+                .attr("tandem.decode.instance", chosen.decode.as_str());
+        }
+        if let Some(kv) = &self.verified {
+            let exposed_ms = ms(self.timeline.length(Phase::Transfer));
+            span = with_kv(span, kv)
+                .attr("tandem.kv.blocks_reused", 0_u32)
+                .attr("tandem.kv.exposed_ms", exposed_ms)
+                .attr("tandem.kv.hidden_ms", (kv.transfer_ms - exposed_ms).max(0.0));
+        }
+        span = self.latencies(self.gen_ai(span, outcome));
+        match outcome {
+            Ok(_) => span,
+            Err(error) => span.attr("error.type", format!("{:?}", error.kind)).error(&error.message),
+        }
+    }
+
+    fn gen_ai(&self, span: SpanBuilder, outcome: Result<v1::FinishReason, &Error>) -> SpanBuilder {
+        let span = span
+            .attr("gen_ai.operation.name", self.api)
+            .attr("gen_ai.provider.name", "tandem")
+            .attr("gen_ai.request.model", self.model.as_str())
+            .attr("gen_ai.response.model", self.model.as_str())
+            .attr("gen_ai.response.id", self.request_id.as_str())
+            .attr("gen_ai.request.max_tokens", self.max_tokens)
+            .attr("gen_ai.request.temperature", self.sampling.temperature)
+            .attr("gen_ai.request.top_p", self.sampling.top_p)
+            .attr("gen_ai.request.top_k", self.sampling.top_k)
+            .attr("gen_ai.request.seed", self.sampling.seed)
+            .attr("gen_ai.usage.input_tokens", self.prompt_tokens)
+            .attr("gen_ai.usage.output_tokens", self.completion_tokens())
+            .attr("gen_ai.latency.time_in_queue", self.timeline.length(Phase::Queue).as_secs_f64())
+            .attr("gen_ai.latency.e2e", self.e2e().as_secs_f64())
+            .attr("gen_ai.latency.time_in_model_prefill", self.timeline.length(Phase::Prefill).as_secs_f64())
+            .attr("gen_ai.latency.time_in_model_decode", self.timeline.length(Phase::Decode).as_secs_f64());
+        match outcome {
+            Ok(reason) => span.attr("gen_ai.response.finish_reasons", reason_text(reason)),
+            Err(_) => span,
+        }
+    }
+
+    fn latencies(&self, mut span: SpanBuilder) -> SpanBuilder {
+        if let Some(ttft) = self.ttft() {
+            span = span
+                .attr("tandem.ttft_ms", ms(ttft))
+                .attr("gen_ai.latency.time_to_first_token", ttft.as_secs_f64());
+        }
+        let mut gaps: Vec<Duration> = self.gaps().collect();
+        if let (Some(tpot), Some(handoff)) = (self.tpot(), gaps.first().copied()) {
+            gaps.sort_unstable();
+            let percentile = |percent: usize| ms(gaps[(gaps.len() - 1) * percent / 100]);
+            span = span
+                .attr("tandem.tpot_ms", ms(tpot))
+                .attr("tandem.handoff_gap_ms", ms(handoff))
+                .attr("tandem.itl.p50_ms", percentile(50))
+                .attr("tandem.itl.p99_ms", percentile(99))
+                .attr("tandem.itl.max_ms", percentile(100))
+                .attr("tandem.smoothness", smoothness(&self.tokens));
+        }
+        span
+    }
+}
+
+/// The name that clients and dashboards know.
+pub fn reason_text(reason: v1::FinishReason) -> &'static str {
+    match reason {
+        v1::FinishReason::Length => "length",
+        v1::FinishReason::Stop | v1::FinishReason::Unspecified => "stop",
+    }
+}
+
+fn routed(mut span: SpanBuilder, chosen: &Chosen) -> SpanBuilder {
+    for candidate in &chosen.candidates {
+        span = span.event(
+            "candidate",
+            chosen.at,
+            [
+                ("tandem.prefill.instance", Value::from(candidate.prefill_id.as_str())),
+                ("tandem.decode.instance", Value::from(candidate.decode_id.as_str())),
+                ("tandem.route.prefill_load", Value::from(candidate.prefill_load)),
+                ("tandem.route.decode_load", Value::from(candidate.decode_load)),
+                ("tandem.route.blocks_short", Value::from(candidate.blocks_short)),
+                ("tandem.route.score", Value::from(candidate.score())),
+            ],
+        );
+    }
+    span.attr("tandem.route.candidates", chosen.candidates.len())
+}
+
+fn with_kv(span: SpanBuilder, kv: &v1::Verified) -> SpanBuilder {
+    span.attr("tandem.kv.bytes", kv.bytes)
+        .attr("tandem.kv.blocks", kv.blocks)
+        .attr("tandem.kv.transport", kv.transport.as_str())
+        .attr("tandem.kv.gbps", gigabytes_per_second(kv))
+}
+
+/// The share of tokens that come no later than a reader at [`READER_TPOT`] needs them.
+fn smoothness(tokens: &[Instant]) -> f64 {
+    let Some(mut shown) = tokens.first().copied() else { return 1.0 };
+    let mut on_time = 1_usize;
+    for &arrival in &tokens[1..] {
+        let wanted = shown + READER_TPOT;
+        on_time += usize::from(arrival <= wanted);
+        shown = arrival.max(wanted);
+    }
+    on_time as f64 / tokens.len() as f64
+}
+
+/// 10⁹ bytes a second; 0 when no time was measured.
+fn gigabytes_per_second(kv: &v1::Verified) -> f64 {
+    if kv.transfer_ms > 0.0 { kv.bytes as f64 / kv.transfer_ms / 1e6 } else { 0.0 }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+fn after(at: Instant) -> Instant {
+    at + Duration::from_micros(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn smoothness_counts_what_comes_after_the_reader_wants_it() {
+        let start = Instant::now();
+        let at = |millis: &[u64]| -> Vec<Instant> { millis.iter().map(|m| start + Duration::from_millis(*m)).collect() };
+        assert!((smoothness(&at(&[0, 10, 20, 30])) - 1.0).abs() < 1e-9);
+        // A burst buys time: the fourth token is wanted at 300 ms.
+        assert!((smoothness(&at(&[0, 10, 20, 290])) - 1.0).abs() < 1e-9);
+        // Wanted at 0, 100, 350, 450 ms: the second and the last one are late.
+        assert!((smoothness(&at(&[0, 250, 260, 500])) - 0.5).abs() < 1e-9);
+    }
+}

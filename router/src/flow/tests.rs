@@ -1,0 +1,317 @@
+//! Whole requests against nodes that do what the test says, over real gRPC.
+mod fakes;
+
+use serde_json::Value;
+
+use super::exchange::tests::{delivered, finished, first_token, reserved, token, verified};
+use super::*;
+use crate::api::GenerationStream;
+use fakes::{Cluster, DecodeCall, PrefillCall, id};
+use tonic::Status;
+use v1::FinishReason::{Length, Stop};
+
+fn request() -> GenerationRequest {
+    GenerationRequest {
+        request_id: "r1".into(),
+        prompt_ids: vec![id('a'); 20],
+        max_tokens: 8,
+        sampling: v1::Sampling::default(),
+        ignore_eos: false,
+        stop_token_ids: Vec::new(),
+        stop: Vec::new(),
+        deadline: None,
+        parent: None,
+        received: Instant::now(),
+        api: "chat",
+    }
+}
+
+/// The text and the token ids up to the end, and the end.
+async fn read(stream: GenerationStream) -> (String, Vec<u32>, Result<GenerationEvent, Error>) {
+    let (mut text, mut ids) = (String::new(), Vec::new());
+    let mut stream = std::pin::pin!(stream);
+    loop {
+        match stream.next().await.expect("an end") {
+            Ok(GenerationEvent::Token { id, text: more, index, .. }) => {
+                assert_eq!(index as usize, ids.len());
+                ids.push(id);
+                text += &more;
+            }
+            Ok(GenerationEvent::Finish { text: ref rest, .. }) if { text += rest; false } => unreachable!(),
+            end => return (text, ids, end),
+        }
+    }
+}
+
+/// From the reservation to the verified hand-off, with the first token `first`.
+async fn hand_off(prefill: &mut PrefillCall, decode: &DecodeCall, first: char) {
+    decode.send(reserved()).await;
+    let command = prefill.commands.message().await.unwrap().unwrap().command;
+    let ticket = v1::Deliver { ticket: b"ticket".to_vec() };
+    assert_eq!(command, Some(v1::prefill_command::Command::Deliver(ticket)));
+    prefill.send(first_token(id(first), None)).await;
+    decode.send(verified()).await;
+}
+
+fn node_span(traceparent: &str, name: &str) -> v1::Span {
+    let parent: tandem_proto::TraceContext = traceparent.parse().unwrap();
+    v1::Span {
+        trace_id: parent.trace_id.to_vec(),
+        span_id: vec![9; 8],
+        parent_span_id: parent.span_id.to_vec(),
+        name: name.into(),
+        service: "tandem-node".into(),
+        ..v1::Span::default()
+    }
+}
+
+#[tokio::test]
+async fn a_good_request_and_its_trace() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, spec, decode, start) = cluster.legs().await;
+    assert_eq!((spec.prompt.len(), spec.max_tokens), (20, 8));
+    assert_eq!(start.prefill_incarnation, 1);
+    hand_off(&mut prefill, &decode, 'H').await;
+    prefill.send(delivered(vec![node_span(&spec.traceparent, "prefill")])).await;
+    decode.send(token(id('i'))).await;
+    decode.send(token(0)).await;
+    let decode_parent = start.spec.unwrap().traceparent;
+    decode.send(finished(Stop, vec![node_span(&decode_parent, "decode")])).await;
+
+    let (text, ids, end) = read(stream).await;
+    assert_eq!((text.as_str(), ids), ("Hi", vec![id('H'), id('i'), 0]));
+    let Ok(GenerationEvent::Finish { reason, usage, timings, trace_id, .. }) = end else { panic!("{end:?}") };
+    assert_eq!((reason, usage.prompt, usage.completion), (Stop, 20, 3));
+    let parts = timings.queue_ms + timings.route_ms + timings.prefill_ms;
+    assert!((parts - timings.ttft_ms).abs() < 1e-6 && timings.ttft_ms > 0.0);
+    assert_eq!((timings.kv_bytes, &*timings.prefill_instance, &*timings.decode_instance), (4096, "p0", "d0"));
+
+    let trace = cluster.service.trace_json(&trace_id).unwrap();
+    check_contiguous(&trace);
+    for (name, parent) in [("prefill", &spec.traceparent), ("decode", &decode_parent)] {
+        let of_node = spans(&trace).find(|s| s["service"] == "tandem-node" && s["name"] == name).unwrap();
+        assert_eq!(of_node["parent_span_id"], parent[36..52], "{name}");
+        assert!(spans(&trace).any(|s| s["span_id"] == of_node["parent_span_id"] && s["name"] == name));
+    }
+}
+
+fn spans(trace: &Value) -> impl Iterator<Item = &Value> {
+    trace["spans"].as_array().unwrap().iter()
+}
+
+fn check_contiguous(trace: &Value) {
+    let of_router = |name: &str| {
+        let is_it = |span: &&Value| span["service"] == "tandem-router" && span["name"] == name;
+        let span = spans(trace).find(is_it).unwrap_or_else(|| panic!("no span {name}"));
+        (span["start_unix_ns"].as_u64().unwrap(), span["end_unix_ns"].as_u64().unwrap(), span)
+    };
+    let root = of_router("chat fake");
+    let phases = ["queue", "route", "prefill", "transfer", "decode"].map(of_router);
+    assert!(phases.windows(2).all(|pair| pair[1].0 - pair[0].1 == 1_000), "one microsecond apart");
+    assert!(phases.iter().all(|(start, end, span)| start <= end && span["parent_span_id"] == root.2["span_id"]));
+    assert_eq!((phases[0].0, phases[4].1), (root.0, root.1.min(phases[4].1)));
+    let ttft_ms = root.2["attributes"]["tandem.ttft_ms"].as_f64().unwrap();
+    let parts_ms: f64 = phases[..3].iter().map(|(start, end, _)| (end - start) as f64 / 1e6).sum();
+    assert!((ttft_ms - parts_ms).abs() <= (ttft_ms * 0.01).max(0.003), "{ttft_ms} {parts_ms}");
+}
+
+#[tokio::test]
+async fn one_token_needs_no_hand_off() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(GenerationRequest { max_tokens: 1, ..request() }).unwrap();
+    let (prefill, _, decode, _) = cluster.legs().await;
+    prefill.send(first_token(id('x'), Some(Length))).await;
+    prefill.send(delivered(vec![])).await;
+    decode.cancelled().await;
+    let (text, _, end) = read(stream).await;
+    assert_eq!(text, "x");
+    assert!(matches!(end, Ok(GenerationEvent::Finish { reason: Length, .. })), "{end:?}");
+}
+
+#[tokio::test]
+async fn prefill_failure_cancels_decode_and_is_safe_to_retry() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (prefill, _, decode, _) = cluster.legs().await;
+    prefill.fail(Status::internal("out of luck")).await;
+    decode.cancelled().await;
+    let error = read(stream).await.2.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unavailable);
+    assert_eq!(error.message, "prefill node p0 failed during prefill: out of luck");
+    let trace = cluster.service.trace_json("last").unwrap();
+    assert_eq!(spans(&trace).filter(|span| span["error"] != "").count(), 2, "prefill and root");
+}
+
+#[tokio::test]
+async fn decode_failure_after_a_token_cancels_prefill_and_aborts() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (prefill, _, decode, _) = cluster.legs().await;
+    let mut stream = Box::pin(stream);
+    prefill.send(first_token(id('x'), None)).await;
+    assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Token { index: 0, .. }))));
+    decode.fail(Status::data_loss("checksum of block 3")).await;
+    prefill.cancelled().await;
+    let error = stream.next().await.unwrap().unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Aborted);
+    assert_eq!(error.message, "decode node d0 failed during transfer: checksum of block 3");
+}
+
+#[tokio::test]
+async fn unverified_tokens_never_reach_the_client() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (_prefill, _, decode, _) = cluster.legs().await;
+    decode.send(token(id('x'))).await;
+    let (text, _, end) = read(stream).await;
+    assert_eq!((text.as_str(), end.unwrap_err().kind), ("", ErrorKind::Unavailable));
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_both_legs() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'x').await;
+    drop(stream);
+    prefill.cancelled().await;
+    decode.cancelled().await;
+}
+
+#[tokio::test]
+async fn a_stop_string_ends_the_answer_and_the_decode_leg() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(GenerationRequest { stop: vec!["cd".into()], ..request() }).unwrap();
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'a').await;
+    for character in ['b', 'c', 'd'] {
+        decode.send(token(id(character))).await;
+    }
+    decode.cancelled().await;
+    let (text, ids, end) = read(stream).await;
+    assert_eq!((text.as_str(), ids.len()), ("ab", 4));
+    assert!(matches!(end, Ok(GenerationEvent::Finish { reason: Stop, .. })), "{end:?}");
+}
+
+#[tokio::test]
+async fn the_deadline_ends_both_legs() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let deadline = Some(Instant::now() + Duration::from_millis(100));
+    let stream = cluster.service.generate(GenerationRequest { deadline, ..request() }).unwrap();
+    let (prefill, spec, decode, _) = cluster.legs().await;
+    assert!(spec.deadline_unix_ns > 0);
+    prefill.cancelled().await;
+    decode.cancelled().await;
+    let error = read(stream).await.2.unwrap_err();
+    assert_eq!((error.kind, &*error.message), (ErrorKind::DeadlineExceeded, "the deadline passed during prefill"));
+}
+
+#[tokio::test]
+async fn a_node_that_membership_gives_up_fails_its_requests() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'x').await;
+    cluster.service.membership().expire(Instant::now() + Duration::from_secs(4));
+    let (_, _, end) = read(stream).await;
+    let error = end.unwrap_err();
+    assert!(error.message.contains("silent for 3000 ms"), "{}", error.message);
+    prefill.cancelled().await;
+    decode.cancelled().await;
+    let none = cluster.service.generate(request()).err().unwrap();
+    assert_eq!((none.kind, &*none.message), (ErrorKind::Unavailable, "no prefill node is available"));
+}
+
+#[tokio::test]
+async fn a_dead_prefill_node_does_not_matter_once_decode_has_the_kv() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let mut stream = Box::pin(cluster.service.generate(request()).unwrap());
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'x').await;
+    decode.send(token(id('y'))).await;
+    for _ in 0..2 {
+        assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Token { .. }))));
+    }
+    cluster.service.membership().remove(cluster.prefill.session, "killed");
+    drop(prefill);
+    decode.send(finished(Length, vec![])).await;
+    assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Finish { reason: Length, .. }))));
+    assert!(stream.next().await.is_none());
+    assert_eq!(cluster.decode.info.node_id, "d0");
+}
+
+#[tokio::test]
+async fn silence_of_both_legs_is_bounded() {
+    let limits = Limits { silence: Duration::from_millis(50), ..Limits::default() };
+    let mut cluster = Cluster::start(limits).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let _legs = cluster.legs().await;
+    let error = read(stream).await.2.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unavailable);
+    assert!(error.message.contains("p0") && error.message.contains("said nothing for 50ms"), "{}", error.message);
+}
+
+#[tokio::test]
+async fn overload_is_told_at_admission() {
+    let limits = Limits { max_inflight: 1, max_queue: 0, ..Limits::default() };
+    let mut cluster = Cluster::start(limits).await;
+    let first = cluster.service.generate(request()).unwrap();
+    let (_prefill, _, decode, _) = cluster.legs().await;
+    assert_eq!(cluster.service.generate(request()).err().unwrap().kind, ErrorKind::Overloaded);
+    drop(first);
+    decode.cancelled().await;
+    let text = cluster.service.metrics_text(None).1;
+    assert!(text.contains("tandem_requests_total{outcome=\"overloaded\"} 1"), "{text}");
+}
+
+#[tokio::test]
+async fn wrong_requests_are_refused_by_field() {
+    let service = fakes::router(Limits::default());
+    let cases: [(fn(&mut GenerationRequest), &str); 8] = [
+        (|r| r.prompt_ids.clear(), "prompt"),
+        (|r| r.prompt_ids = vec![1; 256], "prompt"),
+        (|r| r.prompt_ids = vec![95], "prompt"),
+        (|r| r.max_tokens = 0, "max_tokens"),
+        (|r| r.max_tokens = 237, "max_tokens"),
+        (|r| r.sampling.temperature = f32::NAN, "temperature"),
+        (|r| r.sampling.top_p = -0.5, "top_p"),
+        (|r| r.stop = vec![String::new()], "stop"),
+    ];
+    for (change, param) in cases {
+        let mut wrong = request();
+        change(&mut wrong);
+        let error = service.generate(wrong).err().unwrap();
+        assert_eq!((error.kind, error.param), (ErrorKind::InvalidArgument, Some(param)), "{}", error.message);
+    }
+}
+
+#[tokio::test]
+async fn joining_and_leaving_over_grpc() {
+    use tonic::transport::server::TcpIncoming;
+    let service = fakes::router(Limits::default());
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let routes = crate::grpc::routes(&service, tonic_health::server::HealthReporter::new()).unwrap();
+    let server = tonic::transport::Server::builder().add_routes(routes);
+    tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+    let mut client = v1::membership_client::MembershipClient::connect(address).await.unwrap();
+
+    let report = |info| v1::NodeReport { report: Some(v1::node_report::Report::Register(info)) };
+    let info = fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1");
+    let stranger = v1::Register { model_digest: 1, ..info.clone() };
+    let refusal = client.join(tokio_stream::once(report(stranger))).await.unwrap_err();
+    assert_eq!(refusal.code(), tonic::Code::FailedPrecondition);
+    assert!(refusal.message().contains("--model"), "{}", refusal.message());
+
+    let (reports, outbound) = mpsc::channel(2);
+    reports.send(report(info)).await.unwrap();
+    let outbound = tokio_stream::wrappers::ReceiverStream::new(outbound);
+    let mut replies = client.join(outbound).await.unwrap().into_inner();
+    let accepted = replies.message().await.unwrap().unwrap();
+    assert_eq!((accepted.accepted_incarnation, accepted.lease_ms), (1, 3000));
+    assert_eq!(service.cluster_json()["nodes"][0]["id"], "p0");
+    drop(reports);
+    while replies.message().await.is_ok_and(|reply| reply.is_some()) {}
+    assert_eq!(service.cluster_json()["nodes"].as_array().unwrap().len(), 0);
+}

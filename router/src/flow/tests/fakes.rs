@@ -1,0 +1,177 @@
+//! Nodes that do what the test says: each call is handed to the test, which reads its commands and writes its events.
+use std::io::Write;
+
+use candle_core::quantized::gguf_file::{self, Value};
+use tokio::net::TcpListener;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::*;
+use crate::api::Service;
+use crate::membership::Expected;
+
+type Replies<E> = mpsc::Sender<Result<E, Status>>;
+
+/// One call, in the test's hands.
+pub struct Call<C, E> {
+    pub commands: Streaming<C>,
+    pub events: Replies<E>,
+}
+
+impl<C, E> Call<C, E> {
+    pub async fn send(&self, event: E) {
+        self.events.send(Ok(event)).await.expect("the call was cancelled");
+    }
+
+    pub async fn fail(&self, status: Status) {
+        self.events.send(Err(status)).await.expect("the call was cancelled");
+    }
+
+    /// Waits until the router has cancelled the call.
+    pub async fn cancelled(self) {
+        self.events.closed().await;
+    }
+}
+
+pub type PrefillCall = Call<v1::PrefillCommand, v1::PrefillEvent>;
+pub type DecodeCall = Call<v1::DecodeCommand, v1::DecodeEvent>;
+
+/// Serves both roles; each test registers it under two names.
+struct FakeNode {
+    prefill: mpsc::Sender<PrefillCall>,
+    decode: mpsc::Sender<DecodeCall>,
+}
+
+#[tonic::async_trait]
+impl v1::prefill_server::Prefill for FakeNode {
+    type PrefillStream = ReceiverStream<Result<v1::PrefillEvent, Status>>;
+
+    async fn prefill(
+        &self,
+        request: Request<Streaming<v1::PrefillCommand>>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        let (events, outbound) = mpsc::channel(8);
+        let call = Call { commands: request.into_inner(), events };
+        self.prefill.send(call).await.map_err(|_| Status::internal("the test is over"))?;
+        Ok(Response::new(ReceiverStream::new(outbound)))
+    }
+}
+
+#[tonic::async_trait]
+impl v1::decode_server::Decode for FakeNode {
+    type GenerateStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
+    type LocalStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
+
+    async fn generate(
+        &self,
+        request: Request<Streaming<v1::DecodeCommand>>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let (events, outbound) = mpsc::channel(8);
+        let call = Call { commands: request.into_inner(), events };
+        self.decode.send(call).await.map_err(|_| Status::internal("the test is over"))?;
+        Ok(Response::new(ReceiverStream::new(outbound)))
+    }
+
+    async fn local(&self, _: Request<v1::RequestSpec>) -> Result<Response<Self::LocalStream>, Status> {
+        Err(Status::unimplemented("not in these tests"))
+    }
+}
+
+/// A router with one pair of fake nodes.
+pub struct Cluster {
+    pub service: Service,
+    pub prefill_calls: mpsc::Receiver<PrefillCall>,
+    pub decode_calls: mpsc::Receiver<DecodeCall>,
+    pub prefill: Arc<Node>,
+    pub decode: Arc<Node>,
+}
+
+impl Cluster {
+    pub async fn start(limits: Limits) -> Self {
+        let (service, listener) =
+            (router(limits), TcpListener::bind("127.0.0.1:0").await.expect("a free port"));
+        let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
+        let (prefill, prefill_calls) = mpsc::channel(8);
+        let (decode, decode_calls) = mpsc::channel(8);
+        let node = Arc::new(FakeNode { prefill, decode });
+        let server = tonic::transport::Server::builder()
+            .add_service(v1::prefill_server::PrefillServer::from_arc(Arc::clone(&node)))
+            .add_service(v1::decode_server::DecodeServer::from_arc(node))
+            .serve_with_incoming(TcpIncoming::from(listener));
+        tokio::spawn(server);
+        let join = |id, role| {
+            let info = register(id, role, &endpoint);
+            service.membership().register(info, Instant::now()).expect("accepted")
+        };
+        let (prefill, decode) = (join("p0", v1::Role::Prefill), join("d0", v1::Role::Decode));
+        Self { service, prefill_calls, decode_calls, prefill, decode }
+    }
+
+    /// Both calls of the next request, their first commands read.
+    pub async fn legs(&mut self) -> (PrefillCall, v1::RequestSpec, DecodeCall, v1::DecodeStart) {
+        let mut prefill = self.prefill_calls.recv().await.expect("a prefill call");
+        let mut decode = self.decode_calls.recv().await.expect("a decode call");
+        let first = prefill.commands.message().await.expect("a command").and_then(|command| command.command);
+        let Some(v1::prefill_command::Command::Start(spec)) = first else { panic!("{first:?}") };
+        let first = decode.commands.message().await.expect("a command").and_then(|command| command.command);
+        let Some(v1::decode_command::Command::Start(start)) = first else { panic!("{first:?}") };
+        (prefill, spec, decode, start)
+    }
+}
+
+/// A router without nodes.
+pub fn router(limits: Limits) -> Service {
+    let model = Arc::new(model());
+    let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
+    let membership = Membership::new(expected, Duration::from_secs(3));
+    Service::new(model, membership, Exporter::disabled(), limits, "router-test".into())
+}
+
+pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
+    let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() };
+    v1::Register {
+        node_id: node_id.into(),
+        role: role.into(),
+        incarnation: 1,
+        compatibility_digest: 5,
+        model_digest: model().digest,
+        endpoint: endpoint.into(),
+        transport: Some(transport),
+        total_blocks: 64,
+        block_tokens: 16,
+        max_context_tokens: 256,
+        max_running: 8,
+        ..v1::Register::default()
+    }
+}
+
+/// The token of a visible ASCII character; 0 ends an answer.
+pub fn id(character: char) -> u32 {
+    u32::from(character) - 32
+}
+
+/// A model whose tokens are the visible ASCII characters.
+pub fn model() -> ModelText {
+    let texts = |items: Vec<String>| Value::Array(items.into_iter().map(Value::String).collect());
+    let tokens: Vec<String> =
+        std::iter::once("<eos>".to_owned()).chain(('!'..='~').map(String::from)).collect();
+    let types = (0..tokens.len()).map(|i| Value::I32(if i == 0 { 3 } else { 1 })).collect();
+    let metadata = [
+        ("general.architecture", Value::String("llama".into())),
+        ("general.name", Value::String("fake".into())),
+        ("llama.context_length", Value::U32(256)),
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre", Value::String("smollm".into())),
+        ("tokenizer.ggml.tokens", texts(tokens)),
+        ("tokenizer.ggml.token_type", Value::Array(types)),
+        ("tokenizer.ggml.merges", texts(vec!["! !".into()])),
+        ("tokenizer.ggml.eos_token_id", Value::U32(0)),
+    ];
+    let pairs: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (*key, value)).collect();
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    let mut bytes = std::io::Cursor::new(Vec::new());
+    gguf_file::write(&mut bytes, &pairs, &[]).expect("a header");
+    file.write_all(bytes.get_ref()).expect("room on the disk");
+    ModelText::load(file.path()).expect("a usable model file")
+}

@@ -1,0 +1,152 @@
+//! From checked options and encoded prompts to the response, whole or streamed, for both endpoints.
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use futures::future::try_join_all;
+use futures::{Stream, StreamExt};
+use http::{HeaderName, HeaderValue};
+use tandem_proto::v1::FinishReason;
+use tandem_proto::{Error, ErrorKind};
+
+use super::Caller;
+use super::error::ApiError;
+use super::options::{Options, Prompt};
+use super::sse::{self, Encoder, PromptInfo};
+use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
+use crate::api::{GenerationEvent, GenerationStream, Service, Usage};
+use crate::text::ModelText;
+
+/// Texts up to this size are tokenized (in well under a millisecond) where they are; others on the blocking pool.
+const INLINE_TEXT_BYTES: usize = 4096;
+
+/// A prompt as its endpoint understood it.
+pub(super) struct Encoded {
+    pub ids: Vec<u32>,
+    /// The prompt's text, to be repeated before the answer.
+    pub echo: Option<String>,
+}
+
+/// One request with everything that its endpoint found out.
+pub(super) struct Job {
+    pub kind: Kind,
+    pub options: Options,
+    pub prompts: Vec<Encoded>,
+    pub received: Instant,
+}
+
+/// Generates and answers.
+///
+/// # Errors
+/// Whatever happens before the first byte is sent.
+pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Result<Response, ApiError> {
+    let Job { kind, options, prompts, received } = job;
+    let head = Head::new(kind, &caller.request_id, &service.model().model_name, unix_seconds());
+    let mut infos = Vec::with_capacity(prompts.len());
+    let mut encoded = Vec::with_capacity(prompts.len());
+    let several = prompts.len() > 1;
+    for (index, prompt) in prompts.into_iter().enumerate() {
+        check_ids(service.model(), &prompt.ids)?;
+        let max_tokens = service.resolve_max_tokens(options.max_tokens, prompt.ids.len())?;
+        let request_id = if several { format!("{}-{index}", caller.request_id) } else { caller.request_id.clone() };
+        infos.push(PromptInfo { echo: prompt.echo, tokens: prompt.ids.len() });
+        encoded.push(Prompt { request_id, ids: prompt.ids, max_tokens, received });
+    }
+    // All prompts are known to be good before the first one starts.
+    let seed = rand::random();
+    let streams = encoded
+        .into_iter()
+        .map(|prompt| service.generate(options.request(caller, prompt, seed, kind.operation())))
+        .collect::<Result<Vec<GenerationStream>, Error>>()?;
+    let traceparent = streams.first().map(|stream| stream.trace().to_string());
+    let mut response = if options.stream {
+        sse::respond(Encoder::new(head, &options, infos), streams).await?
+    } else {
+        let answers = try_join_all(streams.into_iter().map(collect)).await?;
+        whole(&head, &options, infos, &answers)
+    };
+    if let Some(value) = traceparent.and_then(|text| HeaderValue::from_str(&text).ok()) {
+        response.headers_mut().insert(HeaderName::from_static("traceparent"), value);
+    }
+    Ok(response)
+}
+
+/// Runs `work` on `bytes` of text without holding up the other requests.
+///
+/// # Errors
+/// Those of `work`.
+pub(super) async fn with_model<T: Send + 'static>(
+    service: &Service,
+    bytes: usize,
+    work: impl FnOnce(&ModelText) -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    if bytes <= INLINE_TEXT_BYTES {
+        return work(service.model());
+    }
+    let model = Arc::clone(service.model());
+    tokio::task::spawn_blocking(move || work(&model))
+        .await
+        .map_err(|error| Error::new(ErrorKind::Internal, format!("tokenizing failed: {error}")))?
+}
+
+fn check_ids(model: &ModelText, ids: &[u32]) -> Result<(), Error> {
+    if ids.is_empty() {
+        return Err(Error::invalid("prompt", "the prompt is empty"));
+    }
+    match ids.iter().find(|id| **id >= model.vocab_size()) {
+        Some(id) => {
+            let message = format!("token id {id} is outside the vocabulary of {}", model.vocab_size());
+            Err(Error::invalid("prompt", message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// A complete answer to one prompt.
+pub(super) struct Collected {
+    pub text: String,
+    pub ids: Vec<u32>,
+    pub reason: FinishReason,
+    pub usage: Usage,
+}
+
+/// Waits for the whole answer.
+pub(super) async fn collect(
+    mut events: impl Stream<Item = Result<GenerationEvent, Error>> + Unpin,
+) -> Result<Collected, Error> {
+    let (mut all, mut ids) = (String::new(), Vec::new());
+    while let Some(event) = events.next().await {
+        match event? {
+            GenerationEvent::Token { id, text, .. } => {
+                ids.push(id);
+                all += &text;
+            }
+            GenerationEvent::Finish { reason, text, usage, .. } => {
+                return Ok(Collected { text: all + &text, ids, reason, usage });
+            }
+        }
+    }
+    Err(Error::new(ErrorKind::Internal, "the answer ended without a reason"))
+}
+
+/// The body of a request that did not ask for a stream.
+pub(super) fn whole<'a>(head: &'a Head, options: &Options, prompts: Vec<PromptInfo>, answers: &'a [Collected]) -> Response {
+    let choice = |(index, (answer, prompt)): (usize, (&'a Collected, PromptInfo))| {
+        let text = prompt.echo.unwrap_or_default() + &answer.text;
+        let (text, message) = match head.kind {
+            Kind::Completion => (Some(text), None),
+            Kind::Chat => (None, Some(Message { role: Some("assistant"), content: Some(text) })),
+        };
+        Choice {
+            index,
+            text,
+            message,
+            finish_reason: Some(finish_reason(answer.reason)),
+            token_ids: options.return_token_ids.then_some(answer.ids.as_slice()),
+            ..Choice::default()
+        }
+    };
+    let choices = answers.iter().zip(prompts).enumerate().map(choice).collect();
+    Json(head.answer(choices, sum(answers.iter().map(|answer| answer.usage)))).into_response()
+}

@@ -1,0 +1,118 @@
+//! Failures as OpenAI's clients expect them: `{"error": {message, type, param, code}}` with the right status.
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde_json::{Value, json};
+use tandem_proto::error::RETRY_AFTER;
+use tandem_proto::{Error, ErrorKind};
+
+/// An error with its place in HTTP.
+#[derive(Debug)]
+pub(super) struct ApiError {
+    status: StatusCode,
+    error_type: &'static str,
+    code: Option<&'static str>,
+    message: String,
+    param: Option<&'static str>,
+}
+
+impl ApiError {
+    /// The body of a request was larger than `limit` bytes.
+    pub fn body_too_large(limit: usize) -> Self {
+        let message = format!("the request body is larger than {limit} bytes");
+        Self::refusal(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large", message)
+    }
+
+    /// The body did not arrive in time.
+    pub fn body_too_slow() -> Self {
+        let message = "the request body did not arrive in time".to_owned();
+        Self::refusal(StatusCode::REQUEST_TIMEOUT, "request_timeout", message)
+    }
+
+    /// The path exists, the method does not.
+    pub fn wrong_method() -> Self {
+        let message = "this route does not know this method".to_owned();
+        Self::refusal(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+    }
+
+    /// Another model than the served one was asked for.
+    pub fn no_model(asked: &str, served: &str) -> Self {
+        let asked: String = asked.chars().take(200).collect();
+        let message = format!("the model {asked:?} does not exist; this cluster serves {served:?}");
+        Self { param: Some("model"), ..Self::refusal(StatusCode::NOT_FOUND, "model_not_found", message) }
+    }
+
+    /// The JSON body; also the data of an error event within a stream.
+    pub fn json(&self) -> Value {
+        json!({"error": {
+            "message": self.message, "type": self.error_type, "param": self.param, "code": self.code,
+        }})
+    }
+
+    fn refusal(status: StatusCode, code: &'static str, message: String) -> Self {
+        Self { status, error_type: "invalid_request_error", code: Some(code), message, param: None }
+    }
+}
+
+impl From<Error> for ApiError {
+    fn from(error: Error) -> Self {
+        let (status, error_type, code) = match error.kind {
+            ErrorKind::InvalidArgument => (StatusCode::BAD_REQUEST, "invalid_request_error", None),
+            ErrorKind::NotFound => (StatusCode::NOT_FOUND, "invalid_request_error", Some("not_found")),
+            ErrorKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("overloaded")),
+            ErrorKind::Unavailable => (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("unavailable")),
+            ErrorKind::Incompatible => (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("incompatible_nodes")),
+            ErrorKind::DeadlineExceeded => (StatusCode::GATEWAY_TIMEOUT, "timeout_error", Some("deadline_exceeded")),
+            // Nobody reads it: nginx's "client closed request".
+            ErrorKind::Cancelled => {
+                (StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST), "invalid_request_error", Some("cancelled"))
+            }
+            ErrorKind::Aborted => (StatusCode::BAD_GATEWAY, "server_error", Some("aborted")),
+            ErrorKind::Corrupt => (StatusCode::BAD_GATEWAY, "server_error", Some("corrupt_kv")),
+            ErrorKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error")),
+        };
+        Self { status, error_type, code, message: error.message, param: error.param }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.json())).into_response();
+        if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER.as_secs().max(1)));
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_has_its_status() {
+        for (kind, status) in [
+            (ErrorKind::InvalidArgument, 400),
+            (ErrorKind::NotFound, 404),
+            (ErrorKind::Overloaded, 429),
+            (ErrorKind::Unavailable, 503),
+            (ErrorKind::Aborted, 502),
+            (ErrorKind::DeadlineExceeded, 504),
+            (ErrorKind::Cancelled, 499),
+            (ErrorKind::Internal, 500),
+        ] {
+            let response = ApiError::from(Error::new(kind, "why")).into_response();
+            assert_eq!(response.status(), status, "{kind:?}");
+            assert_eq!(response.headers().contains_key("retry-after"), [429, 503].contains(&status));
+        }
+    }
+
+    #[test]
+    fn the_shape_is_openai_s() {
+        let error = ApiError::from(Error::invalid("n", "only 1"));
+        assert_eq!(
+            error.json(),
+            json!({"error": {"message": "only 1", "type": "invalid_request_error", "param": "n", "code": null}})
+        );
+    }
+}

@@ -1,0 +1,168 @@
+//! The OpenAI-compatible HTTP edge: bytes to [`GenerationRequest`](crate::api::GenerationRequest) and events back to
+//! bytes. It knows nothing of nodes; everything it needs stands in [`crate::api`].
+//!
+//! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
+//! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent.
+//! - `error`: every failure in OpenAI's shape.
+mod answer;
+mod body;
+mod chat;
+mod completions;
+mod error;
+mod fields;
+mod options;
+mod sse;
+#[cfg(test)]
+mod tests;
+mod tokenize;
+mod types;
+
+use std::time::{Duration, Instant};
+
+use axum::Json;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
+use serde_json::json;
+use tandem_proto::{Error, ErrorKind, TraceContext};
+
+use self::error::ApiError;
+use crate::api::{Service, new_request_id};
+
+/// Bytes of a request body at most.
+const MAX_BODY_BYTES: usize = 8 << 20;
+/// Characters of a request id that is taken over from the client.
+const MAX_REQUEST_ID: usize = 128;
+/// Milliseconds that the client is willing to wait for the whole answer.
+const TIMEOUT_HEADER: &str = "x-request-timeout-ms";
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// All HTTP routes of the router process.
+pub fn router(service: Service) -> axum::Router {
+    axum::Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/v1/completions", post(completions::handle))
+        .route("/v1/chat/completions", post(chat::handle))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route("/debug/cluster", get(cluster))
+        .route("/api/traces/{id}", get(trace))
+        .fallback(no_route)
+        .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
+        .layer(from_fn(with_request_id))
+        .with_state(service)
+}
+
+/// Who asks, from the request's headers.
+#[derive(Clone, Debug)]
+struct Caller {
+    request_id: String,
+    parent: Option<TraceContext>,
+    timeout: Option<Duration>,
+}
+
+impl Caller {
+    fn deadline(&self, received: Instant) -> Option<Instant> {
+        self.timeout.and_then(|timeout| received.checked_add(timeout))
+    }
+}
+
+/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is.
+async fn with_request_id(mut request: Request, next: Next) -> Response {
+    let request_id = request_id(request.headers());
+    let mut response = match caller(request.headers(), &request_id) {
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        Err(error) => ApiError::from(error).into_response(),
+    };
+    if let Ok(value) = HeaderValue::from_str(&request_id) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+fn caller(headers: &HeaderMap, request_id: &str) -> Result<Caller, Error> {
+    // A malformed traceparent starts a new trace, as W3C asks.
+    let parent = headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok());
+    Ok(Caller { request_id: request_id.to_owned(), parent, timeout: timeout(headers)? })
+}
+
+fn request_id(headers: &HeaderMap) -> String {
+    let usable = |id: &&str| !id.is_empty() && id.len() <= MAX_REQUEST_ID && id.bytes().all(|b| b.is_ascii_graphic());
+    let sent = headers.get(REQUEST_ID).and_then(|value| value.to_str().ok()).filter(usable);
+    sent.map_or_else(new_request_id, str::to_owned)
+}
+
+fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
+    let Some(value) = headers.get(TIMEOUT_HEADER) else { return Ok(None) };
+    let millis = value.to_str().ok().and_then(|text| text.parse::<u32>().ok()).filter(|millis| *millis > 0);
+    match millis {
+        Some(millis) => Ok(Some(Duration::from_millis(millis.into()))),
+        None => Err(Error::invalid(TIMEOUT_HEADER, format!("header {TIMEOUT_HEADER} wants milliseconds, 1 or more"))),
+    }
+}
+
+/// 200 as soon as one compatible pair of nodes can serve.
+async fn health(State(service): State<Service>) -> Result<Response, ApiError> {
+    if service.ready() {
+        return Ok(Json(json!({"status": "ok"})).into_response());
+    }
+    let reason = "no pair of a prefill and a decode node is ready, or the router is draining";
+    Err(Error::new(ErrorKind::Unavailable, reason).into())
+}
+
+async fn metrics(State(service): State<Service>, headers: HeaderMap) -> Response {
+    let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let (content_type, text) = service.metrics_text(accept);
+    ([(header::CONTENT_TYPE, content_type)], text).into_response()
+}
+
+async fn models(State(service): State<Service>) -> Response {
+    Json(json!({"object": "list", "data": [model_card(&service)]})).into_response()
+}
+
+async fn model(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
+    let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
+    check_model(&service, Some(&id))?;
+    Ok(Json(model_card(&service)).into_response())
+}
+
+fn model_card(service: &Service) -> serde_json::Value {
+    let model = service.model();
+    json!({
+        "id": model.model_name, "object": "model", "created": types::unix_seconds(), "owned_by": "tandem",
+        "max_model_len": model.context_len,
+    })
+}
+
+/// An absent model means the only one.
+fn check_model(service: &Service, asked: Option<&str>) -> Result<(), ApiError> {
+    match asked {
+        Some(name) if name != service.model().model_name => {
+            Err(ApiError::no_model(name, &service.model().model_name))
+        }
+        _ => Ok(()),
+    }
+}
+
+async fn cluster(State(service): State<Service>) -> Response {
+    Json(service.cluster_json()).into_response()
+}
+
+async fn trace(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
+    let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
+    Ok(Json(service.trace_json(&id)?).into_response())
+}
+
+async fn no_route(request: Request) -> ApiError {
+    let path: String = request.uri().path().chars().take(200).collect();
+    Error::new(ErrorKind::NotFound, format!("no such route: {} {path}", request.method())).into()
+}

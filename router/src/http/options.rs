@@ -1,0 +1,253 @@
+//! What `/v1/completions` and `/v1/chat/completions` have in common: the fields that say how to generate. Pure.
+use std::time::Instant;
+
+use tandem_proto::{Error, v1};
+
+use super::Caller;
+use super::fields::{Fields, Neutral, one_or_many};
+use crate::api::{GenerationRequest, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
+
+/// Known fields that would change the answer and are not implemented.
+const UNSUPPORTED: &[(&str, Neutral)] = &[
+    ("n", Neutral::Number(1.0)),
+    ("best_of", Neutral::Number(1.0)),
+    ("presence_penalty", Neutral::Number(0.0)),
+    ("frequency_penalty", Neutral::Number(0.0)),
+    ("repetition_penalty", Neutral::Number(1.0)),
+    ("logit_bias", Neutral::Empty),
+    ("min_p", Neutral::Number(0.0)),
+    ("min_tokens", Neutral::Number(0.0)),
+    ("logprobs", Neutral::Flag(false)),
+    ("top_logprobs", Neutral::Number(0.0)),
+    ("prompt_logprobs", Neutral::Flag(false)),
+    ("use_beam_search", Neutral::Flag(false)),
+    ("include_stop_str_in_output", Neutral::Flag(false)),
+    ("skip_special_tokens", Neutral::Flag(true)),
+    ("guided_json", Neutral::Empty),
+    ("guided_regex", Neutral::Empty),
+    ("guided_choice", Neutral::Empty),
+    ("guided_grammar", Neutral::Empty),
+    ("structured_outputs", Neutral::Empty),
+];
+
+/// How to generate.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Options {
+    pub model: Option<String>,
+    pub max_tokens: Option<u32>,
+    temperature: f32,
+    top_p: f32,
+    top_k: u32,
+    seed: Option<u64>,
+    stop: Vec<String>,
+    stop_token_ids: Vec<u32>,
+    ignore_eos: bool,
+    /// Send tokens as they come.
+    pub stream: bool,
+    /// A last chunk with the token counts.
+    pub include_usage: bool,
+    /// Token counts so far in every chunk.
+    pub continuous_usage: bool,
+    /// `token_ids` in every choice.
+    pub return_token_ids: bool,
+}
+
+impl Options {
+    /// Reads and checks the fields.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the field.
+    pub fn parse(fields: &Fields<'_>) -> Result<Self, Error> {
+        fields.refuse(UNSUPPORTED)?;
+        refuse_response_format(fields)?;
+        // OpenAI's newer name wins.
+        let max_tokens = match fields.get("max_completion_tokens")? {
+            Some(limit) => Some(limit),
+            None => fields.get("max_tokens")?,
+        };
+        let stream_options = match fields.raw("stream_options") {
+            Some(raw) => Some(Fields::parse(raw).map_err(|_| Error::invalid("stream_options", "not an object"))?),
+            None => None,
+        };
+        let stream_flag = |name| stream_options.as_ref().map_or(Ok(false), |options| options.flag(name));
+        let temperature = fields.number("temperature", "between 0 and 2", |t| (0.0..=2.0).contains(&t))?;
+        let top_p = fields.number("top_p", "above 0 and at most 1", |p| p > 0.0 && p <= 1.0)?;
+        Ok(Self {
+            model: fields.get("model")?,
+            max_tokens,
+            temperature: temperature.unwrap_or(1.0) as f32,
+            top_p: top_p.unwrap_or(1.0) as f32,
+            top_k: top_k(fields)?,
+            seed: seed(fields)?,
+            stop: stop(fields)?,
+            stop_token_ids: stop_token_ids(fields)?,
+            ignore_eos: fields.flag("ignore_eos")?,
+            stream: fields.flag("stream")?,
+            include_usage: stream_flag("include_usage")?,
+            continuous_usage: stream_flag("continuous_usage_stats")?,
+            return_token_ids: fields.flag("return_token_ids")?,
+        })
+    }
+
+    /// The request for one prompt. `seed` is used when the client sent none.
+    pub fn request(&self, caller: &Caller, prompt: Prompt, seed: u64, api: &'static str) -> GenerationRequest {
+        GenerationRequest {
+            request_id: prompt.request_id,
+            prompt_ids: prompt.ids,
+            max_tokens: prompt.max_tokens,
+            sampling: v1::Sampling {
+                temperature: self.temperature,
+                top_p: self.top_p,
+                top_k: self.top_k,
+                seed: self.seed.unwrap_or(seed),
+            },
+            ignore_eos: self.ignore_eos,
+            stop_token_ids: self.stop_token_ids.clone(),
+            stop: self.stop.clone(),
+            deadline: caller.deadline(prompt.received),
+            parent: caller.parent,
+            received: prompt.received,
+            api,
+        }
+    }
+}
+
+/// One prompt of a request, encoded.
+pub(super) struct Prompt {
+    pub request_id: String,
+    pub ids: Vec<u32>,
+    pub max_tokens: u32,
+    pub received: Instant,
+}
+
+fn refuse_response_format(fields: &Fields<'_>) -> Result<(), Error> {
+    let Some(raw) = fields.raw("response_format") else { return Ok(()) };
+    let wrong = |_| Error::invalid("response_format", "response_format must be an object");
+    match Fields::parse(raw).map_err(wrong)?.get::<String>("type") {
+        Ok(Some(kind)) if kind == "text" => Ok(()),
+        _ => Err(Error::invalid("response_format", "response_format other than {\"type\": \"text\"} is not supported")),
+    }
+}
+
+/// -1 and 0 mean off, as vLLM's clients write it.
+fn top_k(fields: &Fields<'_>) -> Result<u32, Error> {
+    match fields.get::<i64>("top_k")? {
+        None | Some(-1) => Ok(0),
+        Some(k) => u32::try_from(k).map_err(|_| Error::invalid("top_k", format!("top_k must be -1 or more, not {k}"))),
+    }
+}
+
+/// Any 64-bit integer; a negative one is another name for its two's complement.
+fn seed(fields: &Fields<'_>) -> Result<Option<u64>, Error> {
+    match fields.get::<serde_json::Number>("seed")? {
+        None => Ok(None),
+        Some(number) => number
+            .as_u64()
+            .or_else(|| number.as_i64().map(i64::cast_unsigned))
+            .map(Some)
+            .ok_or_else(|| Error::invalid("seed", format!("seed must be a 64-bit integer, not {number}"))),
+    }
+}
+
+fn stop(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
+    let stop = fields.raw("stop").map_or(Ok(Vec::new()), |raw| one_or_many("stop", raw))?;
+    if stop.len() > MAX_STOP_STRINGS {
+        return Err(Error::invalid("stop", format!("{} stop strings; {MAX_STOP_STRINGS} at most", stop.len())));
+    }
+    if stop.iter().any(|text| text.is_empty() || text.len() > MAX_STOP_BYTES) {
+        return Err(Error::invalid("stop", format!("a stop string has 1 to {MAX_STOP_BYTES} bytes")));
+    }
+    Ok(stop)
+}
+
+fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
+    let ids: Vec<u32> = fields.get("stop_token_ids")?.unwrap_or_default();
+    if ids.len() > MAX_STOP_TOKENS {
+        return Err(Error::invalid("stop_token_ids", format!("{} ids; {MAX_STOP_TOKENS} at most", ids.len())));
+    }
+    Ok(ids)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn parse(json: &str) -> Result<Options, Error> {
+        Options::parse(&Fields::parse(json).unwrap())
+    }
+
+    #[test]
+    fn defaults_are_openai_s() {
+        let options = parse("{}").unwrap();
+        assert_eq!((options.temperature, options.top_p, options.top_k), (1.0, 1.0, 0));
+        assert_eq!((options.max_tokens, options.seed, options.stream), (None, None, false));
+        assert!(options.stop.is_empty() && !options.ignore_eos && !options.include_usage);
+    }
+
+    #[test]
+    fn everything_reaches_the_request() {
+        let options = parse(
+            r#"{"max_tokens": 5, "max_completion_tokens": 7, "temperature": 0, "top_p": 0.5, "top_k": 40, "seed": -1,
+                "stop": "END", "stop_token_ids": [4, 5], "ignore_eos": true, "stream": true, "unknown": [{}],
+                "stream_options": {"include_usage": true}, "return_token_ids": true, "n": 1, "logit_bias": {}}"#,
+        )
+        .unwrap();
+        assert!(options.stream && options.include_usage && !options.continuous_usage && options.return_token_ids);
+        assert_eq!(options.max_tokens, Some(7));
+        let received = Instant::now();
+        let caller =
+            Caller { request_id: "r".into(), parent: None, timeout: Some(Duration::from_millis(1500)) };
+        let prompt = Prompt { request_id: "r-0".into(), ids: vec![1, 2], max_tokens: 7, received };
+        let request = options.request(&caller, prompt, 9, "chat");
+        assert_eq!((request.request_id.as_str(), request.prompt_ids.len(), request.max_tokens), ("r-0", 2, 7));
+        assert_eq!(
+            request.sampling,
+            v1::Sampling { temperature: 0.0, top_p: 0.5, top_k: 40, seed: u64::MAX }
+        );
+        assert_eq!((request.stop, request.stop_token_ids), (vec!["END".to_owned()], vec![4, 5]));
+        assert_eq!(request.deadline, Some(received + Duration::from_millis(1500)));
+        assert!(request.ignore_eos);
+    }
+
+    #[test]
+    fn an_absent_seed_is_drawn_by_the_edge() {
+        let caller = Caller { request_id: "r".into(), parent: None, timeout: None };
+        let prompt = Prompt { request_id: "r".into(), ids: vec![1], max_tokens: 1, received: Instant::now() };
+        assert_eq!(parse("{}").unwrap().request(&caller, prompt, 9, "chat").sampling.seed, 9);
+    }
+
+    #[test]
+    fn wrong_values_name_their_field() {
+        for (json, param) in [
+            (r#"{"max_tokens": -1}"#, "max_tokens"),
+            (r#"{"max_tokens": 1.5}"#, "max_tokens"),
+            (r#"{"max_completion_tokens": "5"}"#, "max_completion_tokens"),
+            (r#"{"temperature": -0.1}"#, "temperature"),
+            (r#"{"temperature": 1e999}"#, "temperature"),
+            (r#"{"top_p": 0}"#, "top_p"),
+            (r#"{"top_k": -2}"#, "top_k"),
+            (r#"{"seed": 1.5}"#, "seed"),
+            (r#"{"stop": 5}"#, "stop"),
+            (r#"{"stop": ["a", "b", "c", "d", "e"]}"#, "stop"),
+            (r#"{"stop": [""]}"#, "stop"),
+            (r#"{"stop_token_ids": [-1]}"#, "stop_token_ids"),
+            (r#"{"stream": "yes"}"#, "stream"),
+            (r#"{"stream_options": 1}"#, "stream_options"),
+            (r#"{"model": 1}"#, "model"),
+            (r#"{"n": 2}"#, "n"),
+            (r#"{"logprobs": true}"#, "logprobs"),
+            (r#"{"logprobs": 0}"#, "logprobs"),
+            (r#"{"presence_penalty": 0.5}"#, "presence_penalty"),
+            (r#"{"logit_bias": {"5": 1}}"#, "logit_bias"),
+            (r#"{"min_p": 0.1}"#, "min_p"),
+            (r#"{"min_tokens": 1}"#, "min_tokens"),
+            (r#"{"response_format": {"type": "json_object"}}"#, "response_format"),
+        ] {
+            let error = parse(json).expect_err(json);
+            assert_eq!((error.kind, error.param), (tandem_proto::ErrorKind::InvalidArgument, Some(param)), "{json}");
+        }
+        assert!(parse(r#"{"response_format": {"type": "text"}, "stop": null, "top_k": -1}"#).is_ok());
+    }
+}

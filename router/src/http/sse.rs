@@ -1,0 +1,163 @@
+//! A streamed answer as server-sent events: one token a chunk, then the reason it ended, the counts if asked for, and
+//! `[DONE]`. After a failure the stream ends with an error event and without `[DONE]`.
+use std::convert::Infallible;
+
+use axum::body::{Body, Bytes};
+use axum::response::{IntoResponse, Response};
+use futures::stream::{Stream, StreamExt, select_all};
+use http::header;
+use tandem_proto::{Error, ErrorKind};
+
+use super::error::ApiError;
+use super::options::Options;
+use super::types::{Answer, Choice, Head, Kind, Message, finish_reason, sum};
+use crate::api::{GenerationEvent, Usage};
+
+const DONE: &[u8] = b"data: [DONE]\n\n";
+
+/// Starts the response once the first event is there, so that what fails before it still gets its HTTP status.
+///
+/// # Errors
+/// The failure of the first prompt that has anything to say.
+pub(super) async fn respond<S>(mut encoder: Encoder, answers: Vec<S>) -> Result<Response, ApiError>
+where
+    S: Stream<Item = Result<GenerationEvent, Error>> + Send + Unpin + 'static,
+{
+    let numbered = answers.into_iter().enumerate().map(|(index, answer)| answer.map(move |event| (index, event)));
+    let mut events = select_all(numbered);
+    let first = match events.next().await {
+        Some((_, Err(error))) => return Err(error.into()),
+        first => first,
+    };
+    // Dropped with the connection: that cancels every prompt still running.
+    let body = async_stream::stream! {
+        let mut next = first;
+        while let Some((index, event)) = next {
+            match event {
+                Ok(event) => yield Ok::<_, Infallible>(encoder.event(index, event)),
+                Err(error) => {
+                    yield Ok(failure(error));
+                    return;
+                }
+            }
+            next = events.next().await;
+        }
+        yield Ok(encoder.end());
+    };
+    let headers = [
+        (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+        (header::CACHE_CONTROL, "no-cache"),
+        // nginx would collect the tokens otherwise.
+        (header::HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
+    Ok((headers, Body::from_stream(body)).into_response())
+}
+
+/// Events of all prompts to bytes; pure.
+pub(super) struct Encoder {
+    head: Head,
+    include_usage: bool,
+    continuous_usage: bool,
+    return_token_ids: bool,
+    choices: Vec<Progress>,
+}
+
+/// How far one prompt's answer is.
+struct Progress {
+    /// The prompt's text, sent before the first token.
+    echo: Option<String>,
+    started: bool,
+    finished: bool,
+    usage: Usage,
+}
+
+/// What the encoder must know of a prompt.
+pub(super) struct PromptInfo {
+    /// The prompt's text, to be repeated before the answer.
+    pub echo: Option<String>,
+    pub tokens: usize,
+}
+
+impl Encoder {
+    pub fn new(head: Head, options: &Options, prompts: Vec<PromptInfo>) -> Self {
+        let progress = |prompt: PromptInfo| Progress {
+            echo: prompt.echo,
+            started: false,
+            finished: false,
+            usage: Usage { prompt: u32::try_from(prompt.tokens).unwrap_or(u32::MAX), ..Usage::default() },
+        };
+        Self {
+            head,
+            include_usage: options.include_usage,
+            continuous_usage: options.continuous_usage,
+            return_token_ids: options.return_token_ids,
+            choices: prompts.into_iter().map(progress).collect(),
+        }
+    }
+
+    /// The chunk for one event of prompt `index`.
+    pub fn event(&mut self, index: usize, event: GenerationEvent) -> Bytes {
+        let Some(progress) = self.choices.get_mut(index) else { return Bytes::new() };
+        let (text, id, reason) = match event {
+            GenerationEvent::Token { id, text, .. } => {
+                progress.usage.completion += 1;
+                (text, Some(id), None)
+            }
+            GenerationEvent::Finish { reason, text, usage, .. } => {
+                progress.usage = usage;
+                progress.finished = true;
+                (text, None, Some(finish_reason(reason)))
+            }
+        };
+        let text = match progress.echo.take() {
+            Some(prompt) => prompt + &text,
+            None => text,
+        };
+        let first = !std::mem::replace(&mut progress.started, true);
+        let mut choice = Choice { index, finish_reason: reason, ..Choice::default() };
+        match self.head.kind {
+            Kind::Completion => choice.text = Some(text),
+            Kind::Chat => {
+                // The role travels with the first token, never before it.
+                let content = (id.is_some() || !text.is_empty()).then_some(text);
+                choice.delta = Some(Message { role: first.then_some("assistant"), content });
+            }
+        }
+        let ids: &[u32] = id.as_slice();
+        choice.token_ids = self.return_token_ids.then_some(ids);
+        let usage = if self.continuous_usage {
+            Some(Some(progress.usage))
+        } else {
+            self.include_usage.then_some(None)
+        };
+        event_bytes(&self.head.chunk(vec![choice], usage))
+    }
+
+    /// What follows the last event: counts and `[DONE]`, or an error if an answer just stopped.
+    pub fn end(&self) -> Bytes {
+        if !self.choices.iter().all(|progress| progress.finished) {
+            return failure(Error::new(ErrorKind::Internal, "the answer ended without a reason"));
+        }
+        let mut bytes = Vec::new();
+        if self.include_usage {
+            let usage = sum(self.choices.iter().map(|progress| progress.usage));
+            bytes.extend_from_slice(&event_bytes(&self.head.chunk(Vec::new(), Some(Some(usage)))));
+        }
+        bytes.extend_from_slice(DONE);
+        bytes.into()
+    }
+}
+
+fn failure(error: Error) -> Bytes {
+    format!("data: {}\n\n", ApiError::from(error).json()).into()
+}
+
+fn event_bytes(answer: &Answer<'_>) -> Bytes {
+    let mut bytes = b"data: ".to_vec();
+    // Strings, integers and lists of them cannot fail to serialize into memory.
+    if serde_json::to_writer(&mut bytes, answer).is_err() {
+        return failure(Error::new(ErrorKind::Internal, "the answer cannot be written as JSON"));
+    }
+    bytes.extend_from_slice(b"\n\n");
+    bytes.into()
+}

@@ -1,0 +1,147 @@
+//! Answers as clients see them, from scripted events: no nodes, no sockets.
+use axum::body::to_bytes;
+use axum::response::{IntoResponse, Response};
+use futures::stream::{self, BoxStream, StreamExt};
+use serde_json::{Value, json};
+use tandem_proto::v1::{FinishReason, Timings};
+use tandem_proto::{Error, ErrorKind};
+
+use super::answer::{collect, whole};
+use super::fields::Fields;
+use super::options::Options;
+use super::sse::{Encoder, PromptInfo, respond};
+use super::types::{Head, Kind};
+use crate::api::{GenerationEvent, Usage};
+
+type Events = BoxStream<'static, Result<GenerationEvent, Error>>;
+
+fn token(index: u32, id: u32, text: &str) -> Result<GenerationEvent, Error> {
+    Ok(GenerationEvent::Token { id, text: text.into(), logprob: 0.0, index })
+}
+
+fn finish(reason: FinishReason, text: &str, completion: u32) -> Result<GenerationEvent, Error> {
+    Ok(GenerationEvent::Finish {
+        reason,
+        text: text.into(),
+        usage: Usage { prompt: 3, completion, cached: 1 },
+        timings: Box::new(Timings::default()),
+        trace_id: String::new(),
+    })
+}
+
+fn options(json: &str) -> Options {
+    Options::parse(&Fields::parse(json).unwrap()).unwrap()
+}
+
+fn encoder(kind: Kind, options: &Options, echoes: &[Option<&str>]) -> Encoder {
+    let info = |echo: &Option<&str>| PromptInfo { echo: echo.map(str::to_owned), tokens: 3 };
+    Encoder::new(Head::new(kind, "r1", "m", 7), options, echoes.iter().map(info).collect())
+}
+
+fn answer(events: Vec<Result<GenerationEvent, Error>>) -> Events {
+    stream::iter(events).boxed()
+}
+
+async fn body(response: Response) -> String {
+    String::from_utf8(to_bytes(response.into_body(), 1 << 20).await.unwrap().to_vec()).unwrap()
+}
+
+/// The data of every event; `[DONE]` as a string.
+async fn events(response: Response) -> Vec<Value> {
+    let text = body(response).await;
+    assert!(text.ends_with("\n\n"));
+    text.trim_end()
+        .split("\n\n")
+        .map(|event| event.strip_prefix("data: ").expect(event))
+        .map(|data| serde_json::from_str(data).unwrap_or_else(|_| data.into()))
+        .collect()
+}
+
+const PLAIN: &str = r#"{"stream": true}"#;
+
+#[tokio::test]
+async fn a_chat_streams_one_token_a_chunk_and_the_role_with_the_first() {
+    let options = options(
+        r#"{"stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true}"#,
+    );
+    let script = vec![token(0, 5, "Hé"), token(1, 6, ""), token(2, 2, "y"), finish(FinishReason::Stop, "!", 3)];
+    let response = respond(encoder(Kind::Chat, &options, &[None]), vec![answer(script)]).await.unwrap();
+    assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
+    let events = events(response).await;
+    let choices: Vec<&Value> = events[..4].iter().map(|event| &event["choices"][0]).collect();
+    assert_eq!(
+        events[0],
+        json!({
+            "id": "chatcmpl-r1", "object": "chat.completion.chunk", "created": 7, "model": "m", "usage": null,
+            "choices": [{"index": 0, "delta": {"role": "assistant", "content": "Hé"}, "logprobs": null,
+                "finish_reason": null, "token_ids": [5]}],
+        })
+    );
+    assert_eq!((&choices[1]["delta"], &choices[1]["token_ids"]), (&json!({"content": ""}), &json!([6])));
+    assert_eq!((&choices[3]["delta"], &choices[3]["finish_reason"]), (&json!({"content": "!"}), &json!("stop")));
+    assert_eq!(events[4]["choices"], json!([]));
+    assert_eq!(
+        events[4]["usage"],
+        json!({"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 1}})
+    );
+    assert_eq!(events[5], "[DONE]");
+    assert_eq!(events.len(), 6);
+}
+
+#[tokio::test]
+async fn usage_only_when_asked() {
+    let script = vec![token(0, 5, "a"), finish(FinishReason::Length, "", 1)];
+    let response = respond(encoder(Kind::Chat, &options(PLAIN), &[None]), vec![answer(script.clone())]).await.unwrap();
+    let plain = events(response).await;
+    assert_eq!((plain.len(), plain.last().unwrap()), (3, &json!("[DONE]")));
+    assert!(plain.iter().all(|event| event.get("usage").is_none()));
+    assert_eq!(plain[1]["choices"][0]["delta"], json!({}));
+    let each = options(r#"{"stream": true, "stream_options": {"continuous_usage_stats": true}}"#);
+    let response = respond(encoder(Kind::Chat, &each, &[None]), vec![answer(script)]).await.unwrap();
+    assert_eq!(events(response).await[0]["usage"]["completion_tokens"], 1);
+}
+
+#[tokio::test]
+async fn several_prompts_keep_their_numbers_and_echo_comes_once() {
+    let one = |text: &str| answer(vec![token(0, 5, text), token(1, 6, text), finish(FinishReason::Length, "", 2)]);
+    let options = options(r#"{"stream": true, "stream_options": {"include_usage": true}}"#);
+    let encoder = encoder(Kind::Completion, &options, &[Some("P"), None]);
+    let events = events(respond(encoder, vec![one("a"), one("b")]).await.unwrap()).await;
+    let mut texts = [String::new(), String::new()];
+    for choice in events.iter().filter_map(|event| event.get("choices")?.get(0)) {
+        texts[choice["index"].as_u64().unwrap() as usize] += choice["text"].as_str().unwrap();
+    }
+    assert_eq!(texts, ["Paa", "bb"]);
+    assert_eq!(events[events.len() - 2]["usage"]["completion_tokens"], 4);
+}
+
+#[tokio::test]
+async fn a_failure_before_the_first_token_is_a_status_and_later_an_event_without_done() {
+    let failure = || Err(Error::new(ErrorKind::Unavailable, "gone"));
+    let early = respond(encoder(Kind::Chat, &options(PLAIN), &[None]), vec![answer(vec![failure()])]).await;
+    assert_eq!(early.unwrap_err().into_response().status(), 503);
+    let script = vec![token(0, 5, "a"), Err(Error::new(ErrorKind::Aborted, "gone"))];
+    let late = respond(encoder(Kind::Chat, &options(PLAIN), &[None]), vec![answer(script)]).await.unwrap();
+    let late = events(late).await;
+    assert_eq!((late.len(), &late[1]["error"]["code"]), (2, &json!("aborted")));
+    let silent = respond(encoder(Kind::Chat, &options(PLAIN), &[None]), vec![answer(vec![token(0, 5, "a")])]).await;
+    assert_eq!(events(silent.unwrap()).await[1]["error"]["code"], "internal_error");
+}
+
+#[tokio::test]
+async fn a_whole_answer() {
+    let script = || answer(vec![token(0, 5, "a"), token(1, 6, "b"), finish(FinishReason::Stop, "c", 2)]);
+    for (kind, object, content) in
+        [(Kind::Chat, "chat.completion", "message"), (Kind::Completion, "text_completion", "text")]
+    {
+        let answers = [collect(script()).await.unwrap()];
+        let head = Head::new(kind, "r1", "m", 7);
+        let prompts = vec![PromptInfo { echo: None, tokens: 3 }];
+        let response = whole(&head, &options(r#"{"return_token_ids": true}"#), prompts, &answers);
+        let answer: Value = serde_json::from_str(&body(response).await).unwrap();
+        let text = if kind == Kind::Chat { json!({"role": "assistant", "content": "abc"}) } else { json!("abc") };
+        assert_eq!((&answer["object"], &answer["choices"][0][content]), (&json!(object), &text));
+        assert_eq!((&answer["choices"][0]["token_ids"], &answer["usage"]["total_tokens"]), (&json!([5, 6]), &json!(5)));
+    }
+    assert!(collect(answer(vec![token(0, 5, "a")])).await.is_err());
+}

@@ -1,0 +1,150 @@
+//! The JSON of answers: whole ones and the chunks of a stream, for both endpoints.
+//! Reference: <https://platform.openai.com/docs/api-reference>; `token_ids` is vLLM's.
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use tandem_proto::v1::FinishReason;
+
+use crate::api::Usage;
+
+/// Which endpoint answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Chat,
+    Completion,
+}
+
+impl Kind {
+    /// `gen_ai.operation.name` of the request's span.
+    pub fn operation(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Completion => "text_completion",
+        }
+    }
+}
+
+/// What every chunk of one answer repeats.
+#[derive(Clone, Debug)]
+pub(super) struct Head {
+    pub kind: Kind,
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl Head {
+    pub fn new(kind: Kind, request_id: &str, model: &str, created: u64) -> Self {
+        let prefix = match kind {
+            Kind::Chat => "chatcmpl",
+            Kind::Completion => "cmpl",
+        };
+        Self { kind, id: format!("{prefix}-{request_id}"), created, model: model.to_owned() }
+    }
+
+    /// A whole answer.
+    pub fn answer<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Usage) -> Answer<'a> {
+        let object = match self.kind {
+            Kind::Chat => "chat.completion",
+            Kind::Completion => "text_completion",
+        };
+        Answer { object, ..self.chunk(choices, Some(Some(usage))) }
+    }
+
+    /// A part of a streamed answer. `usage`: absent, `null`, or counts.
+    pub fn chunk<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Option<Option<Usage>>) -> Answer<'a> {
+        let object = match self.kind {
+            Kind::Chat => "chat.completion.chunk",
+            Kind::Completion => "text_completion",
+        };
+        let usage = usage.map(|usage| usage.map(UsageBody::from));
+        Answer { id: &self.id, object, created: self.created, model: &self.model, choices, usage }
+    }
+}
+
+/// The outermost object.
+#[derive(Serialize)]
+pub(super) struct Answer<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: Vec<Choice<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageBody>>,
+}
+
+/// The answer to one prompt, or a part of it.
+#[derive(Default, Serialize)]
+pub(super) struct Choice<'a> {
+    pub index: usize,
+    /// Completions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// Chats, whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub message: Option<Message>,
+    /// Chats, in parts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delta: Option<Message>,
+    /// Always `null`: asking for it is refused.
+    pub logprobs: (),
+    pub finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<&'a [u32]>,
+}
+
+/// A chat message or what a chunk adds to it.
+#[derive(Default, Serialize)]
+pub(super) struct Message {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content: Option<String>,
+}
+
+#[derive(Serialize)]
+struct UsageBody {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    prompt_tokens_details: PromptDetails,
+}
+
+#[derive(Serialize)]
+struct PromptDetails {
+    cached_tokens: u32,
+}
+
+impl From<Usage> for UsageBody {
+    fn from(usage: Usage) -> Self {
+        Self {
+            prompt_tokens: usage.prompt,
+            completion_tokens: usage.completion,
+            total_tokens: usage.prompt.saturating_add(usage.completion),
+            prompt_tokens_details: PromptDetails { cached_tokens: usage.cached },
+        }
+    }
+}
+
+/// The counts of several prompts together.
+pub(super) fn sum(usages: impl IntoIterator<Item = Usage>) -> Usage {
+    usages.into_iter().fold(Usage::default(), |sum, usage| Usage {
+        prompt: sum.prompt.saturating_add(usage.prompt),
+        completion: sum.completion.saturating_add(usage.completion),
+        cached: sum.cached.saturating_add(usage.cached),
+    })
+}
+
+/// OpenAI's word for why an answer ended.
+pub(super) fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Length => "length",
+        FinishReason::Stop | FinishReason::Unspecified => "stop",
+    }
+}
+
+/// Now, as `created` fields have it.
+pub(super) fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

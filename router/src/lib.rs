@@ -1,0 +1,26 @@
+//! The router: the only orchestrator. It speaks to clients, knows the nodes, and owns every request.
+//!
+//! - [`api`]: the border between the edges and the flow; start reading here.
+//! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
+//! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline.
+//! - [`select`]: which pair of nodes; pure.
+//! - [`membership`]: the node table, and the gRPC service that fills it.
+//! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
+//! - [`traces`], [`metrics`]: what happened, for people.
+//! - [`config`]: flags, resolved once.
+//!
+//! The router never sees a KV block: tickets pass through it as opaque bytes.
+#![forbid(unsafe_code)]
+
+pub mod api;
+pub mod config;
+pub mod flow;
+pub mod grpc;
+pub mod http;
+pub mod membership;
+pub mod metrics;
+pub mod select;
+pub mod template;
+pub mod text;
+pub mod tokenizer;
+pub mod traces;

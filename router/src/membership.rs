@@ -1,0 +1,264 @@
+//! The node table: the one map that tasks of the router share. Owns who is there, what each node reported, and what was
+//! routed to it since; a node's death is told to its running requests through [`Node::died`]. Time is an argument of
+//! everything that depends on it. The gRPC service that fills the table is [`join`]; who gets a request is
+//! [`crate::select`]'s matter.
+//!
+//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
+pub mod join;
+mod table;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::select::{Candidate, Need, NoPair, Role};
+use table::{Share, Table};
+
+/// Nodes at most; the next one is refused.
+pub const MAX_NODES: usize = 1024;
+/// How often a node reports.
+pub const REPORT_INTERVAL: Duration = Duration::from_millis(500);
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+const MAX_NODE_ID_BYTES: usize = 128;
+
+/// What every node must agree on with this router.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    /// XXH3-64 of the model file.
+    pub model_digest: u64,
+    /// End-of-sequence token.
+    pub eos_token_id: u32,
+}
+
+/// One incarnation of a node. Its channel goes with it.
+#[derive(Debug)]
+pub struct Node {
+    /// Key in the table; never used twice.
+    pub session: u64,
+    /// What it does.
+    pub role: Role,
+    /// What it said when it registered.
+    pub info: v1::Register,
+    endpoint: Endpoint,
+    channel: OnceLock<Channel>,
+    dead: CancellationToken,
+    why: OnceLock<String>,
+}
+
+impl Node {
+    /// Which life of the node this is.
+    pub fn incarnation(&self) -> Incarnation {
+        Incarnation(self.info.incarnation)
+    }
+
+    /// The connection to the node, made at the first call on it. Needs a tokio runtime.
+    pub fn channel(&self) -> Channel {
+        self.channel.get_or_init(|| self.endpoint.connect_lazy()).clone()
+    }
+
+    /// Waits for the node's death, and says what it died of.
+    pub async fn died(&self) -> String {
+        self.dead.cancelled().await;
+        self.why.get().cloned().unwrap_or_default()
+    }
+
+    fn new(session: u64, role: Role, info: v1::Register, endpoint: Endpoint) -> Self {
+        let (channel, why) = (OnceLock::new(), OnceLock::new());
+        Self { session, role, info, endpoint, channel, dead: CancellationToken::new(), why }
+    }
+
+    fn end(&self, why: &str) {
+        if self.why.set(why.to_owned()).is_ok() {
+            tracing::warn!(node = self.info.node_id, incarnation = %self.incarnation(), why, "node gone");
+        }
+        self.dead.cancel();
+    }
+}
+
+/// Handle to the node table.
+#[derive(Clone, Debug)]
+pub struct Membership {
+    table: Arc<Mutex<Table>>,
+    expected: Expected,
+    lease: Duration,
+}
+
+/// A pair of nodes for one request, with the work booked on both until this is dropped.
+#[derive(Debug)]
+pub struct Route {
+    /// Computes the prompt.
+    pub prefill: Arc<Node>,
+    /// Generates.
+    pub decode: Arc<Node>,
+    /// All candidates, the chosen one first.
+    pub candidates: Vec<Candidate>,
+    shares: [Share; 2],
+    table: Arc<Mutex<Table>>,
+}
+
+impl Drop for Route {
+    fn drop(&mut self) {
+        lock(&self.table).unbook(&self.shares);
+    }
+}
+
+/// Sums over the nodes, for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Prefill nodes.
+    pub prefill_nodes: u32,
+    /// Decode nodes.
+    pub decode_nodes: u32,
+    /// Requests that run on decode nodes.
+    pub running: u64,
+    /// Requests that wait on nodes of either role.
+    pub waiting: u64,
+    /// Free KV blocks of decode nodes.
+    pub free_blocks: u64,
+    /// KV blocks of decode nodes.
+    pub total_blocks: u64,
+}
+
+impl Membership {
+    /// An empty table. Nodes that do not match `expected` are refused.
+    pub fn new(expected: Expected, lease: Duration) -> Self {
+        Self { table: Arc::new(Mutex::new(Table::default())), expected, lease }
+    }
+
+    /// Silence after which a node is dead.
+    pub fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    /// Enters a node. A node of the same name is replaced: its requests end.
+    ///
+    /// # Errors
+    /// `Incompatible` for a field or digest that is wrong, `Overloaded` when the table is full.
+    pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
+        let (role, endpoint) = check(&info, &self.expected)?;
+        lock(&self.table).insert(|session| Node::new(session, role, info, endpoint), now)
+    }
+
+    /// Takes a load report.
+    pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
+        lock(&self.table).report(session, load, now);
+    }
+
+    /// The node takes no new work from now on.
+    pub fn draining(&self, session: u64, now: Instant) {
+        lock(&self.table).draining(session, now);
+    }
+
+    /// Ends the node of this session, if it is still there.
+    pub fn remove(&self, session: u64, why: &str) {
+        lock(&self.table).remove(session, why);
+    }
+
+    /// Ends every node whose last report is older than the lease.
+    pub fn expire(&self, now: Instant) {
+        lock(&self.table).expire(now, self.lease);
+    }
+
+    /// Calls [`Self::expire`] often enough that death is seen within a tenth of the lease. Ends never.
+    pub async fn watch(self) {
+        let mut ticks = tokio::time::interval((self.lease / 10).max(Duration::from_millis(5)));
+        loop {
+            ticks.tick().await;
+            self.expire(Instant::now());
+        }
+    }
+
+    /// Picks the pair for a request and books its work on both nodes.
+    ///
+    /// # Errors
+    /// [`NoPair`].
+    pub fn route(&self, prompt_tokens: u32, max_tokens: u32) -> Result<Route, NoPair> {
+        let need = Need {
+            prompt_tokens,
+            total_tokens: prompt_tokens.saturating_add(max_tokens),
+            block_tokens: BLOCK_TOKENS as u32,
+        };
+        let (prefill, decode, candidates, shares) = lock(&self.table).route(&need)?;
+        Ok(Route { prefill, decode, candidates, shares, table: Arc::clone(&self.table) })
+    }
+
+    /// Whether a compatible pair is there that takes new work.
+    pub fn has_pair(&self) -> bool {
+        lock(&self.table).has_pair()
+    }
+
+    /// Sums over all nodes.
+    pub fn totals(&self) -> Totals {
+        lock(&self.table).totals()
+    }
+
+    /// The nodes as `/debug/cluster` shows them, by name.
+    pub fn json(&self) -> serde_json::Value {
+        json!({ "lease_ms": self.lease.as_millis() as u64, "nodes": lock(&self.table).json() })
+    }
+}
+
+/// The table has no invariant that a panicking holder could break half-way: go on with it.
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Endpoint), Error> {
+    let refuse = |why: String| Error::new(ErrorKind::Incompatible, format!("node `{}`: {why}", info.node_id));
+    let printable = info.node_id.chars().all(|c| c.is_ascii_graphic());
+    if info.node_id.is_empty() || info.node_id.len() > MAX_NODE_ID_BYTES || !printable {
+        let why = format!("a node id has 1 to {MAX_NODE_ID_BYTES} visible ASCII characters");
+        return Err(Error::new(ErrorKind::Incompatible, why));
+    }
+    let role = match info.role() {
+        v1::Role::Prefill => Role::Prefill,
+        v1::Role::Decode => Role::Decode,
+        v1::Role::Unspecified => return Err(refuse("no role".into())),
+    };
+    let transport = info.transport.as_ref().ok_or_else(|| refuse("no transport".into()))?;
+    for (name, missing) in [
+        ("incarnation", info.incarnation == 0),
+        ("compatibility_digest", info.compatibility_digest == 0),
+        ("total_blocks", info.total_blocks == 0),
+        ("max_context_tokens", info.max_context_tokens == 0),
+        ("max_running", info.max_running == 0),
+        ("transport.backend", transport.backend.is_empty()),
+        ("transport.build_id", transport.build_id.is_empty()),
+    ] {
+        if missing {
+            return Err(refuse(format!("{name} is empty")));
+        }
+    }
+    if info.block_tokens as usize != BLOCK_TOKENS {
+        return Err(refuse(format!("blocks of {} tokens, this cluster has {BLOCK_TOKENS}", info.block_tokens)));
+    }
+    if info.model_digest != expected.model_digest {
+        return Err(refuse(format!(
+            "its model file has digest {:016x}, the router's has {:016x}: start both with the same --model",
+            info.model_digest, expected.model_digest
+        )));
+    }
+    if info.eos_token_id != expected.eos_token_id {
+        let (node, router) = (info.eos_token_id, expected.eos_token_id);
+        return Err(refuse(format!("its end-of-sequence token is {node}, the router's {router}")));
+    }
+    let endpoint = Endpoint::from_shared(info.endpoint.clone())
+        .ok()
+        .filter(|endpoint| endpoint.uri().scheme_str() == Some("http") && endpoint.uri().port().is_some())
+        .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port", info.endpoint)))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(KEEPALIVE_TIMEOUT);
+    Ok((role, endpoint))
+}
+
+#[cfg(test)]
+mod tests;

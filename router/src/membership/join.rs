@@ -1,0 +1,86 @@
+//! The gRPC service `Membership`: one stream per node feeds the table. The stream's end, for any reason, is the node's
+//! death, and the node's death (silence, replacement) ends the stream, so that a node that wakes up registers anew.
+use std::time::Instant;
+
+use tandem_proto::{Error, ErrorKind, v1};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{Membership, Node, REPORT_INTERVAL};
+
+type Reports = Streaming<v1::NodeReport>;
+type Replies = mpsc::Sender<Result<v1::RouterReport, Status>>;
+
+#[tonic::async_trait]
+impl v1::membership_server::Membership for Membership {
+    type JoinStream = ReceiverStream<Result<v1::RouterReport, Status>>;
+
+    async fn join(&self, request: Request<Reports>) -> Result<Response<Self::JoinStream>, Status> {
+        let mut reports = request.into_inner();
+        let first = tokio::time::timeout(self.lease(), reports.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("no Register came within the lease"))??;
+        let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
+            return Err(Status::invalid_argument("the first message of Join is a Register"));
+        };
+        let node = self.register(info, Instant::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        let (role, transport) = (node.role.as_str(), node.info.transport.as_ref().map_or("", |t| &t.name));
+        tracing::info!(node = node.info.node_id, role, transport, incarnation = %node.incarnation(), "node joined");
+        let (replies, receiver) = mpsc::channel(2);
+        tokio::spawn(Session { membership: self.clone(), node, why: "its stream was cut" }.run(reports, replies));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+/// A registered node's stream. Dropping it removes the node.
+struct Session {
+    membership: Membership,
+    node: std::sync::Arc<Node>,
+    why: &'static str,
+}
+
+impl Session {
+    async fn run(mut self, mut reports: Reports, replies: Replies) {
+        let accepted = v1::RouterReport {
+            accepted_incarnation: self.node.info.incarnation,
+            report_interval_ms: REPORT_INTERVAL.min(self.membership.lease() / 3).as_millis() as u32,
+            lease_ms: u32::try_from(self.membership.lease().as_millis()).unwrap_or(u32::MAX),
+        };
+        // The channel is empty and has room.
+        let _ = replies.try_send(Ok(accepted));
+        self.why = loop {
+            tokio::select! {
+                why = self.node.died() => {
+                    let gone = Error::new(ErrorKind::Aborted, format!("the router gave this node up: {why}"));
+                    let _ = replies.try_send(Err(gone.into()));
+                    return;
+                }
+                () = replies.closed() => break "its stream was closed",
+                report = reports.message() => match report {
+                    Ok(Some(report)) => if let Err(why) = self.take(report) { break why },
+                    Ok(None) => break "it left",
+                    Err(_) => break "its stream was cut",
+                }
+            }
+        };
+    }
+
+    fn take(&self, report: v1::NodeReport) -> Result<(), &'static str> {
+        use v1::node_report::Report;
+        match report.report {
+            Some(Report::Load(load)) => self.membership.report(self.node.session, &load, Instant::now()),
+            Some(Report::Draining(_)) => self.membership.draining(self.node.session, Instant::now()),
+            Some(Report::Register(_)) => return Err("it registered twice on one stream"),
+            // A report of a later version.
+            None => {}
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.membership.remove(self.node.session, self.why);
+    }
+}

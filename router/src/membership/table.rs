@@ -1,0 +1,197 @@
+//! The table's state machine: entries, bookings, expiry. Synchronous; the lock around it is in [`super`].
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tandem_proto::{Error, ErrorKind, v1};
+
+use super::{MAX_NODES, Node, Totals};
+use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Work};
+
+/// Work booked on a node. It counts until the node's next report, which includes it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Share {
+    session: u64,
+    epoch: u64,
+    work: Work,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    entries: BTreeMap<u64, Entry>,
+    last_session: u64,
+    turn: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    node: Arc<Node>,
+    load: v1::Load,
+    routed: Work,
+    /// Reports taken so far.
+    epoch: u64,
+    heard: Instant,
+    draining: bool,
+}
+
+impl Table {
+    pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
+        let node = Arc::new(node(self.last_session + 1));
+        let twin = self.entries.values().find(|entry| entry.node.info.node_id == node.info.node_id);
+        match twin.map(|entry| entry.node.session) {
+            Some(session) => self.remove(session, "it registered again"),
+            None if self.entries.len() >= MAX_NODES => {
+                return Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")));
+            }
+            None => {}
+        }
+        self.last_session = node.session;
+        let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
+        let routed = Work::default();
+        let entry = Entry { node: Arc::clone(&node), load, routed, epoch: 0, heard: now, draining: false };
+        self.entries.insert(node.session, entry);
+        Ok(node)
+    }
+
+    pub fn report(&mut self, session: u64, load: &v1::Load, now: Instant) {
+        if let Some(entry) = self.entries.get_mut(&session) {
+            let free_blocks = load.free_blocks.min(entry.node.info.total_blocks);
+            entry.load = v1::Load { free_blocks, ..*load };
+            entry.routed = Work::default();
+            entry.epoch += 1;
+            entry.heard = now;
+        }
+    }
+
+    pub fn draining(&mut self, session: u64, now: Instant) {
+        if let Some(entry) = self.entries.get_mut(&session) {
+            entry.draining = true;
+            entry.heard = now;
+        }
+    }
+
+    pub fn remove(&mut self, session: u64, why: &str) {
+        if let Some(entry) = self.entries.remove(&session) {
+            entry.node.end(why);
+        }
+    }
+
+    pub fn expire(&mut self, now: Instant, lease: Duration) {
+        let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
+        let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
+        for session in sessions {
+            self.remove(session, &format!("it was silent for {} ms", lease.as_millis()));
+        }
+    }
+
+    #[expect(clippy::type_complexity, reason = "the parts of one Route, which the caller joins to the table's handle")]
+    pub fn route(&mut self, need: &Need) -> Result<(Arc<Node>, Arc<Node>, Vec<Candidate>, [Share; 2]), NoPair> {
+        self.turn = self.turn.wrapping_add(1);
+        let candidates = select::select(&self.views(), need, self.turn)?;
+        let (prefill_session, decode_session) = (candidates[0].prefill, candidates[0].decode);
+        let prefill_work =
+            Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
+        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks() };
+        let (prefill, prefill_share) = self.book(prefill_session, prefill_work)?;
+        let (decode, decode_share) = self.book(decode_session, decode_work)?;
+        Ok((prefill, decode, candidates, [prefill_share, decode_share]))
+    }
+
+    fn book(&mut self, session: u64, work: Work) -> Result<(Arc<Node>, Share), NoPair> {
+        let entry = self.entries.get_mut(&session).ok_or(NoPair::Incompatible)?;
+        entry.routed.requests += work.requests;
+        entry.routed.tokens += work.tokens;
+        entry.routed.blocks = entry.routed.blocks.saturating_add(work.blocks);
+        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work }))
+    }
+
+    /// Takes bookings back that no report has replaced yet.
+    pub fn unbook(&mut self, shares: &[Share]) {
+        for share in shares {
+            if let Some(entry) = self.entries.get_mut(&share.session).filter(|entry| entry.epoch == share.epoch) {
+                let routed = &mut entry.routed;
+                routed.requests = routed.requests.saturating_sub(share.work.requests);
+                routed.tokens = routed.tokens.saturating_sub(share.work.tokens);
+                routed.blocks = routed.blocks.saturating_sub(share.work.blocks);
+            }
+        }
+    }
+
+    pub fn has_pair(&self) -> bool {
+        let views = self.views();
+        let of = |role| views.iter().filter(move |view| view.role == role && !view.draining);
+        of(Role::Prefill).any(|prefill| of(Role::Decode).any(|decode| select::compatible(prefill, decode)))
+    }
+
+    pub fn totals(&self) -> Totals {
+        self.entries.values().fold(Totals::default(), |mut totals, entry| {
+            totals.waiting += u64::from(entry.load.waiting);
+            match entry.node.role {
+                Role::Prefill => totals.prefill_nodes += 1,
+                Role::Decode => {
+                    totals.decode_nodes += 1;
+                    totals.running += u64::from(entry.load.running);
+                    totals.free_blocks += u64::from(entry.load.free_blocks);
+                    totals.total_blocks += u64::from(entry.node.info.total_blocks);
+                }
+            }
+            totals
+        })
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        let mut entries: Vec<&Entry> = self.entries.values().collect();
+        entries.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
+        entries.into_iter().map(Entry::json).collect()
+    }
+
+    fn views(&self) -> Vec<NodeView> {
+        self.entries.values().map(Entry::view).collect()
+    }
+}
+
+impl Entry {
+    fn view(&self) -> NodeView {
+        let info = &self.node.info;
+        let transport = info.transport.clone().unwrap_or_default();
+        NodeView {
+            session: self.node.session,
+            node_id: info.node_id.clone(),
+            role: self.node.role,
+            compatibility_digest: info.compatibility_digest,
+            transport: (transport.backend, transport.build_id),
+            total_blocks: info.total_blocks,
+            free_blocks: self.load.free_blocks,
+            max_context_tokens: info.max_context_tokens,
+            max_running: info.max_running,
+            draining: self.draining,
+            reported: Work {
+                requests: self.load.running.saturating_add(self.load.waiting),
+                tokens: self.load.queued_tokens,
+                blocks: 0,
+            },
+            routed: self.routed,
+        }
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let info = &self.node.info;
+        json!({
+            "id": info.node_id,
+            "role": self.node.role.as_str(),
+            "incarnation": self.node.incarnation().to_string(),
+            "endpoint": info.endpoint,
+            "transport": info.transport.as_ref().map_or("", |transport| &transport.name),
+            "transport_build": info.transport.as_ref().map_or("", |transport| &transport.build_id),
+            "compatibility_digest": format!("{:016x}", info.compatibility_digest),
+            "model": info.model_name,
+            "draining": self.draining,
+            "free_blocks": self.load.free_blocks,
+            "total_blocks": info.total_blocks,
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "queued_tokens": self.load.queued_tokens,
+        })
+    }
+}

@@ -1,0 +1,114 @@
+//! The node table with time as an argument: expiry, replacement, refusal, booking.
+use super::*;
+
+const LEASE: Duration = Duration::from_secs(3);
+
+fn membership() -> Membership {
+    Membership::new(Expected { model_digest: 9, eos_token_id: 2 }, LEASE)
+}
+
+pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::Register {
+    v1::Register {
+        node_id: node_id.into(),
+        role: role.into(),
+        incarnation,
+        compatibility_digest: 5,
+        model_digest: 9,
+        model_name: "m".into(),
+        endpoint: "http://127.0.0.1:1".into(),
+        transport: Some(v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() }),
+        total_blocks: 64,
+        block_tokens: 16,
+        max_context_tokens: 1024,
+        max_running: 8,
+        eos_token_id: 2,
+    }
+}
+
+fn dead(node: &Node) -> bool {
+    node.dead.is_cancelled()
+}
+
+#[test]
+fn silence_longer_than_the_lease_is_death() {
+    let (membership, start) = (membership(), Instant::now());
+    let prefill = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    let decode = membership.register(register("d", v1::Role::Decode, 1), start).unwrap();
+    membership.report(decode.session, &v1::Load::default(), start + LEASE);
+    membership.expire(start + LEASE);
+    assert!(membership.has_pair());
+    membership.expire(start + LEASE + Duration::from_millis(1));
+    assert!(dead(&prefill) && !dead(&decode) && !membership.has_pair());
+    assert!(prefill.why.get().unwrap().contains("silent for 3000 ms"));
+}
+
+#[test]
+fn a_new_incarnation_replaces_the_old_one() {
+    let (membership, now) = (membership(), Instant::now());
+    let old = membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
+    let new = membership.register(register("p", v1::Role::Prefill, 2), now).unwrap();
+    assert!(dead(&old) && !dead(&new));
+    // The late end of the old stream does not touch the new node.
+    membership.remove(old.session, "late");
+    assert_eq!(membership.totals().prefill_nodes, 1);
+}
+
+#[test]
+fn what_does_not_match_is_refused_in_words() {
+    let cases: [(fn(&mut v1::Register), &str); 8] = [
+        (|r| r.model_digest = 1, "digest"),
+        (|r| r.compatibility_digest = 0, "compatibility_digest"),
+        (|r| r.incarnation = 0, "incarnation"),
+        (|r| r.node_id = "a b".into(), "visible ASCII"),
+        (|r| r.role = 77, "no role"),
+        (|r| r.transport = None, "no transport"),
+        (|r| r.endpoint = "ftp://x".into(), "http://host:port"),
+        (|r| r.block_tokens = 32, "blocks of 32 tokens"),
+    ];
+    for (change, words) in cases {
+        let mut info = register("p", v1::Role::Prefill, 1);
+        change(&mut info);
+        let error = membership().register(info, Instant::now()).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Incompatible);
+        assert!(error.message.contains(words), "{}", error.message);
+    }
+}
+
+#[test]
+fn a_draining_node_gets_nothing_new() {
+    let (membership, now) = (membership(), Instant::now());
+    membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
+    let decode = membership.register(register("d", v1::Role::Decode, 1), now).unwrap();
+    membership.draining(decode.session, now);
+    assert_eq!(membership.route(10, 10).unwrap_err(), NoPair::NoNode(Role::Decode));
+    assert!(!dead(&decode));
+}
+
+#[test]
+fn bookings_spread_a_burst_and_go_with_their_request() {
+    let (membership, now) = (membership(), Instant::now());
+    for (id, role) in [("p0", v1::Role::Prefill), ("p1", v1::Role::Prefill), ("d", v1::Role::Decode)] {
+        membership.register(register(id, role, 1), now).unwrap();
+    }
+    let (first, second) = (membership.route(100, 10).unwrap(), membership.route(100, 10).unwrap());
+    assert_ne!(first.prefill.session, second.prefill.session);
+    let busy = first.prefill.session;
+    drop(second);
+    // The first one's work is still booked, the second one's is not.
+    assert_ne!(membership.route(100, 10).unwrap().prefill.session, busy);
+    // A report replaces the booking, and the drop of a replaced booking takes nothing away.
+    membership.report(busy, &v1::Load::default(), now);
+    drop(first);
+    let shown = membership.json();
+    assert_eq!(shown["nodes"].as_array().unwrap().len(), 3);
+}
+
+#[test]
+fn the_table_is_bounded() {
+    let (membership, now) = (membership(), Instant::now());
+    for i in 0..MAX_NODES {
+        membership.register(register(&format!("p{i}"), v1::Role::Prefill, 1), now).unwrap();
+    }
+    let error = membership.register(register("one-more", v1::Role::Prefill, 1), now).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Overloaded);
+}

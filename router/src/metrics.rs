@@ -1,0 +1,364 @@
+//! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
+//! the scraper asks for it. Base units: seconds and bytes. Beside our own names stand those of vLLM whose meaning is
+//! the same, because public dashboards read them.
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::exemplar::HistogramWithExemplars;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use tandem_proto::{Error, ErrorKind, v1};
+
+use crate::flow::admission::Counts;
+use crate::flow::record::{Record, reason_text};
+use crate::flow::timeline::Phase;
+use crate::membership::Totals;
+
+/// Down to 0.5 ms, up to two minutes.
+const SECONDS: [f64; 18] = [
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+];
+const TOKENS: [f64; 14] =
+    [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
+const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Outcome {
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Finished {
+    finished_reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct NodeRole {
+    role: &'static str,
+}
+
+/// Points from a histogram's bucket to a trace.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Exemplar {
+    trace_id: String,
+}
+
+type Traced = HistogramWithExemplars<Exemplar>;
+
+/// Handle to the router's metrics.
+#[derive(Clone)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    own: Own,
+    vllm: Vllm,
+}
+
+#[derive(Clone)]
+struct Own {
+    requests: Family<Outcome, Counter>,
+    ttft: Traced,
+    itl: Histogram,
+    e2e: Traced,
+    queue: Histogram,
+    handoff_gap: Histogram,
+    transfer_exposed: Histogram,
+    handoffs: Counter,
+    kv_bytes: Counter,
+    inflight: Gauge,
+    queued: Gauge,
+    nodes: Family<NodeRole, Gauge>,
+    spans_dropped: Gauge,
+}
+
+#[derive(Clone)]
+struct Vllm {
+    running: Gauge,
+    waiting: Gauge,
+    kv_usage: Gauge<f64, std::sync::atomic::AtomicU64>,
+    prompt_tokens: Counter,
+    generation_tokens: Counter,
+    success: Family<Finished, Counter>,
+    ttft: Histogram,
+    itl: Histogram,
+    tpot: Histogram,
+    e2e: Histogram,
+    queue: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    inference: Histogram,
+    request_prompt_tokens: Histogram,
+    request_generation_tokens: Histogram,
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new(model_name: &str) -> Self {
+        let mut registry = Registry::default();
+        let own = Own::register(&mut registry);
+        let vllm = Vllm::register(
+            registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())),
+        );
+        Self { registry: Arc::new(registry), own, vllm }
+    }
+
+    /// A request that was refused before it started.
+    pub fn refused(&self, kind: ErrorKind) {
+        self.own.requests.get_or_create(&Outcome { outcome: outcome(kind) }).inc();
+    }
+
+    /// A request that ended.
+    pub fn ended(&self, record: &Record, result: Result<v1::FinishReason, &Error>) {
+        let outcome = result.map_or_else(|error| outcome(error.kind), |_| "ok");
+        self.own.requests.get_or_create(&Outcome { outcome }).inc();
+        self.own.observe(record, result.is_ok());
+        self.vllm.observe(record, result.ok());
+    }
+
+    /// The content type and the text for a scraper with this `Accept` header.
+    pub fn text(
+        &self,
+        accept: Option<&str>,
+        nodes: &Totals,
+        requests: Counts,
+        spans_dropped: u64,
+    ) -> (&'static str, String) {
+        self.own.set(nodes, requests, spans_dropped);
+        self.vllm.set(nodes, requests);
+        let mut text = String::new();
+        if encode(&mut text, &self.registry).is_err() {
+            tracing::error!("metrics could not be written");
+        }
+        if accept.is_some_and(|accept| accept.contains("application/openmetrics-text")) {
+            (OPEN_METRICS, text)
+        } else {
+            (CLASSIC, classic(&text))
+        }
+    }
+}
+
+impl Own {
+    fn register(registry: &mut Registry) -> Self {
+        let own = Self {
+            requests: Family::default(),
+            ttft: Traced::new(SECONDS.into_iter()),
+            itl: Histogram::new(SECONDS),
+            e2e: Traced::new(SECONDS.into_iter()),
+            queue: Histogram::new(SECONDS),
+            handoff_gap: Histogram::new(SECONDS),
+            transfer_exposed: Histogram::new(SECONDS),
+            handoffs: Counter::default(),
+            kv_bytes: Counter::default(),
+            inflight: Gauge::default(),
+            queued: Gauge::default(),
+            nodes: Family::default(),
+            spans_dropped: Gauge::default(),
+        };
+        registry.register("tandem_requests", "Requests by outcome", own.requests.clone());
+        registry.register("tandem_ttft_seconds", "Request accepted to first token sent", own.ttft.clone());
+        registry.register("tandem_itl_seconds", "Between two tokens of one answer", own.itl.clone());
+        registry.register("tandem_e2e_seconds", "Request accepted to answer complete", own.e2e.clone());
+        registry.register("tandem_queue_seconds", "Waiting for admission", own.queue.clone());
+        registry.register("tandem_handoff_gap_seconds", "First to second token", own.handoff_gap.clone());
+        registry.register(
+            "tandem_transfer_exposed_seconds",
+            "First token to verified KV",
+            own.transfer_exposed.clone(),
+        );
+        registry.register("tandem_handoffs", "Hand-offs that decode verified", own.handoffs.clone());
+        registry.register("tandem_kv_bytes", "KV bytes handed off", own.kv_bytes.clone());
+        registry.register("tandem_inflight_requests", "Requests that run", own.inflight.clone());
+        registry.register("tandem_queued_requests", "Requests that wait for admission", own.queued.clone());
+        registry.register("tandem_nodes", "Registered nodes", own.nodes.clone());
+        registry.register("tandem_spans_dropped", "Spans that no collector took", own.spans_dropped.clone());
+        own
+    }
+
+    fn observe(&self, record: &Record, complete: bool) {
+        let exemplar = || Some(Exemplar { trace_id: record.identities.root.trace_id_hex() });
+        if record.timeline.end_of(Phase::Queue).is_some() {
+            self.queue.observe(seconds(record.timeline.length(Phase::Queue)));
+        }
+        if let Some(ttft) = record.ttft() {
+            self.ttft.observe(seconds(ttft), exemplar(), None);
+        }
+        if let Some(gap) = record.gaps().next() {
+            self.handoff_gap.observe(seconds(gap));
+        }
+        record.gaps().for_each(|gap| self.itl.observe(seconds(gap)));
+        if let Some(kv) = &record.verified {
+            self.transfer_exposed.observe(seconds(record.timeline.length(Phase::Transfer)));
+            self.handoffs.inc();
+            self.kv_bytes.inc_by(kv.bytes);
+        }
+        if complete {
+            self.e2e.observe(seconds(record.e2e()), exemplar(), None);
+        }
+    }
+
+    fn set(&self, nodes: &Totals, requests: Counts, spans_dropped: u64) {
+        self.inflight.set(whole(requests.inflight));
+        self.queued.set(whole(requests.queued));
+        self.nodes.get_or_create(&NodeRole { role: "prefill" }).set(nodes.prefill_nodes.into());
+        self.nodes.get_or_create(&NodeRole { role: "decode" }).set(nodes.decode_nodes.into());
+        self.spans_dropped.set(i64::try_from(spans_dropped).unwrap_or(i64::MAX));
+    }
+}
+
+impl Vllm {
+    fn register(registry: &mut Registry) -> Self {
+        let vllm = Self {
+            running: Gauge::default(),
+            waiting: Gauge::default(),
+            kv_usage: Gauge::default(),
+            prompt_tokens: Counter::default(),
+            generation_tokens: Counter::default(),
+            success: Family::default(),
+            ttft: Histogram::new(SECONDS),
+            itl: Histogram::new(SECONDS),
+            tpot: Histogram::new(SECONDS),
+            e2e: Histogram::new(SECONDS),
+            queue: Histogram::new(SECONDS),
+            prefill: Histogram::new(SECONDS),
+            decode: Histogram::new(SECONDS),
+            inference: Histogram::new(SECONDS),
+            request_prompt_tokens: Histogram::new(TOKENS),
+            request_generation_tokens: Histogram::new(TOKENS),
+        };
+        registry.register("vllm:num_requests_running", "Running on decode nodes", vllm.running.clone());
+        registry.register("vllm:num_requests_waiting", "Waiting here or on nodes", vllm.waiting.clone());
+        registry.register("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", vllm.kv_usage.clone());
+        registry.register("vllm:prompt_tokens", "Prompt tokens processed", vllm.prompt_tokens.clone());
+        registry.register("vllm:generation_tokens", "Tokens generated", vllm.generation_tokens.clone());
+        registry.register("vllm:request_success", "Requests answered", vllm.success.clone());
+        let histograms = [
+            ("time_to_first_token_seconds", "Time to first token", &vllm.ttft),
+            ("inter_token_latency_seconds", "Between two tokens", &vllm.itl),
+            ("request_time_per_output_token_seconds", "Mean time per token after the first", &vllm.tpot),
+            ("e2e_request_latency_seconds", "Whole request", &vllm.e2e),
+            ("request_queue_time_seconds", "Waiting", &vllm.queue),
+            ("request_prefill_time_seconds", "Prefill", &vllm.prefill),
+            ("request_decode_time_seconds", "Decode", &vllm.decode),
+            ("request_inference_time_seconds", "Prefill and decode", &vllm.inference),
+            ("request_prompt_tokens", "Prompt tokens of a request", &vllm.request_prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a request", &vllm.request_generation_tokens),
+        ];
+        for (name, help, histogram) in histograms {
+            registry.register(format!("vllm:{name}"), help, histogram.clone());
+        }
+        vllm
+    }
+
+    fn observe(&self, record: &Record, reason: Option<v1::FinishReason>) {
+        let Some(ttft) = record.ttft() else { return };
+        self.prompt_tokens.inc_by(record.prompt_tokens.into());
+        self.generation_tokens.inc_by(record.completion_tokens().into());
+        self.ttft.observe(seconds(ttft));
+        record.gaps().for_each(|gap| self.itl.observe(seconds(gap)));
+        let Some(reason) = reason else { return };
+        self.success.get_or_create(&Finished { finished_reason: reason_text(reason) }).inc();
+        let length = |phase| seconds(record.timeline.length(phase));
+        let (prefill, decode) = (length(Phase::Prefill), length(Phase::Decode));
+        self.queue.observe(length(Phase::Queue));
+        self.prefill.observe(prefill);
+        self.decode.observe(decode);
+        self.inference.observe(prefill + length(Phase::Transfer) + decode);
+        self.e2e.observe(seconds(record.e2e()));
+        if let Some(tpot) = record.tpot() {
+            self.tpot.observe(seconds(tpot));
+        }
+        self.request_prompt_tokens.observe(record.prompt_tokens.into());
+        self.request_generation_tokens.observe(record.completion_tokens().into());
+    }
+
+    fn set(&self, nodes: &Totals, requests: Counts) {
+        self.running.set(i64::try_from(nodes.running).unwrap_or(i64::MAX));
+        self.waiting.set(i64::try_from(nodes.waiting).unwrap_or(i64::MAX).saturating_add(whole(requests.queued)));
+        let used = nodes.total_blocks.saturating_sub(nodes.free_blocks);
+        self.kv_usage.set(used as f64 / nodes.total_blocks.max(1) as f64);
+    }
+}
+
+/// Classic text from OpenMetrics text: counters are named as their samples are; no units, exemplars or end mark.
+fn classic(open_metrics: &str) -> String {
+    let counters: Vec<&str> = open_metrics
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter"))
+        .collect();
+    let mut text = String::with_capacity(open_metrics.len() + 32 * counters.len());
+    for line in open_metrics.lines().filter(|line| !line.starts_with("# EOF") && !line.starts_with("# UNIT")) {
+        let described = ["# HELP ", "# TYPE "].into_iter().find_map(|mark| Some((mark, line.strip_prefix(mark)?)));
+        match described.and_then(|(mark, rest)| Some((mark, rest.split_once(' ')?))) {
+            Some((mark, (name, rest))) if counters.contains(&name) => {
+                text.extend([mark, name, "_total ", rest]);
+            }
+            Some(_) => text.push_str(line),
+            None => text.push_str(line.split(" # {").next().unwrap_or(line)),
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn outcome(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::InvalidArgument => "invalid_argument",
+        ErrorKind::NotFound => "not_found",
+        ErrorKind::Overloaded => "overloaded",
+        ErrorKind::Unavailable => "unavailable",
+        ErrorKind::Aborted => "aborted",
+        ErrorKind::DeadlineExceeded => "deadline_exceeded",
+        ErrorKind::Cancelled => "cancelled",
+        ErrorKind::Incompatible => "incompatible",
+        ErrorKind::Corrupt => "corrupt",
+        ErrorKind::Internal => "internal",
+    }
+}
+
+fn seconds(duration: Duration) -> f64 {
+    duration.as_secs_f64()
+}
+
+fn whole(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(accept: Option<&str>) -> String {
+        let metrics = Metrics::new("m");
+        metrics.refused(ErrorKind::Overloaded);
+        metrics.own.ttft.observe(0.02, Some(Exemplar { trace_id: "abc".into() }), None);
+        metrics.text(accept, &Totals::default(), Counts::default(), 0).1
+    }
+
+    #[test]
+    fn classic_text_by_default() {
+        let text = text(Some("*/*"));
+        for line in [
+            "# TYPE tandem_requests_total counter",
+            "tandem_requests_total{outcome=\"overloaded\"} 1",
+            "# HELP vllm:prompt_tokens_total Prompt tokens processed.",
+            "vllm:prompt_tokens_total{model_name=\"m\"} 0",
+            "# TYPE tandem_ttft_seconds histogram",
+            "tandem_ttft_seconds_bucket{le=\"0.025\"} 1",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line}\n{text}");
+        }
+        assert!(!text.contains("# EOF") && !text.contains("trace_id"));
+    }
+
+    #[test]
+    fn open_metrics_when_asked() {
+        let text = text(Some("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
+        assert!(text.ends_with("# EOF\n") && text.contains("# {trace_id=\"abc\"}"));
+        assert!(text.contains("# TYPE tandem_requests counter"));
+    }
+}

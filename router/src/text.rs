@@ -1,0 +1,102 @@
+//! Text in and out of a model: everything that the router knows of a model file.
+//!
+//! - [`Metadata`]: the GGUF header.
+//! - [`crate::tokenizer`]: token ids ↔ bytes. [`crate::template`]: chats.
+//! - [`TextStream`]: token by token back into text.
+mod metadata;
+mod stream;
+
+use std::path::Path;
+
+use tandem_proto::v1::ChatMessage;
+use tandem_proto::{Error, ErrorKind};
+
+pub(crate) use metadata::Metadata;
+pub use metadata::ModelTextError;
+pub use stream::{TextStep, TextStream};
+
+use crate::template::ChatTemplate;
+pub use crate::tokenizer::SpecialTokens;
+use crate::tokenizer::Tokenizer;
+
+/// Tokenizer, chat template and identity of one model file.
+pub struct ModelText {
+    /// `general.name` of the file; the name under which it is served where the operator gives another.
+    pub model_name: String,
+    /// Tokens of prompt and answer together at most.
+    pub context_len: u32,
+    /// The token that ends an answer.
+    pub eos: u32,
+    /// XXH3-64 of the file.
+    pub digest: u64,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+}
+
+impl ModelText {
+    /// Reads the header of a GGUF file and digests the file. Blocks for as long as the disk takes.
+    ///
+    /// # Errors
+    /// A missing, damaged, truncated or unsupported file; the message names it and says why.
+    pub fn load(path: &Path) -> Result<Self, ModelTextError> {
+        let metadata = Metadata::read(path)?;
+        let architecture = metadata.text("general.architecture")?;
+        let context_len = metadata.integer(&format!("{architecture}.context_length"))?;
+        let tokenizer = Tokenizer::from_metadata(&metadata, context_len)?;
+        let template = match metadata.text("tokenizer.chat_template") {
+            Ok(source) => {
+                let printed = |key| metadata.integer(key).ok().and_then(|id| tokenizer.special_text(id)).unwrap_or("");
+                let (bos, eos) = (printed("tokenizer.ggml.bos_token_id"), printed("tokenizer.ggml.eos_token_id"));
+                Some(ChatTemplate::compile(source, bos, eos)?)
+            }
+            Err(_) => None,
+        };
+        Ok(Self {
+            model_name: metadata.text("general.name").unwrap_or("model").to_owned(),
+            context_len,
+            eos: tokenizer.eos(),
+            digest: metadata::digest(path)?,
+            tokenizer,
+            template,
+        })
+    }
+
+    /// Token ids of a prompt.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the text is too long for any tokenization of it to fit the context; a returned prompt
+    /// may still be longer than `context_len`.
+    pub fn encode(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, Error> {
+        self.tokenizer.encode(text, specials)
+    }
+
+    /// Token ids of a chat, up to where the assistant's answer begins. Control tokens come from the template alone.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for messages that the template cannot render, or a model without a template.
+    pub fn encode_chat(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, Error> {
+        let template = self.template.as_ref().ok_or_else(|| {
+            let message = format!("model {} has no chat template: use a plain prompt", self.model_name);
+            Error::new(ErrorKind::InvalidArgument, message)
+        })?;
+        let rendered = template.render(&self.tokenizer, messages)?;
+        self.tokenizer.encode_guarded(&rendered.text, rendered.guard)
+    }
+
+    /// Starts turning generated tokens into text that ends before the first of the `stop` strings.
+    pub fn decoder(&self, stop: &[String]) -> TextStream {
+        TextStream::new(self.tokenizer.pieces().clone(), stop)
+    }
+
+    /// The text of all `ids`; control tokens and ids outside the vocabulary have none, invalid bytes become U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        let pieces = self.tokenizer.pieces();
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| pieces.get(*id)).copied().collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Number of token ids: valid ones are below it.
+    pub fn vocab_size(&self) -> u32 {
+        self.tokenizer.vocab_size()
+    }
+}

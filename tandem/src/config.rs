@@ -1,0 +1,498 @@
+//! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
+//!
+//! Next: [`crate::up`], the largest command.
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::{Args, Parser, Subcommand};
+
+use crate::state;
+
+/// File name of the model that `make setup` puts into the cache.
+pub const DEFAULT_MODEL: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+
+/// What to do, with every default filled in.
+pub enum Config {
+    /// Run a local cluster.
+    Up(Up),
+    /// Stream the answer to one prompt.
+    Generate(Generate),
+    /// Talk.
+    Chat(Chat),
+    /// Draw a trace.
+    Trace(Trace),
+}
+
+/// A local cluster.
+pub struct Up {
+    /// Prefill nodes.
+    pub prefill: usize,
+    /// Decode nodes.
+    pub decode: usize,
+    /// Address of the router's HTTP API; port 0: any.
+    pub http: String,
+    /// Address of the router's gRPC API; port 0: any.
+    pub grpc: String,
+    /// GGUF file.
+    pub model: PathBuf,
+    /// Where the state of the cluster is told to the other commands.
+    pub state: PathBuf,
+    /// One log file a process.
+    pub logs: PathBuf,
+    /// Give every node its own cores.
+    pub pinning: Pinning,
+    /// Start a child again that died.
+    pub on_death: OnDeath,
+    /// Bound of the start of one process.
+    pub start_timeout: Duration,
+    /// Bound of the drain at the end.
+    pub grace: Duration,
+    /// Threads of a node: as many as its cores, or a number.
+    pub threads: Option<usize>,
+    /// Flags for every process.
+    pub shared_args: Vec<String>,
+    /// Flags for both kinds of nodes.
+    pub node_args: Vec<String>,
+    /// Flags for prefill nodes alone.
+    pub prefill_args: Vec<String>,
+    /// Flags for decode nodes alone.
+    pub decode_args: Vec<String>,
+    /// Flags for the router alone.
+    pub router_args: Vec<String>,
+}
+
+/// Whether nodes get their own cores.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Pinning {
+    /// The CPUs are split between the nodes.
+    OwnCores,
+    /// The kernel decides.
+    Free,
+}
+
+/// What happens when a child dies.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum OnDeath {
+    /// It is reported.
+    Report,
+    /// It is reported and started again.
+    Restart,
+}
+
+/// One prompt.
+pub struct Generate {
+    /// Where, and how to sample.
+    pub options: Sampling,
+    /// The prompt.
+    pub text: String,
+}
+
+/// A conversation.
+pub struct Chat {
+    /// Where, and how to sample.
+    pub options: Sampling,
+    /// One message, or none: read them from the terminal.
+    pub message: Option<String>,
+    /// The system message, where one is given.
+    pub system: Option<String>,
+}
+
+/// How to ask.
+pub struct Sampling {
+    /// The router's gRPC URL.
+    pub url: String,
+    /// At most so many tokens.
+    pub max_tokens: u32,
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// 1: off.
+    pub top_p: f32,
+    /// 0: off.
+    pub top_k: u32,
+    /// Of the sampler.
+    pub seed: u64,
+    /// Strings that end the answer.
+    pub stop: Vec<String>,
+    /// Bound of the whole answer.
+    pub timeout: Duration,
+}
+
+/// One trace.
+pub struct Trace {
+    /// The router's HTTP URL.
+    pub url: String,
+    /// Trace id, or `last`.
+    pub id: String,
+    /// Columns to draw in.
+    pub width: usize,
+}
+
+impl Config {
+    /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
+    pub fn from_command_line() -> anyhow::Result<Self> {
+        let CommandLine { command, state } = CommandLine::parse();
+        let state = match state {
+            Some(path) => path,
+            None => state::default_path(runtime_dir()?),
+        };
+        command.resolve(state)
+    }
+}
+
+#[derive(Parser)]
+#[command(name = "tandem", version, about = "Starts a local Tandem cluster, talks to it, draws its traces")]
+struct CommandLine {
+    #[command(subcommand)]
+    command: Command,
+    /// File by which `up` tells the other commands where the cluster is
+    #[arg(long, global = true, env = "TANDEM_STATE", value_name = "FILE")]
+    state: Option<PathBuf>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Start a local cluster and keep it until Ctrl-C
+    Up(Box<UpArgs>),
+    /// Stream the answer to one prompt
+    Generate(GenerateArgs),
+    /// Talk with the model; without a message, line by line from the terminal
+    Chat(ChatArgs),
+    /// Draw the timeline of a request
+    Trace(TraceArgs),
+}
+
+#[derive(Args)]
+struct UpArgs {
+    /// Prefill nodes
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    prefill: u16,
+    /// Decode nodes
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    decode: u16,
+    /// Address of the OpenAI HTTP API (port 0: any free one)
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
+    http: String,
+    /// Address of the gRPC API (port 0: any free one)
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
+    grpc: String,
+    /// GGUF file [default: the model of `make setup` in the cache directory]
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+    /// Where `make setup` puts the model [default: ~/.cache/tandem]
+    #[arg(long, env = "TANDEM_CACHE", value_name = "DIR")]
+    cache: Option<PathBuf>,
+    /// One log file a process [default: a new directory below the system's temporary one]
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+    /// Let the kernel place the nodes, instead of splitting the CPUs between them
+    #[arg(long)]
+    no_pin: bool,
+    /// Start a process again that died
+    #[arg(long)]
+    restart: bool,
+    /// Seconds that a process may take to start
+    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
+    start_timeout: u64,
+    /// Seconds that running requests may take to finish at the end
+    #[arg(long, default_value_t = 10, value_name = "SECONDS")]
+    grace: u64,
+    #[command(flatten)]
+    pass: PassThrough,
+}
+
+/// Flags that go on to the nodes and the router.
+#[derive(Args)]
+#[command(next_help_heading = "Passed on to the nodes and the router")]
+struct PassThrough {
+    /// KV data type
+    #[arg(long, value_name = "bf16|f32")]
+    kv_dtype: Option<String>,
+    /// KV blocks of a node
+    #[arg(long, value_name = "N")]
+    kv_blocks: Option<usize>,
+    /// Sequences of a running batch
+    #[arg(long, value_name = "N")]
+    max_num_seqs: Option<usize>,
+    /// Tokens of a step
+    #[arg(long, value_name = "N")]
+    max_num_batched_tokens: Option<usize>,
+    /// Threads of a node [default: its cores]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// KV transport
+    #[arg(long, value_name = "auto|ucx|tcp")]
+    transport: Option<String>,
+    /// What UCX may use
+    #[arg(long, value_name = "shm|tcp|rdma")]
+    ucx_profile: Option<String>,
+    /// Directory of libucp.so.0 [default: the system's]
+    #[arg(long, value_name = "DIR")]
+    ucx_lib_dir: Option<PathBuf>,
+    /// OTLP/gRPC collector for the traces
+    #[arg(long, value_name = "URL")]
+    otlp_endpoint: Option<String>,
+    /// Name of the model in the APIs
+    #[arg(long, value_name = "NAME")]
+    served_model_name: Option<String>,
+    /// Nodes without a model: fast, and the tokens mean nothing
+    #[arg(long)]
+    simulated: bool,
+    /// One more flag for every prefill node; repeatable
+    #[arg(long, value_name = "FLAG", allow_hyphen_values = true)]
+    prefill_arg: Vec<String>,
+    /// One more flag for every decode node; repeatable
+    #[arg(long, value_name = "FLAG", allow_hyphen_values = true)]
+    decode_arg: Vec<String>,
+    /// One more flag for the router; repeatable
+    #[arg(long, value_name = "FLAG", allow_hyphen_values = true)]
+    router_arg: Vec<String>,
+}
+
+#[derive(Args)]
+struct SamplingArgs {
+    /// The router's gRPC address [default: that of the running `tandem up`]
+    #[arg(long, visible_alias = "grpc", value_name = "URL")]
+    url: Option<String>,
+    /// Tokens to generate at most
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// 0 is greedy
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Nucleus sampling; 1: off
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Sample of the best k only; 0: off
+    #[arg(long, default_value_t = 0)]
+    top_k: u32,
+    /// Seed of the sampler
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// String that ends the answer; repeatable
+    #[arg(long)]
+    stop: Vec<String>,
+    /// Seconds for the whole answer
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    timeout: u64,
+}
+
+#[derive(Args)]
+struct GenerateArgs {
+    /// The prompt; `-` reads it from standard input
+    text: String,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+#[derive(Args)]
+struct ChatArgs {
+    /// One message; without it, a conversation
+    message: Option<String>,
+    /// System message
+    #[arg(long)]
+    system: Option<String>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+#[derive(Args)]
+struct TraceArgs {
+    /// Trace id, or `last`
+    #[arg(default_value = "last")]
+    id: String,
+    /// The router's HTTP address [default: that of the running `tandem up`]
+    #[arg(long, visible_alias = "http", value_name = "URL")]
+    url: Option<String>,
+    /// Columns to draw in
+    #[arg(long, env = "COLUMNS", default_value_t = 120)]
+    width: usize,
+}
+
+impl Command {
+    fn resolve(self, state: PathBuf) -> anyhow::Result<Config> {
+        Ok(match self {
+            Self::Up(args) => Config::Up(args.resolve(state)?),
+            Self::Generate(GenerateArgs { text, sampling }) => {
+                let text = if text == "-" { std::io::read_to_string(std::io::stdin())? } else { text };
+                Config::Generate(Generate { options: sampling.resolve(&state)?, text })
+            }
+            Self::Chat(ChatArgs { message, system, sampling }) => {
+                Config::Chat(Chat { options: sampling.resolve(&state)?, message, system })
+            }
+            Self::Trace(TraceArgs { id, url, width }) => {
+                let url = match url {
+                    Some(url) => with_scheme(&url),
+                    None => state::load(&state)?.http,
+                };
+                Config::Trace(Trace { url, id, width })
+            }
+        })
+    }
+}
+
+impl UpArgs {
+    fn resolve(self, state: PathBuf) -> anyhow::Result<Up> {
+        let model = match (self.model, self.cache) {
+            (Some(model), _) => model,
+            (None, Some(cache)) => cache.join(DEFAULT_MODEL),
+            (None, None) => {
+                let home = std::env::home_dir().context("no home directory: give --model FILE or --cache DIR")?;
+                home.join(".cache/tandem").join(DEFAULT_MODEL)
+            }
+        };
+        if !model.is_file() {
+            let model = model.display();
+            anyhow::bail!(
+                "no model at {model}: `make setup` downloads the default one, --model FILE takes any GGUF file"
+            );
+        }
+        let logs = match self.log_dir {
+            Some(logs) => logs,
+            None => state::private_temp_dir()?.join(format!("logs-{}", std::process::id())),
+        };
+        let (shared_args, node_args) = self.pass.to_args();
+        let mut router_args = self.pass.router_arg;
+        router_args
+            .extend(self.pass.served_model_name.into_iter().flat_map(|name| ["--served-model-name".into(), name]));
+        Ok(Up {
+            prefill: self.prefill.into(),
+            decode: self.decode.into(),
+            http: self.http,
+            grpc: self.grpc,
+            model,
+            state,
+            logs,
+            pinning: if self.no_pin { Pinning::Free } else { Pinning::OwnCores },
+            on_death: if self.restart { OnDeath::Restart } else { OnDeath::Report },
+            start_timeout: Duration::from_secs(self.start_timeout),
+            grace: Duration::from_secs(self.grace),
+            threads: self.pass.threads,
+            shared_args,
+            node_args,
+            prefill_args: self.pass.prefill_arg,
+            decode_args: self.pass.decode_arg,
+            router_args,
+        })
+    }
+}
+
+impl PassThrough {
+    /// Flags for every process, and flags for the nodes.
+    fn to_args(&self) -> (Vec<String>, Vec<String>) {
+        let mut shared = Vec::new();
+        if let Some(url) = &self.otlp_endpoint {
+            shared.extend(["--otlp-endpoint".to_owned(), url.clone()]);
+        }
+        let number = |n: &Option<usize>| n.map(|n| n.to_string());
+        let lib_dir = self.ucx_lib_dir.as_ref().map(|dir| dir.display().to_string());
+        let pairs = [
+            ("--kv-dtype", self.kv_dtype.clone()),
+            ("--kv-blocks", number(&self.kv_blocks)),
+            ("--max-num-seqs", number(&self.max_num_seqs)),
+            ("--max-num-batched-tokens", number(&self.max_num_batched_tokens)),
+            ("--transport", self.transport.clone()),
+            ("--ucx-profile", self.ucx_profile.clone()),
+            ("--ucx-lib-dir", lib_dir),
+        ];
+        let given = pairs.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));
+        let simulated = self.simulated.then(|| "--simulated".to_owned());
+        (shared, given.flatten().chain(simulated).collect())
+    }
+}
+
+impl SamplingArgs {
+    fn resolve(self, state: &std::path::Path) -> anyhow::Result<Sampling> {
+        let url = match self.url {
+            Some(url) => with_scheme(&url),
+            None => state::load(state)?.grpc,
+        };
+        Ok(Sampling {
+            url,
+            max_tokens: self.max_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            seed: self.seed,
+            stop: self.stop,
+            timeout: Duration::from_secs(self.timeout),
+        })
+    }
+}
+
+/// The runtime directory is read through clap like every other setting.
+#[derive(Parser)]
+#[command(ignore_errors = true, disable_help_flag = true)]
+struct Environment {
+    #[arg(long, env = "XDG_RUNTIME_DIR")]
+    runtime_dir: Option<PathBuf>,
+}
+
+fn runtime_dir() -> anyhow::Result<PathBuf> {
+    match Environment::try_parse_from(["tandem"]).ok().and_then(|environment| environment.runtime_dir) {
+        Some(dir) if dir.is_dir() => Ok(dir),
+        _ => state::private_temp_dir(),
+    }
+}
+
+/// `host:port` becomes `http://host:port`.
+pub fn with_scheme(address: &str) -> String {
+    if address.contains("://") { address.trim_end_matches('/').to_owned() } else { format!("http://{address}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        CommandLine::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_reach_the_processes_they_are_for() {
+        let model = tempfile::NamedTempFile::new().unwrap();
+        let path = model.path().to_str().unwrap();
+        let line = [
+            "tandem",
+            "up",
+            "--model",
+            path,
+            "--kv-dtype",
+            "f32",
+            "--kv-blocks",
+            "64",
+            "--otlp-endpoint",
+            "http://c:1",
+            "--simulated",
+            "--prefill-arg=--debug-flip-byte",
+            "--log-dir",
+            "/tmp/x",
+            "--threads",
+            "3",
+        ];
+        let Config::Up(up) = CommandLine::try_parse_from(line).unwrap().command.resolve("/tmp/state".into()).unwrap()
+        else {
+            panic!("not `up`");
+        };
+        assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
+        assert_eq!(up.node_args, ["--kv-dtype", "f32", "--kv-blocks", "64", "--simulated"]);
+        assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
+        assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
+    }
+
+    #[test]
+    fn a_missing_model_says_what_to_run() {
+        let line = ["tandem", "up", "--model", "/nowhere/m.gguf"];
+        let error = CommandLine::try_parse_from(line).unwrap().command.resolve("/tmp/state".into()).err().unwrap();
+        assert!(error.to_string().contains("make setup"), "{error}");
+    }
+
+    #[test]
+    fn addresses_get_a_scheme_once() {
+        assert_eq!(with_scheme("127.0.0.1:1"), "http://127.0.0.1:1");
+        assert_eq!(with_scheme("http://127.0.0.1:1/"), "http://127.0.0.1:1");
+    }
+}

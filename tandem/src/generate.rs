@@ -1,0 +1,141 @@
+//! `tandem generate`: one prompt over gRPC, the text as it comes, then one line of figures.
+//!
+//! [`Client`] is also what [`crate::chat`] talks through.
+use std::io::Write;
+
+use anyhow::{Context, bail};
+use tandem_proto::v1;
+use tandem_proto::v1::generate_request::Input;
+use tandem_proto::v1::generate_response::Event;
+use tandem_proto::v1::inference_client::InferenceClient;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Request, Status};
+
+use crate::config::{Generate, Sampling};
+
+/// Streams the answer to standard output, and the figures to standard error.
+///
+/// # Errors
+/// No router, or the error that the router answers with.
+pub async fn run(config: Generate) -> anyhow::Result<()> {
+    let mut client = Client::connect(config.options).await?;
+    let answer = client.answer(Input::Text(config.text)).await?;
+    eprintln!("{}", summary(&answer.finish));
+    Ok(())
+}
+
+/// A connection to a router, with the options of the command line.
+pub struct Client {
+    inference: InferenceClient<Channel>,
+    options: Sampling,
+}
+
+/// A finished answer.
+pub struct Answer {
+    /// All of it.
+    pub text: String,
+    /// Reason, counts, timings.
+    pub finish: v1::Finish,
+}
+
+impl Client {
+    /// Connects.
+    ///
+    /// # Errors
+    /// Nobody listens there.
+    pub async fn connect(options: Sampling) -> anyhow::Result<Self> {
+        let endpoint = Endpoint::from_shared(options.url.clone())?.connect_timeout(std::time::Duration::from_secs(5));
+        let channel = endpoint.connect().await.with_context(|| format!("no router answers at {}", options.url))?;
+        let inference = InferenceClient::new(channel).max_decoding_message_size(tandem_proto::MAX_MESSAGE_BYTES);
+        Ok(Self { inference, options })
+    }
+
+    /// Asks, prints the text as it comes, and returns all of it.
+    ///
+    /// # Errors
+    /// The router's error, or an answer that ends without `finish`.
+    pub async fn answer(&mut self, input: Input) -> anyhow::Result<Answer> {
+        let mut request = Request::new(self.request(input));
+        request.set_timeout(self.options.timeout);
+        let mut stream = self.inference.generate(request).await.map_err(explain)?.into_inner();
+        let (mut text, mut out) = (String::new(), std::io::stdout());
+        while let Some(message) = stream.message().await.map_err(explain)? {
+            let part = match &message.event {
+                Some(Event::Token(token)) => &token.text,
+                Some(Event::Finish(finish)) => &finish.text,
+                None => continue,
+            };
+            out.write_all(part.as_bytes())?;
+            out.flush()?;
+            text.push_str(part);
+            if let Some(Event::Finish(finish)) = message.event {
+                writeln!(out)?;
+                return Ok(Answer { text, finish });
+            }
+        }
+        bail!("the answer ended without a last message")
+    }
+
+    fn request(&self, input: Input) -> v1::GenerateRequest {
+        let Sampling { max_tokens, temperature, top_p, top_k, seed, ref stop, .. } = self.options;
+        v1::GenerateRequest {
+            model: String::new(),
+            input: Some(input),
+            max_tokens: Some(max_tokens),
+            sampling: Some(v1::Sampling { temperature, top_p, top_k, seed }),
+            stop: stop.clone(),
+            ignore_eos: false,
+            request_id: String::new(),
+        }
+    }
+}
+
+/// One line of figures: first token, pace, transfer, trace.
+pub fn summary(finish: &v1::Finish) -> String {
+    let timings = finish.timings.clone().unwrap_or_default();
+    let reason = match finish.reason() {
+        v1::FinishReason::Stop => "stop",
+        v1::FinishReason::Length => "length",
+        v1::FinishReason::Unspecified => "unspecified",
+    };
+    let transfer = if timings.kv_bytes == 0 {
+        "no KV transfer".to_owned()
+    } else {
+        format!("KV {:.2} MB over {}", timings.kv_bytes as f64 / 1e6, timings.kv_transport)
+    };
+    format!(
+        "[{} prompt + {} new tokens, {reason} · TTFT {:.1} ms · TPOT {:.1} ms · {transfer} · trace {}]",
+        finish.prompt_tokens, finish.completion_tokens, timings.ttft_ms, timings.tpot_ms, finish.trace_id,
+    )
+}
+
+fn explain(status: Status) -> anyhow::Error {
+    anyhow::anyhow!("{:?}: {}", status.code(), status.message())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_summary_names_what_matters() {
+        let timings = v1::Timings {
+            ttft_ms: 12.34,
+            tpot_ms: 5.0,
+            kv_bytes: 1_500_000,
+            kv_transport: "ucx/posix".into(),
+            ..Default::default()
+        };
+        let finish = v1::Finish {
+            reason: v1::FinishReason::Length.into(),
+            prompt_tokens: 3,
+            completion_tokens: 4,
+            timings: Some(timings),
+            trace_id: "abc".into(),
+            ..Default::default()
+        };
+        let line =
+            "[3 prompt + 4 new tokens, length · TTFT 12.3 ms · TPOT 5.0 ms · KV 1.50 MB over ucx/posix · trace abc]";
+        assert_eq!(summary(&finish), line);
+    }
+}

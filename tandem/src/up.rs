@@ -1,0 +1,328 @@
+//! `tandem up`: a router and its nodes as child processes, from start to drain.
+//!
+//! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them.
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use futures::future::{join_all, select_all};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::config::{OnDeath, Pinning, Up, with_scheme};
+use crate::cores;
+use crate::launch::{Member, Recipe, Wrappers, tail};
+use crate::state::{self, Published, State};
+
+/// Between two looks at /health while the nodes register.
+const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
+/// Between the death of a child and its restart, doubled at every failure up to the second one.
+const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+
+/// Starts the cluster, keeps it until a signal, drains it.
+///
+/// # Errors
+/// A process does not start, or the router dies and may not be restarted.
+pub async fn run(config: Up) -> anyhow::Result<()> {
+    let mut stop = Stop::new()?;
+    let mut cluster = tokio::select! {
+        cluster = Cluster::start(&config) => cluster?,
+        // Dropped children are killed.
+        () = stop.asked() => bail!("stopped before the cluster was ready"),
+    };
+    let published = cluster.publish(&config.state)?;
+    cluster.announce()?;
+    let outcome = tokio::select! {
+        outcome = cluster.supervise() => outcome,
+        () = stop.asked() => Ok(()),
+    };
+    drop(published);
+    eprintln!("tandem: stopping");
+    tokio::select! {
+        () = cluster.drain() => {}
+        () = stop.asked() => cluster.kill().await,
+    }
+    outcome
+}
+
+/// The signals that end the cluster.
+struct Stop {
+    interrupt: Signal,
+    terminate: Signal,
+    hang_up: Signal,
+}
+
+impl Stop {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            hang_up: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn asked(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+            _ = self.hang_up.recv() => {}
+        }
+    }
+}
+
+struct Cluster<'a> {
+    config: &'a Up,
+    wrappers: Wrappers,
+    http: String,
+    grpc: String,
+    /// The router is the first one.
+    members: Vec<Member>,
+}
+
+impl<'a> Cluster<'a> {
+    /// Router first, then all nodes at once, then /health.
+    async fn start(config: &'a Up) -> anyhow::Result<Self> {
+        std::fs::create_dir_all(&config.logs).with_context(|| format!("cannot make {}", config.logs.display()))?;
+        let wrappers = Wrappers::find();
+        eprintln!("tandem: logs in {}", config.logs.display());
+        if !wrappers.death_signal {
+            eprintln!(
+                "tandem: note: no `setpriv --pdeathsig` here: a kill -9 of this process leaves its children behind"
+            );
+        }
+        let programs = programs_dir()?;
+        let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
+        let router = launch(router_recipe(config, &programs)).await?;
+        let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
+        let nodes = join_all(node_recipes(config, wrappers, &programs, &grpc).into_iter().map(launch)).await;
+        let mut members = vec![router];
+        for node in nodes {
+            members.push(node?);
+        }
+        let mut cluster = Self { config, wrappers, http, grpc, members };
+        cluster.healthy().await?;
+        Ok(cluster)
+    }
+
+    /// Waits until the router can serve, or a child dies.
+    async fn healthy(&mut self) -> anyhow::Result<()> {
+        let deadline = Instant::now() + self.config.start_timeout;
+        let (http, nodes) = (self.http.clone(), self.members.len() - 1);
+        let healthy = timeout_at(deadline, wait_for_health(&http, nodes));
+        tokio::select! {
+            (member, status) = next_death(&mut self.members) => {
+                let member = &self.members[member];
+                bail!("{} died during the start ({status})\n{}", member.recipe.name, tail(&member.log));
+            }
+            healthy = healthy => healthy.with_context(|| {
+                format!("the nodes did not register with {http} in time\n{}", tail(&self.members[0].log))
+            }),
+        }
+    }
+
+    fn publish(&self, path: &Path) -> anyhow::Result<Published> {
+        let processes = self.members.iter().map(|member| (member.recipe.name.clone(), member.pid().unwrap_or(0)));
+        let state = State {
+            http: self.http.clone(),
+            grpc: self.grpc.clone(),
+            pid: std::process::id(),
+            processes: processes.collect(),
+            logs: self.config.logs.clone(),
+        };
+        state::publish(path, &state)
+    }
+
+    fn announce(&self) -> anyhow::Result<()> {
+        for node in &self.members[1..] {
+            print_node(node)?;
+        }
+        println!("ready http={} grpc={}", self.http, self.grpc);
+        Ok(())
+    }
+
+    /// Reports deaths, and mends them if that is wanted. Returns only with an error.
+    async fn supervise(&mut self) -> anyhow::Result<()> {
+        loop {
+            let (index, status) = next_death(&mut self.members).await;
+            let dead = &self.members[index];
+            eprintln!("tandem: {} died ({status})\n{}", dead.recipe.name, tail(&dead.log));
+            match self.config.on_death {
+                OnDeath::Restart => {
+                    let mut recipe = dead.recipe.clone();
+                    if index == 0 {
+                        // The nodes and the clients know these addresses.
+                        set_flag(&mut recipe.args, "--http", bare(&self.http));
+                        set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
+                    }
+                    self.members[index] = self.restart(&recipe).await?;
+                }
+                OnDeath::Report if index == 0 => bail!("the router is gone"),
+                OnDeath::Report => drop(self.members.remove(index)),
+            }
+        }
+    }
+
+    async fn restart(&self, recipe: &Recipe) -> anyhow::Result<Member> {
+        let (mut delay, longest) = RESTART_DELAYS;
+        loop {
+            sleep(delay).await;
+            match recipe.launch(self.wrappers, &self.config.logs, self.config.start_timeout).await {
+                Ok(member) => {
+                    eprintln!("tandem: {} runs again", recipe.name);
+                    print_node(&member)?;
+                    return Ok(member);
+                }
+                Err(error) => eprintln!("tandem: {error:#}"),
+            }
+            delay = (delay * 2).min(longest);
+        }
+    }
+
+    /// The router takes no more work and finishes what runs, then the nodes end; what does not end in time is killed.
+    async fn drain(&mut self) {
+        let deadline = Instant::now() + self.config.grace;
+        let (router, nodes) = self.members.split_at_mut(1);
+        for part in [router, nodes] {
+            part.iter().for_each(Member::terminate);
+            join_all(part.iter_mut().map(|member| end_by(member, deadline))).await;
+        }
+    }
+
+    async fn kill(&mut self) {
+        join_all(self.members.iter_mut().map(Member::kill)).await;
+    }
+}
+
+async fn end_by(member: &mut Member, deadline: Instant) {
+    // A node whose time was used up by the router still gets a moment to react.
+    let deadline = deadline.max(Instant::now() + Duration::from_secs(2));
+    if timeout_at(deadline, member.wait()).await.is_err() {
+        eprintln!("tandem: {} did not end in time and is killed", member.recipe.name);
+        member.kill().await;
+    }
+}
+
+/// Waits for the first child to end.
+async fn next_death(members: &mut [Member]) -> (usize, String) {
+    let waits = members.iter_mut().map(|member| Box::pin(member.wait()));
+    let (status, index, _) = select_all(waits).await;
+    (index, status.map_or_else(|error| error.to_string(), |status| status.to_string()))
+}
+
+/// /health must say 200 and /debug/cluster list all nodes.
+async fn wait_for_health(http: &str, nodes: usize) {
+    let client = reqwest::Client::new();
+    let serves = async || -> Option<bool> {
+        let health = client.get(format!("{http}/health")).send().await.ok()?;
+        let cluster = client.get(format!("{http}/debug/cluster")).send().await.ok()?;
+        let cluster: serde_json::Value = cluster.json().await.ok()?;
+        let registered = cluster.get("nodes").unwrap_or(&cluster).as_array()?.len();
+        Some(health.status().is_success() && registered >= nodes)
+    };
+    while !pin!(serves()).await.unwrap_or(false) {
+        sleep(HEALTH_INTERVAL).await;
+    }
+}
+
+/// The other binaries stand beside this one.
+fn programs_dir() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let dir = own.parent().context("this program has no directory")?;
+    for program in ["router", "prefill-node", "decode-node"] {
+        let path = dir.join(program);
+        if !path.is_file() {
+            bail!("{} is missing: `cargo build --release` builds all programs", path.display());
+        }
+    }
+    Ok(dir.to_owned())
+}
+
+fn router_recipe(config: &Up, programs: &Path) -> Recipe {
+    let mut args = flags([("--model", &config.model.display().to_string())]);
+    args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
+    args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
+    Recipe { name: "router".into(), program: programs.join("router"), args, cpus: Vec::new() }
+}
+
+fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) -> Vec<Recipe> {
+    let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
+    let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
+    let cpus = cores_of(config, wrappers, names.len());
+    let model = config.model.display().to_string();
+    let recipe = |((role, name), cpus): ((&str, String), Vec<usize>)| {
+        let own = if role == "prefill" { &config.prefill_args } else { &config.decode_args };
+        let mut args = flags([("--router", router), ("--node-id", &name), ("--model", &model)]);
+        let threads = config.threads.unwrap_or(cpus.len());
+        if threads > 0 {
+            args.extend(flags([("--threads", &threads.to_string())]));
+        }
+        args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
+        Recipe { name, program: programs.join(format!("{role}-node")), args, cpus }
+    };
+    names.into_iter().zip(cpus).map(recipe).collect()
+}
+
+/// The CPUs of each node; empty lists where nothing is pinned, which is said.
+fn cores_of(config: &Up, wrappers: Wrappers, nodes: usize) -> Vec<Vec<usize>> {
+    let free = vec![Vec::new(); nodes];
+    if config.pinning == Pinning::Free {
+        return free;
+    }
+    let available = cores::available();
+    match cores::split(&available, nodes) {
+        Some(split) if wrappers.affinity => split,
+        Some(_) => {
+            eprintln!("tandem: note: no `taskset` here: the nodes are not pinned to cores");
+            free
+        }
+        None => {
+            eprintln!("tandem: note: {nodes} nodes on {} CPUs: the nodes are not pinned to cores", available.len());
+            free
+        }
+    }
+}
+
+fn print_node(node: &Member) -> anyhow::Result<()> {
+    if node.recipe.name == "router" {
+        return Ok(());
+    }
+    let (grpc, transport) = (node.ready.get("grpc")?, node.ready.get("transport")?);
+    let cpus = match node.recipe.cpus.as_slice() {
+        [] => "any".to_owned(),
+        cpus => cores::list(cpus),
+    };
+    let Recipe { name, .. } = &node.recipe;
+    println!("node {name} grpc={grpc} transport={transport} cpus={cpus} pid={}", node.pid().unwrap_or(0));
+    Ok(())
+}
+
+fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {
+    pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value.to_owned()]).collect()
+}
+
+/// Replaces the value of a flag that is there.
+fn set_flag(args: &mut [String], flag: &str, value: &str) {
+    if let Some(at) = args.iter().position(|arg| arg == flag)
+        && let Some(old) = args.get_mut(at + 1)
+    {
+        value.clone_into(old);
+    }
+}
+
+fn bare(url: &str) -> &str {
+    url.split_once("://").map_or(url, |(_, address)| address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_restarted_router_keeps_its_addresses() {
+        let mut args = flags([("--model", "m"), ("--http", "127.0.0.1:0"), ("--grpc", "127.0.0.1:0")]);
+        set_flag(&mut args, "--http", bare("http://127.0.0.1:81"));
+        set_flag(&mut args, "--grpc", bare("http://127.0.0.1:82"));
+        assert_eq!(args, ["--model", "m", "--http", "127.0.0.1:81", "--grpc", "127.0.0.1:82"]);
+    }
+}
