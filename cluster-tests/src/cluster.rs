@@ -77,7 +77,7 @@ impl Cluster {
         let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
         args.push(model()?.display().to_string());
         args.extend(options.router_args.iter().cloned());
-        let router = Process::start("router", "router", &args, dir.path()).await?;
+        let router = Process::start("router", "tandem-router", &args, dir.path()).await?;
         let (prefill, decode) = futures::try_join!(
             start_node(&router, "prefill", &options, dir.path()),
             start_node(&router, "decode", &options, dir.path()),
@@ -173,7 +173,7 @@ async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path)
     args.extend(["--model".to_owned(), model()?.display().to_string()]);
     let own = if role == "prefill" { &options.prefill_args } else { &options.decode_args };
     args.extend(options.node_args.iter().chain(own).cloned());
-    Process::start(role, &format!("{role}-node"), &args, dir).await
+    Process::start(role, &format!("tandem-{role}-node"), &args, dir).await
 }
 
 /// The model of `make setup`.

@@ -6,14 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
 use crate::models::gguf::GgufFile;
 use crate::models::llama::{Llama, LlamaConfig, Step};
 use crate::ops::attention::Chunk;
-use crate::ops::kv::{KV_BLOCK_TOKENS, KvArena, KvLayout, LAYOUT_VERSION, Place};
+use crate::ops::kv::{KV_BLOCK_TOKENS, KvArena, KvLayout, Place};
 
 /// What to load and with which memory and threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,8 +137,7 @@ fn spec_of(file: &GgufFile, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
     let layout = kv.layout();
     EngineSpec {
         model_name: model.name.clone(),
-        // The layout's version is ours to tell: sealing hashes the digest with everything else.
-        model_digest: xxh3_64(&[file.digest().to_le_bytes(), LAYOUT_VERSION.to_le_bytes()].concat()),
+        model_digest: file.digest(),
         compatibility_digest: 0,
         vocab_size: model.vocab_size,
         eos_token_id: model.eos_token_id,

@@ -33,7 +33,7 @@ fn an_absent_library_is_incompatible() {
         UcxConfig { lib_dir: Some(PathBuf::from("/nonexistent")), ..UcxConfig::new(UcxProfile::Shm) };
     let error = UcxTransport::start(arena(1), config).err().expect("nothing is there");
     assert_eq!(error.kind, TransferErrorKind::Incompatible);
-    assert!(error.message.contains("/nonexistent/libuc"), "{error}");
+    assert!(error.message.contains("/nonexistent"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

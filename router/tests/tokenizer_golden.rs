@@ -1,6 +1,6 @@
 //! Token ids equal llama.cpp's for every golden prompt, chats included, and chat content cannot forge control tokens.
-//! Needs the model file that the set-up puts into the cache; `TANDEM_MODEL` at build time names another place.
-use std::path::PathBuf;
+mod model;
+
 use std::sync::LazyLock;
 
 use serde::Deserialize;
@@ -30,16 +30,7 @@ struct Message {
 
 static GOLDEN: LazyLock<Golden> =
     LazyLock::new(|| serde_json::from_str(include_str!("data/tokenizer-golden.json")).expect("golden file"));
-static MODEL: LazyLock<ModelText> = LazyLock::new(|| ModelText::load(&model_path()).expect("model file"));
-
-fn model_path() -> PathBuf {
-    let from_env = |key| std::env::var_os(key).map(PathBuf::from);
-    from_env("TANDEM_MODEL").unwrap_or_else(|| {
-        let cache = from_env("TANDEM_CACHE")
-            .unwrap_or_else(|| from_env("HOME").expect("HOME is set").join(".cache").join("tandem"));
-        cache.join("SmolLM2-135M-Instruct.Q4_1.gguf")
-    })
-}
+static MODEL: LazyLock<ModelText> = LazyLock::new(|| ModelText::load(&model::path()).expect("model file"));
 
 fn chat(messages: &[(&str, &str)]) -> Vec<ChatMessage> {
     messages.iter().map(|(role, content)| ChatMessage { role: (*role).into(), content: (*content).into() }).collect()

@@ -229,7 +229,7 @@ async fn wait_for_health(http: &str, nodes: usize) {
 fn programs_dir() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
     let dir = own.parent().context("this program has no directory")?;
-    for program in ["router", "prefill-node", "decode-node"] {
+    for program in ["tandem-router", "tandem-prefill-node", "tandem-decode-node"] {
         let path = dir.join(program);
         if !path.is_file() {
             bail!("{} is missing: `cargo build --release` builds all programs", path.display());
@@ -242,7 +242,7 @@ fn router_recipe(config: &Up, programs: &Path) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
     args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
-    Recipe { name: "router".into(), program: programs.join("router"), args, cpus: Vec::new() }
+    Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }
 }
 
 fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) -> Vec<Recipe> {
@@ -258,7 +258,7 @@ fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) 
             args.extend(flags([("--threads", &threads.to_string())]));
         }
         args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
-        Recipe { name, program: programs.join(format!("{role}-node")), args, cpus }
+        Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
     };
     names.into_iter().zip(cpus).map(recipe).collect()
 }

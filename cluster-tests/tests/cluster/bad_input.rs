@@ -12,7 +12,7 @@ use tonic::Code;
 
 /// A program that cannot work says so within this time.
 const SOON: Duration = Duration::from_secs(30);
-const PROGRAMS: [&str; 4] = ["router", "prefill-node", "decode-node", "tandem"];
+const PROGRAMS: [&str; 4] = ["tandem-router", "tandem-prefill-node", "tandem-decode-node", "tandem"];
 
 /// The program ends by itself, not with success, and says `expected`.
 async fn fails(program: &str, args: &[String], expected: &str) -> anyhow::Result<()> {
@@ -39,9 +39,9 @@ async fn ports_that_are_taken() -> anyhow::Result<()> {
     let address = taken.local_addr()?.to_string();
     let model = model()?.display().to_string();
     for flag in ["--http", "--grpc"] {
-        fails("router", &words(&format!("--model {model} {flag} {address}")), &address).await?;
+        fails("tandem-router", &words(&format!("--model {model} {flag} {address}")), &address).await?;
     }
-    for program in ["prefill-node", "decode-node"] {
+    for program in ["tandem-prefill-node", "tandem-decode-node"] {
         for flag in ["--listen", "--admin"] {
             let line =
                 format!("--simulated --model {model} --router http://127.0.0.1:1 --transport tcp {flag} {address}");
@@ -73,7 +73,7 @@ async fn model_files_that_are_none() -> anyhow::Result<()> {
         (&text, "text.gguf"),
     ];
     for (path, expected) in cases {
-        for program in ["prefill-node", "decode-node"] {
+        for program in ["tandem-prefill-node", "tandem-decode-node"] {
             let line = format!("--transport tcp --router http://127.0.0.1:1 --model {}", path.display());
             fails(program, &words(&line), expected).await?;
         }
@@ -81,7 +81,7 @@ async fn model_files_that_are_none() -> anyhow::Result<()> {
         if path != truncated {
             let line = format!("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model {}", path.display());
             let expected = if path == foreign { "tokenizer" } else { expected };
-            fails("router", &words(&line), expected).await?;
+            fails("tandem-router", &words(&line), expected).await?;
         }
     }
     Ok(())

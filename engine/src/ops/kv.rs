@@ -11,9 +11,6 @@ use crate::executor::KvDtype;
 /// Tokens of a block: one vector of attention scores.
 pub const KV_BLOCK_TOKENS: usize = LANES;
 
-/// Changes when the meaning of a block's bytes changes.
-pub const LAYOUT_VERSION: u64 = 1;
-
 /// The sizes that give a block's bytes their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {

@@ -15,7 +15,7 @@ use crate::error::{TransferError, TransferErrorKind};
 use crate::session::PeerId;
 use crate::wire::{DataHeader, HEADER_BYTES, Header, MAX_HELLO_BYTES, MAX_SEAL_BYTES};
 
-const SCRATCH_BYTES: usize = 256 << 10;
+static SCRATCH: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| std::env::var("SC").unwrap().parse().unwrap());
 /// Header and payload length.
 const PRELUDE_BYTES: usize = HEADER_BYTES + 8;
 /// Where data starts in the writer's scratch, aligned; the prelude stands just before.
@@ -133,8 +133,11 @@ fn read_data(
 fn prepare(stream: &TcpStream, config: &TcpConfig) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
     socket.set_tcp_nodelay(true)?;
-    socket.set_send_buffer_size(config.socket_buffer_bytes)?;
-    socket.set_recv_buffer_size(config.socket_buffer_bytes)?;
+    #[allow(clippy::disallowed_methods)]
+    if let Ok(b) = std::env::var("SB") { let b = b.parse().unwrap(); if b > 0 {
+    socket.set_send_buffer_size(b)?;
+    socket.set_recv_buffer_size(b)?;
+    } }
     // A host that vanished without a word.
     let keepalive = socket2::TcpKeepalive::new().with_time(Duration::from_secs(2)).with_interval(Duration::from_secs(1));
     socket.set_tcp_keepalive(&keepalive.with_retries(3))?;
@@ -170,7 +173,7 @@ fn expect_hello(mut stream: &TcpStream) -> Result<(), TransferError> {
 }
 
 fn write_loop(mut stream: &TcpStream, queue: &FrameQueue, arena: &Arena) -> io::Result<()> {
-    let mut scratch = vec![0; DATA_AT + SCRATCH_BYTES];
+    let mut scratch = vec![0; DATA_AT + *SCRATCH];
     while let Some(frame) = queue.next() {
         match frame {
             Frame::Bare(header) => stream.write_all(&prelude(&header, 0))?,
@@ -190,7 +193,7 @@ fn write_data(mut stream: &TcpStream, data: &DataFrame, arena: &Arena, scratch: 
     scratch[DATA_AT - PRELUDE_BYTES..DATA_AT].copy_from_slice(&prelude(&Header::Data(data.range), len as u64));
     let (mut from, mut offset) = (DATA_AT - PRELUDE_BYTES, 0);
     while offset < len {
-        let chunk = SCRATCH_BYTES.min(len - offset);
+        let chunk = *SCRATCH.min(len - offset);
         arena.copy_out(data.run.first, offset, &mut scratch[DATA_AT..DATA_AT + chunk]);
         scratch[DATA_AT] ^= u8::from(data.faults.flip_byte && offset == 0);
         stream.write_all(&scratch[from..DATA_AT + chunk])?;
@@ -226,7 +229,7 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn new(stream: &'a TcpStream) -> Self {
-        Self { stream, buffer: vec![0; SCRATCH_BYTES], start: 0, end: 0 }
+        Self { stream, buffer: vec![0; *SCRATCH], start: 0, end: 0 }
     }
 
     /// Waits for the next frame as long as it takes.

@@ -149,7 +149,7 @@ impl Transport for TcpTransport {
             if connection.is_closed() {
                 return Err(TransferError::peer_gone("the KV receiver hung up"));
             }
-            let link = TcpLink { connection, faults: self.shared.config.faults };
+            let link = TcpLink { connection, arena: arena.clone(), faults: self.shared.config.faults };
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
         }
         .boxed()
@@ -246,6 +246,7 @@ impl AnswerLink for Peers {
 
 struct TcpLink {
     connection: Arc<Connection>,
+    arena: Arc<Arena>,
     /// Not made yet.
     faults: Faults,
 }
@@ -257,7 +258,7 @@ impl SendLink for TcpLink {
 
     fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
         async move {
-            self.connection.queue().send_data(range, run, owner, self.faults).await?;
+            self.connection.queue().send_data(range, run, self.arena.run_bytes(run), owner, self.faults).await?;
             self.faults = Faults::default();
             Ok(())
         }

@@ -11,8 +11,10 @@ use crate::error::TransferError;
 use crate::transport::{BlockOwner, Faults};
 use crate::wire::{DataHeader, Header};
 
-/// Ranges and seals queued on one connection: enough to keep the writer busy, few enough that cancelling is quick.
-const CREDIT: usize = 16;
+/// What may wait on one connection: enough that the sender sleeps long and the writer never.
+const CREDIT_BYTES: usize = 64 << 20;
+/// Bytes of one permit.
+const CREDIT_UNIT: usize = 4 << 10;
 /// More answers and cancels than this wait only when the peer does not read: it is cut off.
 const MAX_URGENT: usize = 16 * 1024;
 
@@ -46,22 +48,23 @@ struct State {
     urgent: VecDeque<Header>,
     ordered: VecDeque<Frame>,
     closed: bool,
+    writer_waits: bool,
 }
 
 impl FrameQueue {
     pub fn new() -> Self {
-        Self { state: Mutex::default(), ready: Condvar::new(), credit: Arc::new(Semaphore::new(CREDIT)) }
+        Self { state: Mutex::default(), ready: Condvar::new(), credit: Arc::new(Semaphore::new(CREDIT_BYTES / CREDIT_UNIT)) }
     }
 
     pub async fn send_data(
-        &self, range: DataHeader, run: Run, owner: BlockOwner, faults: Faults,
+        &self, range: DataHeader, run: Run, bytes: usize, owner: BlockOwner, faults: Faults,
     ) -> Result<(), TransferError> {
-        let credit = self.acquire().await?;
+        let credit = self.acquire(bytes).await?;
         self.enqueue(Frame::Data(DataFrame { range, run, faults, _owner: owner, _credit: credit }))
     }
 
     pub async fn send_seal(&self, handoff: HandoffId, payload: Vec<u8>) -> Result<(), TransferError> {
-        let credit = self.acquire().await?;
+        let credit = self.acquire(payload.len()).await?;
         self.enqueue(Frame::Seal { handoff, payload, _credit: credit })
     }
 
@@ -74,7 +77,7 @@ impl FrameQueue {
         }
         if !state.closed {
             state.urgent.push_back(header);
-            self.ready.notify_one();
+            self.wake(&state);
         }
     }
 
@@ -102,7 +105,9 @@ impl FrameQueue {
             if let Some(frame) = state.ordered.pop_front() {
                 return Some(frame);
             }
+            state.writer_waits = true;
             state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.writer_waits = false;
         }
     }
 
@@ -121,8 +126,10 @@ impl FrameQueue {
         self.lock().closed
     }
 
-    async fn acquire(&self) -> Result<OwnedSemaphorePermit, TransferError> {
-        self.credit.clone().acquire_owned().await.map_err(|_| hung_up())
+    async fn acquire(&self, bytes: usize) -> Result<OwnedSemaphorePermit, TransferError> {
+        // A longer frame than all credit waits until it is alone.
+        let permits = bytes.clamp(CREDIT_UNIT, CREDIT_BYTES).div_ceil(CREDIT_UNIT) as u32;
+        self.credit.clone().acquire_many_owned(permits).await.map_err(|_| hung_up())
     }
 
     fn enqueue(&self, frame: Frame) -> Result<(), TransferError> {
@@ -131,8 +138,15 @@ impl FrameQueue {
             return Err(hung_up());
         }
         state.ordered.push_back(frame);
-        self.ready.notify_one();
+        self.wake(&state);
         Ok(())
+    }
+
+    /// A notification is a system call even when nobody waits.
+    fn wake(&self, state: &State) {
+        if state.writer_waits {
+            self.ready.notify_one();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -162,17 +176,18 @@ mod tests {
 
     fn data(queue: &FrameQueue, id: u8, owner: &Arc<()>) -> Option<Result<(), TransferError>> {
         let range = DataHeader { handoff: HandoffId([id; 16]), first: 0, count: 1 };
-        queue.send_data(range, Run { first: 0, count: 1 }, owner.clone(), Faults::default()).now_or_never()
+        let (run, bytes) = (Run { first: 0, count: 1 }, CREDIT_BYTES / 16);
+        queue.send_data(range, run, bytes, owner.clone(), Faults::default()).now_or_never()
     }
 
     #[test]
     fn credit_bounds_what_waits_and_cancel_gives_it_back() {
         let (queue, owner) = (FrameQueue::new(), Arc::new(()));
-        for _ in 0..CREDIT {
+        for _ in 0..16 {
             assert_eq!(data(&queue, 1, &owner), Some(Ok(())));
         }
         assert_eq!(data(&queue, 2, &owner), None, "waits for credit");
-        assert_eq!(Arc::strong_count(&owner), 1 + CREDIT);
+        assert_eq!(Arc::strong_count(&owner), 17);
         queue.cancel(HandoffId([1; 16]));
         assert_eq!(Arc::strong_count(&owner), 1);
         assert_eq!(data(&queue, 2, &owner), Some(Ok(())));

@@ -13,11 +13,11 @@ use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use ucx_sys::{Api, UCS_OK};
 
-use super::endpoints::{Closed, EndpointId, Endpoints};
+use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
 use super::inbox::{self, Event};
-use super::operations::{Operation, OperationId, Operations, Work};
+use super::operations::{Operation, OperationId, Operations, Work, Writes};
 use super::owners::{Context, Region, Worker};
-use super::profile::UcxConfig;
+use super::profile::{UcxConfig, UcxProfile};
 use super::queue::Queue;
 use super::receiving::Receiving;
 use super::result::{Posted, UcxError};
@@ -35,6 +35,8 @@ const COMMANDS_PER_TURN: usize = 64;
 const TICK: Duration = Duration::from_millis(100);
 /// Sleep while an endpoint closes: UCX has no event for that.
 const CLOSING_TICK: Duration = Duration::from_millis(1);
+/// More than any of UCX's queues is long.
+const DRAIN_TURNS: usize = 4096;
 /// For the last answers to leave at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 
@@ -155,19 +157,21 @@ impl Driver {
         match posted {
             Ok(Posted::Done) => self.finished(on, work, true),
             Ok(Posted::Pending(request)) => {
-                let deadline = Instant::now() + self.config.stall_timeout;
+                // A frozen sender may wake and go on writing into shared memory: giving it up would not free the blocks.
+                let waits = matches!(work, Work::Receive { .. }) && self.config.profile == UcxProfile::Shm;
+                let deadline = (!waits).then(|| Instant::now() + self.config.stall_timeout);
                 self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
             }
             Err(error) => {
-                self.lose(on, TransferError::peer_gone(format!("the KV peer is gone: {error}")));
+                self.lose(on, Loss::of(error.status), TransferError::peer_gone(format!("the KV peer is gone: {error}")));
                 self.finished(on, work, false);
             }
         }
     }
 
     /// Gives up an endpoint and everything on it. The registry learns of it when UCX has let go of the memory.
-    pub(super) fn lose(&mut self, endpoint: EndpointId, why: TransferError) {
-        if !self.endpoints.close(endpoint, Instant::now()) {
+    pub(super) fn lose(&mut self, endpoint: EndpointId, loss: Loss, why: TransferError) {
+        if !self.endpoints.close(endpoint, loss, Instant::now()) {
             return;
         }
         tracing::warn!(peer = endpoint.0, "KV peer lost: {why}");
@@ -213,7 +217,7 @@ impl Driver {
                 Event::Completed { operation, status } => self.completed(operation, status),
                 Event::EndpointFailed { endpoint, status } => {
                     let text = self.worker.api().describe(status);
-                    self.lose(endpoint, TransferError::peer_gone(format!("the KV peer is gone: {text}")));
+                    self.lose(endpoint, Loss::Dead, TransferError::peer_gone(format!("the KV peer is gone: {text}")));
                 }
                 Event::Frame { header, payload } => self.on_frame(&header, payload),
                 Event::Range { header, length, descriptor } => self.on_range(&header, length, descriptor),
@@ -242,7 +246,8 @@ impl Driver {
         }
         if status != UCS_OK {
             let text = self.worker.api().describe(status);
-            self.lose(operation.endpoint, TransferError::peer_gone(format!("a KV transfer failed: {text}")));
+            let why = TransferError::peer_gone(format!("a KV transfer failed: {text}"));
+            self.lose(operation.endpoint, Loss::of(status), why);
         }
         self.finished(operation.endpoint, operation.work, status == UCS_OK);
     }
@@ -265,7 +270,7 @@ impl Driver {
             self.receiving.sweep(now);
             for endpoint in self.operations.overdue(now) {
                 let message = "a KV transfer took too long; the peer is given up";
-                self.lose(endpoint, TransferError::new(TransferErrorKind::Timeout, message));
+                self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
             }
         }
         if !self.endpoints.is_closing() {
@@ -281,19 +286,35 @@ impl Driver {
         any
     }
 
-    /// UCX is done with an endpoint: its hand-offs end, and its blocks are free unless a receive was lost.
+    /// UCX has closed an endpoint: its hand-offs end, and its blocks are free unless somebody may still write.
     fn let_go(&mut self, closed: Closed) {
-        let lost_receives = self.operations.abandon(closed.id);
+        // A closed connection brings nothing; shared memory takes what a living peer puts there.
+        let severed = closed.loss == Loss::Dead || self.config.profile != UcxProfile::Shm;
+        let writes = if severed && closed.confirmed { Writes::Over } else { Writes::Possible };
+        if writes == Writes::Over {
+            self.drain();
+        }
+        let kept = self.operations.abandon(closed.id, writes);
         let held = self.receiving.forget(closed.id);
-        if lost_receives == 0 && closed.confirmed {
+        if kept == 0 {
             self.shared.registry.fence(closed.id.into());
         } else {
-            tracing::error!(peer = closed.id.0, lost_receives, "UCX lost KV receives: their blocks stay quarantined");
+            tracing::error!(peer = closed.id.0, kept, "a lost KV peer may still write: the blocks stay quarantined");
             for handoff in held.handoffs {
                 self.shared.registry.cancelled_by(closed.id.into(), handoff);
             }
         }
         drop(held.claims);
+    }
+
+    /// Lets UCX deliver what a dead peer had put into the worker's queues.
+    fn drain(&mut self) {
+        for _ in 0..DRAIN_TURNS {
+            if !self.worker.progress() {
+                break;
+            }
+        }
+        self.handle_events();
     }
 
     fn sleep(&mut self) {
@@ -328,7 +349,7 @@ impl Driver {
         let why = TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
         let ids = self.endpoints.ids();
         for id in &ids {
-            self.endpoints.close(*id, now);
+            self.endpoints.close(*id, Loss::GivenUp, now);
             self.shared.pending.peer_gone((*id).into(), &why);
         }
         while self.endpoints.is_closing() && Instant::now() < until + FLUSH_TIMEOUT {

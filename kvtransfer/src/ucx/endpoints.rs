@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Semaphore;
+use ucx_sys::{UCS_ERR_CONNECTION_RESET, UCS_ERR_FAILURES, UCS_ERR_NOT_CONNECTED, ucs_status_t};
 
 use super::owners::{Closing, Endpoint, Worker};
 use crate::error::{TransferError, TransferErrorKind};
@@ -38,8 +39,34 @@ pub(super) struct Entry {
 /// A closed endpoint, or one that was given up on.
 pub(super) struct Closed {
     pub(super) id: EndpointId,
-    /// UCX confirmed it: nothing of it touches memory.
+    /// UCX confirmed it.
     pub(super) confirmed: bool,
+    pub(super) loss: Loss,
+}
+
+/// Why an endpoint is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Loss {
+    /// UCX found the peer's process or connection dead.
+    Dead,
+    /// We do not want it any more; the peer may live.
+    GivenUp,
+}
+
+impl Loss {
+    /// What a failed call or operation says about the peer.
+    pub(super) fn of(status: ucs_status_t) -> Self {
+        let found_dead = [UCS_ERR_CONNECTION_RESET, UCS_ERR_NOT_CONNECTED].contains(&status)
+            || UCS_ERR_FAILURES.contains(&status);
+        if found_dead { Self::Dead } else { Self::GivenUp }
+    }
+}
+
+struct Leaving {
+    id: EndpointId,
+    closing: Closing,
+    since: Instant,
+    loss: Loss,
 }
 
 /// All endpoints of a worker.
@@ -47,7 +74,7 @@ pub(super) struct Endpoints {
     worker: Rc<Worker>,
     open: HashMap<EndpointId, Entry>,
     by_address: HashMap<Vec<u8>, EndpointId>,
-    closing: Vec<(EndpointId, Closing, Instant)>,
+    closing: Vec<Leaving>,
     credit_bytes: usize,
     last_id: u64,
 }
@@ -79,7 +106,7 @@ impl Endpoints {
             let idle = self.open.iter().filter(|(id, _)| !busy(**id)).min_by_key(|(_, entry)| entry.used);
             let idle = idle.map(|(id, _)| *id);
             let full = || TransferError::new(TransferErrorKind::Overloaded, "too many KV peers at once");
-            self.close(idle.ok_or_else(full)?, now);
+            self.close(idle.ok_or_else(full)?, Loss::GivenUp, now);
         }
         self.last_id += 1;
         let id = EndpointId(self.last_id);
@@ -99,11 +126,11 @@ impl Endpoints {
     }
 
     /// Starts to close; [`Endpoints::take_closed`] reports the end. False: it is not open.
-    pub(super) fn close(&mut self, id: EndpointId, now: Instant) -> bool {
+    pub(super) fn close(&mut self, id: EndpointId, loss: Loss, now: Instant) -> bool {
         let Some(entry) = self.open.remove(&id) else { return false };
         self.by_address.remove(&entry.address);
         entry.credit.close();
-        self.closing.push((id, entry.endpoint.close(), now));
+        self.closing.push(Leaving { id, closing: entry.endpoint.close(), since: now, loss });
         true
     }
 
@@ -114,11 +141,11 @@ impl Endpoints {
 
     pub(super) fn take_closed(&mut self, now: Instant) -> Vec<Closed> {
         let mut closed = Vec::new();
-        self.closing.retain(|(id, closing, since)| {
-            let confirmed = closing.is_closed();
-            let over = confirmed || now.duration_since(*since) > CLOSE_TIMEOUT;
+        self.closing.retain(|leaving| {
+            let confirmed = leaving.closing.is_closed();
+            let over = confirmed || now.duration_since(leaving.since) > CLOSE_TIMEOUT;
             if over {
-                closed.push(Closed { id: *id, confirmed });
+                closed.push(Closed { id: leaving.id, confirmed, loss: leaving.loss });
             }
             !over
         });

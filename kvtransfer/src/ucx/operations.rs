@@ -31,8 +31,8 @@ impl OperationId {
 /// One send or receive in flight.
 pub(super) struct Operation {
     pub(super) endpoint: EndpointId,
-    /// The endpoint is given up when it is not over by then.
-    pub(super) deadline: Instant,
+    /// The endpoint is given up when it is not over by then; `None`: it may take as long as the peer lives.
+    pub(super) deadline: Option<Instant>,
     pub(super) request: Option<Request>,
     pub(super) work: Work,
 }
@@ -46,7 +46,16 @@ pub(super) enum Work {
     /// A range of blocks arrives.
     Receive { claim: Claim, target: Vec<ucp_dt_iov> },
     /// UCX lost the request, and may one day look at the header; the blocks are free.
-    Lost { _header: Box<[u8; HEADER_BYTES]>, _payload: Vec<u8> },
+    Lost { _header: Box<[u8; HEADER_BYTES]>, _payload: Vec<u8>, _target: Vec<ucp_dt_iov> },
+}
+
+/// What may still happen to the receives of a closed endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Writes {
+    /// Nobody can write any more.
+    Over,
+    /// A peer that lives may still write into shared memory.
+    Possible,
 }
 
 /// A range on its way out.
@@ -97,34 +106,46 @@ impl Operations {
 
     /// Endpoints with an operation past its deadline.
     pub(super) fn overdue(&self, now: Instant) -> Vec<EndpointId> {
-        let late = self.live().filter(|operation| now >= operation.deadline);
+        let late = self.live().filter(|operation| operation.deadline.is_some_and(|deadline| now >= deadline));
         late.map(|operation| operation.endpoint).collect()
     }
 
-    /// The endpoint is closed, but UCX did not complete these: sends give up their blocks (reading them late harms nobody)
-    /// and keep their header; receives stay as they are, because a late write would harm. Returns how many stayed.
-    pub(super) fn abandon(&mut self, endpoint: EndpointId) -> usize {
-        let mut receives = 0;
+    /// The endpoint is closed, but UCX did not complete these: they give up their blocks and keep what UCX might look at.
+    /// Reading blocks late harms nobody, writing does: receives stay whole while writes are possible. Returns how many.
+    pub(super) fn abandon(&mut self, endpoint: EndpointId, writes: Writes) -> usize {
+        let mut kept = 0;
         for operation in self.table.values_mut().filter(|operation| operation.endpoint == endpoint) {
-            let header = match &mut operation.work {
-                Work::Receive { .. } => {
-                    receives += 1;
-                    // Not looked for again.
-                    operation.endpoint = EndpointId(u64::MAX);
-                    continue;
-                }
-                Work::Lost { .. } => continue,
-                Work::Frame { header, payload } => (std::mem::take(header), std::mem::take(payload)),
-                Work::Send(send) => (std::mem::take(&mut send.header), std::mem::take(&mut send.altered)),
-            };
-            operation.work = Work::Lost { _header: header.0, _payload: header.1 };
-            self.lost += 1;
+            if matches!(operation.work, Work::Receive { .. }) && writes == Writes::Possible {
+                operation.deadline = None;
+                kept += 1;
+            } else if !matches!(operation.work, Work::Lost { .. }) {
+                self.lost += 1;
+                operation.work.lose();
+            }
         }
-        receives
+        kept
     }
 
     fn live(&self) -> impl Iterator<Item = &Operation> {
-        let gone = EndpointId(u64::MAX);
-        self.table.values().filter(move |o| o.endpoint != gone && !matches!(o.work, Work::Lost { .. }))
+        self.table.values().filter(|operation| !matches!(operation.work, Work::Lost { .. }))
+    }
+}
+
+impl Work {
+    /// Drops owner, credit and claim.
+    fn lose(&mut self) {
+        let (mut _header, mut _payload, mut _target) = Default::default();
+        match self {
+            Self::Frame { header, payload } => {
+                (_header, _payload) = (std::mem::take(header), std::mem::take(payload));
+            }
+            Self::Send(send) => {
+                (_header, _payload) = (std::mem::take(&mut send.header), std::mem::take(&mut send.altered));
+                _target = send.source.to_vec();
+            }
+            Self::Receive { target, .. } => _target = std::mem::take(target),
+            Self::Lost { .. } => return,
+        }
+        *self = Self::Lost { _header, _payload, _target };
     }
 }

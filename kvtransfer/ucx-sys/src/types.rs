@@ -17,6 +17,12 @@ pub const UCS_INPROGRESS: ucs_status_t = 1;
 pub const UCS_ERR_BUSY: ucs_status_t = -15;
 /// The request was cancelled or its endpoint closed by force.
 pub const UCS_ERR_CANCELED: ucs_status_t = -16;
+/// The endpoint has no connection.
+pub const UCS_ERR_NOT_CONNECTED: ucs_status_t = -24;
+/// The peer hung up or died.
+pub const UCS_ERR_CONNECTION_RESET: ucs_status_t = -25;
+/// Failures of links (-40 to -59) and of endpoints (-60 to -89).
+pub const UCS_ERR_FAILURES: std::ops::RangeInclusive<ucs_status_t> = -89..=-40;
 /// The lowest status that a pointer may carry.
 pub const UCS_ERR_LAST: ucs_status_t = -100;
 

@@ -271,7 +271,7 @@ async fn wrong_requests_are_refused_by_field() {
     let cases: [(fn(&mut GenerationRequest), &str); 8] = [
         (|r| r.prompt_ids.clear(), "prompt"),
         (|r| r.prompt_ids = vec![1; 256], "prompt"),
-        (|r| r.prompt_ids = vec![95], "prompt"),
+        (|r| r.prompt_ids = vec![96], "prompt"),
         (|r| r.max_tokens = 0, "max_tokens"),
         (|r| r.max_tokens = 237, "max_tokens"),
         (|r| r.sampling.temperature = f32::NAN, "temperature"),

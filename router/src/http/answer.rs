@@ -131,7 +131,12 @@ pub(super) async fn collect(
 }
 
 /// The body of a request that did not ask for a stream.
-pub(super) fn whole<'a>(head: &'a Head, options: &Options, prompts: Vec<PromptInfo>, answers: &'a [Collected]) -> Response {
+pub(super) fn whole<'a>(
+    head: &'a Head,
+    options: &Options,
+    prompts: Vec<PromptInfo>,
+    answers: &'a [Collected],
+) -> Response {
     let choice = |(index, (answer, prompt)): (usize, (&'a Collected, PromptInfo))| {
         let text = prompt.echo.unwrap_or_default() + &answer.text;
         let (text, message) = match head.kind {

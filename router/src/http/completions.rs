@@ -55,7 +55,8 @@ impl PromptInput {
         Ok(match self {
             // Who writes a raw prompt writes the control tokens too.
             Self::Text(text) => {
-                let ids = model.encode(&text, SpecialTokens::Parse).map_err(|e| Error { param: Some("prompt"), ..e })?;
+                let ids =
+                    model.encode(&text, SpecialTokens::Parse).map_err(|e| Error { param: Some("prompt"), ..e })?;
                 Encoded { ids, echo: echo.then_some(text) }
             }
             Self::Ids(ids) => Encoded { echo: echo.then(|| model.decode(&ids)), ids },
@@ -81,9 +82,7 @@ fn prompts(raw: &str) -> Result<Vec<PromptInput>, Error> {
     Ok(match (characters.next(), characters.next()) {
         (Some('"'), _) => vec![PromptInput::Text(value("prompt", raw)?)],
         (Some('['), Some('"' | ']')) => texts(value("prompt", raw)?),
-        (Some('['), Some('[')) => {
-            value::<Vec<Vec<u32>>>("prompt", raw)?.into_iter().map(PromptInput::Ids).collect()
-        }
+        (Some('['), Some('[')) => value::<Vec<Vec<u32>>>("prompt", raw)?.into_iter().map(PromptInput::Ids).collect(),
         (Some('['), _) => vec![PromptInput::Ids(value("prompt", raw)?)],
         _ => {
             let message = "prompt must be a string, strings, token ids, or lists of token ids";

@@ -64,9 +64,11 @@ impl From<Error> for ApiError {
             ErrorKind::Incompatible => (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("incompatible_nodes")),
             ErrorKind::DeadlineExceeded => (StatusCode::GATEWAY_TIMEOUT, "timeout_error", Some("deadline_exceeded")),
             // Nobody reads it: nginx's "client closed request".
-            ErrorKind::Cancelled => {
-                (StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST), "invalid_request_error", Some("cancelled"))
-            }
+            ErrorKind::Cancelled => (
+                StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST),
+                "invalid_request_error",
+                Some("cancelled"),
+            ),
             ErrorKind::Aborted => (StatusCode::BAD_GATEWAY, "server_error", Some("aborted")),
             ErrorKind::Corrupt => (StatusCode::BAD_GATEWAY, "server_error", Some("corrupt_kv")),
             ErrorKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error")),

@@ -55,12 +55,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A finite number for which `allowed` holds; `range` says in words what that is.
-    pub fn number(
-        &self,
-        name: &'static str,
-        range: &str,
-        allowed: impl Fn(f64) -> bool,
-    ) -> Result<Option<f64>, Error> {
+    pub fn number(&self, name: &'static str, range: &str, allowed: impl Fn(f64) -> bool) -> Result<Option<f64>, Error> {
         match self.get::<f64>(name)? {
             Some(number) if !allowed(number) => {
                 Err(Error::invalid(name, format!("{name} must be {range}, not {number}")))

@@ -146,9 +146,7 @@ fn model_card(service: &Service) -> serde_json::Value {
 /// An absent model means the only one.
 fn check_model(service: &Service, asked: Option<&str>) -> Result<(), ApiError> {
     match asked {
-        Some(name) if name != service.model().model_name => {
-            Err(ApiError::no_model(name, &service.model().model_name))
-        }
+        Some(name) if name != service.model().model_name => Err(ApiError::no_model(name, &service.model().model_name)),
         _ => Ok(()),
     }
 }

@@ -197,15 +197,11 @@ mod tests {
         assert!(options.stream && options.include_usage && !options.continuous_usage && options.return_token_ids);
         assert_eq!(options.max_tokens, Some(7));
         let received = Instant::now();
-        let caller =
-            Caller { request_id: "r".into(), parent: None, timeout: Some(Duration::from_millis(1500)) };
+        let caller = Caller { request_id: "r".into(), parent: None, timeout: Some(Duration::from_millis(1500)) };
         let prompt = Prompt { request_id: "r-0".into(), ids: vec![1, 2], max_tokens: 7, received };
         let request = options.request(&caller, prompt, 9, "chat");
         assert_eq!((request.request_id.as_str(), request.prompt_ids.len(), request.max_tokens), ("r-0", 2, 7));
-        assert_eq!(
-            request.sampling,
-            v1::Sampling { temperature: 0.0, top_p: 0.5, top_k: 40, seed: u64::MAX }
-        );
+        assert_eq!(request.sampling, v1::Sampling { temperature: 0.0, top_p: 0.5, top_k: 40, seed: u64::MAX });
         assert_eq!((request.stop, request.stop_token_ids), (vec!["END".to_owned()], vec![4, 5]));
         assert_eq!(request.deadline, Some(received + Duration::from_millis(1500)));
         assert!(request.ignore_eos);

@@ -125,11 +125,7 @@ impl Encoder {
         }
         let ids: &[u32] = id.as_slice();
         choice.token_ids = self.return_token_ids.then_some(ids);
-        let usage = if self.continuous_usage {
-            Some(Some(progress.usage))
-        } else {
-            self.include_usage.then_some(None)
-        };
+        let usage = if self.continuous_usage { Some(Some(progress.usage)) } else { self.include_usage.then_some(None) };
         event_bytes(&self.head.chunk(vec![choice], usage))
     }
 

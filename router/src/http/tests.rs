@@ -61,9 +61,7 @@ const PLAIN: &str = r#"{"stream": true}"#;
 
 #[tokio::test]
 async fn a_chat_streams_one_token_a_chunk_and_the_role_with_the_first() {
-    let options = options(
-        r#"{"stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true}"#,
-    );
+    let options = options(r#"{"stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true}"#);
     let script = vec![token(0, 5, "Hé"), token(1, 6, ""), token(2, 2, "y"), finish(FinishReason::Stop, "!", 3)];
     let response = respond(encoder(Kind::Chat, &options, &[None]), vec![answer(script)]).await.unwrap();
     assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");

@@ -34,8 +34,7 @@ pub(super) async fn detokenize(State(service): State<Service>, body: Body) -> Re
     let json = body::read(body).await?;
     let fields = Fields::parse(&json)?;
     check_model(&service, fields.get::<String>("model")?.as_deref())?;
-    let tokens: Vec<u32> =
-        fields.get("tokens")?.ok_or_else(|| Error::invalid("tokens", "tokens is missing"))?;
+    let tokens: Vec<u32> = fields.get("tokens")?.ok_or_else(|| Error::invalid("tokens", "tokens is missing"))?;
     let vocabulary = service.model().vocab_size();
     if let Some(id) = tokens.iter().find(|id| **id >= vocabulary) {
         let message = format!("token id {id} is outside the vocabulary of {vocabulary}");

@@ -56,7 +56,11 @@ impl Metadata {
         let unreadable = |source| ModelTextError::Unreadable { path: path.to_owned(), source };
         let damaged = |reason: String| ModelTextError::Damaged { path: path.to_owned(), reason };
         let file = File::open(path).map_err(unreadable)?;
-        let file_bytes = file.metadata().map_err(unreadable)?.len();
+        let status = file.metadata().map_err(unreadable)?;
+        if !status.is_file() {
+            return Err(damaged("not a regular file".into()));
+        }
+        let file_bytes = status.len();
         let mut reader = BufReader::with_capacity(1 << 18, file);
         check_magic(&mut reader).map_err(damaged)?;
         // candle divides by `general.alignment` unchecked: a zero there must not end the process.

@@ -155,7 +155,7 @@ pub fn id(character: char) -> u32 {
 pub fn model() -> ModelText {
     let texts = |items: Vec<String>| Value::Array(items.into_iter().map(Value::String).collect());
     let tokens: Vec<String> =
-        std::iter::once("<eos>".to_owned()).chain(('!'..='~').map(String::from)).collect();
+        std::iter::once("<eos>".to_owned()).chain(('!'..='~').map(String::from)).chain(["!!".to_owned()]).collect();
     let types = (0..tokens.len()).map(|i| Value::I32(if i == 0 { 3 } else { 1 })).collect();
     let metadata = [
         ("general.architecture", Value::String("llama".into())),

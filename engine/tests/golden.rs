@@ -1,0 +1,129 @@
+//! Greedy tokens of the real model against an independent engine (llama.cpp, see the data file's `oracle` and `note`).
+//! A difference is rounding only where the oracle's two best logits almost tie: every token up to the first such step
+//! must be equal.
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Deserialize;
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, SamplingParams, sampler};
+
+const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+const MAX_STEPS: usize = 64;
+
+#[derive(Deserialize)]
+struct Golden {
+    prompts: Vec<Prompt>,
+}
+
+#[derive(Deserialize)]
+struct Prompt {
+    name: String,
+    ids: Vec<u32>,
+    out: Outputs,
+}
+
+#[derive(Deserialize)]
+struct Outputs {
+    /// Exact dequantization: the reference.
+    f32: Output,
+}
+
+#[derive(Deserialize)]
+struct Output {
+    tokens: Vec<u32>,
+    /// Best minus second-best logit of each step.
+    gap: Vec<f32>,
+    /// (token, logprob) of the first step.
+    top5_first: Vec<(u32, f32)>,
+}
+
+#[test]
+fn f32_kv_gives_the_oracles_tokens() {
+    compare(KvDtype::F32, 0.02);
+}
+
+#[test]
+fn bf16_kv_gives_the_oracles_tokens() {
+    compare(KvDtype::Bf16, 0.05);
+}
+
+fn compare(kv_dtype: KvDtype, tie: f32) {
+    let mut runner = Runner::load(kv_dtype);
+    let golden: Golden = serde_json::from_str(include_str!("data/smollm2-135m-golden.json")).expect("golden file");
+    assert_eq!(golden.prompts.len(), 14);
+    // Eight at a time: the batch is part of what is tested.
+    for prompts in golden.prompts.chunks(8) {
+        let results = runner.generate(prompts);
+        for (prompt, (tokens, first)) in prompts.iter().zip(results) {
+            let want = &prompt.out.f32;
+            let sure = want.gap.iter().position(|&gap| gap < tie).unwrap_or(want.tokens.len());
+            assert_eq!(tokens[..sure], want.tokens[..sure], "{} ({kv_dtype:?}, first {sure} tokens)", prompt.name);
+            for &(token, logprob) in &want.top5_first {
+                let got = first[token as usize];
+                assert!((got - logprob).abs() < 0.05, "{}: token {token} {got}, oracle {logprob}", prompt.name);
+            }
+        }
+    }
+}
+
+struct Runner {
+    executor: LlamaExecutor,
+    pool: BlockPool,
+}
+
+impl Runner {
+    fn load(kv_dtype: KvDtype) -> Self {
+        let path = model_path();
+        assert!(path.is_file(), "the model {} is missing: run `make setup`", path.display());
+        let config = ModelConfig { path, kv_dtype, blocks: 256, block_tokens: 16, threads: 2 };
+        let executor = LlamaExecutor::load(&config).expect("the model loads");
+        let pool = BlockPool::new(256, 16);
+        Self { executor, pool }
+    }
+
+    /// Greedy tokens and the log-probabilities of the first step, for each prompt; all run as one batch.
+    fn generate(&mut self, prompts: &[Prompt]) -> Vec<(Vec<u32>, Vec<f32>)> {
+        let eos = self.executor.spec().eos_token_id;
+        let mut items: Vec<BatchItem> = prompts.iter().enumerate().map(|(seq, prompt)| {
+            let blocks = self.pool.blocks_for(prompt.ids.len() + MAX_STEPS);
+            let blocks = Arc::new(self.pool.try_reserve(blocks).expect("room for eight prompts"));
+            BatchItem { seq: seq as u64, tokens: prompt.ids.clone(), start: 0, blocks, wants_logits: true }
+        }).collect();
+        let mut results = vec![(Vec::new(), Vec::new()); prompts.len()];
+        while !items.is_empty() {
+            let batch = Batch { items };
+            let all_logits = self.executor.execute(&batch).expect("a step");
+            items = Vec::new();
+            for (item, logits) in batch.items.into_iter().zip(all_logits) {
+                let (tokens, first) = &mut results[item.seq as usize];
+                let logits = logits.expect("wanted");
+                if tokens.is_empty() {
+                    *first = log_softmax(&logits);
+                }
+                let start = item.start + item.tokens.len();
+                let token = sampler::sample(&GREEDY, start, &logits).token;
+                tokens.push(token);
+                if token != eos && tokens.len() < MAX_STEPS {
+                    items.push(BatchItem { tokens: vec![token], start, ..item });
+                }
+            }
+        }
+        results
+    }
+}
+
+const GREEDY: SamplingParams = SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 };
+
+fn log_softmax(logits: &[f32]) -> Vec<f32> {
+    let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = logits.iter().map(|&logit| f64::from(logit - greatest).exp()).sum();
+    logits.iter().map(|&logit| logit - greatest - total.ln() as f32).collect()
+}
+
+#[allow(clippy::disallowed_methods, reason = "a test has no command line to take the path from")]
+fn model_path() -> PathBuf {
+    let cache = std::env::var("TANDEM_CACHE").map(PathBuf::from);
+    let home = || PathBuf::from(std::env::var("HOME").unwrap_or_default()).join(".cache/tandem");
+    cache.unwrap_or_else(|_| home()).join(FILE)
+}

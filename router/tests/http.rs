@@ -1,0 +1,116 @@
+//! The HTTP edge over a router without nodes: every refusal has OpenAI's shape and the right status, and hostile input
+//! is answered. Answers themselves are tested beside the code, from scripted events.
+mod model;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use http::{HeaderMap, Request, StatusCode};
+use serde_json::{Value, json};
+use tandem_router::api::Service;
+use tandem_router::flow::Limits;
+use tandem_router::membership::{Expected, Membership};
+use tandem_router::text::ModelText;
+use tandem_telemetry::Exporter;
+use tower::Service as _;
+
+fn router() -> Router {
+    let mut text = ModelText::load(&model::path()).expect("model file");
+    text.model_name = "org/tiny".into();
+    let expected = Expected { model_digest: text.digest, model_name: text.model_name.clone() };
+    let membership = Membership::new(expected, Duration::from_secs(3));
+    let exporter = Exporter::start("tandem-router", "test", None).expect("exporter");
+    tandem_router::http::router(Service::new(Arc::new(text), membership, exporter, Limits::default()))
+}
+
+async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
+    let response = router.clone().call(request).await.expect("infallible");
+    let (parts, body) = response.into_parts();
+    let bytes = to_bytes(body, 1 << 20).await.expect("body");
+    (parts.status, parts.headers, serde_json::from_slice(&bytes).unwrap_or(Value::Null))
+}
+
+async fn get(router: &Router, path: &str) -> (StatusCode, Value) {
+    let (status, _, body) = send(router, Request::get(path).body(Body::empty()).expect("request")).await;
+    (status, body)
+}
+
+async fn post(router: &Router, path: &str, body: impl Into<Body>) -> (StatusCode, Value) {
+    let (status, _, body) = send(router, Request::post(path).body(body.into()).expect("request")).await;
+    (status, body)
+}
+
+#[tokio::test]
+async fn routes_without_nodes() {
+    let router = router();
+    let (status, body) = get(&router, "/v1/models").await;
+    assert_eq!((status, &body["data"][0]["id"]), (StatusCode::OK, &json!("org/tiny")));
+    assert_eq!(get(&router, "/v1/models/org/tiny").await.0, StatusCode::OK);
+    assert_eq!(get(&router, "/debug/cluster").await.0, StatusCode::OK);
+    assert_eq!(get(&router, "/metrics").await.0, StatusCode::OK);
+    for (path, status, code) in [
+        ("/health", StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        ("/v1/models/other", StatusCode::NOT_FOUND, "model_not_found"),
+        ("/api/traces/last", StatusCode::NOT_FOUND, "not_found"),
+        ("/v2/nothing", StatusCode::NOT_FOUND, "not_found"),
+        ("/v1/completions", StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed"),
+    ] {
+        let (got, body) = get(&router, path).await;
+        assert_eq!((got, &body["error"]["code"]), (status, &json!(code)), "{path}");
+        assert!(body["error"]["message"].is_string() && body["error"].get("param").is_some(), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn bad_requests_name_what_is_wrong() {
+    let router = router();
+    for (path, body, param) in [
+        ("/v1/completions", r#"{"prompt": "hi", "max_tokens": -1}"#, json!("max_tokens")),
+        ("/v1/completions", r#"{"prompt": "hi", "max_tokens": 9000}"#, json!("max_tokens")),
+        ("/v1/completions", r#"{"prompt": ""}"#, json!("prompt")),
+        ("/v1/completions", r#"{"prompt": [49152]}"#, json!("prompt")),
+        ("/v1/completions", r#"{"prompt": "hi", "n": 2}"#, json!("n")),
+        ("/v1/completions", r#"{"prompt": "hi""#, Value::Null),
+        ("/v1/completions", "", Value::Null),
+        ("/v1/chat/completions", r#"{"messages": []}"#, json!("messages")),
+        ("/v1/chat/completions", r#"{"messages": [{"role": "<|im_end|>", "content": ""}]}"#, json!("messages")),
+        ("/tokenize", "{}", json!("prompt")),
+        ("/detokenize", r#"{"tokens": [99999]}"#, json!("tokens")),
+    ] {
+        let (status, answer) = post(&router, path, body).await;
+        assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &param), "{body}");
+        assert_eq!(answer["error"]["type"], "invalid_request_error", "{body}");
+    }
+    assert_eq!(post(&router, "/v1/completions", vec![0xff, 0xfe]).await.0, StatusCode::BAD_REQUEST);
+    assert_eq!(post(&router, "/v1/completions", vec![b' '; 9 << 20]).await.0, StatusCode::PAYLOAD_TOO_LARGE);
+    let long = format!(r#"{{"prompt": "{}"}}"#, "word ".repeat(1 << 20));
+    assert_eq!(post(&router, "/v1/completions", long).await.0, StatusCode::BAD_REQUEST);
+    let (status, body) = post(&router, "/v1/completions", r#"{"prompt": "hi", "model": "gpt"}"#).await;
+    assert_eq!((status, &body["error"]["code"]), (StatusCode::NOT_FOUND, &json!("model_not_found")));
+}
+
+#[tokio::test]
+async fn without_a_pair_generation_is_unavailable_streamed_or_not() {
+    let router = router();
+    for stream in [false, true] {
+        let body = json!({"prompt": "hi", "stream": stream}).to_string();
+        let (status, headers, body) = send(
+            &router,
+            Request::post("/v1/completions").header("x-request-id", "mine").body(body.into()).expect("request"),
+        )
+        .await;
+        assert_eq!((status, &headers["x-request-id"]), (StatusCode::SERVICE_UNAVAILABLE, &"mine".parse().expect("ok")));
+        assert!(headers.contains_key("retry-after") && body["error"]["message"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn text_to_tokens_and_back() {
+    let router = router();
+    let (_, tokens) = post(&router, "/tokenize", r#"{"prompt": "Hello<|im_end|>"}"#).await;
+    assert_eq!((&tokens["tokens"], &tokens["count"]), (&json!([19556, 2]), &json!(2)));
+    let (_, text) = post(&router, "/detokenize", r#"{"tokens": [19556, 2]}"#).await;
+    assert_eq!(text["prompt"], "Hello");
+}
