@@ -169,8 +169,9 @@ async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path)
     args.extend(["--transport".to_owned(), options.transport.to_owned()]);
     if options.simulated {
         args.push("--simulated".to_owned());
+    } else {
+        args.extend(["--model".to_owned(), model()?.display().to_string()]);
     }
-    args.extend(["--model".to_owned(), model()?.display().to_string()]);
     let own = if role == "prefill" { &options.prefill_args } else { &options.decode_args };
     args.extend(options.node_args.iter().chain(own).cloned());
     Process::start(role, &format!("tandem-{role}-node"), &args, dir).await

@@ -3,6 +3,7 @@
 //! must be equal.
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
@@ -46,6 +47,31 @@ fn f32_kv_gives_the_oracles_tokens() {
 #[test]
 fn bf16_kv_gives_the_oracles_tokens() {
     compare(KvDtype::Bf16, 0.05);
+}
+
+#[test]
+#[ignore = "prints tokens a second; run with --release -- --ignored --nocapture"]
+fn speed() {
+    let mut runner = Runner::load(KvDtype::Bf16);
+    let mut prompt = |rows: usize, items: usize, start: usize| {
+        let blocks = || Arc::new(runner.pool.try_reserve((start + rows).div_ceil(16)).expect("room"));
+        let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i * 7).collect();
+        let item = |seq| BatchItem { seq, tokens: tokens.clone(), start, blocks: blocks(), wants_logits: true };
+        let batch = Batch { items: (0..items as u64).map(item).collect() };
+        runner.executor.execute(&batch).expect("warm-up");
+        let (begin, mut steps) = (Instant::now(), 0);
+        while begin.elapsed() < Duration::from_millis(700) {
+            runner.executor.execute(&batch).expect("a step");
+            steps += 1;
+        }
+        let speed = (rows * items * steps) as f64 / begin.elapsed().as_secs_f64();
+        println!("{items} × {rows} tokens from position {start}: {speed:.0} tokens/s");
+    };
+    for (rows, items, start) in
+        [(128, 1, 0), (512, 1, 0), (1024, 1, 0), (2048, 1, 0), (1, 1, 8), (1, 1, 256), (1, 1, 1024), (1, 4, 256), (1, 8, 256)]
+    {
+        prompt(rows, items, start);
+    }
 }
 
 fn compare(kv_dtype: KvDtype, tie: f32) {

@@ -40,8 +40,21 @@ pub enum Refusal {
 
 /// Labels of all reasons, indexed by `Refusal::code`; for metrics.
 pub const REFUSAL_LABELS: [&str; 15] = [
-    "unknown", "used", "expired", "wrong_peer", "length", "out_of_range", "already_written", "incomplete",
-    "wrong_incarnation", "wrong_prompt", "wrong_sequence", "corrupt", "cancelled", "malformed", "write_failed",
+    "unknown",
+    "used",
+    "expired",
+    "wrong_peer",
+    "length",
+    "out_of_range",
+    "already_written",
+    "incomplete",
+    "wrong_incarnation",
+    "wrong_prompt",
+    "wrong_sequence",
+    "corrupt",
+    "cancelled",
+    "malformed",
+    "write_failed",
 ];
 
 impl Refusal {

@@ -26,7 +26,11 @@ pub struct Incoming {
 
 impl Incoming {
     pub(crate) fn new(
-        registry: Arc<Registry>, handoff: HandoffId, ticket: v1::Ticket, blocks: Vec<u32>, deadline: Instant,
+        registry: Arc<Registry>,
+        handoff: HandoffId,
+        ticket: v1::Ticket,
+        blocks: Vec<u32>,
+        deadline: Instant,
         arrival: oneshot::Receiver<Result<Arrived, TransferError>>,
     ) -> Self {
         Self { registry, handoff, ticket, blocks: blocks.into(), deadline, arrival, on_drop: Refusal::Cancelled }
@@ -55,7 +59,8 @@ impl Incoming {
         let (ticket, arena, blocks) = (self.ticket.clone(), self.registry.arena().clone(), self.blocks.clone());
         let seal = arrived.seal.clone();
         // Hashing megabytes would stall the runtime.
-        let checked = tokio::task::spawn_blocking(move || seal::verify(&seal, &ticket, &expected, &arena, &blocks)).await;
+        let checked =
+            tokio::task::spawn_blocking(move || seal::verify(&seal, &ticket, &expected, &arena, &blocks)).await;
         let checked = checked.unwrap_or(Err(Refusal::WriteFailed));
         if let Err(refusal) = checked {
             tracing::warn!(handoff = %self.handoff, reason = refusal.label(), "KV hand-off refused: {refusal}");

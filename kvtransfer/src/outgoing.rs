@@ -54,7 +54,11 @@ pub struct Outgoing {
 impl Outgoing {
     /// For backends: an open hand-off whose frames leave by `link` and whose answer arrives in `answer`.
     pub fn new(
-        link: Box<dyn SendLink>, arena: Arc<Arena>, counters: Arc<Counters>, ticket: CheckedTicket, answer: AnswerSlot,
+        link: Box<dyn SendLink>,
+        arena: Arc<Arena>,
+        counters: Arc<Counters>,
+        ticket: CheckedTicket,
+        answer: AnswerSlot,
     ) -> Self {
         let deadline = Instant::now() + ticket.lease;
         Self {
@@ -78,7 +82,12 @@ impl Outgoing {
     /// # Errors
     /// `Refused(OutOfRange)` for blocks outside grant or arena, the receiver's refusal if it came already, `PeerGone`,
     /// `Timeout` at the end of the lease.
-    pub async fn push(&mut self, first_index: u32, arena_blocks: &[u32], owner: BlockOwner) -> Result<(), TransferError> {
+    pub async fn push(
+        &mut self,
+        first_index: u32,
+        arena_blocks: &[u32],
+        owner: BlockOwner,
+    ) -> Result<(), TransferError> {
         self.check_range(first_index, arena_blocks)?;
         self.first_push.get_or_insert_with(Instant::now);
         let max_blocks = (self.link.max_range_bytes() / self.arena.block_bytes()).max(1);
@@ -143,7 +152,9 @@ fn lease_ended() -> TransferError {
 
 /// Waits for `queued` unless the hand-off ends before.
 async fn unless_over(
-    answer: &mut AnswerSlot, deadline: Instant, queued: BoxFuture<'_, Result<(), TransferError>>,
+    answer: &mut AnswerSlot,
+    deadline: Instant,
+    queued: BoxFuture<'_, Result<(), TransferError>>,
 ) -> Result<(), TransferError> {
     tokio::select! {
         biased;

@@ -62,7 +62,10 @@ impl Registry {
     /// # Errors
     /// As there.
     pub fn accept(
-        self: &Arc<Self>, grant: Grant, info: v1::TransportInfo, address: Vec<u8>,
+        self: &Arc<Self>,
+        grant: Grant,
+        info: v1::TransportInfo,
+        address: Vec<u8>,
     ) -> Result<Incoming, TransferError> {
         self.check_blocks(&grant.blocks)?;
         let deadline = Instant::now() + grant.lease;
@@ -197,7 +200,13 @@ impl Registry {
     }
 
     /// Answers a rejected frame, and ends its hand-off if the frame did.
-    fn refuse(&self, mut table: MutexGuard<'_, Table>, peer: PeerId, handoff: HandoffId, rejected: Rejected) -> Refusal {
+    fn refuse(
+        &self,
+        mut table: MutexGuard<'_, Table>,
+        peer: PeerId,
+        handoff: HandoffId,
+        rejected: Rejected,
+    ) -> Refusal {
         let refusal = rejected.refusal;
         if rejected.aborted {
             self.counters.aborted_handoffs.fetch_add(1, Relaxed);

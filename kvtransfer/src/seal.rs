@@ -9,7 +9,11 @@ use crate::transport::Expected;
 /// sampler position, traceparent and post time. Hashes all bytes: call it where blocking is allowed, and before or while
 /// pushing, never after the blocks were given back.
 pub fn seal_for(
-    arena: &Arena, blocks: &[u32], ticket: &v1::Ticket, prompt_tokens: u32, sequence_hashes: Vec<u64>,
+    arena: &Arena,
+    blocks: &[u32],
+    ticket: &v1::Ticket,
+    prompt_tokens: u32,
+    sequence_hashes: Vec<u64>,
 ) -> v1::Seal {
     v1::Seal {
         handoff_id: ticket.handoff_id.clone(),
@@ -24,7 +28,11 @@ pub fn seal_for(
 
 /// Everything that must hold before anybody reads the blocks.
 pub(crate) fn verify(
-    seal: &v1::Seal, ticket: &v1::Ticket, expected: &Expected, arena: &Arena, blocks: &[u32],
+    seal: &v1::Seal,
+    ticket: &v1::Ticket,
+    expected: &Expected,
+    arena: &Arena,
+    blocks: &[u32],
 ) -> Result<(), Refusal> {
     if HandoffId::from_wire(&seal.handoff_id).is_err() || seal.handoff_id != ticket.handoff_id {
         return Err(Refusal::Malformed);

@@ -116,7 +116,12 @@ impl Sessions {
     /// # Errors
     /// `Used` for an id that was seen before, `Cancelled` when [`MAX_SESSIONS`] are out (the caller says overloaded).
     pub fn offer(
-        &mut self, id: HandoffId, blocks: Vec<u32>, block_bytes: u64, owner: BlockOwner, deadline: Instant,
+        &mut self,
+        id: HandoffId,
+        blocks: Vec<u32>,
+        block_bytes: u64,
+        owner: BlockOwner,
+        deadline: Instant,
     ) -> Result<(), Refusal> {
         if self.live.len() >= MAX_SESSIONS {
             return Err(Refusal::Cancelled);
@@ -188,7 +193,11 @@ impl Sessions {
     /// # Errors
     /// As [`Sessions::claim`], or `Incomplete` when a block was never claimed, or `Malformed` for a second seal.
     pub fn seal(
-        &mut self, peer: PeerId, handoff: HandoffId, seal: v1::Seal, now: Instant,
+        &mut self,
+        peer: PeerId,
+        handoff: HandoffId,
+        seal: v1::Seal,
+        now: Instant,
     ) -> Result<Option<Arrived>, Rejected> {
         let session = self.admit(peer, handoff, now)?;
         if session.seal.is_some() {

@@ -79,10 +79,7 @@ fn exactly_once() {
 fn strangers_can_do_nothing() {
     let Setup { mut sessions, now, .. } = offered(1);
     let unknown = DataHeader { handoff: HandoffId([8; 16]), first: 0, count: 1 };
-    assert_eq!(
-        sessions.claim(PEER, unknown, 64, now),
-        Err(Rejected { refusal: Refusal::Unknown, aborted: false })
-    );
+    assert_eq!(sessions.claim(PEER, unknown, 64, now), Err(Rejected { refusal: Refusal::Unknown, aborted: false }));
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     let other = PeerId(2);
     assert_eq!(

@@ -149,7 +149,9 @@ pub struct CheckedTicket {
 /// # Errors
 /// `Incompatible` when transport builds or block sizes differ, `Io` for a ticket that cannot be one.
 pub fn check_ticket(
-    ticket: &v1::Ticket, ours: &v1::TransportInfo, arena: &Arena,
+    ticket: &v1::Ticket,
+    ours: &v1::TransportInfo,
+    arena: &Arena,
 ) -> Result<CheckedTicket, TransferError> {
     let incompatible = |message| Err(TransferError::new(TransferErrorKind::Incompatible, message));
     let theirs = ticket.transport.clone().unwrap_or_default();

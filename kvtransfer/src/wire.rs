@@ -135,8 +135,11 @@ mod tests {
         let id = any::<[u8; 16]>().prop_map(HandoffId);
         prop_oneof![
             any::<u32>().prop_map(|protocol| Header::Hello { protocol }),
-            (id.clone(), any::<u32>(), any::<u32>())
-                .prop_map(|(handoff, first, count)| Header::Data(DataHeader { handoff, first, count })),
+            (id.clone(), any::<u32>(), any::<u32>()).prop_map(|(handoff, first, count)| Header::Data(DataHeader {
+                handoff,
+                first,
+                count
+            })),
             id.clone().prop_map(Header::Seal),
             id.clone().prop_map(Header::Cancel),
             id.clone().prop_map(|id| Header::Answer(id, Answer::Ack)),

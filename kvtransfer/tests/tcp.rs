@@ -7,12 +7,11 @@ use std::time::{Duration, Instant};
 
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::wire::Header;
-use tandem_kvtransfer::{Arena, Transport, TransferErrorKind};
+use tandem_kvtransfer::{Arena, TransferErrorKind, Transport};
 
 fn bind() -> (Arc<TcpTransport>, SocketAddr) {
     let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
-    let transport =
-        TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, TcpConfig::default()).expect("bind");
+    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, TcpConfig::default()).expect("bind");
     let address = String::from_utf8(transport.address()).expect("text").parse().expect("address");
     (transport, address)
 }

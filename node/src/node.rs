@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Context;
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
 use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
@@ -129,7 +130,14 @@ pub fn service_name(role: Role) -> &'static str {
 fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
     match &config.model {
         ModelSource::File(path) => {
-anyhow::bail!("MODEL {} not yet", path.display())
+            let model = ModelConfig {
+                path: path.clone(),
+                kv_dtype: config.kv_dtype,
+                blocks: config.kv_blocks,
+                block_tokens: tandem_proto::BLOCK_TOKENS,
+                threads: config.threads,
+            };
+            Ok(Box::new(LlamaExecutor::load(&model)?))
         }
         ModelSource::Simulated { step, token } => {
             let simulated = SimulatedConfig {

@@ -1,6 +1,6 @@
 //! The way of one request through a prefill node. The forward pass starts at once; the ticket may come before, during
 //! or after it, and the connection to the decode node is opened as soon as it does.
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,21 +14,24 @@ use tandem_proto::{Error, ErrorKind, TraceContext};
 use tandem_telemetry::Kind;
 
 use crate::handoff::Handoff;
+use crate::pressure::Pressure;
 use crate::service::Commands;
 
 /// Serves one call until its last event.
 ///
 /// # Errors
 /// What the call's status will be. Whatever the outcome, blocks are back when the last holder lets go of them.
-pub async fn run(node: Arc<Node>, mut commands: Commands, events: Events<PrefillEvent>) -> Result<(), Error> {
+pub async fn run(
+    node: Arc<Node>, pressure: Pressure, mut commands: Commands, events: Events<PrefillEvent>,
+) -> Result<(), Error> {
     let accepted = Instant::now();
     let request = CheckedRequest::check(commands.start().await?, node.engine.spec())?;
     let mut trace = node.trace();
     let server = trace.open("prefill", Kind::Server, request.parent, accepted);
     trace.attr("tandem.request_id", request.id.as_str());
     trace.attr("tandem.prompt_tokens", request.prompt.len());
-    let prefill = Prefill { node: &node, request: &request, server, accepted };
-    let result = until_deadline(request.deadline, prefill.run(&mut commands, &events, &mut trace)).await;
+    let prefill = Prefill { node: &node, pressure: &pressure, request: &request, server };
+    let result = until_deadline(request.deadline, prefill.run(accepted, &mut commands, &events, &mut trace)).await;
     if let Err(error) = &result {
         trace.fail(&error.message);
     }
@@ -37,9 +40,9 @@ pub async fn run(node: Arc<Node>, mut commands: Commands, events: Events<Prefill
 
 struct Prefill<'a> {
     node: &'a Arc<Node>,
+    pressure: &'a Pressure,
     request: &'a CheckedRequest,
     server: TraceContext,
-    accepted: Instant,
 }
 
 /// What the forward pass leaves: a token, and the prompt's KV.
@@ -50,23 +53,16 @@ struct Computed {
     forward: TraceContext,
 }
 
+/// Outcome of [`Prefill::connect`]; `None` in it: there will be no ticket.
+type Connected<'a> = Result<Option<Handoff<'a>>, Error>;
+
 impl Prefill<'_> {
     async fn run(
-        &self, commands: &mut Commands, events: &Events<PrefillEvent>, trace: &mut Trace,
+        &self, accepted: Instant, commands: &mut Commands, events: &Events<PrefillEvent>, trace: &mut Trace,
     ) -> Result<(), Error> {
         let mut connecting = pin!(self.connect(commands));
         let mut handoff = None;
-        let computed = {
-            let mut computing = pin!(self.compute(trace));
-            loop {
-                tokio::select! {
-                    biased;
-                    // A ticket that cannot be used ends the request now, not after the forward pass.
-                    connected = &mut connecting, if handoff.is_none() => handoff = Some(connected?),
-                    computed = &mut computing => break computed?,
-                }
-            }
-        };
+        let mut computed = self.compute(accepted, connecting.as_mut(), &mut handoff, trace).await?;
         let finished = self.request.finished_by(computed.token);
         let first = FirstToken {
             token_id: computed.token,
@@ -78,11 +74,19 @@ impl Prefill<'_> {
             let spans = trace.finish(Instant::now());
             return events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await;
         }
-        let handoff = match handoff {
-            Some(handoff) => handoff,
-            None => connecting.await?,
-        };
-        let handoff = handoff.ok_or_else(|| {
+        if handoff.is_none() {
+            tokio::select! {
+                biased;
+                connected = &mut connecting => handoff = Some(connected?),
+                () = self.pressure.felt() => {
+                    trace.event("blocks.yielded", Instant::now(), []);
+                    drop(computed);
+                    handoff = Some(connecting.as_mut().await?);
+                    computed = self.compute(Instant::now(), connecting, &mut handoff, trace).await?;
+                }
+            }
+        }
+        let handoff = handoff.flatten().ok_or_else(|| {
             Error::new(ErrorKind::Cancelled, "the router closed its side of the call before it sent a ticket")
         })?;
         let receipt = handoff.deliver(computed.token, computed.lease, computed.forward, trace).await?;
@@ -96,21 +100,44 @@ impl Prefill<'_> {
         events.send(event(Event::Delivered(delivered))).await
     }
 
-    /// Waits for the ticket and opens the way to the node that granted it. `None`: there will be no ticket.
-    async fn connect(&self, commands: &mut Commands) -> Result<Option<Handoff<'_>>, Error> {
+    /// Waits for the ticket and opens the way to the node that granted it.
+    async fn connect<'c>(&'c self, commands: &mut Commands) -> Connected<'c> {
         match commands.ticket().await? {
             Some(ticket) => Ok(Some(Handoff::open(self.node, self.request, ticket).await?)),
             None => Ok(None),
         }
     }
 
-    /// Reserves the prompt's blocks and fills them.
-    async fn compute(&self, trace: &mut Trace) -> Result<Computed, Error> {
-        let engine = &self.node.engine;
-        trace.open("prefill.queue", Kind::Internal, self.server, self.accepted);
-        let blocks = engine.pool().blocks_for(self.request.prompt.len());
-        let lease = Arc::new(engine.pool().reserve(blocks).await?);
-        let mut sequence = engine.submit(self.request.from_prompt(lease.clone(), 1))?;
+    /// Reserves the prompt's blocks and fills them, while the ticket may come into `handoff`. A ticket that cannot be
+    /// used ends the request at once, not after the forward pass.
+    async fn compute<'c>(
+        &self, queued: Instant, mut connecting: Pin<&mut impl Future<Output = Connected<'c>>>,
+        handoff: &mut Option<Option<Handoff<'c>>>, trace: &mut Trace,
+    ) -> Result<Computed, Error> {
+        trace.open("prefill.queue", Kind::Internal, self.server, queued);
+        let pool = self.node.engine.pool();
+        let mut reserving = pin!(pool.reserve(pool.blocks_for(self.request.prompt.len())));
+        let lease = loop {
+            let _pressure = handoff.as_ref().map(|_| self.pressure.add());
+            tokio::select! {
+                biased;
+                lease = &mut reserving => break Arc::new(lease?),
+                connected = &mut connecting, if handoff.is_none() => *handoff = Some(connected?),
+            }
+        };
+        let mut forward = pin!(self.forward(lease, trace));
+        loop {
+            tokio::select! {
+                biased;
+                connected = &mut connecting, if handoff.is_none() => *handoff = Some(connected?),
+                computed = &mut forward => return computed,
+            }
+        }
+    }
+
+    /// Reads the prompt into the blocks of `lease`.
+    async fn forward(&self, lease: Arc<KvLease>, trace: &mut Trace) -> Result<Computed, Error> {
+        let mut sequence = self.node.engine.submit(self.request.from_prompt(lease.clone(), 1))?;
         let mut forward = self.server;
         while let Some(event) = sequence.next().await {
             match event {

@@ -14,6 +14,7 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::prefill;
+use crate::pressure::Pressure;
 
 /// Name of the service in health checks.
 pub const SERVICE_NAME: &str = <PrefillServer<PrefillService> as NamedService>::NAME;
@@ -23,13 +24,14 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The service over a started node.
 pub fn routes(node: Arc<Node>) -> Routes {
-    let server = PrefillServer::new(PrefillService { node });
+    let server = PrefillServer::new(PrefillService { node, pressure: Pressure::default() });
     Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))
 }
 
 /// Serves `tandem.v1.Prefill`.
 pub struct PrefillService {
     node: Arc<Node>,
+    pressure: Pressure,
 }
 
 #[tonic::async_trait]
@@ -40,8 +42,9 @@ impl prefill_server::Prefill for PrefillService {
         &self, request: Request<Streaming<PrefillCommand>>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
         let call = self.node.work.begin()?;
-        let (node, commands) = (self.node.clone(), Commands { stream: request.into_inner() });
-        Ok(Response::new(call::spawn(call, |events| prefill::run(node, commands, events))))
+        let (node, pressure) = (self.node.clone(), self.pressure.clone());
+        let commands = Commands { stream: request.into_inner() };
+        Ok(Response::new(call::spawn(call, |events| prefill::run(node, pressure, commands, events))))
     }
 }
 

@@ -27,7 +27,7 @@ use crate::metrics::Metrics;
 use crate::select::NoPair;
 use crate::text::ModelText;
 use crate::traces::Traces;
-use admission::Entry;
+use admission::{Entry, Slot};
 use exchange::{Exchange, Step};
 use legs::{DecodeLeg, PrefillLeg};
 use record::{Chosen, Identities, Record};
@@ -117,8 +117,8 @@ pub fn start(
         ended: request.received,
     };
     let exchange = Exchange::new(request.max_tokens);
-    let run = Run { shared: Arc::clone(shared), request, record, exchange, client };
-    tokio::spawn(run.to_the_end(entry, cancel));
+    let run = Run { shared: Arc::clone(shared), request, record, exchange, client, slot: None };
+    tokio::spawn(run.until_the_end(entry, cancel));
     Ok(identities)
 }
 
@@ -135,10 +135,12 @@ struct Run {
     record: Record,
     exchange: Exchange,
     client: Client,
+    /// Given back when the last word is with the client: the drain waits for it.
+    slot: Option<Slot>,
 }
 
 impl Run {
-    async fn to_the_end(mut self, entry: Entry, cancel: CancellationToken) {
+    async fn until_the_end(mut self, entry: Entry, cancel: CancellationToken) {
         let limit = self.request.received + self.shared.limits.max_request;
         let deadline = self.request.deadline.map_or(limit, |deadline| deadline.min(limit));
         // Leaving this block drops both legs, which cancels the work on both nodes.
@@ -159,7 +161,7 @@ impl Run {
     }
 
     async fn answer(&mut self, entry: Entry, deadline: Instant) -> Result<Answered, Error> {
-        let _slot = entry.admitted().await?;
+        self.slot = Some(entry.admitted().await?);
         self.record.timeline.end_phase(Instant::now());
         let route = self.route()?;
         let prefill = PrefillLeg::open(&route.prefill, self.spec(Phase::Prefill, deadline));
@@ -188,10 +190,16 @@ impl Run {
     }
 
     /// Moves events until the answer is complete or a leg fails.
-    async fn relay(&mut self, route: &Route, mut prefill: PrefillLeg, mut decode: DecodeLeg) -> Result<Answered, Error> {
+    async fn relay(
+        &mut self,
+        route: &Route,
+        mut prefill: PrefillLeg,
+        mut decode: DecodeLeg,
+    ) -> Result<Answered, Error> {
         let mut text = self.shared.model.decoder(&self.request.stop);
         let silence = self.shared.limits.silence;
-        let (mut prefill_died, mut decode_died) = (std::pin::pin!(route.prefill.died()), std::pin::pin!(route.decode.died()));
+        let (mut prefill_died, mut decode_died) =
+            (std::pin::pin!(route.prefill.died()), std::pin::pin!(route.decode.died()));
         let mut prefill_open = true;
         loop {
             let step = tokio::select! {
@@ -310,6 +318,7 @@ impl Run {
         });
         // A client that left does not miss it.
         let _ = self.send(last).await;
+        drop(self.slot);
     }
 
     fn spec(&self, phase: Phase, deadline: Instant) -> v1::RequestSpec {
@@ -379,7 +388,8 @@ fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error> {
         return Err(Error::invalid("prompt", message));
     }
     if request.max_tokens == 0 || prompt + request.max_tokens as usize > context {
-        let message = format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
+        let message =
+            format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
         return Err(Error::invalid("max_tokens", message));
     }
     let v1::Sampling { temperature, top_p, .. } = request.sampling;

@@ -96,9 +96,8 @@ impl Edge {
             let text = format!("no model `{}`: this cluster serves `{}`", message.model, model.model_name);
             return Err(Error { param: Some("model"), ..Error::new(ErrorKind::NotFound, text) });
         }
-        let input = message.input.ok_or_else(|| {
-            Error::invalid("input", "give the prompt as `text`, `token_ids` or `chat`")
-        })?;
+        let input =
+            message.input.ok_or_else(|| Error::invalid("input", "give the prompt as `text`, `token_ids` or `chat`"))?;
         let api = match input {
             v1::generate_request::Input::Chat(_) => "chat",
             _ => "text_completion",
@@ -137,9 +136,8 @@ impl Caller {
             None => None,
         };
         let asked = if message.request_id.is_empty() { text("x-request-id") } else { Some(&*message.request_id) };
-        let valid = |id: &&str| {
-            !id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES && id.chars().all(|c| c.is_ascii_graphic())
-        };
+        let valid =
+            |id: &&str| !id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES && id.chars().all(|c| c.is_ascii_graphic());
         let request_id = match asked {
             Some(id) if valid(&id) => id.to_owned(),
             Some(_) if !message.request_id.is_empty() => {

@@ -18,11 +18,14 @@ use tandem_telemetry::Exporter;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 use tonic::transport::server::TcpIncoming;
 
 /// A client whose host is gone is noticed after these.
 const CLIENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const CLIENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long open connections may keep the ending process.
+const LAST_BYTES: Duration = Duration::from_secs(1);
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -50,27 +53,30 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let service = Service::new(model, membership.clone(), exporter.clone(), config.limits.clone(), instance);
     let health = tonic_health::server::HealthReporter::new();
 
-    let mut tasks = JoinSet::new();
-    tasks.spawn(never(membership.watch()));
-    tasks.spawn(never(grpc::follow_health(service.clone(), health.clone())));
-    tasks.spawn(serve_grpc(grpc::routes(&service, health)?, grpc_listener));
-    tasks.spawn(serve_http(http::router(service.clone()), http_listener));
+    let stop = CancellationToken::new();
+    let mut servers = JoinSet::new();
+    servers.spawn(serve_grpc(grpc::routes(&service, health.clone())?, grpc_listener, stop.clone()));
+    servers.spawn(serve_http(http::router(service.clone()), http_listener, stop.clone()));
+    // These two end with the process.
+    tokio::spawn(membership.clone().watch());
+    tokio::spawn(grpc::follow_health(service.clone(), health));
     writeln!(std::io::stdout(), "ready http={http_address} grpc={grpc_address}").context("cannot write to stdout")?;
 
     tokio::select! {
         () = signals.first() => {}
-        ended = tasks.join_next() => {
-            ended.context("no task runs")?.context("a task panicked")??;
-        }
+        ended = servers.join_next() => ended.context("no server runs")?.context("a server panicked")??,
     }
     tracing::info!("draining");
     tokio::select! {
         () = service.drain(config.drain) => {}
         () = signals.first() => tracing::warn!("second signal: ending at once"),
     }
-    // Lets the last bytes of the last answers go out.
-    tokio::task::yield_now().await;
-    tasks.shutdown().await;
+    // The last bytes of the last answers go out; nodes see their streams end.
+    membership.close();
+    stop.cancel();
+    if tokio::time::timeout(LAST_BYTES, async { while servers.join_next().await.is_some() {} }).await.is_err() {
+        tracing::debug!("connections were still open at the end");
+    }
     exporter.shutdown().await;
     Ok(())
 }
@@ -81,7 +87,9 @@ async fn listen(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> 
 
 async fn load_model(config: &Config) -> anyhow::Result<Arc<ModelText>> {
     let path = config.model.clone();
-    let mut model = tokio::task::spawn_blocking(move || ModelText::load(&path)).await??;
+    // The error's own text names its cause: a chain would say it twice.
+    let loaded = tokio::task::spawn_blocking(move || ModelText::load(&path).map_err(|error| error.to_string()));
+    let mut model = loaded.await?.map_err(anyhow::Error::msg)?;
     if let Some(name) = &config.served_model_name {
         model.model_name.clone_from(name);
     }
@@ -89,28 +97,27 @@ async fn load_model(config: &Config) -> anyhow::Result<Arc<ModelText>> {
     Ok(Arc::new(model))
 }
 
-async fn serve_grpc(routes: tonic::service::Routes, listener: TcpListener) -> anyhow::Result<()> {
+async fn serve_grpc(
+    routes: tonic::service::Routes,
+    listener: TcpListener,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(CLIENT_KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(CLIENT_KEEPALIVE_TIMEOUT))
         .add_routes(routes)
-        .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)))
+        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), stop.cancelled_owned())
         .await
         .context("the gRPC server ended")
 }
 
-async fn serve_http(router: axum::Router, listener: TcpListener) -> anyhow::Result<()> {
+async fn serve_http(router: axum::Router, listener: TcpListener, stop: CancellationToken) -> anyhow::Result<()> {
     let listener = listener.tap_io(|stream| {
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "nodelay not set");
         }
     });
-    axum::serve(listener, router).await.context("the HTTP server ended")
-}
-
-async fn never(task: impl Future<Output = ()>) -> anyhow::Result<()> {
-    task.await;
-    Ok(())
+    axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await.context("the HTTP server ended")
 }
 
 struct Signals {

@@ -161,6 +161,11 @@ impl Membership {
         lock(&self.table).remove(session, why);
     }
 
+    /// Ends all nodes: their streams close. For the router's own end.
+    pub fn close(&self) {
+        lock(&self.table).clear("the router is shutting down");
+    }
+
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
         lock(&self.table).expire(now, self.lease);

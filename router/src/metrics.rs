@@ -20,11 +20,9 @@ use crate::flow::timeline::Phase;
 use crate::membership::Totals;
 
 /// Down to 0.5 ms, up to two minutes.
-const SECONDS: [f64; 18] = [
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
-];
-const TOKENS: [f64; 14] =
-    [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
+const SECONDS: [f64; 18] =
+    [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0];
+const TOKENS: [f64; 14] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
 const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -101,9 +99,8 @@ impl Metrics {
     pub fn new(model_name: &str) -> Self {
         let mut registry = Registry::default();
         let own = Own::register(&mut registry);
-        let vllm = Vllm::register(
-            registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())),
-        );
+        let vllm =
+            Vllm::register(registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())));
         Self { registry: Arc::new(registry), own, vllm }
     }
 
@@ -286,10 +283,8 @@ impl Vllm {
 
 /// Classic text from OpenMetrics text: counters are named as their samples are; no units, exemplars or end mark.
 fn classic(open_metrics: &str) -> String {
-    let counters: Vec<&str> = open_metrics
-        .lines()
-        .filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter"))
-        .collect();
+    let counters: Vec<&str> =
+        open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
     let mut text = String::with_capacity(open_metrics.len() + 32 * counters.len());
     for line in open_metrics.lines().filter(|line| !line.starts_with("# EOF") && !line.starts_with("# UNIT")) {
         let described = ["# HELP ", "# TYPE "].into_iter().find_map(|mark| Some((mark, line.strip_prefix(mark)?)));

@@ -144,8 +144,7 @@ pub enum NoPair {
 /// # Errors
 /// [`NoPair`], the first reason that holds.
 pub fn select(nodes: &[NodeView], need: &Need, turn: usize) -> Result<Vec<Candidate>, NoPair> {
-    let available =
-        |role| nodes.iter().filter(move |node| node.role == role && !node.draining).collect::<Vec<_>>();
+    let available = |role| nodes.iter().filter(move |node| node.role == role && !node.draining).collect::<Vec<_>>();
     let (prefills, decodes) = (available(Role::Prefill), available(Role::Decode));
     if prefills.is_empty() {
         return Err(NoPair::NoNode(Role::Prefill));
@@ -153,11 +152,13 @@ pub fn select(nodes: &[NodeView], need: &Need, turn: usize) -> Result<Vec<Candid
     if decodes.is_empty() {
         return Err(NoPair::NoNode(Role::Decode));
     }
-    let pairs = || prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d))).filter(|(p, d)| compatible(p, d));
+    let pairs =
+        || prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d))).filter(|(p, d)| compatible(p, d));
     if pairs().next().is_none() {
         return Err(NoPair::Incompatible);
     }
-    let mut candidates: Vec<_> = pairs().filter(|(p, d)| fits(p, d, need)).map(|(p, d)| candidate(p, d, need)).collect();
+    let mut candidates: Vec<_> =
+        pairs().filter(|(p, d)| fits(p, d, need)).map(|(p, d)| candidate(p, d, need)).collect();
     if candidates.is_empty() {
         return Err(NoPair::TooLarge { blocks: need.total_blocks(), tokens: need.total_tokens });
     }

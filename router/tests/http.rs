@@ -19,10 +19,11 @@ use tower::Service as _;
 fn router() -> Router {
     let mut text = ModelText::load(&model::path()).expect("model file");
     text.model_name = "org/tiny".into();
-    let expected = Expected { model_digest: text.digest, model_name: text.model_name.clone() };
+    let expected = Expected { model_digest: text.digest, eos_token_id: text.eos };
     let membership = Membership::new(expected, Duration::from_secs(3));
-    let exporter = Exporter::start("tandem-router", "test", None).expect("exporter");
-    tandem_router::http::router(Service::new(Arc::new(text), membership, exporter, Limits::default()))
+    let instance = "router-test".to_owned();
+    let service = Service::new(Arc::new(text), membership, Exporter::disabled(), Limits::default(), instance);
+    tandem_router::http::router(service)
 }
 
 async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {

@@ -249,10 +249,9 @@ fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) 
     let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
     let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
     let cpus = cores_of(config, wrappers, names.len());
-    let model = config.model.display().to_string();
     let recipe = |((role, name), cpus): ((&str, String), Vec<usize>)| {
         let own = if role == "prefill" { &config.prefill_args } else { &config.decode_args };
-        let mut args = flags([("--router", router), ("--node-id", &name), ("--model", &model)]);
+        let mut args = flags([("--router", router), ("--node-id", &name)]);
         let threads = config.threads.unwrap_or(cpus.len());
         if threads > 0 {
             args.extend(flags([("--threads", &threads.to_string())]));

@@ -43,8 +43,7 @@ async fn ports_that_are_taken() -> anyhow::Result<()> {
     }
     for program in ["tandem-prefill-node", "tandem-decode-node"] {
         for flag in ["--listen", "--admin"] {
-            let line =
-                format!("--simulated --model {model} --router http://127.0.0.1:1 --transport tcp {flag} {address}");
+            let line = format!("--simulated --router http://127.0.0.1:1 --transport tcp {flag} {address}");
             fails(program, &words(&line), &address).await?;
         }
     }
@@ -102,7 +101,7 @@ fn gguf(architecture: &str) -> Vec<u8> {
 
 #[tokio::test]
 async fn requests_that_are_wrong() -> anyhow::Result<()> {
-    let cluster = Cluster::start(Options { simulated: true, ..Options::default() }).await?;
+    let cluster = Cluster::start(Options::default()).await?;
     let body = |rest: &str| format!(r#"{{"prompt":"hello",{rest}}}"#);
     let cases: Vec<(&str, Vec<u8>, u16)> = vec![
         ("/v1/completions", b"{\"prompt\":\"\xff\xfe\"}".to_vec(), 400),
@@ -149,7 +148,7 @@ async fn requests_that_are_wrong() -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn a_body_of_100_mb() -> anyhow::Result<()> {
-    let cluster = Cluster::start(Options { simulated: true, ..Options::default() }).await?;
+    let cluster = Cluster::start(Options::default()).await?;
     // A server may also close such a connection before all of it was sent.
     if let Ok(response) = cluster.post("/v1/completions", vec![b'a'; 100 << 20]).await {
         assert_eq!(response.status(), 413);
@@ -162,7 +161,6 @@ async fn garbage_on_every_port() -> anyhow::Result<()> {
     let kv = [free_port()?, free_port()?];
     let cluster = Cluster::start(Options {
         transport: "tcp",
-        simulated: true,
         prefill_args: words(&format!("--kv-listen 127.0.0.1:{}", kv[0])),
         decode_args: words(&format!("--kv-listen 127.0.0.1:{}", kv[1])),
         ..Options::default()

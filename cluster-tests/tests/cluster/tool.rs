@@ -83,7 +83,7 @@ async fn up_generate_chat_trace_and_a_clean_end() -> anyhow::Result<()> {
 async fn children_die_with_a_killed_tandem() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
-    let mut tandem = up(dir.path(), &["--simulated", "--decode", "2"]).await?;
+    let mut tandem = up(dir.path(), &["--decode", "2"]).await?;
     let pids = children(dir.path())?;
     assert_eq!(pids.len(), 4);
     tandem.kill();
@@ -96,7 +96,7 @@ async fn a_dead_node_is_restarted_when_that_is_wanted() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
     let state = dir.path().join("state.json");
-    let tandem = up(dir.path(), &["--simulated", "--restart"]).await?;
+    let tandem = up(dir.path(), &["--restart"]).await?;
     let decode = children(dir.path())?[2];
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(decode.try_into()?), nix::sys::signal::Signal::SIGKILL)?;
     for _ in 0..600 {

@@ -172,29 +172,28 @@ unsafe fn attend_with<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
 #[inline(always)]
 unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratch) {
     let layout = tile.kv.layout();
-    let n = KV_BLOCK_TOKENS * layout.head_dim;
+    let head_dim = layout.head_dim;
     let keys = tile.kv.head(block, tile.layer, Part::K, tile.kv_head);
     let values = tile.kv.head(block, tile.layer, Part::V, tile.kv_head);
-    // SAFETY: a head of a block is `n` elements of the layout's type, and so long are `keys` and `values` of the
-    // scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running sequence,
-    // the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
+    // SAFETY: a head of a block is 16 × head_dim elements of the layout's type, and so long are `keys` and `values` of
+    // the scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running
+    // sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
     unsafe {
-        // `values` serves as the intermediate of the transposition, too.
-        for source in [keys, values] {
-            for i in (0..n).step_by(LANES) {
-                let lanes = match layout.dtype {
-                    KvDtype::F32 => L::load(source.cast::<f32>().add(i)),
-                    KvDtype::Bf16 => L::load_bf16(source.cast::<u16>().add(i)),
-                };
-                lanes.store(scratch.values.as_mut_ptr().add(i));
+        let load = |from: *const u8, i: usize| match layout.dtype {
+            KvDtype::F32 => L::load(from.cast::<f32>().add(i)),
+            KvDtype::Bf16 => L::load_bf16(from.cast::<u16>().add(i)),
+        };
+        for d in (0..head_dim).step_by(LANES) {
+            let mut square = [L::splat(0.0); LANES];
+            for (token, row) in square.iter_mut().enumerate() {
+                *row = load(keys, token * head_dim + d);
             }
-            if std::ptr::eq(source, keys) {
-                for (d, to) in scratch.keys.chunks_exact_mut(LANES).enumerate() {
-                    for (t, to) in to.iter_mut().enumerate() {
-                        *to = *scratch.values.get_unchecked(t * layout.head_dim + d);
-                    }
-                }
+            for (column, lanes) in L::transpose(square).into_iter().enumerate() {
+                lanes.store(scratch.keys.as_mut_ptr().add((d + column) * LANES));
             }
+        }
+        for i in (0..KV_BLOCK_TOKENS * head_dim).step_by(LANES) {
+            load(values, i).store(scratch.values.as_mut_ptr().add(i));
         }
     }
 }
@@ -260,14 +259,43 @@ unsafe fn accumulate<L: Lanes>(pair: usize, visible: usize, head_dim: usize, scr
         let total = scratch.weights.as_mut_ptr().add(pair * LANES);
         weights.fma(L::load(total), shrink).store(total);
 
-        for d in (0..head_dim).step_by(LANES) {
-            let sum = scratch.sums.as_mut_ptr().add(pair * head_dim + d);
-            let mut lanes_of_d = L::load(sum).mul(shrink);
-            for (key, &weight) in lanes.iter().enumerate().take(visible) {
-                let value = L::load(scratch.values.as_ptr().add(key * head_dim + d));
-                lanes_of_d = lanes_of_d.fma(L::splat(weight), value);
-            }
-            lanes_of_d.store(sum);
+        let sums = scratch.sums.as_mut_ptr().add(pair * head_dim);
+        let mut d = 0;
+        while d < head_dim {
+            let (sums, values) = (sums.add(d), scratch.values.as_ptr().add(d));
+            d += LANES * match (head_dim - d) / LANES {
+                4.. => weigh::<L, 4>(&lanes[..visible], shrink, values, head_dim, sums),
+                2.. => weigh::<L, 2>(&lanes[..visible], shrink, values, head_dim, sums),
+                _ => weigh::<L, 1>(&lanes[..visible], shrink, values, head_dim, sums),
+            };
         }
     }
+}
+
+/// `sums = sums * shrink + Σ weights[key] * values[key]` for `16 * W` dimensions; returns `W`.
+#[inline(always)]
+unsafe fn weigh<L: Lanes, const W: usize>(
+    weights: &[f32],
+    shrink: L,
+    values: *const f32,
+    head_dim: usize,
+    sums: *mut f32,
+) -> usize {
+    // SAFETY: `sums` has `16 * W` elements, and so have the `values` of each key, `head_dim` apart.
+    unsafe {
+        let mut lanes = [shrink; W];
+        for (w, lanes) in lanes.iter_mut().enumerate() {
+            *lanes = L::load(sums.add(w * LANES)).mul(shrink);
+        }
+        for (key, &weight) in weights.iter().enumerate() {
+            let weight = L::splat(weight);
+            for (w, lanes) in lanes.iter_mut().enumerate() {
+                *lanes = lanes.fma(weight, L::load(values.add(key * head_dim + w * LANES)));
+            }
+        }
+        for (w, lanes) in lanes.into_iter().enumerate() {
+            lanes.store(sums.add(w * LANES));
+        }
+    }
+    W
 }

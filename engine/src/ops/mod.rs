@@ -16,6 +16,8 @@ pub mod kv;
 pub mod matmul;
 pub mod rows;
 pub mod simd;
+#[cfg(test)]
+mod tests;
 
 /// A pointer that rayon's tasks share. Whoever makes one promises that the tasks touch disjoint elements.
 #[derive(Clone, Copy)]

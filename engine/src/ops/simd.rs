@@ -157,6 +157,20 @@ pub(super) trait Lanes: Copy {
         lanes[0]
     }
 
+    /// Rows of a 16 × 16 matrix to its columns.
+    #[inline(always)]
+    unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
+        // SAFETY: the array has room for 16 rows of 16.
+        unsafe {
+            let mut cells = [[0.0f32; LANES]; LANES];
+            for (row, cells) in rows.into_iter().zip(&mut cells) {
+                row.store(cells.as_mut_ptr());
+            }
+            let columns: [[f32; LANES]; LANES] = std::array::from_fn(|j| std::array::from_fn(|i| cells[i][j]));
+            std::array::from_fn(|j| Self::load(columns[j].as_ptr()))
+        }
+    }
+
     /// `e^self` within 2 ulp over [-87, 88], clamped beyond. Cephes' polynomial (netlib.org/cephes, `expf`).
     #[inline(always)]
     unsafe fn exp(self) -> Self {
@@ -262,6 +276,37 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn first_or(self, n: usize, other: Self) -> Self {
         unsafe { Self(_mm512_mask_blend_ps(((1u32 << n) - 1) as __mmask16, other.0, self.0)) }
+    }
+    #[inline(always)]
+    unsafe fn greatest(self) -> f32 {
+        unsafe { _mm512_reduce_max_ps(self.0) }
+    }
+    /// Within pairs of rows, then fours, then the 128-bit quarters of all.
+    #[inline(always)]
+    unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
+        unsafe {
+            let mut fours = rows;
+            for r in (0..LANES).step_by(4) {
+                let [a, b, c, d] = [rows[r].0, rows[r + 1].0, rows[r + 2].0, rows[r + 3].0];
+                let low = [_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, d)].map(|v| _mm512_castps_pd(v));
+                let high = [_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, d)].map(|v| _mm512_castps_pd(v));
+                fours[r] = Self(_mm512_castpd_ps(_mm512_unpacklo_pd(low[0], low[1])));
+                fours[r + 1] = Self(_mm512_castpd_ps(_mm512_unpackhi_pd(low[0], low[1])));
+                fours[r + 2] = Self(_mm512_castpd_ps(_mm512_unpacklo_pd(high[0], high[1])));
+                fours[r + 3] = Self(_mm512_castpd_ps(_mm512_unpackhi_pd(high[0], high[1])));
+            }
+            let mut columns = fours;
+            for c in 0..4 {
+                let [a, b, d, e] = [fours[c].0, fours[4 + c].0, fours[8 + c].0, fours[12 + c].0];
+                let even = [_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(d, e)];
+                let odd = [_mm512_shuffle_f32x4::<0xdd>(a, b), _mm512_shuffle_f32x4::<0xdd>(d, e)];
+                columns[c] = Self(_mm512_shuffle_f32x4::<0x88>(even[0], even[1]));
+                columns[4 + c] = Self(_mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]));
+                columns[8 + c] = Self(_mm512_shuffle_f32x4::<0xdd>(even[0], even[1]));
+                columns[12 + c] = Self(_mm512_shuffle_f32x4::<0xdd>(odd[0], odd[1]));
+            }
+            columns
+        }
     }
 }
 

@@ -35,7 +35,10 @@ pub fn noise(bytes: usize) -> Arc<[AtomicU64]> {
 
 impl Bench {
     pub fn new(
-        from: &Arc<[AtomicU64]>, to: &Arc<[AtomicU64]>, range_bytes: usize, transfer_bytes: usize,
+        from: &Arc<[AtomicU64]>,
+        to: &Arc<[AtomicU64]>,
+        range_bytes: usize,
+        transfer_bytes: usize,
         start: fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>,
     ) -> anyhow::Result<Self> {
         let (from, to) = (Arena::new(from.clone(), range_bytes), Arena::new(to.clone(), range_bytes));

@@ -103,7 +103,9 @@ async fn tcp(args: &Args) -> anyhow::Result<()> {
 
 async fn hot(args: &Args) -> anyhow::Result<()> {
     println!("\n### UCX shared memory beside ucx_perftest (ucp_am_bw, UCX_TLS=posix,sysv,self; hot buffers, GB/s)\n");
-    println!("ucx_perftest sends one buffer into one buffer. A hand-off fills each granted block once, so ours sends one");
+    println!(
+        "ucx_perftest sends one buffer into one buffer. A hand-off fills each granted block once, so ours sends one"
+    );
     println!("buffer into a small arena, again and again.\n");
     println!("| range | ucx_perftest | ucx push, hot | ratio |\n|---|---|---|---|");
     for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {

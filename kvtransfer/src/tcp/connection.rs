@@ -15,7 +15,7 @@ use crate::error::{TransferError, TransferErrorKind};
 use crate::session::PeerId;
 use crate::wire::{DataHeader, HEADER_BYTES, Header, MAX_HELLO_BYTES, MAX_SEAL_BYTES};
 
-static SCRATCH: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| std::env::var("SC").unwrap().parse().unwrap());
+const SCRATCH_BYTES: usize = 256 << 10;
 /// Header and payload length.
 const PRELUDE_BYTES: usize = HEADER_BYTES + 8;
 /// Where data starts in the writer's scratch, aligned; the prelude stands just before.
@@ -39,7 +39,10 @@ impl Connection {
 
     /// Expects a hello, then says one.
     pub fn accept(
-        stream: TcpStream, config: &TcpConfig, peer: PeerId, arena: Arc<Arena>,
+        stream: TcpStream,
+        config: &TcpConfig,
+        peer: PeerId,
+        arena: Arc<Arena>,
     ) -> Result<Self, TransferError> {
         prepare(&stream, config)?;
         expect_hello(&stream)?;
@@ -117,7 +120,11 @@ impl Connection {
 }
 
 fn read_data(
-    peer: PeerId, reader: &mut Reader<'_>, range: DataHeader, len: u64, shared: &Shared,
+    peer: PeerId,
+    reader: &mut Reader<'_>,
+    range: DataHeader,
+    len: u64,
+    shared: &Shared,
 ) -> Result<(), TransferError> {
     if len > shared.registry.arena().bytes() as u64 {
         return Err(garbage());
@@ -133,13 +140,10 @@ fn read_data(
 fn prepare(stream: &TcpStream, config: &TcpConfig) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
     socket.set_tcp_nodelay(true)?;
-    #[allow(clippy::disallowed_methods)]
-    if let Ok(b) = std::env::var("SB") { let b = b.parse().unwrap(); if b > 0 {
-    socket.set_send_buffer_size(b)?;
-    socket.set_recv_buffer_size(b)?;
-    } }
+    // Buffers stay as the kernel tunes them: fixed ones of megabytes were slower, they do not fit the cache.
     // A host that vanished without a word.
-    let keepalive = socket2::TcpKeepalive::new().with_time(Duration::from_secs(2)).with_interval(Duration::from_secs(1));
+    let keepalive =
+        socket2::TcpKeepalive::new().with_time(Duration::from_secs(2)).with_interval(Duration::from_secs(1));
     socket.set_tcp_keepalive(&keepalive.with_retries(3))?;
     socket.set_tcp_user_timeout(Some(config.stall_timeout))?;
     stream.set_read_timeout(Some(config.connect_timeout))?;
@@ -173,7 +177,7 @@ fn expect_hello(mut stream: &TcpStream) -> Result<(), TransferError> {
 }
 
 fn write_loop(mut stream: &TcpStream, queue: &FrameQueue, arena: &Arena) -> io::Result<()> {
-    let mut scratch = vec![0; DATA_AT + *SCRATCH];
+    let mut scratch = vec![0; DATA_AT + SCRATCH_BYTES];
     while let Some(frame) = queue.next() {
         match frame {
             Frame::Bare(header) => stream.write_all(&prelude(&header, 0))?,
@@ -193,7 +197,7 @@ fn write_data(mut stream: &TcpStream, data: &DataFrame, arena: &Arena, scratch: 
     scratch[DATA_AT - PRELUDE_BYTES..DATA_AT].copy_from_slice(&prelude(&Header::Data(data.range), len as u64));
     let (mut from, mut offset) = (DATA_AT - PRELUDE_BYTES, 0);
     while offset < len {
-        let chunk = *SCRATCH.min(len - offset);
+        let chunk = SCRATCH_BYTES.min(len - offset);
         arena.copy_out(data.run.first, offset, &mut scratch[DATA_AT..DATA_AT + chunk]);
         scratch[DATA_AT] ^= u8::from(data.faults.flip_byte && offset == 0);
         stream.write_all(&scratch[from..DATA_AT + chunk])?;
@@ -229,7 +233,7 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn new(stream: &'a TcpStream) -> Self {
-        Self { stream, buffer: vec![0; *SCRATCH], start: 0, end: 0 }
+        Self { stream, buffer: vec![0; SCRATCH_BYTES], start: 0, end: 0 }
     }
 
     /// Waits for the next frame as long as it takes.

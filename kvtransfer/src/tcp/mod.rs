@@ -40,8 +40,6 @@ pub struct TcpConfig {
     pub connect_timeout: Duration,
     /// A peer that takes or sends nothing for so long in the middle of a frame is dead.
     pub stall_timeout: Duration,
-    /// Kernel buffers, each way.
-    pub socket_buffer_bytes: usize,
     /// Faults of what this node sends.
     pub faults: Faults,
 }
@@ -51,7 +49,6 @@ impl Default for TcpConfig {
         Self {
             connect_timeout: Duration::from_secs(2),
             stall_timeout: Duration::from_secs(5),
-            socket_buffer_bytes: 4 << 20,
             faults: Faults::default(),
         }
     }
@@ -90,8 +87,8 @@ impl TcpTransport {
         if address.ip().is_unspecified() {
             return Err(io(format!("KV over TCP cannot listen on {address}: name the address that peers connect to")));
         }
-        let listener =
-            TcpListener::bind(address).map_err(|error| io(format!("KV over TCP cannot listen on {address}: {error}")))?;
+        let listener = TcpListener::bind(address)
+            .map_err(|error| io(format!("KV over TCP cannot listen on {address}: {error}")))?;
         let address = listener.local_addr()?;
         let peers = Peers::default();
         let shared = Arc::new(Shared {

@@ -53,11 +53,20 @@ struct State {
 
 impl FrameQueue {
     pub fn new() -> Self {
-        Self { state: Mutex::default(), ready: Condvar::new(), credit: Arc::new(Semaphore::new(CREDIT_BYTES / CREDIT_UNIT)) }
+        Self {
+            state: Mutex::default(),
+            ready: Condvar::new(),
+            credit: Arc::new(Semaphore::new(CREDIT_BYTES / CREDIT_UNIT)),
+        }
     }
 
     pub async fn send_data(
-        &self, range: DataHeader, run: Run, bytes: usize, owner: BlockOwner, faults: Faults,
+        &self,
+        range: DataHeader,
+        run: Run,
+        bytes: usize,
+        owner: BlockOwner,
+        faults: Faults,
     ) -> Result<(), TransferError> {
         let credit = self.acquire(bytes).await?;
         self.enqueue(Frame::Data(DataFrame { range, run, faults, _owner: owner, _credit: credit }))

@@ -288,9 +288,13 @@ impl Driver {
 
     /// UCX has closed an endpoint: its hand-offs end, and its blocks are free unless somebody may still write.
     fn let_go(&mut self, closed: Closed) {
-        // A closed connection brings nothing; shared memory takes what a living peer puts there.
-        let severed = closed.loss == Loss::Dead || self.config.profile != UcxProfile::Shm;
-        let writes = if severed && closed.confirmed { Writes::Over } else { Writes::Possible };
+        let over = match self.config.profile {
+            // Shared memory takes what a living peer puts there.
+            UcxProfile::Shm => closed.loss == Loss::Dead,
+            // A closed connection brings nothing.
+            UcxProfile::Tcp | UcxProfile::Rdma => closed.confirmed,
+        };
+        let writes = if over { Writes::Over } else { Writes::Possible };
         if writes == Writes::Over {
             self.drain();
         }

@@ -14,7 +14,9 @@ use crate::session::PeerId;
 
 /// Peers connected at once.
 const MAX_ENDPOINTS: usize = 256;
-/// UCX closes within milliseconds; one that does not is waited for no longer. Its operations stay quarantined.
+/// UCX closes within milliseconds, or not at all when it lost a request to a dead peer.
+const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(500);
+/// The same for a peer that may live.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Names an endpoint for the life of the transport; also the peer's name in the registry.
@@ -143,7 +145,8 @@ impl Endpoints {
         let mut closed = Vec::new();
         self.closing.retain(|leaving| {
             let confirmed = leaving.closing.is_closed();
-            let over = confirmed || now.duration_since(leaving.since) > CLOSE_TIMEOUT;
+            let timeout = if leaving.loss == Loss::Dead { CLOSE_TIMEOUT_DEAD } else { CLOSE_TIMEOUT };
+            let over = confirmed || now.duration_since(leaving.since) > timeout;
             if over {
                 closed.push(Closed { id: leaving.id, confirmed, loss: leaving.loss });
             }

@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::{
-    Arena, Expected, Grant, Incoming, Outgoing, Receipt, Transport, TransferError, Verified, seal_for,
+    Arena, Expected, Grant, Incoming, Outgoing, Receipt, TransferError, Transport, Verified, seal_for,
 };
 use tandem_proto::{HandoffId, Incarnation, v1};
 use tokio::sync::oneshot;
@@ -109,7 +109,9 @@ pub fn grant(handoff: HandoffId, blocks: Vec<u32>, owner: Arc<Probe>, lease: Dur
 
 /// Pushes everything and seals with `seal`, while the receiver waits.
 pub async fn run(
-    pair: &Pair, handoff: HandOff, seal: v1::Seal,
+    pair: &Pair,
+    handoff: HandOff,
+    seal: v1::Seal,
 ) -> (Result<Receipt, TransferError>, Result<Verified, TransferError>) {
     let expected = handoff.expected();
     let send = async {

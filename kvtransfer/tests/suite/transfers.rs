@@ -160,10 +160,7 @@ pub async fn wrong_tokens_are_refused(make: MakePair) {
 pub async fn a_flipped_byte_is_corrupt(make: MakePair) {
     let faults = Faults { flip_byte: true, ..Faults::default() };
     refused(make, faults, |_, _| {}, Refusal::Corrupt(0)).await;
-    assert_eq!(
-        tandem_kvtransfer::TransferError::from(Refusal::Corrupt(0)).kind,
-        TransferErrorKind::Corrupt
-    );
+    assert_eq!(tandem_kvtransfer::TransferError::from(Refusal::Corrupt(0)).kind, TransferErrorKind::Corrupt);
 }
 
 pub async fn a_truncated_push_is_refused(make: MakePair) {
@@ -177,7 +174,8 @@ pub async fn a_seal_before_all_blocks_is_refused(make: MakePair) {
     let (seal, expected) = (handoff.seal(&pair), handoff.expected());
     let mut outgoing = open(&pair, &handoff).await;
     outgoing.push(1, &handoff.from[1..], Arc::new(())).await.expect("push");
-    let (sent, received) = prompt(async { tokio::join!(outgoing.seal(seal), handoff.incoming.verified(expected)) }).await;
+    let (sent, received) =
+        prompt(async { tokio::join!(outgoing.seal(seal), handoff.incoming.verified(expected)) }).await;
     assert_eq!(sent.expect_err("sent").refusal, Some(Refusal::Incomplete));
     assert_eq!(received.expect_err("received").refusal, Some(Refusal::Incomplete));
 }

@@ -75,9 +75,7 @@ impl Admission {
             (waiting < self.max_queue).then_some(waiting + 1)
         });
         match taken {
-            Ok(_) => {
-                Ok(Entry::Waiting(Place { slots: Arc::clone(&self.slots), waiting: Arc::clone(&self.waiting) }))
-            }
+            Ok(_) => Ok(Entry::Waiting(Place { slots: Arc::clone(&self.slots), waiting: Arc::clone(&self.waiting) })),
             Err(waiting) => {
                 let message = format!("{} requests are running and {waiting} waiting: try later", self.max_inflight);
                 Err(Error::new(ErrorKind::Overloaded, message))

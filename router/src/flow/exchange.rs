@@ -53,9 +53,10 @@ impl Exchange {
         self.verified.is_none() || self.first
     }
 
-    /// Whether the prefill node has still something to do for this request.
+    /// Whether the prefill node has still something to do for this request. Its acknowledged delivery and decode's
+    /// verification travel on two connections: whichever arrives first ends its part.
     pub fn needs_prefill(&self) -> bool {
-        !self.first || self.verified.is_none()
+        !self.first || (self.verified.is_none() && self.delivered.is_none())
     }
 
     /// Takes an event of the prefill node.

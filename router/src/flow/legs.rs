@@ -45,7 +45,8 @@ impl PrefillLeg {
     /// Hands decode's ticket over. A call that has ended says so in its events.
     pub fn deliver(&self, ticket: Vec<u8>) {
         let deliver = v1::Deliver { ticket };
-        let _ = self.commands.try_send(v1::PrefillCommand { command: Some(prefill_command::Command::Deliver(deliver)) });
+        let _ =
+            self.commands.try_send(v1::PrefillCommand { command: Some(prefill_command::Command::Deliver(deliver)) });
     }
 }
 

@@ -224,9 +224,7 @@ impl Record {
 
     fn latencies(&self, mut span: SpanBuilder) -> SpanBuilder {
         if let Some(ttft) = self.ttft() {
-            span = span
-                .attr("tandem.ttft_ms", ms(ttft))
-                .attr("gen_ai.latency.time_to_first_token", ttft.as_secs_f64());
+            span = span.attr("tandem.ttft_ms", ms(ttft)).attr("gen_ai.latency.time_to_first_token", ttft.as_secs_f64());
         }
         let mut gaps: Vec<Duration> = self.gaps().collect();
         if let (Some(tpot), Some(handoff)) = (self.tpot(), gaps.first().copied()) {
@@ -309,7 +307,8 @@ mod tests {
     #[test]
     fn smoothness_counts_what_comes_after_the_reader_wants_it() {
         let start = Instant::now();
-        let at = |millis: &[u64]| -> Vec<Instant> { millis.iter().map(|m| start + Duration::from_millis(*m)).collect() };
+        let at =
+            |millis: &[u64]| -> Vec<Instant> { millis.iter().map(|m| start + Duration::from_millis(*m)).collect() };
         assert!((smoothness(&at(&[0, 10, 20, 30])) - 1.0).abs() < 1e-9);
         // A burst buys time: the fourth token is wanted at 300 ms.
         assert!((smoothness(&at(&[0, 10, 20, 290])) - 1.0).abs() < 1e-9);

@@ -37,8 +37,12 @@ async fn read(stream: GenerationStream) -> (String, Vec<u32>, Result<GenerationE
                 ids.push(id);
                 text += &more;
             }
-            Ok(GenerationEvent::Finish { text: ref rest, .. }) if { text += rest; false } => unreachable!(),
-            end => return (text, ids, end),
+            end => {
+                if let Ok(GenerationEvent::Finish { text: rest, .. }) = &end {
+                    text += rest;
+                }
+                return (text, ids, end);
+            }
         }
     }
 }
@@ -268,7 +272,8 @@ async fn overload_is_told_at_admission() {
 #[tokio::test]
 async fn wrong_requests_are_refused_by_field() {
     let service = fakes::router(Limits::default());
-    let cases: [(fn(&mut GenerationRequest), &str); 8] = [
+    type Change = fn(&mut GenerationRequest);
+    let cases: [(Change, &str); 8] = [
         (|r| r.prompt_ids.clear(), "prompt"),
         (|r| r.prompt_ids = vec![1; 256], "prompt"),
         (|r| r.prompt_ids = vec![96], "prompt"),

@@ -77,6 +77,10 @@ impl Table {
         }
     }
 
+    pub fn clear(&mut self, why: &str) {
+        std::mem::take(&mut self.entries).into_values().for_each(|entry| entry.node.end(why));
+    }
+
     pub fn expire(&mut self, now: Instant, lease: Duration) {
         let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
@@ -90,8 +94,7 @@ impl Table {
         self.turn = self.turn.wrapping_add(1);
         let candidates = select::select(&self.views(), need, self.turn)?;
         let (prefill_session, decode_session) = (candidates[0].prefill, candidates[0].decode);
-        let prefill_work =
-            Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
+        let prefill_work = Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
         let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks() };
         let (prefill, prefill_share) = self.book(prefill_session, prefill_work)?;
         let (decode, decode_share) = self.book(decode_session, decode_work)?;

@@ -55,7 +55,8 @@ fn a_new_incarnation_replaces_the_old_one() {
 
 #[test]
 fn what_does_not_match_is_refused_in_words() {
-    let cases: [(fn(&mut v1::Register), &str); 8] = [
+    type Change = fn(&mut v1::Register);
+    let cases: [(Change, &str); 8] = [
         (|r| r.model_digest = 1, "digest"),
         (|r| r.compatibility_digest = 0, "compatibility_digest"),
         (|r| r.incarnation = 0, "incarnation"),

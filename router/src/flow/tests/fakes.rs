@@ -89,8 +89,7 @@ pub struct Cluster {
 
 impl Cluster {
     pub async fn start(limits: Limits) -> Self {
-        let (service, listener) =
-            (router(limits), TcpListener::bind("127.0.0.1:0").await.expect("a free port"));
+        let (service, listener) = (router(limits), TcpListener::bind("127.0.0.1:0").await.expect("a free port"));
         let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
         let (prefill, prefill_calls) = mpsc::channel(8);
         let (decode, decode_calls) = mpsc::channel(8);

@@ -1,0 +1,169 @@
+//! The kernels against plain loops, on ragged shapes; and what they promise beyond closeness: the same bits in every
+//! batch and on every instruction set.
+use std::sync::atomic::AtomicU64;
+
+use half::f16;
+use proptest::prelude::*;
+
+use super::attention::{Chunk, Queries, attention};
+use super::kv::{KvArena, KvLayout, Place};
+use super::matmul::{Output, PackedMatrix, matmul};
+use super::simd::Isa;
+use crate::executor::KvDtype;
+
+/// Numbers in -1..1 that look random.
+fn noise(seed: u32, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_769) | 1;
+    let step = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(step).collect()
+}
+
+/// GGML rows of groups with `header` f16 numbers and `payload` bytes.
+fn raw_groups(seed: u32, groups: usize, header: usize, payload: usize) -> Vec<u8> {
+    let numbers = noise(seed, groups * (header + payload));
+    let group = |numbers: &[f32]| -> Vec<u8> {
+        let (head, tail) = numbers.split_at(header);
+        let head = head.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes());
+        head.chain(tail.iter().map(|&x| (x * 127.9) as i8 as u8)).collect()
+    };
+    numbers.chunks(header + payload).flat_map(group).collect()
+}
+
+fn packed(format: u8, seed: u32, columns: usize, groups: usize) -> PackedMatrix {
+    let k = groups * 32;
+    match format {
+        0 => PackedMatrix::from_f32(&noise(seed, columns * k), k),
+        1 => PackedMatrix::from_q4_1(&raw_groups(seed, columns * groups, 2, 16), k),
+        _ => PackedMatrix::from_q8_0(&raw_groups(seed, columns * groups, 1, 32), k),
+    }
+}
+
+fn unpacked(w: &PackedMatrix) -> Vec<f32> {
+    let mut weights = vec![0.0; w.columns() * w.k()];
+    for (n, row) in weights.chunks_exact_mut(w.k()).enumerate() {
+        w.column(n, row);
+    }
+    weights
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn matmul_is_a_chain_of_fused_multiply_adds(
+        format in 0u8..3, rows in 1usize..30, columns in 1usize..100, groups in 1usize..4, seed: u32, add: bool,
+    ) {
+        let w = packed(format, seed, columns, groups);
+        let (x, weights) = (noise(seed ^ 1, rows * w.k()), unpacked(&w));
+        let (before, output) = match add {
+            true => (noise(seed ^ 2, rows * columns), Output::Add),
+            false => (vec![0.0; rows * columns], Output::Store),
+        };
+        let dot = |row: &[f32], n: usize| {
+            row.iter().zip(&weights[n * w.k()..]).fold(0.0f32, |sum, (a, b)| a.mul_add(*b, sum))
+        };
+        let want: Vec<f32> = x.chunks_exact(w.k()).flat_map(|row| (0..columns).map(move |n| (row, n)))
+            .zip(&before).map(|((row, n), before)| before + dot(row, n)).collect();
+        for isa in Isa::available() {
+            let mut out = before.clone();
+            matmul(isa, &x, &w, &mut out, output);
+            prop_assert_eq!(&out, &want, "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn f32_matrices_of_any_input_length(k in 1usize..70, columns in 1usize..40, seed: u32) {
+        let weights = noise(seed, columns * k);
+        let w = PackedMatrix::from_f32(&weights, k);
+        prop_assert_eq!(&unpacked(&w), &weights);
+        let mut out = vec![0.0; columns];
+        matmul(Isa::detect(), &weights[..k], &w, &mut out, Output::Store);
+        let first = weights[..k].iter().fold(0.0f32, |sum, a| a.mul_add(*a, sum));
+        prop_assert_eq!(out[0], first);
+    }
+
+    #[test]
+    fn attention_is_a_softmax_over_the_past_and_the_same_in_chunks(
+        tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4, wide: bool, bf16: bool,
+        seed: u32,
+    ) {
+        let cut = cut.min(tokens - 1);
+        let dtype = if bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
+        let layout = KvLayout { layers: 2, kv_heads, head_dim: if wide { 32 } else { 16 }, dtype };
+        let case = Case::new(layout, group, tokens, seed);
+        let whole = case.attend(Isa::detect(), &[(0, tokens)]);
+        case.check(&whole)?;
+        for isa in Isa::available() {
+            prop_assert_eq!(&case.attend(isa, &[(0, cut), (cut, tokens)]), &whole, "{}", isa.name());
+        }
+    }
+}
+
+/// One sequence in scattered blocks, whose unused slots hold NaN.
+struct Case {
+    kv: KvArena,
+    blocks: Vec<u32>,
+    group: usize,
+    rows: Vec<f32>,
+}
+
+impl Case {
+    const LAYER: usize = 1;
+
+    fn new(layout: KvLayout, group: usize, tokens: usize, seed: u32) -> Self {
+        let used = tokens.div_ceil(16);
+        let words = (0..layout.block_bytes() / 8 * (2 * used + 1)).map(|_| AtomicU64::new(u64::MAX)).collect();
+        let kv = KvArena::new(words, layout).expect("fits");
+        let blocks: Vec<u32> = (0..used as u32).rev().map(|i| 2 * i + 1).collect();
+        let stride = layout.head_dim * layout.kv_heads * (group + 2);
+        let mut rows = noise(seed, tokens * stride);
+        if layout.dtype == KvDtype::Bf16 {
+            rows.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+        }
+        let places: Vec<Place> =
+            (0..tokens).map(|i| Place { block: blocks[i / 16], slot: i % 16 }).collect();
+        kv.write(Self::LAYER, &rows, stride, &places);
+        Self { kv, blocks, group, rows }
+    }
+
+    fn stride(&self) -> usize {
+        self.kv.layout().head_dim * self.kv.layout().kv_heads * (self.group + 2)
+    }
+
+    fn heads(&self) -> usize {
+        self.kv.layout().kv_heads * self.group
+    }
+
+    /// In pieces of the positions `from..to`, all in one step.
+    fn attend(&self, isa: Isa, pieces: &[(usize, usize)]) -> Vec<f32> {
+        let chunk = |&(from, to): &(usize, usize)| Chunk { blocks: &self.blocks, first_row: from, rows: to - from, start: from };
+        let chunks: Vec<Chunk<'_>> = pieces.iter().map(chunk).collect();
+        let mut out = vec![0.0; self.rows.len() / self.stride() * self.heads() * self.kv.layout().head_dim];
+        let queries = Queries { values: &self.rows, stride: self.stride(), heads: self.heads() };
+        attention(isa, &self.kv, Self::LAYER, &chunks, queries, &mut out);
+        out
+    }
+
+    fn check(&self, out: &[f32]) -> Result<(), TestCaseError> {
+        let (dim, heads) = (self.kv.layout().head_dim, self.heads());
+        let head = |row: usize, head: usize| &self.rows[row * self.stride() + head * dim..][..dim];
+        for (i, got) in out.chunks_exact(dim).enumerate() {
+            let (row, query) = (i / heads, i % heads);
+            let (k, v) = (heads + query / self.group, heads + self.kv.layout().kv_heads + query / self.group);
+            let score = |past: usize| -> f64 {
+                let dot: f64 = head(row, query).iter().zip(head(past, k)).map(|(a, b)| f64::from(a * b)).sum();
+                (dot / (dim as f64).sqrt()).exp()
+            };
+            let weights: Vec<f64> = (0..=row).map(score).collect();
+            let total: f64 = weights.iter().sum();
+            for (d, got) in got.iter().enumerate() {
+                let want: f64 = weights.iter().enumerate().map(|(past, w)| w * f64::from(head(past, v)[d])).sum();
+                prop_assert!((f64::from(*got) - want / total).abs() < 1e-4, "row {} head {} value {}", row, query, d);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,227 @@
+//! The model executor on a tiny model made here: the same bits whatever the batch, and damaged files that are refused
+//! without a panic. The real model is `golden.rs`'s matter.
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use proptest::prelude::*;
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease};
+
+const VOCAB: usize = 96;
+
+/// A GGUF file that goes away with the test.
+struct TinyModel(PathBuf);
+
+impl Drop for TinyModel {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+impl TinyModel {
+    fn new(name: &str) -> Self {
+        Self::with(name, |_| {})
+    }
+
+    /// Two layers, 64 wide, 4 heads on 2, Q4_1 but for an F16 V (so that Q, K and V do not fuse) and a Q8_0 embedding.
+    fn with(name: &str, change: impl FnOnce(&mut Vec<(String, Value)>)) -> Self {
+        let (hidden, kv, wide) = (64, 32, 96);
+        let mut tensors = vec![
+            tensor("token_embd.weight", &[VOCAB, hidden], GgmlDType::Q8_0, 1),
+            tensor("output_norm.weight", &[hidden], GgmlDType::F32, 2),
+        ];
+        for layer in 0..2 {
+            let mut add = |part: &str, dims: &[usize], dtype| {
+                let seed = 3 + tensors.len() as u64;
+                tensors.push(tensor(&format!("blk.{layer}.{part}.weight"), dims, dtype, seed));
+            };
+            add("attn_norm", &[hidden], GgmlDType::F32);
+            add("ffn_norm", &[hidden], GgmlDType::F32);
+            add("attn_q", &[hidden, hidden], GgmlDType::Q4_1);
+            add("attn_k", &[kv, hidden], GgmlDType::Q4_1);
+            add("attn_v", &[kv, hidden], GgmlDType::F16);
+            add("attn_output", &[hidden, hidden], GgmlDType::Q4_1);
+            add("ffn_gate", &[wide, hidden], GgmlDType::Q4_1);
+            add("ffn_up", &[wide, hidden], GgmlDType::Q4_1);
+            add("ffn_down", &[hidden, wide], GgmlDType::Q4_1);
+        }
+        let mut metadata = vec![("general.architecture".to_string(), Value::String("llama".into()))];
+        for (key, number) in [
+            ("llama.block_count", 2),
+            ("llama.embedding_length", 64),
+            ("llama.attention.head_count", 4),
+            ("llama.attention.head_count_kv", 2),
+            ("llama.feed_forward_length", 96),
+            ("llama.context_length", 256),
+            ("tokenizer.ggml.eos_token_id", 2),
+        ] {
+            metadata.push((key.into(), Value::U32(number)));
+        }
+        metadata.push(("llama.attention.layer_norm_rms_epsilon".into(), Value::F32(1e-5)));
+        change(&mut metadata);
+        let path = std::env::temp_dir().join(format!("tandem-tiny-{}-{name}.gguf", std::process::id()));
+        let mut file = std::fs::File::create(&path).expect("temporary file");
+        let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+        let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        gguf_file::write(&mut file, &metadata, &tensors).expect("written");
+        Self(path)
+    }
+
+    fn load(&self, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
+        LlamaExecutor::load(&ModelConfig { path: self.0.clone(), kv_dtype, blocks: 32, block_tokens: 16, threads: 2 })
+    }
+
+    /// The file's bytes, and what loading says about the file with `bytes` in it.
+    fn bytes(&self) -> Vec<u8> {
+        std::fs::read(&self.0).expect("readable")
+    }
+
+    fn load_bytes(&self, bytes: &[u8]) -> Result<LlamaExecutor, EngineError> {
+        std::fs::write(&self.0, bytes).expect("writable");
+        self.load(KvDtype::Bf16)
+    }
+}
+
+fn tensor(name: &str, dims: &[usize], dtype: GgmlDType, seed: u64) -> (String, QTensor) {
+    let n: usize = dims.iter().product();
+    let values: Vec<f32> = (0..n as u64).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 5000.0 - 0.2).collect();
+    let values = match dims.len() {
+        1 => values.into_iter().map(|x| 1.0 + x).collect(),
+        _ => values,
+    };
+    let tensor = Tensor::from_vec(values, dims, &Device::Cpu).expect("dims");
+    (name.into(), QTensor::quantize(&tensor, dtype).expect("quantized"))
+}
+
+fn prompt(n: usize, seed: usize) -> Vec<u32> {
+    (0..n).map(|i| ((i * i * 31 + i * 17 + seed * 29) % VOCAB) as u32).collect()
+}
+
+fn item(seq: u64, tokens: &[u32], start: usize, blocks: &Arc<KvLease>) -> BatchItem {
+    BatchItem { seq, tokens: tokens.into(), start, blocks: Arc::clone(blocks), wants_logits: true }
+}
+
+fn step(executor: &mut LlamaExecutor, items: Vec<BatchItem>) -> Vec<Vec<f32>> {
+    let logits = executor.execute(&Batch { items }).expect("a step");
+    logits.into_iter().map(|logits| logits.expect("wanted")).collect()
+}
+
+fn lease(pool: &BlockPool, tokens: usize) -> Arc<KvLease> {
+    Arc::new(pool.try_reserve(pool.blocks_for(tokens)).expect("room"))
+}
+
+#[test]
+fn the_spec_comes_from_the_file() {
+    let model = TinyModel::new("spec");
+    let (f32, bf16) = (model.load(KvDtype::F32).expect("loads"), model.load(KvDtype::Bf16).expect("loads"));
+    let (f32, bf16) = (f32.spec().clone(), bf16.spec().clone());
+    assert_eq!((bf16.layers, bf16.kv_heads, bf16.head_dim, bf16.vocab_size), (2, 2, 16, VOCAB));
+    assert_eq!((bf16.eos_token_id, bf16.max_context_tokens, bf16.total_blocks), (2, 256, 32));
+    assert_eq!((bf16.block_bytes, f32.block_bytes), (2 * 2 * 2 * 16 * 16 * 2, 2 * 2 * 2 * 16 * 16 * 4));
+    assert!(bf16.model_name.starts_with("tandem-tiny"), "{}", bf16.model_name);
+    assert_eq!(bf16.model_digest, xxhash_rust::xxh3::xxh3_64(&model.bytes()));
+    assert_eq!(f32.model_digest, bf16.model_digest);
+    assert_ne!(f32.compatibility_digest, bf16.compatibility_digest);
+}
+
+#[test]
+fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
+    let model = TinyModel::new("batch");
+    for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
+        let mut executor = model.load(kv_dtype).expect("loads");
+        let pool = BlockPool::new(32, 16);
+        let sizes = [1, 40, 17, 100, 3];
+        let alone: Vec<Vec<f32>> = sizes.iter().enumerate().map(|(i, &n)| {
+            step(&mut executor, vec![item(0, &prompt(n, i), 0, &lease(&pool, n))]).remove(0)
+        }).collect();
+        let items = sizes.iter().enumerate().map(|(i, &n)| item(i as u64, &prompt(n, i), 0, &lease(&pool, n)));
+        let items = items.collect();
+        assert_eq!(step(&mut executor, items), alone);
+    }
+}
+
+#[test]
+fn bad_batches_are_refused() {
+    let model = TinyModel::new("bad-batch");
+    let mut executor = model.load(KvDtype::Bf16).expect("loads");
+    let pool = BlockPool::new(64, 16);
+    let blocks = lease(&pool, 32);
+    let mut refused = |items| matches!(executor.execute(&Batch { items }), Err(EngineError::InvalidArgument(_)));
+    assert!(refused(vec![item(0, &[], 0, &blocks)]), "no tokens");
+    assert!(refused(vec![item(0, &[VOCAB as u32], 0, &blocks)]), "unknown token");
+    assert!(refused(vec![item(0, &[1, 2], 31, &blocks)]), "lease too short");
+    assert!(refused(vec![item(0, &[1], usize::MAX, &blocks)]), "overflow");
+    assert!(refused(vec![item(0, &[1], 0, &blocks), item(1, &[1], 1, &blocks)]), "one block twice");
+    let _rest = lease(&pool, 30 * 16);
+    assert!(refused(vec![item(0, &[1], 0, &lease(&pool, 16))]), "block 32 of 32");
+    assert!(!refused(vec![item(0, &[1], 0, &blocks)]));
+    assert_eq!(executor.execute(&Batch::default()).expect("nothing to do"), Vec::<Option<Vec<f32>>>::new());
+}
+
+#[test]
+fn a_file_cut_anywhere_is_refused() {
+    let model = TinyModel::new("cut");
+    let bytes = model.bytes();
+    // The file ends in padding that no tensor needs.
+    for length in (0..bytes.len() - 64).step_by(997).chain(0..64) {
+        let Err(EngineError::Model(why)) = model.load_bytes(&bytes[..length]) else { panic!("cut at {length}") };
+        assert!(why.contains("tandem-tiny"), "{why}");
+    }
+}
+
+#[test]
+fn what_cannot_be_served_is_named() {
+    let changed = |name: &str, key: &str, value: Value| {
+        let model = TinyModel::with(name, |metadata| {
+            metadata.retain(|(k, _)| k != key);
+            metadata.push((key.into(), value));
+        });
+        model.load(KvDtype::Bf16).err().expect("refused").to_string()
+    };
+    assert!(changed("arch", "general.architecture", Value::String("mamba".into())).contains("mamba"));
+    assert!(changed("layers", "llama.block_count", Value::U32(3)).contains("blk.2.attn_norm.weight"));
+    assert!(changed("less", "llama.block_count", Value::U32(1)).contains("blk.1."));
+    assert!(changed("heads", "llama.attention.head_count", Value::U32(0)).contains("contradict"));
+    assert!(changed("kv", "llama.attention.head_count_kv", Value::U32(3)).contains("contradict"));
+    assert!(changed("width", "llama.feed_forward_length", Value::U32(128)).contains("shape"));
+    assert!(changed("rope", "llama.rope.scaling.type", Value::String("yarn".into())).contains("yarn"));
+    assert!(changed("eos", "tokenizer.ggml.eos_token_id", Value::U32(96)).contains("contradict"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn chunks_equal_the_whole_bit_for_bit(n in 2usize..120, cuts in prop::collection::vec(1usize..120, 0..4), bf16: bool) {
+        let model = TinyModel::new("chunks");
+        let mut executor = model.load(if bf16 { KvDtype::Bf16 } else { KvDtype::F32 }).expect("loads");
+        let (pool, tokens) = (BlockPool::new(32, 16), prompt(n, n));
+        let whole = step(&mut executor, vec![item(0, &tokens, 0, &lease(&pool, n))]);
+        let mut cuts: Vec<usize> = cuts.into_iter().filter(|&cut| cut < n).chain([0, n]).collect();
+        cuts.sort_unstable();
+        cuts.dedup();
+        let blocks = lease(&pool, n);
+        let mut last = Vec::new();
+        for pair in cuts.windows(2) {
+            last = step(&mut executor, vec![item(0, &tokens[pair[0]..pair[1]], pair[0], &blocks)]);
+        }
+        prop_assert_eq!(last, whole);
+    }
+
+    #[test]
+    fn flipped_bytes_never_panic(flips in prop::collection::vec((0usize..4000, any::<u8>()), 1..8)) {
+        let model = TinyModel::new("flips");
+        let mut bytes = model.bytes();
+        for (at, byte) in flips {
+            bytes[at] = byte;
+        }
+        // A flip in a name or a weight may go unnoticed; then the model must run.
+        if let Ok(mut executor) = model.load_bytes(&bytes) {
+            let pool = BlockPool::new(32, 16);
+            let _ = executor.execute(&Batch { items: vec![item(0, &[1, 2, 3], 0, &lease(&pool, 3))] });
+        }
+    }
+}
