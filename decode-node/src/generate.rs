@@ -20,7 +20,10 @@ use crate::handoff;
 /// # Errors
 /// What the call's status will be.
 pub async fn disaggregated(
-    node: Arc<Node>, start: DecodeStart, lease: Duration, events: Events<DecodeEvent>,
+    node: Arc<Node>,
+    start: DecodeStart,
+    lease: Duration,
+    events: Events<DecodeEvent>,
 ) -> Result<(), Error> {
     let accepted = Instant::now();
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;

@@ -15,7 +15,11 @@ use tandem_telemetry::clock;
 /// # Errors
 /// `Overloaded` when too many hand-offs are out.
 pub fn grant(
-    node: &Node, request: &CheckedRequest, prefill: Incarnation, lease: &Arc<KvLease>, longest: Duration,
+    node: &Node,
+    request: &CheckedRequest,
+    prefill: Incarnation,
+    lease: &Arc<KvLease>,
+    longest: Duration,
 ) -> Result<Incoming, Error> {
     let blocks = node.engine.pool().blocks_for(request.prompt.len());
     let blocks = lease.blocks().get(..blocks).ok_or_else(|| internal("the lease is shorter than the prompt"))?;
@@ -45,7 +49,11 @@ pub struct Received {
 /// # Errors
 /// `Corrupt` or a refusal for KV that is not the prompt's, `Unavailable` when it does not come.
 pub async fn receive(
-    node: &Node, request: &CheckedRequest, incoming: Incoming, granted: Instant, trace: &mut Trace,
+    node: &Node,
+    request: &CheckedRequest,
+    incoming: Incoming,
+    granted: Instant,
+    trace: &mut Trace,
 ) -> Result<Received, Error> {
     let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
     let expected = Expected { prompt_tokens, sequence_hashes: request.hashes(node.engine.spec()) };

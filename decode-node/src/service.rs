@@ -38,7 +38,8 @@ impl decode_server::Decode for DecodeService {
     type LocalStream = EventStream<DecodeEvent>;
 
     async fn generate(
-        &self, request: Request<Streaming<DecodeCommand>>,
+        &self,
+        request: Request<Streaming<DecodeCommand>>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let call = self.node.work.begin()?;
         let (node, lease, mut commands) = (self.node.clone(), self.lease, request.into_inner());

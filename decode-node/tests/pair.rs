@@ -13,7 +13,9 @@ use tandem_proto::v1::decode_event::Event as DecodeEventKind;
 use tandem_proto::v1::prefill_client::PrefillClient;
 use tandem_proto::v1::prefill_command::Command as PrefillCommandKind;
 use tandem_proto::v1::prefill_event::Event as PrefillEventKind;
-use tandem_proto::v1::{self, DecodeCommand, DecodeEvent, DecodeStart, PrefillCommand, PrefillEvent, RequestSpec, Role};
+use tandem_proto::v1::{
+    self, DecodeCommand, DecodeEvent, DecodeStart, PrefillCommand, PrefillEvent, RequestSpec, Role,
+};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -57,7 +59,8 @@ impl Pair {
     }
 
     async fn open_prefill(
-        &mut self, spec: &RequestSpec,
+        &mut self,
+        spec: &RequestSpec,
     ) -> Result<(mpsc::Sender<PrefillCommand>, Streaming<PrefillEvent>), Status> {
         let (commands, outbox) = mpsc::channel(2);
         let start = PrefillCommand { command: Some(PrefillCommandKind::Start(spec.clone())) };

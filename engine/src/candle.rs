@@ -119,13 +119,8 @@ impl Executor for LlamaExecutor {
             }
             logits_of.extend(item.wants_logits.then_some(first_row + rows - 1));
         }
-        let step = Step {
-            tokens: &tokens,
-            positions: &positions,
-            places: &places,
-            chunks: &chunks,
-            logits_of: &logits_of,
-        };
+        let step =
+            Step { tokens: &tokens, positions: &positions, places: &places, chunks: &chunks, logits_of: &logits_of };
         let Self { model, kv, pool, .. } = self;
         let logits = pool.install(|| model.forward(kv, &step));
         let mut logits = logits.chunks_exact(self.spec.vocab_size).map(<[f32]>::to_vec);

@@ -67,9 +67,17 @@ fn speed() {
         let speed = (rows * items * steps) as f64 / begin.elapsed().as_secs_f64();
         println!("{items} × {rows} tokens from position {start}: {speed:.0} tokens/s");
     };
-    for (rows, items, start) in
-        [(128, 1, 0), (512, 1, 0), (1024, 1, 0), (2048, 1, 0), (1, 1, 8), (1, 1, 256), (1, 1, 1024), (1, 4, 256), (1, 8, 256)]
-    {
+    for (rows, items, start) in [
+        (128, 1, 0),
+        (512, 1, 0),
+        (1024, 1, 0),
+        (2048, 1, 0),
+        (1, 1, 8),
+        (1, 1, 256),
+        (1, 1, 1024),
+        (1, 4, 256),
+        (1, 8, 256),
+    ] {
         prompt(rows, items, start);
     }
 }
@@ -111,11 +119,15 @@ impl Runner {
     /// Greedy tokens and the log-probabilities of the first step, for each prompt; all run as one batch.
     fn generate(&mut self, prompts: &[Prompt]) -> Vec<(Vec<u32>, Vec<f32>)> {
         let eos = self.executor.spec().eos_token_id;
-        let mut items: Vec<BatchItem> = prompts.iter().enumerate().map(|(seq, prompt)| {
-            let blocks = self.pool.blocks_for(prompt.ids.len() + MAX_STEPS);
-            let blocks = Arc::new(self.pool.try_reserve(blocks).expect("room for eight prompts"));
-            BatchItem { seq: seq as u64, tokens: prompt.ids.clone(), start: 0, blocks, wants_logits: true }
-        }).collect();
+        let mut items: Vec<BatchItem> = prompts
+            .iter()
+            .enumerate()
+            .map(|(seq, prompt)| {
+                let blocks = self.pool.blocks_for(prompt.ids.len() + MAX_STEPS);
+                let blocks = Arc::new(self.pool.try_reserve(blocks).expect("room for eight prompts"));
+                BatchItem { seq: seq as u64, tokens: prompt.ids.clone(), start: 0, blocks, wants_logits: true }
+            })
+            .collect();
         let mut results = vec![(Vec::new(), Vec::new()); prompts.len()];
         while !items.is_empty() {
             let batch = Batch { items };

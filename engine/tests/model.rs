@@ -134,9 +134,11 @@ fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
         let mut executor = model.load(kv_dtype).expect("loads");
         let pool = BlockPool::new(32, 16);
         let sizes = [1, 40, 17, 100, 3];
-        let alone: Vec<Vec<f32>> = sizes.iter().enumerate().map(|(i, &n)| {
-            step(&mut executor, vec![item(0, &prompt(n, i), 0, &lease(&pool, n))]).remove(0)
-        }).collect();
+        let alone: Vec<Vec<f32>> = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, &n)| step(&mut executor, vec![item(0, &prompt(n, i), 0, &lease(&pool, n))]).remove(0))
+            .collect();
         let items = sizes.iter().enumerate().map(|(i, &n)| item(i as u64, &prompt(n, i), 0, &lease(&pool, n)));
         let items = items.collect();
         assert_eq!(step(&mut executor, items), alone);

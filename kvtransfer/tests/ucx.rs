@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, Expected, Grant, Transport, TransferErrorKind, seal_for};
+use tandem_kvtransfer::{Arena, Expected, Grant, TransferErrorKind, Transport, seal_for};
 use tandem_proto::{HandoffId, Incarnation};
 
 const BLOCK_BYTES: usize = 256 << 10;
@@ -29,8 +29,7 @@ fn grant(id: u8, blocks: Vec<u32>) -> Grant {
 
 #[test]
 fn an_absent_library_is_incompatible() {
-    let config =
-        UcxConfig { lib_dir: Some(PathBuf::from("/nonexistent")), ..UcxConfig::new(UcxProfile::Shm) };
+    let config = UcxConfig { lib_dir: Some(PathBuf::from("/nonexistent")), ..UcxConfig::new(UcxProfile::Shm) };
     let error = UcxTransport::start(arena(1), config).err().expect("nothing is there");
     assert_eq!(error.kind, TransferErrorKind::Incompatible);
     assert!(error.message.contains("/nonexistent"), "{error}");

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use prost::Message;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, BlockOwner, Expected, Grant, Incoming, Outgoing, Transport, TransferError, seal_for};
+use tandem_kvtransfer::{Arena, BlockOwner, Expected, Grant, Incoming, Outgoing, TransferError, Transport, seal_for};
 use tandem_proto::{HandoffId, Incarnation, trace, v1};
 use tokio::sync::oneshot;
 
@@ -78,9 +78,12 @@ async fn sender_killed(profile: UcxProfile) {
         let incoming = accept(&transport, round, owner);
         let before = received.load(Relaxed);
         let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
-        while received.load(Relaxed) < before + (4 << 20) {
-            tokio::task::yield_now().await;
-        }
+        let some = async {
+            while received.load(Relaxed) < before + (4 << 20) {
+                tokio::task::yield_now().await;
+            }
+        };
+        assert!(tokio::time::timeout(BOUND, some).await.is_ok(), "stuck: {:?}", transport.counters());
         peer.kill();
         in_time(incoming.verified(expected())).await.expect_err("the seal never came");
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");

@@ -118,10 +118,8 @@ impl Text {
 
     fn sample(&mut self, labels: &[(&str, &str)], value: f64) {
         let common = self.common.iter().map(|(key, value)| (*key, value.as_str()));
-        let labels: Vec<_> = common
-            .chain(labels.iter().copied())
-            .map(|(key, value)| format!("{key}=\"{}\"", escape(value)))
-            .collect();
+        let labels: Vec<_> =
+            common.chain(labels.iter().copied()).map(|(key, value)| format!("{key}=\"{}\"", escape(value))).collect();
         let _ = writeln!(self.out, "{}{{{}}} {value}", self.name, labels.join(","));
     }
 }

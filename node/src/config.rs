@@ -173,7 +173,10 @@ impl NodeArgs {
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let router = endpoint(&self.router)?;
         if self.listen.ip().is_unspecified() && self.advertise_host.is_none() {
-            bail!("--listen {} is on all interfaces: say by --advertise-host under which name it is reached", self.listen);
+            bail!(
+                "--listen {} is on all interfaces: say by --advertise-host under which name it is reached",
+                self.listen
+            );
         }
         let model = match self.model {
             Some(path) => ModelSource::File(path),

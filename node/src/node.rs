@@ -5,13 +5,13 @@ use std::sync::Arc;
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
-use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
+use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_kvtransfer::{Arena, Transport};
-use tandem_proto::v1::{self, Role};
 use tandem_proto::Incarnation;
+use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};

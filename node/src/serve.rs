@@ -96,7 +96,11 @@ impl Running {
     /// # Errors
     /// The system refuses an address or a signal handler.
     pub async fn start(
-        node: Arc<Node>, config: &NodeConfig, listeners: Listeners, service: &'static str, routes: Routes,
+        node: Arc<Node>,
+        config: &NodeConfig,
+        listeners: Listeners,
+        service: &'static str,
+        routes: Routes,
     ) -> anyhow::Result<Self> {
         let signals = Signals::install()?;
         let (grpc, admin) = (listeners.grpc.local_addr()?, listeners.admin.local_addr()?);
@@ -112,7 +116,8 @@ impl Running {
                 TcpIncoming::from(listeners.grpc).with_nodelay(Some(true)),
                 stop.clone().cancelled_owned(),
             );
-        let running = Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
+        let running =
+            Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
         let admin_server = axum::serve(listeners.admin, admin::routes(node.clone()))
             .with_graceful_shutdown(stop.clone().cancelled_owned());
         tokio::spawn(admin_server.into_future());
@@ -120,7 +125,9 @@ impl Running {
         tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), register, stop));
         println!(
             "ready role={} grpc={grpc} admin={admin} transport={} incarnation={}",
-            role_name(node.role), node.transport.info().name, node.incarnation
+            role_name(node.role),
+            node.transport.info().name,
+            node.incarnation
         );
         Ok(running)
     }

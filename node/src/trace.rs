@@ -54,7 +54,12 @@ impl Trace {
     }
 
     /// Adds an event to the innermost open phase.
-    pub fn event(&mut self, name: &'static str, at: Instant, attributes: impl IntoIterator<Item = (&'static str, Value)>) {
+    pub fn event(
+        &mut self,
+        name: &'static str,
+        at: Instant,
+        attributes: impl IntoIterator<Item = (&'static str, Value)>,
+    ) {
         self.edit(|phase| match phase.events() < MAX_EVENTS {
             true => phase.event(name, at, attributes),
             false => phase,

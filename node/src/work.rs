@@ -25,8 +25,17 @@ struct Inner {
 
 /// Labels of `tandem_requests_total{outcome}`.
 pub const OUTCOMES: [&str; 11] = [
-    "ok", "invalid_argument", "not_found", "overloaded", "unavailable", "aborted", "deadline_exceeded", "cancelled",
-    "incompatible", "corrupt", "internal",
+    "ok",
+    "invalid_argument",
+    "not_found",
+    "overloaded",
+    "unavailable",
+    "aborted",
+    "deadline_exceeded",
+    "cancelled",
+    "incompatible",
+    "corrupt",
+    "internal",
 ];
 
 const CANCELLED: usize = 7;

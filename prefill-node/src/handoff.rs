@@ -41,7 +41,11 @@ impl<'a> Handoff<'a> {
     /// # Errors
     /// The receiver's refusal, its death, or the end of its lease.
     pub async fn deliver(
-        mut self, first_token: u32, lease: Arc<KvLease>, forward: TraceContext, trace: &mut Trace,
+        mut self,
+        first_token: u32,
+        lease: Arc<KvLease>,
+        forward: TraceContext,
+        trace: &mut Trace,
     ) -> Result<Receipt, Error> {
         let start = Instant::now();
         let post = trace.open("kv.post", Kind::Producer, forward, start);

@@ -22,7 +22,10 @@ use crate::service::Commands;
 /// # Errors
 /// What the call's status will be. Whatever the outcome, blocks are back when the last holder lets go of them.
 pub async fn run(
-    node: Arc<Node>, pressure: Pressure, mut commands: Commands, events: Events<PrefillEvent>,
+    node: Arc<Node>,
+    pressure: Pressure,
+    mut commands: Commands,
+    events: Events<PrefillEvent>,
 ) -> Result<(), Error> {
     let accepted = Instant::now();
     let request = CheckedRequest::check(commands.start().await?, node.engine.spec())?;
@@ -58,17 +61,18 @@ type Connected<'a> = Result<Option<Handoff<'a>>, Error>;
 
 impl Prefill<'_> {
     async fn run(
-        &self, accepted: Instant, commands: &mut Commands, events: &Events<PrefillEvent>, trace: &mut Trace,
+        &self,
+        accepted: Instant,
+        commands: &mut Commands,
+        events: &Events<PrefillEvent>,
+        trace: &mut Trace,
     ) -> Result<(), Error> {
         let mut connecting = pin!(self.connect(commands));
         let mut handoff = None;
         let mut computed = self.compute(accepted, connecting.as_mut(), &mut handoff, trace).await?;
         let finished = self.request.finished_by(computed.token);
-        let first = FirstToken {
-            token_id: computed.token,
-            logprob: computed.logprob,
-            finished: finished.map(Into::into),
-        };
+        let first =
+            FirstToken { token_id: computed.token, logprob: computed.logprob, finished: finished.map(Into::into) };
         events.send(event(Event::FirstToken(first))).await?;
         if finished.is_some() {
             let spans = trace.finish(Instant::now());
@@ -111,8 +115,11 @@ impl Prefill<'_> {
     /// Reserves the prompt's blocks and fills them, while the ticket may come into `handoff`. A ticket that cannot be
     /// used ends the request at once, not after the forward pass.
     async fn compute<'c>(
-        &self, queued: Instant, mut connecting: Pin<&mut impl Future<Output = Connected<'c>>>,
-        handoff: &mut Option<Option<Handoff<'c>>>, trace: &mut Trace,
+        &self,
+        queued: Instant,
+        mut connecting: Pin<&mut impl Future<Output = Connected<'c>>>,
+        handoff: &mut Option<Option<Handoff<'c>>>,
+        trace: &mut Trace,
     ) -> Result<Computed, Error> {
         trace.open("prefill.queue", Kind::Internal, self.server, queued);
         let pool = self.node.engine.pool();

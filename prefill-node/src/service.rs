@@ -39,7 +39,8 @@ impl prefill_server::Prefill for PrefillService {
     type PrefillStream = EventStream<PrefillEvent>;
 
     async fn prefill(
-        &self, request: Request<Streaming<PrefillCommand>>,
+        &self,
+        request: Request<Streaming<PrefillCommand>>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
         let call = self.node.work.begin()?;
         let (node, pressure) = (self.node.clone(), self.pressure.clone());

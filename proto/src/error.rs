@@ -105,8 +105,16 @@ mod tests {
     fn every_kind_survives_the_wire() {
         use ErrorKind::*;
         for kind in [
-            InvalidArgument, NotFound, Overloaded, Unavailable, Aborted, DeadlineExceeded, Cancelled, Incompatible,
-            Corrupt, Internal,
+            InvalidArgument,
+            NotFound,
+            Overloaded,
+            Unavailable,
+            Aborted,
+            DeadlineExceeded,
+            Cancelled,
+            Incompatible,
+            Corrupt,
+            Internal,
         ] {
             let back = Error::from(Status::from(Error::new(kind, "why")));
             assert_eq!((back.kind, back.message.as_str()), (kind, "why"));

@@ -36,10 +36,7 @@ impl HandoffId {
     /// `InvalidArgument` for any other length.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, Error> {
         let id = bytes.try_into().map_err(|_| {
-            Error::new(
-                ErrorKind::InvalidArgument,
-                format!("hand-off id has {} bytes instead of 16", bytes.len()),
-            )
+            Error::new(ErrorKind::InvalidArgument, format!("hand-off id has {} bytes instead of 16", bytes.len()))
         })?;
         Ok(Self(id))
     }

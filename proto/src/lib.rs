@@ -19,8 +19,7 @@ pub mod v1 {
     tonic::include_proto!("tandem.v1");
 
     /// Serialized `FileDescriptorSet`, for gRPC reflection.
-    pub const FILE_DESCRIPTOR_SET: &[u8] =
-        include_bytes!(concat!(env!("OUT_DIR"), "/tandem_descriptor.bin"));
+    pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/tandem_descriptor.bin"));
 }
 
 pub use error::{Error, ErrorKind};

@@ -147,7 +147,8 @@ impl GgufFile {
         }
         // The types that candle turns into f32; for the others it panics.
         use GgmlDType::*;
-        if !matches!(info.ggml_dtype, F32 | F16 | BF16 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | Q2K | Q3K | Q4K | Q5K | Q6K) {
+        if !matches!(info.ggml_dtype, F32 | F16 | BF16 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | Q2K | Q3K | Q4K | Q5K | Q6K)
+        {
             return Err(self.error(format_args!("tensor {name} has the unsupported type {:?}", info.ggml_dtype)));
         }
         let (group, group_bytes) = (info.ggml_dtype.block_size(), info.ggml_dtype.type_size());

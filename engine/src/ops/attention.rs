@@ -263,11 +263,12 @@ unsafe fn accumulate<L: Lanes>(pair: usize, visible: usize, head_dim: usize, scr
         let mut d = 0;
         while d < head_dim {
             let (sums, values) = (sums.add(d), scratch.values.as_ptr().add(d));
-            d += LANES * match (head_dim - d) / LANES {
-                4.. => weigh::<L, 4>(&lanes[..visible], shrink, values, head_dim, sums),
-                2.. => weigh::<L, 2>(&lanes[..visible], shrink, values, head_dim, sums),
-                _ => weigh::<L, 1>(&lanes[..visible], shrink, values, head_dim, sums),
-            };
+            d += LANES
+                * match (head_dim - d) / LANES {
+                    4.. => weigh::<L, 4>(&lanes[..visible], shrink, values, head_dim, sums),
+                    2.. => weigh::<L, 2>(&lanes[..visible], shrink, values, head_dim, sums),
+                    _ => weigh::<L, 1>(&lanes[..visible], shrink, values, head_dim, sums),
+                };
         }
     }
 }

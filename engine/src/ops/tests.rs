@@ -123,8 +123,7 @@ impl Case {
         if layout.dtype == KvDtype::Bf16 {
             rows.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
         }
-        let places: Vec<Place> =
-            (0..tokens).map(|i| Place { block: blocks[i / 16], slot: i % 16 }).collect();
+        let places: Vec<Place> = (0..tokens).map(|i| Place { block: blocks[i / 16], slot: i % 16 }).collect();
         kv.write(Self::LAYER, &rows, stride, &places);
         Self { kv, blocks, group, rows }
     }
@@ -139,7 +138,12 @@ impl Case {
 
     /// In pieces of the positions `from..to`, all in one step.
     fn attend(&self, isa: Isa, pieces: &[(usize, usize)]) -> Vec<f32> {
-        let chunk = |&(from, to): &(usize, usize)| Chunk { blocks: &self.blocks, first_row: from, rows: to - from, start: from };
+        let chunk = |&(from, to): &(usize, usize)| Chunk {
+            blocks: &self.blocks,
+            first_row: from,
+            rows: to - from,
+            start: from,
+        };
         let chunks: Vec<Chunk<'_>> = pieces.iter().map(chunk).collect();
         let mut out = vec![0.0; self.rows.len() / self.stride() * self.heads() * self.kv.layout().head_dim];
         let queries = Queries { values: &self.rows, stride: self.stride(), heads: self.heads() };

@@ -90,7 +90,10 @@ pub(super) struct Driver {
 impl Driver {
     /// Opens UCX on the calling thread.
     pub(super) fn open(
-        api: &'static Api, config: UcxConfig, build_id: String, shared: Shared,
+        api: &'static Api,
+        config: UcxConfig,
+        build_id: String,
+        shared: Shared,
     ) -> Result<Self, TransferError> {
         let context = Context::open(api, &config.settings())?;
         let name = config.name(&context.describe()).ok_or_else(|| {
@@ -163,7 +166,11 @@ impl Driver {
                 self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
             }
             Err(error) => {
-                self.lose(on, Loss::of(error.status), TransferError::peer_gone(format!("the KV peer is gone: {error}")));
+                self.lose(
+                    on,
+                    Loss::of(error.status),
+                    TransferError::peer_gone(format!("the KV peer is gone: {error}")),
+                );
                 self.finished(on, work, false);
             }
         }

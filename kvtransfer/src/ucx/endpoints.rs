@@ -58,8 +58,8 @@ pub(super) enum Loss {
 impl Loss {
     /// What a failed call or operation says about the peer.
     pub(super) fn of(status: ucs_status_t) -> Self {
-        let found_dead = [UCS_ERR_CONNECTION_RESET, UCS_ERR_NOT_CONNECTED].contains(&status)
-            || UCS_ERR_FAILURES.contains(&status);
+        let found_dead =
+            [UCS_ERR_CONNECTION_RESET, UCS_ERR_NOT_CONNECTED].contains(&status) || UCS_ERR_FAILURES.contains(&status);
         if found_dead { Self::Dead } else { Self::GivenUp }
     }
 }
@@ -83,20 +83,16 @@ pub(super) struct Endpoints {
 
 impl Endpoints {
     pub(super) fn new(worker: Rc<Worker>, credit_bytes: usize) -> Self {
-        Self {
-            worker,
-            open: HashMap::new(),
-            by_address: HashMap::new(),
-            closing: Vec::new(),
-            credit_bytes,
-            last_id: 0,
-        }
+        Self { worker, open: HashMap::new(), by_address: HashMap::new(), closing: Vec::new(), credit_bytes, last_id: 0 }
     }
 
     /// The endpoint to `address`, new if there is none. When all places are taken, the longest unused one that is not
     /// `busy` makes room.
     pub(super) fn connect(
-        &mut self, address: &[u8], now: Instant, busy: impl Fn(EndpointId) -> bool,
+        &mut self,
+        address: &[u8],
+        now: Instant,
+        busy: impl Fn(EndpointId) -> bool,
     ) -> Result<EndpointId, TransferError> {
         if let Some(id) = self.by_address.get(address)
             && let Some(entry) = self.open.get_mut(id)

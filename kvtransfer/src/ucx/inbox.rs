@@ -8,9 +8,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 
-use ucx_sys::{
-    UCP_AM_RECV_ATTR_FLAG_RNDV, UCS_INPROGRESS, UCS_OK, ucp_am_recv_param, ucp_ep_h, ucs_status_t,
-};
+use ucx_sys::{UCP_AM_RECV_ATTR_FLAG_RNDV, UCS_INPROGRESS, UCS_OK, ucp_am_recv_param, ucp_ep_h, ucs_status_t};
 
 use super::endpoints::EndpointId;
 use super::operations::OperationId;
@@ -99,7 +97,10 @@ pub(super) unsafe extern "C" fn on_sent(_request: *mut c_void, status: ucs_statu
 
 /// A payload has arrived.
 pub(super) unsafe extern "C" fn on_received(
-    _request: *mut c_void, status: ucs_status_t, _length: usize, user_data: *mut c_void,
+    _request: *mut c_void,
+    status: ucs_status_t,
+    _length: usize,
+    user_data: *mut c_void,
 ) {
     push(Event::Completed { operation: OperationId::from_user_data(user_data), status });
 }
@@ -111,7 +112,11 @@ pub(super) unsafe extern "C" fn on_endpoint_failed(arg: *mut c_void, _endpoint: 
 
 /// A frame has arrived. `UCS_OK` ends UCX's interest in it; for a rendezvous payload that means "refused".
 pub(super) unsafe extern "C" fn on_frame(
-    _arg: *mut c_void, header: *const c_void, header_length: usize, data: *mut c_void, length: usize,
+    _arg: *mut c_void,
+    header: *const c_void,
+    header_length: usize,
+    data: *mut c_void,
+    length: usize,
     param: *const ucp_am_recv_param,
 ) -> ucs_status_t {
     let mut copy = [0; HEADER_BYTES];

@@ -216,7 +216,11 @@ impl Worker {
     /// # Safety
     /// `target` and the blocks it points to stay untouched by others until the operation is over.
     pub(super) unsafe fn receive(
-        &self, descriptor: inbox::Descriptor, region: &Region, target: &[ucp_dt_iov], operation: OperationId,
+        &self,
+        descriptor: inbox::Descriptor,
+        region: &Region,
+        target: &[ucp_dt_iov],
+        operation: OperationId,
     ) -> Result<Posted, UcxError> {
         let mut param = request_param(operation);
         param.cb.recv_am = Some(inbox::on_received);
@@ -265,13 +269,11 @@ impl Endpoint {
     pub(super) fn connect(worker: &Rc<Worker>, address: &[u8], id: EndpointId) -> Result<Self, UcxError> {
         // SAFETY: as in `Context::open`.
         let mut params: ucp_ep_params = unsafe { std::mem::zeroed() };
-        params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
-            | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE
-            | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+        params.field_mask =
+            UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
         params.address = address.as_ptr().cast();
         params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-        params.err_handler =
-            ucp_err_handler { cb: Some(inbox::on_endpoint_failed), arg: id.0 as usize as *mut c_void };
+        params.err_handler = ucp_err_handler { cb: Some(inbox::on_endpoint_failed), arg: id.0 as usize as *mut c_void };
         let mut raw = null_mut();
         // SAFETY: the address is alive during the call; the handler's argument is a number, never dereferenced.
         let status = unsafe { (worker.api().ucp_ep_create)(worker.raw, &params, &mut raw) };
@@ -284,7 +286,10 @@ impl Endpoint {
     /// # Safety
     /// `header` and `payload` stay where they are until the operation is over.
     pub(super) unsafe fn send_frame(
-        &self, header: &[u8], payload: &[u8], operation: OperationId,
+        &self,
+        header: &[u8],
+        payload: &[u8],
+        operation: OperationId,
     ) -> Result<Posted, UcxError> {
         let mut param = request_param(operation);
         param.cb.send = Some(inbox::on_sent);
@@ -299,7 +304,11 @@ impl Endpoint {
     /// # Safety
     /// `header`, `source` and the memory it names stay until the operation is over.
     pub(super) unsafe fn send_range(
-        &self, header: &[u8], region: Option<&Region>, source: &[ucp_dt_iov], operation: OperationId,
+        &self,
+        header: &[u8],
+        region: Option<&Region>,
+        source: &[ucp_dt_iov],
+        operation: OperationId,
     ) -> Result<Posted, UcxError> {
         let mut param = request_param(operation);
         param.cb.send = Some(inbox::on_sent);
@@ -313,7 +322,11 @@ impl Endpoint {
     /// # Safety
     /// As the callers'.
     unsafe fn send(
-        &self, header: &[u8], buffer: *const c_void, count: usize, param: &ucp_request_param,
+        &self,
+        header: &[u8],
+        buffer: *const c_void,
+        count: usize,
+        param: &ucp_request_param,
     ) -> Result<Posted, UcxError> {
         let api = self.worker.api();
         let (raw, header, length) = (self.raw, header.as_ptr().cast(), header.len());
@@ -393,9 +406,7 @@ fn request_param(operation: OperationId) -> ucp_request_param {
 }
 
 /// Buffer and count for one run (bytes of the registered region) or for several (a vector, which takes no region).
-fn place(
-    vector: &[ucp_dt_iov], region: Option<&Region>, param: &mut ucp_request_param,
-) -> (*const c_void, usize) {
+fn place(vector: &[ucp_dt_iov], region: Option<&Region>, param: &mut ucp_request_param) -> (*const c_void, usize) {
     if let [one] = vector {
         if let Some(region) = region {
             param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;

@@ -43,7 +43,10 @@ impl Sending {
 
 impl Driver {
     pub(super) fn open_handoff(
-        &mut self, handoff: HandoffId, address: &[u8], reply: oneshot::Sender<Result<Opened, TransferError>>,
+        &mut self,
+        handoff: HandoffId,
+        address: &[u8],
+        reply: oneshot::Sender<Result<Opened, TransferError>>,
     ) {
         let opened = self.announce(handoff, address);
         if let Err(Ok(unwanted)) = reply.send(opened) {
@@ -53,7 +56,12 @@ impl Driver {
     }
 
     pub(super) fn push(
-        &mut self, to: EndpointId, range: DataHeader, run: Run, owner: BlockOwner, credit: OwnedSemaphorePermit,
+        &mut self,
+        to: EndpointId,
+        range: DataHeader,
+        run: Run,
+        owner: BlockOwner,
+        credit: OwnedSemaphorePermit,
     ) {
         let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);

@@ -18,7 +18,9 @@ const HANDLE_ERRORS: &str = "UCX_HANDLE_ERRORS";
 
 /// The process already has several threads, so the environment may no longer be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("UCX_HANDLE_ERRORS not set: the process already runs {threads} threads; call prepare_environment() first in main")]
+#[error(
+    "UCX_HANDLE_ERRORS not set: the process already runs {threads} threads; call prepare_environment() first in main"
+)]
 pub struct TooLate {
     /// Threads counted.
     pub threads: usize,

@@ -38,10 +38,7 @@ fn event(event: v1::SpanEvent) -> Event {
 }
 
 fn attributes(attributes: Vec<v1::Attribute>) -> Vec<KeyValue> {
-    attributes
-        .into_iter()
-        .filter_map(|attribute| Some(KeyValue::new(attribute.key, value(attribute.value?))))
-        .collect()
+    attributes.into_iter().filter_map(|attribute| Some(KeyValue::new(attribute.key, value(attribute.value?)))).collect()
 }
 
 fn value(value: v1::attribute::Value) -> Value {

@@ -208,7 +208,8 @@ mod tests {
     #[test]
     fn never_ends_before_it_starts() {
         let start = Instant::now();
-        let span = Phase::new("x", Kind::Internal, context(), None).end("s", "i", start, start - Duration::from_secs(1));
+        let span =
+            Phase::new("x", Kind::Internal, context(), None).end("s", "i", start, start - Duration::from_secs(1));
         assert_eq!(span.start_unix_ns, span.end_unix_ns);
         assert!(span.parent_span_id.is_empty());
     }
