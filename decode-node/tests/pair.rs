@@ -1,4 +1,5 @@
 //! A prefill and a decode node in one process, simulated model, hand-offs over tcp, driven by gRPC as the router does.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 use std::sync::Arc;
 use std::time::Duration;
 

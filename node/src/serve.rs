@@ -52,7 +52,8 @@ pub fn run_process(service: &'static str, life: impl Future<Output = anyhow::Res
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // Some libraries append backtraces to their messages.
+            eprintln!("error: {}", format!("{error:#}").lines().next().unwrap_or_default());
             ExitCode::FAILURE
         }
     }

@@ -1,4 +1,5 @@
 //! The node's side of the membership stream against a small router.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -79,7 +79,6 @@ async fn model_files_that_are_none() -> anyhow::Result<()> {
         // A router needs the tokenizer only, which a truncated file still has.
         if path != truncated {
             let line = format!("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model {}", path.display());
-            let expected = if path == foreign { "tokenizer" } else { expected };
             fails("tandem-router", &words(&line), expected).await?;
         }
     }
@@ -193,8 +192,8 @@ async fn garbage_on_every_port() -> anyhow::Result<()> {
 
 /// Everybody is alive and answers, and nobody panicked.
 async fn goes_on(mut cluster: Cluster) -> anyhow::Result<()> {
-    let answer = cluster.answer(ask(token_ids(vec![500; 40]), 4)).await?;
-    assert!(!answer.tokens.is_empty());
+    let answer = cluster.answer(ask(token_ids(vec![500; 40]), 4)).await;
+    assert!(answer.is_ok(), "{answer:?}");
     cluster.idle(Duration::from_secs(3)).await?;
     for process in [&mut cluster.router, &mut cluster.prefill, &mut cluster.decode] {
         assert!(process.is_alive());

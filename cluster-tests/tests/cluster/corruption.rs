@@ -14,7 +14,10 @@ async fn damaged(transport: &'static str, flag: &str) -> anyhow::Result<()> {
     assert!(matches!(code, Code::DataLoss | Code::Aborted | Code::Unavailable), "{failure}");
     // The first token is prefill's own; a second one would be decoded from damaged KV.
     assert!(failure.tokens.len() <= 1, "{failure}");
-    assert!(metric(&cluster.decode, "refused").await? >= 1.0, "{flag}: decode counted no refusal");
+    assert!(
+        metric(&cluster.decode, "tandem_handoff_refusals_total").await? >= 1.0,
+        "{flag}: decode counted no refusal"
+    );
     // Blocks of a hand-off that went wrong wait in quarantine until no writer can touch them.
     cluster.idle(Duration::from_secs(15)).await?;
     assert!(cluster.router.is_alive() && cluster.prefill.is_alive() && cluster.decode.is_alive());

@@ -475,18 +475,22 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
 
 #[inline(always)]
 unsafe fn finish<L: Lanes>(sum: [L; 2], out: *mut f32, target: Target) {
-    // SAFETY: `out` has `target.columns` writable elements; `row` has 32.
+    let mut row = [0.0f32; PANEL];
+    let whole = target.columns == PANEL;
+    // SAFETY: `out` has `target.columns` writable elements; `row` has 32 and stands in where `out` has fewer.
     unsafe {
-        let mut row = [0.0f32; PANEL];
+        let to = if whole { out } else { row.as_mut_ptr() };
+        let mut sum = sum;
         if target.output == Output::Add {
-            std::ptr::copy_nonoverlapping(out, row.as_mut_ptr(), target.columns);
-            let old = [L::load(row.as_ptr()), L::load(row.as_ptr().add(LANES))];
-            old[0].add(sum[0]).store(row.as_mut_ptr());
-            old[1].add(sum[1]).store(row.as_mut_ptr().add(LANES));
-        } else {
-            sum[0].store(row.as_mut_ptr());
-            sum[1].store(row.as_mut_ptr().add(LANES));
+            if !whole {
+                std::ptr::copy_nonoverlapping(out, to, target.columns);
+            }
+            sum = [L::load(to).add(sum[0]), L::load(to.add(LANES)).add(sum[1])];
         }
-        std::ptr::copy_nonoverlapping(row.as_ptr(), out, target.columns);
+        sum[0].store(to);
+        sum[1].store(to.add(LANES));
+        if !whole {
+            std::ptr::copy_nonoverlapping(to, out, target.columns);
+        }
     }
 }

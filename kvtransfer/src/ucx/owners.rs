@@ -335,12 +335,6 @@ impl Endpoint {
         posted(api, "ucp_am_send_nbx", pointer)
     }
 
-    /// The lanes that UCX chose.
-    pub(super) fn describe(&self) -> String {
-        // SAFETY: the endpoint is open and the stream is open during the call.
-        print_to_string(|stream| unsafe { (self.worker.api().ucp_ep_print_info)(self.raw, stream) })
-    }
-
     /// Closes without asking the peer; UCX ends the endpoint's operations, most of them.
     pub(super) fn close(self) -> Closing {
         let this = std::mem::ManuallyDrop::new(self);

@@ -1,4 +1,5 @@
 //! Spans against an in-process OTLP collector, and against none.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 use std::time::{Duration, Instant};
 
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
@@ -23,8 +24,8 @@ impl TraceService for Collector {
 }
 
 async fn collector() -> (String, mpsc::Receiver<ExportTraceServiceRequest>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
     let (sender, receiver) = mpsc::channel(64);
     let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
