@@ -51,8 +51,13 @@ async fn receiver_killed(profile: UcxProfile) {
         let mut peer = Peer::start(&[&profile.to_string(), "receive", &round.to_string()]);
         let ticket = peer.ticket();
         let mut outgoing = transport.open(&ticket).await.expect("open");
+        // Connected, and with most of it under way.
+        let (first, arrived) = probe();
+        push(&mut outgoing, 0..4, &first).await.expect("the peer is alive");
         let (owner, freed) = probe();
-        push(&mut outgoing, 0..40, &owner).await.expect("the peer is alive");
+        push(&mut outgoing, 4..40, &owner).await.expect("the peer is alive");
+        drop(first);
+        in_time(arrived).await.expect_err("the first range has arrived: its owner was dropped");
         peer.kill();
         let rest = async {
             push(&mut outgoing, 40..BLOCKS, &owner).await?;

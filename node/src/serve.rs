@@ -34,7 +34,7 @@ const ENGINE_CHECK: Duration = Duration::from_millis(200);
 
 /// Must be the first thing in `main`, before any thread: UCX reads its environment when it is loaded.
 pub fn prepare_environment() {
-    if let Err(error) = ucx_sys::prepare_environment() {
+    if let Err(error) = tandem_kvtransfer::ucx::prepare_environment() {
         eprintln!("warning: {error}");
     }
 }

@@ -177,15 +177,15 @@ async fn copy_output(stdout: ChildStdout, mut log: tokio::fs::File, tell: onesho
     let mut tell = Some(tell);
     let mut lines = BufReader::new(stdout).lines();
     while let Ok(Some(line)) = lines.next_line().await {
+        // A full disk must not stop the cluster. Flushed, so that the log of a process that is ready says so.
+        let _ = log.write_all(format!("{line}\n").as_bytes()).await;
+        let _ = log.flush().await;
         if let Some(ready) = Ready::parse(&line)
             && let Some(tell) = tell.take()
         {
             let _ = tell.send(ready);
         }
-        // A full disk must not stop the cluster.
-        let _ = log.write_all(format!("{line}\n").as_bytes()).await;
     }
-    let _ = log.flush().await;
 }
 
 #[cfg(test)]

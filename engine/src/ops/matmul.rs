@@ -18,7 +18,7 @@ const BLOCK: usize = 32;
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
 /// From so many rows on, a quantized panel is expanded to f32 once instead of in every tile.
-const EXPAND_ROWS: usize = 13;
+const EXPAND_ROWS: usize = 9;
 
 /// How the result meets what is in `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -429,16 +429,14 @@ unsafe fn panel_of<L: Lanes, F: Format>(x: *const f32, rows: usize, k: usize, pa
         unsafe {
             let x = x.add(row * k);
             let target = Target { out: target.out.add(row * target.stride), ..target };
-            row += if L::TILE_ROWS >= 12 && left >= 12 {
-                tile::<L, F, 12>(x, k, panel, target)
-            } else if L::TILE_ROWS >= 6 && left >= 6 {
-                tile::<L, F, 6>(x, k, panel, target)
-            } else if L::TILE_ROWS >= 4 && left >= 4 {
-                tile::<L, F, 4>(x, k, panel, target)
-            } else if left >= 2 {
-                tile::<L, F, 2>(x, k, panel, target)
-            } else {
-                tile::<L, F, 1>(x, k, panel, target)
+            row += match left.min(L::TILE_ROWS) {
+                12.. => tile::<L, F, 12>(x, k, panel, target),
+                8.. => tile::<L, F, 8>(x, k, panel, target),
+                6.. => tile::<L, F, 6>(x, k, panel, target),
+                4.. => tile::<L, F, 4>(x, k, panel, target),
+                3 => tile::<L, F, 3>(x, k, panel, target),
+                2 => tile::<L, F, 2>(x, k, panel, target),
+                _ => tile::<L, F, 1>(x, k, panel, target),
             };
         }
     }

@@ -5,8 +5,8 @@
 //! one. So every operation has a deadline; one that is late, or that failed, takes its endpoint with it; and blocks stay
 //! with their operation until its callback came or UCX has closed the endpoint.
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tandem_proto::HandoffId;
@@ -17,6 +17,7 @@ use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
 use super::inbox::{self, Event};
 use super::operations::{Operation, OperationId, Operations, Work, Writes};
 use super::owners::{Context, Region, Worker};
+use super::probe::Probe;
 use super::profile::{UcxConfig, UcxProfile};
 use super::queue::Queue;
 use super::receiving::Receiving;
@@ -35,6 +36,8 @@ const COMMANDS_PER_TURN: usize = 64;
 const TICK: Duration = Duration::from_millis(100);
 /// Sleep while an endpoint closes: UCX has no event for that.
 const CLOSING_TICK: Duration = Duration::from_millis(1);
+/// UCX looks for dead peers in one call of progress out of 32, however long ago the last one was.
+const KEEPALIVE_TURNS: usize = 33;
 /// More than any of UCX's queues is long.
 const DRAIN_TURNS: usize = 4096;
 /// For the last answers to leave at shutdown.
@@ -68,20 +71,35 @@ pub(super) struct Shared {
     pub(super) registry: Arc<Registry>,
     pub(super) pending: Arc<PendingAnswers>,
     pub(super) queue: Arc<Queue<Command>>,
+    /// Of the worker; written by the driver.
+    pub(super) address: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Shared {
+    pub(super) fn address(&self) -> Vec<u8> {
+        self.address.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_address(&self, address: Vec<u8>) {
+        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
+    }
 }
 
 /// All state of the thread. Fields drop in this order: connections before the worker before the memory.
 pub(super) struct Driver {
+    pub(super) probe: Option<Probe>,
+    /// Wait for the probe's end.
+    closed: Vec<Closed>,
     pub(super) endpoints: Endpoints,
     worker: Rc<Worker>,
     pub(super) region: Region,
+    context: Rc<Context>,
     pub(super) operations: Operations,
     pub(super) sending: Sending,
     pub(super) receiving: Receiving,
     pub(super) shared: Shared,
     pub(super) config: UcxConfig,
     pub(super) build_id: String,
-    pub(super) address: Vec<u8>,
     name: String,
     spare: Vec<Event>,
     ticked: Instant,
@@ -102,18 +120,20 @@ impl Driver {
         })?;
         let region = Region::register(&context, shared.arena.clone())?;
         let worker = Worker::create(&context)?;
-        let address = worker.address()?;
+        shared.set_address(worker.address()?);
         Ok(Self {
+            probe: None,
+            closed: Vec::new(),
             endpoints: Endpoints::new(worker.clone(), config.credit_bytes),
             worker,
             region,
+            context,
             operations: Operations::default(),
             sending: Sending::default(),
             receiving: Receiving::default(),
             shared,
             config,
             build_id,
-            address,
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
@@ -273,6 +293,7 @@ impl Driver {
     fn tick(&mut self, now: Instant) -> bool {
         if now.duration_since(self.ticked) >= TICK {
             self.ticked = now;
+            (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
             self.shared.registry.expire();
             self.receiving.sweep(now);
             for endpoint in self.operations.overdue(now) {
@@ -280,17 +301,22 @@ impl Driver {
                 self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
             }
         }
-        if !self.endpoints.is_closing() {
-            return false;
+        if self.probe.as_mut().is_some_and(|probe| !probe.progress(now)) {
+            self.start_anew();
+            return true;
         }
         let closed = self.endpoints.take_closed(now);
-        if !closed.is_empty() {
-            // Completions that came with the close.
-            self.handle_events();
+        if !closed.is_empty() && self.config.profile == UcxProfile::Shm {
+            self.start_probe(now);
         }
-        let any = !closed.is_empty();
-        closed.into_iter().for_each(|closed| self.let_go(closed));
-        any
+        self.closed.extend(closed);
+        if self.closed.is_empty() || self.probe.is_some() {
+            return false;
+        }
+        // Completions that came with the close.
+        self.handle_events();
+        std::mem::take(&mut self.closed).into_iter().for_each(|closed| self.let_go(closed));
+        true
     }
 
     /// UCX has closed an endpoint: its hand-offs end, and its blocks are free unless somebody may still write.
@@ -318,6 +344,50 @@ impl Driver {
         drop(held.claims);
     }
 
+    fn start_probe(&mut self, now: Instant) {
+        if self.probe.is_none() {
+            let probe = Probe::start(&self.context, &self.shared.address(), now);
+            self.probe = probe.inspect_err(|error| tracing::warn!(%error, "cannot probe the UCX worker")).ok();
+        }
+    }
+
+    /// The worker is deaf: takes leave of every peer, and goes on with a new worker at a new address. Tickets of the old
+    /// one lead nowhere and fail at their senders.
+    fn start_anew(&mut self) {
+        tracing::error!("a lost KV peer has jammed the UCX worker: it is replaced, and open KV hand-offs end");
+        self.probe = None;
+        self.cancel_all();
+        self.refuse_all();
+        self.flush();
+        let mut ids = self.endpoints.all();
+        ids.extend(std::mem::take(&mut self.closed).into_iter().map(|closed| closed.id));
+        let why = TransferError::peer_gone("the KV transport was jammed by a lost peer, and started anew");
+        for id in &ids {
+            self.shared.pending.peer_gone((*id).into(), &why);
+            self.sending.forget(*id);
+        }
+        let replaced = Worker::create(&self.context).and_then(|worker| Ok((worker.address()?, worker)));
+        let (address, worker) = match replaced {
+            Ok(replaced) => replaced,
+            Err(error) => {
+                tracing::error!(%error, "UCX gives no new worker: KV transfers end");
+                self.shared.queue.close();
+                return;
+            }
+        };
+        self.shared.set_address(address);
+        self.endpoints.reset(worker.clone());
+        // The last owner of the old worker, which ends every write into the arena.
+        self.worker = worker;
+        inbox::take(Vec::new());
+        self.operations.clear();
+        for id in ids {
+            let held = self.receiving.forget(id);
+            self.shared.registry.fence(id.into());
+            drop(held);
+        }
+    }
+
     /// Lets UCX deliver what a dead peer had put into the worker's queues.
     fn drain(&mut self) {
         for _ in 0..DRAIN_TURNS {
@@ -332,7 +402,8 @@ impl Driver {
         if !self.shared.queue.prepare_sleep() {
             return;
         }
-        let timeout = if self.endpoints.is_closing() { CLOSING_TICK } else { TICK };
+        let hurry = self.endpoints.is_closing() || self.probe.is_some();
+        let timeout = if hurry { CLOSING_TICK } else { TICK };
         match self.worker.arm() {
             Ok(true) if inbox::is_empty() => poll([self.worker.event_fd(), self.shared.queue.event_fd()], timeout),
             Ok(_) => {}
@@ -344,31 +415,27 @@ impl Driver {
         self.shared.queue.woke();
     }
 
+    /// Waits a little for what was posted.
+    fn flush(&mut self) {
+        let until = Instant::now() + FLUSH_TIMEOUT;
+        while !self.operations.is_idle() && Instant::now() < until {
+            self.worker.progress();
+            self.handle_events();
+        }
+    }
+
     /// Takes leave of every peer, closes everything, and lets nobody wait for a thread that is gone.
     fn shut_down(mut self) {
-        let until = Instant::now() + FLUSH_TIMEOUT;
         while self.run_commands() {}
         self.worker.progress();
         self.handle_events();
         self.cancel_all();
         self.refuse_all();
-        while !self.operations.is_idle() && Instant::now() < until {
-            self.worker.progress();
-            self.handle_events();
-        }
-        let now = Instant::now();
+        self.flush();
         let why = TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
-        let ids = self.endpoints.ids();
-        for id in &ids {
-            self.endpoints.close(*id, Loss::GivenUp, now);
-            self.shared.pending.peer_gone((*id).into(), &why);
-        }
-        while self.endpoints.is_closing() && Instant::now() < until + FLUSH_TIMEOUT {
-            self.worker.progress();
-            self.handle_events();
-            let closed = self.endpoints.take_closed(Instant::now());
-            closed.into_iter().for_each(|closed| self.let_go(closed));
-        }
+        let mut ids = self.endpoints.all();
+        ids.extend(std::mem::take(&mut self.closed).into_iter().map(|closed| closed.id));
+        ids.iter().for_each(|id| self.shared.pending.peer_gone((*id).into(), &why));
         while self.shared.queue.pop().is_some() {}
         let registry = self.shared.registry.clone();
         // The worker ends here, and with it every write into the arena.

@@ -23,6 +23,11 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct EndpointId(pub(super) u64);
 
+impl EndpointId {
+    /// Not in any table: its events are ignored.
+    pub(super) const NONE: Self = Self(0);
+}
+
 impl From<EndpointId> for PeerId {
     fn from(id: EndpointId) -> Self {
         Self(id.0)
@@ -115,12 +120,21 @@ impl Endpoints {
         Ok(id)
     }
 
-    pub(super) fn get(&self, id: EndpointId) -> Option<&Entry> {
-        self.open.get(&id)
+    /// Starts anew on another worker: every endpoint is gone. Ids go on, none is used twice.
+    pub(super) fn reset(&mut self, worker: Rc<Worker>) {
+        self.open.clear();
+        self.by_address.clear();
+        self.closing.clear();
+        self.worker = worker;
     }
 
-    pub(super) fn ids(&self) -> Vec<EndpointId> {
-        self.open.keys().copied().collect()
+    /// Open and closing ones.
+    pub(super) fn all(&self) -> Vec<EndpointId> {
+        self.open.keys().copied().chain(self.closing.iter().map(|leaving| leaving.id)).collect()
+    }
+
+    pub(super) fn get(&self, id: EndpointId) -> Option<&Entry> {
+        self.open.get(&id)
     }
 
     /// Starts to close; [`Endpoints::take_closed`] reports the end. False: it is not open.

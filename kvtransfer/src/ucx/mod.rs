@@ -4,7 +4,7 @@
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its tables,
-//! `inbox` what callbacks leave, `queue` how the process reaches it. `profile` picks UCX's transports, `hello` is the one
+//! `inbox` what callbacks leave, `queue` how the process reaches it, `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one
 //! frame that only this backend has.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id, which
@@ -17,6 +17,7 @@ mod hello;
 mod inbox;
 mod operations;
 mod owners;
+mod probe;
 pub mod profile;
 mod queue;
 mod receiving;
@@ -30,6 +31,7 @@ use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
+pub use ucx_sys::prepare_environment;
 
 use self::driver::{Command, Driver, Shared};
 use self::endpoints::EndpointId;
@@ -49,7 +51,6 @@ use crate::wire::{Answer, DataHeader};
 /// A node's UCX worker. Dropping it closes every connection and ends its thread.
 pub struct UcxTransport {
     info: v1::TransportInfo,
-    address: Vec<u8>,
     shared: Shared,
     config: UcxConfig,
     thread: Option<JoinHandle<()>>,
@@ -68,14 +69,14 @@ impl UcxTransport {
         let queue = Queue::new()?;
         let link = Box::new(UcxAnswerLink { queue: queue.clone() });
         let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link);
-        let shared = Shared { arena, registry, pending: Arc::default(), queue };
+        let shared = Shared { arena, registry, pending: Arc::default(), queue, address: Arc::default() };
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let (for_driver, driver_config, driver_build) = (shared.clone(), config.clone(), build_id.clone());
         let thread = std::thread::Builder::new().name("kv-ucx".to_owned()).spawn(move || {
             let queue = for_driver.queue.clone();
             match Driver::open(api, driver_config, driver_build, for_driver) {
                 Ok(driver) => {
-                    let _ = started.send(Ok((driver.address.clone(), driver.name().to_owned())));
+                    let _ = started.send(Ok(driver.name().to_owned()));
                     driver.run();
                 }
                 Err(error) => {
@@ -85,9 +86,9 @@ impl UcxTransport {
             queue.close();
         })?;
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
-        let (address, name) = outcome.recv().unwrap_or_else(died)?;
+        let name = outcome.recv().unwrap_or_else(died)?;
         let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
-        Ok(Arc::new(Self { info, address, shared, config, thread: Some(thread) }))
+        Ok(Arc::new(Self { info, shared, config, thread: Some(thread) }))
     }
 }
 
@@ -97,7 +98,7 @@ impl Transport for UcxTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.address.clone()
+        self.shared.address()
     }
 
     fn counters(&self) -> Arc<Counters> {

@@ -19,6 +19,9 @@ use crate::wire::HEADER_BYTES;
 pub(super) struct OperationId(u64);
 
 impl OperationId {
+    /// Not in any table: its completion is ignored.
+    pub(super) const NONE: Self = Self(0);
+
     pub(super) fn to_user_data(self) -> *mut c_void {
         self.0 as usize as *mut c_void
     }
@@ -93,6 +96,12 @@ impl Operations {
         let operation = self.table.remove(&id)?;
         self.lost -= usize::from(matches!(operation.work, Work::Lost { .. }));
         Some(operation)
+    }
+
+    /// The worker was destroyed: UCX touches nothing any more.
+    pub(super) fn clear(&mut self) {
+        self.table.clear();
+        self.lost = 0;
     }
 
     /// Nothing is in flight, lost requests aside.

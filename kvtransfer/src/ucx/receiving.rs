@@ -9,6 +9,7 @@ use super::driver::Driver;
 use super::endpoints::EndpointId;
 use super::hello::Hello;
 use super::inbox::Descriptor;
+use super::probe::PROBE;
 use crate::error::Refusal;
 use crate::registry::Claim;
 use crate::wire::{Answer, HEADER_BYTES, Header};
@@ -123,6 +124,10 @@ impl Driver {
     }
 
     pub(super) fn on_cancel(&mut self, handoff: HandoffId) {
+        if handoff == PROBE {
+            self.probe = None;
+            return;
+        }
         if let Some(endpoint) = self.receiving.endpoint(handoff) {
             self.shared.registry.cancelled_by(endpoint.into(), handoff);
             self.receiving.forget_later(handoff);

@@ -125,7 +125,7 @@ impl Driver {
         let answer = self.shared.pending.register(endpoint.into(), handoff)?;
         let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults };
         self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello { handoff, build_id: &self.build_id, address: &self.address }.encode();
+        let hello = Hello { handoff, build_id: &self.build_id, address: &self.shared.address() }.encode();
         self.post_frame(endpoint, Header::hello(), hello);
         Ok(Opened { endpoint, credit, answer })
     }
