@@ -157,7 +157,8 @@ impl Driver {
             if commanded || progressed || happened || ticked {
                 active = now;
             } else if now.duration_since(active) < self.config.spin {
-                std::hint::spin_loop();
+                // Somebody else may need the core, the peer first of all.
+                std::thread::yield_now();
             } else {
                 self.sleep();
             }
