@@ -156,9 +156,9 @@ impl Membership {
         lock(&self.table).draining(session, now);
     }
 
-    /// Ends the node of this session, if it is still there.
-    pub fn remove(&self, session: u64, why: &str) {
-        lock(&self.table).remove(session, why);
+    /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
+    pub fn leave(&self, session: u64, why: &str) {
+        lock(&self.table).leave(session, why);
     }
 
     /// Ends all nodes: their streams close. For the router's own end.

@@ -237,7 +237,7 @@ async fn a_dead_prefill_node_does_not_matter_once_decode_has_the_kv() {
     for _ in 0..2 {
         assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Token { .. }))));
     }
-    cluster.service.membership().remove(cluster.prefill.session, "killed");
+    cluster.service.membership().leave(cluster.prefill.session, "killed");
     drop(prefill);
     decode.send(finished(Length, vec![])).await;
     assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Finish { reason: Length, .. }))));

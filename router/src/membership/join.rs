@@ -81,6 +81,6 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.membership.remove(self.node.session, self.why);
+        self.membership.leave(self.node.session, self.why);
     }
 }

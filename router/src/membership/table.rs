@@ -77,6 +77,18 @@ impl Table {
         }
     }
 
+    /// The node's stream ended. A draining node has said so beforehand and its calls end by themselves: their last
+    /// events may still be on the way on another connection, so they are not told of a death.
+    pub fn leave(&mut self, session: u64, why: &str) {
+        match self.entries.get(&session) {
+            Some(entry) if entry.draining => {
+                tracing::info!(node = entry.node.info.node_id, incarnation = %entry.node.incarnation(), "node drained");
+                self.entries.remove(&session);
+            }
+            _ => self.remove(session, why),
+        }
+    }
+
     pub fn clear(&mut self, why: &str) {
         std::mem::take(&mut self.entries).into_values().for_each(|entry| entry.node.end(why));
     }

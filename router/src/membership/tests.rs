@@ -49,7 +49,7 @@ fn a_new_incarnation_replaces_the_old_one() {
     let new = membership.register(register("p", v1::Role::Prefill, 2), now).unwrap();
     assert!(dead(&old) && !dead(&new));
     // The late end of the old stream does not touch the new node.
-    membership.remove(old.session, "late");
+    membership.leave(old.session, "late");
     assert_eq!(membership.totals().prefill_nodes, 1);
 }
 
@@ -83,6 +83,17 @@ fn a_draining_node_gets_nothing_new() {
     membership.draining(decode.session, now);
     assert_eq!(membership.route(10, 10).unwrap_err(), NoPair::NoNode(Role::Decode));
     assert!(!dead(&decode));
+    // Its running requests read their last events from their own connections.
+    membership.leave(decode.session, "it left");
+    assert!(!dead(&decode));
+}
+
+#[test]
+fn a_node_that_leaves_without_draining_is_dead() {
+    let (membership, now) = (membership(), Instant::now());
+    let decode = membership.register(register("d", v1::Role::Decode, 1), now).unwrap();
+    membership.leave(decode.session, "it left");
+    assert!(dead(&decode));
 }
 
 #[test]
