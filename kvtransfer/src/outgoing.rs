@@ -199,10 +199,12 @@ impl PendingAnswers {
         if let Some((asked, sender)) = self.lock().get(&handoff)
             && *asked == peer
         {
-            sender.send_replace(Some(match answer {
+            let outcome = match answer {
                 Answer::Ack => Ok(()),
                 Answer::Refused(refusal) => Err(refusal.into()),
-            }));
+            };
+            // The first one stands: frames that were already under way are refused too, for a lesser reason.
+            sender.send_if_modified(|told| told.is_none() && told.replace(outcome).is_none());
         }
     }
 

@@ -40,6 +40,8 @@ const CLOSING_TICK: Duration = Duration::from_millis(1);
 const KEEPALIVE_TURNS: usize = 33;
 /// More than any of UCX's queues is long.
 const DRAIN_TURNS: usize = 4096;
+/// Nothing happened for so long: nothing is under way.
+const SETTLED: Duration = Duration::from_millis(3);
 /// For the last answers to leave at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 
@@ -85,7 +87,7 @@ impl Shared {
     }
 }
 
-/// All state of the thread. Fields drop in this order: connections before the worker before the memory.
+/// All state of the thread. `shut_down` takes it apart in the order that UCX needs.
 pub(super) struct Driver {
     pub(super) probe: Option<Probe>,
     /// Wait for the probe's end.
@@ -416,6 +418,17 @@ impl Driver {
         self.shared.queue.woke();
     }
 
+    /// Lets what is under way arrive, so that its senders can be told.
+    fn settle(&mut self) {
+        let (start, mut active) = (Instant::now(), Instant::now());
+        while active.elapsed() < SETTLED && start.elapsed() < FLUSH_TIMEOUT {
+            if self.worker.progress() | self.handle_events() {
+                active = Instant::now();
+            }
+            std::thread::yield_now();
+        }
+    }
+
     /// Waits a little for what was posted.
     fn flush(&mut self) {
         let until = Instant::now() + FLUSH_TIMEOUT;
@@ -428,8 +441,7 @@ impl Driver {
     /// Takes leave of every peer, closes everything, and lets nobody wait for a thread that is gone.
     fn shut_down(mut self) {
         while self.run_commands() {}
-        self.worker.progress();
-        self.handle_events();
+        self.settle();
         self.cancel_all();
         self.refuse_all();
         self.flush();
@@ -439,8 +451,19 @@ impl Driver {
         ids.iter().for_each(|id| self.shared.pending.peer_gone((*id).into(), &why));
         while self.shared.queue.pop().is_some() {}
         let registry = self.shared.registry.clone();
-        // The worker ends here, and with it every write into the arena.
-        drop(self);
+        let Self { probe, endpoints, worker, region, context, operations, config, .. } = self;
+        drop(probe);
+        if config.profile == UcxProfile::Tcp {
+            // UCX 1.13 aborts when a worker ends while a socket still connects. Without a thread it touches nothing more,
+            // and the process closes its sockets.
+            std::mem::forget((endpoints, worker, region, context));
+        } else {
+            // Connections before the worker before the memory: here every write into the arena ends.
+            drop(endpoints);
+            drop(worker);
+            drop((region, context));
+        }
+        drop(operations);
         ids.into_iter().for_each(|id| registry.fence(id.into()));
     }
 }

@@ -56,8 +56,8 @@ impl UcxConfig {
             profile,
             lib_dir: None,
             net_devices: net_devices.to_owned(),
-            // On two cores a spinning driver would stand in the engine's way.
-            spin: Duration::from_micros(if cores < 4 { 20 } else { 200 }),
+            // It yields at every turn; still, on two cores the engine needs both.
+            spin: Duration::from_micros(if cores < 4 { 100 } else { 200 }),
             max_range_bytes: 1 << 20,
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(5),

@@ -138,8 +138,6 @@ ucx_api! {
     ucp_ep_create(worker: ucp_worker_h, params: *const ucp_ep_params, ep: *mut ucp_ep_h) -> ucs_status_t;
     /// Closes an endpoint.
     ucp_ep_close_nbx(ep: ucp_ep_h, param: *const ucp_request_param) -> ucs_status_ptr_t;
-    /// Prints the lanes of an endpoint.
-    ucp_ep_print_info(ep: ucp_ep_h, stream: *mut libc::FILE);
     /// Sends an active message.
     ucp_am_send_nbx(ep: ucp_ep_h, id: c_uint, header: *const c_void, header_length: usize, buffer: *const c_void,
         count: usize, param: *const ucp_request_param) -> ucs_status_ptr_t;
@@ -148,8 +146,6 @@ ucx_api! {
         param: *const ucp_request_param) -> ucs_status_ptr_t;
     /// Refuses it.
     ucp_am_data_release(worker: ucp_worker_h, data: *mut c_void);
-    /// Asks for an early end.
-    ucp_request_cancel(worker: ucp_worker_h, request: *mut c_void);
     /// Status of a request.
     ucp_request_check_status(request: *mut c_void) -> ucs_status_t;
     /// Gives a request back.

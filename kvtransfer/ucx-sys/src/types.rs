@@ -15,8 +15,6 @@ pub const UCS_OK: ucs_status_t = 0;
 pub const UCS_INPROGRESS: ucs_status_t = 1;
 /// `ucp_worker_arm`: events are pending, progress again.
 pub const UCS_ERR_BUSY: ucs_status_t = -15;
-/// The request was cancelled or its endpoint closed by force.
-pub const UCS_ERR_CANCELED: ucs_status_t = -16;
 /// The endpoint has no connection.
 pub const UCS_ERR_NOT_CONNECTED: ucs_status_t = -24;
 /// The peer hung up or died.
