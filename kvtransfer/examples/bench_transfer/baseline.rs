@@ -2,42 +2,99 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::Instant;
 
 use rand::rngs::SmallRng;
+use rand::seq::SliceRandom;
 use rand::{RngCore, SeedableRng};
 
-/// memcpy between two arrays as large as the arenas.
+use super::handoffs::on_core;
+
+/// Fragments of UCX's ring over shared memory, and how many it holds.
+const FRAGMENT_BYTES: usize = 8 << 10;
+const FRAGMENTS: usize = 64;
+
+/// memcpy between two arrays as large as the arenas, pieces taken from all over them.
 pub struct Memcpy {
     from: Vec<u8>,
     to: Vec<u8>,
-    at: usize,
+    rng: SmallRng,
 }
 
 impl Memcpy {
     pub fn new(bytes: usize) -> Self {
-        Self { from: noise(bytes, 1), to: noise(bytes, 2), at: 0 }
+        Self { from: noise(bytes, 1), to: noise(bytes, 2), rng: SmallRng::seed_from_u64(3) }
     }
 
-    /// GB/s of copying `bytes` in pieces of `range_bytes`, going on where the last call ended.
+    /// GB/s of copying `bytes` in pieces of `range_bytes`.
     pub fn copy(&mut self, range_bytes: usize, bytes: usize) -> f64 {
+        let (from, to) = self.pieces(range_bytes, bytes);
         let start = Instant::now();
-        for _ in 0..bytes / range_bytes {
-            let at = next(&mut self.at, range_bytes, self.from.len());
-            self.to[at..at + range_bytes].copy_from_slice(&self.from[at..at + range_bytes]);
+        for (from, to) in from.into_iter().zip(to) {
+            to.copy_from_slice(from);
         }
         bytes as f64 / start.elapsed().as_secs_f64() / 1e9
     }
+
+    /// GB/s of copying the same through a ring of fragments: one thread copies in, another copies out.
+    pub fn ring(&mut self, range_bytes: usize, bytes: usize) -> anyhow::Result<f64> {
+        let (from, to) = self.pieces(range_bytes, bytes);
+        let slots: Vec<Mutex<Vec<u8>>> = (0..FRAGMENTS).map(|_| Mutex::new(vec![0; FRAGMENT_BYTES])).collect();
+        let (filled, emptied) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            let copy_out = || {
+                let fragments = to.into_iter().flat_map(|piece| piece.chunks_exact_mut(FRAGMENT_BYTES));
+                for (index, fragment) in fragments.enumerate() {
+                    spin_until(|| filled.load(Acquire) > index);
+                    // Never waits: the counters say whose turn it is.
+                    fragment.copy_from_slice(&slots[index % FRAGMENTS].lock().unwrap_or_else(PoisonError::into_inner));
+                    emptied.store(index + 1, Release);
+                }
+            };
+            let copying = on_core(1, || Ok(scope.spawn(copy_out)));
+            on_core(0, || {
+                let fragments = from.into_iter().flat_map(|piece| piece.chunks_exact(FRAGMENT_BYTES));
+                for (index, fragment) in fragments.enumerate() {
+                    spin_until(|| index < emptied.load(Acquire) + FRAGMENTS);
+                    slots[index % FRAGMENTS].lock().unwrap_or_else(PoisonError::into_inner).copy_from_slice(fragment);
+                    filled.store(index + 1, Release);
+                }
+                copying.map(drop)
+            })
+        })?;
+        Ok(bytes as f64 / start.elapsed().as_secs_f64() / 1e9)
+    }
+
+    /// Random pieces of either array.
+    fn pieces(&mut self, range_bytes: usize, bytes: usize) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
+        let mut from: Vec<_> = self.from.chunks_exact(range_bytes).collect();
+        let mut to: Vec<_> = self.to.chunks_exact_mut(range_bytes).collect();
+        from.shuffle(&mut self.rng);
+        to.shuffle(&mut self.rng);
+        from.truncate(bytes / range_bytes);
+        to.truncate(bytes / range_bytes);
+        (from, to)
+    }
 }
 
-/// `write_all` and `read_exact` between two threads over loopback, buffers as the kernel tunes them.
+fn spin_until(holds: impl Fn() -> bool) {
+    while !holds() {
+        std::hint::spin_loop();
+    }
+}
+
+/// `write_all` and `read_exact` between two threads over loopback, buffers as the kernel tunes them, pieces taken from all
+/// over two arrays as large as the arenas.
 pub struct Sockets {
     from: Vec<u8>,
     socket: TcpStream,
     orders: mpsc::Sender<(usize, usize)>,
     done: mpsc::Receiver<Instant>,
-    at: usize,
+    rng: SmallRng,
 }
 
 impl Sockets {
@@ -49,42 +106,54 @@ impl Sockets {
         let (orders, order) = mpsc::channel();
         let (finished, done) = mpsc::channel();
         std::thread::spawn(move || {
-            let (mut to, mut at) = (noise(bytes, 2), 0);
+            let (mut to, mut rng) = (noise(bytes, 2), SmallRng::seed_from_u64(4));
             while let Ok((range_bytes, ranges)) = order.recv() {
-                for _ in 0..ranges {
-                    let at = next(&mut at, range_bytes, to.len());
-                    reading.read_exact(&mut to[at..at + range_bytes])?;
+                let mut pieces: Vec<_> = to.chunks_exact_mut(range_bytes).collect();
+                pieces.shuffle(&mut rng);
+                for piece in pieces.into_iter().take(ranges) {
+                    reading.read_exact(piece)?;
                 }
                 let _ = finished.send(Instant::now());
             }
             std::io::Result::Ok(())
         });
-        Ok(Self { from: noise(bytes, 1), socket, orders, done, at: 0 })
+        Ok(Self { from: noise(bytes, 1), socket, orders, done, rng: SmallRng::seed_from_u64(3) })
     }
 
     /// GB/s of sending `bytes` in pieces of `range_bytes`, until the last is read.
     pub fn stream(&mut self, range_bytes: usize, bytes: usize) -> anyhow::Result<f64> {
         let ranges = bytes / range_bytes;
+        let mut pieces: Vec<_> = self.from.chunks_exact(range_bytes).collect();
+        pieces.shuffle(&mut self.rng);
         self.orders.send((range_bytes, ranges))?;
         let start = Instant::now();
-        for _ in 0..ranges {
-            let at = next(&mut self.at, range_bytes, self.from.len());
-            self.socket.write_all(&self.from[at..at + range_bytes])?;
+        for piece in pieces.into_iter().take(ranges) {
+            self.socket.write_all(piece)?;
         }
         let end = self.done.recv()?;
         Ok(bytes as f64 / end.duration_since(start).as_secs_f64() / 1e9)
     }
 }
 
-/// GB/s of `ucx_perftest -t ucp_am_bw` over shared memory; `None` when it is not installed.
-pub fn perftest(range_bytes: usize) -> anyhow::Result<Option<f64>> {
+/// How [`perftest`] runs.
+pub const PERFTEST: &str = "`ucx_perftest -t ucp_am_bw -e` with our settings: \
+    UCX_TLS=posix,sysv,self UCX_MM_ERROR_HANDLING=y UCX_RNDV_THRESH=0, as many messages as ours";
+
+/// GB/s of `messages` active messages over shared memory; `None` when ucx_perftest is not installed.
+pub fn perftest(range_bytes: usize, messages: usize) -> anyhow::Result<Option<f64>> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
-    let iterations = ((1 << 30) / range_bytes).clamp(100, 10_000);
     let run = |server: Option<&str>| {
         let mut command = Command::new("ucx_perftest");
-        command.args(server).args(["-t", "ucp_am_bw", "-f", "-p", &port.to_string()]);
-        command.args(["-s", &range_bytes.to_string(), "-n", &iterations.to_string(), "-w", "20"]);
-        command.env("UCX_TLS", "posix,sysv,self").env("UCX_HANDLE_ERRORS", "none");
+        command.args(server).args(["-c", if server.is_some() { "0" } else { "1" }]).args([
+            "-t",
+            "ucp_am_bw",
+            "-f",
+            "-p",
+            &port.to_string(),
+        ]);
+        command.args(["-s", &range_bytes.to_string(), "-n", &messages.to_string(), "-w", "20"]);
+        command.env("UCX_TLS", "posix,sysv,self").env("UCX_MM_ERROR_HANDLING", "y").env("UCX_RNDV_THRESH", "0");
+        command.env("UCX_HANDLE_ERRORS", "none");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
     };
     let Ok(server) = run(None) else { return Ok(None) };
@@ -120,11 +189,4 @@ fn noise(bytes: usize, seed: u64) -> Vec<u8> {
     let mut noise = vec![0; bytes];
     SmallRng::seed_from_u64(seed).fill_bytes(&mut noise);
     noise
-}
-
-/// Advances a position by one range, around the end.
-fn next(at: &mut usize, range_bytes: usize, len: usize) -> usize {
-    let here = if *at + range_bytes > len { 0 } else { *at };
-    *at = here + range_bytes;
-    here
 }

@@ -3,11 +3,16 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand::{Rng, seq::SliceRandom};
-use tandem_kvtransfer::{Arena, Expected, Grant, Transport, seal_for};
-use tandem_proto::{HandoffId, Incarnation};
+use tandem_kvtransfer::{Arena, Expected, Grant, Incoming, Outgoing, Transport, seal_for};
+use tandem_proto::{HandoffId, Incarnation, v1};
+
+/// By then the pushes of [`Bench::hot`] have arrived.
+const ARRIVED: Duration = Duration::from_millis(100);
 
 /// GB/s (10⁹ bytes) of one hand-off.
 pub struct Sample {
@@ -33,6 +38,19 @@ pub fn noise(bytes: usize) -> Arc<[AtomicU64]> {
     (0..bytes / 8).map(|_| AtomicU64::new(rng.random())).collect()
 }
 
+/// Runs `start` on one core; the threads that it starts stay there, as those of nodes that `tandem up` has pinned do.
+pub fn on_core<T>(core: usize, start: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let this = Pid::from_raw(0);
+    let all = sched_getaffinity(this)?;
+    let allowed: Vec<usize> = (0..CpuSet::count()).filter(|core| all.is_set(*core) == Ok(true)).collect();
+    let mut one = CpuSet::new();
+    one.set(allowed[core % allowed.len()])?;
+    sched_setaffinity(this, &one)?;
+    let started = start();
+    sched_setaffinity(this, &all)?;
+    started
+}
+
 impl Bench {
     pub fn new(
         from: &Arc<[AtomicU64]>,
@@ -42,7 +60,7 @@ impl Bench {
         start: fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>,
     ) -> anyhow::Result<Self> {
         let (from, to) = (Arena::new(from.clone(), range_bytes), Arena::new(to.clone(), range_bytes));
-        let (sender, receiver) = (start(&from)?, start(&to)?);
+        let (sender, receiver) = (on_core(0, || start(&from))?, on_core(1, || start(&to))?);
         let blocks = (transfer_bytes / range_bytes).max(1);
         Ok(Self { from, to, sender, receiver, blocks, rng: SmallRng::seed_from_u64(1) })
     }
@@ -55,7 +73,41 @@ impl Bench {
     /// One hand-off of blocks from all over the arena, none of them neighbours, so that every block is a range.
     pub async fn hand_off(&mut self) -> anyhow::Result<Sample> {
         let (from, to) = (self.table(self.from.blocks()), self.table(self.to.blocks()));
-        let sequence_hashes = vec![1; self.blocks];
+        let Granted { mut outgoing, incoming, seal, expected } = self.grant(&from, to).await?;
+        // A task of its own: a node's receiver does not wait on its sender's thread either.
+        let received = tokio::spawn(incoming.verified(expected));
+        let start = Instant::now();
+        outgoing.push(0, &from, Arc::new(())).await?;
+        outgoing.seal(seal).await?;
+        let verified = received.await??;
+        let rate = |end: Instant| self.bytes() as f64 / end.duration_since(start).as_secs_f64() / 1e9;
+        Ok(Sample { push: rate(verified.last_arrival), verified: rate(verified.verified_at) })
+    }
+
+    /// GB/s of many hand-offs of one block, the same on either side, announced before and pushed at once: a hand-off
+    /// fills each block once, so this is how one buffer is sent into one buffer again and again.
+    pub async fn hot(&mut self) -> anyhow::Result<f64> {
+        let (mut pushing, mut receiving) = (vec![], vec![]);
+        for _ in 0..self.blocks {
+            let Granted { outgoing, incoming, seal, expected } = self.grant(&[0], vec![0]).await?;
+            pushing.push((outgoing, seal));
+            receiving.push(incoming.verified(expected));
+        }
+        let start = Instant::now();
+        for (outgoing, _) in &mut pushing {
+            outgoing.push(0, &[0], Arc::new(())).await?;
+        }
+        // A seal starts a verification, which would compete with the pushes for the cores.
+        tokio::time::sleep(ARRIVED).await;
+        let verdicts = futures::future::try_join_all(receiving);
+        let receipts = futures::future::try_join_all(pushing.into_iter().map(|(outgoing, seal)| outgoing.seal(seal)));
+        let (verified, _) = tokio::try_join!(verdicts, receipts)?;
+        let last = verified.iter().map(|verified| verified.last_arrival).max().unwrap_or(start);
+        Ok(self.bytes() as f64 / last.duration_since(start).as_secs_f64() / 1e9)
+    }
+
+    async fn grant(&mut self, from: &[u32], to: Vec<u32>) -> anyhow::Result<Granted> {
+        let sequence_hashes = vec![1; to.len()];
         let grant = Grant {
             handoff: HandoffId::random(&mut self.rng),
             prefill_incarnation: Incarnation(1),
@@ -67,22 +119,24 @@ impl Bench {
         };
         let incoming = self.receiver.accept(grant)?;
         let ticket = incoming.ticket();
-        let seal = seal_for(&self.from, &from, &ticket, 1, sequence_hashes.clone());
-        let mut outgoing = self.sender.open(&ticket).await?;
-        // A task of its own: a node's receiver does not wait on its sender's thread either.
-        let received = tokio::spawn(incoming.verified(Expected { prompt_tokens: 1, sequence_hashes }));
-        let start = Instant::now();
-        outgoing.push(0, &from, Arc::new(())).await?;
-        outgoing.seal(seal).await?;
-        let verified = received.await??;
-        let rate = |end: Instant| self.bytes() as f64 / end.duration_since(start).as_secs_f64() / 1e9;
-        Ok(Sample { push: rate(verified.last_arrival), verified: rate(verified.verified_at) })
+        let seal = seal_for(&self.from, from, &ticket, 1, sequence_hashes.clone());
+        let outgoing = self.sender.open(&ticket).await?;
+        Ok(Granted { outgoing, incoming, seal, expected: Expected { prompt_tokens: 1, sequence_hashes } })
     }
 
-    /// Blocks of a random table; the sender's may repeat when the arena is one hot block.
+    /// Blocks of a random table.
     fn table(&mut self, arena_blocks: u32) -> Vec<u32> {
         let mut table: Vec<u32> = (0..arena_blocks).collect();
         table.shuffle(&mut self.rng);
-        table.into_iter().cycle().take(self.blocks).collect()
+        table.truncate(self.blocks);
+        table
     }
+}
+
+/// A hand-off that both ends know of.
+struct Granted {
+    outgoing: Outgoing,
+    incoming: Incoming,
+    seal: v1::Seal,
+    expected: Expected,
 }

@@ -30,8 +30,13 @@ use crate::registry::Registry;
 use crate::transport::BlockOwner;
 use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
 
-/// Commands between two calls of `ucp_worker_progress`.
+/// Commands in one turn.
 const COMMANDS_PER_TURN: usize = 64;
+/// Calls of `ucp_worker_progress` in one turn that did something, and in a row that did not while something is in flight.
+const HITS_PER_TURN: usize = 64;
+const MISSES_PER_TURN: usize = 16;
+/// A system call costs more than a few turns in which a fragment may arrive.
+const TURNS_TO_YIELD: u32 = 8;
 /// Longest sleep, and the grain of deadlines.
 const TICK: Duration = Duration::from_millis(100);
 /// Sleep while an endpoint closes: UCX has no event for that.
@@ -150,17 +155,22 @@ impl Driver {
     /// Works until the queue is closed.
     pub(super) fn run(mut self) {
         let mut active = Instant::now();
+        let mut idle_turns = 0u32;
         while !self.shared.queue.is_closed() {
             let commanded = self.run_commands();
-            let progressed = self.worker.progress();
+            let progressed = self.progress();
             let happened = self.handle_events();
             let now = Instant::now();
             let ticked = self.tick(now);
             if commanded || progressed || happened || ticked {
                 active = now;
+                idle_turns = 0;
             } else if now.duration_since(active) < self.config.spin {
+                idle_turns += 1;
                 // Somebody else may need the core, the peer first of all.
-                std::thread::yield_now();
+                if idle_turns.is_multiple_of(TURNS_TO_YIELD) {
+                    std::thread::yield_now();
+                }
             } else {
                 self.sleep();
             }
@@ -221,6 +231,20 @@ impl Driver {
 
     pub(super) fn release(&mut self, descriptor: inbox::Descriptor) {
         self.worker.release(descriptor);
+    }
+
+    /// One call moves a few KiB through shared memory, in less time than the rest of a turn takes: many calls a turn.
+    fn progress(&self) -> bool {
+        let patience = if self.operations.is_idle() { 1 } else { MISSES_PER_TURN };
+        let (mut hits, mut misses) = (0, 0);
+        while hits < HITS_PER_TURN && misses < patience {
+            if self.worker.progress() {
+                (hits, misses) = (hits + 1, 0);
+            } else {
+                misses += 1;
+            }
+        }
+        hits > 0
     }
 
     fn run_commands(&mut self) -> bool {

@@ -58,6 +58,14 @@ impl Receiving {
         self.handoffs.retain(|_, inbound| inbound.forget_at.is_none_or(|at| now < at));
     }
 
+    /// The answered are remembered only while nobody else needs the room.
+    fn has_room(&mut self) -> bool {
+        if self.handoffs.len() >= MAX_HANDOFFS {
+            self.handoffs.retain(|_, inbound| inbound.forget_at.is_none());
+        }
+        self.handoffs.len() < MAX_HANDOFFS
+    }
+
     fn endpoint(&self, handoff: HandoffId) -> Option<EndpointId> {
         self.handoffs.get(&handoff).map(|inbound| inbound.endpoint)
     }
@@ -91,10 +99,12 @@ impl Driver {
             self.shared.registry.counters().count_refusal(Refusal::WrongPeer);
             let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::WrongPeer));
             self.post_frame(endpoint, answer, Vec::new());
-        } else if self.receiving.handoffs.len() < MAX_HANDOFFS {
+        } else if self.receiving.has_room() {
             self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
         } else {
-            self.shared.registry.violation();
+            // Told, or it would wait for its lease.
+            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::Cancelled));
+            self.post_frame(endpoint, answer, Vec::new());
         }
     }
 
