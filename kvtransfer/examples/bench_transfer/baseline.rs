@@ -2,20 +2,14 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::{Acquire, Release};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::mpsc;
 use std::time::Instant;
 
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngCore, SeedableRng};
 
-use super::handoffs::on_core;
-
-/// Fragments of UCX's ring over shared memory, and how many it holds.
-const FRAGMENT_BYTES: usize = 8 << 10;
-const FRAGMENTS: usize = 64;
+use super::cores::on_core;
 
 /// memcpy between two arrays as large as the arenas, pieces taken from all over them.
 pub struct Memcpy {
@@ -39,36 +33,6 @@ impl Memcpy {
         bytes as f64 / start.elapsed().as_secs_f64() / 1e9
     }
 
-    /// GB/s of copying the same through a ring of fragments: one thread copies in, another copies out.
-    pub fn ring(&mut self, range_bytes: usize, bytes: usize) -> anyhow::Result<f64> {
-        let (from, to) = self.pieces(range_bytes, bytes);
-        let slots: Vec<Mutex<Vec<u8>>> = (0..FRAGMENTS).map(|_| Mutex::new(vec![0; FRAGMENT_BYTES])).collect();
-        let (filled, emptied) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let start = Instant::now();
-        std::thread::scope(|scope| {
-            let copy_out = || {
-                let fragments = to.into_iter().flat_map(|piece| piece.chunks_exact_mut(FRAGMENT_BYTES));
-                for (index, fragment) in fragments.enumerate() {
-                    spin_until(|| filled.load(Acquire) > index);
-                    // Never waits: the counters say whose turn it is.
-                    fragment.copy_from_slice(&slots[index % FRAGMENTS].lock().unwrap_or_else(PoisonError::into_inner));
-                    emptied.store(index + 1, Release);
-                }
-            };
-            let copying = on_core(1, || Ok(scope.spawn(copy_out)));
-            on_core(0, || {
-                let fragments = from.into_iter().flat_map(|piece| piece.chunks_exact(FRAGMENT_BYTES));
-                for (index, fragment) in fragments.enumerate() {
-                    spin_until(|| index < emptied.load(Acquire) + FRAGMENTS);
-                    slots[index % FRAGMENTS].lock().unwrap_or_else(PoisonError::into_inner).copy_from_slice(fragment);
-                    filled.store(index + 1, Release);
-                }
-                copying.map(drop)
-            })
-        })?;
-        Ok(bytes as f64 / start.elapsed().as_secs_f64() / 1e9)
-    }
-
     /// Random pieces of either array.
     fn pieces(&mut self, range_bytes: usize, bytes: usize) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
         let mut from: Vec<_> = self.from.chunks_exact(range_bytes).collect();
@@ -78,12 +42,6 @@ impl Memcpy {
         from.truncate(bytes / range_bytes);
         to.truncate(bytes / range_bytes);
         (from, to)
-    }
-}
-
-fn spin_until(holds: impl Fn() -> bool) {
-    while !holds() {
-        std::hint::spin_loop();
     }
 }
 
@@ -105,7 +63,7 @@ impl Sockets {
         let (mut reading, _) = listener.accept()?;
         let (orders, order) = mpsc::channel();
         let (finished, done) = mpsc::channel();
-        std::thread::spawn(move || {
+        let read = move || {
             let (mut to, mut rng) = (noise(bytes, 2), SmallRng::seed_from_u64(4));
             while let Ok((range_bytes, ranges)) = order.recv() {
                 let mut pieces: Vec<_> = to.chunks_exact_mut(range_bytes).collect();
@@ -116,7 +74,8 @@ impl Sockets {
                 let _ = finished.send(Instant::now());
             }
             std::io::Result::Ok(())
-        });
+        };
+        on_core(1, || Ok(std::thread::spawn(read)))?;
         Ok(Self { from: noise(bytes, 1), socket, orders, done, rng: SmallRng::seed_from_u64(3) })
     }
 
@@ -135,12 +94,9 @@ impl Sockets {
     }
 }
 
-/// How [`perftest`] runs.
-pub const PERFTEST: &str = "`ucx_perftest -t ucp_am_bw -e` with our settings: \
-    UCX_TLS=posix,sysv,self UCX_MM_ERROR_HANDLING=y UCX_RNDV_THRESH=0, as many messages as ours";
-
-/// GB/s of `messages` active messages over shared memory; `None` when ucx_perftest is not installed.
-pub fn perftest(range_bytes: usize, messages: usize) -> anyhow::Result<Option<f64>> {
+/// GB/s of `messages` active messages of `ucx_perftest` with `settings` (as `UcxConfig::settings` has them); `None` when
+/// it is not installed.
+pub fn perftest(range_bytes: usize, messages: usize, settings: &[(&str, String)]) -> anyhow::Result<Option<f64>> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
     let run = |server: Option<&str>| {
         let mut command = Command::new("ucx_perftest");
@@ -152,8 +108,8 @@ pub fn perftest(range_bytes: usize, messages: usize) -> anyhow::Result<Option<f6
             &port.to_string(),
         ]);
         command.args(["-s", &range_bytes.to_string(), "-n", &messages.to_string(), "-w", "20"]);
-        command.env("UCX_TLS", "posix,sysv,self").env("UCX_MM_ERROR_HANDLING", "y").env("UCX_RNDV_THRESH", "0");
-        command.env("UCX_HANDLE_ERRORS", "none");
+        command.env("UCX_HANDLE_ERRORS", "none").env("UCX_RNDV_THRESH", "0");
+        command.envs(settings.iter().map(|(name, value)| (format!("UCX_{name}"), value)));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
     };
     let Ok(server) = run(None) else { return Ok(None) };

@@ -3,13 +3,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-use nix::unistd::Pid;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand::{Rng, seq::SliceRandom};
 use tandem_kvtransfer::{Arena, Expected, Grant, Incoming, Outgoing, Transport, seal_for};
 use tandem_proto::{HandoffId, Incarnation, v1};
+
+use super::cores::on_core;
 
 /// By then the pushes of [`Bench::hot`] have arrived.
 const ARRIVED: Duration = Duration::from_millis(100);
@@ -38,19 +38,6 @@ pub fn noise(bytes: usize) -> Arc<[AtomicU64]> {
     (0..bytes / 8).map(|_| AtomicU64::new(rng.random())).collect()
 }
 
-/// Runs `start` on one core; the threads that it starts stay there, as those of nodes that `tandem up` has pinned do.
-pub fn on_core<T>(core: usize, start: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let this = Pid::from_raw(0);
-    let all = sched_getaffinity(this)?;
-    let allowed: Vec<usize> = (0..CpuSet::count()).filter(|core| all.is_set(*core) == Ok(true)).collect();
-    let mut one = CpuSet::new();
-    one.set(allowed[core % allowed.len()])?;
-    sched_setaffinity(this, &one)?;
-    let started = start();
-    sched_setaffinity(this, &all)?;
-    started
-}
-
 impl Bench {
     pub fn new(
         from: &Arc<[AtomicU64]>,
@@ -60,6 +47,7 @@ impl Bench {
         start: fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>,
     ) -> anyhow::Result<Self> {
         let (from, to) = (Arena::new(from.clone(), range_bytes), Arena::new(to.clone(), range_bytes));
+        // As `tandem up` pins nodes.
         let (sender, receiver) = (on_core(0, || start(&from))?, on_core(1, || start(&to))?);
         let blocks = (transfer_bytes / range_bytes).max(1);
         Ok(Self { from, to, sender, receiver, blocks, rng: SmallRng::seed_from_u64(1) })

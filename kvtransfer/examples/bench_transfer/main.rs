@@ -4,12 +4,14 @@
 //!
 //! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
 mod baseline;
+mod cores;
 mod handoffs;
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use clap::Parser;
+use cores::on_core;
 use handoffs::{Bench, noise};
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
@@ -17,6 +19,9 @@ use tandem_kvtransfer::{Arena, Transport};
 
 /// Most hand-offs at once of the hot part.
 const HOT_MESSAGES: usize = 2048;
+
+/// UCX variables of the ring in shared memory.
+const RING: [&str; 2] = ["MM_FIFO_SIZE", "MM_SEG_SIZE"];
 
 /// Bandwidth of KV hand-offs beside memcpy, plain sockets and ucx_perftest.
 #[derive(Parser)]
@@ -40,18 +45,17 @@ struct Args {
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    runtime.block_on(async {
-        for part in &args.parts {
-            match part.as_str() {
-                "shm" => shm(&args).await?,
-                "tcp" => tcp(&args).await?,
-                "hot" => hot(&args).await?,
-                other => anyhow::bail!("no part is called {other}; there are shm, tcp and hot"),
-            }
+    for part in &args.parts {
+        let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        match part.as_str() {
+            "shm" => runtime()?.block_on(shm(&args))?,
+            // Its sending threads start when it connects, from the runtime's.
+            "tcp" => on_core(0, || runtime()?.block_on(tcp(&args)))?,
+            "hot" => runtime()?.block_on(hot(&args))?,
+            other => anyhow::bail!("no part is called {other}; there are shm, tcp and hot"),
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 fn ucx(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
@@ -66,28 +70,18 @@ async fn shm(args: &Args) -> anyhow::Result<()> {
     let (from, to) = (noise(args.arena_mib << 20), noise(args.arena_mib << 20));
     let mut plain = baseline::Memcpy::new(args.arena_mib << 20);
     println!("\n### UCX shared memory beside memcpy (cold {} MiB arenas, GB/s)\n", args.arena_mib);
-    println!(
-        "Without CMA, UCX carries bytes through a ring: one thread copies in, one copies out. \"ring\" is that alone.\n"
-    );
-    println!(
-        "| range | memcpy | ring | ucx push | of memcpy | of ring | ucx with verification |\n|---|---|---|---|---|---|---|"
-    );
+    println!("| range | memcpy | ucx push | ratio | ucx with verification |\n|---|---|---|---|---|");
     for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
         let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, ucx)?;
-        let (mut copied, mut ringed, mut pushed, mut verified) = (vec![], vec![], vec![], vec![]);
+        let (mut copied, mut pushed, mut verified) = (vec![], vec![], vec![]);
         for _ in 0..args.samples {
             copied.push(plain.copy(range_bytes, bench.bytes()));
-            ringed.push(plain.ring(range_bytes, bench.bytes())?);
             let sample = bench.hand_off().await?;
             pushed.push(sample.push);
             verified.push(sample.verified);
         }
-        let [copied, ringed, pushed, verified] = [copied, ringed, pushed, verified].map(median);
-        let (of_memcpy, of_ring) = (pushed / copied, pushed / ringed);
-        println!(
-            "| {} | {copied:.2} | {ringed:.2} | {pushed:.2} | {of_memcpy:.2} | {of_ring:.2} | {verified:.2} |",
-            kib(range_bytes)
-        );
+        let [copied, pushed, verified] = [copied, pushed, verified].map(median);
+        println!("| {} | {copied:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / copied);
     }
     Ok(())
 }
@@ -114,25 +108,35 @@ async fn tcp(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn hot(args: &Args) -> anyhow::Result<()> {
+    let ours = UcxConfig::new(UcxProfile::Shm).settings();
+    let theirs: Vec<_> = ours.iter().filter(|(name, _)| !RING.contains(name)).cloned().collect();
     println!("\n### UCX shared memory beside ucx_perftest (one buffer into one buffer, GB/s)\n");
-    println!("{}\n", baseline::PERFTEST);
-    println!("| range | ucx_perftest | ucx push, hot | ratio |\n|---|---|---|---|");
+    println!("`ucx_perftest -t ucp_am_bw -e`, rendezvous, as many messages as ours, with our settings: {ours:?};");
+    println!("\"UCX's ring\": without those of the ring.\n");
+    println!(
+        "| range | ucx_perftest | ucx push, hot | ratio | ucx_perftest, UCX's ring | ratio |\n|---|---|---|---|---|---|"
+    );
     for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
         let (from, to) = (noise(range_bytes), noise(range_bytes));
         // Long enough that waking up does not count.
-        let bytes = (HOT_MESSAGES * range_bytes).min((4 * args.transfer_mib) << 20);
-        let mut bench = Bench::new(&from, &to, range_bytes, bytes, ucx)?;
-        let (mut theirs, mut ours) = (vec![], vec![]);
+        let messages = HOT_MESSAGES.min(((4 * args.transfer_mib) << 20) / range_bytes).max(1);
+        let mut bench = Bench::new(&from, &to, range_bytes, messages * range_bytes, ucx)?;
+        let (mut alike, mut default, mut pushed) = (vec![], vec![], vec![]);
         for _ in 0..args.samples {
-            theirs.extend(baseline::perftest(range_bytes, bench.bytes() / range_bytes)?);
-            ours.push(bench.hot().await?);
+            alike.extend(baseline::perftest(range_bytes, messages, &ours)?);
+            pushed.push(bench.hot().await?);
+            default.extend(baseline::perftest(range_bytes, messages, &theirs)?);
         }
-        let ours = median(ours);
-        if theirs.is_empty() {
-            println!("| {} | not installed | {ours:.2} | |", kib(range_bytes));
+        let pushed = median(pushed);
+        if alike.is_empty() {
+            println!("| {} | not installed | {pushed:.2} | | | |", kib(range_bytes));
         } else {
-            let theirs = median(theirs);
-            println!("| {} | {theirs:.2} | {ours:.2} | {:.2} |", kib(range_bytes), ours / theirs);
+            let (alike, default) = (median(alike), median(default));
+            let (of_alike, of_default) = (pushed / alike, pushed / default);
+            println!(
+                "| {} | {alike:.2} | {pushed:.2} | {of_alike:.2} | {default:.2} | {of_default:.2} |",
+                kib(range_bytes)
+            );
         }
     }
     Ok(())

@@ -5,6 +5,13 @@ use std::time::Duration;
 
 use crate::transport::Faults;
 
+/// Shared memory without CMA is a ring: the sender copies in, the receiver copies out. UCX's own 64 fragments of 8 KiB take
+/// half of a core's second-level cache, so that the copies miss it; a quarter of that is half as fast again
+/// (docs/benchmarks/transfer.md).
+const RING_FRAGMENTS: usize = 8;
+/// 16 KiB and UCX's headers.
+const RING_FRAGMENT_BYTES: usize = (16 << 10) + 64;
+
 /// Where the peers are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UcxProfile {
@@ -65,8 +72,8 @@ impl UcxConfig {
         }
     }
 
-    /// UCX variables without `UCX_`.
-    pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
+    /// UCX's variables, without `UCX_`, and their values.
+    pub fn settings(&self) -> Vec<(&'static str, String)> {
         let tls = match self.profile {
             UcxProfile::Shm => "sysv,posix,self",
             UcxProfile::Tcp => "tcp,self",
@@ -76,7 +83,11 @@ impl UcxConfig {
         let mut settings = vec![("TLS", tls.to_owned()), ("KEEPALIVE_INTERVAL", "1s".to_owned())];
         match self.profile {
             // Without it UCX refuses shared memory for endpoints that survive their peer.
-            UcxProfile::Shm => settings.push(("MM_ERROR_HANDLING", "y".to_owned())),
+            UcxProfile::Shm => settings.extend([
+                ("MM_ERROR_HANDLING", "y".to_owned()),
+                ("MM_FIFO_SIZE", RING_FRAGMENTS.to_string()),
+                ("MM_SEG_SIZE", RING_FRAGMENT_BYTES.to_string()),
+            ]),
             UcxProfile::Tcp | UcxProfile::Rdma => settings.push(("NET_DEVICES", self.net_devices.clone())),
         }
         settings
