@@ -5,7 +5,7 @@ use anyhow::Context;
 use serde_json::Value;
 use tandem_proto::v1;
 use tandem_proto::v1::decode_client::DecodeClient;
-use tandem_proto::v1::decode_event::Event as LocalEvent;
+use tandem_proto::v1::decode_event::Event as DecodeEvent;
 use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
@@ -71,6 +71,23 @@ impl Node {
     }
 }
 
+/// The tokens of a decode node's stream, and the bytes of KV that were verified for it.
+///
+/// # Errors
+/// What the stream ended with.
+pub async fn decoded(mut stream: Streaming<v1::DecodeEvent>) -> anyhow::Result<(Vec<u32>, u64)> {
+    let (mut tokens, mut kv_bytes) = (Vec::new(), 0);
+    while let Some(message) = stream.message().await? {
+        match message.event {
+            Some(DecodeEvent::Token(token)) => tokens.push(token.token_id),
+            Some(DecodeEvent::Verified(verified)) => kv_bytes = verified.bytes,
+            Some(DecodeEvent::Finished(_)) => return Ok((tokens, kv_bytes)),
+            _ => {}
+        }
+    }
+    anyhow::bail!("the stream ended without its last message")
+}
+
 /// A greedy request.
 pub fn ask(input: Input, max_tokens: u32) -> v1::GenerateRequest {
     v1::GenerateRequest { input: Some(input), max_tokens: Some(max_tokens), ..Default::default() }
@@ -120,16 +137,7 @@ impl Cluster {
     /// The node's status, or tokens that end without `finished`.
     pub async fn local_tokens(&self, spec: v1::RequestSpec) -> anyhow::Result<Vec<u32>> {
         let mut client = DecodeClient::connect(self.decode.url("grpc")).await?;
-        let mut stream = client.local(spec).await?.into_inner();
-        let mut tokens = Vec::new();
-        while let Some(message) = stream.message().await? {
-            match message.event {
-                Some(LocalEvent::Token(token)) => tokens.push(token.token_id),
-                Some(LocalEvent::Finished(_)) => return Ok(tokens),
-                _ => {}
-            }
-        }
-        anyhow::bail!("the local run ended without its last message")
+        Ok(decoded(client.local(spec).await?.into_inner()).await?.0)
     }
 
     /// The nodes as the router sees them.
@@ -161,6 +169,15 @@ impl Cluster {
             nodes.iter().any(|node| node.role == role && !node.is_idle())
         };
         self.wait_until(within, &format!("{role} works"), busy).await
+    }
+
+    /// Free and all blocks of every node, for people.
+    ///
+    /// # Errors
+    /// The router does not answer.
+    pub async fn blocks(&self) -> anyhow::Result<String> {
+        let counts = |node: &Node| format!("{} {}/{} free", node.role, node.free_blocks, node.total_blocks);
+        Ok(self.nodes().await?.iter().map(counts).collect::<Vec<_>>().join(", "))
     }
 
     /// GET on the router's HTTP port.

@@ -3,6 +3,7 @@
 //! - [`process`]: one program, from its `ready …` line to its end; kill -9, freeze, wake.
 //! - [`cluster`]: a router with its nodes, one cluster at a time.
 //! - [`client`]: what a client of the router does: gRPC, HTTP, the view of the nodes.
+//! - [`pair`]: two nodes in this process, over the in-process transport.
 //! - [`equivalence`]: disaggregated output against single-node output.
 //!
 //! `tests/cluster` tests behaviour, `tests/tidy.rs` the shape of the sources, `examples/equivalence.rs` runs
@@ -13,8 +14,10 @@
 pub mod client;
 pub mod cluster;
 pub mod equivalence;
+pub mod pair;
 pub mod process;
 
 pub use client::{Answer, Failure};
 pub use cluster::{Cluster, Options};
+pub use pair::Pair;
 pub use process::Process;

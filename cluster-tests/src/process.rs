@@ -1,5 +1,5 @@
 //! One program of the cluster as a child process. Knows nothing of roles.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -123,6 +123,34 @@ impl Process {
             }
             sleep(Duration::from_millis(10)).await;
         }
+    }
+
+    /// TCP ports on which it listens, from the kernel's tables.
+    ///
+    /// # Errors
+    /// `/proc` is not readable.
+    pub fn listening_ports(&self) -> anyhow::Result<BTreeSet<u16>> {
+        const LISTEN: &str = "0A";
+        let mut sockets = BTreeSet::new();
+        for entry in fs::read_dir(format!("/proc/{}/fd", self.pid()))? {
+            // A descriptor may be closed between the two looks.
+            let Ok(target) = fs::read_link(entry?.path()) else { continue };
+            let inode =
+                target.to_string_lossy().strip_prefix("socket:[").map(|rest| rest.trim_end_matches(']').to_owned());
+            sockets.extend(inode);
+        }
+        let mut ports = BTreeSet::new();
+        for table in ["tcp", "tcp6"] {
+            for line in fs::read_to_string(format!("/proc/{}/net/{table}", self.pid()))?.lines().skip(1) {
+                let columns: Vec<&str> = line.split_whitespace().collect();
+                let [_, local, _, state, _, _, _, _, _, inode, ..] = columns[..] else { continue };
+                if state == LISTEN && sockets.contains(inode) {
+                    let port = local.rsplit(':').next().context("an address has a port")?;
+                    ports.insert(u16::from_str_radix(port, 16)?);
+                }
+            }
+        }
+        Ok(ports)
     }
 
     /// What it wrote so far.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
+use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
 use tandem_kvtransfer::transport::Faults;
@@ -45,6 +46,17 @@ impl Node {
     /// # Errors
     /// The model cannot be served, the asked-for transport is not there, or the OTLP endpoint is no URL.
     pub async fn start(config: &NodeConfig, faults: Faults) -> anyhow::Result<Arc<Self>> {
+        Self::start_with(config, |arena| select(transport(config, faults), arena)).await
+    }
+
+    /// As [`Node::start`], over the transport that `open` gives: nodes of one process can share a `MemNetwork`.
+    ///
+    /// # Errors
+    /// The model cannot be served, `open` fails, or the OTLP endpoint is no URL.
+    pub async fn start_with(
+        config: &NodeConfig,
+        open: impl FnOnce(Arc<Arena>) -> Result<Arc<dyn Transport>, TransferError>,
+    ) -> anyhow::Result<Arc<Self>> {
         let incarnation = Incarnation::random(&mut rand::rng());
         let node_id = config.node_id.clone().unwrap_or_else(|| {
             let short = &incarnation.to_string()[..8];
@@ -56,7 +68,7 @@ impl Node {
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
-        let transport = select(transport(config, faults), arena.clone()).context("no KV transport")?;
+        let transport = open(arena.clone()).context("no KV transport")?;
         Ok(Arc::new(Self {
             role: config.role,
             spans: SpanSink { service, instance: node_id.clone(), exporter },

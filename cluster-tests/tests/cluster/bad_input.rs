@@ -1,4 +1,5 @@
 //! Whatever comes in: a clear error, no panic, no hang, and the service goes on.
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
@@ -174,20 +175,52 @@ async fn garbage_on_every_port() -> anyhow::Result<()> {
         cluster.decode.url("admin"),
     ];
     ports.extend(kv.map(|port| format!("http://127.0.0.1:{port}")));
-    let noise: Vec<u8> = (0u32..65_536).map(|n| n.wrapping_mul(2_654_435_761).to_be_bytes()[0]).collect();
-    let zeros = vec![0; 65_536];
-    let huge_lengths = vec![0xff; 65_536];
     for port in &ports {
-        let address = port.trim_start_matches("http://");
-        for bytes in [&noise, &zeros, &huge_lengths] {
-            let mut socket = TcpStream::connect(address)?;
-            // The other end may close in the middle; it must not do anything else.
-            let _ = socket.write_all(bytes);
-        }
-        // One that says nothing and stays.
-        std::mem::forget(TcpStream::connect(address)?);
+        throw_garbage(port.trim_start_matches("http://"))?;
     }
     goes_on(cluster).await
+}
+
+/// Over shared memory a node has no port but those that it names. UCX over sockets has one, whose reader is UCX's own.
+#[tokio::test]
+async fn garbage_on_ucx_ports() -> anyhow::Result<()> {
+    let cluster = Cluster::start(Options::default()).await?;
+    for node in [&cluster.prefill, &cluster.decode] {
+        let named: BTreeSet<u16> =
+            [node.url("grpc"), node.url("admin")].iter().map(|url| port(url)).collect::<Result<_, _>>()?;
+        assert_eq!(node.listening_ports()?, named, "{}", node.name);
+    }
+    drop(cluster);
+    let cluster = Cluster::start(Options {
+        node_args: words("--threads 1 --kv-blocks 1024 --ucx-profile tcp"),
+        ..Options::default()
+    })
+    .await?;
+    for node in [&cluster.prefill, &cluster.decode] {
+        let ports = node.listening_ports()?;
+        assert!(ports.len() > 2, "UCX listens: {ports:?}");
+        for port in ports {
+            throw_garbage(&format!("127.0.0.1:{port}"))?;
+        }
+    }
+    goes_on(cluster).await
+}
+
+fn port(url: &str) -> anyhow::Result<u16> {
+    Ok(url.rsplit(':').next().unwrap_or_default().parse()?)
+}
+
+/// Three kinds of bytes that are no protocol, and a connection that says nothing and stays.
+fn throw_garbage(address: &str) -> anyhow::Result<()> {
+    let noise: Vec<u8> = (0u32..65_536).map(|n| n.wrapping_mul(2_654_435_761).to_be_bytes()[0]).collect();
+    let (zeros, huge_lengths) = (vec![0; 65_536], vec![0xff; 65_536]);
+    for bytes in [noise, zeros, huge_lengths] {
+        let mut socket = TcpStream::connect(address)?;
+        // The other end may close in the middle; it must not do anything else.
+        let _ = socket.write_all(&bytes);
+    }
+    std::mem::forget(TcpStream::connect(address)?);
+    Ok(())
 }
 
 /// Everybody is alive and answers, and nobody panicked.

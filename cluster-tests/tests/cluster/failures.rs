@@ -7,9 +7,9 @@ use tokio::time::{Instant, timeout};
 use tonic::Code;
 
 /// From the death of a node to the error at the client.
-const TOLD: Duration = Duration::from_secs(3);
+const TOLD: Duration = Duration::from_secs(2);
 /// From the end of a request to free blocks everywhere, as the router hears of it.
-const BACK: Duration = Duration::from_secs(2);
+const BACK: Duration = Duration::from_secs(1);
 /// For things that only have to happen.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -132,8 +132,11 @@ async fn clients_that_leave_free_their_blocks() -> anyhow::Result<()> {
         for _ in 0..tokens {
             stream.message().await?;
         }
+        // Without this look a report from before the request would pass for one from after it.
+        cluster.busy("decode", LONG).await?;
+        println!("at {tokens} tokens: {}", cluster.blocks().await?);
         drop(stream);
-        println!("left after {tokens} tokens: blocks back after {:?}", cluster.idle(BACK).await?);
+        println!("left: blocks back after {:?}: {}", cluster.idle(BACK).await?, cluster.blocks().await?);
     }
     works(&cluster).await?;
     Ok(())

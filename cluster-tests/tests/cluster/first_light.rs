@@ -4,7 +4,7 @@ use std::time::Duration;
 use futures::future::try_join_all;
 use tandem_cluster_tests::client::{ask, chat, text};
 use tandem_cluster_tests::cluster::words;
-use tandem_cluster_tests::{Cluster, Options, equivalence};
+use tandem_cluster_tests::{Cluster, Options, Pair, equivalence};
 
 /// Raised by the example `equivalence` where there is time.
 const PROMPTS: usize = 8;
@@ -50,6 +50,11 @@ async fn disaggregated_equals_one_node_over_ucx() -> anyhow::Result<()> {
     equivalence::compare(&cluster, PROMPTS, 1).await?;
     cluster.idle(Duration::from_secs(2)).await?;
     Ok(())
+}
+
+#[tokio::test]
+async fn disaggregated_equals_one_node_in_one_process() -> anyhow::Result<()> {
+    equivalence::compare(&Pair::start("--threads 1 --kv-blocks 1024").await?, PROMPTS, 3).await
 }
 
 #[tokio::test]
