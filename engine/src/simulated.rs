@@ -4,6 +4,7 @@
 //!
 //! Arena layout: a block is `block_tokens` equal slots, one a token, of 64-bit words. A slot's first word is a hash of
 //! the slot before it (read from the arena) and the token; its other words are hashes of the first.
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,13 +13,14 @@ use tandem_proto::BLOCK_TOKENS;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+use crate::models::gguf::GgufFile;
 
-/// Sizes and speed of a simulated model. Two executors with equal `seed`, `vocab_size` and `block_bytes` are the same
-/// model.
+/// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size` and `block_bytes` are the
+/// same model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedConfig {
-    /// Distinguishes models.
-    pub seed: u64,
+    /// Distinguishes models: the digest that the node registers with.
+    pub identity: u64,
     /// Token ids are below this.
     pub vocab_size: usize,
     /// Ends a sequence.
@@ -38,7 +40,7 @@ pub struct SimulatedConfig {
 impl Default for SimulatedConfig {
     fn default() -> Self {
         Self {
-            seed: 0,
+            identity: 0x7461_6e64_656d,
             vocab_size: 1024,
             eos_token_id: 2,
             max_context_tokens: 8192,
@@ -47,6 +49,25 @@ impl Default for SimulatedConfig {
             step_delay: Duration::ZERO,
             token_delay: Duration::ZERO,
         }
+    }
+}
+
+impl SimulatedConfig {
+    /// Stands in for a model file: its vocabulary, context and digest, so that a router with that file takes the node.
+    ///
+    /// # Errors
+    /// `Model` when the file cannot be read or lacks one of them.
+    pub fn in_place_of(path: &Path) -> Result<Self, EngineError> {
+        let file = GgufFile::open(path)?;
+        let architecture = file.text("general.architecture").unwrap_or("llama").to_owned();
+        let eos = file.number("tokenizer.ggml.eos_token_id")?;
+        Ok(Self {
+            identity: file.digest(),
+            vocab_size: file.rows("token_embd.weight")?,
+            eos_token_id: u32::try_from(eos).map_err(|_| file.error(format!("end-of-sequence token {eos}")))?,
+            max_context_tokens: file.number(&format!("{architecture}.context_length"))?,
+            ..Self::default()
+        })
     }
 }
 
@@ -75,7 +96,7 @@ impl SimulatedExecutor {
         }
         let spec = EngineSpec {
             model_name: "simulated".into(),
-            model_digest: mix(mix(0x7461_6e64_656d, config.seed), config.vocab_size as u64),
+            model_digest: config.identity,
             compatibility_digest: 0,
             vocab_size: config.vocab_size,
             eos_token_id: config.eos_token_id,

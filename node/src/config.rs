@@ -63,8 +63,8 @@ pub struct NodeArgs {
     /// Name of this node; made from role and incarnation when absent.
     #[arg(long)]
     pub node_id: Option<String>,
-    /// Run without a model: tokens are a hash of the KV.
-    #[arg(long, conflicts_with = "model")]
+    /// Compute tokens as a hash of the KV, without weights; with --model, in the name of that file.
+    #[arg(long)]
     pub simulated: bool,
     /// Microseconds that a simulated step takes.
     #[arg(long, default_value_t = 0, requires = "simulated")]
@@ -151,8 +151,10 @@ pub struct NodeConfig {
 pub enum ModelSource {
     /// A GGUF file.
     File(PathBuf),
-    /// No model; the two delays of a step.
+    /// No weights; the two delays of a step.
     Simulated {
+        /// A file whose vocabulary and digest it takes on.
+        in_place_of: Option<PathBuf>,
         /// Of each step.
         step: Duration,
         /// Of each token in it.
@@ -179,8 +181,9 @@ impl NodeArgs {
             );
         }
         let model = match self.model {
-            Some(path) => ModelSource::File(path),
-            None => ModelSource::Simulated {
+            Some(path) if !self.simulated => ModelSource::File(path),
+            in_place_of => ModelSource::Simulated {
+                in_place_of,
                 step: Duration::from_micros(self.simulated_step_us),
                 token: Duration::from_micros(self.simulated_token_us),
             },

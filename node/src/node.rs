@@ -151,13 +151,10 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
             };
             Ok(Box::new(LlamaExecutor::load(&model)?))
         }
-        ModelSource::Simulated { step, token } => {
-            let simulated = SimulatedConfig {
-                blocks: config.kv_blocks,
-                step_delay: *step,
-                token_delay: *token,
-                ..SimulatedConfig::default()
-            };
+        ModelSource::Simulated { in_place_of, step, token } => {
+            let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
+            let simulated =
+                SimulatedConfig { blocks: config.kv_blocks, step_delay: *step, token_delay: *token, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
         }
     }

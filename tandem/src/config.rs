@@ -34,7 +34,7 @@ pub struct Up {
     pub http: String,
     /// Address of the router's gRPC API; port 0: any.
     pub grpc: String,
-    /// GGUF file of the router; nodes have theirs among their flags, if they are not simulated.
+    /// GGUF file of the router; nodes have it among their flags.
     pub model: PathBuf,
     /// Where the state of the cluster is told to the other commands.
     pub state: PathBuf,
@@ -352,9 +352,7 @@ impl UpArgs {
             None => state::private_temp_dir()?.join(format!("logs-{}", std::process::id())),
         };
         let (shared_args, mut node_args) = self.pass.to_args();
-        if !self.pass.simulated {
-            node_args.extend(["--model".to_owned(), model.display().to_string()]);
-        }
+        node_args.extend(["--model".to_owned(), model.display().to_string()]);
         let mut router_args = self.pass.router_arg;
         router_args
             .extend(self.pass.served_model_name.into_iter().flat_map(|name| ["--served-model-name".into(), name]));

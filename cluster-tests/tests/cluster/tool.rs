@@ -50,6 +50,18 @@ async fn all_gone(pids: &[u64]) -> bool {
 }
 
 #[tokio::test]
+async fn simulated_nodes_serve_in_the_name_of_the_model() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let mut tandem = up(dir.path(), &["--simulated"]).await?;
+    let (ok, _, figures) = said(&dir.path().join("state.json"), &["generate", "--max-tokens", "8", "Hello"]).await?;
+    assert!(ok && figures.contains("TTFT"), "{figures}");
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
 async fn up_generate_chat_trace_and_a_clean_end() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
