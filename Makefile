@@ -32,6 +32,7 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 bench: bench-transfer ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
+	deploy/setup.sh bench
 	cargo run --release --locked -p tandem-kvtransfer --example bench_transfer
 
 test-clients: setup build ## openai-python, a gRPC client with own stubs, and gRPC reflection

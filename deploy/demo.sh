@@ -38,11 +38,12 @@ for _ in $(seq 1200); do
 done
 grep -q '^ready ' "$work/up.txt" || { echo "demo: the cluster was not ready within 2 minutes" >&2; exit 1; }
 cat "$work/up.txt"
+grep -q 'transport=ucx/' "$work/up.txt" || { echo "demo: UCX was not chosen" >&2; exit 1; }
 
 story="Once upon a time there was a small town by the sea, where the fishermen left before dawn and came home at noon. "
 long="Read this report and say in one sentence what it is about. $(for _ in $(seq 23); do printf '%s' "$story"; done)In one sentence:"
 
-ask "short completion" generate --max-tokens 24 "The capital of France is"
-ask "chat" chat --max-tokens 64 "Explain in two sentences why the sky is blue."
+ask "short completion" generate --max-tokens 24 --stop $'\n' "The capital of France is"
+ask "chat" chat --max-tokens 96 "Explain in two sentences why the sky is blue."
 ask "a prompt of about 600 tokens" generate --max-tokens 48 "$long"
 ask "its timeline" trace last

@@ -1,6 +1,6 @@
 //! Tandem's words, shared by every process: no I/O, no async code of our own.
 //!
-//! - [`ids`]: incarnation, hand-off id, request id. Random values come from the caller's generator.
+//! - [`ids`]: incarnation and hand-off id. Random values come from the caller's generator.
 //! - [`hash`]: sequence hashes of token blocks and checksums of their bytes.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`trace`]: W3C trace context.

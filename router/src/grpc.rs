@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 use futures::{Stream, StreamExt};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES, TraceContext, v1};
 use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::server::NamedService;
 use tonic::service::{Routes, RoutesBuilder};
 use tonic::{Request, Response, Status};
+use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, Service, new_request_id};
@@ -55,10 +57,10 @@ pub async fn follow_health(service: Service, health: HealthReporter) {
         ticks.tick().await;
         let ready = service.ready();
         if told.replace(ready) != Some(ready) {
-            if ready {
-                health.set_serving::<Inference>().await;
-            } else {
-                health.set_not_serving::<Inference>().await;
+            let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
+            // The empty name is the whole server: what probes ask for that know no service.
+            for name in ["", Inference::NAME] {
+                health.set_service_status(name, status).await;
             }
         }
     }

@@ -21,7 +21,7 @@ use crate::tokenizer::Tokenizer;
 
 /// Tokenizer, chat template and identity of one model file.
 pub struct ModelText {
-    /// `general.name` of the file; the name under which it is served where the operator gives another.
+    /// The file's name without `.gguf`, which says more than most files' `general.name`; `--served-model-name` replaces it.
     pub model_name: String,
     /// Tokens of prompt and answer together at most.
     pub context_len: u32,
@@ -52,7 +52,7 @@ impl ModelText {
             Err(_) => None,
         };
         Ok(Self {
-            model_name: metadata.text("general.name").unwrap_or("model").to_owned(),
+            model_name: path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
             context_len,
             eos: tokenizer.eos(),
             digest: metadata::digest(path)?,

@@ -56,15 +56,20 @@ pub struct Published {
     pid: u32,
 }
 
-/// Writes the state in one step: a reader sees the old file or the new one.
+/// Writes the state until the result is dropped.
 pub fn publish(path: &Path, state: &State) -> anyhow::Result<Published> {
+    write(path, state)?;
+    Ok(Published { path: path.to_owned(), pid: state.pid })
+}
+
+/// In one step: a reader sees the old file or the new one.
+pub fn write(path: &Path, state: &State) -> anyhow::Result<()> {
     let dir = path.parent().context("the state file has no directory")?;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     let partial = path.with_extension(format!("{}.partial", state.pid));
     let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
     serde_json::to_writer_pretty(&mut file, state)?;
-    fs::rename(&partial, path).with_context(|| format!("cannot write {}", path.display()))?;
-    Ok(Published { path: path.to_owned(), pid: state.pid })
+    fs::rename(&partial, path).with_context(|| format!("cannot write {}", path.display()))
 }
 
 impl Drop for Published {

@@ -13,9 +13,11 @@ use tokio::time::{Instant, sleep, timeout_at};
 use crate::config::{OnDeath, Pinning, Up, with_scheme};
 use crate::cores;
 use crate::launch::{Member, Recipe, Wrappers, tail};
-use crate::state::{self, Published, State};
+use crate::state::{self, State};
 
 /// Between two looks at /health while the nodes register.
+/// Between the end of the router's drain and its death.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
 /// Between the death of a child and its restart, doubled at every failure up to the second one.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
@@ -31,7 +33,7 @@ pub async fn run(config: Up) -> anyhow::Result<()> {
         // Dropped children are killed.
         () = stop.asked() => bail!("stopped before the cluster was ready"),
     };
-    let published = cluster.publish(&config.state)?;
+    let published = state::publish(&config.state, &cluster.state())?;
     cluster.announce()?;
     let outcome = tokio::select! {
         outcome = cluster.supervise() => outcome,
@@ -121,23 +123,38 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    fn publish(&self, path: &Path) -> anyhow::Result<Published> {
+    fn state(&self) -> State {
         let processes = self.members.iter().map(|member| (member.recipe.name.clone(), member.pid().unwrap_or(0)));
-        let state = State {
+        State {
             http: self.http.clone(),
             grpc: self.grpc.clone(),
             pid: std::process::id(),
             processes: processes.collect(),
             logs: self.config.logs.clone(),
-        };
-        state::publish(path, &state)
+        }
     }
 
     fn announce(&self) -> anyhow::Result<()> {
         for node in &self.members[1..] {
             print_node(node)?;
         }
+        self.warn_of_fallback()?;
         println!("ready http={} grpc={}", self.http, self.grpc);
+        Ok(())
+    }
+
+    /// The nodes warn, too, but into their logs.
+    fn warn_of_fallback(&self) -> anyhow::Result<()> {
+        let asked = self.config.node_args.windows(2).any(|pair| pair == ["--transport", "tcp"]);
+        let fallen = |node: &Member| anyhow::Ok(!node.ready.get("transport")?.starts_with("ucx/"));
+        if !asked && self.members[1..].iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
+            let line = "=".repeat(78);
+            eprintln!(
+                "{line}\n  WARNING: UCX is not in use: KV travels over plain TCP, several times slower.\n  \
+                 Why stands in {}.\n  Install UCX (Debian: apt install libucx0), or accept it with --transport tcp.\n{line}",
+                self.config.logs.display()
+            );
+        }
         Ok(())
     }
 
@@ -156,6 +173,7 @@ impl<'a> Cluster<'a> {
                         set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
                     }
                     self.members[index] = self.restart(&recipe).await?;
+                    state::write(&self.config.state, &self.state())?;
                 }
                 OnDeath::Report if index == 0 => bail!("the router is gone"),
                 OnDeath::Report => drop(self.members.remove(index)),
@@ -241,6 +259,11 @@ fn programs_dir() -> anyhow::Result<PathBuf> {
 fn router_recipe(config: &Up, programs: &Path) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
     args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
+    // It ends its streams with a word before `drain` kills it.
+    let drain = config.grace.saturating_sub(LAST_WORDS);
+    if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
+        args.extend(flags([("--drain-ms", &drain.as_millis().to_string())]));
+    }
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
     Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }
 }

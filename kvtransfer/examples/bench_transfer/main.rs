@@ -33,7 +33,7 @@ struct Args {
     #[arg(long, default_value_t = 128)]
     transfer_mib: usize,
     /// Measurements per cell; the median counts.
-    #[arg(long, default_value_t = 9)]
+    #[arg(long, default_value_t = 11)]
     samples: usize,
     /// Sizes of a range (= block) in KiB.
     #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1024, 4096, 16384])]
