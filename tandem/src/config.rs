@@ -479,7 +479,9 @@ mod tests {
             panic!("not `up`");
         };
         assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
-        assert_eq!(up.node_args, ["--kv-dtype", "f32", "--kv-blocks", "64", "--simulated"]);
+        let (flags, model) = up.node_args.split_at(5);
+        assert_eq!(flags, ["--kv-dtype", "f32", "--kv-blocks", "64", "--simulated"]);
+        assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
     }

@@ -191,6 +191,10 @@ async fn garbage_on_ucx_ports() -> anyhow::Result<()> {
         assert_eq!(node.listening_ports()?, named, "{}", node.name);
     }
     drop(cluster);
+    if !Path::new("/sys/class/net/lo").exists() {
+        println!("no /sys here: UCX finds no network device, its tcp profile is not tested");
+        return Ok(());
+    }
     let cluster = Cluster::start(Options {
         node_args: words("--threads 1 --kv-blocks 1024 --ucx-profile tcp"),
         ..Options::default()
