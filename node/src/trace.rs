@@ -81,6 +81,11 @@ impl Trace {
         }
     }
 
+    /// Forgets the innermost open phase: what it was opened for never took place.
+    pub fn discard(&mut self) {
+        self.open.pop();
+    }
+
     /// Closes all open phases, each with the error.
     pub fn fail(&mut self, message: &str) {
         let now = Instant::now();

@@ -35,13 +35,19 @@ impl Traces {
         // A client may send several requests under one trace: they share an entry.
         order.retain(|id| *id != trace_id);
         order.push_back(trace_id);
-        let entry = kept.entry(trace_id).or_default();
-        let room = MAX_SPANS.saturating_sub(entry.len());
-        entry.extend(spans.into_iter().filter(|span| span.trace_id == trace_id).take(room));
+        add(kept.entry(trace_id).or_default(), trace_id, spans);
         while order.len() > MAX_TRACES {
             if let Some(oldest) = order.pop_front() {
                 kept.remove(&oldest);
             }
+        }
+    }
+
+    /// Adds what became known after the end of a request, if its trace is still here. The last one stays the last one.
+    pub fn complete(&self, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
+        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entry) = ring.spans.get_mut(&trace_id) {
+            add(entry, trace_id, spans);
         }
     }
 
@@ -57,6 +63,11 @@ impl Traces {
         let spans: Vec<Value> = spans.into_iter().map(span_json).collect();
         Some(json!({ "trace_id": hex(&trace_id), "spans": spans }))
     }
+}
+
+fn add(entry: &mut Vec<v1::Span>, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
+    let room = MAX_SPANS.saturating_sub(entry.len());
+    entry.extend(spans.into_iter().filter(|span| span.trace_id == trace_id).take(room));
 }
 
 fn parse(digits: &str) -> Option<TraceId> {
@@ -126,6 +137,18 @@ mod tests {
             traces.finish(id(1), (0..200).map(|_| span(id(1), "a")));
         }
         assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
+    }
+
+    #[test]
+    fn late_spans_join_their_trace_and_change_no_order() {
+        let traces = Traces::default();
+        traces.finish(id(1), [span(id(1), "a")]);
+        traces.finish(id(2), [span(id(2), "a")]);
+        traces.complete(id(1), [span(id(1), "late"), span(id(2), "a stranger's")]);
+        traces.complete(id(3), [span(id(3), "forgotten")]);
+        assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
+        assert_eq!(traces.json("last").unwrap()["trace_id"], json!(hex(&id(2))));
+        assert!(traces.json(&hex(&id(3))).is_none());
     }
 
     #[test]

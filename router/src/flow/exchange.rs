@@ -53,6 +53,11 @@ impl Exchange {
         self.verified.is_none() || self.first
     }
 
+    /// Whether the prefill node can hand off: it has decode's ticket.
+    pub fn hands_off(&self) -> bool {
+        self.reserved
+    }
+
     /// Whether the prefill node has still something to do for this request. Its acknowledged delivery and decode's
     /// verification travel on two connections: whichever arrives first ends its part.
     pub fn needs_prefill(&self) -> bool {
