@@ -353,6 +353,19 @@ async fn a_stopped_answer_ends_well_at_any_point() {
 async fn a_reservation_that_nobody_needs_is_let_go() {
     let mut pair = Pair::start(Faults::default(), "").await;
     let spec = spec(&mut StdRng::seed_from_u64(8), 600, 1);
+    // Nothing was delivered to a prefill node whose token was the last one for the router alone.
+    let longer = RequestSpec { max_tokens: 5, ignore_eos: true, ..spec.clone() };
+    let (stopping, mut decode) = pair.open_stoppable_decode(&longer).await.unwrap();
+    let (commands, mut prefill) = pair.open_prefill(&longer).await.unwrap();
+    ticket(&mut decode).await.unwrap();
+    first_token(&mut prefill).await.unwrap();
+    commands.send(PrefillCommand { command: Some(PrefillCommandKind::Stop(v1::PrefillStop {})) }).await.unwrap();
+    stopping.send(stop(true)).await.unwrap();
+    collect(&mut decode, &mut Answer::default()).await.unwrap();
+    match prefill.message().await.unwrap().and_then(|event| event.event) {
+        Some(PrefillEventKind::Delivered(delivered)) => assert!(delivered.spans.iter().all(|s| s.error.is_empty())),
+        other => panic!("expected delivered, got {other:?}"),
+    }
     // With a ticket the prefill node cancels the hand-off itself, before or after the router's word.
     for (ticket_is_delivered, word_is_late) in [(false, false), (true, false), (true, true)] {
         let (stopping, mut decode) = pair.open_stoppable_decode(&spec).await.unwrap();
@@ -366,7 +379,7 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
             while prefill.message().await.unwrap().is_some() {}
             let released = || pair.decode.transport.counters().released_handoffs.load(Relaxed);
             let seen = async {
-                while released() < 3 {
+                while released() < 4 {
                     tokio::task::yield_now().await;
                 }
             };
@@ -379,9 +392,9 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
         assert_eq!(names, [("kv.reserve", "")], "there was no transfer");
         pair.all_blocks_back().await;
     }
-    pair.every_call_ended_well(3).await;
+    pair.every_call_ended_well(4).await;
     let counters = pair.decode.transport.counters();
-    assert_eq!((counters.released_handoffs.load(Relaxed), counters.aborted_handoffs.load(Relaxed)), (3, 0));
+    assert_eq!((counters.released_handoffs.load(Relaxed), counters.aborted_handoffs.load(Relaxed)), (4, 0));
     assert!(counters.refused().all(|(_, count)| count == 0));
 }
 

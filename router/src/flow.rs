@@ -236,6 +236,9 @@ impl Run {
                     self.verified();
                     if let Some(reason) = stopped.or(finished) {
                         decode.stop(finished.is_some() || !self.exchange.hands_off());
+                        if !self.exchange.hands_off() {
+                            prefill.stop();
+                        }
                         self.complete();
                         if finished.is_some() {
                             self.last_spans(&mut prefill).await;

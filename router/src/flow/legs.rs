@@ -45,9 +45,16 @@ impl PrefillLeg {
 
     /// Hands decode's ticket over. A call that has ended says so in its events.
     pub fn deliver(&self, ticket: Vec<u8>) {
-        let deliver = v1::Deliver { ticket };
-        let _ =
-            self.commands.try_send(v1::PrefillCommand { command: Some(prefill_command::Command::Deliver(deliver)) });
+        self.say(prefill_command::Command::Deliver(v1::Deliver { ticket }));
+    }
+
+    /// There will be no ticket: the answer is complete.
+    pub fn stop(&self) {
+        self.say(prefill_command::Command::Stop(v1::PrefillStop {}));
+    }
+
+    fn say(&self, command: prefill_command::Command) {
+        let _ = self.commands.try_send(v1::PrefillCommand { command: Some(command) });
     }
 }
 

@@ -230,6 +230,23 @@ async fn a_stop_string_ends_the_answer_and_the_nodes_still_report() {
 }
 
 #[tokio::test]
+async fn a_stop_at_the_first_token_is_no_hand_off_if_none_was_reserved() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(GenerationRequest { stop: vec!["a".into()], ..request() }).unwrap();
+    let (mut prefill, spec, mut decode, _) = cluster.legs().await;
+    prefill.send(first_token(id('a'), None)).await;
+    assert_eq!(stopped(&mut decode).await, v1::DecodeStop { no_handoff: true });
+    let command = prefill.commands.message().await.unwrap().unwrap().command;
+    assert_eq!(command, Some(v1::prefill_command::Command::Stop(v1::PrefillStop {})));
+    assert!(read(stream).await.2.is_ok());
+    prefill.send(delivered(vec![node_span(&spec.traceparent, "prefill")])).await;
+    decode.send(finished(Stop, vec![])).await;
+    prefill.cancelled().await;
+    let trace = cluster.service.trace_json("last").unwrap();
+    assert!(spans(&trace).all(|span| span["error"] == ""), "{trace}");
+}
+
+#[tokio::test]
 async fn a_stopped_node_that_says_nothing_is_cancelled() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let stream = cluster.service.generate(GenerationRequest { stop: vec!["b".into()], ..request() }).unwrap();
