@@ -93,7 +93,7 @@ impl Generate<'_> {
         trace.attr("tandem.kv.blocks", lease.blocks().len());
         trace.close(granted);
         // Until the seal tells the real parent and start.
-        trace.open("kv.transfer", Kind::Consumer, route, granted);
+        let transfer = trace.open("kv.transfer", Kind::Consumer, route, granted);
         self.send(Event::Reserved(Reserved { blocks: ticket.blocks, ticket: ticket.encode_to_vec() })).await?;
         let Some(received) = self.receive(incoming, granted, stop, trace).await? else {
             trace.discard();
@@ -101,7 +101,7 @@ impl Generate<'_> {
         };
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
-        self.send(Event::Verified(received.event(self.node))).await?;
+        self.send(Event::Verified(received.event(self.node, transfer))).await?;
         let first_token = received.verified.seal.first_token;
         if let Some(reason) = self.request.finished_by(first_token) {
             return self.finish(reason, verified_at, trace).await;

@@ -91,14 +91,15 @@ impl Received {
         self.verified.bytes as f64 / self.copy().as_nanos().max(1) as f64
     }
 
-    /// What the router is told.
-    pub fn event(&self, node: &Node) -> v1::Verified {
+    /// What the router is told; `span` is that of the copy.
+    pub fn event(&self, node: &Node, span: TraceContext) -> v1::Verified {
         v1::Verified {
             bytes: self.verified.bytes,
             blocks: self.verified.blocks,
             transfer_ms: self.copy().as_secs_f64() * 1e3,
             verify_ms: self.verify().as_secs_f64() * 1e3,
             transport: node.transport.info().name,
+            span_id: span.span_id.to_vec(),
         }
     }
 }

@@ -256,8 +256,10 @@ async fn the_spans_are_one_tree() {
     }
     assert_eq!(answer.span("prefill.queue").end_unix_ns, answer.span("prefill.forward").start_unix_ns);
     assert!(answer.span("prefill.forward").events.len() >= 2, "a chunk a step");
+    let transfer_id = answer.span("kv.transfer").span_id.clone();
     let verified = answer.verified.unwrap();
     assert_eq!((verified.blocks, verified.bytes), (38, 38 * 4096));
+    assert_eq!(verified.span_id, transfer_id);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

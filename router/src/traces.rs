@@ -79,6 +79,7 @@ fn span_json(span: &v1::Span) -> Value {
     let events = span.events.iter().map(|event| {
         json!({ "name": event.name, "unix_ns": event.unix_ns, "attributes": attributes_json(&event.attributes) })
     });
+    let links = span.links.iter().map(|link| json!({ "trace_id": hex(&link.trace_id), "span_id": hex(&link.span_id) }));
     json!({
         "name": span.name,
         "kind": span.kind,
@@ -90,6 +91,7 @@ fn span_json(span: &v1::Span) -> Value {
         "end_unix_ns": span.end_unix_ns,
         "attributes": attributes_json(&span.attributes),
         "events": events.collect::<Vec<_>>(),
+        "links": links.collect::<Vec<_>>(),
         "error": span.error,
     })
 }

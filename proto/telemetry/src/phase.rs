@@ -86,6 +86,12 @@ impl Phase {
         self
     }
 
+    /// Points to a span that belongs to it without being its parent or child.
+    pub fn link(mut self, to: TraceContext) -> Self {
+        self.span.links.push(v1::SpanLink { trace_id: to.trace_id.to_vec(), span_id: to.span_id.to_vec() });
+        self
+    }
+
     /// Makes it a child of `parent`, in that span's trace.
     pub fn child_of(mut self, parent: TraceContext) -> Self {
         self.span.trace_id = parent.trace_id.to_vec();

@@ -40,6 +40,7 @@ fn span(number: u64) -> v1::Span {
         .attr("bytes", 4096_u64)
         .attr("transport", "mem")
         .event("landed", start, [("index", Value::from(number))])
+        .link(TraceContext { span_id: [8; 8], ..context })
         .error("cut")
         .end("tandem-decode", "d0", start, start + Duration::from_millis(3))
 }
@@ -60,6 +61,8 @@ async fn a_span_arrives_whole() {
     assert_eq!((got.start_time_unix_nano, got.end_time_unix_nano), (sent.start_unix_ns, sent.end_unix_ns));
     assert_eq!((got.name.as_str(), got.kind), ("kv.transfer", 5));
     assert_eq!((got.attributes.len(), got.events.len()), (2, 1));
+    let linked: Vec<_> = got.links.iter().map(|link| (link.trace_id.clone(), link.span_id.clone())).collect();
+    assert_eq!(linked, [(vec![7; 16], vec![8; 8])]);
     assert_eq!(got.status.as_ref().unwrap().message, "cut");
     assert_eq!(exporter.dropped(), 0);
 }

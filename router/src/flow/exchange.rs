@@ -158,7 +158,8 @@ pub(super) mod tests {
 
     pub fn verified() -> v1::DecodeEvent {
         let transport = "mem".to_owned();
-        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport };
+        let span_id = vec![8; 8];
+        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport, span_id };
         decode(decode_event::Event::Verified(verified))
     }
 

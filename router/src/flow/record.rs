@@ -168,8 +168,16 @@ impl Record {
             (Phase::Decode, Some(chosen), _) => span
                 .attr("tandem.decode.instance", chosen.decode.as_str())
                 .attr("tandem.tokens", self.tokens.len().saturating_sub(1)),
-            (Phase::Transfer, _, Some(kv)) => with_kv(span, kv),
+            (Phase::Transfer, _, Some(kv)) => self.with_copy(with_kv(span, kv), kv),
             _ => span,
+        }
+    }
+
+    /// The exposed tail points to the whole copy, decode's span.
+    fn with_copy(&self, span: SpanBuilder, kv: &v1::Verified) -> SpanBuilder {
+        match kv.span_id.as_slice().try_into() {
+            Ok(span_id) => span.link(TraceContext { span_id, ..self.identities.root }),
+            Err(_) => span,
         }
     }
 

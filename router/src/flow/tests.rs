@@ -101,6 +101,8 @@ async fn a_good_request_and_its_trace() {
 
     let trace = cluster.service.trace_json(&trace_id).unwrap();
     check_contiguous(&trace);
+    let transfer = spans(&trace).find(|span| span["name"] == "transfer").unwrap();
+    assert_eq!(transfer["links"], serde_json::json!([{ "trace_id": trace_id, "span_id": "08".repeat(8) }]));
     for (name, parent) in [("prefill", &spec.traceparent), ("decode", &decode_parent)] {
         let of_node = spans(&trace).find(|s| s["service"] == "tandem-node" && s["name"] == name).unwrap();
         assert_eq!(of_node["parent_span_id"], parent[36..52], "{name}");
