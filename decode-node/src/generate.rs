@@ -20,6 +20,9 @@ use crate::service::Stop;
 /// A sender lets go of a hand-off that nobody needs; the router, which knows, says so over another connection.
 const ROUTERS_WORD: Duration = Duration::from_secs(1);
 
+/// A reader at 100 ms a token, the router's measure of smoothness, notices a longer gap.
+const STALL: Duration = Duration::from_millis(100);
+
 /// Serves one call of `Decode.Generate` until its last event.
 ///
 /// # Errors
@@ -155,7 +158,7 @@ impl Generate<'_> {
         trace.attr("tandem.request_id", self.request.id.as_str());
         trace.open("decode.queue", Kind::Internal, server, start);
         let mut sequence = self.node.engine.submit(sequence)?;
-        let mut tokens = 0_u32;
+        let (mut tokens, mut last) = (0_u32, start);
         loop {
             let event = tokio::select! {
                 biased;
@@ -176,8 +179,11 @@ impl Generate<'_> {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
-                    tokens += 1;
+                    stalled(trace, "engine", last, at);
+                    (tokens, last) = (tokens + 1, at);
+                    let sending = Instant::now();
                     self.send(Event::Token(Token { token_id: id, logprob })).await?;
+                    stalled(trace, "reader", sending, Instant::now());
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
@@ -196,6 +202,15 @@ impl Generate<'_> {
 
     async fn send(&self, event: Event) -> Result<(), Error> {
         self.events.send(DecodeEvent { event: Some(event) }).await
+    }
+}
+
+/// Notes a gap between tokens that a reader notices. `cause` is who made it: the engine that computed no step for this
+/// sequence, or a reader who took no token.
+fn stalled(trace: &mut Trace, cause: &'static str, from: Instant, to: Instant) {
+    let gap = to.saturating_duration_since(from);
+    if gap > STALL {
+        trace.event("stall", to, [("gap_ms", (gap.as_secs_f64() * 1e3).into()), ("cause", cause.into())]);
     }
 }
 

@@ -71,7 +71,10 @@ pub async fn receive(
     trace.attr("tandem.kv.gbps", received.gbps());
     trace.attr("tandem.kv.transport", node.transport.info().name);
     trace.attr("tandem.kv.verify_ms", received.verify().as_secs_f64() * 1e3);
-    trace.event("landed", received.verified.last_arrival, []);
+    let landed =
+        [("tandem.kv.blocks", received.verified.blocks.into()), ("tandem.kv.bytes", received.verified.bytes.into())];
+    // All layers of all blocks arrive as one group.
+    trace.event("layer_group.landed", received.verified.last_arrival, landed);
     Ok(received)
 }
 

@@ -254,12 +254,28 @@ async fn the_spans_are_one_tree() {
     for key in ["bytes", "blocks", "gbps", "transport", "verify_ms"] {
         assert!(transfer.contains(&format!("tandem.kv.{key}").as_str()), "{transfer:?}");
     }
+    let landed = &answer.span("kv.transfer").events[0];
+    assert_eq!((landed.name.as_str(), landed.attributes.len()), ("layer_group.landed", 2));
     assert_eq!(answer.span("prefill.queue").end_unix_ns, answer.span("prefill.forward").start_unix_ns);
     assert!(answer.span("prefill.forward").events.len() >= 2, "a chunk a step");
     let transfer_id = answer.span("kv.transfer").span_id.clone();
     let verified = answer.verified.unwrap();
     assert_eq!((verified.blocks, verified.bytes), (38, 38 * 4096));
     assert_eq!(verified.span_id, transfer_id);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gap_that_a_reader_notices_is_in_the_trace() {
+    let mut pair = Pair::start(Faults::default(), "--simulated-step-us 120000").await;
+    let spec = RequestSpec { ignore_eos: true, ..spec(&mut StdRng::seed_from_u64(9), 20, 3) };
+    let answer = pair.run(&spec).await.unwrap();
+    let stalls: Vec<_> = answer.span("decode").events.iter().filter(|event| event.name == "stall").collect();
+    assert_eq!(stalls.len(), 2, "each of the two tokens after the first");
+    for stall in stalls {
+        let of = |key: &str| stall.attributes.iter().find(|a| a.key == key).and_then(|a| a.value.clone());
+        assert!(matches!(of("gap_ms"), Some(v1::attribute::Value::Number(ms)) if ms > 100.0), "{stall:?}");
+        assert_eq!(of("cause"), Some(v1::attribute::Value::Text("engine".into())));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -100,6 +100,7 @@ fn attributes_json(attributes: &[v1::Attribute]) -> Value {
     let pairs = attributes.iter().filter_map(|attribute| {
         let value = match attribute.value.as_ref()? {
             attribute::Value::Text(text) => json!(text),
+            attribute::Value::Texts(list) => json!(list.items),
             attribute::Value::Integer(integer) => json!(integer),
             attribute::Value::Number(number) => json!(number),
             attribute::Value::Flag(flag) => json!(flag),

@@ -2,7 +2,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use opentelemetry::trace::{Event, Link, SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
-use opentelemetry::{InstrumentationScope, KeyValue, Value};
+use opentelemetry::{InstrumentationScope, KeyValue, StringValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use tandem_proto::v1;
 
@@ -57,6 +57,9 @@ fn attributes(attributes: Vec<v1::Attribute>) -> Vec<KeyValue> {
 fn value(value: v1::attribute::Value) -> Value {
     match value {
         v1::attribute::Value::Text(text) => Value::String(text.into()),
+        v1::attribute::Value::Texts(list) => {
+            Value::Array(list.items.into_iter().map(StringValue::from).collect::<Vec<_>>().into())
+        }
         v1::attribute::Value::Integer(integer) => Value::I64(integer),
         v1::attribute::Value::Number(number) => Value::F64(number),
         v1::attribute::Value::Flag(flag) => Value::Bool(flag),

@@ -39,6 +39,8 @@ impl Kind {
 pub enum Value {
     /// A string.
     Text(String),
+    /// Several strings, where the conventions ask for a list.
+    Texts(Vec<String>),
     /// A whole number; larger ones than `i64` holds are capped.
     Integer(i64),
     /// A real number.
@@ -130,6 +132,7 @@ fn attribute(key: String, value: Value) -> v1::Attribute {
     use v1::attribute::Value as Wire;
     let value = match value {
         Value::Text(text) => Wire::Text(text),
+        Value::Texts(items) => Wire::Texts(v1::TextList { items }),
         Value::Integer(integer) => Wire::Integer(integer),
         Value::Number(number) => Wire::Number(number),
         Value::Flag(flag) => Wire::Flag(flag),
@@ -145,6 +148,11 @@ impl From<&str> for Value {
 impl From<String> for Value {
     fn from(text: String) -> Self {
         Self::Text(text)
+    }
+}
+impl From<Vec<String>> for Value {
+    fn from(texts: Vec<String>) -> Self {
+        Self::Texts(texts)
     }
 }
 impl From<f64> for Value {

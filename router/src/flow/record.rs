@@ -225,7 +225,7 @@ impl Record {
             .attr("gen_ai.latency.time_in_model_prefill", self.timeline.length(Phase::Prefill).as_secs_f64())
             .attr("gen_ai.latency.time_in_model_decode", self.timeline.length(Phase::Decode).as_secs_f64());
         match outcome {
-            Ok(reason) => span.attr("gen_ai.response.finish_reasons", reason_text(reason)),
+            Ok(reason) => span.attr("gen_ai.response.finish_reasons", vec![reason_text(reason).to_owned()]),
             Err(_) => span,
         }
     }

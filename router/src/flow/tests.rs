@@ -101,6 +101,8 @@ async fn a_good_request_and_its_trace() {
 
     let trace = cluster.service.trace_json(&trace_id).unwrap();
     check_contiguous(&trace);
+    let root = spans(&trace).find(|span| span["name"] == "chat fake").unwrap();
+    assert_eq!(root["attributes"]["gen_ai.response.finish_reasons"], serde_json::json!(["stop"]));
     let transfer = spans(&trace).find(|span| span["name"] == "transfer").unwrap();
     assert_eq!(transfer["links"], serde_json::json!([{ "trace_id": trace_id, "span_id": "08".repeat(8) }]));
     for (name, parent) in [("prefill", &spec.traceparent), ("decode", &decode_parent)] {
