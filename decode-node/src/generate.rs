@@ -1,10 +1,11 @@
 //! The way of one request through a decode node. Everything that a request holds lives in its future: dropping that at
-//! any point cancels the hand-off, ends the sequence and returns the blocks.
+//! any point cancels the hand-off, ends the sequence and returns the blocks. A `stop` ends it well at any point.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use prost::Message;
 use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest};
+use tandem_kvtransfer::Incoming;
 use tandem_node::call::Events;
 use tandem_node::request::{context, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
@@ -13,7 +14,14 @@ use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, RequestSpec, Re
 use tandem_proto::{Error, ErrorKind, Incarnation};
 use tandem_telemetry::Kind;
 
-use crate::handoff;
+use crate::handoff::{self, Received};
+use crate::service::Stop;
+
+/// A sender lets go of a hand-off that nobody needs; the router, which knows, says so over another connection.
+const ROUTERS_WORD: Duration = Duration::from_secs(1);
+
+/// A reader at 100 ms a token, the router's measure of smoothness, notices a longer gap.
+const STALL: Duration = Duration::from_millis(100);
 
 /// Serves one call of `Decode.Generate` until its last event.
 ///
@@ -24,6 +32,7 @@ pub async fn disaggregated(
     start: DecodeStart,
     lease: Duration,
     events: Events<DecodeEvent>,
+    mut stop: Stop,
 ) -> Result<(), Error> {
     let accepted = Instant::now();
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
@@ -31,7 +40,7 @@ pub async fn disaggregated(
     let mut trace = node.trace();
     let generate = Generate { node: &node, request: &request, events: &events };
     let grant = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease, accepted };
-    let running = generate.disaggregated(grant, &start.route_traceparent, &mut trace);
+    let running = generate.disaggregated(grant, &start.route_traceparent, &mut stop, &mut trace);
     let result = until_deadline(request.deadline, running).await;
     if let Err(error) = &result {
         trace.fail(&error.message);
@@ -68,32 +77,66 @@ struct GrantTerms {
 }
 
 impl Generate<'_> {
-    async fn disaggregated(&self, terms: GrantTerms, route: &str, trace: &mut Trace) -> Result<(), Error> {
+    async fn disaggregated(
+        &self,
+        terms: GrantTerms,
+        route: &str,
+        stop: &mut Stop,
+        trace: &mut Trace,
+    ) -> Result<(), Error> {
         let route = if route.is_empty() { self.request.parent } else { context(route) };
         trace.open("kv.reserve", Kind::Internal, route, terms.accepted);
-        let lease = self.reserve().await?;
+        let lease = tokio::select! {
+            biased;
+            lease = self.reserve() => lease?,
+            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, Instant::now(), trace).await,
+        };
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
         let (ticket, granted) = (incoming.ticket(), Instant::now());
         trace.attr("tandem.kv.blocks", lease.blocks().len());
         trace.close(granted);
         // Until the seal tells the real parent and start.
-        trace.open("kv.transfer", Kind::Consumer, route, granted);
+        let transfer = trace.open("kv.transfer", Kind::Consumer, route, granted);
         self.send(Event::Reserved(Reserved { blocks: ticket.blocks, ticket: ticket.encode_to_vec() })).await?;
-        let received = handoff::receive(self.node, self.request, incoming, granted, trace).await?;
+        let Some(received) = self.receive(incoming, granted, stop, trace).await? else {
+            trace.discard();
+            return self.finish(v1::FinishReason::Stop, Instant::now(), trace).await;
+        };
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
-        self.send(Event::Verified(received.event(self.node))).await?;
+        self.send(Event::Verified(received.event(self.node, transfer))).await?;
         let first_token = received.verified.seal.first_token;
         if let Some(reason) = self.request.finished_by(first_token) {
-            let spans = trace.finish(verified_at);
-            return self.send(Event::Finished(Finished { reason: reason.into(), spans })).await;
+            return self.finish(reason, verified_at, trace).await;
         }
-        self.decode(self.request.after_first(first_token, lease), verified_at, trace).await
+        self.decode(self.request.after_first(first_token, lease), verified_at, stop, trace).await
+    }
+
+    /// The prompt's KV; `None` when the answer is over without it.
+    async fn receive(
+        &self,
+        incoming: Incoming,
+        granted: Instant,
+        stop: &mut Stop,
+        trace: &mut Trace,
+    ) -> Result<Option<Received>, Error> {
+        let received = tokio::select! {
+            biased;
+            received = handoff::receive(self.node, self.request, incoming, granted, trace) => received,
+            () = stop.without_handoff() => return Ok(None),
+        };
+        match received {
+            Err(error) if error.kind == ErrorKind::Cancelled => {
+                let stopped = tokio::time::timeout(ROUTERS_WORD, stop.said()).await;
+                stopped.map(|_| None).map_err(|_| error)
+            }
+            received => received.map(Some),
+        }
     }
 
     async fn local(&self, accepted: Instant, trace: &mut Trace) -> Result<(), Error> {
         let lease = self.reserve().await?;
-        self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, trace).await
+        self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, &mut Stop::never(), trace).await
     }
 
     /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks.
@@ -104,13 +147,31 @@ impl Generate<'_> {
     }
 
     /// Runs the sequence and sends its tokens, one message a step.
-    async fn decode(&self, sequence: SequenceRequest, start: Instant, trace: &mut Trace) -> Result<(), Error> {
+    async fn decode(
+        &self,
+        sequence: SequenceRequest,
+        start: Instant,
+        stop: &mut Stop,
+        trace: &mut Trace,
+    ) -> Result<(), Error> {
         let server = trace.open("decode", Kind::Server, self.request.parent, start);
         trace.attr("tandem.request_id", self.request.id.as_str());
         trace.open("decode.queue", Kind::Internal, server, start);
         let mut sequence = self.node.engine.submit(sequence)?;
-        let mut tokens = 0_u32;
-        while let Some(event) = sequence.next().await {
+        let (mut tokens, mut last) = (0_u32, start);
+        loop {
+            let event = tokio::select! {
+                biased;
+                _ = stop.said() => {
+                    // The engine's next step is without it.
+                    drop(sequence);
+                    let now = Instant::now();
+                    trace.event("stopped", now, [("tokens", tokens.into())]);
+                    return self.finish(v1::FinishReason::Stop, now, trace).await;
+                }
+                event = sequence.next() => event,
+            };
+            let Some(event) = event else { break };
             match event {
                 SequenceEvent::Started { at } => trace.close(at),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
@@ -118,13 +179,15 @@ impl Generate<'_> {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
-                    tokens += 1;
+                    stalled(trace, "engine", last, at);
+                    (tokens, last) = (tokens + 1, at);
+                    let sending = Instant::now();
                     self.send(Event::Token(Token { token_id: id, logprob })).await?;
+                    stalled(trace, "reader", sending, Instant::now());
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
-                    let spans = trace.finish(at);
-                    return self.send(Event::Finished(Finished { reason: wire(reason).into(), spans })).await;
+                    return self.finish(wire(reason), at, trace).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),
             }
@@ -132,8 +195,22 @@ impl Generate<'_> {
         Err(Error::new(ErrorKind::Internal, "the engine ended the sequence without a reason"))
     }
 
+    async fn finish(&self, reason: v1::FinishReason, at: Instant, trace: &mut Trace) -> Result<(), Error> {
+        let spans = trace.finish(at);
+        self.send(Event::Finished(Finished { reason: reason.into(), spans })).await
+    }
+
     async fn send(&self, event: Event) -> Result<(), Error> {
         self.events.send(DecodeEvent { event: Some(event) }).await
+    }
+}
+
+/// Notes a gap between tokens that a reader notices. `cause` is who made it: the engine that computed no step for this
+/// sequence, or a reader who took no token.
+fn stalled(trace: &mut Trace, cause: &'static str, from: Instant, to: Instant) {
+    let gap = to.saturating_duration_since(from);
+    if gap > STALL {
+        trace.event("stall", to, [("gap_ms", (gap.as_secs_f64() * 1e3).into()), ("cause", cause.into())]);
     }
 }
 

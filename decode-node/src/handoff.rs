@@ -71,7 +71,10 @@ pub async fn receive(
     trace.attr("tandem.kv.gbps", received.gbps());
     trace.attr("tandem.kv.transport", node.transport.info().name);
     trace.attr("tandem.kv.verify_ms", received.verify().as_secs_f64() * 1e3);
-    trace.event("landed", received.verified.last_arrival, []);
+    let landed =
+        [("tandem.kv.blocks", received.verified.blocks.into()), ("tandem.kv.bytes", received.verified.bytes.into())];
+    // All layers of all blocks arrive as one group.
+    trace.event("layer_group.landed", received.verified.last_arrival, landed);
     Ok(received)
 }
 
@@ -91,14 +94,15 @@ impl Received {
         self.verified.bytes as f64 / self.copy().as_nanos().max(1) as f64
     }
 
-    /// What the router is told.
-    pub fn event(&self, node: &Node) -> v1::Verified {
+    /// What the router is told; `span` is that of the copy.
+    pub fn event(&self, node: &Node, span: TraceContext) -> v1::Verified {
         v1::Verified {
             bytes: self.verified.bytes,
             blocks: self.verified.blocks,
             transfer_ms: self.copy().as_secs_f64() * 1e3,
             verify_ms: self.verify().as_secs_f64() * 1e3,
             transport: node.transport.info().name,
+            span_id: span.span_id.to_vec(),
         }
     }
 }

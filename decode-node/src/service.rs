@@ -6,7 +6,7 @@ use tandem_node::Node;
 use tandem_node::call::{self, EventStream};
 use tandem_proto::v1::decode_command::Command;
 use tandem_proto::v1::decode_server::{self, DecodeServer};
-use tandem_proto::v1::{DecodeCommand, DecodeEvent, DecodeStart, RequestSpec};
+use tandem_proto::v1::{DecodeCommand, DecodeEvent, DecodeStart, DecodeStop, RequestSpec};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tonic::server::NamedService;
 use tonic::service::Routes;
@@ -45,7 +45,7 @@ impl decode_server::Decode for DecodeService {
         let (node, lease, mut commands) = (self.node.clone(), self.lease, request.into_inner());
         Ok(Response::new(call::spawn(call, |events| async move {
             let start = start(&mut commands).await?;
-            generate::disaggregated(node, start, lease, events).await
+            generate::disaggregated(node, start, lease, events, Stop::from_router(commands)).await
         })))
     }
 
@@ -62,6 +62,47 @@ async fn start(commands: &mut Streaming<DecodeCommand>) -> Result<DecodeStart, E
     let message = message.map_err(|_| invalid("the call said nothing"))??;
     match message.and_then(|message| message.command) {
         Some(Command::Start(start)) => Ok(start),
-        None => Err(invalid("the first message of a call must be `start`")),
+        Some(Command::Stop(_)) | None => Err(invalid("the first message of a call must be `start`")),
+    }
+}
+
+/// The router's word that the answer is complete without more tokens.
+pub struct Stop {
+    /// `None`: nothing more is coming.
+    commands: Option<Streaming<DecodeCommand>>,
+    said: Option<DecodeStop>,
+}
+
+impl Stop {
+    fn from_router(commands: Streaming<DecodeCommand>) -> Self {
+        Self { commands: Some(commands), said: None }
+    }
+
+    /// For calls that cannot be stopped, only cancelled.
+    pub fn never() -> Self {
+        Self { commands: None, said: None }
+    }
+
+    /// Ready once it was said, and from then on. A router that closes its side has not said it. Cancel-safe.
+    pub async fn said(&mut self) -> DecodeStop {
+        loop {
+            if let Some(stop) = self.said {
+                return stop;
+            }
+            let Some(commands) = &mut self.commands else { return std::future::pending().await };
+            match commands.message().await {
+                Ok(Some(DecodeCommand { command: Some(Command::Stop(stop)) })) => self.said = Some(stop),
+                Ok(Some(_)) => {}
+                // The end of the call itself is seen where its events go.
+                Ok(None) | Err(_) => self.commands = None,
+            }
+        }
+    }
+
+    /// Ready once it was said that no KV will come either. Cancel-safe.
+    pub async fn without_handoff(&mut self) {
+        if !self.said().await.no_handoff {
+            std::future::pending().await
+        }
     }
 }

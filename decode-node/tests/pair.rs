@@ -1,6 +1,7 @@
 //! A prefill and a decode node in one process, simulated model, hand-offs over tcp, driven by gRPC as the router does.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use clap::Parser;
@@ -50,13 +51,25 @@ impl Pair {
     }
 
     async fn open_decode(&mut self, spec: &RequestSpec) -> Result<Streaming<DecodeEvent>, Status> {
+        Ok(self.to_decode.generate(tokio_stream::iter([self.start_decode(spec)])).await?.into_inner())
+    }
+
+    async fn open_stoppable_decode(
+        &mut self,
+        spec: &RequestSpec,
+    ) -> Result<(mpsc::Sender<DecodeCommand>, Streaming<DecodeEvent>), Status> {
+        let (commands, outbox) = mpsc::channel(2);
+        commands.send(self.start_decode(spec)).await.unwrap();
+        Ok((commands, self.to_decode.generate(ReceiverStream::new(outbox)).await?.into_inner()))
+    }
+
+    fn start_decode(&self, spec: &RequestSpec) -> DecodeCommand {
         let start = DecodeStart {
             spec: Some(spec.clone()),
             prefill_incarnation: self.prefill.incarnation.0,
             route_traceparent: TRACEPARENT.to_owned(),
         };
-        let start = DecodeCommand { command: Some(DecodeCommandKind::Start(start)) };
-        Ok(self.to_decode.generate(tokio_stream::iter([start])).await?.into_inner())
+        DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }
     }
 
     async fn open_prefill(
@@ -97,6 +110,20 @@ impl Pair {
         let mut answer = Answer::default();
         collect(&mut stream, &mut answer).await?;
         Ok(answer)
+    }
+
+    /// Ready when both nodes have counted so many good calls; any other end is a failure.
+    async fn every_call_ended_well(&self, calls: u64) {
+        for node in [&self.prefill, &self.decode] {
+            let counted = || node.work.outcomes().filter(|(_, count)| *count > 0).collect::<Vec<_>>();
+            let all = async {
+                while node.work.in_flight() > 0 {
+                    tokio::task::yield_now().await;
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(5), all).await.unwrap();
+            assert_eq!(counted(), [("ok", calls)], "{}", node.node_id);
+        }
     }
 
     /// Ready when every block of both nodes is free again.
@@ -148,6 +175,10 @@ async fn first_token(prefill: &mut Streaming<PrefillEvent>) -> Result<v1::FirstT
         Some(PrefillEventKind::FirstToken(first)) => Ok(first),
         other => panic!("expected a first token, got {other:?}"),
     }
+}
+
+fn stop(no_handoff: bool) -> DecodeCommand {
+    DecodeCommand { command: Some(DecodeCommandKind::Stop(v1::DecodeStop { no_handoff })) }
 }
 
 fn deliver(ticket: Vec<u8>) -> PrefillCommand {
@@ -223,10 +254,28 @@ async fn the_spans_are_one_tree() {
     for key in ["bytes", "blocks", "gbps", "transport", "verify_ms"] {
         assert!(transfer.contains(&format!("tandem.kv.{key}").as_str()), "{transfer:?}");
     }
+    let landed = &answer.span("kv.transfer").events[0];
+    assert_eq!((landed.name.as_str(), landed.attributes.len()), ("layer_group.landed", 2));
     assert_eq!(answer.span("prefill.queue").end_unix_ns, answer.span("prefill.forward").start_unix_ns);
     assert!(answer.span("prefill.forward").events.len() >= 2, "a chunk a step");
+    let transfer_id = answer.span("kv.transfer").span_id.clone();
     let verified = answer.verified.unwrap();
     assert_eq!((verified.blocks, verified.bytes), (38, 38 * 4096));
+    assert_eq!(verified.span_id, transfer_id);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gap_that_a_reader_notices_is_in_the_trace() {
+    let mut pair = Pair::start(Faults::default(), "--simulated-step-us 120000").await;
+    let spec = RequestSpec { ignore_eos: true, ..spec(&mut StdRng::seed_from_u64(9), 20, 3) };
+    let answer = pair.run(&spec).await.unwrap();
+    let stalls: Vec<_> = answer.span("decode").events.iter().filter(|event| event.name == "stall").collect();
+    assert_eq!(stalls.len(), 2, "each of the two tokens after the first");
+    for stall in stalls {
+        let of = |key: &str| stall.attributes.iter().find(|a| a.key == key).and_then(|a| a.value.clone());
+        assert!(matches!(of("gap_ms"), Some(v1::attribute::Value::Number(ms)) if ms > 100.0), "{stall:?}");
+        assert_eq!(of("cause"), Some(v1::attribute::Value::Text("engine".into())));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -280,6 +329,91 @@ async fn a_client_that_goes_leaves_nothing_behind() {
     // And the pair still works.
     let short = RequestSpec { max_tokens: 5, ..spec.clone() };
     assert_eq!(pair.run(&short).await.unwrap().tokens, pair.local(&short).await.unwrap().tokens);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stopped_answer_ends_well_at_any_point() {
+    let mut pair = Pair::start(Faults::default(), "--simulated-step-us 2000").await;
+    let spec = RequestSpec { ignore_eos: true, ..spec(&mut StdRng::seed_from_u64(7), 600, 2000) };
+    for tokens in [0, 1, 5] {
+        let (stopping, mut decode) = pair.open_stoppable_decode(&spec).await.unwrap();
+        let ticket = ticket(&mut decode).await.unwrap();
+        let (commands, mut prefill) = pair.open_prefill(&spec).await.unwrap();
+        commands.send(deliver(ticket)).await.unwrap();
+        first_token(&mut prefill).await.unwrap();
+        if tokens > 0 {
+            // The first one is the verification.
+            for _ in 0..=tokens {
+                assert!(decode.message().await.unwrap().is_some());
+            }
+        }
+        stopping.send(stop(false)).await.unwrap();
+        let mut answer = Answer::default();
+        tokio::time::timeout(Duration::from_secs(5), collect(&mut decode, &mut answer)).await.unwrap().unwrap();
+        assert_eq!(answer.reason, i32::from(v1::FinishReason::Stop));
+        assert!(answer.tokens.len() < 500, "{} more tokens", answer.tokens.len());
+        for name in ["kv.reserve", "kv.transfer", "decode"] {
+            assert_eq!(answer.span(name).error, "", "{name}");
+        }
+        assert!(matches!(
+            prefill.message().await.unwrap().and_then(|event| event.event),
+            Some(PrefillEventKind::Delivered(_))
+        ));
+        pair.all_blocks_back().await;
+    }
+    pair.every_call_ended_well(3).await;
+    let counters = pair.decode.transport.counters();
+    assert_eq!(counters.verified_handoffs.load(Relaxed), 3);
+    assert_eq!(counters.aborted_handoffs.load(Relaxed), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reservation_that_nobody_needs_is_let_go() {
+    let mut pair = Pair::start(Faults::default(), "").await;
+    let spec = spec(&mut StdRng::seed_from_u64(8), 600, 1);
+    // Nothing was delivered to a prefill node whose token was the last one for the router alone.
+    let longer = RequestSpec { max_tokens: 5, ignore_eos: true, ..spec.clone() };
+    let (stopping, mut decode) = pair.open_stoppable_decode(&longer).await.unwrap();
+    let (commands, mut prefill) = pair.open_prefill(&longer).await.unwrap();
+    ticket(&mut decode).await.unwrap();
+    first_token(&mut prefill).await.unwrap();
+    commands.send(PrefillCommand { command: Some(PrefillCommandKind::Stop(v1::PrefillStop {})) }).await.unwrap();
+    stopping.send(stop(true)).await.unwrap();
+    collect(&mut decode, &mut Answer::default()).await.unwrap();
+    match prefill.message().await.unwrap().and_then(|event| event.event) {
+        Some(PrefillEventKind::Delivered(delivered)) => assert!(delivered.spans.iter().all(|s| s.error.is_empty())),
+        other => panic!("expected delivered, got {other:?}"),
+    }
+    // With a ticket the prefill node cancels the hand-off itself, before or after the router's word.
+    for (ticket_is_delivered, word_is_late) in [(false, false), (true, false), (true, true)] {
+        let (stopping, mut decode) = pair.open_stoppable_decode(&spec).await.unwrap();
+        let ticket = ticket(&mut decode).await.unwrap();
+        let (commands, mut prefill) = pair.open_prefill(&spec).await.unwrap();
+        if ticket_is_delivered {
+            commands.send(deliver(ticket)).await.unwrap();
+        }
+        assert!(first_token(&mut prefill).await.unwrap().finished.is_some());
+        if word_is_late {
+            while prefill.message().await.unwrap().is_some() {}
+            let released = || pair.decode.transport.counters().released_handoffs.load(Relaxed);
+            let seen = async {
+                while released() < 4 {
+                    tokio::task::yield_now().await;
+                }
+            };
+            let _ = tokio::time::timeout(Duration::from_millis(200), seen).await;
+        }
+        stopping.send(stop(true)).await.unwrap();
+        let mut answer = Answer::default();
+        collect(&mut decode, &mut answer).await.unwrap();
+        let names: Vec<_> = answer.spans.iter().map(|span| (span.name.as_str(), span.error.as_str())).collect();
+        assert_eq!(names, [("kv.reserve", "")], "there was no transfer");
+        pair.all_blocks_back().await;
+    }
+    pair.every_call_ended_well(4).await;
+    let counters = pair.decode.transport.counters();
+    assert_eq!((counters.released_handoffs.load(Relaxed), counters.aborted_handoffs.load(Relaxed)), (4, 0));
+    assert!(counters.refused().all(|(_, count)| count == 0));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -16,6 +16,8 @@ pub struct Counters {
     pub verified_handoffs: AtomicU64,
     /// Hand-offs that ended otherwise here (receiving side).
     pub aborted_handoffs: AtomicU64,
+    /// Grants that were let go before any sender used them: nothing was moved, nobody was refused.
+    pub released_handoffs: AtomicU64,
     /// Cancelled hand-offs whose blocks wait for a writer to end, ever.
     pub quarantined_handoffs: AtomicU64,
     /// Frames or connections that were not ours to read: garbage.

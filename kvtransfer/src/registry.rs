@@ -130,8 +130,12 @@ impl Registry {
     pub fn cancelled_by(&self, peer: PeerId, handoff: HandoffId) {
         let mut table = self.lock();
         if let Some(ended) = table.sessions.cancelled_by(peer, handoff) {
-            let error = TransferError::new(TransferErrorKind::Cancelled, "the KV sender cancelled the hand-off");
-            self.end(table, handoff, ended, error);
+            table.fail(
+                handoff,
+                TransferError::new(TransferErrorKind::Cancelled, "the KV sender cancelled the hand-off"),
+            );
+            drop(table);
+            self.count_end(ended, Refusal::Cancelled);
         }
     }
 
@@ -219,23 +223,24 @@ impl Registry {
         refusal
     }
 
-    fn end(&self, mut table: MutexGuard<'_, Table>, handoff: HandoffId, ended: Ended, error: TransferError) {
-        table.fail(handoff, error);
-        drop(table);
-        self.count_end(ended);
-    }
-
     fn tell(&self, handoff: HandoffId, ended: Ended, refusal: Refusal) {
-        self.count_end(ended);
-        self.counters.count_refusal(refusal);
+        if self.count_end(ended, refusal) {
+            self.counters.count_refusal(refusal);
+        }
         if let Some(peer) = ended.peer {
             self.link.answer(peer, handoff, Answer::Refused(refusal));
         }
     }
 
-    fn count_end(&self, ended: Ended) {
+    /// False when it was a grant that nobody had used and somebody let go: every answer of one token leaves such a one.
+    fn count_end(&self, ended: Ended, refusal: Refusal) -> bool {
+        if ended.peer.is_none() && refusal == Refusal::Cancelled {
+            self.counters.released_handoffs.fetch_add(1, Relaxed);
+            return false;
+        }
         self.counters.aborted_handoffs.fetch_add(1, Relaxed);
         self.counters.quarantined_handoffs.fetch_add(u64::from(ended.quarantined), Relaxed);
+        true
     }
 
     fn written(&self, range: DataHeader, len: u64) {

@@ -69,6 +69,7 @@ fn handoffs(text: &mut Text, node: &Node) {
         ("sent", &counters.sent_handoffs),
         ("verified", &counters.verified_handoffs),
         ("aborted", &counters.aborted_handoffs),
+        ("released", &counters.released_handoffs),
         ("quarantined", &counters.quarantined_handoffs),
     ] {
         text.sample(&[("state", state)], count.load(Relaxed) as f64);

@@ -1,6 +1,7 @@
 //! The spans of one request on one node. Phases are opened and closed in the order of the request's life, inner ones
 //! inside outer ones; whatever is open when the request fails or is dropped becomes a span with an error. Each span
-//! goes to the exporter at its end, and a copy goes back to the router with the last message.
+//! goes to the exporter at its end, and a copy goes back to the router with the last message. Of a trace that its
+//! caller does not sample, only a request that failed is exported, as the router does.
 use std::time::Instant;
 
 use tandem_proto::{TraceContext, v1};
@@ -22,6 +23,10 @@ pub struct SpanSink {
 pub struct Trace {
     sink: SpanSink,
     done: Vec<v1::Span>,
+    /// The first ones of `done`: they are with the exporter.
+    exported: usize,
+    /// Whether spans are exported as they end.
+    kept: bool,
     open: Vec<Open>,
 }
 
@@ -37,12 +42,13 @@ pub const MAX_EVENTS: usize = 128;
 impl Trace {
     /// No span yet.
     pub fn new(sink: SpanSink) -> Self {
-        Self { sink, done: Vec::new(), open: Vec::new() }
+        Self { sink, done: Vec::new(), exported: 0, kept: false, open: Vec::new() }
     }
 
     /// Opens a phase as a child of the span `parent` and returns its identity.
     pub fn open(&mut self, name: &'static str, kind: Kind, parent: TraceContext, start: Instant) -> TraceContext {
         let context = parent.child(&mut rand::rng());
+        self.kept |= context.sampled;
         let phase = Phase::new(name, kind, context, Some(parent.span_id));
         self.open.push(Open { phase, start });
         context
@@ -81,8 +87,15 @@ impl Trace {
         }
     }
 
-    /// Closes all open phases, each with the error.
+    /// Forgets the innermost open phase: what it was opened for never took place.
+    pub fn discard(&mut self) {
+        self.open.pop();
+    }
+
+    /// Closes all open phases, each with the error. The trace is exported whatever its caller wanted.
     pub fn fail(&mut self, message: &str) {
+        self.kept = true;
+        self.export();
         let now = Instant::now();
         while !self.open.is_empty() {
             self.edit(|phase| phase.error(message));
@@ -95,6 +108,7 @@ impl Trace {
         while !self.open.is_empty() {
             self.close(end);
         }
+        self.exported = 0;
         std::mem::take(&mut self.done)
     }
 
@@ -105,8 +119,17 @@ impl Trace {
     }
 
     fn record(&mut self, span: v1::Span) {
-        self.sink.exporter.export(span.clone());
         self.done.push(span);
+        if self.kept {
+            self.export();
+        }
+    }
+
+    fn export(&mut self) {
+        for span in &self.done[self.exported..] {
+            self.sink.exporter.export(span.clone());
+        }
+        self.exported = self.done.len();
     }
 }
 
@@ -140,6 +163,39 @@ mod tests {
         assert_eq!(spans[0].end_unix_ns, spans[1].start_unix_ns);
         assert_eq!(spans[0].parent_span_id, spans[2].span_id);
         assert_eq!(spans[2].parent_span_id, root.span_id);
+    }
+
+    /// An exporter to nowhere counts what it was given, once it is shut down, as dropped.
+    async fn exported(sampled: bool, run: impl FnOnce(&mut Trace, TraceContext)) -> u64 {
+        let exporter = Exporter::start("tandem-test", "t0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+        let mut trace =
+            Trace::new(SpanSink { service: "tandem-test", instance: "t0".into(), exporter: exporter.clone() });
+        run(&mut trace, TraceContext { sampled, ..TraceContext::root(&mut rand::rng()) });
+        drop(trace);
+        exporter.shutdown().await;
+        exporter.dropped()
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn only_failures_are_exported_of_what_nobody_samples() {
+        let phases = |trace: &mut Trace, parent: TraceContext| {
+            let now = Instant::now();
+            let server = trace.open("prefill", Kind::Server, parent, now);
+            trace.open("prefill.queue", Kind::Internal, server, now);
+            trace.close(now);
+        };
+        let good = |trace: &mut Trace, parent: TraceContext| {
+            phases(trace, parent);
+            assert_eq!(trace.finish(Instant::now()).len(), 2, "the router gets them all the same");
+        };
+        let bad = |trace: &mut Trace, parent: TraceContext| {
+            phases(trace, parent);
+            trace.fail("gone");
+        };
+        assert_eq!(exported(true, good).await, 2);
+        assert_eq!(exported(false, good).await, 0);
+        assert_eq!(exported(false, bad).await, 2);
+        assert_eq!(exported(false, phases).await, 2, "dropped half-way");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use tandem_telemetry::Kind;
 
 use crate::handoff::Handoff;
 use crate::pressure::Pressure;
-use crate::service::Commands;
+use crate::service::{Commands, Word};
 
 /// Serves one call until its last event.
 ///
@@ -56,8 +56,17 @@ struct Computed {
     forward: TraceContext,
 }
 
-/// Outcome of [`Prefill::connect`]; `None` in it: there will be no ticket.
-type Connected<'a> = Result<Option<Handoff<'a>>, Error>;
+/// Where the KV goes.
+enum Way<'a> {
+    To(Box<Handoff<'a>>),
+    /// Nowhere: the answer is complete.
+    Nowhere,
+    /// The router will not say it any more.
+    Unknown,
+}
+
+/// Outcome of [`Prefill::connect`].
+type Connected<'a> = Result<Way<'a>, Error>;
 
 impl Prefill<'_> {
     async fn run(
@@ -75,8 +84,7 @@ impl Prefill<'_> {
             FirstToken { token_id: computed.token, logprob: computed.logprob, finished: finished.map(Into::into) };
         events.send(event(Event::FirstToken(first))).await?;
         if finished.is_some() {
-            let spans = trace.finish(Instant::now());
-            return events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await;
+            return nothing_delivered(events, trace).await;
         }
         if handoff.is_none() {
             tokio::select! {
@@ -90,9 +98,14 @@ impl Prefill<'_> {
                 }
             }
         }
-        let handoff = handoff.flatten().ok_or_else(|| {
-            Error::new(ErrorKind::Cancelled, "the router closed its side of the call before it sent a ticket")
-        })?;
+        let handoff = match handoff {
+            Some(Way::To(handoff)) => handoff,
+            Some(Way::Nowhere) => return nothing_delivered(events, trace).await,
+            Some(Way::Unknown) | None => {
+                let message = "the router closed its side of the call before it sent a ticket";
+                return Err(Error::new(ErrorKind::Cancelled, message));
+            }
+        };
         let receipt = handoff.deliver(computed.token, computed.lease, computed.forward, trace).await?;
         let delivered = Delivered {
             bytes: receipt.bytes,
@@ -106,9 +119,10 @@ impl Prefill<'_> {
 
     /// Waits for the ticket and opens the way to the node that granted it.
     async fn connect<'c>(&'c self, commands: &mut Commands) -> Connected<'c> {
-        match commands.ticket().await? {
-            Some(ticket) => Ok(Some(Handoff::open(self.node, self.request, ticket).await?)),
-            None => Ok(None),
+        match commands.word().await? {
+            Word::Deliver(ticket) => Ok(Way::To(Box::new(Handoff::open(self.node, self.request, ticket).await?))),
+            Word::Stop => Ok(Way::Nowhere),
+            Word::Closed => Ok(Way::Unknown),
         }
     }
 
@@ -118,7 +132,7 @@ impl Prefill<'_> {
         &self,
         queued: Instant,
         mut connecting: Pin<&mut impl Future<Output = Connected<'c>>>,
-        handoff: &mut Option<Option<Handoff<'c>>>,
+        handoff: &mut Option<Way<'c>>,
         trace: &mut Trace,
     ) -> Result<Computed, Error> {
         trace.open("prefill.queue", Kind::Internal, self.server, queued);
@@ -165,6 +179,12 @@ impl Prefill<'_> {
         }
         Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
     }
+}
+
+/// The last message of an answer that was complete with its first token.
+async fn nothing_delivered(events: &Events<PrefillEvent>, trace: &mut Trace) -> Result<(), Error> {
+    let spans = trace.finish(Instant::now());
+    events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await
 }
 
 fn event(event: Event) -> PrefillEvent {

@@ -49,6 +49,16 @@ impl prefill_server::Prefill for PrefillService {
     }
 }
 
+/// What the router says after its start.
+pub enum Word {
+    /// Where the KV goes.
+    Deliver(Ticket),
+    /// Nowhere: the answer is complete.
+    Stop,
+    /// It closed its side.
+    Closed,
+}
+
 /// The router's side of a call: a start, then a ticket.
 pub struct Commands {
     stream: Streaming<PrefillCommand>,
@@ -68,18 +78,19 @@ impl Commands {
         }
     }
 
-    /// The second message; `None` when the router closed its side without one.
+    /// The second message.
     ///
     /// # Errors
     /// `InvalidArgument` when it is something else, and what the call failed of.
-    pub async fn ticket(&mut self) -> Result<Option<Ticket>, Error> {
-        let Some(message) = self.stream.message().await? else { return Ok(None) };
+    pub async fn word(&mut self) -> Result<Word, Error> {
+        let Some(message) = self.stream.message().await? else { return Ok(Word::Closed) };
         match message.command {
             Some(Command::Deliver(deliver)) => {
                 let ticket = Ticket::decode(deliver.ticket.as_slice());
-                ticket.map(Some).map_err(|error| invalid(format!("the ticket is not readable: {error}")))
+                ticket.map(Word::Deliver).map_err(|error| invalid(format!("the ticket is not readable: {error}")))
             }
-            _ => Err(invalid("the second message of a call must be `deliver`")),
+            Some(Command::Stop(_)) => Ok(Word::Stop),
+            _ => Err(invalid("the second message of a call must be `deliver` or `stop`")),
         }
     }
 }

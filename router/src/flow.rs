@@ -29,7 +29,7 @@ use crate::text::ModelText;
 use crate::traces::Traces;
 use admission::{Entry, Slot};
 use exchange::{Exchange, Step};
-use legs::{DecodeLeg, PrefillLeg};
+use legs::{DecodeLeg, PrefillLeg, Rest};
 use record::{Chosen, Identities, Record};
 use timeline::{Phase, Timeline};
 
@@ -37,6 +37,8 @@ use timeline::{Phase, Timeline};
 pub const CLIENT_QUEUE_EVENTS: usize = 64;
 /// How long a finished answer waits for the prefill node's last message, which carries its spans.
 const LAST_SPANS: Duration = Duration::from_millis(50);
+/// How long nodes that were stopped have for their reports, while the client already has its end.
+const STOPPED_SPANS: Duration = Duration::from_secs(1);
 
 /// The bounds of all waits.
 #[derive(Clone, Debug)]
@@ -126,6 +128,8 @@ pub fn start(
 struct Answered {
     reason: v1::FinishReason,
     text: String,
+    /// Legs that have not reported.
+    rest: Option<Rest>,
 }
 
 /// One running request.
@@ -143,7 +147,7 @@ impl Run {
     async fn until_the_end(mut self, entry: Entry, cancel: CancellationToken) {
         let limit = self.request.received + self.shared.limits.max_request;
         let deadline = self.request.deadline.map_or(limit, |deadline| deadline.min(limit));
-        // Leaving this block drops both legs, which cancels the work on both nodes.
+        // Leaving this block without an answer drops both legs, which cancels the work on both nodes.
         let outcome = tokio::select! {
             biased;
             () = cancel.cancelled() => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
@@ -230,15 +234,25 @@ impl Run {
                     let stopped = step.stopped.then_some(v1::FinishReason::Stop);
                     self.send_token(id, step.text, logprob).await?;
                     self.verified();
-                    if let Some(reason) = stopped {
-                        return Ok(self.complete(None, reason, text.finish()).await);
-                    }
-                    if let Some(reason) = finished {
-                        drop(decode);
-                        return Ok(self.complete(Some(prefill), reason, text.finish()).await);
+                    if let Some(reason) = stopped.or(finished) {
+                        decode.stop(finished.is_some() || !self.exchange.hands_off());
+                        if !self.exchange.hands_off() {
+                            prefill.stop();
+                        }
+                        self.complete();
+                        if finished.is_some() {
+                            self.last_spans(&mut prefill).await;
+                        }
+                        let prefill = (prefill_open && self.exchange.delivered.is_none()).then_some(prefill);
+                        let rest = Some(Rest { prefill, decode });
+                        return Ok(Answered { reason, text: text.finish(), rest });
                     }
                 }
-                Step::Finished(reason) => return Ok(self.complete(Some(prefill), reason, text.finish()).await),
+                Step::Finished(reason) => {
+                    self.complete();
+                    self.last_spans(&mut prefill).await;
+                    return Ok(Answered { reason, text: text.finish(), rest: None });
+                }
             }
         }
     }
@@ -272,27 +286,30 @@ impl Run {
         }
     }
 
-    /// The client has every token. Prefill's last message carries its spans and is nearly always there already.
-    async fn complete(&mut self, prefill: Option<PrefillLeg>, reason: v1::FinishReason, text: String) -> Answered {
+    /// The client has every token.
+    fn complete(&mut self) {
         self.record.ended = Instant::now();
         if self.record.timeline.phase() == Phase::Decode {
             self.record.timeline.end_phase(self.record.ended);
         }
-        if let Some(mut prefill) = prefill {
-            let exchange = &mut self.exchange;
-            let last = async {
-                while exchange.delivered.is_none()
-                    && let Some(Ok(event)) = prefill.events.next().await
-                    && exchange.on_prefill(event).is_ok()
-                {}
-            };
-            let _ = tokio::time::timeout(LAST_SPANS, last).await;
-        }
-        Answered { reason, text }
     }
 
-    /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace.
-    async fn conclude(mut self, outcome: Result<Answered, Error>) {
+    /// Prefill's last message carries its spans and is nearly always there already.
+    async fn last_spans(&mut self, prefill: &mut PrefillLeg) {
+        let exchange = &mut self.exchange;
+        let last = async {
+            while exchange.delivered.is_none()
+                && let Some(Ok(event)) = prefill.events.next().await
+                && exchange.on_prefill(event).is_ok()
+            {}
+        };
+        let _ = tokio::time::timeout(LAST_SPANS, last).await;
+    }
+
+    /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace. Only
+    /// what stopped nodes have to report comes behind it.
+    async fn conclude(mut self, mut outcome: Result<Answered, Error>) {
+        let rest = outcome.as_mut().ok().and_then(|answered| answered.rest.take());
         if outcome.is_err() {
             self.record.ended = Instant::now();
         }
@@ -318,6 +335,10 @@ impl Run {
         });
         // A client that left does not miss it.
         let _ = self.send(last).await;
+        drop(self.client);
+        if let Some(rest) = rest {
+            self.shared.traces.complete(trace_id, rest.spans(STOPPED_SPANS).await);
+        }
         drop(self.slot);
     }
 

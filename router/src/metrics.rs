@@ -2,6 +2,7 @@
 //! the scraper asks for it. Base units: seconds and bytes. Beside our own names stand those of vLLM whose meaning is
 //! the same, because public dashboards read them.
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -71,7 +72,7 @@ struct Own {
     inflight: Gauge,
     queued: Gauge,
     nodes: Family<NodeRole, Gauge>,
-    spans_dropped: Gauge,
+    spans_dropped: Counter,
 }
 
 #[derive(Clone)]
@@ -154,7 +155,7 @@ impl Own {
             inflight: Gauge::default(),
             queued: Gauge::default(),
             nodes: Family::default(),
-            spans_dropped: Gauge::default(),
+            spans_dropped: Counter::default(),
         };
         registry.register("tandem_requests", "Requests by outcome", own.requests.clone());
         registry.register("tandem_ttft_seconds", "Request accepted to first token sent", own.ttft.clone());
@@ -203,7 +204,8 @@ impl Own {
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { role: "decode" }).set(nodes.decode_nodes.into());
-        self.spans_dropped.set(i64::try_from(spans_dropped).unwrap_or(i64::MAX));
+        // The exporter counts; this only shows it.
+        self.spans_dropped.inner().store(spans_dropped, Ordering::Relaxed);
     }
 }
 
@@ -342,6 +344,7 @@ mod tests {
             "tandem_requests_total{outcome=\"overloaded\"} 1",
             "# HELP vllm:prompt_tokens_total Prompt tokens processed.",
             "vllm:prompt_tokens_total{model_name=\"m\"} 0",
+            "# TYPE tandem_spans_dropped_total counter",
             "# TYPE tandem_ttft_seconds histogram",
             "tandem_ttft_seconds_bucket{le=\"0.025\"} 1",
         ] {

@@ -35,13 +35,19 @@ impl Traces {
         // A client may send several requests under one trace: they share an entry.
         order.retain(|id| *id != trace_id);
         order.push_back(trace_id);
-        let entry = kept.entry(trace_id).or_default();
-        let room = MAX_SPANS.saturating_sub(entry.len());
-        entry.extend(spans.into_iter().filter(|span| span.trace_id == trace_id).take(room));
+        add(kept.entry(trace_id).or_default(), trace_id, spans);
         while order.len() > MAX_TRACES {
             if let Some(oldest) = order.pop_front() {
                 kept.remove(&oldest);
             }
+        }
+    }
+
+    /// Adds what became known after the end of a request, if its trace is still here. The last one stays the last one.
+    pub fn complete(&self, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
+        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entry) = ring.spans.get_mut(&trace_id) {
+            add(entry, trace_id, spans);
         }
     }
 
@@ -59,6 +65,11 @@ impl Traces {
     }
 }
 
+fn add(entry: &mut Vec<v1::Span>, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
+    let room = MAX_SPANS.saturating_sub(entry.len());
+    entry.extend(spans.into_iter().filter(|span| span.trace_id == trace_id).take(room));
+}
+
 fn parse(digits: &str) -> Option<TraceId> {
     let valid = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     valid.then(|| u128::from_str_radix(digits, 16).ok()).flatten().map(u128::to_be_bytes)
@@ -68,6 +79,7 @@ fn span_json(span: &v1::Span) -> Value {
     let events = span.events.iter().map(|event| {
         json!({ "name": event.name, "unix_ns": event.unix_ns, "attributes": attributes_json(&event.attributes) })
     });
+    let links = span.links.iter().map(|link| json!({ "trace_id": hex(&link.trace_id), "span_id": hex(&link.span_id) }));
     json!({
         "name": span.name,
         "kind": span.kind,
@@ -79,6 +91,7 @@ fn span_json(span: &v1::Span) -> Value {
         "end_unix_ns": span.end_unix_ns,
         "attributes": attributes_json(&span.attributes),
         "events": events.collect::<Vec<_>>(),
+        "links": links.collect::<Vec<_>>(),
         "error": span.error,
     })
 }
@@ -87,6 +100,7 @@ fn attributes_json(attributes: &[v1::Attribute]) -> Value {
     let pairs = attributes.iter().filter_map(|attribute| {
         let value = match attribute.value.as_ref()? {
             attribute::Value::Text(text) => json!(text),
+            attribute::Value::Texts(list) => json!(list.items),
             attribute::Value::Integer(integer) => json!(integer),
             attribute::Value::Number(number) => json!(number),
             attribute::Value::Flag(flag) => json!(flag),
@@ -126,6 +140,18 @@ mod tests {
             traces.finish(id(1), (0..200).map(|_| span(id(1), "a")));
         }
         assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
+    }
+
+    #[test]
+    fn late_spans_join_their_trace_and_change_no_order() {
+        let traces = Traces::default();
+        traces.finish(id(1), [span(id(1), "a")]);
+        traces.finish(id(2), [span(id(2), "a")]);
+        traces.complete(id(1), [span(id(1), "late"), span(id(2), "a stranger's")]);
+        traces.complete(id(3), [span(id(3), "forgotten")]);
+        assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
+        assert_eq!(traces.json("last").unwrap()["trace_id"], json!(hex(&id(2))));
+        assert!(traces.json(&hex(&id(3))).is_none());
     }
 
     #[test]

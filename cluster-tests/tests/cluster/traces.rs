@@ -26,6 +26,8 @@ struct Span {
     start: u64,
     end: u64,
     attributes: BTreeMap<String, Value>,
+    /// Ids of the spans it links to.
+    links: Vec<String>,
 }
 
 impl Span {
@@ -68,6 +70,7 @@ impl TraceService for Collector {
                     start: span.start_time_unix_nano,
                     end: span.end_time_unix_nano,
                     attributes: attributes(span.attributes),
+                    links: span.links.iter().map(|link| hex(&link.span_id)).collect(),
                 };
                 let _ = self.0.send(span).await;
             }
@@ -172,6 +175,7 @@ async fn one_tree_over_three_services_that_adds_up() -> anyhow::Result<()> {
     // The copy itself.
     let copy = spans.iter().find(|span| span.name == "kv.transfer").expect("kv.transfer");
     assert_eq!(copy.service, "tandem-decode");
+    assert_eq!(transfer.links, [copy.id.as_str()]);
     assert_eq!(copy.number("blocks"), 19.0);
     assert_eq!(copy.number("bytes"), timings.kv_bytes as f64);
     assert!(copy.number("gbps") > 0.0);

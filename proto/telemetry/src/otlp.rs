@@ -1,8 +1,8 @@
 //! `v1::Span` to the SDK's `SpanData`. The tracing bridge cannot set start times, so spans are built by hand.
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use opentelemetry::trace::{Event, SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
-use opentelemetry::{InstrumentationScope, KeyValue, Value};
+use opentelemetry::trace::{Event, Link, SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
+use opentelemetry::{InstrumentationScope, KeyValue, StringValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use tandem_proto::v1;
 
@@ -16,8 +16,10 @@ pub(crate) fn span_data(span: v1::Span) -> Option<SpanData> {
     };
     let mut events = SpanEvents::default();
     events.events = span.events.into_iter().map(event).collect();
+    let mut links = SpanLinks::default();
+    links.links = span.links.into_iter().filter_map(link).collect();
     Some(SpanData {
-        span_context: SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, false, TraceState::default()),
+        span_context: context(trace_id, span_id),
         parent_span_id,
         parent_span_is_remote: matches!(span.kind.as_str(), "server" | "consumer"),
         span_kind: kind(&span.kind),
@@ -27,10 +29,21 @@ pub(crate) fn span_data(span: v1::Span) -> Option<SpanData> {
         attributes: attributes(span.attributes),
         dropped_attributes_count: 0,
         events,
-        links: SpanLinks::default(),
+        links,
         status: if span.error.is_empty() { Status::Unset } else { Status::error(span.error) },
         instrumentation_scope: InstrumentationScope::builder("tandem").build(),
     })
+}
+
+fn context(trace_id: TraceId, span_id: SpanId) -> SpanContext {
+    SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, false, TraceState::default())
+}
+
+/// `None` when an id has the wrong length: the span itself is worth more than its link.
+fn link(link: v1::SpanLink) -> Option<Link> {
+    let trace_id = TraceId::from_bytes(link.trace_id.try_into().ok()?);
+    let span_id = SpanId::from_bytes(link.span_id.try_into().ok()?);
+    Some(Link::new(context(trace_id, span_id), Vec::new(), 0))
 }
 
 fn event(event: v1::SpanEvent) -> Event {
@@ -44,6 +57,9 @@ fn attributes(attributes: Vec<v1::Attribute>) -> Vec<KeyValue> {
 fn value(value: v1::attribute::Value) -> Value {
     match value {
         v1::attribute::Value::Text(text) => Value::String(text.into()),
+        v1::attribute::Value::Texts(list) => {
+            Value::Array(list.items.into_iter().map(StringValue::from).collect::<Vec<_>>().into())
+        }
         v1::attribute::Value::Integer(integer) => Value::I64(integer),
         v1::attribute::Value::Number(number) => Value::F64(number),
         v1::attribute::Value::Flag(flag) => Value::Bool(flag),
@@ -74,6 +90,8 @@ mod tests {
         assert!(span_data(good.clone()).is_some());
         assert!(span_data(v1::Span { trace_id: vec![1; 15], ..good.clone() }).is_none());
         assert!(span_data(v1::Span { span_id: Vec::new(), ..good.clone() }).is_none());
-        assert!(span_data(v1::Span { parent_span_id: vec![1; 7], ..good }).is_none());
+        assert!(span_data(v1::Span { parent_span_id: vec![1; 7], ..good.clone() }).is_none());
+        let links = vec![v1::SpanLink { trace_id: vec![1; 16], span_id: Vec::new() }];
+        assert!(span_data(v1::Span { links, ..good }).unwrap().links.is_empty());
     }
 }

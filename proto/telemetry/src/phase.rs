@@ -39,6 +39,8 @@ impl Kind {
 pub enum Value {
     /// A string.
     Text(String),
+    /// Several strings, where the conventions ask for a list.
+    Texts(Vec<String>),
     /// A whole number; larger ones than `i64` holds are capped.
     Integer(i64),
     /// A real number.
@@ -86,6 +88,12 @@ impl Phase {
         self
     }
 
+    /// Points to a span that belongs to it without being its parent or child.
+    pub fn link(mut self, to: TraceContext) -> Self {
+        self.span.links.push(v1::SpanLink { trace_id: to.trace_id.to_vec(), span_id: to.span_id.to_vec() });
+        self
+    }
+
     /// Makes it a child of `parent`, in that span's trace.
     pub fn child_of(mut self, parent: TraceContext) -> Self {
         self.span.trace_id = parent.trace_id.to_vec();
@@ -124,6 +132,7 @@ fn attribute(key: String, value: Value) -> v1::Attribute {
     use v1::attribute::Value as Wire;
     let value = match value {
         Value::Text(text) => Wire::Text(text),
+        Value::Texts(items) => Wire::Texts(v1::TextList { items }),
         Value::Integer(integer) => Wire::Integer(integer),
         Value::Number(number) => Wire::Number(number),
         Value::Flag(flag) => Wire::Flag(flag),
@@ -139,6 +148,11 @@ impl From<&str> for Value {
 impl From<String> for Value {
     fn from(text: String) -> Self {
         Self::Text(text)
+    }
+}
+impl From<Vec<String>> for Value {
+    fn from(texts: Vec<String>) -> Self {
+        Self::Texts(texts)
     }
 }
 impl From<f64> for Value {

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
+use opentelemetry_proto::tonic::common::v1::any_value;
 use tandem_proto::{TraceContext, v1};
 use tandem_telemetry::{Exporter, Kind, Phase, Value};
 use tokio::net::TcpListener;
@@ -39,7 +40,9 @@ fn span(number: u64) -> v1::Span {
     Phase::new("kv.transfer", Kind::Consumer, context, Some([9; 8]))
         .attr("bytes", 4096_u64)
         .attr("transport", "mem")
+        .attr("reasons", vec!["stop".to_owned()])
         .event("landed", start, [("index", Value::from(number))])
+        .link(TraceContext { span_id: [8; 8], ..context })
         .error("cut")
         .end("tandem-decode", "d0", start, start + Duration::from_millis(3))
 }
@@ -59,7 +62,11 @@ async fn a_span_arrives_whole() {
     assert_eq!((&got.trace_id, &got.span_id, &got.parent_span_id), (&vec![7; 16], &sent.span_id, &vec![9; 8]));
     assert_eq!((got.start_time_unix_nano, got.end_time_unix_nano), (sent.start_unix_ns, sent.end_unix_ns));
     assert_eq!((got.name.as_str(), got.kind), ("kv.transfer", 5));
-    assert_eq!((got.attributes.len(), got.events.len()), (2, 1));
+    assert_eq!((got.attributes.len(), got.events.len()), (3, 1));
+    let reasons = got.attributes[2].value.as_ref().and_then(|value| value.value.as_ref());
+    assert!(matches!(reasons, Some(any_value::Value::ArrayValue(list)) if list.values.len() == 1), "{reasons:?}");
+    let linked: Vec<_> = got.links.iter().map(|link| (link.trace_id.clone(), link.span_id.clone())).collect();
+    assert_eq!(linked, [(vec![7; 16], vec![8; 8])]);
     assert_eq!(got.status.as_ref().unwrap().message, "cut");
     assert_eq!(exporter.dropped(), 0);
 }

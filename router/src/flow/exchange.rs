@@ -53,6 +53,11 @@ impl Exchange {
         self.verified.is_none() || self.first
     }
 
+    /// Whether the prefill node can hand off: it has decode's ticket.
+    pub fn hands_off(&self) -> bool {
+        self.reserved
+    }
+
     /// Whether the prefill node has still something to do for this request. Its acknowledged delivery and decode's
     /// verification travel on two connections: whichever arrives first ends its part.
     pub fn needs_prefill(&self) -> bool {
@@ -153,7 +158,8 @@ pub(super) mod tests {
 
     pub fn verified() -> v1::DecodeEvent {
         let transport = "mem".to_owned();
-        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport };
+        let span_id = vec![8; 8];
+        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport, span_id };
         decode(decode_event::Event::Verified(verified))
     }
 

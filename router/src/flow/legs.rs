@@ -1,9 +1,10 @@
 //! The two calls of a request. A leg is a stream of the node's events; dropping it resets the call, which cancels the
 //! work on the node. Opening is part of the stream, so that a slow connect of one leg never delays the other.
 use std::pin::Pin;
+use std::time::Duration;
 
-use futures::Stream;
-use tandem_proto::v1::{self, decode_command, prefill_command};
+use futures::{FutureExt, Stream, StreamExt};
+use tandem_proto::v1::{self, decode_command, decode_event, prefill_command, prefill_event};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -44,9 +45,16 @@ impl PrefillLeg {
 
     /// Hands decode's ticket over. A call that has ended says so in its events.
     pub fn deliver(&self, ticket: Vec<u8>) {
-        let deliver = v1::Deliver { ticket };
-        let _ =
-            self.commands.try_send(v1::PrefillCommand { command: Some(prefill_command::Command::Deliver(deliver)) });
+        self.say(prefill_command::Command::Deliver(v1::Deliver { ticket }));
+    }
+
+    /// There will be no ticket: the answer is complete.
+    pub fn stop(&self) {
+        self.say(prefill_command::Command::Stop(v1::PrefillStop {}));
+    }
+
+    fn say(&self, command: prefill_command::Command) {
+        let _ = self.commands.try_send(v1::PrefillCommand { command: Some(command) });
     }
 }
 
@@ -55,13 +63,14 @@ pub struct DecodeLeg {
     /// What the node says.
     pub events: Events<v1::DecodeEvent>,
     /// Open as long as the leg: a closed command stream would look like a client that left.
-    _commands: mpsc::Sender<v1::DecodeCommand>,
+    commands: mpsc::Sender<v1::DecodeCommand>,
 }
 
 impl DecodeLeg {
     /// Asks for a reservation at once.
     pub fn open(node: &Node, start: v1::DecodeStart) -> Self {
-        let (commands, outbound) = mpsc::channel(1);
+        // Room for both commands that a request ever sends.
+        let (commands, outbound) = mpsc::channel(2);
         let _ = commands.try_send(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
         let mut client = v1::decode_client::DecodeClient::new(node.channel())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
@@ -72,7 +81,48 @@ impl DecodeLeg {
                 yield event;
             }
         };
-        Self { events: Box::pin(events), _commands: commands }
+        Self { events: Box::pin(events), commands }
+    }
+
+    /// The answer is complete: the node ends its work well, and reports. With `no_handoff` it waits for no KV either.
+    pub fn stop(&self, no_handoff: bool) {
+        let stop = v1::DecodeStop { no_handoff };
+        let _ = self.commands.try_send(v1::DecodeCommand { command: Some(decode_command::Command::Stop(stop)) });
+    }
+}
+
+/// The legs of an answer that ended before its nodes did: what they have still to say are their spans.
+pub struct Rest {
+    /// `None` when it has reported already.
+    pub prefill: Option<PrefillLeg>,
+    /// Stopped.
+    pub decode: DecodeLeg,
+}
+
+impl Rest {
+    /// The nodes' spans. A leg that does not report `within` this time is cancelled.
+    pub async fn spans(self, within: Duration) -> Vec<v1::Span> {
+        let Self { prefill, mut decode } = self;
+        let delivered = async {
+            let mut prefill = prefill?;
+            while let Some(Ok(event)) = prefill.events.next().await {
+                if let Some(prefill_event::Event::Delivered(delivered)) = event.event {
+                    return Some(delivered.spans);
+                }
+            }
+            None
+        };
+        let finished = async {
+            while let Some(Ok(event)) = decode.events.next().await {
+                if let Some(decode_event::Event::Finished(finished)) = event.event {
+                    return Some(finished.spans);
+                }
+            }
+            None
+        };
+        let within = |report| tokio::time::timeout(within, report);
+        let (delivered, finished) = tokio::join!(within(delivered.boxed()), within(finished.boxed()));
+        [delivered, finished].into_iter().filter_map(|spans| spans.ok().flatten()).flatten().collect()
     }
 }
 

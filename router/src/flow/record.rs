@@ -168,8 +168,16 @@ impl Record {
             (Phase::Decode, Some(chosen), _) => span
                 .attr("tandem.decode.instance", chosen.decode.as_str())
                 .attr("tandem.tokens", self.tokens.len().saturating_sub(1)),
-            (Phase::Transfer, _, Some(kv)) => with_kv(span, kv),
+            (Phase::Transfer, _, Some(kv)) => self.with_copy(with_kv(span, kv), kv),
             _ => span,
+        }
+    }
+
+    /// The exposed tail points to the whole copy, decode's span.
+    fn with_copy(&self, span: SpanBuilder, kv: &v1::Verified) -> SpanBuilder {
+        match kv.span_id.as_slice().try_into() {
+            Ok(span_id) => span.link(TraceContext { span_id, ..self.identities.root }),
+            Err(_) => span,
         }
     }
 
@@ -217,7 +225,7 @@ impl Record {
             .attr("gen_ai.latency.time_in_model_prefill", self.timeline.length(Phase::Prefill).as_secs_f64())
             .attr("gen_ai.latency.time_in_model_decode", self.timeline.length(Phase::Decode).as_secs_f64());
         match outcome {
-            Ok(reason) => span.attr("gen_ai.response.finish_reasons", reason_text(reason)),
+            Ok(reason) => span.attr("gen_ai.response.finish_reasons", vec![reason_text(reason).to_owned()]),
             Err(_) => span,
         }
     }

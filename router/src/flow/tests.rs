@@ -57,6 +57,14 @@ async fn hand_off(prefill: &mut PrefillCall, decode: &DecodeCall, first: char) {
     decode.send(verified()).await;
 }
 
+/// The decode call's second command.
+async fn stopped(decode: &mut DecodeCall) -> v1::DecodeStop {
+    match decode.commands.message().await.unwrap().and_then(|command| command.command) {
+        Some(v1::decode_command::Command::Stop(stop)) => stop,
+        other => panic!("expected stop, got {other:?}"),
+    }
+}
+
 fn node_span(traceparent: &str, name: &str) -> v1::Span {
     let parent: tandem_proto::TraceContext = traceparent.parse().unwrap();
     v1::Span {
@@ -93,6 +101,10 @@ async fn a_good_request_and_its_trace() {
 
     let trace = cluster.service.trace_json(&trace_id).unwrap();
     check_contiguous(&trace);
+    let root = spans(&trace).find(|span| span["name"] == "chat fake").unwrap();
+    assert_eq!(root["attributes"]["gen_ai.response.finish_reasons"], serde_json::json!(["stop"]));
+    let transfer = spans(&trace).find(|span| span["name"] == "transfer").unwrap();
+    assert_eq!(transfer["links"], serde_json::json!([{ "trace_id": trace_id, "span_id": "08".repeat(8) }]));
     for (name, parent) in [("prefill", &spec.traceparent), ("decode", &decode_parent)] {
         let of_node = spans(&trace).find(|s| s["service"] == "tandem-node" && s["name"] == name).unwrap();
         assert_eq!(of_node["parent_span_id"], parent[36..52], "{name}");
@@ -124,13 +136,18 @@ fn check_contiguous(trace: &Value) {
 async fn one_token_needs_no_hand_off() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let stream = cluster.service.generate(GenerationRequest { max_tokens: 1, ..request() }).unwrap();
-    let (prefill, _, decode, _) = cluster.legs().await;
+    let (prefill, _, mut decode, start) = cluster.legs().await;
     prefill.send(first_token(id('x'), Some(Length))).await;
     prefill.send(delivered(vec![])).await;
-    decode.cancelled().await;
+    assert_eq!(stopped(&mut decode).await, v1::DecodeStop { no_handoff: true });
+    // The client does not wait for decode's report.
     let (text, _, end) = read(stream).await;
     assert_eq!(text, "x");
-    assert!(matches!(end, Ok(GenerationEvent::Finish { reason: Length, .. })), "{end:?}");
+    let Ok(GenerationEvent::Finish { reason: Length, trace_id, .. }) = end else { panic!("{end:?}") };
+    decode.send(finished(Stop, vec![node_span(&start.route_traceparent, "kv.reserve")])).await;
+    decode.cancelled().await;
+    let trace = cluster.service.trace_json(&trace_id).unwrap();
+    assert!(spans(&trace).any(|span| span["name"] == "kv.reserve") && spans(&trace).all(|span| span["error"] == ""));
 }
 
 #[tokio::test]
@@ -184,18 +201,68 @@ async fn a_client_that_leaves_cancels_both_legs() {
 }
 
 #[tokio::test]
-async fn a_stop_string_ends_the_answer_and_the_decode_leg() {
+async fn a_stop_string_ends_the_answer_and_the_nodes_still_report() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let stream = cluster.service.generate(GenerationRequest { stop: vec!["cd".into()], ..request() }).unwrap();
-    let (mut prefill, _, decode, _) = cluster.legs().await;
+    let (mut prefill, spec, mut decode, start) = cluster.legs().await;
     hand_off(&mut prefill, &decode, 'a').await;
     for character in ['b', 'c', 'd'] {
         decode.send(token(id(character))).await;
     }
-    decode.cancelled().await;
+    assert_eq!(stopped(&mut decode).await, v1::DecodeStop { no_handoff: false });
     let (text, ids, end) = read(stream).await;
     assert_eq!((text.as_str(), ids.len()), ("ab", 4));
-    assert!(matches!(end, Ok(GenerationEvent::Finish { reason: Stop, .. })), "{end:?}");
+    let Ok(GenerationEvent::Finish { reason: Stop, trace_id, .. }) = end else { panic!("{end:?}") };
+    // Tokens that were under way are nobody's any more.
+    decode.send(token(id('e'))).await;
+    decode.send(finished(Stop, vec![node_span(&start.spec.unwrap().traceparent, "decode")])).await;
+    prefill.send(delivered(vec![node_span(&spec.traceparent, "prefill")])).await;
+    decode.cancelled().await;
+    prefill.cancelled().await;
+    let names = ["decode", "prefill"];
+    let is_there = |trace: &Value, name: &str| {
+        spans(trace).any(|span| span["service"] == "tandem-node" && span["name"] == name && span["error"] == "")
+    };
+    let shown = async {
+        while !names.iter().all(|name| is_there(&cluster.service.trace_json(&trace_id).unwrap(), name)) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(5), shown).await.expect("both nodes' spans");
+    let trace = cluster.service.trace_json(&trace_id).unwrap();
+    assert!(spans(&trace).all(|span| span["error"] == ""), "{trace}");
+}
+
+#[tokio::test]
+async fn a_stop_at_the_first_token_is_no_hand_off_if_none_was_reserved() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(GenerationRequest { stop: vec!["a".into()], ..request() }).unwrap();
+    let (mut prefill, spec, mut decode, _) = cluster.legs().await;
+    prefill.send(first_token(id('a'), None)).await;
+    assert_eq!(stopped(&mut decode).await, v1::DecodeStop { no_handoff: true });
+    let command = prefill.commands.message().await.unwrap().unwrap().command;
+    assert_eq!(command, Some(v1::prefill_command::Command::Stop(v1::PrefillStop {})));
+    assert!(read(stream).await.2.is_ok());
+    prefill.send(delivered(vec![node_span(&spec.traceparent, "prefill")])).await;
+    decode.send(finished(Stop, vec![])).await;
+    prefill.cancelled().await;
+    let trace = cluster.service.trace_json("last").unwrap();
+    assert!(spans(&trace).all(|span| span["error"] == ""), "{trace}");
+}
+
+#[tokio::test]
+async fn a_stopped_node_that_says_nothing_is_cancelled() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(GenerationRequest { stop: vec!["b".into()], ..request() }).unwrap();
+    let (mut prefill, _, mut decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'a').await;
+    decode.send(token(id('b'))).await;
+    stopped(&mut decode).await;
+    let told = Instant::now();
+    assert!(read(stream).await.2.is_ok());
+    assert!(told.elapsed() < STOPPED_SPANS, "the client waited for nothing");
+    decode.cancelled().await;
+    prefill.cancelled().await;
 }
 
 #[tokio::test]
