@@ -6,7 +6,7 @@
 //! with their operation until its callback came or UCX has closed the endpoint.
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tandem_proto::HandoffId;
@@ -80,6 +80,8 @@ pub(super) struct Shared {
     pub(super) queue: Arc<Queue<Command>>,
     /// Of the worker; written by the driver.
     pub(super) address: Arc<Mutex<Vec<u8>>>,
+    /// Why the thread ended.
+    pub(super) failure: Arc<OnceLock<String>>,
 }
 
 impl Shared {
@@ -398,6 +400,9 @@ impl Driver {
             Ok(replaced) => replaced,
             Err(error) => {
                 tracing::error!(%error, "UCX gives no new worker: KV transfers end");
+                self.shared
+                    .failure
+                    .get_or_init(|| format!("a lost peer jammed it, and it gave no new worker: {error}"));
                 self.shared.queue.close();
                 return;
             }
