@@ -313,9 +313,16 @@ impl Driver {
             Work::Send(send) => self.range_sent(send.handoff),
             Work::Receive { claim, .. } if succeeded => claim.written(),
             // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
-            Work::Receive { claim, .. } => self.receiving.hold(on, claim),
+            Work::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
+            // That is past, and this was a receive that it had to leave quarantined: the blocks are free now.
+            Work::Receive { claim, .. } => drop(claim),
             Work::Frame { .. } | Work::Lost { .. } => {}
         }
+    }
+
+    /// `let_go` is still to come, or at work.
+    fn is_held(&self, endpoint: EndpointId) -> bool {
+        self.endpoints.has(endpoint) || self.closed.iter().any(|closed| closed.id == endpoint)
     }
 
     /// Deadlines and closes. True when an endpoint is gone now.
@@ -344,7 +351,11 @@ impl Driver {
         }
         // Completions that came with the close.
         self.handle_events();
-        std::mem::take(&mut self.closed).into_iter().for_each(|closed| self.let_go(closed));
+        // Each stays listed while it is let go of: completions may still come (`is_held`).
+        while let Some(closed) = self.closed.last().copied() {
+            self.let_go(closed);
+            self.closed.pop();
+        }
         true
     }
 
@@ -502,3 +513,7 @@ fn poll(descriptors: [std::os::fd::RawFd; 2], timeout: Duration) {
     // SAFETY: two valid entries. Whatever it returns, the caller looks at everything again.
     unsafe { libc::poll(entries.as_mut_ptr(), 2, timeout.as_millis() as libc::c_int) };
 }
+
+#[cfg(test)]
+#[path = "driver_tests.rs"]
+mod tests;
