@@ -52,7 +52,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// What the rest of the process asks of the driver.
 pub(super) enum Command {
-    /// Connect, and announce a hand-off.
+    /// Connect, announce a hand-off, and reply when it is welcome.
     Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, run: Run, owner: BlockOwner, credit: OwnedSemaphorePermit },
@@ -219,7 +219,7 @@ impl Driver {
         tracing::warn!(peer = endpoint.0, "KV peer lost: {why}");
         self.shared.registry.counters().lost_peers.fetch_add(1, Relaxed);
         self.shared.pending.peer_gone(endpoint.into(), &why);
-        self.sending.forget(endpoint);
+        self.sending.forget(endpoint, &why);
     }
 
     pub(super) fn receive(&mut self, from: EndpointId, descriptor: inbox::Descriptor, claim: crate::registry::Claim) {
@@ -290,6 +290,7 @@ impl Driver {
             Some(Header::Seal(handoff)) => self.on_seal(handoff, &payload),
             Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
             Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
+            Some(Header::Welcome(handoff)) => self.on_welcome(handoff),
             // Data comes by rendezvous only.
             Some(Header::Data(_)) | None => self.shared.registry.violation(),
         }
@@ -332,6 +333,7 @@ impl Driver {
             (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
             self.shared.registry.expire();
             self.receiving.sweep(now);
+            self.give_up_unwelcome(now);
             for endpoint in self.operations.overdue(now) {
                 let message = "a KV transfer took too long; the peer is given up";
                 self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
@@ -404,7 +406,7 @@ impl Driver {
         let why = TransferError::peer_gone("the KV transport was jammed by a lost peer, and started anew");
         for id in &ids {
             self.shared.pending.peer_gone((*id).into(), &why);
-            self.sending.forget(*id);
+            self.sending.forget(*id, &why);
         }
         let replaced = Worker::create(&self.context).and_then(|worker| Ok((worker.address()?, worker)));
         let (address, worker) = match replaced {
