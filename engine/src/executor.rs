@@ -127,12 +127,73 @@ impl EngineSpec {
 /// Zeroed KV memory of `total_blocks` blocks of `block_bytes` bytes.
 ///
 /// # Errors
-/// `InvalidArgument` when `block_bytes` is no multiple of 8 or the size overflows.
+/// `InvalidArgument` when `block_bytes` is no multiple of 8, or the machine has not so much memory.
 pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<[AtomicU64]>, EngineError> {
-    let words =
-        (block_bytes / 8).checked_mul(total_blocks).filter(|_| block_bytes.is_multiple_of(8) && block_bytes > 0);
-    let words = words.ok_or_else(|| {
-        EngineError::InvalidArgument(format!("no arena of {total_blocks} blocks of {block_bytes} bytes"))
-    })?;
+    let blocks = format!("{total_blocks} blocks of {block_bytes} bytes");
+    if block_bytes == 0 || !block_bytes.is_multiple_of(8) {
+        return Err(EngineError::InvalidArgument(format!("no KV arena of {blocks}")));
+    }
+    let words = (block_bytes / 8).saturating_mul(total_blocks);
+    check_fits(words as u128 * 8, available_memory()).map_err(|why| too_large(&blocks, &why))?;
+    // There is no fallible constructor of `Arc<[_]>`, whose failure would end the process: ask with a vector first.
+    // Nothing touches its pages.
+    Vec::<AtomicU64>::new().try_reserve_exact(words).map_err(|error| too_large(&blocks, &error.to_string()))?;
     Ok((0..words).map(|_| AtomicU64::new(0)).collect())
+}
+
+fn too_large(blocks: &str, why: &str) -> EngineError {
+    EngineError::InvalidArgument(format!("a KV arena of {blocks} does not fit: {why}; choose fewer (--kv-blocks)"))
+}
+
+/// All pages of the arena are touched at start; an eighth of what is free stays for everything else.
+fn check_fits(bytes: u128, available: Option<u64>) -> Result<(), String> {
+    // Where the system does not tell, only the allocation itself can.
+    let Some(available) = available else { return Ok(()) };
+    let room = u128::from(available - available / 8);
+    let gib = |bytes: u128| bytes as f64 / f64::from(1 << 30);
+    if bytes <= room {
+        return Ok(());
+    }
+    Err(format!(
+        "{:.1} GiB, and {:.1} of {:.1} GiB available can be used",
+        gib(bytes),
+        gib(room),
+        gib(available.into())
+    ))
+}
+
+/// Bytes that can be used without swapping, on this machine or in this container.
+fn available_memory() -> Option<u64> {
+    let machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
+    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse().ok());
+    machine.into_iter().chain(limit).min()
+}
+
+fn mem_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arena_that_does_not_fit_is_an_error_and_not_the_end() {
+        for (blocks, block_bytes) in [(4_000_000_000, 737_280), (usize::MAX, 64), (1, usize::MAX - 7)] {
+            let error = allocate_arena(blocks, block_bytes).expect_err("no machine has it").to_string();
+            assert!(error.contains("--kv-blocks") && error.contains(&blocks.to_string()), "{error}");
+        }
+        assert!(matches!(allocate_arena(1, 12), Err(EngineError::InvalidArgument(_))));
+        assert_eq!(allocate_arena(3, 64).expect("small").len(), 24);
+    }
+
+    #[test]
+    fn what_is_available_is_not_all_for_the_arena() {
+        assert_eq!(mem_available("MemTotal:  8 kB\nMemAvailable:   1024 kB\n"), Some(1 << 20));
+        assert_eq!(mem_available("MemAvailable: much\n"), None);
+        assert!(check_fits(7 << 20, Some(8 << 20)).is_ok());
+        assert!(check_fits((7 << 20) + 1, Some(8 << 20)).is_err());
+        assert!(check_fits(u128::MAX, None).is_ok());
+    }
 }

@@ -114,6 +114,10 @@ impl Transport for MemTransport {
         self.address.to_le_bytes().to_vec()
     }
 
+    fn failed(&self) -> Option<String> {
+        self.node.dead.load(Ordering::SeqCst).then(|| "the node was killed".to_owned())
+    }
+
     fn counters(&self) -> Arc<Counters> {
         self.node.registry.counters().clone()
     }

@@ -225,6 +225,14 @@ impl PendingAnswers {
         }
     }
 
+    /// The transport has ended: nobody will answer.
+    pub fn all_gone(&self, why: &TransferError) {
+        for (_, sender) in self.lock().values() {
+            let error = why.clone();
+            sender.send_if_modified(|outcome| outcome.is_none() && outcome.replace(Err(error)).is_none());
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<HandoffId, (PeerId, watch::Sender<Outcome>)>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }

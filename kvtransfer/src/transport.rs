@@ -55,6 +55,9 @@ pub trait Transport: Send + Sync {
     /// Counts since start.
     fn counters(&self) -> Arc<Counters>;
 
+    /// Why it cannot move KV any more, for good: a node whose transport has failed must leave. `None`: it works.
+    fn failed(&self) -> Option<String>;
+
     /// Receiving side: lets one sender fill the grant's blocks.
     ///
     /// # Errors

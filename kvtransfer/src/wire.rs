@@ -39,6 +39,9 @@ pub enum Header {
     Cancel(HandoffId),
     /// The receiver's answer; no payload.
     Answer(HandoffId, Answer),
+    /// The receiver knows where the frames of a hand-off come from: they may be sent now; no payload. Only backends
+    /// whose frames may overtake each other have it.
+    Welcome(HandoffId),
 }
 
 /// Which blocks a payload fills.
@@ -79,6 +82,7 @@ impl Header {
                 let (code, detail) = refusal.to_wire();
                 (5, handoff, code, detail)
             }
+            Self::Welcome(handoff) => (6, handoff, 0, 0),
         };
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -105,6 +109,7 @@ impl Header {
             3 => Self::Cancel(handoff),
             4 => Self::Answer(handoff, Answer::Ack),
             5 => Self::Answer(handoff, Answer::Refused(Refusal::from_wire(a, b))),
+            6 => Self::Welcome(handoff),
             _ => return None,
         };
         Some(header)
@@ -142,6 +147,7 @@ mod tests {
             })),
             id.clone().prop_map(Header::Seal),
             id.clone().prop_map(Header::Cancel),
+            id.clone().prop_map(Header::Welcome),
             id.clone().prop_map(|id| Header::Answer(id, Answer::Ack)),
             (id, 0u32..15, any::<u32>())
                 .prop_map(|(id, code, detail)| Header::Answer(id, Answer::Refused(Refusal::from_wire(code, detail)))),

@@ -19,8 +19,8 @@ pub fn routes(node: Arc<Node>) -> Router {
 }
 
 async fn health(State(node): State<Arc<Node>>) -> impl IntoResponse {
-    match (node.engine.stopped(), node.work.is_draining()) {
-        (Some(reason), _) => (StatusCode::SERVICE_UNAVAILABLE, format!("the engine has stopped: {reason}\n")),
+    match (node.failed(), node.work.is_draining()) {
+        (Some(reason), _) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
         (None, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining\n".to_owned()),
         (None, false) => (StatusCode::OK, "ok\n".to_owned()),
     }

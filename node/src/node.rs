@@ -82,6 +82,13 @@ impl Node {
         }))
     }
 
+    /// Why the process cannot go on: without engine or KV transport it has to leave, and its supervisor to start it
+    /// again. `None`: it works.
+    pub fn failed(&self) -> Option<String> {
+        let engine = self.engine.stopped().map(|reason| format!("the engine has stopped: {reason}"));
+        engine.or_else(|| self.transport.failed().map(|reason| format!("the KV transport has failed: {reason}")))
+    }
+
     /// The spans of a new request.
     pub fn trace(&self) -> Trace {
         Trace::new(self.spans.clone())

@@ -30,7 +30,7 @@ const STREAMS: u32 = 4096;
 /// A router that vanished without a word frees its calls after at most the sum of the two.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
-const ENGINE_CHECK: Duration = Duration::from_millis(200);
+const FAILURE_CHECK: Duration = Duration::from_millis(200);
 
 /// Must be the first thing in `main`, before any thread: UCX reads its environment when it is loaded.
 pub fn prepare_environment() {
@@ -136,16 +136,16 @@ impl Running {
     /// Waits until the process is told to end, or cannot go on.
     ///
     /// # Errors
-    /// The engine or the gRPC server stopped by itself.
+    /// Engine, KV transport or gRPC server stopped by itself.
     pub async fn until_told(&mut self) -> anyhow::Result<()> {
-        let mut ticks = interval(ENGINE_CHECK);
+        let mut ticks = interval(FAILURE_CHECK);
         loop {
             tokio::select! {
                 () = self.signals.next() => return Ok(()),
                 ended = &mut self.grpc => bail!("the gRPC server ended: {ended:?}"),
                 _ = ticks.tick() => {
-                    if let Some(reason) = self.node.engine.stopped() {
-                        bail!("the engine has stopped: {reason}");
+                    if let Some(reason) = self.node.failed() {
+                        bail!(reason);
                     }
                 }
             }

@@ -31,7 +31,7 @@ pub use trace::TraceContext;
 pub const BLOCK_TOKENS: usize = 16;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// Largest control-plane message: a prompt of a million token ids fits, a runaway body does not.
 pub const MAX_MESSAGE_BYTES: usize = 8 << 20;

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use futures::FutureExt;
@@ -58,6 +59,7 @@ impl Default for TcpConfig {
 pub struct TcpTransport {
     shared: Arc<Shared>,
     listener: TcpListener,
+    accepting: JoinHandle<()>,
     address: SocketAddr,
 }
 
@@ -102,8 +104,9 @@ impl TcpTransport {
             closing: AtomicBool::new(false),
         });
         let (accepting, listening) = (shared.clone(), listener.try_clone()?);
-        std::thread::Builder::new().name("kv-tcp-accept".into()).spawn(move || accepting.accept_loop(&listening))?;
-        Ok(Arc::new(Self { shared, listener, address }))
+        let accept_loop = move || accepting.accept_loop(&listening);
+        let accepting = std::thread::Builder::new().name("kv-tcp-accept".into()).spawn(accept_loop)?;
+        Ok(Arc::new(Self { shared, listener, accepting, address }))
     }
 }
 
@@ -129,6 +132,10 @@ impl Transport for TcpTransport {
 
     fn counters(&self) -> Arc<Counters> {
         self.shared.registry.counters().clone()
+    }
+
+    fn failed(&self) -> Option<String> {
+        self.accepting.is_finished().then(|| "TCP: the accepting thread has ended".to_owned())
     }
 
     fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {

@@ -6,7 +6,7 @@
 //! with their operation until its callback came or UCX has closed the endpoint.
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tandem_proto::HandoffId;
@@ -52,7 +52,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// What the rest of the process asks of the driver.
 pub(super) enum Command {
-    /// Connect, and announce a hand-off.
+    /// Connect, announce a hand-off, and reply when it is welcome.
     Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, run: Run, owner: BlockOwner, credit: OwnedSemaphorePermit },
@@ -80,6 +80,8 @@ pub(super) struct Shared {
     pub(super) queue: Arc<Queue<Command>>,
     /// Of the worker; written by the driver.
     pub(super) address: Arc<Mutex<Vec<u8>>>,
+    /// Why the thread ended.
+    pub(super) failure: Arc<OnceLock<String>>,
 }
 
 impl Shared {
@@ -217,7 +219,7 @@ impl Driver {
         tracing::warn!(peer = endpoint.0, "KV peer lost: {why}");
         self.shared.registry.counters().lost_peers.fetch_add(1, Relaxed);
         self.shared.pending.peer_gone(endpoint.into(), &why);
-        self.sending.forget(endpoint);
+        self.sending.forget(endpoint, &why);
     }
 
     pub(super) fn receive(&mut self, from: EndpointId, descriptor: inbox::Descriptor, claim: crate::registry::Claim) {
@@ -288,6 +290,7 @@ impl Driver {
             Some(Header::Seal(handoff)) => self.on_seal(handoff, &payload),
             Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
             Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
+            Some(Header::Welcome(handoff)) => self.on_welcome(handoff),
             // Data comes by rendezvous only.
             Some(Header::Data(_)) | None => self.shared.registry.violation(),
         }
@@ -311,9 +314,16 @@ impl Driver {
             Work::Send(send) => self.range_sent(send.handoff),
             Work::Receive { claim, .. } if succeeded => claim.written(),
             // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
-            Work::Receive { claim, .. } => self.receiving.hold(on, claim),
+            Work::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
+            // That is past, and this was a receive that it had to leave quarantined: the blocks are free now.
+            Work::Receive { claim, .. } => drop(claim),
             Work::Frame { .. } | Work::Lost { .. } => {}
         }
+    }
+
+    /// `let_go` is still to come, or at work.
+    fn is_held(&self, endpoint: EndpointId) -> bool {
+        self.endpoints.has(endpoint) || self.closed.iter().any(|closed| closed.id == endpoint)
     }
 
     /// Deadlines and closes. True when an endpoint is gone now.
@@ -323,6 +333,7 @@ impl Driver {
             (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
             self.shared.registry.expire();
             self.receiving.sweep(now);
+            self.give_up_unwelcome(now);
             for endpoint in self.operations.overdue(now) {
                 let message = "a KV transfer took too long; the peer is given up";
                 self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
@@ -342,7 +353,11 @@ impl Driver {
         }
         // Completions that came with the close.
         self.handle_events();
-        std::mem::take(&mut self.closed).into_iter().for_each(|closed| self.let_go(closed));
+        // Each stays listed while it is let go of: completions may still come (`is_held`).
+        while let Some(closed) = self.closed.last().copied() {
+            self.let_go(closed);
+            self.closed.pop();
+        }
         true
     }
 
@@ -391,13 +406,16 @@ impl Driver {
         let why = TransferError::peer_gone("the KV transport was jammed by a lost peer, and started anew");
         for id in &ids {
             self.shared.pending.peer_gone((*id).into(), &why);
-            self.sending.forget(*id);
+            self.sending.forget(*id, &why);
         }
         let replaced = Worker::create(&self.context).and_then(|worker| Ok((worker.address()?, worker)));
         let (address, worker) = match replaced {
             Ok(replaced) => replaced,
             Err(error) => {
                 tracing::error!(%error, "UCX gives no new worker: KV transfers end");
+                self.shared
+                    .failure
+                    .get_or_init(|| format!("a lost peer jammed it, and it gave no new worker: {error}"));
                 self.shared.queue.close();
                 return;
             }
@@ -497,3 +515,7 @@ fn poll(descriptors: [std::os::fd::RawFd; 2], timeout: Duration) {
     // SAFETY: two valid entries. Whatever it returns, the caller looks at everything again.
     unsafe { libc::poll(entries.as_mut_ptr(), 2, timeout.as_millis() as libc::c_int) };
 }
+
+#[cfg(test)]
+#[path = "driver_tests.rs"]
+mod tests;

@@ -44,6 +44,7 @@ pub(super) struct Entry {
 }
 
 /// A closed endpoint, or one that was given up on.
+#[derive(Clone, Copy)]
 pub(super) struct Closed {
     pub(super) id: EndpointId,
     /// UCX confirmed it.
@@ -131,6 +132,11 @@ impl Endpoints {
     /// Open and closing ones.
     pub(super) fn all(&self) -> Vec<EndpointId> {
         self.open.keys().copied().chain(self.closing.iter().map(|leaving| leaving.id)).collect()
+    }
+
+    /// Open or closing.
+    pub(super) fn has(&self, id: EndpointId) -> bool {
+        self.open.contains_key(&id) || self.closing.iter().any(|leaving| leaving.id == id)
     }
 
     pub(super) fn get(&self, id: EndpointId) -> Option<&Entry> {

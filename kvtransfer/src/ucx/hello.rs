@@ -1,4 +1,5 @@
-//! The first frame of a hand-off: which hand-off, by which build, and where the receiver's answer goes. UCX parses worker
+//! The first frame of a hand-off: which hand-off, by which build, and where the receiver's answers go; the first of them
+//! is the welcome, and nothing else of the hand-off is sent before it came. UCX parses worker
 //! addresses in C and trusts them, so what arrives is measured and checksummed first; that guards against garbage, and
 //! the network must guard against malice, as it must for UCX itself.
 //!

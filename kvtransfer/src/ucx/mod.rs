@@ -4,7 +4,7 @@
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its tables,
-//! `inbox` what callbacks leave, `queue` how the process reaches it, `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one
+//! `inbox` what callbacks leave, `queue` how the process reaches it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one
 //! frame that only this backend has.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id, which
@@ -12,6 +12,7 @@
 #![allow(unsafe_code)]
 
 mod driver;
+mod ending;
 mod endpoints;
 mod hello;
 mod inbox;
@@ -34,6 +35,7 @@ use ucx_sys::Api;
 pub use ucx_sys::prepare_environment;
 
 use self::driver::{Command, Driver, Shared};
+use self::ending::Ending;
 use self::endpoints::EndpointId;
 use self::hello::MAX_ADDRESS_BYTES;
 pub use self::profile::{UcxConfig, UcxProfile};
@@ -69,11 +71,19 @@ impl UcxTransport {
         let queue = Queue::new()?;
         let link = Box::new(UcxAnswerLink { queue: queue.clone() });
         let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link);
-        let shared = Shared { arena, registry, pending: Arc::default(), queue, address: Arc::default() };
+        let shared = Shared {
+            arena,
+            registry,
+            pending: Arc::default(),
+            queue,
+            address: Arc::default(),
+            failure: Arc::default(),
+        };
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let (for_driver, driver_config, driver_build) = (shared.clone(), config.clone(), build_id.clone());
         let thread = std::thread::Builder::new().name("kv-ucx".to_owned()).spawn(move || {
-            let queue = for_driver.queue.clone();
+            // Dropped after the driver, and by a panic of it too.
+            let _ending = Ending(for_driver.clone());
             match Driver::open(api, driver_config, driver_build, for_driver) {
                 Ok(driver) => {
                     let _ = started.send(Ok(driver.name().to_owned()));
@@ -83,7 +93,6 @@ impl UcxTransport {
                     let _ = started.send(Err(error));
                 }
             }
-            queue.close();
         })?;
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
         let name = outcome.recv().unwrap_or_else(died)?;
@@ -105,7 +114,14 @@ impl Transport for UcxTransport {
         self.shared.registry.counters().clone()
     }
 
+    fn failed(&self) -> Option<String> {
+        self.shared.failure.get().map(|reason| format!("UCX: {reason}"))
+    }
+
     fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {
+        if let Some(reason) = self.failed() {
+            return Err(TransferError::new(TransferErrorKind::Io, format!("the KV transport has failed: {reason}")));
+        }
         self.shared.registry.accept(grant, self.info(), self.address())
     }
 

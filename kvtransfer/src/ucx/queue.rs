@@ -50,11 +50,20 @@ impl<T> Queue<T> {
         self.push(command, None)
     }
 
-    /// The driver is to end, or has ended. Commands that are still queued are dropped with their replies.
+    /// The driver is to end: it may take what is queued, and nothing more comes.
     pub(super) fn close(&self) {
         self.closed.store(true, SeqCst);
         self.room.close();
         self.wake();
+    }
+
+    /// The driver has ended: commands that are still queued are dropped with their replies.
+    pub(super) fn end(&self) {
+        self.close();
+        // A push that saw the queue open is in it by now, since it held the lock. Dropped without it: a command may own
+        // anything.
+        let left = std::mem::take(&mut *self.lock());
+        drop(left);
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -148,5 +157,16 @@ mod tests {
         assert_eq!(queue.send(8).await, Err(8));
         assert_eq!(queue.send_now(9), Err(9));
         assert!(!queue.prepare_sleep());
+    }
+
+    #[test]
+    fn the_end_drops_what_nobody_will_take() {
+        let (queue, owned) = (Queue::new().expect("eventfd"), Arc::new(()));
+        queue.send_now(owned.clone()).expect("open");
+        queue.close();
+        assert_eq!(Arc::strong_count(&owned), 2, "the driver may still take it");
+        queue.end();
+        assert_eq!(Arc::strong_count(&owned), 1);
+        assert_eq!(queue.pop(), None);
     }
 }

@@ -101,6 +101,7 @@ impl Driver {
             self.post_frame(endpoint, answer, Vec::new());
         } else if self.receiving.has_room() {
             self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
+            self.post_frame(endpoint, Header::Welcome(hello.handoff), Vec::new());
         } else {
             // Told, or it would wait for its lease.
             let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::Cancelled));
@@ -114,6 +115,7 @@ impl Driver {
             self.release(descriptor);
             return;
         };
+        // Not one that overtook its hello: senders wait for the welcome.
         let Some(endpoint) = self.receiving.endpoint(range.handoff) else {
             self.shared.registry.violation();
             self.release(descriptor);

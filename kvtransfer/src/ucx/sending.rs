@@ -1,5 +1,6 @@
-//! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them all,
-//! because UCX does not promise that messages arrive in order.
+//! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them all.
+//! UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever opens a
+//! hand-off gets it when the receiver has answered the hello, and no range can overtake that.
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::time::Instant;
@@ -13,7 +14,7 @@ use super::endpoints::EndpointId;
 use super::hello::Hello;
 use super::operations::{SendWork, Work};
 use crate::arena::Run;
-use crate::error::TransferError;
+use crate::error::{TransferError, TransferErrorKind};
 use crate::transport::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
@@ -29,29 +30,78 @@ struct Outbound {
     seal: Option<Vec<u8>>,
     /// Faults that are still to be made.
     faults: Faults,
+    /// Until the receiver's welcome.
+    announced: Option<Announced>,
 }
+
+/// A hand-off that its receiver may not know yet.
+struct Announced {
+    opened: Opened,
+    reply: Reply,
+    /// Given up then.
+    until: Instant,
+}
+
+type Reply = oneshot::Sender<Result<Opened, TransferError>>;
 
 impl Sending {
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
         self.handoffs.values().any(|outbound| outbound.endpoint == endpoint)
     }
 
-    pub(super) fn forget(&mut self, endpoint: EndpointId) {
-        self.handoffs.retain(|_, outbound| outbound.endpoint != endpoint);
+    pub(super) fn forget(&mut self, endpoint: EndpointId, why: &TransferError) {
+        let of = |outbound: &Outbound| outbound.endpoint == endpoint;
+        self.handoffs.extract_if(|_, outbound| of(outbound)).for_each(|(_, outbound)| outbound.fail(why));
+    }
+
+    fn unwelcome(&self, now: Instant) -> Vec<HandoffId> {
+        let late = |outbound: &Outbound| outbound.announced.as_ref().is_some_and(|announced| now >= announced.until);
+        self.handoffs.iter().filter(|(_, outbound)| late(outbound)).map(|(handoff, _)| *handoff).collect()
+    }
+}
+
+impl Outbound {
+    /// Tells whoever still waits for the welcome; an open hand-off hears of its end by its answer.
+    fn fail(self, why: &TransferError) {
+        if let Some(announced) = self.announced {
+            // Somebody who does not wait any more need not know.
+            let _ = announced.reply.send(Err(why.clone()));
+        }
     }
 }
 
 impl Driver {
-    pub(super) fn open_handoff(
-        &mut self,
-        handoff: HandoffId,
-        address: &[u8],
-        reply: oneshot::Sender<Result<Opened, TransferError>>,
-    ) {
-        let opened = self.announce(handoff, address);
-        if let Err(Ok(unwanted)) = reply.send(opened) {
+    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &[u8], reply: Reply) {
+        let opened = match self.announce(handoff, address) {
+            Ok(opened) => opened,
+            Err(error) => {
+                // Somebody who does not wait any more need not know.
+                let _ = reply.send(Err(error));
+                return;
+            }
+        };
+        let endpoint = opened.endpoint;
+        let announced = Some(Announced { opened, reply, until: Instant::now() + self.config.stall_timeout });
+        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults, announced };
+        self.sending.handoffs.insert(handoff, outbound);
+        let hello = Hello { handoff, build_id: &self.build_id, address: &self.shared.address() }.encode();
+        self.post_frame(endpoint, Header::hello(), hello);
+    }
+
+    pub(super) fn on_welcome(&mut self, handoff: HandoffId) {
+        let outbound = self.sending.handoffs.get_mut(&handoff);
+        let Some(announced) = outbound.and_then(|outbound| outbound.announced.take()) else { return };
+        if let Err(Ok(unwanted)) = announced.reply.send(Ok(announced.opened)) {
             drop(unwanted);
             self.cancel(handoff);
+        }
+    }
+
+    /// The receiver may be frozen, or cannot read the hello. Other hand-offs have deadlines of their own.
+    pub(super) fn give_up_unwelcome(&mut self, now: Instant) {
+        for handoff in self.sending.unwelcome(now) {
+            let why = TransferError::new(TransferErrorKind::Timeout, "the KV receiver does not answer");
+            self.cancel_because(handoff, &why);
         }
     }
 
@@ -91,8 +141,13 @@ impl Driver {
     }
 
     pub(super) fn cancel(&mut self, handoff: HandoffId) {
+        self.cancel_because(handoff, &TransferError::peer_gone("the KV transport took leave of its peers"));
+    }
+
+    fn cancel_because(&mut self, handoff: HandoffId, why: &TransferError) {
         if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
             self.post_frame(outbound.endpoint, Header::Cancel(handoff), Vec::new());
+            outbound.fail(why);
         }
     }
 
@@ -113,6 +168,10 @@ impl Driver {
     pub(super) fn on_answer(&mut self, handoff: HandoffId, answer: Answer) {
         if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
             self.shared.pending.answer(outbound.endpoint.into(), handoff, answer);
+            outbound.fail(&match answer {
+                Answer::Refused(refusal) => refusal.into(),
+                Answer::Ack => TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal"),
+            });
         }
     }
 
@@ -123,10 +182,6 @@ impl Driver {
         let credit = self.endpoints.get(endpoint).map(|entry| entry.credit.clone());
         let credit = credit.ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))?;
         let answer = self.shared.pending.register(endpoint.into(), handoff)?;
-        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults };
-        self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello { handoff, build_id: &self.build_id, address: &self.shared.address() }.encode();
-        self.post_frame(endpoint, Header::hello(), hello);
         Ok(Opened { endpoint, credit, answer })
     }
 
