@@ -94,10 +94,11 @@ fn turn(driver: &mut Driver) {
     driver.tick(Instant::now());
 }
 
+/// Address, inbox and thread of a driver.
+type Receiver = (Vec<u8>, Arc<Queue<Command>>, std::thread::JoinHandle<()>);
+
 /// The driver of another thread, whose address goes to `main`; it works from the moment that `start` says so.
-fn receiver(
-    start: std::sync::mpsc::Receiver<()>,
-) -> Option<(Vec<u8>, Arc<Queue<Command>>, std::thread::JoinHandle<()>)> {
+fn receiver(start: std::sync::mpsc::Receiver<()>) -> Option<Receiver> {
     let (known, address) = std::sync::mpsc::channel();
     let thread = std::thread::spawn(move || {
         let Some(driver) = driver() else { return };
