@@ -106,6 +106,7 @@ impl Generate<'_> {
         trace.close(verified_at);
         self.send(Event::Verified(received.event(self.node, transfer))).await?;
         let first_token = received.verified.seal.first_token;
+        self.node.work.count_tokens(self.request.prompt.len(), 1);
         if let Some(reason) = self.request.finished_by(first_token) {
             return self.finish(reason, verified_at, trace).await;
         }
@@ -136,6 +137,7 @@ impl Generate<'_> {
 
     async fn local(&self, accepted: Instant, trace: &mut Trace) -> Result<(), Error> {
         let lease = self.reserve().await?;
+        self.node.work.count_tokens(self.request.prompt.len(), 0);
         self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, &mut Stop::never(), trace).await
     }
 
@@ -157,8 +159,9 @@ impl Generate<'_> {
         let server = trace.open("decode", Kind::Server, self.request.parent, start);
         trace.attr("tandem.request_id", self.request.id.as_str());
         trace.open("decode.queue", Kind::Internal, server, start);
+        // The first token of a whole request here is not late after another one.
+        let (mut tokens, mut last) = (0_u32, (sequence.computed > 0).then_some(start));
         let mut sequence = self.node.engine.submit(sequence)?;
-        let (mut tokens, mut last) = (0_u32, start);
         loop {
             let event = tokio::select! {
                 biased;
@@ -179,8 +182,9 @@ impl Generate<'_> {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
-                    stalled(trace, "engine", last, at);
-                    (tokens, last) = (tokens + 1, at);
+                    stalled(trace, "engine", last.unwrap_or(at), at);
+                    (tokens, last) = (tokens + 1, Some(at));
+                    self.node.work.count_tokens(0, 1);
                     let sending = Instant::now();
                     self.send(Event::Token(Token { token_id: id, logprob })).await?;
                     stalled(trace, "reader", sending, Instant::now());

@@ -96,6 +96,15 @@ fn vllm(text: &mut Text, node: &Node) {
     text.sample(&[], f64::from(load.waiting));
     text.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.");
     text.sample(&[], 1.0 - f64::from(load.free_blocks) / total.max(1) as f64);
+    let (prompt, generated) = node.work.tokens();
+    text.family("vllm:prompt_tokens_total", "counter", "Tokens of prompts whose KV came here.");
+    text.sample(&[], prompt as f64);
+    text.family("vllm:generation_tokens_total", "counter", "Tokens of answers, the first ones included.");
+    text.sample(&[], generated as f64);
+    // vLLM's names for blocks wherever they are.
+    text.family("vllm:cache_config_info", "gauge", "The KV cache.");
+    let block_tokens = node.engine.spec().block_tokens.to_string();
+    text.sample(&[("block_size", &block_tokens), ("num_gpu_blocks", &total.to_string())], 1.0);
 }
 
 /// Writer of the text format. All samples carry role and instance.

@@ -1,4 +1,4 @@
-//! Calls in flight: how many there may be, how they ended, and when the last one is over.
+//! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,6 +21,8 @@ struct Inner {
     tracker: TaskTracker,
     draining: CancellationToken,
     outcomes: [AtomicU64; OUTCOMES.len()],
+    prompt_tokens: AtomicU64,
+    generated_tokens: AtomicU64,
 }
 
 /// Labels of `tandem_requests_total{outcome}`.
@@ -49,6 +51,8 @@ impl Work {
             tracker: TaskTracker::new(),
             draining: CancellationToken::new(),
             outcomes: Default::default(),
+            prompt_tokens: AtomicU64::new(0),
+            generated_tokens: AtomicU64::new(0),
         };
         Self { inner: Arc::new(inner) }
     }
@@ -91,6 +95,17 @@ impl Work {
     /// Ready once a drain has begun and no call is left.
     pub async fn drained(&self) {
         self.inner.tracker.wait().await;
+    }
+
+    /// Counts a prompt whose KV is here, and tokens of answers.
+    pub fn count_tokens(&self, prompt: usize, generated: u64) {
+        self.inner.prompt_tokens.fetch_add(prompt as u64, Ordering::Relaxed);
+        self.inner.generated_tokens.fetch_add(generated, Ordering::Relaxed);
+    }
+
+    /// Tokens of prompts and of answers so far.
+    pub fn tokens(&self) -> (u64, u64) {
+        (self.inner.prompt_tokens.load(Ordering::Relaxed), self.inner.generated_tokens.load(Ordering::Relaxed))
     }
 
     /// How many calls ended how, by label.

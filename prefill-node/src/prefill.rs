@@ -94,6 +94,9 @@ impl Prefill<'_> {
                     trace.event("blocks.yielded", Instant::now(), []);
                     drop(computed);
                     handoff = Some(connecting.as_mut().await?);
+                    if matches!(handoff, Some(Way::Nowhere)) {
+                        return nothing_delivered(events, trace).await;
+                    }
                     computed = self.compute(Instant::now(), connecting, &mut handoff, trace).await?;
                 }
             }

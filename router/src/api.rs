@@ -136,7 +136,7 @@ impl Service {
             membership,
             exporter,
             traces: Traces::default(),
-            metrics: Metrics::new(&model.model_name),
+            metrics: Metrics::new(&model.model_name, &instance),
             admission: Admission::new(&limits),
             limits,
             instance,

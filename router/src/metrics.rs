@@ -1,6 +1,6 @@
 //! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
-//! the scraper asks for it. Base units: seconds and bytes. Beside our own names stand those of vLLM whose meaning is
-//! the same, because public dashboards read them.
+//! the scraper asks for it. Base units: seconds and bytes; labels `role` and `instance`. Beside our own names stand
+//! those of vLLM whose meaning is the same, because public dashboards read them.
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -39,7 +39,8 @@ struct Finished {
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct NodeRole {
-    role: &'static str,
+    /// `role` is this process's own.
+    node_role: &'static str,
 }
 
 /// Points from a histogram's bucket to a trace.
@@ -97,9 +98,10 @@ struct Vllm {
 
 impl Metrics {
     /// All at zero.
-    pub fn new(model_name: &str) -> Self {
+    pub fn new(model_name: &str, instance: &str) -> Self {
         let mut registry = Registry::default();
-        let own = Own::register(&mut registry);
+        let who = [("role".into(), "router".into()), ("instance".into(), instance.to_owned().into())];
+        let own = Own::register(registry.sub_registry_with_labels(who.into_iter()));
         let vllm =
             Vllm::register(registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())));
         Self { registry: Arc::new(registry), own, vllm }
@@ -202,8 +204,8 @@ impl Own {
     fn set(&self, nodes: &Totals, requests: Counts, spans_dropped: u64) {
         self.inflight.set(whole(requests.inflight));
         self.queued.set(whole(requests.queued));
-        self.nodes.get_or_create(&NodeRole { role: "prefill" }).set(nodes.prefill_nodes.into());
-        self.nodes.get_or_create(&NodeRole { role: "decode" }).set(nodes.decode_nodes.into());
+        self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
+        self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());
         // The exporter counts; this only shows it.
         self.spans_dropped.inner().store(spans_dropped, Ordering::Relaxed);
     }
@@ -330,7 +332,7 @@ mod tests {
     use super::*;
 
     fn text(accept: Option<&str>) -> String {
-        let metrics = Metrics::new("m");
+        let metrics = Metrics::new("m", "r0");
         metrics.refused(ErrorKind::Overloaded);
         metrics.own.ttft.observe(0.02, Some(Exemplar { trace_id: "abc".into() }), None);
         metrics.text(accept, &Totals::default(), Counts::default(), 0).1
@@ -341,12 +343,13 @@ mod tests {
         let text = text(Some("*/*"));
         for line in [
             "# TYPE tandem_requests_total counter",
-            "tandem_requests_total{outcome=\"overloaded\"} 1",
+            "tandem_requests_total{role=\"router\",instance=\"r0\",outcome=\"overloaded\"} 1",
+            "tandem_nodes{role=\"router\",instance=\"r0\",node_role=\"decode\"} 0",
             "# HELP vllm:prompt_tokens_total Prompt tokens processed.",
             "vllm:prompt_tokens_total{model_name=\"m\"} 0",
             "# TYPE tandem_spans_dropped_total counter",
             "# TYPE tandem_ttft_seconds histogram",
-            "tandem_ttft_seconds_bucket{le=\"0.025\"} 1",
+            "tandem_ttft_seconds_bucket{role=\"router\",instance=\"r0\",le=\"0.025\"} 1",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}\n{text}");
         }

@@ -6,7 +6,7 @@ use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{Tra
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
-use tandem_cluster_tests::client::{ask, rest, token_ids};
+use tandem_cluster_tests::client::{ask, metric, rest, text, token_ids};
 use tandem_cluster_tests::{Cluster, Options};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::TcpListenerStream;
@@ -195,6 +195,43 @@ async fn shown_by_the_router(cluster: &Cluster, spans: &[Span]) -> anyhow::Resul
         let collected: BTreeSet<&str> = spans.iter().map(|span| span.id.as_str()).collect();
         assert_eq!(shown, collected);
     }
+    Ok(())
+}
+
+/// An answer that a stop string or its first token ends is an answer: no node counts or traces a failure.
+#[tokio::test]
+async fn an_answer_that_ends_early_is_no_failure() -> anyhow::Result<()> {
+    let cluster = Cluster::start(Options::default()).await?;
+    let mut stopped = ask(text("The capital of France is"), 200);
+    stopped.stop = vec![".".to_owned()];
+    stopped.ignore_eos = true;
+    for (request, names) in [
+        (stopped, ["kv.reserve", "kv.transfer", "prefill.forward"].as_slice()),
+        (ask(text("The capital of France is"), 1), ["kv.reserve", "prefill.forward"].as_slice()),
+    ] {
+        let answer = cluster.answer(request).await?;
+        // The stopped node's report comes behind the answer.
+        let spans = async {
+            loop {
+                let path = format!("/api/traces/{}", answer.finish.trace_id);
+                let trace: serde_json::Value = cluster.get(&path).await?.json().await?;
+                let spans = trace["spans"].as_array().expect("spans").clone();
+                if names.iter().all(|name| spans.iter().any(|span| span["name"] == *name)) {
+                    return anyhow::Ok(spans);
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let spans = tokio::time::timeout(EXPORTED, spans).await??;
+        assert!(spans.iter().all(|span| span["error"] == ""), "{spans:#?}");
+    }
+    for node in [&cluster.prefill, &cluster.decode] {
+        for none in ["outcome=\"cancelled\"", "state=\"aborted\"", "tandem_handoff_refusals_total"] {
+            assert_eq!(metric(node, none).await?, 0.0, "{none}");
+        }
+        assert_eq!(metric(node, "outcome=\"ok\"").await?, 2.0);
+    }
+    assert_eq!(metric(&cluster.decode, "state=\"released\"").await?, 1.0);
     Ok(())
 }
 

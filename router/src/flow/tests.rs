@@ -333,7 +333,8 @@ async fn overload_is_told_at_admission() {
     drop(first);
     decode.cancelled().await;
     let text = cluster.service.metrics_text(None).1;
-    assert!(text.contains("tandem_requests_total{outcome=\"overloaded\"} 1"), "{text}");
+    let refused = "tandem_requests_total{role=\"router\",instance=\"router-test\",outcome=\"overloaded\"} 1";
+    assert!(text.contains(refused), "{text}");
 }
 
 #[tokio::test]
