@@ -8,16 +8,17 @@ const ROOMS: [&str; 5] =
     ["kvtransfer/ucx-sys/", "kvtransfer/src/ucx", "kvtransfer/src/cuda", "engine/src/ops", "engine/src/models/mmap.rs"];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 10] = [
+const GRAPH: [(&str, &[&str]); 11] = [
     ("tandem-proto", &[]),
     ("tandem-telemetry", &["tandem-proto"]),
+    ("tandem-ports", &[]),
     ("tandem-engine", &["tandem-proto"]),
     ("tandem-ucx-sys", &[]),
     ("tandem-kvtransfer", &["tandem-proto", "tandem-ucx-sys"]),
-    ("tandem-node", &["tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer"]),
+    ("tandem-node", &["tandem-proto", "tandem-telemetry", "tandem-ports", "tandem-engine", "tandem-kvtransfer"]),
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),
-    ("tandem-router", &["tandem-proto", "tandem-telemetry"]),
+    ("tandem-router", &["tandem-proto", "tandem-telemetry", "tandem-ports"]),
     ("tandem", &["tandem-proto"]),
 ];
 const NODE: &[&str] = &["tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer", "tandem-node"];

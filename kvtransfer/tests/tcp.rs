@@ -57,6 +57,27 @@ fn garbage_closes_the_connection_and_is_counted() {
     }
 }
 
+#[test]
+fn a_hello_that_trickles_in_does_not_keep_its_place() {
+    let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+    let config = TcpConfig { connect_timeout: Duration::from_millis(300), ..TcpConfig::default() };
+    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind");
+    let address = String::from_utf8(transport.address()).expect("text");
+    let mut stream = TcpStream::connect(address).expect("connect");
+    stream.set_read_timeout(Some(Duration::from_millis(100))).expect("timeout");
+    let start = Instant::now();
+    // 49 bytes at this pace would take twice the bound.
+    for byte in hello("tcp/other") {
+        // The pace; the node says nothing before it hangs up.
+        let hung_up = stream.read(&mut [0]).is_ok();
+        if hung_up || stream.write_all(&[byte]).is_err() {
+            break;
+        }
+    }
+    wait_for_errors(&transport, 1);
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+}
+
 /// The node counts just after it hung up.
 fn wait_for_errors(transport: &TcpTransport, expected: u64) {
     let deadline = Instant::now() + Duration::from_secs(5);

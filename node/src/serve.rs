@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use tandem_ports::{Limits, Port, raise_descriptor_limit, serve_http};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinHandle;
@@ -13,7 +14,6 @@ use tokio::time::{interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
 
@@ -30,6 +30,8 @@ const STREAMS: u32 = 4096;
 /// A router that vanished without a word frees its calls after at most the sum of the two.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Supervisors and scrapers are few.
+const ADMIN_LIMITS: Limits = Limits { connections: 64, silence: Duration::from_secs(30) };
 const FAILURE_CHECK: Duration = Duration::from_millis(200);
 
 /// Must be the first thing in `main`, before any thread: UCX reads its environment when it is loaded.
@@ -42,6 +44,7 @@ pub fn prepare_environment() {
 /// Runs the life of the process; its error is one line on stderr and exit code 1. (Wrong flags are clap's: code 2.)
 pub fn run_process(service: &'static str, life: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
     tandem_telemetry::init_logging(service);
+    raise_descriptor_limit();
     // The engine has its own thread, and UCX has; these two only wait for sockets.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let result = runtime.context("cannot start the runtime").and_then(|runtime| {
@@ -104,7 +107,7 @@ impl Running {
         routes: Routes,
     ) -> anyhow::Result<Self> {
         let signals = Signals::install()?;
-        let (grpc, admin) = (listeners.grpc.local_addr()?, listeners.admin.local_addr()?);
+        let (grpc, admin_address) = (listeners.grpc.local_addr()?, listeners.admin.local_addr()?);
         let (health, health_service) = health_reporter();
         health.set_service_status(service, ServingStatus::Serving).await;
         let stop = CancellationToken::new();
@@ -114,18 +117,17 @@ impl Running {
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
             .add_routes(routes.add_service(health_service))
             .serve_with_incoming_shutdown(
-                TcpIncoming::from(listeners.grpc).with_nodelay(Some(true)),
+                Port::new(listeners.grpc, Limits::default()).incoming(),
                 stop.clone().cancelled_owned(),
             );
         let running =
             Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
-        let admin_server = axum::serve(listeners.admin, admin::routes(node.clone()))
-            .with_graceful_shutdown(stop.clone().cancelled_owned());
-        tokio::spawn(admin_server.into_future());
+        let admin = Port::new(listeners.admin, ADMIN_LIMITS);
+        tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let register = node.registration(endpoint(config, grpc.port()));
         tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), register, stop));
         println!(
-            "ready role={} grpc={grpc} admin={admin} transport={} incarnation={}",
+            "ready role={} grpc={grpc} admin={admin_address} transport={} incarnation={}",
             role_name(node.role),
             node.transport.info().name,
             node.incarnation

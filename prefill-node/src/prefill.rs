@@ -92,12 +92,15 @@ impl Prefill<'_> {
                 connected = &mut connecting => handoff = Some(connected?),
                 () = self.pressure.felt() => {
                     trace.event("blocks.yielded", Instant::now(), []);
+                    let told = computed.token;
                     drop(computed);
                     handoff = Some(connecting.as_mut().await?);
                     if matches!(handoff, Some(Way::Nowhere)) {
                         return nothing_delivered(events, trace).await;
                     }
-                    computed = self.compute(Instant::now(), connecting, &mut handoff, trace).await?;
+                    let again = self.compute(Instant::now(), connecting, &mut handoff, trace).await?;
+                    check_same(told, again.token)?;
+                    computed = again;
                 }
             }
         }
@@ -190,6 +193,26 @@ async fn nothing_delivered(events: &Events<PrefillEvent>, trace: &mut Trace) -> 
     events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await
 }
 
+/// The client has the `first` token already: an answer that goes on after another one would be of two minds.
+fn check_same(first: u32, again: u32) -> Result<(), Error> {
+    if first == again {
+        return Ok(());
+    }
+    let message = format!("the prompt was computed twice, with first token {first} and then {again}");
+    Err(Error::new(ErrorKind::Internal, message))
+}
+
 fn event(event: Event) -> PrefillEvent {
     PrefillEvent { event: Some(event) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_that_is_computed_twice_has_one_first_token() {
+        assert!(check_same(7, 7).is_ok());
+        assert_eq!(check_same(7, 8).map_err(|error| error.kind), Err(ErrorKind::Internal));
+    }
 }

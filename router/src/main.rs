@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use axum::serve::ListenerExt;
+use futures::FutureExt;
+use tandem_ports::{Limits, Port, raise_descriptor_limit, serve_http};
 use tandem_router::api::Service;
 use tandem_router::config::Config;
 use tandem_router::membership::{Expected, Membership};
@@ -19,7 +20,6 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::TcpIncoming;
 
 /// A client whose host is gone is noticed after these.
 const CLIENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -31,6 +31,7 @@ const LAST_BYTES: Duration = Duration::from_secs(1);
 async fn main() -> ExitCode {
     let config = Config::from_args();
     tandem_telemetry::init_logging("tandem-router");
+    raise_descriptor_limit();
     match run(config).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -56,7 +57,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let stop = CancellationToken::new();
     let mut servers = JoinSet::new();
     servers.spawn(serve_grpc(grpc::routes(&service, health.clone())?, grpc_listener, stop.clone()));
-    servers.spawn(serve_http(http::router(service.clone()), http_listener, stop.clone()));
+    let http_server =
+        serve_http(Port::new(http_listener, Limits::default()), http::router(service.clone()), stop.clone());
+    servers.spawn(http_server.map(Ok));
     // These two end with the process.
     tokio::spawn(membership.clone().watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
@@ -106,18 +109,9 @@ async fn serve_grpc(
         .http2_keepalive_interval(Some(CLIENT_KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(CLIENT_KEEPALIVE_TIMEOUT))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), stop.cancelled_owned())
+        .serve_with_incoming_shutdown(Port::new(listener, Limits::default()).incoming(), stop.cancelled_owned())
         .await
         .context("the gRPC server ended")
-}
-
-async fn serve_http(router: axum::Router, listener: TcpListener, stop: CancellationToken) -> anyhow::Result<()> {
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "nodelay not set");
-        }
-    });
-    axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await.context("the HTTP server ended")
 }
 
 struct Signals {

@@ -4,7 +4,7 @@
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tandem_proto::PROTOCOL_VERSION;
 
@@ -33,7 +33,7 @@ impl Connection {
     pub fn dial(stream: TcpStream, config: &TcpConfig, peer: PeerId, arena: Arc<Arena>) -> Result<Self, TransferError> {
         prepare(&stream, config)?;
         send_hello(&stream)?;
-        expect_hello(&stream)?;
+        expect_hello(&stream, Instant::now() + config.connect_timeout)?;
         Ok(Self::start(stream, config, peer, arena)?)
     }
 
@@ -45,7 +45,7 @@ impl Connection {
         arena: Arc<Arena>,
     ) -> Result<Self, TransferError> {
         prepare(&stream, config)?;
-        expect_hello(&stream)?;
+        expect_hello(&stream, Instant::now() + config.connect_timeout)?;
         send_hello(&stream)?;
         Ok(Self::start(stream, config, peer, arena)?)
     }
@@ -86,13 +86,11 @@ impl Connection {
         stream.set_read_timeout(Some(config.stall_timeout))?;
         stream.set_write_timeout(Some(config.stall_timeout))?;
         let queue = Arc::new(FrameQueue::new());
-        let (writing, socket) = (queue.clone(), stream.try_clone()?);
+        let writer = Writer { socket: stream.try_clone()?, queue: queue.clone() };
         std::thread::Builder::new().name("kv-tcp-write".into()).spawn(move || {
-            if let Err(error) = write_loop(&socket, &writing, &arena) {
+            if let Err(error) = write_loop(&writer.socket, &writer.queue, &arena) {
                 tracing::debug!("KV connection: {error}");
             }
-            writing.close();
-            let _ = socket.shutdown(Shutdown::Both);
         })?;
         Ok(Self { peer, stream, queue })
     }
@@ -116,6 +114,20 @@ impl Connection {
             }
             _ => Err(garbage()),
         }
+    }
+}
+
+/// The writing thread's half. However that thread ends, by a panic too, the connection ends with it: nobody would write
+/// what is queued, and its senders would wait for their leases.
+struct Writer {
+    socket: TcpStream,
+    queue: Arc<FrameQueue>,
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.queue.close();
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }
 
@@ -146,7 +158,6 @@ fn prepare(stream: &TcpStream, config: &TcpConfig) -> io::Result<()> {
         socket2::TcpKeepalive::new().with_time(Duration::from_secs(2)).with_interval(Duration::from_secs(1));
     socket.set_tcp_keepalive(&keepalive.with_retries(3))?;
     socket.set_tcp_user_timeout(Some(config.stall_timeout))?;
-    stream.set_read_timeout(Some(config.connect_timeout))?;
     stream.set_write_timeout(Some(config.connect_timeout))
 }
 
@@ -158,20 +169,39 @@ fn send_hello(mut stream: &TcpStream) -> io::Result<()> {
 }
 
 /// Reads exactly the hello and not a byte of what follows.
-fn expect_hello(mut stream: &TcpStream) -> Result<(), TransferError> {
+fn expect_hello(stream: &TcpStream, until: Instant) -> Result<(), TransferError> {
     let mut bytes = [0; PRELUDE_BYTES];
-    stream.read_exact(&mut bytes)?;
+    read_until(stream, &mut bytes, until)?;
     let (header, len) = parse_prelude(&bytes).ok_or_else(garbage)?;
     let Header::Hello { protocol } = header else { return Err(garbage()) };
     if len > MAX_HELLO_BYTES as u64 {
         return Err(garbage());
     }
     let mut theirs = vec![0; len as usize];
-    stream.read_exact(&mut theirs)?;
+    read_until(stream, &mut theirs, until)?;
     if protocol != PROTOCOL_VERSION || theirs != build_id().as_bytes() {
         let theirs = String::from_utf8_lossy(&theirs).escape_default().to_string();
         let message = format!("the KV peer speaks protocol {protocol} build {theirs}, we speak {}", build_id());
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
+    }
+    Ok(())
+}
+
+/// Fills `bytes` by a time: a read timeout alone lets a peer hold its place by a byte now and then.
+fn read_until(mut stream: &TcpStream, bytes: &mut [u8], until: Instant) -> io::Result<()> {
+    let mut filled = 0;
+    while filled < bytes.len() {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(&mut bytes[filled..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted || is_timeout(&error) => {}
+            Err(error) => return Err(error),
+        }
     }
     Ok(())
 }

@@ -173,21 +173,16 @@ impl Shared {
                 self.registry.violation();
                 continue;
             }
-            let shared = self.clone();
-            let served = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || {
-                shared.serve(stream);
-                shared.accepted.fetch_sub(1, Ordering::SeqCst);
-            });
-            if served.is_err() {
-                self.accepted.fetch_sub(1, Ordering::SeqCst);
-            }
+            let place = Place(self.clone());
+            // No thread: the socket closes and the place is free, as both are dropped.
+            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || place.0.serve(stream));
         }
     }
 
     /// Hello, then reads until the connection ends.
     fn serve(self: &Arc<Self>, stream: TcpStream) {
         match Connection::accept(stream, &self.config, self.new_peer(), self.registry.arena().clone()) {
-            Ok(connection) => self.run(&Arc::new(connection)),
+            Ok(connection) => self.attach(Arc::new(connection)).read(),
             Err(error) => {
                 tracing::warn!("KV connection refused: {error}");
                 self.registry.violation();
@@ -195,20 +190,12 @@ impl Shared {
         }
     }
 
-    fn run(self: &Arc<Self>, connection: &Arc<Connection>) {
-        let peer = connection.peer();
-        lock(&self.peers.0).insert(peer, connection.clone());
+    fn attach(self: &Arc<Self>, connection: Arc<Connection>) -> Attached {
+        lock(&self.peers.0).insert(connection.peer(), connection.clone());
         if self.closing.load(Ordering::SeqCst) {
             connection.close();
         }
-        let ended = connection.read_loop(self);
-        connection.close();
-        lock(&self.peers.0).remove(&peer);
-        lock(&self.dialled).retain(|_, dialled| dialled.peer() != peer);
-        self.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-        // This thread alone writes for this peer, and it is done.
-        self.registry.fence(peer);
-        self.pending.peer_gone(peer, &TransferError::peer_gone(format!("the KV peer is gone: {ended}")));
+        Attached { shared: self.clone(), connection, ended: None }
     }
 
     async fn connection_to(self: &Arc<Self>, address: String) -> Result<Arc<Connection>, TransferError> {
@@ -229,13 +216,51 @@ impl Shared {
         let resolved = resolved.ok_or_else(|| TransferError::new(TransferErrorKind::Io, "no such KV address"))?;
         let stream = TcpStream::connect_timeout(&resolved, self.config.connect_timeout)?;
         let connection = Arc::new(Connection::dial(stream, &self.config, peer, self.registry.arena().clone())?);
-        let (shared, reading) = (self.clone(), connection.clone());
-        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || shared.run(&reading))?;
+        let attached = self.attach(connection.clone());
+        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read())?;
         Ok(connection)
     }
 
     fn new_peer(&self) -> PeerId {
         PeerId(self.last_peer.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// One of the places for accepted connections.
+struct Place(Arc<Shared>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.accepted.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A connection that hand-offs may use, and what must happen when it ends, however its reading thread does: by the end
+/// of the connection, by a panic, or by never having started. Else hand-offs would go on using it, until their leases end.
+struct Attached {
+    shared: Arc<Shared>,
+    connection: Arc<Connection>,
+    ended: Option<TransferError>,
+}
+
+impl Attached {
+    /// Reads until the connection ends.
+    fn read(mut self) {
+        self.ended = Some(self.connection.read_loop(&self.shared));
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let (shared, peer) = (&self.shared, self.connection.peer());
+        self.connection.close();
+        lock(&shared.peers.0).remove(&peer);
+        lock(&shared.dialled).retain(|_, dialled| dialled.peer() != peer);
+        shared.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
+        // The reading thread alone writes for this peer, and it is done.
+        shared.registry.fence(peer);
+        let why = self.ended.as_ref().map_or("its reading thread has ended", |ended| &ended.message);
+        shared.pending.peer_gone(peer, &TransferError::peer_gone(format!("the KV peer is gone: {why}")));
     }
 }
 
@@ -284,4 +309,72 @@ fn build_id() -> String {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::time::Instant;
+
+    use tandem_proto::Incarnation;
+
+    use super::*;
+
+    const LEASE: Duration = Duration::from_secs(60);
+    const PROMPT: Duration = Duration::from_secs(10);
+
+    fn bind() -> Arc<TcpTransport> {
+        let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+        TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, TcpConfig::default()).expect("bind")
+    }
+
+    fn grant(id: u8) -> Grant {
+        Grant {
+            handoff: HandoffId([id; 16]),
+            prefill_incarnation: Incarnation(1),
+            decode_incarnation: Incarnation(2),
+            compatibility_digest: 3,
+            blocks: vec![0],
+            owner: Arc::new(()),
+            lease: LEASE,
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_panic_of_the_writing_thread_ends_its_connection_and_nothing_else() {
+        let (sender, receiver) = (bind(), bind());
+        let incoming = receiver.accept(grant(1)).expect("accept");
+        let ticket = incoming.ticket();
+        let outgoing = sender.open(&ticket).await.expect("open");
+        let connection = lock(&sender.shared.dialled).values().next().cloned().expect("dialled");
+        // Blocks that are not in the arena: the common code checks them before a backend sees them.
+        let (range, run) =
+            (DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1 }, Run { first: 99, count: 1 });
+        let queued = connection.queue().send_data(range, run, 64, Arc::new(()), Faults::default()).await;
+        assert_eq!(queued, Ok(()));
+        let start = Instant::now();
+        let seal = crate::seal_for(&sender.shared.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
+        let told = tokio::time::timeout(PROMPT, outgoing.seal(seal)).await.expect("before its lease");
+        assert_eq!(told.map(|_| ()).map_err(|error| error.kind), Err(TransferErrorKind::PeerGone));
+        assert!(connection.is_closed() && start.elapsed() < PROMPT);
+        // The next hand-off dials anew.
+        let incoming = receiver.accept(grant(2)).expect("accept");
+        let ticket = incoming.ticket();
+        let mut outgoing = sender.open(&ticket).await.expect("open");
+        outgoing.push(0, &[0], Arc::new(())).await.expect("push");
+        let seal = crate::seal_for(&sender.shared.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
+        let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
+        let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
+        assert_eq!(receipt.expect("receipt").blocks, verified.expect("verified").blocks);
+    }
+
+    #[test]
+    fn a_connection_that_nobody_reads_is_forgotten() {
+        let (sender, receiver) = (bind(), bind());
+        let connection = sender.shared.dial(&receiver.address.to_string()).expect("dial");
+        let attached = sender.shared.attach(connection.clone());
+        drop(attached);
+        assert!(connection.is_closed());
+        assert!(!lock(&sender.shared.peers.0).contains_key(&connection.peer()));
+    }
 }

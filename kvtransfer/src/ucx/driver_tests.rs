@@ -94,27 +94,38 @@ fn turn(driver: &mut Driver) {
     driver.tick(Instant::now());
 }
 
-/// Address, inbox and thread of a driver.
-type Receiver = (Vec<u8>, Arc<Queue<Command>>, std::thread::JoinHandle<()>);
+/// A driver on a thread of its own.
+struct Receiver {
+    address: Vec<u8>,
+    queue: Arc<Queue<Command>>,
+    thread: std::thread::JoinHandle<()>,
+}
 
-/// The driver of another thread, whose address goes to `main`; it works from the moment that `start` says so.
-fn receiver(start: std::sync::mpsc::Receiver<()>) -> Option<Receiver> {
-    let (known, address) = std::sync::mpsc::channel();
-    let thread = std::thread::spawn(move || {
-        let Some(driver) = driver() else { return };
-        let _ = known.send((driver.shared.address(), driver.shared.queue.clone()));
-        let _ = start.recv();
-        driver.run();
-    });
-    let (address, queue) = address.recv().ok()?;
-    Some((address, queue, thread))
+impl Receiver {
+    /// It works from the moment that `start` says so, or is gone. `None`: there is no UCX here.
+    fn new(start: std::sync::mpsc::Receiver<()>) -> Option<Self> {
+        let (known, told) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let Some(driver) = driver() else { return };
+            let _ = known.send((driver.shared.address(), driver.shared.queue.clone()));
+            let _ = start.recv();
+            driver.run();
+        });
+        let (address, queue) = told.recv().ok()?;
+        Some(Self { address, queue, thread })
+    }
+
+    fn end(self) {
+        self.queue.close();
+        self.thread.join().expect("no panic");
+    }
 }
 
 #[test]
 fn no_range_can_be_sent_before_the_receiver_has_read_the_hello() {
     let (go, start) = std::sync::mpsc::channel();
-    let (Some(mut sender), Some((address, queue, thread))) = (driver(), receiver(start)) else { return };
-    let mut opened = opening(&mut sender, address);
+    let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
+    let mut opened = opening(&mut sender, receiver.address.clone());
     for _ in 0..1000 {
         turn(&mut sender);
     }
@@ -129,16 +140,15 @@ fn no_range_can_be_sent_before_the_receiver_has_read_the_hello() {
         }
     };
     assert!(opened.is_ok());
-    queue.close();
-    thread.join().expect("no panic");
+    receiver.end();
 }
 
 #[test]
 fn a_receiver_that_does_not_answer_is_a_timeout() {
     let (go, start) = std::sync::mpsc::channel();
     let config = UcxConfig { stall_timeout: Duration::from_millis(50), ..UcxConfig::new(UcxProfile::Shm) };
-    let (Some(mut sender), Some((address, queue, thread))) = (driver_with(config), receiver(start)) else { return };
-    let mut opened = opening(&mut sender, address);
+    let (Some(mut sender), Some(receiver)) = (driver_with(config), Receiver::new(start)) else { return };
+    let mut opened = opening(&mut sender, receiver.address.clone());
     let until = Instant::now() + Duration::from_secs(4);
     let error = loop {
         turn(&mut sender);
@@ -149,19 +159,17 @@ fn a_receiver_that_does_not_answer_is_a_timeout() {
     };
     assert_eq!(error.kind, TransferErrorKind::Timeout);
     go.send(()).expect("the receiver waits");
-    queue.close();
-    thread.join().expect("no panic");
+    receiver.end();
 }
 
 #[test]
 fn an_answer_instead_of_a_welcome_reaches_whoever_opens() {
-    let (_go, start) = std::sync::mpsc::channel();
-    let (Some(mut sender), Some((address, queue, thread))) = (driver(), receiver(start)) else { return };
-    let mut opened = opening(&mut sender, address);
+    let (go, start) = std::sync::mpsc::channel();
+    let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
+    let mut opened = opening(&mut sender, receiver.address.clone());
     sender.on_answer(HandoffId([1; 16]), Answer::Refused(crate::error::Refusal::WrongPeer));
     let error = opened.try_recv().expect("told").err().expect("refused");
     assert_eq!(error.refusal, Some(crate::error::Refusal::WrongPeer));
-    queue.close();
-    drop(_go);
-    thread.join().expect("no panic");
+    drop(go);
+    receiver.end();
 }

@@ -1,0 +1,88 @@
+//! One accepted connection: a socket with its place among the port's, and a deadline for its first bytes.
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Sleep, sleep};
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+/// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
+const PREFACE_BYTES: usize = 24;
+
+/// A socket of a [`Port`](crate::Port). Dropping it makes room for another.
+pub struct Connection {
+    stream: TcpStream,
+    greeting: Option<Greeting>,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+/// What must still come, and until when.
+struct Greeting {
+    missing: usize,
+    late: Pin<Box<Sleep>>,
+}
+
+impl Connection {
+    pub(crate) fn new(stream: TcpStream, room: Option<OwnedSemaphorePermit>) -> Self {
+        Self { stream, greeting: None, _room: room }
+    }
+
+    pub(crate) fn greeted_within(self, silence: Duration) -> Self {
+        Self { greeting: Some(Greeting { missing: PREFACE_BYTES, late: Box::pin(sleep(silence)) }), ..self }
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        let Some(greeting) = &mut self.greeting else { return polled };
+        if polled.is_pending() {
+            ready!(greeting.late.as_mut().poll(cx));
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        greeting.missing = greeting.missing.saturating_sub(buf.filled().len() - before);
+        if greeting.missing == 0 {
+            self.greeting = None;
+        }
+        polled
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+impl Connected for Connection {
+    type ConnectInfo = TcpConnectInfo;
+
+    fn connect_info(&self) -> Self::ConnectInfo {
+        self.stream.connect_info()
+    }
+}

@@ -1,0 +1,120 @@
+//! What silent, slow and many clients can do to a port: not much.
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::routing::get;
+use tandem_ports::{Limits, Port, serve_http};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::transport::Server;
+
+const SILENCE: Duration = Duration::from_millis(300);
+/// Much patience with a busy machine.
+const BOUND: Duration = Duration::from_secs(10);
+const PIECES: usize = 4;
+
+async fn bind(connections: usize) -> (Port, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+    let address = listener.local_addr().expect("bound");
+    (Port::new(listener, Limits { connections, silence: SILENCE }), address)
+}
+
+/// `/` answers at once; `/slow` sends pieces further apart than a client may be silent.
+async fn http(connections: usize) -> (SocketAddr, CancellationToken, JoinHandle<()>) {
+    let pieces = || async {
+        Body::from_stream(futures::stream::unfold(0, |sent| async move {
+            tokio::time::sleep(SILENCE.mul_f32(1.5)).await;
+            (sent < PIECES).then_some((Ok::<_, Infallible>("piece"), sent + 1))
+        }))
+    };
+    let app = axum::Router::new().route("/", get(|| async { "well" })).route("/slow", get(pieces));
+    let ((port, address), stop) = (bind(connections).await, CancellationToken::new());
+    (address, stop.clone(), tokio::spawn(serve_http(port, app, stop)))
+}
+
+async fn connect(address: SocketAddr, bytes: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.expect("connect");
+    stream.write_all(bytes.as_bytes()).await.expect("write");
+    stream
+}
+
+/// Everything until the other end closes.
+async fn rest(mut stream: TcpStream) -> String {
+    let mut said = Vec::new();
+    let read = tokio::time::timeout(BOUND, stream.read_to_end(&mut said)).await.expect("not closed");
+    // A reset is an end too.
+    let _ = read;
+    String::from_utf8(said).expect("text")
+}
+
+fn request(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
+}
+
+#[tokio::test]
+async fn silence_ends_a_connection_wherever_it_begins() {
+    let (address, ..) = http(8).await;
+    for (said, answers) in [("", 0), ("GET / HT", 0), ("GET / HTTP/1.1\r\nhost: test\r\n\r\n", 1)] {
+        let start = Instant::now();
+        let answer = rest(connect(address, said).await).await;
+        assert_eq!(answer.matches("200 OK").count(), answers, "{said:?}: {answer}");
+        assert!(start.elapsed() >= SILENCE, "{said:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_slow_answer_is_not_silence_of_its_client() {
+    let (address, ..) = http(8).await;
+    let answer = rest(connect(address, &request("/slow")).await).await;
+    assert_eq!(answer.matches("piece").count(), PIECES, "{answer}");
+}
+
+#[tokio::test]
+async fn a_port_full_of_silent_connections_serves_the_next_client_and_the_present_ones() {
+    let (address, ..) = http(4).await;
+    let slow = tokio::spawn(rest(connect(address, &request("/slow")).await));
+    tokio::time::sleep(SILENCE / 3).await;
+    let mut silent = Vec::new();
+    for _ in 0..12 {
+        silent.push(TcpStream::connect(address).await.expect("the system's queue"));
+    }
+    assert!(rest(connect(address, &request("/")).await).await.contains("well"));
+    assert_eq!(slow.await.expect("no panic").matches("piece").count(), PIECES);
+}
+
+#[tokio::test]
+async fn the_end_waits_for_answers_and_not_for_the_idle() {
+    let (address, stop, served) = http(8).await;
+    let idle = connect(address, "GET / HTTP/1.1\r\nhost: test\r\n\r\n").await;
+    let slow = tokio::spawn(rest(connect(address, &request("/slow")).await));
+    tokio::time::sleep(SILENCE / 3).await;
+    stop.cancel();
+    tokio::time::timeout(BOUND, served).await.expect("bounded").expect("no panic");
+    assert_eq!(slow.await.expect("no panic").matches("piece").count(), PIECES);
+    assert!(rest(idle).await.contains("well"));
+    assert!(TcpStream::connect(address).await.is_err(), "the port is closed");
+}
+
+#[tokio::test]
+async fn grpc_connections_begin_with_the_preface_in_time() {
+    let (port, address) = bind(2).await;
+    tokio::spawn(Server::builder().add_routes(Routes::default()).serve_with_incoming(port.incoming()));
+    let mut all = Vec::new();
+    for said in ["", "PRI * HTTP/2.0", "", "PRI * HTTP/2.0"] {
+        let stream = connect(address, said).await;
+        all.push(tokio::spawn(rest(stream)));
+    }
+    for closed in all {
+        closed.await.expect("closed in time");
+    }
+    // Whoever greets stays, however long it is quiet.
+    let mut stream = connect(address, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await;
+    stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.expect("settings");
+    let quiet = tokio::time::timeout(SILENCE * 3, async { while stream.read_u8().await.is_ok() {} });
+    assert!(quiet.await.is_err(), "it was closed");
+}
