@@ -86,17 +86,18 @@ impl Generate<'_> {
         let first_token = received.verified.seal.first_token;
         if let Some(reason) = self.request.finished_by(first_token) {
             let spans = trace.finish(verified_at);
-            return self.send(Event::Finished(Finished { reason: reason.into(), spans })).await;
+            return self.send(Event::Finished(Finished { reason: reason.into(), spans, cached_tokens: 0 })).await;
         }
         self.decode(self.request.after_first(first_token, lease), verified_at, trace).await
     }
 
     async fn local(&self, accepted: Instant, trace: &mut Trace) -> Result<(), Error> {
-        let lease = self.reserve().await?;
+        let lease = self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await?;
         self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, trace).await
     }
 
-    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks.
+    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. None
+    /// of it is shared: the prefill node fills all blocks of the prompt.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
         let pool = self.node.engine.pool();
         let blocks = pool.blocks_for(self.request.worst_case_kv_tokens());
@@ -108,6 +109,7 @@ impl Generate<'_> {
         let server = trace.open("decode", Kind::Server, self.request.parent, start);
         trace.attr("tandem.request_id", self.request.id.as_str());
         trace.open("decode.queue", Kind::Internal, server, start);
+        let cached_tokens = u32::try_from(sequence.lease.cached_tokens()).unwrap_or(u32::MAX);
         let mut sequence = self.node.engine.submit(sequence)?;
         let mut tokens = 0_u32;
         while let Some(event) = sequence.next().await {
@@ -124,7 +126,8 @@ impl Generate<'_> {
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
                     let spans = trace.finish(at);
-                    return self.send(Event::Finished(Finished { reason: wire(reason).into(), spans })).await;
+                    let finished = Finished { reason: wire(reason).into(), spans, cached_tokens };
+                    return self.send(Event::Finished(finished)).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),
             }

@@ -321,10 +321,15 @@ impl Worker {
     }
 
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
+        for (seq, decision) in &decisions {
+            self.scheduler.apply(*seq, decision);
+        }
+        // Before anybody is told, who then may look; and before `tell` gives the queue's place back: who starts is
+        // never counted nowhere, see `Engine::load`.
+        self.shared.running.store(self.scheduler.running(), Ordering::Release);
+        self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
+        self.shared.running_tokens.store(self.scheduler.running_tokens(), Ordering::Relaxed);
         for (seq, decision) in decisions {
-            self.scheduler.apply(seq, &decision);
-            // Before `tell` gives the queue's place back: who starts is never counted nowhere, see `Engine::load`.
-            self.shared.running.store(self.scheduler.running(), Ordering::Release);
             let ends = decision.ends();
             if let Some(client) = self.clients.get_mut(&seq) {
                 client.tell(decision, at);
@@ -333,8 +338,6 @@ impl Worker {
                 self.clients.remove(&seq);
             }
         }
-        self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
-        self.shared.running_tokens.store(self.scheduler.running_tokens(), Ordering::Relaxed);
     }
 }
 

@@ -88,4 +88,4 @@ pub use sampler::SamplingParams;
 pub use scheduler::SchedulerConfig;
 pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
 pub use simulated::{SimulatedConfig, SimulatedExecutor};
-pub use step_model::{StepCost, StepShape};
+pub use step_model::{StepCost, StepModel, StepShape};
