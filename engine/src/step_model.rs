@@ -170,11 +170,10 @@ impl Normal {
             }
         }
         for pivot in 0..3 {
-            for below in pivot + 1..3 {
-                let factor = rows[below][pivot] / rows[pivot][pivot];
-                for column in pivot..4 {
-                    rows[below][column] -= factor * rows[pivot][column];
-                }
+            let above = rows[pivot];
+            for row in &mut rows[pivot + 1..] {
+                let factor = row[pivot] / above[pivot];
+                row.iter_mut().zip(above).for_each(|(value, above)| *value -= factor * above);
             }
         }
         let mut x = [0.0; 3];
