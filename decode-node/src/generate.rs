@@ -89,7 +89,7 @@ impl Generate<'_> {
         let lease = tokio::select! {
             biased;
             lease = self.reserve() => lease?,
-            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, Instant::now(), trace).await,
+            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, 0, Instant::now(), trace).await,
         };
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
         let (ticket, granted) = (incoming.ticket(), Instant::now());
@@ -100,7 +100,7 @@ impl Generate<'_> {
         self.send(Event::Reserved(Reserved { blocks: ticket.blocks, ticket: ticket.encode_to_vec() })).await?;
         let Some(received) = self.receive(incoming, granted, stop, trace).await? else {
             trace.discard();
-            return self.finish(v1::FinishReason::Stop, Instant::now(), trace).await;
+            return self.finish(v1::FinishReason::Stop, 0, Instant::now(), trace).await;
         };
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
@@ -108,7 +108,7 @@ impl Generate<'_> {
         let first_token = received.verified.seal.first_token;
         self.node.work.count_tokens(self.request.prompt.len(), 1);
         if let Some(reason) = self.request.finished_by(first_token) {
-            return self.finish(reason, verified_at, trace).await;
+            return self.finish(reason, 0, verified_at, trace).await;
         }
         self.decode(self.request.after_first(first_token, lease), verified_at, stop, trace).await
     }
@@ -136,12 +136,13 @@ impl Generate<'_> {
     }
 
     async fn local(&self, accepted: Instant, trace: &mut Trace) -> Result<(), Error> {
-        let lease = self.reserve().await?;
+        let lease = self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await?;
         self.node.work.count_tokens(self.request.prompt.len(), 0);
         self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, &mut Stop::never(), trace).await
     }
 
-    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks.
+    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. None
+    /// of it is shared: the prefill node fills all blocks of the prompt.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
         let pool = self.node.engine.pool();
         let blocks = pool.blocks_for(self.request.worst_case_kv_tokens());
@@ -161,6 +162,7 @@ impl Generate<'_> {
         trace.open("decode.queue", Kind::Internal, server, start);
         // The first token of a whole request here is not late after another one.
         let (mut tokens, mut last) = (0_u32, (sequence.computed > 0).then_some(start));
+        let cached_tokens = u32::try_from(sequence.lease.cached_tokens()).unwrap_or(u32::MAX);
         let mut sequence = self.node.engine.submit(sequence)?;
         loop {
             let event = tokio::select! {
@@ -170,7 +172,7 @@ impl Generate<'_> {
                     drop(sequence);
                     let now = Instant::now();
                     trace.event("stopped", now, [("tokens", tokens.into())]);
-                    return self.finish(v1::FinishReason::Stop, now, trace).await;
+                    return self.finish(v1::FinishReason::Stop, cached_tokens, now, trace).await;
                 }
                 event = sequence.next() => event,
             };
@@ -191,7 +193,7 @@ impl Generate<'_> {
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
-                    return self.finish(wire(reason), at, trace).await;
+                    return self.finish(wire(reason), cached_tokens, at, trace).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),
             }
@@ -199,9 +201,15 @@ impl Generate<'_> {
         Err(Error::new(ErrorKind::Internal, "the engine ended the sequence without a reason"))
     }
 
-    async fn finish(&self, reason: v1::FinishReason, at: Instant, trace: &mut Trace) -> Result<(), Error> {
+    async fn finish(
+        &self,
+        reason: v1::FinishReason,
+        cached_tokens: u32,
+        at: Instant,
+        trace: &mut Trace,
+    ) -> Result<(), Error> {
         let spans = trace.finish(at);
-        self.send(Event::Finished(Finished { reason: reason.into(), spans })).await
+        self.send(Event::Finished(Finished { reason: reason.into(), spans, cached_tokens })).await
     }
 
     async fn send(&self, event: Event) -> Result<(), Error> {

@@ -89,7 +89,8 @@ impl Pair {
         // Refused when the answer ended with its first token.
         let _ = commands.send(deliver(ticket(&mut decode).await?)).await;
         let first = first_token(&mut prefill).await?;
-        let mut answer = Answer { tokens: vec![first.token_id], ..Answer::default() };
+        let cached_tokens = first.cached_tokens;
+        let mut answer = Answer { tokens: vec![first.token_id], cached_tokens, ..Answer::default() };
         let delivered = async {
             match prefill.message().await?.and_then(|event| event.event) {
                 Some(PrefillEventKind::Delivered(delivered)) => Ok(delivered),
@@ -139,6 +140,7 @@ impl Pair {
 #[derive(Debug, Default)]
 struct Answer {
     tokens: Vec<u32>,
+    cached_tokens: u32,
     reason: i32,
     verified: Option<v1::Verified>,
     spans: Vec<v1::Span>,
@@ -192,6 +194,7 @@ async fn collect(stream: &mut Streaming<DecodeEvent>, answer: &mut Answer) -> Re
             Some(DecodeEventKind::Verified(verified)) => answer.verified = Some(verified),
             Some(DecodeEventKind::Finished(finished)) => {
                 answer.reason = finished.reason;
+                answer.cached_tokens += finished.cached_tokens;
                 answer.spans.extend(finished.spans);
                 return Ok(());
             }
@@ -463,6 +466,28 @@ async fn wrong_requests_are_refused_at_once() {
     };
     assert_eq!(code, Code::InvalidArgument);
     pair.all_blocks_back().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cached_prompt_is_not_computed_again_but_travels_whole() {
+    let mut pair = Pair::start(Faults::default(), "").await;
+    let spec = RequestSpec { ignore_eos: true, ..spec(&mut StdRng::seed_from_u64(7), 100, 8) };
+    let (cold, warm) = (pair.run(&spec).await.unwrap(), pair.run(&spec).await.unwrap());
+    assert_eq!((cold.cached_tokens, warm.cached_tokens), (0, 96));
+    assert_eq!(warm.tokens, cold.tokens);
+    assert_eq!(warm.verified.unwrap().blocks, 7);
+    let longer = RequestSpec { prompt: [&spec.prompt[..], &[9; 40]].concat(), ..spec.clone() };
+    assert_eq!(pair.run(&longer).await.unwrap().cached_tokens, 96);
+    // What decode was handed and has decoded with serves its own prompts too.
+    let local = pair.local(&spec).await.unwrap();
+    assert_eq!((local.tokens, local.cached_tokens), (cold.tokens, 96));
+
+    let mut off = Pair::start(Faults::default(), "--no-prefix-caching").await;
+    for _ in 0..2 {
+        assert_eq!(off.run(&spec).await.unwrap().cached_tokens, 0);
+    }
+    pair.all_blocks_back().await;
+    off.all_blocks_back().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
@@ -17,6 +17,7 @@ use crate::error::EngineError;
 use crate::executor::{EngineSpec, Executor};
 use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
 use crate::sequence::{SequenceEvent, SequenceRequest};
+use crate::step_model::{StepCost, StepModel, StepShape};
 
 /// The inbox is allocated at once; a longer queue would only outlive its callers' deadlines.
 const MAX_INBOX: usize = 1 << 16;
@@ -44,7 +45,9 @@ struct Shared {
     inbox_tokens: AtomicUsize,
     /// As of the thread's last step.
     scheduled_tokens: AtomicUsize,
+    running_tokens: AtomicUsize,
     running: AtomicUsize,
+    cost: Mutex<StepCost>,
     stop: AtomicBool,
     /// Why the thread has ended; set before it lets go of its streams.
     stopped: OnceLock<String>,
@@ -69,7 +72,7 @@ struct Client {
 }
 
 /// A momentary picture of an engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineLoad {
     /// Sequences in the running batch.
     pub running: usize,
@@ -77,8 +80,14 @@ pub struct EngineLoad {
     pub waiting: usize,
     /// Tokens known but not computed.
     pub queued_tokens: usize,
-    /// KV blocks in no lease.
+    /// Positions in the KV of the running batch: what its next step reads.
+    pub running_tokens: usize,
+    /// KV blocks in no lease, the cached ones included.
     pub free_blocks: usize,
+    /// Those of the free blocks whose KV can be reused.
+    pub cached_blocks: usize,
+    /// How long steps take here, as measured.
+    pub step_cost: StepCost,
 }
 
 impl Engine {
@@ -93,13 +102,16 @@ impl Engine {
             queue_limit,
             inbox_tokens: AtomicUsize::new(0),
             scheduled_tokens: AtomicUsize::new(0),
+            running_tokens: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
+            cost: Mutex::default(),
             stop: AtomicBool::new(false),
             stopped: OnceLock::new(),
         });
         let worker = Worker {
             scheduler: Scheduler::new(&config, &spec),
             executor,
+            model: StepModel::default(),
             clients: HashMap::new(),
             inbox: receiver,
             shared: Arc::clone(&shared),
@@ -107,7 +119,7 @@ impl Engine {
         };
         let spawned = std::thread::Builder::new().name("engine".into()).spawn(move || worker.live());
         let thread = spawned.map_err(|error| shared.stopped.set(format!("no thread: {error}"))).ok();
-        let pool = BlockPool::new(spec.total_blocks, spec.block_tokens);
+        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
         Self(Arc::new(Inner { inbox, shared, spec, pool, arena, thread: Mutex::new(thread) }))
     }
 
@@ -157,11 +169,15 @@ impl Engine {
         let shared = &self.0.shared;
         let waiting = shared.queue_limit - shared.queue.available_permits().min(shared.queue_limit);
         let tokens = [&shared.inbox_tokens, &shared.scheduled_tokens];
+        let pool = &self.0.pool;
         EngineLoad {
             running: shared.running.load(Ordering::Acquire),
             waiting,
             queued_tokens: tokens.iter().map(|count| count.load(Ordering::Relaxed)).sum(),
-            free_blocks: self.0.pool.free(),
+            running_tokens: shared.running_tokens.load(Ordering::Relaxed),
+            free_blocks: pool.free(),
+            cached_blocks: pool.cached(),
+            step_cost: *shared.cost.lock().unwrap_or_else(PoisonError::into_inner),
         }
     }
 
@@ -227,6 +243,7 @@ impl SequenceStream {
 struct Worker {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
+    model: StepModel,
     clients: HashMap<Seq, Client>,
     inbox: Receiver<Message>,
     shared: Arc<Shared>,
@@ -244,6 +261,7 @@ impl Worker {
         let _ = self.shared.stopped.set(reason);
         self.shared.running.store(0, Ordering::Relaxed);
         self.shared.scheduled_tokens.store(0, Ordering::Relaxed);
+        self.shared.running_tokens.store(0, Ordering::Relaxed);
     }
 
     fn run(&mut self) {
@@ -287,19 +305,31 @@ impl Worker {
         if batch.items.is_empty() {
             return;
         }
+        let begin = Instant::now();
         let outcome = self.executor.execute(&batch);
-        if let Err(error) = &outcome {
-            tracing::error!(%error, sequences = batch.items.len(), "a step failed");
+        match &outcome {
+            Ok(_) => self.learn(StepShape::of(&batch), begin.elapsed()),
+            Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
         let decisions = self.scheduler.resolve(batch, outcome);
         self.apply(decisions, Instant::now());
     }
 
+    fn learn(&mut self, shape: StepShape, took: Duration) {
+        self.model.observe(shape, took.as_secs_f64() * 1e3);
+        *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = self.model.cost();
+    }
+
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
+        for (seq, decision) in &decisions {
+            self.scheduler.apply(*seq, decision);
+        }
+        // Before anybody is told, who then may look; and before `tell` gives the queue's place back: who starts is
+        // never counted nowhere, see `Engine::load`.
+        self.shared.running.store(self.scheduler.running(), Ordering::Release);
+        self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
+        self.shared.running_tokens.store(self.scheduler.running_tokens(), Ordering::Relaxed);
         for (seq, decision) in decisions {
-            self.scheduler.apply(seq, &decision);
-            // Before `tell` gives the queue's place back: who starts is never counted nowhere, see `Engine::load`.
-            self.shared.running.store(self.scheduler.running(), Ordering::Release);
             let ends = decision.ends();
             if let Some(client) = self.clients.get_mut(&seq) {
                 client.tell(decision, at);
@@ -308,7 +338,6 @@ impl Worker {
                 self.clients.remove(&seq);
             }
         }
-        self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
     }
 }
 

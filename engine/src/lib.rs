@@ -4,21 +4,23 @@
 //!
 //! Three nouns carry the engine, and one loop joins them:
 //!
-//! - [`blocks`]: who holds which KV block. No tensors.
+//! - [`blocks`]: who holds which KV block, and who waits for some; [`prefix_cache`]: which can be reused. No tensors.
 //! - [`scheduler`]: what each step computes. Pure; no model, clock or channel.
 //! - [`executor`]: the seam to what computes it, and the layout both sides agree on. Either [`candle`] (a real model,
 //!   from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong tokens).
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
-//! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns logits into a token, [`error`] says what
-//! the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
+//! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns logits into a token, [`step_model`]
+//! predicts a step's time, [`error`] says what the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
 //! # What holds
 //!
 //! - **KV memory** is an `Arc<[AtomicU64]>` that the executor allocates. Block `b` is its bytes `b * block_bytes ..`;
 //!   only executors compute on it, and whoever moves KV between nodes copies bytes of it.
 //! - **A block has holders, not an owner**: a [`KvLease`] is shared by the sequence, the step that runs and a transfer
-//!   in flight; the block is free when the last of them lets go. Free + leased = all, always.
+//!   in flight; the block is free when the last of them lets go. Empty + cached + leased = all, always.
+//! - **A block that others may read is never written**: full blocks of computed prefixes are shared between leases
+//!   ([`BlockPool::reserve_prefix`]), and a request that would write one is refused. Tokens are the same either way.
 //! - **Roles differ only in what is submitted** (see [`SequenceRequest`]). Tokens depend on the sequence and on
 //!   (seed, index), so that prefill here and decode elsewhere, chunks of any size, and a move in mid-answer all give
 //!   the same ones.
@@ -33,22 +35,26 @@
 //! # use tandem_engine::*;
 //! # async fn example(sampling: SamplingParams) -> Result<(), EngineError> {
 //! let executor = SimulatedExecutor::new(&SimulatedConfig::default())?;
-//! let limits = SchedulerConfig { max_running: 16, max_step_tokens: 512, inbox: 256 };
+//! let limits = SchedulerConfig { max_running: 16, max_step_tokens: 512, inbox: 256, prefix_caching: true };
 //! let engine = Engine::start(Box::new(executor), limits);
 //!
 //! let prompt = vec![11, 12, 13];
-//! let blocks = engine.pool().blocks_for(prompt.len() + 32);
+//! let spec = engine.spec();
+//! let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, &prompt, spec.block_tokens);
+//! let prefix = Prefix { hashes: &hashes, tokens: prompt.len() };
+//! let lease = engine.pool().reserve_prefix(engine.pool().blocks_for(prompt.len() + 32), prefix).await?;
 //! let mut stream = engine.submit(SequenceRequest {
 //!     id: "example".into(),
 //!     prompt_len: prompt.len(),
 //!     tokens: prompt,
-//!     computed: 0,
-//!     lease: Arc::new(engine.pool().reserve(blocks).await?),
+//!     computed: lease.cached_tokens(),
+//!     lease: Arc::new(lease),
 //!     max_new_tokens: 32,
 //!     sampling,
 //!     ignore_eos: false,
 //!     stop_token_ids: Vec::new(),
 //!     deadline: None,
+//!     priority: 0,
 //! })?;
 //! while let Some(event) = stream.next().await {
 //!     println!("{event:?}");
@@ -66,16 +72,20 @@ pub mod executor;
 pub mod models;
 #[allow(unsafe_code)]
 pub mod ops;
+pub mod prefix_cache;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
 pub mod simulated;
+pub mod step_model;
 
-pub use blocks::{BlockPool, KvLease};
+pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
 pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+pub use prefix_cache::{CacheEvent, CacheUpdate};
 pub use sampler::SamplingParams;
 pub use scheduler::SchedulerConfig;
 pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
 pub use simulated::{SimulatedConfig, SimulatedExecutor};
+pub use step_model::{StepCost, StepModel, StepShape};

@@ -1,14 +1,25 @@
-//! Decides what each step computes: first come, first served, continuous batching, chunked prefill. A pure state
-//! machine: no clock, channel, thread or tensor; time is an argument. `engine.rs` runs it; a step reads
-//! `admit → apply → plan → execute → resolve → apply`. Decisions are values; only [`Scheduler::apply`] changes state.
+//! Decides what each step computes: continuous batching, chunked prefill, several prompts' chunks beside the decode
+//! tokens. A pure state machine: no clock, channel, thread or tensor; time is an argument. `engine.rs` runs it; a step
+//! reads `admit → apply → plan → execute → resolve → apply`. Decisions are values; only [`Scheduler::apply`] changes
+//! state, lets go of leases and caches blocks.
 //!
 //! A sequence arrives with a lease for the most it can come to hold, so that a running one never needs a block that is
-//! not there: nothing is preempted. Nothing starves: sequences start in order, every running one that decodes
-//! is in every step, and since there are fewer of them than tokens in a step (`max_running <= max_step_tokens`),
-//! the first that prefills is in every step too.
-use std::collections::BTreeMap;
+//! not there: nothing is preempted ([`SequenceRequest`] says what that costs and why).
+//!
+//! **Order.** A level of priority is worth [`PLACES_A_LEVEL`] places in the queue of arrivals, and each later arrival
+//! ages those before it by one place. So the order of two sequences never changes, and nothing starves: a sequence is
+//! overtaken by at most `PLACES_A_LEVEL * 2 * MAX_PRIORITY` later ones. Sequences start in this order and their prompts
+//! share a step's tokens in this order. Every running one that decodes is in every step, and since there are fewer of
+//! them than tokens in a step (`max_running <= max_step_tokens`), the first that prefills is in every step too.
+//!
+//! **Cache.** A sequence's full blocks are cached when a step has ended in logits that are numbers. Such logits have
+//! read the KV of all positions, so that broken KV is never shared; the inner chunks of a prompt are cached at its end.
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
+
+use tandem_proto::SequenceHash;
+use tandem_proto::hash::sequence_hashes;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec};
@@ -24,7 +35,12 @@ pub struct SchedulerConfig {
     pub max_step_tokens: usize,
     /// Sequences that may wait to run (1 to 65,536); further ones are refused as `Overloaded`.
     pub inbox: usize,
+    /// Whether computed blocks are kept for prompts that begin alike.
+    pub prefix_caching: bool,
 }
+
+/// What a level of priority is worth, see the head of this file.
+pub const PLACES_A_LEVEL: i64 = 32;
 
 /// Names a sequence; later arrivals have larger numbers.
 pub type Seq = u64;
@@ -72,16 +88,32 @@ pub struct Scheduler {
     vocab_size: usize,
     eos_token_id: u32,
     max_context_tokens: usize,
-    /// Both are ordered by arrival.
+    block_tokens: usize,
+    /// Salt of the sequence hashes.
+    model_digest: u64,
     waiting: BTreeMap<Seq, Sequence>,
+    /// Those of `waiting`, in the order in which they start.
+    queue: BTreeSet<Rank>,
     running: BTreeMap<Seq, Sequence>,
 }
+
+/// A place in the order: lower is first. Equal places go by arrival.
+type Rank = (i64, Seq);
 
 struct Sequence {
     /// `tokens` and `computed` grow with every step.
     request: SequenceRequest,
     /// Length of `tokens` on arrival.
     given: usize,
+    rank: Rank,
+    cached: Cached,
+}
+
+/// How much of a sequence is in the prefix cache.
+struct Cached {
+    blocks: usize,
+    /// Hash of the last of them, or the salt.
+    hash: SequenceHash,
 }
 
 impl Scheduler {
@@ -94,7 +126,10 @@ impl Scheduler {
             vocab_size: spec.vocab_size,
             eos_token_id: spec.eos_token_id,
             max_context_tokens: spec.max_context_tokens,
+            block_tokens: spec.block_tokens.max(1),
+            model_digest: spec.model_digest,
             waiting: BTreeMap::new(),
+            queue: BTreeSet::new(),
             running: BTreeMap::new(),
         }
     }
@@ -103,12 +138,16 @@ impl Scheduler {
     pub fn enqueue(&mut self, seq: Seq, request: SequenceRequest) {
         debug_assert!(self.waiting.keys().chain(self.running.keys()).all(|&other| other < seq));
         let given = request.tokens.len();
-        self.waiting.insert(seq, Sequence { request, given });
+        let place = i64::try_from(seq).unwrap_or(i64::MAX).saturating_sub(i64::from(request.priority) * PLACES_A_LEVEL);
+        let cached = Cached { blocks: 0, hash: self.model_digest };
+        self.queue.insert((place, seq));
+        self.waiting.insert(seq, Sequence { request, given, rank: (place, seq), cached });
     }
 
     /// Who leaves (`gone` by choice, or by deadline) and who starts.
     pub fn admit(&self, now: Instant, gone: impl Fn(Seq) -> bool) -> Vec<(Seq, Decision)> {
-        let leaving = |(&seq, sequence): (&Seq, &Sequence)| {
+        let leaving = |sequence: &Sequence| {
+            let seq = sequence.rank.1;
             let expired = sequence.request.deadline.is_some_and(|deadline| deadline <= now);
             if gone(seq) {
                 Some((seq, Decision::Cancel))
@@ -116,33 +155,33 @@ impl Scheduler {
                 expired.then_some((seq, Decision::Fail(EngineError::DeadlineExceeded)))
             }
         };
-        let mut decisions: Vec<_> = self.running.iter().filter_map(leaving).collect();
+        let mut decisions: Vec<_> = self.running.values().filter_map(leaving).collect();
         let mut room = self.max_running - (self.running.len() - decisions.len());
-        for entry in &self.waiting {
-            if let Some(decision) = leaving(entry) {
+        for (_, seq) in &self.queue {
+            if let Some(decision) = self.waiting.get(seq).and_then(leaving) {
                 decisions.push(decision);
             } else if room > 0 {
                 room -= 1;
-                decisions.push((*entry.0, Decision::Start));
+                decisions.push((*seq, Decision::Start));
             }
         }
         decisions
     }
 
-    /// The next step: every sequence that decodes, then prefill chunks in order of arrival while tokens are left in
-    /// the budget. Empty exactly when nothing runs.
+    /// The next step: every sequence that decodes, then prefill chunks in order of rank while tokens are left in the
+    /// budget. Empty exactly when nothing runs.
     pub fn plan(&self) -> Batch {
         let mut budget = self.max_step_tokens;
-        let decoding = self.running.iter().filter(|(_, sequence)| sequence.request.queued_tokens() == 1);
-        let prefilling = self.running.iter().filter(|(_, sequence)| sequence.request.queued_tokens() > 1);
-        let mut items = Vec::with_capacity(self.running.len());
-        for (&seq, sequence) in decoding.chain(prefilling) {
+        let mut order: Vec<&Sequence> = self.running.values().collect();
+        order.sort_unstable_by_key(|sequence| (sequence.request.queued_tokens() > 1, sequence.rank));
+        let mut items = Vec::with_capacity(order.len());
+        for sequence in order {
             let count = sequence.request.queued_tokens().min(budget);
             if count == 0 {
                 break;
             }
             budget -= count;
-            items.push(sequence.item(seq, count));
+            items.push(sequence.item(count));
         }
         Batch { items }
     }
@@ -169,13 +208,18 @@ impl Scheduler {
 
     /// Carries a decision out. A sequence that ends is dropped here, and its hold on its lease with it.
     pub fn apply(&mut self, seq: Seq, decision: &Decision) {
+        if let Decision::Advance { computed, sampled: Some(_), .. } = decision
+            && let Some(sequence) = self.running.get_mut(&seq)
+        {
+            sequence.cache_blocks(*computed / self.block_tokens, self.block_tokens);
+        }
         if decision.ends() {
-            drop(self.waiting.remove(&seq).or_else(|| self.running.remove(&seq)));
+            drop(self.leave_queue(seq).or_else(|| self.running.remove(&seq)));
             return;
         }
         match decision {
             Decision::Start => {
-                if let Some(sequence) = self.waiting.remove(&seq) {
+                if let Some(sequence) = self.leave_queue(seq) {
                     self.running.insert(seq, sequence);
                 }
             }
@@ -210,6 +254,17 @@ impl Scheduler {
         self.waiting.values().chain(self.running.values()).map(|sequence| sequence.request.queued_tokens()).sum()
     }
 
+    /// Positions in the KV of the running sequences: what a step over all of them reads.
+    pub fn running_tokens(&self) -> usize {
+        self.running.values().map(|sequence| sequence.request.computed).sum()
+    }
+
+    fn leave_queue(&mut self, seq: Seq) -> Option<Sequence> {
+        let sequence = self.waiting.remove(&seq)?;
+        self.queue.remove(&sequence.rank);
+        Some(sequence)
+    }
+
     fn advance(
         &self,
         sequence: &Sequence,
@@ -231,7 +286,7 @@ impl Scheduler {
         Ok(Decision::Advance { computed, chunk, sampled: Some(sampled), finish })
     }
 
-    fn finish(&self, Sequence { request, given }: &Sequence, token: u32) -> Option<FinishReason> {
+    fn finish(&self, Sequence { request, given, .. }: &Sequence, token: u32) -> Option<FinishReason> {
         let is_eos = token == self.eos_token_id && !request.ignore_eos;
         let len = request.tokens.len() + 1;
         if is_eos || request.stop_token_ids.contains(&token) {
@@ -245,10 +300,21 @@ impl Scheduler {
 }
 
 impl Sequence {
-    fn item(&self, seq: Seq, count: usize) -> BatchItem {
+    /// Puts the blocks before index `full` into the cache that are not there yet.
+    fn cache_blocks(&mut self, full: usize, block_tokens: usize) {
+        let Cached { blocks, hash } = &mut self.cached;
+        let tokens = self.request.tokens.get(*blocks * block_tokens..full * block_tokens).unwrap_or_default();
+        let hashes = sequence_hashes(*hash, tokens, block_tokens);
+        if let Some(&last) = hashes.last() {
+            self.request.lease.publish(*blocks, &hashes);
+            (*blocks, *hash) = (full, last);
+        }
+    }
+
+    fn item(&self, count: usize) -> BatchItem {
         let (start, end) = (self.request.computed, self.request.computed + count);
         BatchItem {
-            seq,
+            seq: self.rank.1,
             tokens: self.request.tokens[start..end].to_vec(),
             start,
             blocks: Arc::clone(&self.request.lease),
@@ -265,9 +331,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::blocks::BlockPool;
+    use crate::blocks::{BlockPool, Prefix};
     use crate::executor::Executor;
     use crate::sampler::SamplingParams;
+    use crate::sequence::MAX_PRIORITY;
     use crate::simulated::{SimulatedConfig, SimulatedExecutor};
 
     const VOCAB: usize = 8;
@@ -275,7 +342,10 @@ mod tests {
     fn scheduler(max_running: usize, max_step_tokens: usize) -> Scheduler {
         let config = SimulatedConfig { vocab_size: VOCAB, eos_token_id: 7, blocks: 1, ..Default::default() };
         let executor = SimulatedExecutor::new(&config).unwrap();
-        Scheduler::new(&SchedulerConfig { max_running, max_step_tokens, inbox: 0 }, executor.spec())
+        Scheduler::new(
+            &SchedulerConfig { max_running, max_step_tokens, inbox: 0, prefix_caching: true },
+            executor.spec(),
+        )
     }
 
     fn request(pool: &BlockPool, len: usize, max_new_tokens: u32) -> SequenceRequest {
@@ -290,6 +360,7 @@ mod tests {
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             deadline: None,
+            priority: 0,
         }
     }
 
@@ -316,20 +387,20 @@ mod tests {
     proptest! {
         #[test]
         fn steps_keep_their_limits_and_everyone_ends(
-            arrivals in prop::collection::vec((1usize..90, 1u32..12, 0usize..30), 1..40),
+            arrivals in prop::collection::vec((1usize..90, 1u32..12, 0usize..30, -2i32..3), 1..40),
             max_running in 1usize..6, max_step_tokens in 1usize..40, cancelled in prop::collection::btree_set(0u64..40, 0..6),
         ) {
             let (mut scheduler, now) = (scheduler(max_running, max_step_tokens), Instant::now());
             let pool = BlockPool::new(1000, 16);
-            let work: usize = arrivals.iter().map(|(len, new, _)| len + *new as usize).sum();
+            let work: usize = arrivals.iter().map(|(len, new, ..)| len + *new as usize).sum();
             let mut arrivals: Vec<_> = arrivals.into_iter().enumerate().collect();
             let (mut expected, mut ended) = (BTreeMap::<Seq, usize>::new(), BTreeSet::new());
             let mut next = 0;
             // Each step computes at least one token, and arrivals keep coming for 30 steps.
             for round in 0..work + 31 {
-                arrivals.retain(|&(_, (len, new, at))| {
+                arrivals.retain(|&(_, (len, new, at, priority))| {
                     if at > round { return true; }
-                    scheduler.enqueue(next, request(&pool, len, new));
+                    scheduler.enqueue(next, SequenceRequest { priority, ..request(&pool, len, new) });
                     next += 1;
                     false
                 });
@@ -343,8 +414,9 @@ mod tests {
                 let members: BTreeSet<_> = batch.items.iter().map(|item| item.seq).collect();
                 prop_assert_eq!(members.len(), batch.items.len(), "a sequence is in a step twice");
                 for (&seq, sequence) in &scheduler.running {
-                    let first_prefill = scheduler.running.iter().find(|(_, s)| s.request.queued_tokens() > 1);
-                    let must = sequence.request.queued_tokens() == 1 || first_prefill.is_some_and(|(&s, _)| s == seq);
+                    let prefilling = scheduler.running.values().filter(|s| s.request.queued_tokens() > 1);
+                    let first_prefill = prefilling.min_by_key(|s| s.rank).map(|s| s.rank.1);
+                    let must = sequence.request.queued_tokens() == 1 || first_prefill == Some(seq);
                     prop_assert!(!must || members.contains(&seq), "{} starves", seq);
                 }
                 for item in &batch.items {
@@ -377,6 +449,91 @@ mod tests {
             })
             .count();
         assert_eq!(steps_of_one, 9, "ten steps of 7 tokens each, beside the one that decodes");
+    }
+
+    proptest! {
+        /// One arrival a step, one place to run: the worst that can be done to those who wait.
+        #[test]
+        fn priorities_order_starts_and_nobody_is_overtaken_for_ever(
+            priorities in prop::collection::vec(prop_oneof![Just(-MAX_PRIORITY), Just(MAX_PRIORITY), -3i32..3], 1..900),
+        ) {
+            let (mut scheduler, pool, now) = (scheduler(1, 8), BlockPool::new(2000, 16), Instant::now());
+            let mut started: Vec<Seq> = Vec::new();
+            let count = priorities.len();
+            let mut arrivals = priorities.iter().zip(0..);
+            for _ in 0..2 * count + 2 {
+                for (&priority, seq) in arrivals.by_ref().take(2) {
+                    scheduler.enqueue(seq, SequenceRequest { priority, ..request(&pool, 1, 1) });
+                }
+                let decisions = scheduler.admit(now, |_| false);
+                started.extend(decisions.iter().filter(|(_, what)| *what == Decision::Start).map(|(seq, _)| *seq));
+                apply(&mut scheduler, &decisions);
+                let batch = scheduler.plan();
+                let outcome = logits(&batch, 3);
+                let decisions = scheduler.resolve(batch, outcome);
+                apply(&mut scheduler, &decisions);
+            }
+            prop_assert_eq!(started.len(), count);
+            let (priority, bound) = (|seq: Seq| i64::from(priorities[seq as usize]), PLACES_A_LEVEL);
+            for (at, &seq) in started.iter().enumerate() {
+                let overtakers = started[..at].iter().filter(|&&other| other > seq);
+                for &other in overtakers {
+                    let allowed = (priority(other) - priority(seq)) * bound;
+                    prop_assert!((other - seq) as i64 <= allowed, "{} overtook {}", other, seq);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_mixes_decode_tokens_and_the_chunks_of_several_prompts() {
+        let (mut scheduler, pool, now) = (scheduler(8, 32), BlockPool::new(1000, 16), Instant::now());
+        scheduler.enqueue(0, request(&pool, 1, 100));
+        step(&mut scheduler, now);
+        for (seq, priority) in [(1, 0), (2, 0), (3, 1), (4, 0)] {
+            scheduler.enqueue(seq, SequenceRequest { priority, ..request(&pool, 10, 9) });
+        }
+        let decisions = scheduler.admit(now, |_| false);
+        apply(&mut scheduler, &decisions);
+        let items: Vec<_> = scheduler.plan().items.iter().map(|item| (item.seq, item.tokens.len())).collect();
+        assert_eq!(items, [(0, 1), (3, 10), (1, 10), (2, 10), (4, 1)], "the budget is used to the last token");
+    }
+
+    #[test]
+    fn blocks_are_cached_when_logits_have_vouched_for_them() {
+        let (mut scheduler, pool, now) = (scheduler(1, 32), BlockPool::new(100, 16), Instant::now());
+        scheduler.enqueue(0, request(&pool, 70, 40));
+        let hashes = sequence_hashes(SimulatedConfig::default().identity, &[1; 70], 16);
+        let cached = |tokens| {
+            let lease = pool.try_reserve_prefix(5, Prefix { hashes: &hashes, tokens }).unwrap();
+            lease.cached_tokens()
+        };
+        let seen: Vec<_> = (0..3)
+            .map(|_| {
+                step(&mut scheduler, now);
+                cached(80)
+            })
+            .collect();
+        assert_eq!(seen, [0, 0, 64], "four full blocks, at the end of the prompt");
+        let known: Vec<u32> = [vec![1; 70], vec![3; 31]].concat();
+        let hashes = sequence_hashes(SimulatedConfig::default().identity, &known, 16);
+        for _ in 0..30 {
+            step(&mut scheduler, now);
+        }
+        let lease = pool.try_reserve_prefix(7, Prefix { hashes: &hashes, tokens: 101 }).unwrap();
+        assert_eq!(lease.cached_tokens(), 96, "the answer's blocks follow as they fill");
+    }
+
+    #[test]
+    fn broken_logits_cache_nothing() {
+        let (mut scheduler, pool, now) = (scheduler(1, 80), BlockPool::new(100, 16), Instant::now());
+        scheduler.enqueue(0, request(&pool, 70, 1));
+        let decisions = scheduler.admit(now, |_| false);
+        apply(&mut scheduler, &decisions);
+        let batch = scheduler.plan();
+        let decisions = scheduler.resolve(batch, Ok(vec![Some(vec![f32::NAN; VOCAB])]));
+        apply(&mut scheduler, &decisions);
+        assert_eq!((pool.free(), pool.cached()), (100, 0));
     }
 
     #[test]

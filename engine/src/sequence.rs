@@ -2,6 +2,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use tandem_proto::hash::sequence_hashes;
+
 use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
 use crate::executor::EngineSpec;
@@ -11,9 +13,13 @@ use crate::sampler::SamplingParams;
 ///
 /// | role | `tokens` | `computed` | `max_new_tokens` | `lease` |
 /// |---|---|---|---|---|
-/// | prefill | the prompt | 0 | 1 | the prompt's blocks |
+/// | prefill | the prompt | what is cached | 1 | the prompt's blocks |
 /// | decode | prompt + first token | prompt length | what is left | worst case |
-/// | local | the prompt | 0 | all | worst case |
+/// | local | the prompt | what is cached | all | worst case |
+///
+/// The lease is taken before the request is submitted, for the most that it can come to hold, and not block by block
+/// while it runs: a decode node's grant must name the blocks before the prompt is computed, and a running sequence
+/// then never has to be thrown out and computed again. The price is the blocks of a `max_new_tokens` that is not used.
 ///
 /// A sequence that moves after a failure is submitted as prompt + tokens so far. Sampling depends on the index in the
 /// whole sequence, so that every role gives the same tokens.
@@ -25,7 +31,8 @@ pub struct SequenceRequest {
     pub tokens: Vec<u32>,
     /// How many of `tokens` are the prompt.
     pub prompt_len: usize,
-    /// How many of `tokens` have their KV in `lease`; fewer than all, since the last one's step gives the next token.
+    /// How many of `tokens` have their KV in `lease`: those that moved there, or [`KvLease::cached_tokens`]. Fewer than
+    /// all, since the last one's step gives the next token.
     pub computed: usize,
     /// Room for the KV of every token that this request may come to hold, see [`SequenceRequest::kv_tokens`].
     pub lease: Arc<KvLease>,
@@ -39,7 +46,12 @@ pub struct SequenceRequest {
     pub stop_token_ids: Vec<u32>,
     /// Fail with `DeadlineExceeded` at the first step after this instant.
     pub deadline: Option<Instant>,
+    /// Higher goes first, within [`MAX_PRIORITY`] either side of the usual 0, see `scheduler.rs`.
+    pub priority: i32,
 }
+
+/// Bounds `SequenceRequest::priority`, and with it how long one sequence can hold another up.
+pub const MAX_PRIORITY: i32 = 10;
 
 impl SequenceRequest {
     /// Tokens whose KV the lease must hold for a sequence of `len` tokens that may grow by `max_new_tokens`: all but
@@ -69,6 +81,9 @@ impl SequenceRequest {
         if self.computed >= len {
             return refuse(format!("{} tokens computed of {len}: none is left to run", self.computed));
         }
+        if self.priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
+            return refuse(format!("priority {} is not between -{MAX_PRIORITY} and {MAX_PRIORITY}", self.priority));
+        }
         if self.max_new_tokens == 0 {
             return refuse("max_new_tokens must be at least 1".into());
         }
@@ -85,9 +100,24 @@ impl SequenceRequest {
         if !self.lease.is_of(pool) {
             return refuse("the KV lease is of another engine's pool".into());
         }
+        self.validate_prefix(spec)?;
         let (needed, room) = (Self::kv_tokens(len, self.max_new_tokens, limit), self.lease.capacity_tokens());
         if needed > room {
             return refuse(format!("the KV of {needed} tokens does not fit a lease of {room}"));
+        }
+        Ok(())
+    }
+
+    /// Shared blocks must be of these tokens, and no step may write them: others read them.
+    fn validate_prefix(&self, spec: &EngineSpec) -> Result<(), EngineError> {
+        let (computed, read_only) = (self.computed, self.lease.read_only_tokens());
+        if computed < read_only {
+            let why = format!("computing from token {computed} would write blocks that are shared up to {read_only}");
+            return Err(EngineError::InvalidArgument(why));
+        }
+        let shared = &self.tokens[..self.lease.cached_tokens()];
+        if self.lease.prefix() != sequence_hashes(spec.model_digest, shared, spec.block_tokens).last().copied() {
+            return Err(EngineError::InvalidArgument("the lease shares blocks of another prompt".into()));
         }
         Ok(())
     }

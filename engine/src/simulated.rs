@@ -14,6 +14,7 @@ use tandem_proto::BLOCK_TOKENS;
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
 use crate::models::gguf::GgufFile;
+use crate::step_model::StepShape;
 
 /// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size` and `block_bytes` are the
 /// same model.
@@ -35,6 +36,8 @@ pub struct SimulatedConfig {
     pub step_delay: Duration,
     /// What each token adds: the model of prefill, which is bound by compute.
     pub token_delay: Duration,
+    /// What each position adds that a token attends to: the model of attention.
+    pub context_delay: Duration,
 }
 
 impl Default for SimulatedConfig {
@@ -48,11 +51,19 @@ impl Default for SimulatedConfig {
             blocks: 1024,
             step_delay: Duration::ZERO,
             token_delay: Duration::ZERO,
+            context_delay: Duration::ZERO,
         }
     }
 }
 
 impl SimulatedConfig {
+    /// How long a step of `shape` takes.
+    pub fn step_time(&self, shape: StepShape) -> Duration {
+        let times = |delay: Duration, count: usize| delay.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
+        let variable = times(self.token_delay, shape.tokens).saturating_add(times(self.context_delay, shape.context));
+        self.step_delay.saturating_add(variable)
+    }
+
     /// Stands in for a model file: its vocabulary, context and digest, so that a router with that file takes the node.
     ///
     /// # Errors
@@ -76,8 +87,7 @@ pub struct SimulatedExecutor {
     spec: EngineSpec,
     arena: Arc<[AtomicU64]>,
     words_per_token: usize,
-    step_delay: Duration,
-    token_delay: Duration,
+    config: SimulatedConfig,
 }
 
 impl SimulatedExecutor {
@@ -113,8 +123,7 @@ impl SimulatedExecutor {
             spec: spec.sealed(),
             arena: allocate_arena(config.blocks, config.block_bytes)?,
             words_per_token,
-            step_delay: config.step_delay,
-            token_delay: config.token_delay,
+            config: config.clone(),
         })
     }
 
@@ -165,8 +174,7 @@ impl Executor for SimulatedExecutor {
     fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
         let started = Instant::now();
         let logits = batch.items.iter().map(|item| self.run(item)).collect();
-        let tokens = u32::try_from(batch.tokens()).unwrap_or(u32::MAX);
-        let takes = self.step_delay.saturating_add(self.token_delay.saturating_mul(tokens));
+        let takes = self.config.step_time(StepShape::of(batch));
         // The time is the simulated compute, not a wait for something else.
         while let Some(left) = takes.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
             std::thread::park_timeout(left);

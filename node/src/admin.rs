@@ -41,10 +41,19 @@ fn render(node: &Node) -> String {
 }
 
 fn requests(text: &mut Text, node: &Node) {
-    let (load, total) = (node.load(), node.engine.pool().total());
-    text.family("tandem_kv_blocks", "gauge", "KV blocks of the arena.");
+    let (load, engine, total) = (node.load(), node.engine.load(), node.engine.pool().total());
+    text.family(
+        "tandem_kv_blocks",
+        "gauge",
+        "KV blocks of the arena; cached ones are free and hold a reusable prefix.",
+    );
     text.sample(&[("state", "free")], load.free_blocks as f64);
+    text.sample(&[("state", "cached")], engine.cached_blocks as f64);
     text.sample(&[("state", "total")], total as f64);
+    text.family("tandem_step_cost_ms", "gauge", "What a step's time is made of, as measured.");
+    text.sample(&[("of", "step")], engine.step_cost.base_ms);
+    text.sample(&[("of", "token")], engine.step_cost.token_ms);
+    text.sample(&[("of", "context")], engine.step_cost.context_ms);
     text.family("tandem_requests_running", "gauge", "Requests in the running batch.");
     text.sample(&[], f64::from(load.running));
     text.family("tandem_requests_waiting", "gauge", "Requests that wait for blocks, a peer or the batch.");

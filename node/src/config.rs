@@ -9,6 +9,8 @@ use tandem_engine::KvDtype;
 use tandem_proto::v1::Role;
 use tonic::transport::Endpoint;
 
+use crate::kv_memory::KvMemory;
+
 /// Flags that both roles have.
 #[derive(Args, Debug)]
 pub struct NodeArgs {
@@ -33,6 +35,15 @@ pub struct NodeArgs {
     /// Blocks of the KV arena; a block holds 16 tokens.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_blocks: u32,
+    /// Memory of the KV arena, instead of --kv-blocks: bytes such as 2GiB, or a share of the machine's such as 25%.
+    #[arg(long, conflicts_with = "kv_blocks")]
+    pub kv_memory: Option<KvMemory>,
+    /// Keep computed KV blocks for prompts that begin alike (the default).
+    #[arg(long, overrides_with = "no_prefix_caching")]
+    pub enable_prefix_caching: bool,
+    /// Compute every prompt as if it were the first.
+    #[arg(long, overrides_with = "enable_prefix_caching")]
+    pub no_prefix_caching: bool,
     /// Sequences that run at once.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_num_seqs: u32,
@@ -123,7 +134,9 @@ pub struct NodeConfig {
     /// Of the arena.
     pub kv_dtype: KvDtype,
     /// Of the arena.
-    pub kv_blocks: usize,
+    pub kv_memory: KvMemory,
+    /// Whether computed blocks are kept for prompts that begin alike.
+    pub prefix_caching: bool,
     /// Sequences in the running batch.
     pub max_running: usize,
     /// Tokens of a step.
@@ -203,7 +216,8 @@ impl NodeArgs {
                 KvDtypeArg::Bf16 => KvDtype::Bf16,
                 KvDtypeArg::F32 => KvDtype::F32,
             },
-            kv_blocks: self.kv_blocks as usize,
+            kv_memory: self.kv_memory.unwrap_or(KvMemory::Blocks(self.kv_blocks as usize)),
+            prefix_caching: !self.no_prefix_caching,
             max_running: self.max_num_seqs as usize,
             max_step_tokens: self.max_num_batched_tokens as usize,
             max_calls: self.max_calls as usize,
@@ -250,8 +264,23 @@ mod tests {
     #[test]
     fn defaults_resolve() {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
-        assert_eq!((config.kv_blocks, config.max_running, config.kv_dtype), (1024, 64, KvDtype::Bf16));
-        assert!(config.threads > 0);
+        assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
+        assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
+    }
+
+    #[test]
+    fn the_last_word_on_prefix_caching_counts() {
+        let caching = |flags: &str| parse(&format!("--router http://h:1 --simulated {flags}")).unwrap().prefix_caching;
+        assert!(!caching("--no-prefix-caching") && !caching("--enable-prefix-caching --no-prefix-caching"));
+        assert!(caching("--enable-prefix-caching") && caching("--no-prefix-caching --enable-prefix-caching"));
+    }
+
+    #[test]
+    fn kv_memory_takes_the_place_of_kv_blocks() {
+        let memory = |flags: &str| parse(&format!("--router http://h:1 --simulated {flags}")).unwrap().kv_memory;
+        assert_eq!(memory("--kv-memory 2GiB"), KvMemory::Bytes(2 << 30));
+        assert_eq!(memory("--kv-memory 25%"), KvMemory::Share(0.25));
+        assert_eq!(memory("--kv-blocks 7"), KvMemory::Blocks(7));
     }
 
     #[test]
@@ -262,6 +291,9 @@ mod tests {
             ("--router h:1 --simulated", "http://host:port"),
             ("--router https://h:1 --simulated", "http://host:port"),
             ("--router http://h:1 --simulated --kv-blocks 0", "kv-blocks"),
+            ("--router http://h:1 --simulated --kv-blocks 7 --kv-memory 2GiB", "--kv-memory"),
+            ("--router http://h:1 --simulated --kv-memory 2", "such as 2GiB"),
+            ("--router http://h:1 --simulated --kv-memory 120%", "between 0 and 100"),
             ("--router http://h:1 --simulated --listen 0.0.0.0:0", "--advertise-host"),
             ("--router http://h:1 --simulated --frobnicate", "--frobnicate"),
         ] {

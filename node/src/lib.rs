@@ -1,7 +1,7 @@
 //! What every node process does whatever its role. The roles' own work (prefill, decode) is in their binaries; the
 //! `main.rs` there is the life of a process and names these parts in order:
 //!
-//! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once.
+//! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena.
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router; [`admin`]: `/health` and `/metrics`.
@@ -14,6 +14,7 @@
 pub mod admin;
 pub mod call;
 pub mod config;
+pub mod kv_memory;
 pub mod membership;
 pub mod node;
 pub mod request;

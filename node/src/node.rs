@@ -1,10 +1,14 @@
 //! The parts of a node that its services share, built once at start: who it is, what computes, what moves KV, where
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
+use tandem_engine::models::gguf::GgufFile;
+use tandem_engine::models::llama::LlamaConfig;
+use tandem_engine::ops::kv::KvLayout;
+use tandem_engine::{Engine, Executor, KvDtype, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
@@ -16,6 +20,7 @@ use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::kv_memory::{KvMemory, machine_memory};
 use crate::trace::{SpanSink, Trace};
 use crate::work::Work;
 
@@ -149,10 +154,14 @@ pub fn service_name(role: Role) -> &'static str {
 fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
     match &config.model {
         ModelSource::File(path) => {
+            let blocks = match config.kv_memory {
+                KvMemory::Blocks(blocks) => blocks,
+                memory => memory.blocks(block_bytes(path, config.kv_dtype)?, machine_memory())?,
+            };
             let model = ModelConfig {
                 path: path.clone(),
                 kv_dtype: config.kv_dtype,
-                blocks: config.kv_blocks,
+                blocks,
                 block_tokens: tandem_proto::BLOCK_TOKENS,
                 threads: config.threads,
             };
@@ -160,11 +169,17 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
         }
         ModelSource::Simulated { in_place_of, step, token } => {
             let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
-            let simulated =
-                SimulatedConfig { blocks: config.kv_blocks, step_delay: *step, token_delay: *token, ..like };
+            let blocks = config.kv_memory.blocks(like.block_bytes, machine_memory())?;
+            let simulated = SimulatedConfig { blocks, step_delay: *step, token_delay: *token, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
         }
     }
+}
+
+/// Bytes of a KV block of the model, before it is loaded.
+fn block_bytes(path: &Path, dtype: KvDtype) -> anyhow::Result<usize> {
+    let LlamaConfig { layers, kv_heads, head_dim, .. } = LlamaConfig::read(&GgufFile::open(path)?)?;
+    Ok(KvLayout { layers, kv_heads, head_dim, dtype }.block_bytes())
 }
 
 fn scheduler(config: &NodeConfig) -> SchedulerConfig {
@@ -172,6 +187,7 @@ fn scheduler(config: &NodeConfig) -> SchedulerConfig {
         max_running: config.max_running,
         max_step_tokens: config.max_step_tokens,
         inbox: config.max_calls,
+        prefix_caching: config.prefix_caching,
     }
 }
 

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_engine::{EngineSpec, KvLease, SamplingParams, SequenceRequest};
+use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest};
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{Error, ErrorKind, SequenceHash, TraceContext, v1};
 use tandem_telemetry::clock;
@@ -85,9 +85,19 @@ impl CheckedRequest {
         (self.max_tokens == 1).then_some(v1::FinishReason::Length)
     }
 
-    /// The engine's request to read the prompt and sample `max_new_tokens`.
+    /// The engine's request to read what the lease does not share of the prompt and sample `max_new_tokens`.
     pub fn from_prompt(&self, lease: Arc<KvLease>, max_new_tokens: u32) -> SequenceRequest {
-        self.sequence(self.prompt.clone(), 0, lease, max_new_tokens)
+        self.sequence(self.prompt.clone(), lease.cached_tokens(), lease, max_new_tokens)
+    }
+
+    /// Waits for room for the KV of `tokens` tokens, sharing what is cached of the prompt.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the arena never has so much.
+    pub async fn reserve(&self, engine: &Engine, tokens: usize) -> Result<Arc<KvLease>, Error> {
+        let (pool, hashes) = (engine.pool(), self.hashes(engine.spec()));
+        let prefix = Prefix { hashes: &hashes, tokens: self.prompt.len() };
+        Ok(Arc::new(pool.reserve_prefix(pool.blocks_for(tokens), prefix).await?))
     }
 
     /// The engine's request to go on after `first_token`, with the prompt's KV in `lease`.
@@ -108,6 +118,7 @@ impl CheckedRequest {
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
             deadline: Some(self.deadline),
+            priority: 0,
         }
     }
 }

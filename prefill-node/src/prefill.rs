@@ -80,8 +80,12 @@ impl Prefill<'_> {
         let mut handoff = None;
         let mut computed = self.compute(accepted, connecting.as_mut(), &mut handoff, trace).await?;
         let finished = self.request.finished_by(computed.token);
-        let first =
-            FirstToken { token_id: computed.token, logprob: computed.logprob, finished: finished.map(Into::into) };
+        let first = FirstToken {
+            token_id: computed.token,
+            logprob: computed.logprob,
+            finished: finished.map(Into::into),
+            cached_tokens: u32::try_from(computed.lease.cached_tokens()).unwrap_or(u32::MAX),
+        };
         events.send(event(Event::FirstToken(first))).await?;
         if finished.is_some() {
             return nothing_delivered(events, trace).await;
@@ -142,13 +146,12 @@ impl Prefill<'_> {
         trace: &mut Trace,
     ) -> Result<Computed, Error> {
         trace.open("prefill.queue", Kind::Internal, self.server, queued);
-        let pool = self.node.engine.pool();
-        let mut reserving = pin!(pool.reserve(pool.blocks_for(self.request.prompt.len())));
+        let mut reserving = pin!(self.request.reserve(&self.node.engine, self.request.prompt.len()));
         let lease = loop {
             let _pressure = handoff.as_ref().map(|_| self.pressure.add());
             tokio::select! {
                 biased;
-                lease = &mut reserving => break Arc::new(lease?),
+                lease = &mut reserving => break lease?,
                 connected = &mut connecting, if handoff.is_none() => *handoff = Some(connected?),
             }
         };
@@ -171,6 +174,7 @@ impl Prefill<'_> {
                 SequenceEvent::Started { at } => {
                     trace.close(at);
                     forward = trace.open("prefill.forward", Kind::Internal, self.server, at);
+                    trace.attr("tandem.cached_tokens", lease.cached_tokens());
                 }
                 SequenceEvent::ChunkDone { tokens, at } => {
                     trace.event("chunk.done", at, [("tokens", tokens.into())]);

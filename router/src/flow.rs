@@ -329,7 +329,12 @@ impl Run {
         let last = outcome.map(|answered| GenerationEvent::Finish {
             reason: answered.reason,
             text: answered.text,
-            usage: Usage { prompt: record.prompt_tokens, completion: record.completion_tokens(), cached: 0 },
+            usage: Usage {
+                prompt: record.prompt_tokens,
+                completion: record.completion_tokens(),
+                // A node's word: never more than there is.
+                cached: self.exchange.cached_tokens.min(record.prompt_tokens),
+            },
             timings: Box::new(record.timings()),
             trace_id: record.identities.root.trace_id_hex(),
         });

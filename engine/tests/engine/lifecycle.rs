@@ -101,7 +101,7 @@ async fn wrong_requests_are_refused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn random_requests_with_random_cancels_return_all_blocks() {
-    let engine = engine(SchedulerConfig { max_running: 6, max_step_tokens: 24, inbox: 512 });
+    let engine = engine(SchedulerConfig { max_running: 6, max_step_tokens: 24, inbox: 512, ..LIMITS });
     let mut rng = StdRng::seed_from_u64(11);
     let mut tasks = Vec::new();
     for i in 0..500 {
@@ -166,7 +166,7 @@ async fn a_deadline_ends_a_waiting_sequence() {
 
 #[tokio::test]
 async fn a_full_inbox_refuses_and_recovers() {
-    let (engine, mut gate) = gated(SchedulerConfig { max_running: 1, max_step_tokens: 64, inbox: 3 });
+    let (engine, mut gate) = gated(SchedulerConfig { max_running: 1, max_step_tokens: 64, inbox: 3, ..LIMITS });
     let mut streams = vec![engine.submit(request(&engine, prompt(8, 0), 2)).unwrap()];
     assert_eq!(gate.step().await, [0]);
     for i in 1..=3 {

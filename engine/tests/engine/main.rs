@@ -1,5 +1,7 @@
 //! The engine as its callers see it, over the simulated executor.
 
 mod lifecycle;
+mod prefix;
 mod roles;
+mod stress;
 mod support;

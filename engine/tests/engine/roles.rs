@@ -7,7 +7,7 @@ use tandem_engine::{Engine, KvLease, SamplingParams, SequenceRequest};
 use crate::support::{LIMITS, engine, generate, greedy, prompt, request, request_in, seeded};
 
 /// What a transport does: block `i` of one lease becomes block `i` of the other.
-fn copy_blocks(from: &Engine, source: &KvLease, to: &Engine, target: &KvLease) {
+pub fn copy_blocks(from: &Engine, source: &KvLease, to: &Engine, target: &KvLease) {
     let (read, write) = (from.arena(), to.arena());
     let words = from.spec().block_bytes / 8;
     for (&a, &b) in source.blocks().iter().zip(target.blocks()) {

@@ -11,7 +11,8 @@ use tandem_engine::{
 };
 use tokio::sync::mpsc;
 
-pub const LIMITS: SchedulerConfig = SchedulerConfig { max_running: 8, max_step_tokens: 64, inbox: 64 };
+pub const LIMITS: SchedulerConfig =
+    SchedulerConfig { max_running: 8, max_step_tokens: 64, inbox: 64, prefix_caching: true };
 
 pub fn greedy() -> SamplingParams {
     SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 }
@@ -53,6 +54,7 @@ pub fn request_in(lease: Arc<KvLease>, tokens: Vec<u32>, max_new_tokens: u32) ->
         ignore_eos: true,
         stop_token_ids: Vec::new(),
         deadline: None,
+        priority: 0,
     }
 }
 

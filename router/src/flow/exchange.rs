@@ -34,6 +34,8 @@ pub struct Exchange {
     /// The first token is there.
     first: bool,
     reserved: bool,
+    /// Prompt tokens that prefill did not have to compute.
+    pub cached_tokens: u32,
     /// What decode said when it had checked the KV.
     pub verified: Option<v1::Verified>,
     /// What prefill said when decode had acknowledged.
@@ -73,6 +75,7 @@ impl Exchange {
             Some(prefill_event::Event::FirstToken(_)) if self.first => Err(disorder("a second first token")),
             Some(prefill_event::Event::FirstToken(first)) => {
                 self.first = true;
+                self.cached_tokens = first.cached_tokens;
                 let finished = first.finished.map(|_| reason(first.finished()));
                 self.token(first.token_id, first.logprob, finished)
             }
@@ -139,7 +142,8 @@ pub(super) mod tests {
 
     pub fn first_token(token_id: u32, finished: Option<FinishReason>) -> v1::PrefillEvent {
         let finished = finished.map(Into::into);
-        let event = prefill_event::Event::FirstToken(v1::FirstToken { token_id, logprob: -0.5, finished });
+        let event =
+            prefill_event::Event::FirstToken(v1::FirstToken { token_id, logprob: -0.5, finished, cached_tokens: 0 });
         v1::PrefillEvent { event: Some(event) }
     }
 
@@ -168,7 +172,7 @@ pub(super) mod tests {
     }
 
     pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {
-        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans }))
+        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans, cached_tokens: 0 }))
     }
 
     #[test]

@@ -1,0 +1,296 @@
+//! Scheduler, pool and executor without threads or clock: thousands of requests on tiny KV memory, with shared beginnings,
+//! priorities, cancels and failing steps, from one seed. Every answer must equal that of the request run alone.
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tandem_engine::scheduler::{Decision, Scheduler};
+use tandem_engine::{
+    BlockPool, EngineError, Executor, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
+    SimulatedConfig, SimulatedExecutor, StepModel, StepShape,
+};
+use tandem_proto::hash::sequence_hashes;
+
+use crate::support::{greedy, request_in, seeded};
+
+const LIMITS: SchedulerConfig = SchedulerConfig { max_running: 6, max_step_tokens: 24, inbox: 0, prefix_caching: true };
+
+#[derive(Clone)]
+struct Job {
+    prompt: Vec<u32>,
+    max_new_tokens: usize,
+    sampling: SamplingParams,
+    priority: i32,
+    /// Steps from arrival after which its caller leaves.
+    patience: Option<usize>,
+}
+
+impl Job {
+    /// One of four families of prompts that begin alike.
+    fn random(rng: &mut StdRng) -> Self {
+        let (family, shared, own) = (rng.random_range(0..4u32), rng.random_range(0..70), rng.random_range(1..20));
+        let shared = (0..shared).map(|i| (i * 7 + family) % 64);
+        Self {
+            prompt: shared.chain((0..own).map(|_| rng.random_range(0..64))).collect(),
+            max_new_tokens: rng.random_range(1..14),
+            sampling: if rng.random_bool(0.5) { greedy() } else { seeded(rng.random()) },
+            priority: rng.random_range(-2..=2),
+            patience: rng.random_bool(0.2).then(|| rng.random_range(0..60)),
+        }
+    }
+}
+
+type Reserving = Pin<Box<dyn Future<Output = Result<KvLease, EngineError>>>>;
+
+enum Stage {
+    Reserving(Reserving),
+    Submitted,
+    Answered,
+    Left,
+}
+
+struct Caller {
+    job: Job,
+    answer: Vec<u32>,
+    arrived: usize,
+    stage: Stage,
+}
+
+/// What one run saw, so that a test can tell that it tested something.
+#[derive(Default)]
+struct Seen {
+    cached_tokens: usize,
+    failed_steps: usize,
+    left: usize,
+}
+
+struct Machine {
+    scheduler: Scheduler,
+    executor: SimulatedExecutor,
+    pool: BlockPool,
+    callers: Vec<Caller>,
+    /// Which caller a sequence is of.
+    sequences: BTreeMap<u64, usize>,
+    next_seq: u64,
+    round: usize,
+    now: Instant,
+    seen: Seen,
+}
+
+impl Machine {
+    fn new(blocks: usize, prefix_caching: bool) -> Self {
+        let config = SimulatedConfig {
+            vocab_size: 64,
+            eos_token_id: 1,
+            max_context_tokens: 256,
+            block_bytes: 128,
+            blocks,
+            ..Default::default()
+        };
+        let executor = SimulatedExecutor::new(&config).expect("a valid configuration");
+        Self {
+            scheduler: Scheduler::new(&LIMITS, executor.spec()),
+            pool: BlockPool::with_prefix_caching(blocks, executor.spec().block_tokens, prefix_caching),
+            executor,
+            callers: Vec::new(),
+            sequences: BTreeMap::new(),
+            next_seq: 0,
+            round: 0,
+            now: Instant::now(),
+            seen: Seen::default(),
+        }
+    }
+
+    fn arrive(&mut self, job: Job) {
+        let stage = Stage::Reserving(self.reserving(&job, &[]));
+        self.callers.push(Caller { job, answer: Vec::new(), arrived: self.round, stage });
+    }
+
+    /// As a node reserves: the worst case, with the hashes of what is known.
+    fn reserving(&self, job: &Job, answer: &[u32]) -> Reserving {
+        let (pool, known) = (self.pool.clone(), [&job.prompt[..], answer].concat());
+        let hashes = sequence_hashes(self.executor.spec().model_digest, &known, pool.block_tokens());
+        let blocks = pool.blocks_for(job.prompt.len() + job.max_new_tokens - 1);
+        Box::pin(async move { pool.reserve_prefix(blocks, Prefix { hashes: &hashes, tokens: known.len() }).await })
+    }
+
+    fn step(&mut self, fails: bool, mut watch: impl FnMut(StepShape)) {
+        self.round += 1;
+        self.take_leases();
+        let (callers, sequences, round) = (&self.callers, &self.sequences, self.round);
+        let gone = |seq| callers[sequences[&seq]].is_gone(round);
+        let decisions = self.scheduler.admit(self.now, gone);
+        self.apply(decisions);
+        let batch = self.scheduler.plan();
+        if batch.items.is_empty() {
+            return;
+        }
+        watch(StepShape::of(&batch));
+        let outcome = if fails {
+            self.seen.failed_steps += 1;
+            // Half of the work is done when it fails: what it wrote must not be used.
+            let _ = self.executor.execute(&batch);
+            Err(EngineError::Executor("told to fail".into()))
+        } else {
+            self.executor.execute(&batch)
+        };
+        let decisions = self.scheduler.resolve(batch, outcome);
+        self.apply(decisions);
+    }
+
+    fn take_leases(&mut self) {
+        let mut context = Context::from_waker(Waker::noop());
+        for id in 0..self.callers.len() {
+            let caller = &mut self.callers[id];
+            let gone = caller.is_gone(self.round);
+            let Stage::Reserving(reserving) = &mut caller.stage else { continue };
+            if gone {
+                caller.stage = Stage::Left;
+                self.seen.left += 1;
+            } else if let Poll::Ready(lease) = reserving.as_mut().poll(&mut context) {
+                let lease = lease.expect("fits the pool");
+                caller.stage = Stage::Submitted;
+                let request = caller.request(lease);
+                self.seen.cached_tokens += request.computed;
+                self.sequences.insert(self.next_seq, id);
+                self.scheduler.enqueue(self.next_seq, request);
+                self.next_seq += 1;
+            }
+        }
+    }
+
+    fn apply(&mut self, decisions: Vec<(u64, Decision)>) {
+        for (seq, decision) in decisions {
+            self.scheduler.apply(seq, &decision);
+            let id = self.sequences[&seq];
+            match &decision {
+                Decision::Advance { sampled, finish, .. } => {
+                    let caller = &mut self.callers[id];
+                    caller.answer.extend(sampled.iter().map(|sampled| sampled.token));
+                    if finish.is_some() {
+                        caller.stage = Stage::Answered;
+                    }
+                }
+                Decision::Cancel => {
+                    self.callers[id].stage = Stage::Left;
+                    self.seen.left += 1;
+                }
+                // It goes on as a router would let it: with the tokens so far, on blocks of its own.
+                Decision::Fail(_) => {
+                    let reserving = self.reserving(&self.callers[id].job, &self.callers[id].answer);
+                    self.callers[id].stage = Stage::Reserving(reserving);
+                }
+                Decision::Start => {}
+            }
+            if decision.ends() {
+                self.sequences.remove(&seq);
+            }
+        }
+    }
+
+    fn busy(&self) -> bool {
+        self.callers.iter().any(|caller| matches!(caller.stage, Stage::Reserving(_) | Stage::Submitted))
+    }
+}
+
+impl Caller {
+    fn is_gone(&self, round: usize) -> bool {
+        self.job.patience.is_some_and(|patience| round > self.arrived + patience)
+    }
+
+    fn request(&self, lease: KvLease) -> SequenceRequest {
+        let tokens = [&self.job.prompt[..], &self.answer[..]].concat();
+        let left = self.job.max_new_tokens - self.answer.len();
+        SequenceRequest {
+            computed: lease.cached_tokens(),
+            prompt_len: self.job.prompt.len(),
+            sampling: self.job.sampling.clone(),
+            priority: self.job.priority,
+            ..request_in(Arc::new(lease), tokens, left as u32)
+        }
+    }
+}
+
+/// The answer without company, cache or failure.
+fn alone(job: &Job) -> Vec<u32> {
+    let mut machine = Machine::new(16, false);
+    machine.arrive(Job { patience: None, ..job.clone() });
+    while machine.busy() {
+        machine.step(false, |_| {});
+    }
+    machine.callers.remove(0).answer
+}
+
+fn stress(seed: u64, requests: usize) -> Seen {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut machine = Machine::new(24, true);
+    let mut to_come = requests;
+    let mut idle_rounds = 0;
+    while to_come > 0 || machine.busy() {
+        for _ in 0..rng.random_range(0..4).min(to_come) {
+            machine.arrive(Job::random(&mut rng));
+            to_come -= 1;
+        }
+        let mut worked = false;
+        machine.step(rng.random_bool(0.005), |_| worked = true);
+        // Whoever waits for blocks gets them from those who run: without those, nobody waits.
+        idle_rounds = if worked || !machine.busy() { 0 } else { idle_rounds + 1 };
+        assert!(idle_rounds < 2, "seed {seed}: everybody waits and nobody runs");
+        // A step computes a token at least, but for the few that fail.
+        assert!(machine.round < requests * 120, "seed {seed}: {} of {requests} still wait", machine.sequences.len());
+    }
+    for (id, caller) in machine.callers.iter().enumerate() {
+        let whole = alone(&caller.job);
+        match caller.stage {
+            Stage::Answered => assert_eq!(caller.answer, whole, "seed {seed}, request {id}"),
+            Stage::Left => assert!(whole.starts_with(&caller.answer), "seed {seed}, request {id}"),
+            Stage::Reserving(_) | Stage::Submitted => panic!("seed {seed}: request {id} starves"),
+        }
+        assert!(caller.job.patience.is_some() || matches!(caller.stage, Stage::Answered), "seed {seed}: {id} was lost");
+    }
+    assert!(machine.scheduler.is_idle());
+    assert_eq!(machine.pool.free(), machine.pool.total(), "seed {seed}: blocks are lost");
+    machine.seen
+}
+
+#[test]
+fn a_thousand_requests_on_tiny_memory_over_a_hundred_seeds() {
+    let begin = Instant::now();
+    let all: Vec<Seen> = (0..100).map(|seed| stress(seed, 1000)).collect();
+    let total = |count: fn(&Seen) -> usize| all.iter().map(count).sum::<usize>();
+    let (cached, failed, left) = (total(|s| s.cached_tokens), total(|s| s.failed_steps), total(|s| s.left));
+    println!("{cached} tokens from the cache, {failed} failed steps, {left} left early, {:?}", begin.elapsed());
+    assert!(cached > 100_000 && failed > 300 && left > 1000, "{cached} {failed} {left}");
+}
+
+#[test]
+fn the_step_model_finds_the_simulated_cost() {
+    let law = SimulatedConfig {
+        step_delay: Duration::from_micros(5000),
+        token_delay: Duration::from_micros(230),
+        context_delay: Duration::from_nanos(900),
+        ..Default::default()
+    };
+    let ms = |shape| law.step_time(shape).as_secs_f64() * 1e3;
+    let (mut rng, mut machine, mut model) = (StdRng::seed_from_u64(9), Machine::new(64, true), StepModel::default());
+    let (mut errors, mut shapes) = (Vec::new(), BTreeSet::new());
+    for _ in 0..600 {
+        if rng.random_bool(0.3) {
+            machine.arrive(Job::random(&mut rng));
+        }
+        machine.step(false, |shape| {
+            errors.push((model.cost().predict_ms(shape) / ms(shape) - 1.0).abs());
+            shapes.insert((shape.tokens, shape.context));
+            model.observe(shape, ms(shape));
+        });
+    }
+    let mut late = errors.split_off(50);
+    late.sort_unstable_by(f64::total_cmp);
+    assert!(shapes.len() > 100, "the workload is mixed");
+    assert!(late[late.len() / 2] < 0.001 && late[late.len() - 1] < 0.05, "{:?}, law {law:?}", model.cost());
+}

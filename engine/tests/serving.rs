@@ -1,0 +1,230 @@
+//! The engine over the real model: a warm prefix cache gives the oracle's tokens, and, as benchmarks, what the cache
+//! saves and how well step times are predicted. The golden tokens themselves are `golden.rs`'s matter.
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde::Deserialize;
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::{
+    Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, Prefix, SamplingParams, SchedulerConfig, SequenceEvent,
+    SequenceRequest, SequenceStream, StepModel, StepShape,
+};
+use tandem_proto::hash::sequence_hashes;
+
+const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+/// Two best logits that are closer are a tie: rounding may choose either.
+const TIE: f32 = 0.05;
+const LIMITS: SchedulerConfig =
+    SchedulerConfig { max_running: 32, max_step_tokens: 256, inbox: 64, prefix_caching: true };
+
+#[derive(Deserialize)]
+struct Golden {
+    prompts: Vec<Prompt>,
+}
+
+#[derive(Deserialize)]
+struct Prompt {
+    name: String,
+    ids: Vec<u32>,
+    out: Outputs,
+}
+
+#[derive(Deserialize)]
+struct Outputs {
+    f32: Output,
+}
+
+#[derive(Deserialize)]
+struct Output {
+    tokens: Vec<u32>,
+    gap: Vec<f32>,
+}
+
+#[tokio::test]
+async fn a_warm_prefix_gives_the_oracles_tokens() {
+    let engine = Engine::start(Box::new(executor(512, 2)), LIMITS);
+    let golden: Golden = serde_json::from_str(include_str!("data/smollm2-135m-golden.json")).expect("golden file");
+    let mut reused = 0;
+    for warm in [false, true] {
+        let mut streams = Vec::new();
+        for prompt in &golden.prompts {
+            let (request, cached) = request(&engine, &prompt.ids, prompt.out.f32.tokens.len() as u32).await;
+            reused += if warm { cached } else { 0 };
+            streams.push((prompt, cached, engine.submit(request).expect("a valid request")));
+        }
+        for (prompt, cached, stream) in streams {
+            let (want, tokens) = (&prompt.out.f32, collect(stream).await.0);
+            let sure = want.gap.iter().position(|&gap| gap < TIE).unwrap_or(want.tokens.len()).min(want.tokens.len());
+            assert_eq!(tokens[..sure], want.tokens[..sure], "{} warm {warm}, {cached} cached", prompt.name);
+        }
+    }
+    assert!(reused > 200, "{reused} tokens came from the cache");
+}
+
+#[tokio::test]
+#[ignore = "a benchmark; run with --release -- --ignored --nocapture"]
+async fn warm_ttft() {
+    let engine = Engine::start(Box::new(executor(1024, 2)), SchedulerConfig { max_step_tokens: 512, ..LIMITS });
+    let (mut cold, mut warm) = (Vec::new(), Vec::new());
+    for round in 0..7u32 {
+        let shared: Vec<u32> = (0..922).map(|i| 1000 + (i * 37 + round * 5003) % 40_000).collect();
+        for (own, times) in [(1, &mut cold), (2, &mut warm)] {
+            let tokens: Vec<u32> = shared.iter().copied().chain((0..102).map(|i| 500 + i * 11 + own)).collect();
+            let begin = Instant::now();
+            let (request, cached) = request(&engine, &tokens, 1).await;
+            collect(engine.submit(request).expect("a valid request")).await;
+            times.push(begin.elapsed());
+            assert_eq!(cached, if own == 1 { 0 } else { 912 });
+        }
+    }
+    let (cold, warm) = (median(&mut cold), median(&mut warm));
+    println!(
+        "TTFT of 1,024 tokens, 90 % shared: cold {cold:?}, warm {warm:?}, {:.3}",
+        warm.as_secs_f64() / cold.as_secs_f64()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "a benchmark; run with --release -- --ignored --nocapture"]
+async fn step_time_model() {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let executor = Timed { inner: executor(2048, 1), models: Default::default(), log: Arc::clone(&log) };
+    let engine = Engine::start(Box::new(executor), LIMITS);
+    let mut rng = StdRng::seed_from_u64(4);
+    let (begin, mut running) = (Instant::now(), tokio::task::JoinSet::new());
+    while begin.elapsed() < Duration::from_secs(60) {
+        let (len, new) = (rng.random_range(8..700), rng.random_range(4..120));
+        let tokens: Vec<u32> = (0..len).map(|_| rng.random_range(100..40_000)).collect();
+        let (request, _) = request(&engine, &tokens, new).await;
+        running.spawn(collect(engine.submit(request).expect("a valid request")));
+        // One to eight at a time, so that batches of all sizes are seen.
+        let most = 1 + (begin.elapsed().as_secs() / 3) as usize % 8;
+        while running.len() >= most {
+            running.join_next().await;
+        }
+    }
+    drop(running);
+    let (steps, cost) = (log.lock().expect("the log"), engine.load().step_cost);
+    println!("{} steps, {cost:?}", steps.len());
+    let parts = |step: &Step| (step.shape.tokens, step.shape.context, step.ms);
+    println!("some of them: {:?}", steps.iter().step_by(steps.len() / 24 + 1).map(parts).collect::<Vec<_>>());
+    let warm = &steps[steps.len() / 10..];
+    for (clock, name) in ["wall time", "CPU time"].into_iter().enumerate() {
+        report(name, "all", clock, warm.iter());
+        report(name, "decode only", clock, warm.iter().filter(|step| !step.prefill));
+        report(name, "with a prompt", clock, warm.iter().filter(|step| step.prefill));
+    }
+}
+
+fn report<'a>(name: &str, which: &str, clock: usize, steps: impl Iterator<Item = &'a Step>) {
+    let mut errors: Vec<f64> = steps.map(|step| (step.predicted_ms[clock] / step.ms[clock] - 1.0).abs()).collect();
+    errors.sort_unstable_by(f64::total_cmp);
+    if let (Some(median), Some(p90)) = (errors.get(errors.len() / 2), errors.get(errors.len() * 9 / 10)) {
+        let (median, p90) = (median * 100.0, p90 * 100.0);
+        println!("{name}, {which}: {} steps, median error {median:.1} %, p90 {p90:.1} %", errors.len());
+    }
+}
+
+struct Step {
+    shape: StepShape,
+    prefill: bool,
+    /// By the wall clock, and by the compute threads' CPU time, which tells the model's error on a machine that others
+    /// use too.
+    ms: [f64; 2],
+    /// Before the step was known.
+    predicted_ms: [f64; 2],
+}
+
+/// Does what the engine thread does with its step model, and writes it down.
+struct Timed {
+    inner: LlamaExecutor,
+    models: [StepModel; 2],
+    log: Arc<Mutex<Vec<Step>>>,
+}
+
+/// CPU milliseconds of all compute threads so far (proc(5), schedstat: nanoseconds on the CPU come first).
+fn compute_ms() -> f64 {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten().map(|task| task.path());
+    let read = |task: &std::path::Path, file: &str| std::fs::read_to_string(task.join(file)).unwrap_or_default();
+    let compute = tasks.filter(|task| read(task, "comm").starts_with("compute"));
+    let ns = compute.filter_map(|task| read(&task, "schedstat").split(' ').next()?.parse::<f64>().ok());
+    ns.sum::<f64>() / 1e6
+}
+
+impl Executor for Timed {
+    fn spec(&self) -> &EngineSpec {
+        self.inner.spec()
+    }
+
+    fn arena(&self) -> Arc<[AtomicU64]> {
+        self.inner.arena()
+    }
+
+    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+        let (shape, cpu_before, begin) = (StepShape::of(batch), compute_ms(), Instant::now());
+        let outcome = self.inner.execute(batch);
+        let wall_ms = begin.elapsed().as_secs_f64() * 1e3;
+        let ms = [wall_ms, compute_ms() - cpu_before];
+        let predicted_ms = self.models.each_ref().map(|model| model.cost().predict_ms(shape));
+        self.models.iter_mut().zip(ms).for_each(|(model, ms)| model.observe(shape, ms));
+        let prefill = batch.items.iter().any(|item| item.tokens.len() > 1);
+        self.log.lock().expect("the log").push(Step { shape, prefill, ms, predicted_ms });
+        outcome
+    }
+}
+
+async fn request(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> (SequenceRequest, usize) {
+    let (spec, pool) = (engine.spec(), engine.pool());
+    let hashes = sequence_hashes(spec.model_digest, tokens, spec.block_tokens);
+    let blocks = pool.blocks_for(SequenceRequest::kv_tokens(tokens.len(), max_new_tokens, spec.max_context_tokens));
+    let lease = pool.reserve_prefix(blocks, Prefix { hashes: &hashes, tokens: tokens.len() }).await.expect("fits");
+    let cached = lease.cached_tokens();
+    let request = SequenceRequest {
+        id: "test".into(),
+        tokens: tokens.to_vec(),
+        prompt_len: tokens.len(),
+        computed: cached,
+        lease: Arc::new(lease),
+        max_new_tokens,
+        sampling: SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+        ignore_eos: false,
+        stop_token_ids: Vec::new(),
+        deadline: None,
+        priority: 0,
+    };
+    (request, cached)
+}
+
+async fn collect(mut stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
+    let mut tokens = Vec::new();
+    loop {
+        match stream.next().await.expect("an end") {
+            SequenceEvent::Token { id, .. } => tokens.push(id),
+            event if event.is_last() => return (tokens, event),
+            _ => {}
+        }
+    }
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+fn executor(blocks: usize, threads: usize) -> LlamaExecutor {
+    let path = model_path();
+    assert!(path.is_file(), "the model {} is missing: run `make setup`", path.display());
+    let config = ModelConfig { path, kv_dtype: KvDtype::Bf16, blocks, block_tokens: 16, threads };
+    LlamaExecutor::load(&config).expect("the model loads")
+}
+
+#[allow(clippy::disallowed_methods, reason = "a test has no command line to take the path from")]
+fn model_path() -> PathBuf {
+    let cache = std::env::var("TANDEM_CACHE").map(PathBuf::from);
+    let home = || PathBuf::from(std::env::var("HOME").unwrap_or_default()).join(".cache/tandem");
+    cache.unwrap_or_else(|_| home()).join(FILE)
+}
