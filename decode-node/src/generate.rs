@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use prost::Message;
 use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest};
 use tandem_node::call::Events;
-use tandem_node::request::{context, until_deadline};
+use tandem_node::request::{context, top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, RequestSpec, Reserved, Token};
@@ -114,12 +114,13 @@ impl Generate<'_> {
             match event {
                 SequenceEvent::Started { at } => trace.close(at),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
-                SequenceEvent::Token { id, logprob, at } => {
+                SequenceEvent::Token { id, logprob, top, at } => {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
                     tokens += 1;
-                    self.send(Event::Token(Token { token_id: id, logprob })).await?;
+                    let token = Token { token_id: id, logprob, top_logprobs: top_logprobs(top) };
+                    self.send(Event::Token(token)).await?;
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);

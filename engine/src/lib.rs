@@ -75,7 +75,7 @@ pub use blocks::{BlockPool, KvLease};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
 pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
-pub use sampler::SamplingParams;
+pub use sampler::{SamplingParams, TokenLogprob};
 pub use scheduler::SchedulerConfig;
 pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
 pub use simulated::{SimulatedConfig, SimulatedExecutor};
