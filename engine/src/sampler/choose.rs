@@ -39,7 +39,8 @@ fn draw(
     let weigh = passes::Weigh { greatest, scale: params.temperature.recip(), least: params.min_p };
     let uniform = uniform(params.seed, position);
     let limited = params.top_k > 0 && (params.top_k as usize) < logits.len();
-    if !limited && !(params.top_p < 1.0) {
+    let by_mass = params.top_p < 1.0;
+    if !limited && !by_mass {
         let total = weigh.all(logits, weights);
         return passes::at(weights, uniform * total).unwrap_or(likeliest);
     }

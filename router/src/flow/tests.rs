@@ -1,4 +1,5 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
+mod choices;
 mod fakes;
 
 use serde_json::Value;
