@@ -38,7 +38,8 @@ pub async fn compare(subject: &impl Subject, prompts: usize, seed: u64) -> anyho
         let prompt: Vec<u32> = (0..length).map(|_| rng.random_range(TOKENS)).collect();
         let sampling = if index % 2 == 0 { greedy() } else { seeded(&mut rng) };
         let what = format!("prompt {index} of series {seed} ({length} tokens, {sampling:?})");
-        let (apart, alone) = tokio::join!(subject.disaggregated(&prompt, sampling), subject.alone(&prompt, sampling));
+        let (apart, alone) =
+            tokio::join!(subject.disaggregated(&prompt, sampling.clone()), subject.alone(&prompt, sampling));
         let apart = without_eos(apart.with_context(|| format!("disaggregated, {what}"))?);
         let alone = without_eos(alone.with_context(|| format!("on one node, {what}"))?);
         ensure!(apart == alone, "{what}: disaggregated {apart:?}, on one node {alone:?}");
@@ -85,11 +86,11 @@ fn spec(prompt: &[u32], sampling: v1::Sampling) -> v1::RequestSpec {
 }
 
 fn greedy() -> v1::Sampling {
-    v1::Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 }
+    v1::Sampling::default()
 }
 
 fn seeded(rng: &mut StdRng) -> v1::Sampling {
-    v1::Sampling { temperature: 0.9, top_p: 0.95, top_k: 50, seed: rng.random() }
+    v1::Sampling { temperature: 0.9, top_p: 0.95, top_k: 50, seed: rng.random(), ..v1::Sampling::default() }
 }
 
 /// The tokens before the end-of-sequence token.

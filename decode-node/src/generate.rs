@@ -7,7 +7,7 @@ use prost::Message;
 use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest};
 use tandem_kvtransfer::Incoming;
 use tandem_node::call::Events;
-use tandem_node::request::{context, until_deadline};
+use tandem_node::request::{context, top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, RequestSpec, Reserved, Token};
@@ -180,7 +180,7 @@ impl Generate<'_> {
             match event {
                 SequenceEvent::Started { at } => trace.close(at),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
-                SequenceEvent::Token { id, logprob, at } => {
+                SequenceEvent::Token { id, logprob, top, at } => {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
@@ -188,7 +188,8 @@ impl Generate<'_> {
                     (tokens, last) = (tokens + 1, Some(at));
                     self.node.work.count_tokens(0, 1);
                     let sending = Instant::now();
-                    self.send(Event::Token(Token { token_id: id, logprob })).await?;
+                    let token = Token { token_id: id, logprob, top_logprobs: top_logprobs(top) };
+                    self.send(Event::Token(token)).await?;
                     stalled(trace, "reader", sending, Instant::now());
                 }
                 SequenceEvent::Finished { reason, at } => {

@@ -214,6 +214,10 @@ fn spec(rng: &mut StdRng, prompt_tokens: usize, max_tokens: u32) -> RequestSpec 
             top_p: 0.95,
             top_k: 50,
             seed: rng.random(),
+            repetition_penalty: 1.2,
+            frequency_penalty: 0.5,
+            min_tokens: max_tokens.min(3),
+            ..v1::Sampling::default()
         }),
         max_tokens,
         traceparent: TRACEPARENT.to_owned(),

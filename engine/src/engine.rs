@@ -15,6 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
 use crate::executor::{EngineSpec, Executor};
+use crate::sampler::Sampled;
 use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
 use crate::sequence::{SequenceEvent, SequenceRequest};
 use crate::step_model::{StepCost, StepModel, StepShape};
@@ -352,8 +353,8 @@ impl Client {
                 if chunk {
                     self.send(SequenceEvent::ChunkDone { tokens: computed, at });
                 }
-                if let Some(sampled) = sampled {
-                    self.send(SequenceEvent::Token { id: sampled.token, logprob: sampled.logprob, at });
+                if let Some(Sampled { token, logprob, top }) = sampled {
+                    self.send(SequenceEvent::Token { id: token, logprob, top, at });
                 }
                 if let Some(reason) = finish {
                     self.send(SequenceEvent::Finished { reason, at });

@@ -84,7 +84,7 @@ pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
 pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
 pub use prefix_cache::{CacheEvent, CacheUpdate};
-pub use sampler::SamplingParams;
+pub use sampler::{SamplingParams, TokenLogprob};
 pub use scheduler::SchedulerConfig;
 pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
 pub use simulated::{SimulatedConfig, SimulatedExecutor};

@@ -1,173 +1,177 @@
-//! Logits to a token: a pure function. The random number is keyed by seed and position, so that every node draws the same
-//! token for the same place of a sequence, whatever ran there before.
-use std::cmp::Ordering;
+//! Logits to a token: a pure function of (parameters, the tokens before, logits). The random number is keyed by seed and
+//! position, and penalties are counted from the tokens themselves, so that every node chooses the same token for the
+//! same place of a sequence, whatever ran there before.
+//!
+//! The order of the rules is vLLM's: `logit_bias` and `min_tokens`, then penalties (both in `adjust.rs`), then
+//! temperature, `min_p`, `top_k`, `top_p` and the draw (`choose.rs`). Log probabilities are those of the model: of the
+//! logits before any rule. `passes.rs` has the loops over the vocabulary.
+mod adjust;
+mod choose;
+mod passes;
+#[cfg(test)]
+mod tests;
 
-use xxhash_rust::xxh3::xxh3_64;
+use std::cell::RefCell;
+
+use passes::{Candidate, value};
+
+use crate::error::EngineError;
+
+/// Temperatures below this are greedy: they would only divide by almost nothing.
+pub const LOWEST_TEMPERATURE: f32 = 1e-5;
 
 /// How to choose a token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Divides the logits; 0 (and anything that is no positive number) is greedy.
+    /// Divides the logits; below [`LOWEST_TEMPERATURE`] (and anything that is no positive number) is greedy.
     pub temperature: f32,
-    /// Keeps the likeliest tokens that together have at least this probability (nucleus sampling, arXiv:1904.09751);
-    /// 1 keeps all.
+    /// Keeps the likeliest tokens that together have at least this probability (nucleus sampling, arXiv:1904.09751) of
+    /// what `min_p` and `top_k` leave; 1 keeps all.
     pub top_p: f32,
-    /// Keeps so many of the likeliest tokens, before `top_p`; 0 keeps all.
+    /// Keeps so many of the likeliest tokens; 0 keeps all.
     pub top_k: u32,
+    /// Keeps the tokens that have at least this share of the likeliest one's probability (arXiv:2407.01082), after
+    /// temperature; 0 keeps all.
+    pub min_p: f32,
+    /// Divides the positive and multiplies the negative logits of the tokens in prompt and output (CTRL,
+    /// arXiv:1909.05858); 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Taken from the logits of tokens in the output; 0 changes nothing.
+    pub presence_penalty: f32,
+    /// Taken from a token's logit once for each time that it is in the output; 0 changes nothing.
+    pub frequency_penalty: f32,
+    /// Added to these tokens' logits. No id twice.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// No token that ends the sequence before so many were generated.
+    pub min_tokens: u32,
+    /// How many of the likeliest tokens to report with each token.
+    pub top_logprobs: u32,
     /// Keys the random numbers.
     pub seed: u64,
 }
 
-/// A chosen token.
+impl SamplingParams {
+    /// The likeliest token, always.
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        logit_bias: Vec::new(),
+        min_tokens: 0,
+        top_logprobs: 0,
+        seed: 0,
+    };
+}
+
+impl SamplingParams {
+    /// Whether the numbers make sense; narrower ranges are the edges' matter.
+    pub(crate) fn validate(&self, vocab_size: usize) -> Result<(), EngineError> {
+        let share = |number: f32| (0.0..=1.0).contains(&number);
+        let penalties = [self.repetition_penalty, self.presence_penalty, self.frequency_penalty];
+        let wrong = if !self.temperature.is_finite() || self.temperature < 0.0 {
+            format!("temperature {}", self.temperature)
+        } else if !share(self.top_p) || !share(self.min_p) {
+            format!("top_p {} or min_p {}", self.top_p, self.min_p)
+        } else if penalties.iter().any(|penalty| !penalty.is_finite()) || self.repetition_penalty <= 0.0 {
+            format!("one of the penalties {penalties:?} (repetition, presence, frequency)")
+        } else if let Some(bias) =
+            self.logit_bias.iter().find(|bias| bias.0 as usize >= vocab_size || !bias.1.is_finite())
+        {
+            format!("a logit_bias of {} for token {} of {vocab_size}", bias.1, bias.0)
+        } else {
+            return Ok(());
+        };
+        Err(EngineError::InvalidArgument(format!("{wrong} is out of range")))
+    }
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self::GREEDY
+    }
+}
+
+/// The sequence before the token that is to be chosen.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Past<'a> {
+    /// The prompt and the tokens generated so far; their number is the position of the chosen token.
+    pub tokens: &'a [u32],
+    /// How many of `tokens` are the prompt.
+    pub prompt_len: usize,
+    /// The end-of-sequence token, unless the request ignores it.
+    pub eos: Option<u32>,
+    /// Further tokens that end the sequence.
+    pub stop_token_ids: &'a [u32],
+}
+
+impl<'a> Past<'a> {
+    fn split(&self) -> (&'a [u32], &'a [u32]) {
+        self.tokens.split_at(self.prompt_len.min(self.tokens.len()))
+    }
+}
+
+/// A token and the natural logarithm of the probability that the model gave it: of the full softmax, before bias,
+/// penalties, temperature and cuts.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampled {
+pub struct TokenLogprob {
     /// Id.
     pub token: u32,
-    /// Natural logarithm of its probability under the full softmax: temperature 1, nothing cut off.
+    /// At most 0.
     pub logprob: f32,
 }
 
-/// Chooses the token at `position` of the whole sequence. Among equal logits the lowest id comes first; NaN counts as
+/// A chosen token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    /// Id.
+    pub token: u32,
+    /// Natural logarithm of its probability, see [`TokenLogprob`].
+    pub logprob: f32,
+    /// The `top_logprobs` likeliest tokens, the likeliest first; empty unless asked for.
+    pub top: Vec<TokenLogprob>,
+}
+
+/// Chooses the token at position `past.tokens.len()`. Among equal logits the lowest id comes first; NaN counts as
 /// impossible, and without any possible token the answer is token 0.
-pub fn sample(params: &SamplingParams, position: usize, logits: &[f32]) -> Sampled {
-    let best = (0..logits.len()).fold(0, |best, id| if value(logits, id) > value(logits, best) { id } else { best });
-    let greedy = !(params.temperature > 0.0 && params.temperature.is_finite());
-    let token = if greedy || value(logits, best) == f64::NEG_INFINITY {
-        best
-    } else {
-        draw(params, uniform(params.seed, position), logits, best)
-    };
-    Sampled { token: token as u32, logprob: logprob(logits, token, best) }
-}
-
-/// A logit as a number that can be compared and subtracted.
-fn value(logits: &[f32], id: usize) -> f64 {
-    match logits.get(id) {
-        Some(logit) if !logit.is_nan() && *logit > f32::NEG_INFINITY => f64::from(logit.min(f32::MAX)),
-        _ => f64::NEG_INFINITY,
+pub fn sample(params: &SamplingParams, past: &Past<'_>, logits: &[f32]) -> Sampled {
+    thread_local! {
+        /// Memory only: nothing is carried from one call to the next.
+        static SCRATCH: RefCell<Scratch> = RefCell::default();
     }
+    SCRATCH.with_borrow_mut(|scratch| {
+        let likeliest = passes::likeliest(logits);
+        let mass = passes::total(logits, value(logits.get(likeliest)));
+        let token = choose::token(params, past, logits, likeliest, scratch);
+        let logprob = |token: usize| logprob(logits, token, likeliest, mass);
+        passes::likeliest_of(logits, params.top_logprobs as usize, &mut scratch.kept);
+        let top = scratch.kept.iter().map(|kept| TokenLogprob { token: kept.id, logprob: logprob(kept.id as usize) });
+        Sampled { token: token as u32, logprob: logprob(token), top: top.collect() }
+    })
 }
 
-fn logprob(logits: &[f32], token: usize, best: usize) -> f32 {
-    let greatest = value(logits, best);
-    if greatest == f64::NEG_INFINITY {
+fn logprob(logits: &[f32], token: usize, likeliest: usize, mass: f64) -> f32 {
+    let greatest = value(logits.get(likeliest));
+    if greatest == f32::NEG_INFINITY {
         return f32::NEG_INFINITY;
     }
-    let total: f64 = (0..logits.len()).map(|id| (value(logits, id) - greatest).exp()).sum();
-    (value(logits, token) - greatest - total.ln()) as f32
+    (f64::from(value(logits.get(token))) - f64::from(greatest) - mass.ln()).min(0.0) as f32
 }
 
-/// The token at the point `uniform` of the distribution that the parameters leave.
-fn draw(params: &SamplingParams, uniform: f64, logits: &[f32], best: usize) -> usize {
-    let (greatest, temperature) = (value(logits, best), f64::from(params.temperature));
-    let mut kept: Vec<(usize, f64)> = (0..logits.len())
-        .map(|id| (id, ((value(logits, id) - greatest) / temperature).exp()))
-        .filter(|&(_, weight)| weight > 0.0)
-        .collect();
-    let likelier = |a: &(usize, f64), b: &(usize, f64)| -> Ordering { b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)) };
-    let top_k = params.top_k as usize;
-    if top_k > 0 && top_k < kept.len() {
-        kept.select_nth_unstable_by(top_k - 1, likelier);
-        kept.truncate(top_k);
-    }
-    if params.top_p < 1.0 {
-        kept.sort_unstable_by(likelier);
-        let wanted = f64::from(params.top_p) * kept.iter().map(|(_, weight)| weight).sum::<f64>();
-        let mut sum = 0.0;
-        let enough = kept.iter().position(|(_, weight)| {
-            sum += weight;
-            sum >= wanted
-        });
-        kept.truncate(enough.map_or(kept.len(), |last| last + 1));
-    }
-    // A fixed order for the walk, whichever of the cuts were made.
-    kept.sort_unstable_by_key(|&(id, _)| id);
-    let mut left = uniform * kept.iter().map(|(_, weight)| weight).sum::<f64>();
-    let hit = kept.iter().find(|(_, weight)| {
-        left -= weight;
-        left < 0.0
-    });
-    hit.or(kept.last()).map_or(best, |&(id, _)| id)
-}
-
-/// In `0.0..1.0`.
-fn uniform(seed: u64, position: usize) -> f64 {
-    let mut key = [0; 16];
-    key[..8].copy_from_slice(&seed.to_le_bytes());
-    key[8..].copy_from_slice(&(position as u64).to_le_bytes());
-    (xxh3_64(&key) >> 11) as f64 / (1u64 << 53) as f64
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn params(temperature: f32, top_p: f32, top_k: u32, seed: u64) -> SamplingParams {
-        SamplingParams { temperature, top_p, top_k, seed }
-    }
-
-    #[test]
-    fn greedy_takes_the_greatest_and_tells_its_probability() {
-        let sampled = sample(&params(0.0, 1.0, 0, 1), 3, &[1.0, 3.0, 2.0, 3.0]);
-        let total = 1f64.exp() + 2.0 * 3f64.exp() + 2f64.exp();
-        assert_eq!(sampled.token, 1);
-        assert!((f64::from(sampled.logprob) - (3.0 - total.ln())).abs() < 1e-6);
-    }
-
-    #[test]
-    fn frequencies_follow_the_probabilities() {
-        let logits = [0.0, 1.0, 2.0];
-        let mut counts = [0u32; 3];
-        for position in 0..20_000 {
-            counts[sample(&params(1.0, 1.0, 0, 7), position, &logits).token as usize] += 1;
-        }
-        let total: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
-        for (count, logit) in counts.into_iter().zip(logits) {
-            assert!((f64::from(count) / 20_000.0 - f64::from(logit).exp() / total).abs() < 0.015);
-        }
-    }
-
-    #[test]
-    fn edges_of_the_cuts() {
-        let logits = [0.0, 5.0, 4.9, -3.0];
-        for position in 0..200 {
-            for top_p in [0.0, -1.0, 1e-9] {
-                assert_eq!(sample(&params(1.0, top_p, 0, 1), position, &logits).token, 1);
-            }
-            assert_eq!(sample(&params(9.0, 1.0, 1, 1), position, &logits).token, 1);
-            assert!([1, 2].contains(&sample(&params(9.0, 1.0, 2, 1), position, &logits).token));
-            // The best has 0.52: 0.6 needs the second, too, and no more.
-            assert!([1, 2].contains(&sample(&params(1.0, 0.6, 0, 1), position, &logits).token));
-        }
-        let seen = (0..2000).map(|p| sample(&params(9.0, f32::NAN, 99, 1), p, &logits).token);
-        assert_eq!(seen.collect::<std::collections::BTreeSet<_>>().len(), 4);
-    }
-
-    #[test]
-    fn impossible_tokens_are_never_chosen() {
-        let logits = [f32::NAN, f32::NEG_INFINITY, 0.5, f32::NAN];
-        for temperature in [0.0, 1.0, f32::NAN, f32::INFINITY, -1.0] {
-            assert_eq!(sample(&params(temperature, 0.9, 3, 4), 0, &logits), Sampled { token: 2, logprob: 0.0 });
-        }
-        assert_eq!(sample(&params(1.0, 1.0, 0, 0), 0, &[f32::NAN; 3]).token, 0);
-        assert_eq!(sample(&params(1.0, 1.0, 0, 0), 0, &[]).token, 0);
-        assert_eq!(sample(&params(1.0, 1.0, 0, 0), 0, &[0.0, f32::INFINITY]).token, 1);
-    }
-
-    proptest! {
-        #[test]
-        fn a_pure_function_into_the_vocabulary(
-            logits in prop::collection::vec(prop::num::f32::ANY, 1..50),
-            temperature in prop::num::f32::ANY, top_p in prop::num::f32::ANY,
-            top_k in 0u32..60, seed in any::<u64>(), position in any::<usize>(),
-        ) {
-            let params = params(temperature, top_p, top_k, seed);
-            let sampled = sample(&params, position, &logits);
-            prop_assert!((sampled.token as usize) < logits.len());
-            prop_assert!(!sampled.logprob.is_nan() && sampled.logprob <= 0.0);
-            prop_assert_eq!(sampled, sample(&params, position, &logits));
-        }
-    }
+/// Buffers that are as large as the vocabulary, kept so that a token costs no allocation of that size.
+#[derive(Default)]
+struct Scratch {
+    /// Logits after bias and penalties.
+    logits: Vec<f32>,
+    /// Unnormalized probabilities.
+    weights: Vec<f32>,
+    /// Tokens that the cuts left.
+    kept: Vec<Candidate>,
+    /// Of the tokens before, see `adjust.rs`; zero between calls.
+    counts: Vec<u32>,
+    /// Whose counts are not zero.
+    touched: Vec<u32>,
 }

@@ -226,7 +226,7 @@ impl Scheduler {
             Decision::Advance { computed, sampled, .. } => {
                 if let Some(Sequence { request, .. }) = self.running.get_mut(&seq) {
                     request.computed = *computed;
-                    request.tokens.extend(sampled.map(|sampled| sampled.token));
+                    request.tokens.extend(sampled.as_ref().map(|sampled| sampled.token));
                     debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
                 }
             }
@@ -281,7 +281,8 @@ impl Scheduler {
         if logits.iter().any(|logit| logit.is_nan()) {
             return Err(EngineError::Executor("the logits are not numbers".into()));
         }
-        let sampled = sampler::sample(&sequence.request.sampling, sequence.request.tokens.len(), &logits);
+        let request = &sequence.request;
+        let sampled = sampler::sample(&request.sampling, &request.past(self.eos_token_id), &logits);
         let finish = self.finish(sequence, sampled.token);
         Ok(Decision::Advance { computed, chunk, sampled: Some(sampled), finish })
     }
@@ -356,7 +357,7 @@ mod tests {
             computed: 0,
             lease: Arc::new(pool.try_reserve(pool.blocks_for(len + max_new_tokens as usize)).unwrap()),
             max_new_tokens,
-            sampling: SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+            sampling: SamplingParams::GREEDY,
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             deadline: None,

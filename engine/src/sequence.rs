@@ -7,7 +7,7 @@ use tandem_proto::hash::sequence_hashes;
 use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
 use crate::executor::EngineSpec;
-use crate::sampler::SamplingParams;
+use crate::sampler::{Past, SamplingParams, TokenLogprob};
 
 /// Tokens to continue. The roles differ only in what they put here:
 ///
@@ -29,7 +29,7 @@ pub struct SequenceRequest {
     pub id: String,
     /// The prompt and the tokens generated so far.
     pub tokens: Vec<u32>,
-    /// How many of `tokens` are the prompt.
+    /// How many of `tokens` are the prompt: penalties and `min_tokens` count the output from here.
     pub prompt_len: usize,
     /// How many of `tokens` have their KV in `lease`: those that moved there, or [`KvLease::cached_tokens`]. Fewer than
     /// all, since the last one's step gives the next token.
@@ -71,6 +71,16 @@ impl SequenceRequest {
         self.tokens.len() - self.computed
     }
 
+    /// What the next token is chosen after; `eos_token_id` is the model's.
+    pub(crate) fn past(&self, eos_token_id: u32) -> Past<'_> {
+        Past {
+            tokens: &self.tokens,
+            prompt_len: self.prompt_len,
+            eos: (!self.ignore_eos).then_some(eos_token_id),
+            stop_token_ids: &self.stop_token_ids,
+        }
+    }
+
     /// Checks everything that can be checked before the request queues.
     pub(crate) fn validate(&self, spec: &EngineSpec, pool: &BlockPool) -> Result<(), EngineError> {
         let (len, limit) = (self.tokens.len(), spec.max_context_tokens);
@@ -93,10 +103,7 @@ impl SequenceRequest {
         if let Some(token) = self.tokens.iter().find(|&&token| token as usize >= spec.vocab_size) {
             return refuse(format!("token id {token} is outside the vocabulary of {}", spec.vocab_size));
         }
-        let SamplingParams { temperature, top_p, .. } = &self.sampling;
-        if !temperature.is_finite() || *temperature < 0.0 || !(0.0..=1.0).contains(top_p) {
-            return refuse(format!("temperature {temperature} or top_p {top_p} is out of range"));
-        }
+        self.sampling.validate(spec.vocab_size)?;
         if !self.lease.is_of(pool) {
             return refuse("the KV lease is of another engine's pool".into());
         }
@@ -145,6 +152,8 @@ pub enum SequenceEvent {
         id: u32,
         /// Natural logarithm of the probability that the model gave it.
         logprob: f32,
+        /// The likeliest tokens in its place, where `top_logprobs` asked for them.
+        top: Vec<TokenLogprob>,
         /// When the step ended.
         at: Instant,
     },

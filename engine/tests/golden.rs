@@ -140,7 +140,7 @@ impl Runner {
                     *first = log_softmax(&logits);
                 }
                 let start = item.start + item.tokens.len();
-                let token = sampler::sample(&GREEDY, start, &logits).token;
+                let token = sampler::sample(&GREEDY, &sampler::Past::default(), &logits).token;
                 tokens.push(token);
                 if token != eos && tokens.len() < MAX_STEPS {
                     items.push(BatchItem { tokens: vec![token], start, ..item });
@@ -151,7 +151,7 @@ impl Runner {
     }
 }
 
-const GREEDY: SamplingParams = SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 };
+const GREEDY: SamplingParams = SamplingParams::GREEDY;
 
 fn log_softmax(logits: &[f32]) -> Vec<f32> {
     let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);

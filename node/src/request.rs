@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest};
+use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest, TokenLogprob};
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{Error, ErrorKind, SequenceHash, TraceContext, v1};
 use tandem_telemetry::clock;
@@ -58,7 +58,7 @@ impl CheckedRequest {
             max_tokens: spec.max_tokens.min(room),
             deadline: deadline(spec.deadline_unix_ns)?,
             parent: context(&spec.traceparent),
-            sampling: sampling(spec.sampling.unwrap_or_default())?,
+            sampling: sampling(spec.sampling.unwrap_or_default(), spec.max_tokens, engine)?,
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
             eos_token_id: engine.eos_token_id,
@@ -153,17 +153,32 @@ fn too_late() -> Error {
     Error::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
 }
 
-fn sampling(sampling: v1::Sampling) -> Result<SamplingParams, Error> {
-    let v1::Sampling { temperature, top_p, top_k, seed } = sampling;
-    if !temperature.is_finite() || temperature < 0.0 {
-        return Err(Error::invalid("temperature", format!("temperature {temperature} is not a number from 0 up")));
-    }
-    if !(0.0..=1.0).contains(&top_p) {
-        return Err(Error::invalid("top_p", format!("top_p {top_p} is not between 0 and 1")));
-    }
+fn sampling(sampling: v1::Sampling, max_tokens: u32, engine: &EngineSpec) -> Result<SamplingParams, Error> {
+    sampling.check(u32::try_from(engine.vocab_size).unwrap_or(u32::MAX))?;
+    sampling.check_min_tokens(max_tokens)?;
     // On the wire 0 means off, as absent does.
-    let top_p = if top_p == 0.0 { 1.0 } else { top_p };
-    Ok(SamplingParams { temperature, top_p, top_k, seed })
+    let or_off = |number: f32| if number == 0.0 { 1.0 } else { number };
+    let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();
+    logit_bias.sort_unstable_by_key(|&(token, _)| token);
+    Ok(SamplingParams {
+        temperature: sampling.temperature,
+        top_p: or_off(sampling.top_p),
+        top_k: sampling.top_k,
+        min_p: sampling.min_p,
+        repetition_penalty: or_off(sampling.repetition_penalty),
+        presence_penalty: sampling.presence_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        logit_bias,
+        min_tokens: sampling.min_tokens,
+        top_logprobs: sampling.top_logprobs,
+        seed: sampling.seed,
+    })
+}
+
+/// The likeliest tokens as they go to the router, which knows their bytes.
+pub fn top_logprobs(top: Vec<TokenLogprob>) -> Vec<v1::TokenLogprob> {
+    let wire = |top: TokenLogprob| v1::TokenLogprob { token_id: top.token, logprob: top.logprob, token: Vec::new() };
+    top.into_iter().map(wire).collect()
 }
 
 #[cfg(test)]
@@ -192,6 +207,28 @@ mod tests {
     }
 
     #[test]
+    fn fields_that_are_left_out_change_nothing() {
+        let absent = CheckedRequest::check(spec(), &engine()).unwrap().sampling;
+        assert_eq!(absent, SamplingParams::GREEDY);
+        let asked = v1::Sampling {
+            repetition_penalty: 1.1,
+            logit_bias: [(9, 1.0), (3, -1.0)].into(),
+            min_tokens: 10,
+            top_logprobs: 2,
+            ..v1::Sampling::default()
+        };
+        let asked = v1::RequestSpec { sampling: Some(asked), ..spec() };
+        let expected = SamplingParams {
+            repetition_penalty: 1.1,
+            logit_bias: vec![(3, -1.0), (9, 1.0)],
+            min_tokens: 10,
+            top_logprobs: 2,
+            ..SamplingParams::GREEDY
+        };
+        assert_eq!(CheckedRequest::check(asked, &engine()).unwrap().sampling, expected);
+    }
+
+    #[test]
     fn max_tokens_is_capped_by_the_context() {
         let long = v1::RequestSpec { max_tokens: u32::MAX, ..spec() };
         assert_eq!(CheckedRequest::check(long, &engine()).unwrap().max_tokens, 80);
@@ -199,7 +236,8 @@ mod tests {
 
     #[test]
     fn wrong_fields_are_named() {
-        let sampling = |temperature, top_p| Some(v1::Sampling { temperature, top_p, top_k: 0, seed: 0 });
+        let sampling = |temperature, top_p| Some(v1::Sampling { temperature, top_p, ..v1::Sampling::default() });
+        let biased = |bias| Some(v1::Sampling { logit_bias: [bias].into(), ..v1::Sampling::default() });
         for (spec, param) in [
             (v1::RequestSpec { prompt: vec![], ..spec() }, "prompt"),
             (v1::RequestSpec { prompt: vec![1; 100], ..spec() }, "prompt"),
@@ -208,6 +246,11 @@ mod tests {
             (v1::RequestSpec { sampling: sampling(-1.0, 1.0), ..spec() }, "temperature"),
             (v1::RequestSpec { sampling: sampling(f32::NAN, 1.0), ..spec() }, "temperature"),
             (v1::RequestSpec { sampling: sampling(1.0, 1.5), ..spec() }, "top_p"),
+            (v1::RequestSpec { sampling: biased((1024, 1.0)), ..spec() }, "logit_bias"),
+            (
+                v1::RequestSpec { sampling: Some(v1::Sampling { min_tokens: 11, ..Default::default() }), ..spec() },
+                "min_tokens",
+            ),
         ] {
             assert_eq!(CheckedRequest::check(spec, &engine()).unwrap_err().param, Some(param));
         }

@@ -4,9 +4,9 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_engine::{KvLease, SequenceEvent};
+use tandem_engine::{KvLease, SequenceEvent, TokenLogprob};
 use tandem_node::call::Events;
-use tandem_node::request::until_deadline;
+use tandem_node::request::{top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent};
@@ -52,6 +52,7 @@ struct Prefill<'a> {
 struct Computed {
     token: u32,
     logprob: f32,
+    top: Vec<TokenLogprob>,
     lease: Arc<KvLease>,
     forward: TraceContext,
 }
@@ -85,6 +86,7 @@ impl Prefill<'_> {
             logprob: computed.logprob,
             finished: finished.map(Into::into),
             cached_tokens: u32::try_from(computed.lease.cached_tokens()).unwrap_or(u32::MAX),
+            top_logprobs: top_logprobs(std::mem::take(&mut computed.top)),
         };
         events.send(event(Event::FirstToken(first))).await?;
         if finished.is_some() {
@@ -179,9 +181,9 @@ impl Prefill<'_> {
                 SequenceEvent::ChunkDone { tokens, at } => {
                     trace.event("chunk.done", at, [("tokens", tokens.into())]);
                 }
-                SequenceEvent::Token { id, logprob, at } => {
+                SequenceEvent::Token { id, logprob, top, at } => {
                     trace.close(at);
-                    return Ok(Computed { token: id, logprob, lease, forward });
+                    return Ok(Computed { token: id, logprob, top, lease, forward });
                 }
                 SequenceEvent::Finished { .. } => break,
                 SequenceEvent::Failed(error) => return Err(error.into()),

@@ -3,6 +3,7 @@
 //! - [`ids`]: incarnation and hand-off id. Random values come from the caller's generator.
 //! - [`hash`]: sequence hashes of token blocks and checksums of their bytes.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
+//! - [`sampling`]: which numbers a sampling request may hold.
 //! - [`trace`]: W3C trace context.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
 //!   `cluster.proto` the control plane.
@@ -11,6 +12,7 @@
 pub mod error;
 pub mod hash;
 pub mod ids;
+pub mod sampling;
 pub mod trace;
 
 /// Generated from `proto/tandem/v1/*.proto`.

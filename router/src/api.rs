@@ -27,6 +27,9 @@ pub const MAX_STOP_BYTES: usize = 256;
 /// Stop tokens of one request at most.
 pub const MAX_STOP_TOKENS: usize = 64;
 
+/// Answers of one request at most, over all its prompts.
+pub const MAX_CHOICES: u32 = 128;
+
 /// One prompt to answer, as an edge hands it over: tokenized, every default resolved.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
@@ -54,6 +57,19 @@ pub struct GenerationRequest {
     pub api: &'static str,
 }
 
+impl GenerationRequest {
+    /// The request for answer `choice` of `n` to the same prompt: its seed is `seed + choice`, so that any of them can be
+    /// asked for alone.
+    pub fn choice(&self, choice: u32, n: u32) -> Self {
+        let mut request = self.clone();
+        if n > 1 {
+            request.request_id = format!("{}-{choice}", self.request_id);
+            request.sampling.seed = self.sampling.seed.wrapping_add(choice.into());
+        }
+        request
+    }
+}
+
 /// What the client is told, in order: tokens, then exactly one `Finish`, or an error in its place.
 #[derive(Clone, Debug)]
 pub enum GenerationEvent {
@@ -63,8 +79,10 @@ pub enum GenerationEvent {
         id: u32,
         /// Text that this token completes; empty while a UTF-8 character or a stop string is partial.
         text: String,
-        /// Natural logarithm of its probability.
+        /// Natural logarithm of the probability that the model gave it.
         logprob: f32,
+        /// The likeliest tokens in its place, where `top_logprobs` asked for them.
+        top: Vec<v1::TokenLogprob>,
         /// 0 for the first generated token.
         index: u32,
     },

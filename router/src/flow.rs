@@ -110,7 +110,7 @@ pub fn start(
         request_id: request.request_id.clone(),
         prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
         max_tokens: request.max_tokens,
-        sampling: request.sampling,
+        sampling: request.sampling.clone(),
         identities,
         timeline: Timeline::new(request.received),
         tokens: Vec::new(),
@@ -200,7 +200,8 @@ impl Run {
         mut prefill: PrefillLeg,
         mut decode: DecodeLeg,
     ) -> Result<Answered, Error> {
-        let mut text = self.shared.model.decoder(&self.request.stop);
+        let text = self.shared.model.decoder(&self.request.stop);
+        let mut text = text.not_within(self.request.sampling.min_tokens);
         let silence = self.shared.limits.silence;
         let (mut prefill_died, mut decode_died) =
             (std::pin::pin!(route.prefill.died()), std::pin::pin!(route.decode.died()));
@@ -229,10 +230,11 @@ impl Run {
                 Step::Wait => {}
                 Step::Deliver(ticket) => prefill.deliver(ticket),
                 Step::Verified => self.verified(),
-                Step::Token { id, logprob, finished } => {
+                Step::Token { id, logprob, top, finished } => {
                     let step = text.push(id);
                     let stopped = step.stopped.then_some(v1::FinishReason::Stop);
-                    self.send_token(id, step.text, logprob).await?;
+                    let index = self.record.completion_tokens();
+                    self.send_token(GenerationEvent::Token { id, text: step.text, logprob, top, index }).await?;
                     self.verified();
                     if let Some(reason) = stopped.or(finished) {
                         decode.stop(finished.is_some() || !self.exchange.hands_off());
@@ -257,9 +259,8 @@ impl Run {
         }
     }
 
-    async fn send_token(&mut self, id: u32, text: String, logprob: f32) -> Result<(), Error> {
-        let index = self.record.completion_tokens();
-        self.send(Ok(GenerationEvent::Token { id, text, logprob, index })).await?;
+    async fn send_token(&mut self, token: GenerationEvent) -> Result<(), Error> {
+        self.send(Ok(token)).await?;
         let now = Instant::now();
         if self.record.tokens.is_empty() {
             self.record.timeline.end_phase(now);
@@ -351,7 +352,7 @@ impl Run {
         v1::RequestSpec {
             request_id: self.request.request_id.clone(),
             prompt: self.request.prompt_ids.clone(),
-            sampling: Some(self.request.sampling),
+            sampling: Some(self.request.sampling.clone()),
             max_tokens: self.request.max_tokens,
             ignore_eos: self.request.ignore_eos,
             stop_token_ids: self.request.stop_token_ids.clone(),
@@ -418,13 +419,8 @@ fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error> {
             format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
         return Err(Error::invalid("max_tokens", message));
     }
-    let v1::Sampling { temperature, top_p, .. } = request.sampling;
-    if !(temperature.is_finite() && temperature >= 0.0) {
-        return Err(Error::invalid("temperature", "temperature must be 0 or a positive number"));
-    }
-    if !(0.0..=1.0).contains(&top_p) {
-        return Err(Error::invalid("top_p", "top_p must be between 0 and 1"));
-    }
+    request.sampling.check(model.vocab_size())?;
+    request.sampling.check_min_tokens(request.max_tokens)?;
     let too_long = |text: &String| text.is_empty() || text.len() > api::MAX_STOP_BYTES;
     if request.stop.len() > api::MAX_STOP_STRINGS || request.stop.iter().any(too_long) {
         let (strings, bytes) = (api::MAX_STOP_STRINGS, api::MAX_STOP_BYTES);

@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::stream::select_all;
 use futures::{Stream, StreamExt};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES, TraceContext, v1};
 use tonic::metadata::{MetadataMap, MetadataValue};
@@ -13,7 +14,7 @@ use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, Service, new_request_id};
+use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, new_request_id};
 use crate::text::{ModelText, SpecialTokens};
 
 /// Bytes of text above which the tokenizer runs beside the reactor's threads.
@@ -80,9 +81,14 @@ impl v1::inference_server::Inference for Edge {
         let received = Instant::now();
         let (metadata, _, message) = request.into_parts();
         let caller = Caller::read(&metadata, &message, received)?;
+        let n = message.n.max(1);
+        if n > MAX_CHOICES {
+            return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")).into());
+        }
         let request = self.request(message, &caller, received).await?;
-        let stream = self.service.generate(request)?;
-        Ok(respond(stream, caller.request_id))
+        let choices = (0..n).map(|choice| self.service.generate(request.choice(choice, n)));
+        let choices = choices.collect::<Result<Vec<_>, Error>>()?;
+        Ok(respond(choices, caller.request_id, Arc::clone(self.service.model())))
     }
 }
 
@@ -111,7 +117,7 @@ impl Edge {
             prompt_ids,
             sampling: message.sampling.unwrap_or_default(),
             ignore_eos: message.ignore_eos,
-            stop_token_ids: Vec::new(),
+            stop_token_ids: message.stop_token_ids,
             stop: message.stop,
             deadline: caller.deadline,
             parent: caller.parent,
@@ -196,10 +202,13 @@ async fn tokenize(model: &Arc<ModelText>, input: v1::generate_request::Input) ->
         .map_err(|_| Error::new(ErrorKind::Internal, "the tokenizer failed on this prompt"))?
 }
 
-fn respond(stream: GenerationStream, request_id: String) -> Response<Responses> {
-    let trace = stream.trace().to_string();
+/// The answers' messages as they come; the first error ends them all.
+fn respond(choices: Vec<GenerationStream>, request_id: String, model: Arc<ModelText>) -> Response<Responses> {
+    let trace = choices.first().map(|stream| stream.trace().to_string()).unwrap_or_default();
     let header_id = MetadataValue::try_from(&request_id);
-    let events = stream.map(move |event| event.map(|event| message(event, &request_id)).map_err(Status::from));
+    let numbered = (0..).zip(choices).map(|(choice, stream)| stream.map(move |event| (choice, event)));
+    let events = select_all(numbered)
+        .map(move |(choice, event)| Ok(message(event.map_err(Status::from)?, choice, &request_id, &model)));
     let mut response: Response<Responses> = Response::new(Box::pin(events));
     let metadata = response.metadata_mut();
     if let (Ok(trace), Ok(request_id)) = (MetadataValue::try_from(&trace), header_id) {
@@ -209,11 +218,12 @@ fn respond(stream: GenerationStream, request_id: String) -> Response<Responses> 
     response
 }
 
-fn message(event: GenerationEvent, request_id: &str) -> v1::GenerateResponse {
+fn message(event: GenerationEvent, choice: u32, request_id: &str, model: &ModelText) -> v1::GenerateResponse {
     use v1::generate_response::Event;
     let event = match event {
-        GenerationEvent::Token { id, text, logprob, index } => {
-            Event::Token(v1::TokenChunk { token_id: id, text, logprob, index })
+        GenerationEvent::Token { id, text, logprob, mut top, index } => {
+            top.iter_mut().for_each(|top| top.token = model.token(top.token_id).bytes);
+            Event::Token(v1::TokenChunk { token_id: id, text, logprob, index, top_logprobs: top, choice })
         }
         GenerationEvent::Finish { reason, text, usage, timings, trace_id } => Event::Finish(v1::Finish {
             reason: reason.into(),
@@ -224,6 +234,7 @@ fn message(event: GenerationEvent, request_id: &str) -> v1::GenerateResponse {
             timings: Some(*timings),
             trace_id,
             request_id: request_id.to_owned(),
+            choice,
         }),
     };
     v1::GenerateResponse { event: Some(event) }

@@ -19,6 +19,15 @@ use crate::template::ChatTemplate;
 pub use crate::tokenizer::SpecialTokens;
 use crate::tokenizer::Tokenizer;
 
+/// How one token is written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenText {
+    /// Perhaps a part of a character.
+    pub bytes: Vec<u8>,
+    /// The bytes are a control token's name, and no text.
+    pub control: bool,
+}
+
 /// Tokenizer, chat template and identity of one model file.
 pub struct ModelText {
     /// The file's name without `.gguf`, which says more than most files' `general.name`; `--served-model-name` replaces it.
@@ -93,6 +102,14 @@ impl ModelText {
         let pieces = self.tokenizer.pieces();
         let bytes: Vec<u8> = ids.iter().flat_map(|id| pieces.get(*id)).copied().collect();
         String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// How one token is written, whether or not it is text.
+    pub fn token(&self, id: u32) -> TokenText {
+        match self.tokenizer.pieces().get(id) {
+            [] => TokenText { bytes: self.tokenizer.special_text(id).unwrap_or("").into(), control: true },
+            bytes => TokenText { bytes: bytes.to_vec(), control: false },
+        }
     }
 
     /// Number of token ids: valid ones are below it.

@@ -110,6 +110,18 @@ pub struct Sampling {
     pub top_p: f32,
     /// 0: off.
     pub top_k: u32,
+    /// 0: off.
+    pub min_p: f32,
+    /// 1: off.
+    pub repetition_penalty: f32,
+    /// 0: off.
+    pub presence_penalty: f32,
+    /// 0: off.
+    pub frequency_penalty: f32,
+    /// No end before so many tokens.
+    pub min_tokens: u32,
+    /// Go on after the end-of-sequence token.
+    pub ignore_eos: bool,
     /// Of the sampler.
     pub seed: u64,
     /// Strings that end the answer.
@@ -266,6 +278,24 @@ struct SamplingArgs {
     /// Sample of the best k only; 0: off
     #[arg(long, default_value_t = 0)]
     top_k: u32,
+    /// Cut off tokens with less than this share of the likeliest one's probability; 0: off
+    #[arg(long, default_value_t = 0.0)]
+    min_p: f32,
+    /// Against tokens of prompt and answer, above 1; 1: off
+    #[arg(long, default_value_t = 1.0)]
+    repetition_penalty: f32,
+    /// Against tokens of the answer, -2 to 2
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+    /// Against tokens of the answer, for each time that they are in it; -2 to 2
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+    /// No end of the answer before so many tokens
+    #[arg(long, default_value_t = 0)]
+    min_tokens: u32,
+    /// Go on after the end-of-sequence token
+    #[arg(long)]
+    ignore_eos: bool,
     /// Seed of the sampler
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -414,6 +444,12 @@ impl SamplingArgs {
             temperature: self.temperature,
             top_p: self.top_p,
             top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            min_tokens: self.min_tokens,
+            ignore_eos: self.ignore_eos,
             seed: self.seed,
             stop: self.stop,
             timeout: Duration::from_secs(self.timeout),

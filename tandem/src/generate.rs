@@ -77,15 +77,26 @@ impl Client {
     }
 
     fn request(&self, input: Input) -> v1::GenerateRequest {
-        let Sampling { max_tokens, temperature, top_p, top_k, seed, ref stop, .. } = self.options;
+        let options = &self.options;
+        let sampling = v1::Sampling {
+            temperature: options.temperature,
+            top_p: options.top_p,
+            top_k: options.top_k,
+            min_p: options.min_p,
+            repetition_penalty: options.repetition_penalty,
+            presence_penalty: options.presence_penalty,
+            frequency_penalty: options.frequency_penalty,
+            min_tokens: options.min_tokens,
+            seed: options.seed,
+            ..v1::Sampling::default()
+        };
         v1::GenerateRequest {
-            model: String::new(),
             input: Some(input),
-            max_tokens: Some(max_tokens),
-            sampling: Some(v1::Sampling { temperature, top_p, top_k, seed }),
-            stop: stop.clone(),
-            ignore_eos: false,
-            request_id: String::new(),
+            max_tokens: Some(options.max_tokens),
+            sampling: Some(sampling),
+            stop: options.stop.clone(),
+            ignore_eos: options.ignore_eos,
+            ..v1::GenerateRequest::default()
         }
     }
 }

@@ -5,11 +5,13 @@
 //! - [`corruption`]: damaged KV is refused.
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`traces`]: one tree of spans whose parts add up.
+//! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
 
 mod bad_input;
 mod corruption;
 mod failures;
 mod first_light;
+mod sampling;
 mod tool;
 mod traces;

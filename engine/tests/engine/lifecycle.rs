@@ -87,6 +87,8 @@ async fn wrong_requests_are_refused() {
         SequenceRequest { tokens: prompt(512, 0), ..good() },
         SequenceRequest { sampling: SamplingParams { temperature: f32::NAN, ..seeded(0) }, ..good() },
         SequenceRequest { sampling: SamplingParams { top_p: 1.5, ..seeded(0) }, ..good() },
+        SequenceRequest { sampling: SamplingParams { repetition_penalty: 0.0, ..seeded(0) }, ..good() },
+        SequenceRequest { sampling: SamplingParams { logit_bias: vec![(1024, 1.0)], ..seeded(0) }, ..good() },
         SequenceRequest { tokens: [vec![1024], prompt(15, 0)].concat(), ..good() },
         request_in(Arc::clone(&small), prompt(16, 0), 2),
         request(&other, prompt(16, 0), 16),

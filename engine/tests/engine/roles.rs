@@ -58,6 +58,64 @@ async fn disaggregated_equals_local() {
     }
 }
 
+/// Penalties so strong that forgetting one token would show, and ends that are forbidden for a while.
+fn penalized(temperature: f32, min_tokens: u32) -> SamplingParams {
+    SamplingParams {
+        temperature,
+        repetition_penalty: 1.5,
+        presence_penalty: 1.0,
+        frequency_penalty: 1.5,
+        logit_bias: vec![(17, 3.0), (40, 6.0)],
+        min_tokens,
+        top_logprobs: 2,
+        ..seeded(9)
+    }
+}
+
+#[tokio::test]
+async fn penalties_and_min_tokens_count_across_the_hand_off() {
+    let [local, prefill, decode] = [LIMITS; 3].map(engine);
+    for (len, temperature, min_tokens) in [(1, 0.0, 1), (15, 0.7, 2), (16, 0.0, 5), (40, 1.0, 9), (100, 0.3, 30)] {
+        let tokens = prompt(len, 4);
+        // Every other token ends the answer: the first moment that may end it does so soon.
+        let ends = |request| SequenceRequest { stop_token_ids: (0..1024).step_by(2).collect(), ..request };
+        let sampling = penalized(temperature, min_tokens);
+        let whole = SequenceRequest { sampling: sampling.clone(), ..ends(request(&local, tokens.clone(), 40)) };
+        let expected = generate(&local, whole).await;
+        let (last, before) = expected.split_last().unwrap();
+        assert!(expected.len() > min_tokens as usize && before.iter().all(|token| token % 2 == 1), "{expected:?}");
+        assert!(last % 2 == 0 || expected.len() == 40);
+
+        let pool = prefill.pool();
+        let lease = Arc::new(pool.try_reserve(pool.blocks_for(len)).expect("room"));
+        let first = ends(request_in(Arc::clone(&lease), tokens.clone(), 1));
+        let first = generate(&prefill, SequenceRequest { sampling: sampling.clone(), ..first }).await;
+        assert_eq!(first, expected[..1], "the prefill node's token");
+        let rest = ends(request(&decode, [&tokens[..], &first].concat(), 39));
+        copy_blocks(&prefill, &lease, &decode, &rest.lease);
+        let rest = SequenceRequest { prompt_len: len, computed: len, sampling, ..rest };
+        assert_eq!(generate(&decode, rest).await, expected[1..], "prompt of {len}");
+    }
+}
+
+#[tokio::test]
+async fn a_penalized_sequence_that_moves_goes_on_as_it_would_have() {
+    let [first, second] = [LIMITS; 2].map(engine);
+    let sampling = penalized(0.8, 20);
+    let whole = SequenceRequest { sampling: sampling.clone(), ..request(&first, prompt(20, 3), 30) };
+    let expected = generate(&first, whole).await;
+    for cut in [1, 11, 29] {
+        let so_far = [&prompt(20, 3)[..], &expected[..cut]].concat();
+        let rest =
+            SequenceRequest { prompt_len: 20, sampling: sampling.clone(), ..request(&second, so_far, 30 - cut as u32) };
+        assert_eq!(generate(&second, rest).await, expected[cut..]);
+    }
+    // This would show if the output were taken for a part of the prompt.
+    let so_far = [&prompt(20, 3)[..], &expected[..11]].concat();
+    let wrong = SequenceRequest { sampling, ..request(&second, so_far, 19) };
+    assert_ne!(generate(&second, wrong).await, expected[11..]);
+}
+
 #[tokio::test]
 async fn any_damage_to_the_kv_shows() {
     let [local, prefill, decode] = [LIMITS; 3].map(engine);

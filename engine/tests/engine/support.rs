@@ -15,11 +15,11 @@ pub const LIMITS: SchedulerConfig =
     SchedulerConfig { max_running: 8, max_step_tokens: 64, inbox: 64, prefix_caching: true };
 
 pub fn greedy() -> SamplingParams {
-    SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 }
+    SamplingParams::GREEDY
 }
 
 pub fn seeded(seed: u64) -> SamplingParams {
-    SamplingParams { temperature: 1.0, top_p: 0.95, top_k: 0, seed }
+    SamplingParams { temperature: 1.0, top_p: 0.95, seed, ..SamplingParams::GREEDY }
 }
 
 pub fn simulated(blocks: usize) -> Box<SimulatedExecutor> {

@@ -18,6 +18,8 @@ pub enum Step {
         id: u32,
         /// Natural logarithm of its probability.
         logprob: f32,
+        /// The likeliest tokens in its place.
+        top: Vec<v1::TokenLogprob>,
         /// Set when prefill's token is the whole answer.
         finished: Option<FinishReason>,
     },
@@ -77,7 +79,8 @@ impl Exchange {
                 self.first = true;
                 self.cached_tokens = first.cached_tokens;
                 let finished = first.finished.map(|_| reason(first.finished()));
-                self.token(first.token_id, first.logprob, finished)
+                let v1::FirstToken { token_id, logprob, top_logprobs, .. } = first;
+                self.token(v1::Token { token_id, logprob, top_logprobs }, finished)
             }
             Some(prefill_event::Event::Delivered(_)) if !self.first => {
                 Err(disorder("the end of the delivery before the first token"))
@@ -110,7 +113,7 @@ impl Exchange {
                 Ok(Step::Verified)
             }
             Some(_) if self.verified.is_none() => Err(disorder("output before it had verified the KV")),
-            Some(decode_event::Event::Token(token)) => self.token(token.token_id, token.logprob, None),
+            Some(decode_event::Event::Token(token)) => self.token(token, None),
             Some(decode_event::Event::Finished(mut finished)) => {
                 self.spans.append(&mut finished.spans);
                 Ok(Step::Finished(reason(finished.reason())))
@@ -119,12 +122,12 @@ impl Exchange {
         }
     }
 
-    fn token(&mut self, id: u32, logprob: f32, finished: Option<FinishReason>) -> Result<Step, Error> {
+    fn token(&mut self, token: v1::Token, finished: Option<FinishReason>) -> Result<Step, Error> {
         self.tokens += 1;
         if self.tokens > self.max_tokens {
             return Err(disorder("more tokens than were asked for"));
         }
-        Ok(Step::Token { id, logprob, finished })
+        Ok(Step::Token { id: token.token_id, logprob: token.logprob, top: token.top_logprobs, finished })
     }
 }
 
@@ -142,8 +145,13 @@ pub(super) mod tests {
 
     pub fn first_token(token_id: u32, finished: Option<FinishReason>) -> v1::PrefillEvent {
         let finished = finished.map(Into::into);
-        let event =
-            prefill_event::Event::FirstToken(v1::FirstToken { token_id, logprob: -0.5, finished, cached_tokens: 0 });
+        let event = prefill_event::Event::FirstToken(v1::FirstToken {
+            token_id,
+            logprob: -0.5,
+            finished,
+            top_logprobs: Vec::new(),
+            cached_tokens: 0,
+        });
         v1::PrefillEvent { event: Some(event) }
     }
 
@@ -168,7 +176,7 @@ pub(super) mod tests {
     }
 
     pub fn token(token_id: u32) -> v1::DecodeEvent {
-        decode(decode_event::Event::Token(v1::Token { token_id, logprob: -0.1 }))
+        decode(decode_event::Event::Token(v1::Token { token_id, logprob: -0.1, top_logprobs: Vec::new() }))
     }
 
     pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {
@@ -181,7 +189,7 @@ pub(super) mod tests {
         assert_eq!(exchange.on_decode(reserved()).unwrap(), Step::Deliver(b"ticket".to_vec()));
         assert_eq!(
             exchange.on_prefill(first_token(7, None)).unwrap(),
-            Step::Token { id: 7, logprob: -0.5, finished: None }
+            Step::Token { id: 7, logprob: -0.5, top: Vec::new(), finished: None }
         );
         assert!(exchange.needs_prefill());
         assert_eq!(exchange.on_decode(verified()).unwrap(), Step::Verified);

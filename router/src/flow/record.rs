@@ -218,6 +218,8 @@ impl Record {
             .attr("gen_ai.request.top_p", self.sampling.top_p)
             .attr("gen_ai.request.top_k", self.sampling.top_k)
             .attr("gen_ai.request.seed", self.sampling.seed)
+            .attr("gen_ai.request.presence_penalty", self.sampling.presence_penalty)
+            .attr("gen_ai.request.frequency_penalty", self.sampling.frequency_penalty)
             .attr("gen_ai.usage.input_tokens", self.prompt_tokens)
             .attr("gen_ai.usage.output_tokens", self.completion_tokens())
             .attr("gen_ai.latency.time_in_queue", self.timeline.length(Phase::Queue).as_secs_f64())

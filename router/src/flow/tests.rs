@@ -1,4 +1,5 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
+mod choices;
 mod fakes;
 
 use serde_json::Value;
@@ -341,7 +342,7 @@ async fn overload_is_told_at_admission() {
 async fn wrong_requests_are_refused_by_field() {
     let service = fakes::router(Limits::default());
     type Change = fn(&mut GenerationRequest);
-    let cases: [(Change, &str); 8] = [
+    let cases: [(Change, &str); 13] = [
         (|r| r.prompt_ids.clear(), "prompt"),
         (|r| r.prompt_ids = vec![1; 256], "prompt"),
         (|r| r.prompt_ids = vec![96], "prompt"),
@@ -349,6 +350,11 @@ async fn wrong_requests_are_refused_by_field() {
         (|r| r.max_tokens = 237, "max_tokens"),
         (|r| r.sampling.temperature = f32::NAN, "temperature"),
         (|r| r.sampling.top_p = -0.5, "top_p"),
+        (|r| r.sampling.min_p = 1.5, "min_p"),
+        (|r| r.sampling.frequency_penalty = 3.0, "frequency_penalty"),
+        (|r| r.sampling.logit_bias = [(96, 1.0)].into(), "logit_bias"),
+        (|r| r.sampling.top_logprobs = 21, "top_logprobs"),
+        (|r| r.sampling.min_tokens = 9, "min_tokens"),
         (|r| r.stop = vec![String::new()], "stop"),
     ];
     for (change, param) in cases {

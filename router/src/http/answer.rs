@@ -12,10 +12,11 @@ use tandem_proto::{Error, ErrorKind};
 
 use super::Caller;
 use super::error::ApiError;
+use super::logprobs::{Scored, Spell, Writer};
 use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
-use crate::api::{GenerationEvent, GenerationStream, Service, Usage};
+use crate::api::{GenerationEvent, GenerationStream, MAX_CHOICES, Service, Usage};
 use crate::text::ModelText;
 
 /// Texts up to this size are tokenized (in well under a millisecond) where they are; others on the blocking pool.
@@ -45,26 +46,34 @@ pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Resu
     let head = Head::new(kind, &caller.request_id, &service.model().model_name, unix_seconds());
     let mut infos = Vec::with_capacity(prompts.len());
     let mut encoded = Vec::with_capacity(prompts.len());
-    let several = prompts.len() > 1;
+    let (several, n) = (prompts.len() > 1, options.n);
+    if prompts.len() * n as usize > MAX_CHOICES as usize {
+        let message = format!("{} prompts with n = {n} are more than {MAX_CHOICES} answers", prompts.len());
+        return Err(Error::invalid("n", message).into());
+    }
     for (index, prompt) in prompts.into_iter().enumerate() {
         check_ids(service.model(), &prompt.ids)?;
         let max_tokens = service.resolve_max_tokens(options.max_tokens, prompt.ids.len())?;
         let request_id = if several { format!("{}-{index}", caller.request_id) } else { caller.request_id.clone() };
-        infos.push(PromptInfo { echo: prompt.echo, tokens: prompt.ids.len() });
+        let info = PromptInfo { echo: prompt.echo, tokens: prompt.ids.len(), choice: 0 };
+        infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
         encoded.push(Prompt { request_id, ids: prompt.ids, max_tokens, received });
     }
     // All prompts are known to be good before the first one starts.
     let seed = rand::random();
-    let streams = encoded
-        .into_iter()
-        .map(|prompt| service.generate(options.request(caller, prompt, seed, kind.operation())))
+    let requests = encoded.into_iter().map(|prompt| options.request(caller, prompt, seed, kind.operation()));
+    let streams = requests
+        .flat_map(|request| (0..n).map(move |choice| request.choice(choice, n)))
+        .map(|request| service.generate(request))
         .collect::<Result<Vec<GenerationStream>, Error>>()?;
+    let model = Arc::clone(service.model());
+    let spell: Spell = Arc::new(move |id| model.token(id));
     let traceparent = streams.first().map(|stream| stream.trace().to_string());
     let mut response = if options.stream {
-        sse::respond(Encoder::new(head, &options, infos), streams).await?
+        sse::respond(Encoder::new(head, &options, infos, &spell), streams).await?
     } else {
         let answers = try_join_all(streams.into_iter().map(collect)).await?;
-        whole(&head, &options, infos, &answers)
+        whole(&head, &options, infos, &answers, &spell)
     };
     if let Some(value) = traceparent.and_then(|text| HeaderValue::from_str(&text).ok()) {
         response.headers_mut().insert(HeaderName::from_static("traceparent"), value);
@@ -103,10 +112,12 @@ fn check_ids(model: &ModelText, ids: &[u32]) -> Result<(), Error> {
     }
 }
 
-/// A complete answer to one prompt.
+/// One complete answer.
 pub(super) struct Collected {
     pub text: String,
     pub ids: Vec<u32>,
+    /// The same tokens.
+    pub scored: Vec<Scored>,
     pub reason: FinishReason,
     pub usage: Usage,
 }
@@ -115,15 +126,16 @@ pub(super) struct Collected {
 pub(super) async fn collect(
     mut events: impl Stream<Item = Result<GenerationEvent, Error>> + Unpin,
 ) -> Result<Collected, Error> {
-    let (mut all, mut ids) = (String::new(), Vec::new());
+    let (mut all, mut ids, mut scored) = (String::new(), Vec::new(), Vec::new());
     while let Some(event) = events.next().await {
         match event? {
-            GenerationEvent::Token { id, text, .. } => {
+            GenerationEvent::Token { id, text, logprob, top, .. } => {
                 ids.push(id);
+                scored.push(Scored { id, logprob, top });
                 all += &text;
             }
             GenerationEvent::Finish { reason, text, usage, .. } => {
-                return Ok(Collected { text: all + &text, ids, reason, usage });
+                return Ok(Collected { text: all + &text, ids, scored, reason, usage });
             }
         }
     }
@@ -136,7 +148,9 @@ pub(super) fn whole<'a>(
     options: &Options,
     prompts: Vec<PromptInfo>,
     answers: &'a [Collected],
+    spell: &Spell,
 ) -> Response {
+    let numbers: Vec<u32> = prompts.iter().map(|prompt| prompt.choice).collect();
     let choice = |(index, (answer, prompt)): (usize, (&'a Collected, PromptInfo))| {
         let text = prompt.echo.unwrap_or_default() + &answer.text;
         let (text, message) = match head.kind {
@@ -147,11 +161,13 @@ pub(super) fn whole<'a>(
             index,
             text,
             message,
+            logprobs: options.logprobs.then(|| Writer::new(head.kind, Arc::clone(spell)).write(&answer.scored)),
             finish_reason: Some(finish_reason(answer.reason)),
             token_ids: options.return_token_ids.then_some(answer.ids.as_slice()),
             ..Choice::default()
         }
     };
     let choices = answers.iter().zip(prompts).enumerate().map(choice).collect();
-    Json(head.answer(choices, sum(answers.iter().map(|answer| answer.usage)))).into_response()
+    let usage = sum(numbers.into_iter().zip(answers.iter().map(|answer| answer.usage)));
+    Json(head.answer(choices, usage)).into_response()
 }

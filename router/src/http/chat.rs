@@ -57,7 +57,7 @@ struct Chat {
 fn parse(json: &str) -> Result<Chat, Error> {
     let fields = Fields::parse(json)?;
     fields.refuse(UNSUPPORTED)?;
-    Ok(Chat { messages: messages(&fields)?, options: Options::parse(&fields)? })
+    Ok(Chat { messages: messages(&fields)?, options: Options::parse(&fields, Kind::Chat)? })
 }
 
 #[derive(Deserialize)]

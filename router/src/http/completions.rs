@@ -18,7 +18,7 @@ use crate::text::{ModelText, SpecialTokens};
 
 /// Prompts of one request at most.
 const MAX_PROMPTS: usize = 64;
-const UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)];
+const UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty), ("top_logprobs", Neutral::Number(0.0))];
 
 /// The handler.
 pub(super) async fn handle(
@@ -72,7 +72,11 @@ fn parse(json: &str) -> Result<Completion, Error> {
     if prompts.is_empty() || prompts.len() > MAX_PROMPTS {
         return Err(Error::invalid("prompt", format!("{} prompts; 1 to {MAX_PROMPTS} are possible", prompts.len())));
     }
-    Ok(Completion { options: Options::parse(&fields)?, prompts, echo: fields.flag("echo")? })
+    let (options, echo) = (Options::parse(&fields, Kind::Completion)?, fields.flag("echo")?);
+    if echo && options.logprobs {
+        return Err(Error::invalid("echo", "echo with logprobs is not supported: prompts have no logprobs"));
+    }
+    Ok(Completion { options, prompts, echo })
 }
 
 /// The four forms are told apart by their first characters, so that errors are about the form that was meant.
@@ -116,6 +120,12 @@ mod tests {
             assert_eq!((error.kind, error.param), (tandem_proto::ErrorKind::InvalidArgument, Some("prompt")), "{raw}");
         }
         assert_eq!(parse("{}").unwrap_err().param, Some("prompt"));
-        assert_eq!(parse(r#"{"prompt": "a", "suffix": "b"}"#).unwrap_err().param, Some("suffix"));
+        for (fields, param) in [
+            (r#""suffix": "b""#, "suffix"),
+            (r#""top_logprobs": 2"#, "top_logprobs"),
+            (r#""echo": true, "logprobs": 1"#, "echo"),
+        ] {
+            assert_eq!(parse(&format!(r#"{{"prompt": "a", {fields}}}"#)).unwrap_err().param, Some(param));
+        }
     }
 }

@@ -10,6 +10,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod logprobs;
 mod options;
 mod sse;
 #[cfg(test)]

@@ -1,25 +1,21 @@
 //! What `/v1/completions` and `/v1/chat/completions` have in common: the fields that say how to generate. Pure.
+use std::collections::HashMap;
 use std::time::Instant;
 
+use tandem_proto::sampling::MAX_TOP_LOGPROBS;
 use tandem_proto::{Error, v1};
 
 use super::Caller;
 use super::fields::{Fields, Neutral, one_or_many};
-use crate::api::{GenerationRequest, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
+use super::types::Kind;
+use crate::api::{GenerationRequest, MAX_CHOICES, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
 
 /// Known fields that would change the answer and are not implemented.
 const UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("n", Neutral::Number(1.0)),
-    ("best_of", Neutral::Number(1.0)),
-    ("presence_penalty", Neutral::Number(0.0)),
-    ("frequency_penalty", Neutral::Number(0.0)),
-    ("repetition_penalty", Neutral::Number(1.0)),
-    ("logit_bias", Neutral::Empty),
-    ("min_p", Neutral::Number(0.0)),
-    ("min_tokens", Neutral::Number(0.0)),
-    ("logprobs", Neutral::Flag(false)),
-    ("top_logprobs", Neutral::Number(0.0)),
     ("prompt_logprobs", Neutral::Flag(false)),
+    ("bad_words", Neutral::Empty),
+    ("allowed_token_ids", Neutral::Empty),
+    ("logits_processors", Neutral::Empty),
     ("use_beam_search", Neutral::Flag(false)),
     ("include_stop_str_in_output", Neutral::Flag(false)),
     ("skip_special_tokens", Neutral::Flag(true)),
@@ -35,13 +31,16 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
 pub(super) struct Options {
     pub model: Option<String>,
     pub max_tokens: Option<u32>,
-    temperature: f32,
-    top_p: f32,
-    top_k: u32,
+    /// Without its seed.
+    sampling: v1::Sampling,
     seed: Option<u64>,
     stop: Vec<String>,
     stop_token_ids: Vec<u32>,
     ignore_eos: bool,
+    /// Answers to each prompt.
+    pub n: u32,
+    /// Log probabilities with every token.
+    pub logprobs: bool,
     /// Send tokens as they come.
     pub stream: bool,
     /// A last chunk with the token counts.
@@ -57,7 +56,7 @@ impl Options {
     ///
     /// # Errors
     /// `InvalidArgument` naming the field.
-    pub fn parse(fields: &Fields<'_>) -> Result<Self, Error> {
+    pub fn parse(fields: &Fields<'_>, kind: Kind) -> Result<Self, Error> {
         fields.refuse(UNSUPPORTED)?;
         refuse_response_format(fields)?;
         // OpenAI's newer name wins.
@@ -70,18 +69,20 @@ impl Options {
             None => None,
         };
         let stream_flag = |name| stream_options.as_ref().map_or(Ok(false), |options| options.flag(name));
-        let temperature = fields.number("temperature", "between 0 and 2", |t| (0.0..=2.0).contains(&t))?;
-        let top_p = fields.number("top_p", "above 0 and at most 1", |p| p > 0.0 && p <= 1.0)?;
+        let top_logprobs = match kind {
+            Kind::Chat => chat_logprobs(fields)?,
+            Kind::Completion => completion_logprobs(fields)?,
+        };
         Ok(Self {
             model: fields.get("model")?,
             max_tokens,
-            temperature: temperature.unwrap_or(1.0) as f32,
-            top_p: top_p.unwrap_or(1.0) as f32,
-            top_k: top_k(fields)?,
+            sampling: sampling(fields, top_logprobs.unwrap_or(0))?,
             seed: seed(fields)?,
             stop: stop(fields)?,
             stop_token_ids: stop_token_ids(fields)?,
             ignore_eos: fields.flag("ignore_eos")?,
+            n: choices(fields)?,
+            logprobs: top_logprobs.is_some(),
             stream: fields.flag("stream")?,
             include_usage: stream_flag("include_usage")?,
             continuous_usage: stream_flag("continuous_usage_stats")?,
@@ -95,12 +96,7 @@ impl Options {
             request_id: prompt.request_id,
             prompt_ids: prompt.ids,
             max_tokens: prompt.max_tokens,
-            sampling: v1::Sampling {
-                temperature: self.temperature,
-                top_p: self.top_p,
-                top_k: self.top_k,
-                seed: self.seed.unwrap_or(seed),
-            },
+            sampling: v1::Sampling { seed: self.seed.unwrap_or(seed), ..self.sampling.clone() },
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
             stop: self.stop.clone(),
@@ -126,6 +122,82 @@ fn refuse_response_format(fields: &Fields<'_>) -> Result<(), Error> {
     match Fields::parse(raw).map_err(wrong)?.get::<String>("type") {
         Ok(Some(kind)) if kind == "text" => Ok(()),
         _ => Err(Error::invalid("response_format", "response_format other than {\"type\": \"text\"} is not supported")),
+    }
+}
+
+/// The fields of `Sampling`, within the ranges that every edge has; token ids are checked where the vocabulary is known.
+fn sampling(fields: &Fields<'_>, top_logprobs: u32) -> Result<v1::Sampling, Error> {
+    let number = |name| Ok::<f32, Error>(fields.get::<f64>(name)?.unwrap_or(0.0) as f32);
+    let temperature = fields.number("temperature", "between 0 and 2", |t| (0.0..=2.0).contains(&t))?;
+    // 0 is no way of saying "off" here, as it is in `Sampling`.
+    let top_p = fields.number("top_p", "above 0 and at most 1", |p| p > 0.0 && p <= 1.0)?;
+    let repetition = fields.number("repetition_penalty", "above 0", |penalty| penalty > 0.0)?;
+    let sampling = v1::Sampling {
+        temperature: temperature.unwrap_or(1.0) as f32,
+        top_p: top_p.unwrap_or(1.0) as f32,
+        top_k: top_k(fields)?,
+        seed: 0,
+        min_p: number("min_p")?,
+        repetition_penalty: repetition.unwrap_or(1.0) as f32,
+        presence_penalty: number("presence_penalty")?,
+        frequency_penalty: number("frequency_penalty")?,
+        logit_bias: logit_bias(fields)?,
+        min_tokens: fields.get("min_tokens")?.unwrap_or(0),
+        top_logprobs,
+    };
+    sampling.check(u32::MAX)?;
+    Ok(sampling)
+}
+
+/// Token ids are strings here, because JSON has no other keys.
+fn logit_bias(fields: &Fields<'_>) -> Result<HashMap<u32, f32>, Error> {
+    let biases: HashMap<String, f32> = fields.get("logit_bias")?.unwrap_or_default();
+    let bias = |(token, bias): (String, f32)| match token.parse::<u32>() {
+        Ok(token) => Ok((token, bias)),
+        Err(_) => {
+            let token: String = token.chars().take(40).collect();
+            Err(Error::invalid("logit_bias", format!("logit_bias: {token:?} is no token id")))
+        }
+    };
+    biases.into_iter().map(bias).collect()
+}
+
+/// `best_of` other than `n` would mean to generate more answers than are sent.
+fn choices(fields: &Fields<'_>) -> Result<u32, Error> {
+    let n = fields.get::<u32>("n")?.unwrap_or(1);
+    if n == 0 || n > MAX_CHOICES {
+        return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")));
+    }
+    match fields.get::<u32>("best_of")? {
+        Some(best_of) if best_of != n => {
+            let message =
+                format!("best_of {best_of} is not supported: leave it out, or make it equal to n, which is {n}");
+            Err(Error::invalid("best_of", message))
+        }
+        _ => Ok(n),
+    }
+}
+
+/// `logprobs: true` and `top_logprobs: n`; how many of the likeliest tokens are wanted, if log probabilities are.
+fn chat_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Error> {
+    let (wanted, top) = (fields.flag("logprobs")?, fields.get::<u32>("top_logprobs")?);
+    match top {
+        Some(1..) if !wanted => Err(Error::invalid("top_logprobs", "top_logprobs needs logprobs to be true")),
+        _ => Ok(wanted.then_some(top.unwrap_or(0))),
+    }
+}
+
+/// `logprobs: n`.
+fn completion_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Error> {
+    if fields.raw("logprobs") == Some("false") {
+        return Ok(None);
+    }
+    let top = fields.get::<u32>("logprobs")?;
+    match top {
+        Some(n) if n > MAX_TOP_LOGPROBS => {
+            Err(Error::invalid("logprobs", format!("logprobs must be 0 to {MAX_TOP_LOGPROBS}, not {n}")))
+        }
+        _ => Ok(top),
     }
 }
 
@@ -175,13 +247,19 @@ mod tests {
     use super::*;
 
     fn parse(json: &str) -> Result<Options, Error> {
-        Options::parse(&Fields::parse(json).unwrap())
+        Options::parse(&Fields::parse(json).unwrap(), Kind::Completion)
+    }
+
+    fn parse_chat(json: &str) -> Result<Options, Error> {
+        Options::parse(&Fields::parse(json).unwrap(), Kind::Chat)
     }
 
     #[test]
     fn defaults_are_openai_s() {
         let options = parse("{}").unwrap();
-        assert_eq!((options.temperature, options.top_p, options.top_k), (1.0, 1.0, 0));
+        let sampling =
+            v1::Sampling { temperature: 1.0, top_p: 1.0, repetition_penalty: 1.0, ..v1::Sampling::default() };
+        assert_eq!((options.sampling, options.n, options.logprobs), (sampling, 1, false));
         assert_eq!((options.max_tokens, options.seed, options.stream), (None, None, false));
         assert!(options.stop.is_empty() && !options.ignore_eos && !options.include_usage);
     }
@@ -191,7 +269,9 @@ mod tests {
         let options = parse(
             r#"{"max_tokens": 5, "max_completion_tokens": 7, "temperature": 0, "top_p": 0.5, "top_k": 40, "seed": -1,
                 "stop": "END", "stop_token_ids": [4, 5], "ignore_eos": true, "stream": true, "unknown": [{}],
-                "stream_options": {"include_usage": true}, "return_token_ids": true, "n": 1, "logit_bias": {}}"#,
+                "stream_options": {"include_usage": true}, "return_token_ids": true, "n": 2, "best_of": 2, "min_p": 0.25,
+                "logit_bias": {"5": -100, "7": 1.5}, "repetition_penalty": 1.5, "presence_penalty": -2,
+                "frequency_penalty": 2, "min_tokens": 3, "logprobs": 4}"#,
         )
         .unwrap();
         assert!(options.stream && options.include_usage && !options.continuous_usage && options.return_token_ids);
@@ -201,7 +281,24 @@ mod tests {
         let prompt = Prompt { request_id: "r-0".into(), ids: vec![1, 2], max_tokens: 7, received };
         let request = options.request(&caller, prompt, 9, "chat");
         assert_eq!((request.request_id.as_str(), request.prompt_ids.len(), request.max_tokens), ("r-0", 2, 7));
-        assert_eq!(request.sampling, v1::Sampling { temperature: 0.0, top_p: 0.5, top_k: 40, seed: u64::MAX });
+        let sampling = v1::Sampling {
+            temperature: 0.0,
+            top_p: 0.5,
+            top_k: 40,
+            seed: u64::MAX,
+            min_p: 0.25,
+            repetition_penalty: 1.5,
+            presence_penalty: -2.0,
+            frequency_penalty: 2.0,
+            logit_bias: [(5, -100.0), (7, 1.5)].into(),
+            min_tokens: 3,
+            top_logprobs: 4,
+        };
+        assert_eq!(request.sampling, sampling);
+        assert_eq!((options.n, options.logprobs), (2, true));
+        let second = request.choice(1, 2);
+        assert_eq!((second.request_id.as_str(), second.sampling.seed), ("r-0-1", 0), "seeds wrap around");
+        assert_eq!(request.choice(0, 1).request_id, "r-0");
         assert_eq!((request.stop, request.stop_token_ids), (vec!["END".to_owned()], vec![4, 5]));
         assert_eq!(request.deadline, Some(received + Duration::from_millis(1500)));
         assert!(request.ignore_eos);
@@ -232,18 +329,50 @@ mod tests {
             (r#"{"stream": "yes"}"#, "stream"),
             (r#"{"stream_options": 1}"#, "stream_options"),
             (r#"{"model": 1}"#, "model"),
-            (r#"{"n": 2}"#, "n"),
+            (r#"{"n": 0}"#, "n"),
+            (r#"{"n": 129}"#, "n"),
+            (r#"{"best_of": 2}"#, "best_of"),
+            (r#"{"n": 2, "best_of": 1}"#, "best_of"),
             (r#"{"logprobs": true}"#, "logprobs"),
-            (r#"{"logprobs": 0}"#, "logprobs"),
-            (r#"{"presence_penalty": 0.5}"#, "presence_penalty"),
-            (r#"{"logit_bias": {"5": 1}}"#, "logit_bias"),
-            (r#"{"min_p": 0.1}"#, "min_p"),
-            (r#"{"min_tokens": 1}"#, "min_tokens"),
+            (r#"{"logprobs": 21}"#, "logprobs"),
+            (r#"{"presence_penalty": 2.5}"#, "presence_penalty"),
+            (r#"{"frequency_penalty": -2.5}"#, "frequency_penalty"),
+            (r#"{"repetition_penalty": 0}"#, "repetition_penalty"),
+            (r#"{"repetition_penalty": 1e300}"#, "repetition_penalty"),
+            (r#"{"logit_bias": {"5": 101}}"#, "logit_bias"),
+            (r#"{"logit_bias": {"five": 1}}"#, "logit_bias"),
+            (r#"{"logit_bias": {"-1": 1}}"#, "logit_bias"),
+            (r#"{"logit_bias": [1]}"#, "logit_bias"),
+            (r#"{"min_p": 1.1}"#, "min_p"),
+            (r#"{"min_p": "a"}"#, "min_p"),
+            (r#"{"min_tokens": -1}"#, "min_tokens"),
+            (r#"{"prompt_logprobs": 1}"#, "prompt_logprobs"),
+            (r#"{"use_beam_search": true}"#, "use_beam_search"),
+            (r#"{"bad_words": ["x"]}"#, "bad_words"),
             (r#"{"response_format": {"type": "json_object"}}"#, "response_format"),
         ] {
             let error = parse(json).expect_err(json);
             assert_eq!((error.kind, error.param), (tandem_proto::ErrorKind::InvalidArgument, Some(param)), "{json}");
         }
         assert!(parse(r#"{"response_format": {"type": "text"}, "stop": null, "top_k": -1}"#).is_ok());
+    }
+
+    #[test]
+    fn logprobs_are_asked_for_in_two_ways() {
+        let asked = |options: Result<Options, Error>| {
+            options.map(|options| (options.logprobs, options.sampling.top_logprobs)).map_err(|error| error.param)
+        };
+        assert_eq!(asked(parse(r#"{"logprobs": 0}"#)), Ok((true, 0)));
+        assert_eq!(asked(parse(r#"{"logprobs": false}"#)), Ok((false, 0)));
+        assert_eq!(asked(parse_chat(r#"{"logprobs": true}"#)), Ok((true, 0)));
+        assert_eq!(asked(parse_chat(r#"{"logprobs": true, "top_logprobs": 20}"#)), Ok((true, 20)));
+        assert_eq!(asked(parse_chat(r#"{"logprobs": false, "top_logprobs": 0}"#)), Ok((false, 0)));
+        for (json, param) in [
+            (r#"{"logprobs": true, "top_logprobs": 21}"#, "top_logprobs"),
+            (r#"{"top_logprobs": 2}"#, "top_logprobs"),
+            (r#"{"logprobs": 2}"#, "logprobs"),
+        ] {
+            assert_eq!(asked(parse_chat(json)), Err(Some(param)), "{json}");
+        }
     }
 }

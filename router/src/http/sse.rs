@@ -1,6 +1,7 @@
 //! A streamed answer as server-sent events: one token a chunk, then the reason it ended, the counts if asked for, and
 //! `[DONE]`. After a failure the stream ends with an error event and without `[DONE]`.
 use std::convert::Infallible;
+use std::sync::Arc;
 
 use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
@@ -9,6 +10,7 @@ use http::header;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
+use super::logprobs::{Scored, Spell, Writer};
 use super::options::Options;
 use super::types::{Answer, Choice, Head, Kind, Message, finish_reason, sum};
 use crate::api::{GenerationEvent, Usage};
@@ -53,7 +55,7 @@ where
     Ok((headers, Body::from_stream(body)).into_response())
 }
 
-/// Events of all prompts to bytes; pure.
+/// Events of all answers to bytes; pure.
 pub(super) struct Encoder {
     head: Head,
     include_usage: bool,
@@ -62,8 +64,12 @@ pub(super) struct Encoder {
     choices: Vec<Progress>,
 }
 
-/// How far one prompt's answer is.
+/// How far one answer is.
 struct Progress {
+    /// Its number among those of its prompt.
+    choice: u32,
+    /// When they are wanted.
+    logprobs: Option<Writer>,
     /// The prompt's text, sent before the first token.
     echo: Option<String>,
     started: bool,
@@ -71,16 +77,22 @@ struct Progress {
     usage: Usage,
 }
 
-/// What the encoder must know of a prompt.
+/// What is to be known of one answer's prompt.
+#[derive(Clone)]
 pub(super) struct PromptInfo {
     /// The prompt's text, to be repeated before the answer.
     pub echo: Option<String>,
     pub tokens: usize,
+    /// The answer's number among those of the prompt.
+    pub choice: u32,
 }
 
 impl Encoder {
-    pub fn new(head: Head, options: &Options, prompts: Vec<PromptInfo>) -> Self {
+    pub fn new(head: Head, options: &Options, prompts: Vec<PromptInfo>, spell: &Spell) -> Self {
+        let kind = head.kind;
         let progress = |prompt: PromptInfo| Progress {
+            choice: prompt.choice,
+            logprobs: options.logprobs.then(|| Writer::new(kind, Arc::clone(spell))),
             echo: prompt.echo,
             started: false,
             finished: false,
@@ -95,18 +107,21 @@ impl Encoder {
         }
     }
 
-    /// The chunk for one event of prompt `index`.
+    /// The chunk for one event of answer `index`.
     pub fn event(&mut self, index: usize, event: GenerationEvent) -> Bytes {
         let Some(progress) = self.choices.get_mut(index) else { return Bytes::new() };
-        let (text, id, reason) = match event {
-            GenerationEvent::Token { id, text, .. } => {
+        let mut choice = Choice { index, ..Choice::default() };
+        let (text, id) = match event {
+            GenerationEvent::Token { id, text, logprob, top, .. } => {
                 progress.usage.completion += 1;
-                (text, Some(id), None)
+                choice.logprobs = progress.logprobs.as_mut().map(|writer| writer.write(&[Scored { id, logprob, top }]));
+                (text, Some(id))
             }
             GenerationEvent::Finish { reason, text, usage, .. } => {
                 progress.usage = usage;
                 progress.finished = true;
-                (text, None, Some(finish_reason(reason)))
+                choice.finish_reason = Some(finish_reason(reason));
+                (text, None)
             }
         };
         let text = match progress.echo.take() {
@@ -114,7 +129,6 @@ impl Encoder {
             None => text,
         };
         let first = !std::mem::replace(&mut progress.started, true);
-        let mut choice = Choice { index, finish_reason: reason, ..Choice::default() };
         match self.head.kind {
             Kind::Completion => choice.text = Some(text),
             Kind::Chat => {
@@ -136,7 +150,7 @@ impl Encoder {
         }
         let mut bytes = Vec::new();
         if self.include_usage {
-            let usage = sum(self.choices.iter().map(|progress| progress.usage));
+            let usage = sum(self.choices.iter().map(|progress| (progress.choice, progress.usage)));
             bytes.extend_from_slice(&event_bytes(&self.head.chunk(Vec::new(), Some(Some(usage)))));
         }
         bytes.extend_from_slice(DONE);

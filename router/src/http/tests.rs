@@ -1,22 +1,35 @@
 //! Answers as clients see them, from scripted events: no nodes, no sockets.
+use std::sync::Arc;
+
 use axum::body::to_bytes;
 use axum::response::{IntoResponse, Response};
 use futures::stream::{self, BoxStream, StreamExt};
 use serde_json::{Value, json};
-use tandem_proto::v1::{FinishReason, Timings};
+use tandem_proto::v1::{FinishReason, Timings, TokenLogprob};
 use tandem_proto::{Error, ErrorKind};
 
 use super::answer::{collect, whole};
 use super::fields::Fields;
+use super::logprobs::Spell;
 use super::options::Options;
 use super::sse::{Encoder, PromptInfo, respond};
 use super::types::{Head, Kind};
 use crate::api::{GenerationEvent, Usage};
+use crate::text::TokenText;
 
 type Events = BoxStream<'static, Result<GenerationEvent, Error>>;
 
 fn token(index: u32, id: u32, text: &str) -> Result<GenerationEvent, Error> {
-    Ok(GenerationEvent::Token { id, text: text.into(), logprob: 0.0, index })
+    Ok(GenerationEvent::Token { id, text: text.into(), logprob: -0.5, top: vec![top(id, -0.5), top(9, -1.5)], index })
+}
+
+fn top(token_id: u32, logprob: f32) -> TokenLogprob {
+    TokenLogprob { token_id, logprob, token: Vec::new() }
+}
+
+/// Token 5 is written "t5".
+fn spell() -> Spell {
+    Arc::new(|id| TokenText { bytes: format!("t{id}").into_bytes(), control: false })
 }
 
 fn finish(reason: FinishReason, text: &str, completion: u32) -> Result<GenerationEvent, Error> {
@@ -30,12 +43,12 @@ fn finish(reason: FinishReason, text: &str, completion: u32) -> Result<Generatio
 }
 
 fn options(json: &str) -> Options {
-    Options::parse(&Fields::parse(json).unwrap()).unwrap()
+    Options::parse(&Fields::parse(json).unwrap(), Kind::Completion).unwrap()
 }
 
 fn encoder(kind: Kind, options: &Options, echoes: &[Option<&str>]) -> Encoder {
-    let info = |echo: &Option<&str>| PromptInfo { echo: echo.map(str::to_owned), tokens: 3 };
-    Encoder::new(Head::new(kind, "r1", "m", 7), options, echoes.iter().map(info).collect())
+    let info = |echo: &Option<&str>| PromptInfo { echo: echo.map(str::to_owned), tokens: 3, choice: 0 };
+    Encoder::new(Head::new(kind, "r1", "m", 7), options, echoes.iter().map(info).collect(), &spell())
 }
 
 fn answer(events: Vec<Result<GenerationEvent, Error>>) -> Events {
@@ -134,12 +147,77 @@ async fn a_whole_answer() {
     {
         let answers = [collect(script()).await.unwrap()];
         let head = Head::new(kind, "r1", "m", 7);
-        let prompts = vec![PromptInfo { echo: None, tokens: 3 }];
-        let response = whole(&head, &options(r#"{"return_token_ids": true}"#), prompts, &answers);
+        let prompts = vec![PromptInfo { echo: None, tokens: 3, choice: 0 }];
+        let response = whole(&head, &options(r#"{"return_token_ids": true}"#), prompts, &answers, &spell());
         let answer: Value = serde_json::from_str(&body(response).await).unwrap();
         let text = if kind == Kind::Chat { json!({"role": "assistant", "content": "abc"}) } else { json!("abc") };
         assert_eq!((&answer["object"], &answer["choices"][0][content]), (&json!(object), &text));
         assert_eq!((&answer["choices"][0]["token_ids"], &answer["usage"]["total_tokens"]), (&json!([5, 6]), &json!(5)));
     }
     assert!(collect(answer(vec![token(0, 5, "a")])).await.is_err());
+}
+
+/// Two answers to one prompt.
+fn two() -> Vec<PromptInfo> {
+    (0..2).map(|choice| PromptInfo { echo: None, tokens: 3, choice }).collect()
+}
+
+fn script() -> Events {
+    answer(vec![token(0, 5, "a"), token(1, 6, "b"), finish(FinishReason::Length, "", 2)])
+}
+
+#[tokio::test]
+async fn several_answers_to_one_prompt_count_it_once() {
+    let answers = [collect(script()).await.unwrap(), collect(script()).await.unwrap()];
+    let head = Head::new(Kind::Chat, "r1", "m", 7);
+    let options = options(r#"{"stream_options": {"include_usage": true}}"#);
+    let whole: Value = serde_json::from_str(&body(whole(&head, &options, two(), &answers, &spell())).await).unwrap();
+    assert_eq!((&whole["choices"][0]["index"], &whole["choices"][1]["index"]), (&json!(0), &json!(1)));
+    assert_eq!(whole["choices"][1]["message"]["content"], "ab");
+    let usage = json!({"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1}});
+    assert_eq!(whole["usage"], usage);
+    let encoder = Encoder::new(head, &options, two(), &spell());
+    let events = events(respond(encoder, vec![script(), script()]).await.unwrap()).await;
+    assert_eq!(events[events.len() - 2]["usage"], usage);
+    for index in 0..2 {
+        let of = |event: &&Value| event["choices"][0]["index"] == index;
+        let role = |event: &&Value| event["choices"][0]["delta"]["role"] == "assistant";
+        assert_eq!(events.iter().filter(of).filter(role).count(), 1, "each answer begins with its role");
+        let reasons = events.iter().filter(of).filter(|event| event["choices"][0]["finish_reason"] == "length");
+        assert_eq!(reasons.count(), 1);
+    }
+}
+
+#[tokio::test]
+async fn logprobs_come_with_their_tokens() {
+    let options = options(r#"{"logprobs": 2}"#);
+    let completion = json!({"tokens": ["t5", "t6"], "token_logprobs": [-0.5, -0.5], "text_offset": [0, 2],
+        "top_logprobs": [{"t5": -0.5, "t9": -1.5}, {"t6": -0.5, "t9": -1.5}]});
+    let entry = |name: &str, logprob: f32| json!({"token": name, "logprob": logprob, "bytes": name.as_bytes()});
+    let chat = |name: &str| {
+        let mut chosen = entry(name, -0.5);
+        chosen["top_logprobs"] = json!([entry(name, -0.5), entry("t9", -1.5)]);
+        chosen
+    };
+    for (kind, expected) in
+        [(Kind::Completion, completion), (Kind::Chat, json!({"content": [chat("t5"), chat("t6")], "refusal": null}))]
+    {
+        let prompt = || vec![PromptInfo { echo: None, tokens: 3, choice: 0 }];
+        let (head, answers) = (Head::new(kind, "r1", "m", 7), [collect(script()).await.unwrap()]);
+        let whole = body(whole(&head, &options, prompt(), &answers, &spell())).await;
+        let whole: Value = serde_json::from_str(&whole).unwrap();
+        assert_eq!(whole["choices"][0]["logprobs"], expected);
+
+        let encoder = Encoder::new(head, &options, prompt(), &spell());
+        let events = events(respond(encoder, vec![script()]).await.unwrap()).await;
+        let parts: Vec<&Value> = events[..3].iter().map(|event| &event["choices"][0]["logprobs"]).collect();
+        match kind {
+            Kind::Completion => {
+                assert_eq!((&parts[1]["tokens"], &parts[1]["text_offset"]), (&json!(["t6"]), &json!([2])));
+            }
+            Kind::Chat => assert_eq!(parts[1], &json!({"content": [chat("t6")], "refusal": null})),
+        }
+        assert_eq!(parts[2], &Value::Null, "the last chunk has no token");
+    }
 }

@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 use tandem_proto::v1::FinishReason;
 
+use super::logprobs::Logprobs;
 use crate::api::Usage;
 
 /// Which endpoint answers.
@@ -87,8 +88,8 @@ pub(super) struct Choice<'a> {
     /// Chats, in parts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub delta: Option<Message>,
-    /// Always `null`: asking for it is refused.
-    pub logprobs: (),
+    /// `null` unless asked for.
+    pub logprobs: Option<Logprobs>,
     pub finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<&'a [u32]>,
@@ -127,12 +128,15 @@ impl From<Usage> for UsageBody {
     }
 }
 
-/// The counts of several prompts together.
-pub(super) fn sum(usages: impl IntoIterator<Item = Usage>) -> Usage {
-    usages.into_iter().fold(Usage::default(), |sum, usage| Usage {
-        prompt: sum.prompt.saturating_add(usage.prompt),
-        completion: sum.completion.saturating_add(usage.completion),
-        cached: sum.cached.saturating_add(usage.cached),
+/// The counts of several answers together. A prompt counts once, with its answer 0: each comes with its number.
+pub(super) fn sum(answers: impl IntoIterator<Item = (u32, Usage)>) -> Usage {
+    answers.into_iter().fold(Usage::default(), |sum, (choice, usage)| {
+        let of_prompt = if choice == 0 { usage } else { Usage::default() };
+        Usage {
+            prompt: sum.prompt.saturating_add(of_prompt.prompt),
+            completion: sum.completion.saturating_add(usage.completion),
+            cached: sum.cached.saturating_add(of_prompt.cached),
+        }
     })
 }
 

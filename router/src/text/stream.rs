@@ -21,13 +21,20 @@ pub struct TextStream {
     stops: Vec<StopMatcher>,
     /// Text that may turn out to begin a stop string.
     held: String,
+    /// Tokens to come in which no stop string ends the answer.
+    early_tokens: u32,
     stopped: bool,
 }
 
 impl TextStream {
     pub(crate) fn new(pieces: Arc<Pieces>, stop: &[String]) -> Self {
         let stops = stop.iter().filter(|text| !text.is_empty()).map(|text| StopMatcher::new(text)).collect();
-        Self { pieces, partial: Vec::new(), stops, held: String::new(), stopped: false }
+        Self { pieces, partial: Vec::new(), stops, held: String::new(), early_tokens: 0, stopped: false }
+    }
+
+    /// A stop string that is complete within the first `tokens` tokens is ordinary text.
+    pub fn not_within(self, tokens: u32) -> Self {
+        Self { early_tokens: tokens, ..self }
     }
 
     /// Takes the next token.
@@ -37,7 +44,9 @@ impl TextStream {
         }
         self.partial.extend_from_slice(self.pieces.get(token));
         let text = take_characters(&mut self.partial);
-        self.release(&text)
+        let step = self.release(&text);
+        self.early_tokens = self.early_tokens.saturating_sub(1);
+        step
     }
 
     /// The answer is complete: what was held back. A partial character becomes U+FFFD.
@@ -56,7 +65,7 @@ impl TextStream {
         self.held.push_str(text);
         for (offset, byte) in text.bytes().enumerate() {
             let matched = self.stops.iter_mut().filter_map(|stop| stop.step(byte)).max();
-            if let Some(stop_bytes) = matched {
+            if let Some(stop_bytes) = matched.filter(|_| self.early_tokens == 0) {
                 self.held.truncate(before + offset + 1 - stop_bytes);
                 self.stopped = true;
                 return TextStep { text: std::mem::take(&mut self.held), stopped: true };
@@ -127,7 +136,11 @@ impl StopMatcher {
             self.matched = self.fallback[self.matched - 1];
         }
         self.matched += usize::from(self.stop[self.matched] == byte);
-        (self.matched == self.stop.len()).then_some(self.matched)
+        let complete = self.matched == self.stop.len();
+        if complete {
+            self.matched = self.fallback[self.matched - 1];
+        }
+        complete.then_some(self.stop.len())
     }
 }
 
@@ -180,6 +193,26 @@ mod tests {
         assert_eq!(run(tokens("one END two"), &["END".into()]), ("one ".into(), true));
         assert_eq!(run(tokens("one EN"), &["END".into()]), ("one EN".into(), false));
         assert_eq!(run(tokens("aabaabaac"), &["aabaac".into()]), ("aab".into(), true));
+    }
+
+    #[test]
+    fn early_stop_strings_are_text() {
+        let run = |text: &str, stop: &str, tokens| {
+            let mut stream = TextStream::new(bytes_as_tokens(), &[stop.into()]).not_within(tokens);
+            let mut out = String::new();
+            let stopped = text.bytes().any(|byte| {
+                let step = stream.push(u32::from(byte));
+                out += &step.text;
+                step.stopped
+            });
+            (out + &stream.finish(), stopped)
+        };
+        assert_eq!(run("aENDb END", "END", 0), ("a".into(), true));
+        assert_eq!(run("aENDb END", "END", 3), ("a".into(), true));
+        assert_eq!(run("aENDb END", "END", 4), ("aENDb ".into(), true));
+        assert_eq!(run("aENDb END", "END", 9), ("aENDb END".into(), false));
+        // One that overlaps an early one counts when its own end is late enough.
+        assert_eq!(run("aaab", "aa", 2), ("a".into(), true));
     }
 
     proptest! {
