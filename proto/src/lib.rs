@@ -2,6 +2,7 @@
 //!
 //! - [`ids`]: incarnation, hand-off id, request id. Random values come from the caller's generator.
 //! - [`hash`]: sequence hashes of token blocks and checksums of their bytes.
+//! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`trace`]: W3C trace context.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
@@ -11,6 +12,7 @@
 pub mod error;
 pub mod hash;
 pub mod ids;
+pub mod model;
 pub mod trace;
 
 /// Generated from `proto/tandem/v1/*.proto`.
