@@ -19,6 +19,8 @@ const BLOCKS: usize = 16;
 #[derive(Deserialize)]
 struct References {
     models: BTreeMap<String, Vec<Reference>>,
+    /// Of the directories.
+    digests: BTreeMap<String, u64>,
 }
 
 #[derive(Deserialize)]
@@ -40,9 +42,9 @@ fn load(path: &Path) -> Result<LlamaExecutor, EngineError> {
     LlamaExecutor::load(&ModelConfig { path, kv_dtype: KvDtype::F32, blocks: BLOCKS, block_tokens: 16, threads: 2 })
 }
 
-fn references() -> BTreeMap<String, Vec<Reference>> {
+fn references() -> References {
     let text = std::fs::read(data().join("references.json")).expect("references.json");
-    serde_json::from_slice::<References>(&text).expect("references").models
+    serde_json::from_slice(&text).expect("references")
 }
 
 /// Logits of the last of `ids`, fed in pieces of `chunk` tokens, and the greedy tokens after them.
@@ -68,7 +70,7 @@ fn generate(executor: &mut LlamaExecutor, ids: &[u32], chunk: usize, steps: usiz
 
 #[test]
 fn logits_and_greedy_tokens_are_those_of_transformers() {
-    let references = references();
+    let references = references().models;
     assert_eq!(references.len(), 9);
     let mut problems = Vec::new();
     for (name, prompts) in &references {
@@ -105,6 +107,15 @@ fn a_gguf_file_and_a_directory_of_the_same_weights_differ_only_in_their_digest()
     assert_ne!(file.compatibility_digest, directory.compatibility_digest);
     assert_eq!((file.block_bytes, file.vocab_size), (directory.block_bytes, directory.vocab_size));
     assert_eq!((file.model_name.as_str(), directory.model_name.as_str()), ("llama", "llama"));
+}
+
+#[test]
+fn a_directorys_digest_is_the_one_that_the_router_finds() {
+    let digests = references().digests;
+    assert_eq!(digests.len(), 4);
+    for (name, digest) in digests {
+        assert_eq!(load(&data().join(&name)).expect("loads").spec().model_digest, digest, "{name}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the tiny checkpoints of tests/families and what an independent implementation says about them.
 
-    python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch transformers tokenizers safetensors gguf numpy
+    python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch transformers tokenizers safetensors gguf numpy xxhash
     /tmp/venv/bin/python engine/tests/families/make_references.py
 
 Writes below engine/tests/families/data:
@@ -9,7 +9,8 @@ Writes below engine/tests/families/data:
   saves it; three of them with a tokenizer and a chat template;
 - GGUF files of the same weights, by the `gguf` package, with Q and K in the order that llama.cpp's converter gives them;
 - formats.gguf: every quantization in one file, its values by gguf.quants, not by our code;
-- references.json: logits and greedy tokens from transformers (float32, eager attention).
+- references.json: logits and greedy tokens from transformers (float32, eager attention), and the digest that engine and
+  router must find for each directory.
 And router/tests/data/directories.json: token ids and rendered chats of the directories' tokenizers.
 
 Every feature that sets a family apart is switched off once, to prove that the reference logits depend on it by far
@@ -25,6 +26,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+import xxhash
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -83,11 +85,21 @@ def main():
     references["qwen3.gguf"] = reference(everywhere)
 
     references["formats.gguf"] = reference(save_formats("formats.gguf"))
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, np)}
-    write_json(DATA / "references.json", {"made_by": {**versions, "script": Path(__file__).name}, "models": references})
-
     texts = {name: save_tokenizer(name, make) for name, (make, _, _) in TOKENIZERS.items()}
-    write_json(ROUTER_DATA / "directories.json", {"made_by": versions, "directories": texts})
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, np)}
+    digests = {path.name: digest(path) for path in sorted(DATA.iterdir()) if path.is_dir()}
+    write_json(DATA / "references.json", {"made_by": versions, "models": references, "digests": digests})
+    write_json(ROUTER_DATA / "directories.json", {"made_by": versions, "directories": texts, "digests": digests})
+
+
+def digest(directory):
+    """As proto/src/model.rs defines it; all files that this script writes into a directory are parts."""
+    whole = xxhash.xxh3_64()
+    for path in sorted(directory.iterdir(), key=lambda path: path.name):
+        name = path.name.encode()
+        whole.update(len(name).to_bytes(8, "little") + name)
+        whole.update(xxhash.xxh3_64(path.read_bytes()).intdigest().to_bytes(8, "little"))
+    return whole.intdigest()
 
 
 def build(family, seed, dtype=torch.bfloat16, **config):
