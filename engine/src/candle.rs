@@ -1,4 +1,4 @@
-//! [`Executor`] over a real model: candle reads the GGUF file, our kernels compute. This file checks a batch against the
+//! [`Executor`] over a real model: [`crate::models`] reads its files, our kernels compute. This file checks a batch against the
 //! arena and the model and lays its items out as one step; it owns the threads that compute.
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -9,15 +9,16 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
-use crate::models::gguf::GgufFile;
-use crate::models::llama::{Llama, LlamaConfig, Step};
+use crate::models::checkpoint::Checkpoint;
+use crate::models::config::LlamaConfig;
+use crate::models::llama::{Llama, Step};
 use crate::ops::attention::Chunk;
 use crate::ops::kv::{KV_BLOCK_TOKENS, KvArena, KvLayout, Place};
 
 /// What to load and with which memory and threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelConfig {
-    /// A GGUF file.
+    /// A GGUF file or a safetensors directory.
     pub path: PathBuf,
     /// Number format of the KV arena.
     pub kv_dtype: KvDtype,
@@ -47,8 +48,8 @@ impl LlamaExecutor {
             let why = format!("blocks of {KV_BLOCK_TOKENS} tokens, a block and a thread at least, not {config:?}");
             return Err(EngineError::InvalidArgument(why));
         }
-        let file = GgufFile::open(&config.path)?;
-        let model = Llama::load(&file, LlamaConfig::read(&file)?)?;
+        let checkpoint = Checkpoint::open(&config.path)?;
+        let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?;
         let LlamaConfig { layers, kv_heads, head_dim, .. } = *model.config();
         let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype };
         let kv = KvArena::new(allocate_arena(config.blocks, layout.block_bytes())?, layout)
@@ -58,7 +59,7 @@ impl LlamaExecutor {
             .thread_name(|index| format!("compute-{index}"))
             .build()
             .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
-        let spec = spec_of(&file, model.config(), &kv);
+        let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
         Ok(Self { spec, model, kv, pool })
     }
@@ -128,11 +129,11 @@ impl Executor for LlamaExecutor {
     }
 }
 
-fn spec_of(file: &GgufFile, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
+fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
     let layout = kv.layout();
     EngineSpec {
         model_name: model.name.clone(),
-        model_digest: file.digest(),
+        model_digest,
         compatibility_digest: 0,
         vocab_size: model.vocab_size,
         eos_token_id: model.eos_token_id,

@@ -13,7 +13,7 @@ use tandem_proto::BLOCK_TOKENS;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
-use crate::models::gguf::GgufFile;
+use crate::models::checkpoint::Checkpoint;
 use crate::step_model::StepShape;
 
 /// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size` and `block_bytes` are the
@@ -64,19 +64,19 @@ impl SimulatedConfig {
         self.step_delay.saturating_add(variable)
     }
 
-    /// Stands in for a model file: its vocabulary, context and digest, so that a router with that file takes the node.
+    /// Stands in for a model file or directory: its vocabulary, context and digest, so that a router with
+    /// that model takes the node.
     ///
     /// # Errors
-    /// `Model` when the file cannot be read or lacks one of them.
+    /// `Model` when no executor could load it.
     pub fn in_place_of(path: &Path) -> Result<Self, EngineError> {
-        let file = GgufFile::open(path)?;
-        let architecture = file.text("general.architecture").unwrap_or("llama").to_owned();
-        let eos = file.number("tokenizer.ggml.eos_token_id")?;
+        let checkpoint = Checkpoint::open(path)?;
+        let config = checkpoint.config();
         Ok(Self {
-            identity: file.digest(),
-            vocab_size: file.rows("token_embd.weight")?,
-            eos_token_id: u32::try_from(eos).map_err(|_| file.error(format!("end-of-sequence token {eos}")))?,
-            max_context_tokens: file.number(&format!("{architecture}.context_length"))?,
+            identity: checkpoint.digest()?,
+            vocab_size: config.vocab_size,
+            eos_token_id: config.eos_token_id,
+            max_context_tokens: config.max_context_tokens,
             ..Self::default()
         })
     }

@@ -2,6 +2,7 @@
 //!
 //! - [`ids`]: incarnation and hand-off id. Random values come from the caller's generator.
 //! - [`hash`]: sequence hashes of token blocks and checksums of their bytes.
+//! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
 //! - [`trace`]: W3C trace context.
@@ -12,6 +13,7 @@
 pub mod error;
 pub mod hash;
 pub mod ids;
+pub mod model;
 pub mod sampling;
 pub mod trace;
 

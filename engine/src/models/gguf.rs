@@ -1,11 +1,10 @@
 //! GGUF files (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): candle parses the header, this file checks
 //! what a header claims against what the file holds before any of it is used. Whatever the bytes are, the outcome is a
 //! model or an error that names the file.
-use std::collections::HashSet;
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use candle_core::Device;
 use candle_core::quantized::GgmlDType;
@@ -13,7 +12,10 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::checkpoint::Weights;
 use super::mmap;
+use super::reading::Reading;
+use super::rope::RowOrder;
 use crate::error::EngineError;
 use crate::ops::matmul::PackedMatrix;
 
@@ -22,8 +24,7 @@ pub struct GgufFile {
     path: PathBuf,
     bytes: Mmap,
     content: Content,
-    /// Names of the tensors that were asked for.
-    used: Mutex<HashSet<String>>,
+    reading: Reading,
 }
 
 impl GgufFile {
@@ -42,7 +43,9 @@ impl GgufFile {
         }
         let content = Content::read(&mut Cursor::new(&bytes[..]))
             .map_err(|error| fail(&format!("not a whole GGUF header, is the file truncated? {error}")))?;
-        Ok(Self { path: path.into(), bytes, content, used: Mutex::default() })
+        let start = usize::try_from(content.tensor_data_offset).unwrap_or(usize::MAX);
+        let reading = Reading::new(bytes.len().saturating_sub(start));
+        Ok(Self { path: path.into(), bytes, content, reading })
     }
 
     /// XXH3-64 of the whole file.
@@ -88,6 +91,11 @@ impl GgufFile {
         self.content.metadata.get(key).and_then(|value| value.to_f32().ok())
     }
 
+    /// Number of tensors.
+    pub fn tensors(&self) -> usize {
+        self.content.tensor_infos.len()
+    }
+
     /// Whether the file has a tensor of this name.
     pub fn has_tensor(&self, name: &str) -> bool {
         self.content.tensor_infos.contains_key(name)
@@ -102,39 +110,6 @@ impl GgufFile {
             Some(&[rows, _]) => Ok(rows),
             Some(dims) => Err(self.error(format_args!("tensor {name} is no matrix: {dims:?}"))),
             None => Err(self.error(format_args!("no tensor {name}"))),
-        }
-    }
-
-    /// A vector of `n` values.
-    ///
-    /// # Errors
-    /// `Model` when there is no such tensor of this length, wholly in the file, in a type that we read.
-    pub fn vector(&self, name: &str, n: usize) -> Result<Vec<f32>, EngineError> {
-        self.checked(name, &[n])?;
-        self.dequantized(name)
-    }
-
-    /// A matrix of `rows` × `k` (`[out, in]`), packed.
-    ///
-    /// # Errors
-    /// As for [`GgufFile::vector`].
-    pub fn matrix(&self, name: &str, rows: usize, k: usize) -> Result<PackedMatrix, EngineError> {
-        Ok(match self.checked(name, &[rows, k])? {
-            (GgmlDType::Q4_1, raw) => PackedMatrix::from_q4_1(raw, k),
-            (GgmlDType::Q8_0, raw) => PackedMatrix::from_q8_0(raw, k),
-            _ => PackedMatrix::from_f32(&self.dequantized(name)?, k),
-        })
-    }
-
-    /// Every tensor was asked for: one that was not (a bias, a frequency table) would change the results.
-    ///
-    /// # Errors
-    /// `Model`, naming one that was not.
-    pub fn check_all_used(&self) -> Result<(), EngineError> {
-        let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.content.tensor_infos.keys().filter(|&name| !used.contains(name)).min() {
-            Some(name) => Err(self.error(format_args!("tensor {name} is of no use to this architecture"))),
-            None => Ok(()),
         }
     }
 
@@ -164,7 +139,7 @@ impl GgufFile {
             let file = self.bytes.len();
             self.error(format_args!("tensor {name} does not lie within the file's {file} bytes; is it truncated?"))
         })?;
-        self.used.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into());
+        self.reading.note(name, bytes.len());
         Ok((info.ggml_dtype, bytes))
     }
 
@@ -174,6 +149,31 @@ impl GgufFile {
             tensor.dequantize(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()
         };
         read().map_err(|error| self.error(format_args!("tensor {name}: {error}")))
+    }
+}
+
+impl Weights for GgufFile {
+    fn vector(&self, name: &str, n: usize) -> Result<Vec<f32>, EngineError> {
+        self.checked(name, &[n])?;
+        self.dequantized(name)
+    }
+
+    fn matrix(&self, name: &str, rows: usize, k: usize, order: RowOrder) -> Result<PackedMatrix, EngineError> {
+        let (dtype, raw) = self.checked(name, &[rows, k])?;
+        // A row's groups are its own, so whole rows change places.
+        let raw = || order.apply(Cow::Borrowed(raw), raw.len() / rows);
+        Ok(match dtype {
+            GgmlDType::Q4_1 => PackedMatrix::from_q4_1(&raw(), k),
+            GgmlDType::Q8_0 => PackedMatrix::from_q8_0(&raw(), k),
+            _ => PackedMatrix::from_f32(&order.apply(Cow::Owned(self.dequantized(name)?), k), k),
+        })
+    }
+
+    fn finish(&self) -> Result<(), EngineError> {
+        match self.reading.finish(self.content.tensor_infos.keys().map(String::as_str)) {
+            Some(name) => Err(self.error(format_args!("tensor {name} is of no use to this architecture"))),
+            None => Ok(()),
+        }
     }
 }
 

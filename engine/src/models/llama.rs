@@ -1,95 +1,17 @@
 //! The Llama architecture (arXiv:2302.13971, arXiv:2307.09288): RMS norm, rotary grouped-query attention, SwiGLU. Owns
-//! weights and a step's intermediate matrices; K and V live in the arena that the caller hands in.
-use super::gguf::GgufFile;
+//! weights and a step's intermediate matrices; K and V live in the arena that the caller hands in. What other families
+//! add (biases, norms of heads, windows) is there or not in a layer's data; the forward pass asks for no family.
+use std::borrow::Cow;
+
+use super::checkpoint::Weights;
+use super::config::LlamaConfig;
+use super::rope::RowOrder;
 use crate::error::EngineError;
 use crate::ops::attention::{Chunk, Queries, attention};
 use crate::ops::kv::{KvArena, Place};
 use crate::ops::matmul::{Output, PackedMatrix, matmul};
-use crate::ops::rows::{Rotations, rms_norm, swiglu};
+use crate::ops::rows::{Rotations, add_to_rows, norm_heads, rms_norm, swiglu};
 use crate::ops::simd::Isa;
-
-/// Sizes and constants of a model.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LlamaConfig {
-    /// `general.name`, or the file's name.
-    pub name: String,
-    /// Transformer layers.
-    pub layers: usize,
-    /// Width of the residual stream.
-    pub hidden: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// K and V heads; divide the query heads.
-    pub kv_heads: usize,
-    /// Values of a head.
-    pub head_dim: usize,
-    /// Width of the feed-forward part.
-    pub feed_forward: usize,
-    /// Token ids.
-    pub vocab_size: usize,
-    /// Base of the rotary frequencies.
-    pub rope_base: f32,
-    /// Added to the mean square in norms.
-    pub norm_eps: f32,
-    /// Longest sequence that the model was made for.
-    pub max_context_tokens: usize,
-    /// Ends a sequence.
-    pub eos_token_id: u32,
-}
-
-impl LlamaConfig {
-    /// From the metadata.
-    ///
-    /// # Errors
-    /// `Model` for another architecture, for missing or contradictory numbers, and for what the kernels do not do.
-    pub fn read(file: &GgufFile) -> Result<Self, EngineError> {
-        let architecture = file.text("general.architecture").unwrap_or("(none)");
-        if architecture != "llama" {
-            return Err(file.error(format_args!("the architecture is {architecture}; only llama can be served")));
-        }
-        let (hidden, heads) = (file.number("llama.embedding_length")?, file.number("llama.attention.head_count")?);
-        let head_dim = file.optional_number("llama.attention.key_length").unwrap_or(hidden / heads.max(1));
-        let config = Self {
-            name: file.text("general.name").map_or_else(|| file.stem(), Into::into),
-            layers: file.number("llama.block_count")?,
-            hidden,
-            heads,
-            kv_heads: file.optional_number("llama.attention.head_count_kv").unwrap_or(heads),
-            head_dim,
-            feed_forward: file.number("llama.feed_forward_length")?,
-            vocab_size: file.rows("token_embd.weight")?,
-            rope_base: file.optional_float("llama.rope.freq_base").unwrap_or(10_000.0),
-            norm_eps: file
-                .optional_float("llama.attention.layer_norm_rms_epsilon")
-                .ok_or_else(|| file.error("no llama.attention.layer_norm_rms_epsilon in the metadata"))?,
-            max_context_tokens: file.number("llama.context_length")?,
-            eos_token_id: file.number("tokenizer.ggml.eos_token_id")? as u32,
-        };
-        let rotated = file.optional_number("llama.rope.dimension_count").unwrap_or(head_dim);
-        let scaling = file.text("llama.rope.scaling.type").unwrap_or("none");
-        config.problem(rotated, scaling).map_or(Ok(()), |problem| Err(file.error(problem)))?;
-        Ok(config)
-    }
-
-    fn problem(&self, rotated: usize, scaling: &str) -> Option<String> {
-        let zero = [self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.max_context_tokens];
-        let contradiction = zero.contains(&0)
-            || self.heads * self.head_dim != self.hidden
-            || !self.heads.is_multiple_of(self.kv_heads)
-            || self.eos_token_id as usize >= self.vocab_size;
-        if contradiction || !self.rope_base.is_finite() || self.rope_base <= 0.0 || !self.norm_eps.is_finite() {
-            return Some(format!("the sizes in the metadata contradict each other: {self:?}"));
-        }
-        if !self.head_dim.is_multiple_of(16) || self.feed_forward == 0 || !self.feed_forward.is_multiple_of(16) {
-            let (head, feed_forward) = (self.head_dim, self.feed_forward);
-            return Some(format!("heads of {head} and a feed-forward of {feed_forward} are no multiples of 16"));
-        }
-        if rotated != self.head_dim || scaling != "none" {
-            return Some(format!("rotating {rotated} values of a head with scaling {scaling} is not supported"));
-        }
-        None
-    }
-}
 
 /// A step's tokens, all sequences stacked.
 pub struct Step<'a> {
@@ -108,6 +30,8 @@ pub struct Step<'a> {
 /// A model in memory.
 pub struct Llama {
     config: LlamaConfig,
+    /// Of the rotary embedding's pairs.
+    frequencies: Vec<f64>,
     isa: Isa,
     embedding: PackedMatrix,
     layers: Vec<Layer>,
@@ -121,6 +45,12 @@ struct Layer {
     attention_norm: Vec<f32>,
     /// Q, K and V: one matrix where their formats are equal.
     qkv: Fused,
+    /// Added to Q, K and V.
+    qkv_bias: Option<Vec<f32>>,
+    /// Weights of the norm of each head of Q and K, one head after another.
+    head_norm: Option<Vec<f32>>,
+    /// Keys that a row sees, itself included.
+    window: Option<usize>,
     attention_out: PackedMatrix,
     feed_forward_norm: Vec<f32>,
     gate_up: Fused,
@@ -144,16 +74,15 @@ impl Llama {
     ///
     /// # Errors
     /// `Model` when a tensor is missing, has another shape, an unsupported type, or does not lie within the file.
-    pub fn load(file: &GgufFile, config: LlamaConfig) -> Result<Self, EngineError> {
-        let embedding = file.matrix("token_embd.weight", config.vocab_size, config.hidden)?;
-        let head = match file.has_tensor("output.weight") {
-            true => Some(file.matrix("output.weight", config.vocab_size, config.hidden)?),
-            false => None,
-        };
-        let final_norm = file.vector("output_norm.weight", config.hidden)?;
-        let layers = (0..config.layers).map(|layer| Layer::load(file, &config, layer)).collect::<Result<_, _>>()?;
-        file.check_all_used()?;
-        Ok(Self { config, isa: Isa::detect(), embedding, layers, final_norm, head, buffers: Buffers::default() })
+    pub fn load(weights: &dyn Weights, config: LlamaConfig) -> Result<Self, EngineError> {
+        let matrix = |name| weights.matrix(name, config.vocab_size, config.hidden, RowOrder::AsStored);
+        let embedding = matrix("token_embd.weight")?;
+        let head = if config.tied { None } else { Some(matrix("output.weight")?) };
+        let final_norm = weights.vector("output_norm.weight", config.hidden)?;
+        let layers = (0..config.layers).map(|layer| Layer::load(weights, &config, layer)).collect::<Result<_, _>>()?;
+        weights.finish()?;
+        let (frequencies, isa) = (config.rope.frequencies(config.head_dim), Isa::detect());
+        Ok(Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers: Buffers::default() })
     }
 
     /// The sizes.
@@ -171,9 +100,9 @@ impl Llama {
     /// # Panics
     /// If tokens, positions, places or chunks are out of range or do not fit together.
     pub fn forward(&mut self, kv: &KvArena, step: &Step<'_>) -> Vec<f32> {
-        let Self { config, isa, embedding, layers, final_norm, head, buffers } = self;
+        let Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers } = self;
         let (isa, rows, hidden) = (*isa, step.tokens.len(), config.hidden);
-        let rotations = Rotations::new(step.positions, config.head_dim, config.rope_base);
+        let rotations = Rotations::new(step.positions, frequencies);
         buffers.resize(config, rows);
         for (row, &token) in buffers.hidden.chunks_exact_mut(hidden).zip(step.tokens) {
             embedding.column(token as usize, row);
@@ -193,25 +122,56 @@ impl Llama {
 }
 
 impl Layer {
-    fn load(file: &GgufFile, config: &LlamaConfig, layer: usize) -> Result<Self, EngineError> {
+    fn load(weights: &dyn Weights, config: &LlamaConfig, layer: usize) -> Result<Self, EngineError> {
         let name = |part: &str| format!("blk.{layer}.{part}.weight");
-        let LlamaConfig { hidden, feed_forward, .. } = *config;
-        let kv_width = config.kv_heads * config.head_dim;
+        let matrix = |part, rows, k| weights.matrix(&name(part), rows, k, RowOrder::AsStored);
+        let LlamaConfig { hidden, feed_forward, head_dim, .. } = *config;
+        let (q_width, kv_width) = (config.attended_width(), config.kv_heads * head_dim);
+        let turned = config.rope.row_order(head_dim);
         Ok(Self {
-            attention_norm: file.vector(&name("attn_norm"), hidden)?,
+            attention_norm: weights.vector(&name("attn_norm"), hidden)?,
             qkv: Fused::new(vec![
-                file.matrix(&name("attn_q"), hidden, hidden)?,
-                file.matrix(&name("attn_k"), kv_width, hidden)?,
-                file.matrix(&name("attn_v"), kv_width, hidden)?,
+                weights.matrix(&name("attn_q"), q_width, hidden, turned)?,
+                weights.matrix(&name("attn_k"), kv_width, hidden, turned)?,
+                matrix("attn_v", kv_width, hidden)?,
             ]),
-            attention_out: file.matrix(&name("attn_output"), hidden, hidden)?,
-            feed_forward_norm: file.vector(&name("ffn_norm"), hidden)?,
+            qkv_bias: config.qkv_bias.then(|| Self::qkv_bias(weights, config, layer)).transpose()?,
+            head_norm: config.qk_norm.then(|| Self::head_norm(weights, config, layer)).transpose()?,
+            window: config.windows[layer],
+            attention_out: matrix("attn_output", hidden, q_width)?,
+            feed_forward_norm: weights.vector(&name("ffn_norm"), hidden)?,
             gate_up: Fused::new(vec![
-                file.matrix(&name("ffn_gate"), feed_forward, hidden)?,
-                file.matrix(&name("ffn_up"), feed_forward, hidden)?,
+                matrix("ffn_gate", feed_forward, hidden)?,
+                matrix("ffn_up", feed_forward, hidden)?,
             ]),
-            down: file.matrix(&name("ffn_down"), hidden, feed_forward)?,
+            down: matrix("ffn_down", hidden, feed_forward)?,
         })
+    }
+
+    fn qkv_bias(weights: &dyn Weights, config: &LlamaConfig, layer: usize) -> Result<Vec<f32>, EngineError> {
+        let turned = config.rope.row_order(config.head_dim);
+        let kv_width = config.kv_heads * config.head_dim;
+        let parts = [
+            ("attn_q", config.attended_width(), turned),
+            ("attn_k", kv_width, turned),
+            ("attn_v", kv_width, RowOrder::AsStored),
+        ];
+        let mut all = Vec::with_capacity(config.qkv_width());
+        for (part, width, order) in parts {
+            let bias = weights.vector(&format!("blk.{layer}.{part}.bias"), width)?;
+            all.extend_from_slice(&order.apply(Cow::Owned(bias), 1));
+        }
+        Ok(all)
+    }
+
+    fn head_norm(weights: &dyn Weights, config: &LlamaConfig, layer: usize) -> Result<Vec<f32>, EngineError> {
+        let turned = config.rope.row_order(config.head_dim);
+        let mut all = Vec::new();
+        for (part, heads) in [("attn_q_norm", config.heads), ("attn_k_norm", config.kv_heads)] {
+            let norm = weights.vector(&format!("blk.{layer}.{part}.weight"), config.head_dim)?;
+            all.extend(turned.apply(Cow::Owned(norm), 1).repeat(heads));
+        }
+        Ok(all)
     }
 
     #[allow(clippy::too_many_arguments, reason = "the step's context, in one place only")]
@@ -226,12 +186,18 @@ impl Layer {
         buffers: &mut Buffers,
     ) {
         let Buffers { hidden, normed, qkv, attended, part, .. } = buffers;
-        let stride = (config.heads + 2 * config.kv_heads) * config.head_dim;
+        let stride = config.qkv_width();
         rms_norm(isa, hidden, &self.attention_norm, config.norm_eps, normed);
         self.qkv.multiply(isa, normed, qkv, part);
+        if let Some(bias) = &self.qkv_bias {
+            add_to_rows(qkv, bias);
+        }
+        if let Some(weights) = &self.head_norm {
+            norm_heads(isa, qkv, stride, config.head_dim, weights, config.norm_eps);
+        }
         rotations.apply(qkv, stride, config.heads + config.kv_heads);
         kv.write(index, qkv, stride, step.places);
-        let queries = Queries { values: qkv, stride, heads: config.heads };
+        let queries = Queries { values: qkv, stride, heads: config.heads, window: self.window };
         attention(isa, kv, index, step.chunks, queries, attended);
         matmul(isa, attended, &self.attention_out, hidden, Output::Add);
     }
@@ -247,11 +213,11 @@ impl Layer {
 
 impl Buffers {
     fn resize(&mut self, config: &LlamaConfig, rows: usize) {
-        let LlamaConfig { hidden, heads, kv_heads, head_dim, feed_forward, .. } = *config;
+        let LlamaConfig { hidden, feed_forward, .. } = *config;
         self.hidden.resize(rows * hidden, 0.0);
         self.normed.resize(rows * hidden, 0.0);
-        self.qkv.resize(rows * (heads + 2 * kv_heads) * head_dim, 0.0);
-        self.attended.resize(rows * hidden, 0.0);
+        self.qkv.resize(rows * config.qkv_width(), 0.0);
+        self.attended.resize(rows * config.attended_width(), 0.0);
         self.gate_up.resize(rows * 2 * feed_forward, 0.0);
         self.activated.resize(rows * feed_forward, 0.0);
     }

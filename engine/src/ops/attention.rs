@@ -35,10 +35,12 @@ pub struct Queries<'a> {
     pub stride: usize,
     /// Query heads, a multiple of the KV heads.
     pub heads: usize,
+    /// Keys that a row sees, itself included; `None`: all before it.
+    pub window: Option<usize>,
 }
 
 /// Row `r` of `out` (rows × heads × head_dim) becomes `softmax(q · Kᵀ / sqrt(head_dim)) · V` over the positions up to and
-/// including its own, whose K and V of `layer` must be in the arena. Nobody may write these blocks meanwhile.
+/// including its own (of these the last `window`), whose K and V of `layer` must be in the arena. Nobody may write these blocks meanwhile.
 ///
 /// # Panics
 /// If the lengths do not fit together or a block is not of the arena.
@@ -77,6 +79,7 @@ pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], que
             // SAFETY: as above.
             out: unsafe { out.get().add(chunk.first_row * width + head) },
             width,
+            window: queries.window.unwrap_or(usize::MAX),
         };
         SCRATCH.with_borrow_mut(|scratch| {
             scratch.reset(chunk.rows * group, layout.head_dim);
@@ -97,6 +100,14 @@ struct Tile<'a> {
     stride: usize,
     out: *mut f32,
     width: usize,
+    window: usize,
+}
+
+impl Tile<'_> {
+    /// First key that a row of the tile sees.
+    fn first_key(&self, row: usize) -> usize {
+        (self.chunk.start + row + 1).saturating_sub(self.window)
+    }
 }
 
 thread_local! {
@@ -142,7 +153,8 @@ isa_dispatch! { fn attend(tile: &Tile<'_>, scratch: &mut Scratch) = attend_with 
 unsafe fn attend_with<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
     let Chunk { start, rows, blocks, .. } = tile.chunk;
     let (head_dim, pairs) = (tile.kv.layout().head_dim, rows * tile.group);
-    for (index, &block) in blocks.iter().enumerate().take((start + rows).div_ceil(KV_BLOCK_TOKENS)) {
+    let first_block = tile.first_key(0) / KV_BLOCK_TOKENS;
+    for (index, &block) in blocks.iter().enumerate().take((start + rows).div_ceil(KV_BLOCK_TOKENS)).skip(first_block) {
         let first_key = index * KV_BLOCK_TOKENS;
         // Rows before this block's first key do not see it.
         let first_pair = first_key.saturating_sub(start) * tile.group;
@@ -151,8 +163,12 @@ unsafe fn attend_with<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
             load_block::<L>(tile, block, scratch);
             score::<L>(tile, first_pair, pairs, scratch);
             for pair in first_pair..pairs {
-                let visible = (start + pair / tile.group + 1 - first_key).min(KV_BLOCK_TOKENS);
-                accumulate::<L>(pair, visible, head_dim, scratch);
+                let row = pair / tile.group;
+                let hidden = tile.first_key(row).saturating_sub(first_key);
+                let visible = (start + row + 1 - first_key).min(KV_BLOCK_TOKENS);
+                if hidden < visible {
+                    accumulate::<L>(pair, hidden, visible, head_dim, scratch);
+                }
             }
         }
     }
@@ -240,13 +256,14 @@ unsafe fn score_pairs<L: Lanes, const P: usize>(tile: &Tile<'_>, first: usize, s
     P
 }
 
-/// Takes the first `visible` keys of the block into a pair's running softmax. What lies behind them in the block may be
+/// Takes the keys `hidden..visible` of the block into a pair's running softmax. What lies behind them in the block may be
 /// anything, NaN included, and is not touched.
 #[inline(always)]
-unsafe fn accumulate<L: Lanes>(pair: usize, visible: usize, head_dim: usize, scratch: &mut Scratch) {
+unsafe fn accumulate<L: Lanes>(pair: usize, hidden: usize, visible: usize, head_dim: usize, scratch: &mut Scratch) {
     // SAFETY: `pair` is one of the scratch's pairs.
     unsafe {
         let scores = L::load(scratch.scores.as_ptr().add(pair * LANES)).first_or(visible, L::splat(f32::NEG_INFINITY));
+        let scores = L::splat(f32::NEG_INFINITY).first_or(hidden, scores);
         let old = scratch.greatest[pair];
         let new = L::splat(scores.greatest()).max(L::splat(old));
         let mut lanes = [0.0f32; LANES];
@@ -262,12 +279,12 @@ unsafe fn accumulate<L: Lanes>(pair: usize, visible: usize, head_dim: usize, scr
         let sums = scratch.sums.as_mut_ptr().add(pair * head_dim);
         let mut d = 0;
         while d < head_dim {
-            let (sums, values) = (sums.add(d), scratch.values.as_ptr().add(d));
+            let (sums, values) = (sums.add(d), scratch.values.as_ptr().add(hidden * head_dim + d));
             d += LANES
                 * match (head_dim - d) / LANES {
-                    4.. => weigh::<L, 4>(&lanes[..visible], shrink, values, head_dim, sums),
-                    2.. => weigh::<L, 2>(&lanes[..visible], shrink, values, head_dim, sums),
-                    _ => weigh::<L, 1>(&lanes[..visible], shrink, values, head_dim, sums),
+                    4.. => weigh::<L, 4>(&lanes[hidden..visible], shrink, values, head_dim, sums),
+                    2.. => weigh::<L, 2>(&lanes[hidden..visible], shrink, values, head_dim, sums),
+                    _ => weigh::<L, 1>(&lanes[hidden..visible], shrink, values, head_dim, sums),
                 };
         }
     }

@@ -35,6 +35,35 @@ pub fn swiglu(isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
     );
 }
 
+/// Adds `bias` to every row of `x`, rows as long as `bias`.
+///
+/// # Panics
+/// If `x` is not a whole number of rows.
+pub fn add_to_rows(x: &mut [f32], bias: &[f32]) {
+    assert!(!bias.is_empty() && x.len().is_multiple_of(bias.len()));
+    x.par_chunks_exact_mut(bias.len()).with_min_len(MIN_ROWS).for_each(|row| {
+        row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+    });
+}
+
+/// [`rms_norm`] in place of single heads: of the first ones of every row of `x`, rows `stride` long, as many as
+/// `weights` has heads of `head_dim` values.
+///
+/// # Panics
+/// If the lengths do not fit together or `head_dim` is no multiple of 16.
+pub fn norm_heads(isa: Isa, x: &mut [f32], stride: usize, head_dim: usize, weights: &[f32], eps: f32) {
+    assert!(head_dim > 0 && head_dim.is_multiple_of(LANES) && weights.len().is_multiple_of(head_dim));
+    assert!(weights.len() <= stride && x.len().is_multiple_of(stride));
+    x.par_chunks_exact_mut(stride).with_min_len(MIN_ROWS).for_each(|row| {
+        for (head, weight) in row.chunks_exact_mut(head_dim).zip(weights.chunks_exact(head_dim)) {
+            let head = head.as_mut_ptr();
+            // SAFETY: a head and its weights have `head_dim` elements, a multiple of 16; each vector of the head is
+            // read before it is written, and its sum of squares before that.
+            unsafe { norm_row(isa, head, weight.as_ptr(), eps, head_dim, head) }
+        }
+    });
+}
+
 /// Cosines and sines of the rotary embedding for a step's rows.
 #[derive(Default)]
 pub struct Rotations {
@@ -44,17 +73,14 @@ pub struct Rotations {
 }
 
 impl Rotations {
-    /// For the rows' `positions`: pair `i` turns by `position * base^(-2i / head_dim)`.
-    pub fn new(positions: &[usize], head_dim: usize, base: f32) -> Self {
-        let half = head_dim / 2;
-        let frequencies: Vec<f64> =
-            (0..half).map(|i| f64::from(base).powf(-2.0 * i as f64 / head_dim as f64)).collect();
+    /// For the rows' `positions`: pair `i` turns by `position * frequencies[i]`.
+    pub fn new(positions: &[usize], frequencies: &[f64]) -> Self {
         let turn = |(position, frequency): (f64, f64)| {
             let (sin, cos) = (position * frequency).sin_cos();
             (cos as f32, sin as f32)
         };
         let pairs = positions.iter().flat_map(|&p| frequencies.iter().map(move |&f| turn((p as f64, f)))).collect();
-        Self { pairs, half }
+        Self { pairs, half: frequencies.len() }
     }
 
     /// Turns the first `heads` heads of every row of `x`, rows `stride` long. Pairs are neighbours (2i, 2i + 1), the
@@ -146,12 +172,31 @@ mod tests {
     }
 
     #[test]
+    fn heads_are_normed_in_place_and_the_rest_of_a_row_is_left() {
+        let (x, weights) = (wave(2 * 80), wave(48));
+        let mut normed = x.clone();
+        norm_heads(Isa::detect(), &mut normed, 80, 16, &weights, 1e-6);
+        for (before, after) in x.chunks(80).zip(normed.chunks(80)) {
+            for head in 0..3 {
+                let at = head * 16..(head + 1) * 16;
+                let mut want = [0.0; 16];
+                rms_norm(Isa::detect(), &before[at.clone()], &weights[at.clone()], 1e-6, &mut want);
+                assert_eq!(after[at], want);
+            }
+            assert_eq!(before[48..], after[48..]);
+        }
+        add_to_rows(&mut normed, &wave(80));
+        assert_eq!(normed[80 + 60], x[80 + 60] + wave(80)[60]);
+    }
+
+    #[test]
     fn rotation_keeps_lengths_and_depends_on_distance_only() {
         let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f32>();
         let (q, k) = (wave(16), wave(32)[16..].to_vec());
         let turned = |x: &[f32], position| {
             let mut x = x.to_vec();
-            Rotations::new(&[position], 16, 1e4).apply(&mut x, 16, 1);
+            let frequencies: Vec<f64> = (0..8).map(|i| 1e4f64.powf(-f64::from(i) / 8.0)).collect();
+            Rotations::new(&[position], &frequencies).apply(&mut x, 16, 1);
             x
         };
         assert!((dot(&turned(&q, 9), &turned(&q, 9)) - dot(&q, &q)).abs() < 1e-2);

@@ -88,12 +88,12 @@ proptest! {
     #[test]
     fn attention_is_a_softmax_over_the_past_and_the_same_in_chunks(
         tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4, wide: bool, bf16: bool,
-        seed: u32,
+        window in prop::option::of(1usize..80), seed: u32,
     ) {
         let cut = cut.min(tokens - 1);
         let dtype = if bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
         let layout = KvLayout { layers: 2, kv_heads, head_dim: if wide { 32 } else { 16 }, dtype };
-        let case = Case::new(layout, group, tokens, seed);
+        let case = Case { window, ..Case::new(layout, group, tokens, seed) };
         let whole = case.attend(Isa::detect(), &[(0, tokens)]);
         case.check(&whole)?;
         for isa in Isa::available() {
@@ -107,6 +107,7 @@ struct Case {
     kv: KvArena,
     blocks: Vec<u32>,
     group: usize,
+    window: Option<usize>,
     rows: Vec<f32>,
 }
 
@@ -125,7 +126,7 @@ impl Case {
         }
         let places: Vec<Place> = (0..tokens).map(|i| Place { block: blocks[i / 16], slot: i % 16 }).collect();
         kv.write(Self::LAYER, &rows, stride, &places);
-        Self { kv, blocks, group, rows }
+        Self { kv, blocks, group, window: None, rows }
     }
 
     fn stride(&self) -> usize {
@@ -146,7 +147,7 @@ impl Case {
         };
         let chunks: Vec<Chunk<'_>> = pieces.iter().map(chunk).collect();
         let mut out = vec![0.0; self.rows.len() / self.stride() * self.heads() * self.kv.layout().head_dim];
-        let queries = Queries { values: &self.rows, stride: self.stride(), heads: self.heads() };
+        let queries = Queries { values: &self.rows, stride: self.stride(), heads: self.heads(), window: self.window };
         attention(isa, &self.kv, Self::LAYER, &chunks, queries, &mut out);
         out
     }
@@ -161,10 +162,11 @@ impl Case {
                 let dot: f64 = head(row, query).iter().zip(head(past, k)).map(|(a, b)| f64::from(a * b)).sum();
                 (dot / (dim as f64).sqrt()).exp()
             };
-            let weights: Vec<f64> = (0..=row).map(score).collect();
+            let first = (row + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
+            let weights: Vec<f64> = (first..=row).map(score).collect();
             let total: f64 = weights.iter().sum();
             for (d, got) in got.iter().enumerate() {
-                let want: f64 = weights.iter().enumerate().map(|(past, w)| w * f64::from(head(past, v)[d])).sum();
+                let want: f64 = weights.iter().zip(first..).map(|(w, past)| w * f64::from(head(past, v)[d])).sum();
                 prop_assert!((f64::from(*got) - want / total).abs() < 1e-4, "row {} head {} value {}", row, query, d);
             }
         }
