@@ -11,12 +11,12 @@ use std::time::Instant;
 
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
-use tandem_engine::ops::simd::Isa;
+use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease};
 
 const BLOCK: usize = 16;
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
-                     [--kv-dtype bf16|f32] [--ceilings] [--json]";
+                     [--kv-dtype bf16|f32] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
 const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
                     decode8x1024,decode16x1024,decode32x1024";
 
@@ -29,6 +29,8 @@ struct Options {
     steps: usize,
     chunk: usize,
     kv_dtype: KvDtype,
+    isa: IsaChoice,
+    batch_invariant: bool,
     ceilings: bool,
     json: bool,
 }
@@ -111,6 +113,8 @@ impl Options {
             steps: 8,
             chunk: 512,
             kv_dtype: KvDtype::Bf16,
+            isa: IsaChoice::Auto,
+            batch_invariant: false,
             ceilings: false,
             json: false,
         };
@@ -130,6 +134,17 @@ impl Options {
                         other => return Err(format!("no KV type {other}; {USAGE}")),
                     }
                 }
+                "--isa" => {
+                    options.isa = match value()?.as_str() {
+                        "auto" => IsaChoice::Auto,
+                        "amx" => IsaChoice::Amx,
+                        "avx512" => IsaChoice::Avx512,
+                        "avx2" => IsaChoice::Avx2,
+                        "portable" => IsaChoice::Portable,
+                        other => return Err(format!("no instruction set {other}; {USAGE}")),
+                    }
+                }
+                "--batch-invariant" => options.batch_invariant = true,
                 "--ceilings" => options.ceilings = true,
                 "--json" => options.json = true,
                 _ => return Err(format!("unknown {flag}; {USAGE}")),
@@ -175,6 +190,9 @@ impl Bench {
             blocks,
             block_tokens: BLOCK,
             threads: options.threads,
+            isa: options.isa,
+            batch_invariant: options.batch_invariant,
+            ..ModelConfig::default()
         })
         .map_err(|error| error.to_string())?;
         // Small bf16 numbers (f32 ones, read in pairs): a context that nobody needs to compute.

@@ -12,14 +12,19 @@
 //! - [`attention`]: causal attention over paged KV.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod attention_dots;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 pub mod kv;
 pub mod matmul;
+pub mod pool;
 pub mod rows;
 pub mod simd;
 #[cfg(test)]
 mod tests;
 
-/// A pointer that rayon's tasks share. Whoever makes one promises that the tasks touch disjoint elements.
+/// A pointer that the tasks of a region share. Whoever makes one promises that the tasks touch disjoint elements.
 #[derive(Clone, Copy)]
 struct Shared<T>(*mut T);
 
