@@ -16,7 +16,7 @@ use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease};
 
 const BLOCK: usize = 16;
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
-                     [--kv-dtype bf16|f32] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
+                     [--kv-dtype bf16|f32] [--isa auto|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
 const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
                     decode8x1024,decode16x1024,decode32x1024";
 
@@ -137,7 +137,6 @@ impl Options {
                 "--isa" => {
                     options.isa = match value()?.as_str() {
                         "auto" => IsaChoice::Auto,
-                        "amx" => IsaChoice::Amx,
                         "avx512" => IsaChoice::Avx512,
                         "avx2" => IsaChoice::Avx2,
                         "portable" => IsaChoice::Portable,

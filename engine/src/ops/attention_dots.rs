@@ -115,12 +115,9 @@ unsafe fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
             let mut pair = first_key.saturating_sub(tile.start) * tile.group;
             while pair < pairs {
                 pair += match pairs - pair {
-                    1 => walk::<1>(tile, &span, pair, scratch),
-                    2 => walk::<2>(tile, &span, pair, scratch),
-                    3 => walk::<3>(tile, &span, pair, scratch),
-                    4 => walk::<4>(tile, &span, pair, scratch),
-                    5 => walk::<5>(tile, &span, pair, scratch),
-                    _ => walk::<PAIRS>(tile, &span, pair, scratch),
+                    PAIRS.. => walk::<PAIRS>(tile, &span, pair, scratch),
+                    3.. => walk::<3>(tile, &span, pair, scratch),
+                    _ => walk::<1>(tile, &span, pair, scratch),
                 };
             }
         }
@@ -211,7 +208,6 @@ unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scrat
             d += LANES
                 * match (tile.head_dim - d) / LANES {
                     4.. => weigh::<P, 4>(tile, span, &weights, shrink, most, d, sums.add(d)),
-                    2.. => weigh::<P, 2>(tile, span, &weights, shrink, most, d, sums.add(d)),
                     _ => weigh::<P, 1>(tile, span, &weights, shrink, most, d, sums.add(d)),
                 };
         }

@@ -141,8 +141,6 @@ impl Target {
 /// Of both methods: `block` is a whole block of this format; the caller has the features enabled.
 trait Format {
     const KIND: WeightFormat;
-    /// Whether `scales` are more than ones and zeros.
-    const SCALED: bool;
     /// 16 columns (the left or the right ones) of the pair `pair`.
     unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i;
     /// Scale and offset of 16 columns.
@@ -160,7 +158,6 @@ struct Q8_0;
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers these bodies")]
 impl Format for F32 {
     const KIND: WeightFormat = WeightFormat::F32;
-    const SCALED: bool = false;
     #[inline(always)]
     unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
         unsafe {
@@ -181,7 +178,6 @@ impl Format for F32 {
 #[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
-    const SCALED: bool = false;
     #[inline(always)]
     unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
         unsafe { _mm512_loadu_si512(block.add((half * PAIRS + pair) * 64).cast()) }
@@ -206,7 +202,6 @@ static NIBBLES: [u16; 32] = {
 #[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
-    const SCALED: bool = true;
     #[inline(always)]
     unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
         unsafe {
@@ -232,7 +227,6 @@ impl Format for Q4_1 {
 #[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
-    const SCALED: bool = true;
     #[inline(always)]
     unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
         unsafe {
@@ -265,35 +259,20 @@ panel_of!(panel_bf16, Bf16);
 panel_of!(panel_q4_1, Q4_1);
 panel_of!(panel_q8_0, Q8_0);
 
-/// Calls `$tile::<F, M>` for `$rows` in 1..=12.
-macro_rules! by_height {
-    ($rows:expr, $tile:ident::<$f:ty>($($arg:expr),*)) => {
-        match $rows {
-            1 => $tile::<$f, 1>($($arg),*),
-            2 => $tile::<$f, 2>($($arg),*),
-            3 => $tile::<$f, 3>($($arg),*),
-            4 => $tile::<$f, 4>($($arg),*),
-            5 => $tile::<$f, 5>($($arg),*),
-            6 => $tile::<$f, 6>($($arg),*),
-            7 => $tile::<$f, 7>($($arg),*),
-            8 => $tile::<$f, 8>($($arg),*),
-            9 => $tile::<$f, 9>($($arg),*),
-            10 => $tile::<$f, 10>($($arg),*),
-            11 => $tile::<$f, 11>($($arg),*),
-            _ => $tile::<$f, TILE_ROWS>($($arg),*),
-        }
-    };
-}
+/// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
+const DIRECT_ROWS: usize = 4;
 
 #[inline(always)]
 unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
     // SAFETY: the caller's; tiles stay within the scratch's rows.
     unsafe {
-        if scratch.rows <= TILE_ROWS {
-            return by_height!(scratch.rows, tile::<F>(scratch, panel, target));
+        match scratch.rows {
+            1 => return tile::<F, 1>(scratch, panel, target),
+            2 => return tile::<F, 2>(scratch, panel, target),
+            3 => return tile::<F, 3>(scratch, panel, target),
+            DIRECT_ROWS => return tile::<F, DIRECT_ROWS>(scratch, panel, target),
+            _ => {}
         }
-        // Tiles of equal height, as far as it goes.
-        let (rows, tiles) = (scratch.rows, scratch.rows.div_ceil(TILE_ROWS));
         let mut weights = [[_mm512_setzero_si512(); 2]; PAIRS];
         for group in 0..scratch.groups {
             let block = panel.add(group * F::KIND.block_bytes());
@@ -301,14 +280,33 @@ unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
                 *weights = [F::pairs(block, 0, pair), F::pairs(block, 1, pair)];
             }
             let scales = [F::scales(block, 0), F::scales(block, 1)];
-            for t in 0..tiles {
-                let (first, last) = (t * rows / tiles, (t + 1) * rows / tiles);
-                by_height!(last - first, group_tile::<F>(scratch, group, first, &weights, scales));
-            }
+            add_group(scratch, group, &weights, &scales);
         }
-        for row in 0..rows {
+        for row in 0..scratch.rows {
             let sums = scratch.totals.as_ptr().add(row * PANEL);
             target.put(row, [_mm512_loadu_ps(sums), _mm512_loadu_ps(sums.add(LANES))]);
+        }
+    }
+}
+
+/// All rows' products with one group of weights, in tiles as tall as the registers allow.
+///
+/// # Safety
+/// As for `multiply`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]; PAIRS], scales: &[[__m512; 2]; 2]) {
+    let mut row = 0;
+    while row < scratch.rows {
+        // SAFETY: no tile is taller than the rows that are left.
+        unsafe {
+            row += match scratch.rows - row {
+                TILE_ROWS.. => group_tile::<TILE_ROWS>(scratch, group, row, weights, scales),
+                8.. => group_tile::<8>(scratch, group, row, weights, scales),
+                6.. => group_tile::<6>(scratch, group, row, weights, scales),
+                4.. => group_tile::<4>(scratch, group, row, weights, scales),
+                2.. => group_tile::<2>(scratch, group, row, weights, scales),
+                _ => group_tile::<1>(scratch, group, row, weights, scales),
+            };
         }
     }
 }
@@ -330,7 +328,7 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
             let scales = [F::scales(block, 0), F::scales(block, 1)];
             for m in 0..M {
                 let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
-                totals[m] = grown::<F>(totals[m], sums[m], scales, x_sum);
+                totals[m] = grown(totals[m], sums[m], &scales, x_sum);
             }
         }
         for (m, totals) in totals.into_iter().enumerate() {
@@ -339,15 +337,15 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
     }
 }
 
-/// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches.
+/// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns `M`.
 #[inline(always)]
-unsafe fn group_tile<F: Format, const M: usize>(
+unsafe fn group_tile<const M: usize>(
     scratch: &mut Scratch,
     group: usize,
     first: usize,
     weights: &[[__m512i; 2]; PAIRS],
-    scales: [[__m512; 2]; 2],
-) {
+    scales: &[[__m512; 2]; 2],
+) -> usize {
     let row = group * scratch.rows + first;
     // SAFETY: the scratch has the rows `first ..` `M`.
     unsafe {
@@ -363,11 +361,12 @@ unsafe fn group_tile<F: Format, const M: usize>(
                 _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
             };
             let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
-            let totals = grown::<F>(totals, sums, scales, x_sum);
+            let totals = grown(totals, sums, scales, x_sum);
             _mm512_storeu_ps(to, totals[0]);
             _mm512_storeu_ps(to.add(LANES), totals[1]);
         }
     }
+    M
 }
 
 /// One pair of `k` for `M` rows, whose `x` are 16 words apart.
@@ -382,30 +381,13 @@ unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 
     }
 }
 
-/// The totals with one more group in them.
+/// The totals with one more group in them. Formats without scales or offsets have ones and zeros, which change nothing.
 #[inline(always)]
-unsafe fn grown<F: Format>(
-    totals: [__m512; 2],
-    sums: [__m512; 2],
-    scales: [[__m512; 2]; 2],
-    x_sum: __m512,
-) -> [__m512; 2] {
+unsafe fn grown(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
     // SAFETY: lane arithmetic only.
-    unsafe {
-        match F::SCALED {
-            false => [_mm512_add_ps(totals[0], sums[0]), _mm512_add_ps(totals[1], sums[1])],
-            true => {
-                let half = |h: usize| {
-                    let scaled = _mm512_fmadd_ps(sums[h], scales[h][0], totals[h]);
-                    match F::KIND {
-                        WeightFormat::Q4_1 => _mm512_fmadd_ps(x_sum, scales[h][1], scaled),
-                        _ => scaled,
-                    }
-                };
-                [half(0), half(1)]
-            }
-        }
-    }
+    let half =
+        |h: usize| unsafe { _mm512_fmadd_ps(x_sum, scales[h][1], _mm512_fmadd_ps(sums[h], scales[h][0], totals[h])) };
+    [half(0), half(1)]
 }
 
 #[inline(always)]

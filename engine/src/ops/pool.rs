@@ -276,7 +276,9 @@ mod tests {
         let mut pool = Pool::new(3, Vec::new()).unwrap();
         for (n, least) in [(0, 4), (1, 4), (16, 4), (17, 1), (100, 200)] {
             let counts: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
-            pool.install(|| for_each_run(n, least, |run| run.for_each(|i| drop(counts[i].fetch_add(1, Ordering::Relaxed)))));
+            pool.install(|| {
+                for_each_run(n, least, |run| run.for_each(|i| drop(counts[i].fetch_add(1, Ordering::Relaxed))))
+            });
             assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
         }
     }

@@ -19,8 +19,6 @@ pub struct Isa(pub(super) Kind);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     #[cfg(target_arch = "x86_64")]
-    Amx,
-    #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -35,8 +33,6 @@ pub enum IsaChoice {
     /// The best one here.
     #[default]
     Auto,
-    /// AMX tiles, AVX-512 for the rest.
-    Amx,
     /// AVX-512, with its bf16 dot products where the machine has them.
     Avx512,
     /// AVX2 with FMA and F16C.
@@ -55,11 +51,9 @@ impl Isa {
     pub fn choose(choice: IsaChoice, exact: bool) -> Option<Self> {
         Self::available().into_iter().filter(|isa| !exact || !isa.rounds()).find(|isa| match isa.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Amx => matches!(choice, IsaChoice::Auto | IsaChoice::Amx),
-            #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx512),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx512) || exact && choice == IsaChoice::Amx,
+            Kind::Avx512 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx512),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx2),
             Kind::Portable => matches!(choice, IsaChoice::Auto | IsaChoice::Portable),
@@ -91,7 +85,7 @@ impl Isa {
     pub fn rounds(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Amx | Kind::Avx512Bf16 => true,
+            Kind::Avx512Bf16 => true,
             _ => false,
         }
     }
@@ -99,8 +93,6 @@ impl Isa {
     /// For people.
     pub fn name(self) -> &'static str {
         match self.0 {
-            #[cfg(target_arch = "x86_64")]
-            Kind::Amx => "amx",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "x86_64")]
@@ -134,9 +126,7 @@ macro_rules! isa_dispatch {
             unsafe {
                 match isa.0 {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::ops::simd::Kind::Amx
-                    | $crate::ops::simd::Kind::Avx512Bf16
-                    | $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
+                    $crate::ops::simd::Kind::Avx512Bf16 | $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::ops::simd::Kind::Avx2 => avx2($($arg),*),
                     $crate::ops::simd::Kind::Portable => $body::<$crate::ops::simd::Portable>($($arg),*),
