@@ -5,8 +5,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
-
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
 use crate::models::checkpoint::Checkpoint;
@@ -14,6 +12,8 @@ use crate::models::config::LlamaConfig;
 use crate::models::llama::{Llama, Step};
 use crate::ops::attention::Chunk;
 use crate::ops::kv::{KV_BLOCK_TOKENS, KvArena, KvLayout, Place};
+use crate::ops::pool::Pool;
+use crate::ops::simd::{Isa, IsaChoice};
 
 /// What to load and with which memory and threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,8 +26,31 @@ pub struct ModelConfig {
     pub blocks: usize,
     /// Tokens of a block; the kernels want 16.
     pub block_tokens: usize,
-    /// Threads that compute, the caller's not counted: it waits.
+    /// Threads that compute, the caller's counted.
     pub threads: usize,
+    /// Cores to which the threads are bound, in their order; empty leaves them to the system. Whoever shares a machine
+    /// with others of its kind had better name them or leave it empty.
+    pub cpus: Vec<usize>,
+    /// Which kernels.
+    pub isa: IsaChoice,
+    /// One kernel path in f32 for every row count: the same bits whatever else is in the batch, and on every machine.
+    pub batch_invariant: bool,
+}
+
+impl Default for ModelConfig {
+    /// No file and no memory: what must be said. For the rest the usual.
+    fn default() -> Self {
+        Self {
+            path: PathBuf::new(),
+            kv_dtype: KvDtype::Bf16,
+            blocks: 0,
+            block_tokens: KV_BLOCK_TOKENS,
+            threads: 1,
+            cpus: Vec::new(),
+            isa: IsaChoice::Auto,
+            batch_invariant: false,
+        }
+    }
 }
 
 /// A Llama model, its KV arena and its threads.
@@ -35,7 +58,7 @@ pub struct LlamaExecutor {
     spec: EngineSpec,
     model: Llama,
     kv: KvArena,
-    pool: ThreadPool,
+    pool: Pool,
 }
 
 impl LlamaExecutor {
@@ -49,15 +72,15 @@ impl LlamaExecutor {
             return Err(EngineError::InvalidArgument(why));
         }
         let checkpoint = Checkpoint::open(&config.path)?;
-        let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?;
+        let exact = config.batch_invariant || config.kv_dtype == KvDtype::F32;
+        let isa = Isa::choose(config.isa, exact)
+            .ok_or_else(|| EngineError::InvalidArgument(format!("this machine has no {:?}", config.isa)))?;
+        let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?.with_isa(isa);
         let LlamaConfig { layers, kv_heads, head_dim, .. } = *model.config();
         let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype };
         let kv = KvArena::new(allocate_arena(config.blocks, layout.block_bytes())?, layout)
             .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {layout:?}")))?;
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(config.threads)
-            .thread_name(|index| format!("compute-{index}"))
-            .build()
+        let pool = Pool::new(config.threads, config.cpus.clone())
             .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
         let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");

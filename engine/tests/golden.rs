@@ -110,7 +110,8 @@ impl Runner {
     fn load(kv_dtype: KvDtype) -> Self {
         let path = model_path();
         assert!(path.is_file(), "the model {} is missing: run `make setup`", path.display());
-        let config = ModelConfig { path, kv_dtype, blocks: 256, block_tokens: 16, threads: 2 };
+        let config =
+            ModelConfig { path, kv_dtype, blocks: 256, block_tokens: 16, threads: 2, ..ModelConfig::default() };
         let executor = LlamaExecutor::load(&config).expect("the model loads");
         let pool = BlockPool::new(256, 16);
         Self { executor, pool }

@@ -71,7 +71,14 @@ impl TinyModel {
     }
 
     fn load(&self, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
-        LlamaExecutor::load(&ModelConfig { path: self.0.clone(), kv_dtype, blocks: 32, block_tokens: 16, threads: 2 })
+        LlamaExecutor::load(&ModelConfig {
+            path: self.0.clone(),
+            kv_dtype,
+            blocks: 32,
+            block_tokens: 16,
+            threads: 2,
+            ..ModelConfig::default()
+        })
     }
 
     /// The file's bytes, and what loading says about the file with `bytes` in it.

@@ -85,6 +85,17 @@ impl Llama {
         Ok(Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers: Buffers::default() })
     }
 
+    /// The same model computed by `isa`'s kernels; where those round to bf16 anyway, f32 weights are kept in it.
+    pub fn with_isa(mut self, isa: Isa) -> Self {
+        self.isa = isa;
+        if isa.rounds() {
+            self.embedding = self.embedding.rounded();
+            self.head = self.head.map(PackedMatrix::rounded);
+            self.layers = self.layers.into_iter().map(Layer::rounded).collect();
+        }
+        self
+    }
+
     /// The sizes.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
@@ -174,6 +185,16 @@ impl Layer {
         Ok(all)
     }
 
+    fn rounded(self) -> Self {
+        Self {
+            qkv: self.qkv.rounded(),
+            attention_out: self.attention_out.rounded(),
+            gate_up: self.gate_up.rounded(),
+            down: self.down.rounded(),
+            ..self
+        }
+    }
+
     #[allow(clippy::too_many_arguments, reason = "the step's context, in one place only")]
     fn attend(
         &self,
@@ -232,6 +253,10 @@ impl Fused {
             Some(one) => Self(vec![one]),
             None => Self(parts),
         }
+    }
+
+    fn rounded(self) -> Self {
+        Self::new(self.0.into_iter().map(PackedMatrix::rounded).collect())
     }
 
     /// `out`: rows × the sum of the columns; `part` is scratch.

@@ -3,11 +3,9 @@
 //! vLLM, arXiv:2309.06180). Grouped-query heads that share K and V are computed together.
 use std::cell::RefCell;
 
-use rayon::prelude::*;
-
-use super::Shared;
 use super::kv::{KV_BLOCK_TOKENS, KvArena, Part};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::{Shared, pool};
 use crate::executor::KvDtype;
 
 /// Query rows of a task: they share one unpacking of each K and V block.
@@ -49,10 +47,16 @@ pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], que
     let width = queries.heads * layout.head_dim;
     let rows = queries.values.len() / queries.stride;
     assert!(queries.stride >= width && queries.heads.is_multiple_of(layout.kv_heads) && out.len() == rows * width);
-    let mut tiles = Vec::new();
     for chunk in chunks {
         assert!(chunk.first_row + chunk.rows <= rows);
         assert!(chunk.start + chunk.rows <= chunk.blocks.len() * KV_BLOCK_TOKENS);
+    }
+    #[cfg(target_arch = "x86_64")]
+    if isa.rounds() && layout.dtype == KvDtype::Bf16 {
+        return super::attention_dots::attention(kv, layer, chunks, queries, out);
+    }
+    let mut tiles = Vec::new();
+    for chunk in chunks {
         for first in (0..chunk.rows).step_by(TILE_ROWS) {
             let part = Chunk {
                 first_row: chunk.first_row + first,
@@ -65,7 +69,8 @@ pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], que
     }
     let out = Shared(out.as_mut_ptr());
     let group = queries.heads / layout.kv_heads;
-    tiles.par_iter().for_each(|&(chunk, kv_head)| {
+    pool::for_each(tiles.len(), |task| {
+        let (chunk, kv_head) = tiles[task];
         let head = kv_head * group * layout.head_dim;
         let tile = Tile {
             kv,
@@ -195,21 +200,37 @@ unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratc
     // the scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running
     // sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
     unsafe {
-        let load = |from: *const u8, i: usize| match layout.dtype {
-            KvDtype::F32 => L::load(from.cast::<f32>().add(i)),
-            KvDtype::Bf16 => L::load_bf16(from.cast::<u16>().add(i)),
-        };
-        for d in (0..head_dim).step_by(LANES) {
-            let mut square = [L::splat(0.0); LANES];
-            for (token, row) in square.iter_mut().enumerate() {
-                *row = load(keys, token * head_dim + d);
+        let (to_keys, to_values) = (scratch.keys.as_mut_ptr(), scratch.values.as_mut_ptr());
+        match layout.dtype {
+            KvDtype::F32 => {
+                for d in (0..head_dim).step_by(LANES) {
+                    let mut square = [L::splat(0.0); LANES];
+                    for (token, row) in square.iter_mut().enumerate() {
+                        *row = L::load(keys.cast::<f32>().add(token * head_dim + d));
+                    }
+                    for (column, lanes) in L::transpose(square).into_iter().enumerate() {
+                        lanes.store(to_keys.add((d + column) * LANES));
+                    }
+                }
+                for i in (0..KV_BLOCK_TOKENS * head_dim).step_by(LANES) {
+                    L::load(values.cast::<f32>().add(i)).store(to_values.add(i));
+                }
             }
-            for (column, lanes) in L::transpose(square).into_iter().enumerate() {
-                lanes.store(scratch.keys.as_mut_ptr().add((d + column) * LANES));
+            KvDtype::Bf16 => {
+                for d in (0..head_dim).step_by(2) {
+                    let (even, odd) = L::load_bf16_pairs(keys.cast::<u16>().add(d * LANES));
+                    even.store(to_keys.add(d * LANES));
+                    odd.store(to_keys.add((d + 1) * LANES));
+                }
+                for token in (0..KV_BLOCK_TOKENS).step_by(2) {
+                    for d in (0..head_dim).step_by(LANES) {
+                        let pairs = values.cast::<u16>().add(token * head_dim + 2 * d);
+                        let (even, odd) = L::load_bf16_pairs(pairs);
+                        even.store(to_values.add(token * head_dim + d));
+                        odd.store(to_values.add((token + 1) * head_dim + d));
+                    }
+                }
             }
-        }
-        for i in (0..KV_BLOCK_TOKENS * head_dim).step_by(LANES) {
-            load(values, i).store(scratch.values.as_mut_ptr().add(i));
         }
     }
 }

@@ -1,10 +1,12 @@
 //! The paged KV arena as the kernels see it: where a head of a token lies, and writing it. Layout of a block:
-//! `[layer][K|V][kv_head][token][head_dim]`. Who owns which block is `blocks.rs`'s matter.
+//! `[layer][K|V][kv_head]`, then for f32 `[token][head_dim]`. For bf16 the values stand as the dot products of `dots.rs`
+//! take them, which sum over two neighbours in each 32-bit lane: K sums over dimensions, so it is
+//! `[head_dim / 2][token][2]`, V sums over tokens, so it is `[token / 2][head_dim][2]`. Who owns which block is
+//! `blocks.rs`'s matter.
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use rayon::prelude::*;
-
+use super::pool;
 use super::simd::LANES;
 use crate::executor::KvDtype;
 
@@ -92,36 +94,49 @@ impl KvArena {
         let KvLayout { kv_heads, head_dim, .. } = self.layout;
         assert!(rows.len() == places.len() * stride && stride >= 2 * kv_heads * head_dim);
         let at_k = stride - 2 * kv_heads * head_dim;
-        rows.par_chunks_exact(stride).with_min_len(16).zip(places).for_each(|(row, place)| {
-            for (i, head) in row[at_k..].chunks_exact(head_dim).enumerate() {
-                let part = if i < kv_heads { Part::K } else { Part::V };
-                self.write_head(self.head_offset(place.block, layer, part, i % kv_heads), place.slot, head);
+        pool::for_each_run(places.len(), 16, |run| {
+            for (row, place) in rows[run.start * stride..run.end * stride].chunks_exact(stride).zip(&places[run]) {
+                for (i, head) in row[at_k..].chunks_exact(head_dim).enumerate() {
+                    let part = if i < kv_heads { Part::K } else { Part::V };
+                    self.write_head(place, layer, part, i % kv_heads, head);
+                }
             }
         });
     }
 
-    fn write_head(&self, head_bytes_at: usize, slot: usize, values: &[f32]) {
-        assert!(slot < KV_BLOCK_TOKENS);
-        let dtype = self.layout.dtype;
-        let first = (head_bytes_at + slot * values.len() * dtype.size_bytes()) / 8;
-        let words = &self.words[first..first + values.len() * dtype.size_bytes() / 8];
-        match dtype {
-            KvDtype::F32 => {
-                for (word, pair) in words.iter().zip(values.chunks_exact(2)) {
-                    let (low, high) = (u64::from(pair[0].to_bits()), u64::from(pair[1].to_bits()));
-                    word.store(low | high << 32, Ordering::Relaxed);
+    fn write_head(&self, place: &Place, layer: usize, part: Part, head: usize, values: &[f32]) {
+        let (slot, dim) = (place.slot, self.layout.head_dim);
+        assert!(slot < KV_BLOCK_TOKENS && values.len() == dim);
+        let to = self.head(place.block, layer, part, head).cast_mut();
+        let round = |value: f32| half::bf16::from_f32(value).to_bits();
+        // SAFETY: `head` is 16 × head_dim values of the layout's type, aligned to 8 bytes, in an arena that lives; all
+        // indices are below that. Atomic stores, because a transfer may read other tokens of the block meanwhile.
+        unsafe {
+            match (self.layout.dtype, part) {
+                (KvDtype::F32, _) => {
+                    for (i, value) in values.iter().enumerate() {
+                        let to = to.cast::<u32>().add(slot * dim + i);
+                        AtomicU32::from_ptr(to).store(value.to_bits(), Ordering::Relaxed);
+                    }
                 }
-            }
-            KvDtype::Bf16 => {
-                for (word, four) in words.iter().zip(values.chunks_exact(4)) {
-                    let bits = |i: usize| u64::from(half::bf16::from_f32(four[i]).to_bits());
-                    word.store(bits(0) | bits(1) << 16 | bits(2) << 32 | bits(3) << 48, Ordering::Relaxed);
+                (KvDtype::Bf16, Part::K) => {
+                    for (i, two) in values.chunks_exact(2).enumerate() {
+                        let word = u32::from(round(two[0])) | u32::from(round(two[1])) << 16;
+                        let to = to.cast::<u32>().add(i * KV_BLOCK_TOKENS + slot);
+                        AtomicU32::from_ptr(to).store(word, Ordering::Relaxed);
+                    }
+                }
+                (KvDtype::Bf16, Part::V) => {
+                    for (i, value) in values.iter().enumerate() {
+                        let to = to.cast::<u16>().add((slot / 2 * dim + i) * 2 + slot % 2);
+                        AtomicU16::from_ptr(to).store(round(*value), Ordering::Relaxed);
+                    }
                 }
             }
         }
     }
 
-    /// `block_tokens × head_dim` values, row-major. Valid as long as the arena lives.
+    /// `block_tokens × head_dim` values, in the order of the layout. Valid as long as the arena lives.
     ///
     /// # Panics
     /// If an argument is out of range.
@@ -165,6 +180,12 @@ mod tests {
         let ties = [0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x3f80_7fff].map(f32::from_bits);
         let row: Vec<f32> = (0..32).map(|i| ties[i % 4]).collect();
         arena.write(0, &row, 32, &[Place { block: 0, slot: 0 }]);
-        assert_eq!(arena.words()[0].load(Ordering::Relaxed), 0x3f80_3f81_3f82_3f80);
+        // Two dimensions of token 0, and nothing of token 1 yet.
+        assert_eq!(arena.words()[0].load(Ordering::Relaxed), 0x3f82_3f80);
+        assert_eq!(arena.words()[8].load(Ordering::Relaxed), 0x3f80_3f81);
+        arena.write(0, &row, 32, &[Place { block: 0, slot: 1 }]);
+        assert_eq!(arena.words()[0].load(Ordering::Relaxed), 0x3f82_3f80_3f82_3f80);
+        // V: the same dimension of both tokens.
+        assert_eq!(arena.words()[64].load(Ordering::Relaxed), 0x3f82_3f82_3f80_3f80);
     }
 }

@@ -2,19 +2,22 @@
 //! exact f32 of their format inside the kernel: the result equals that of f32 weights bit for bit, at a fraction of the
 //! bytes, and bytes are what decode waits for.
 //!
-//! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then for each
-//! `k` the 32 weights. Every output element is one chain of fused multiply-adds over ascending `k`, in every tile shape.
+//! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then the
+//! weights. f32 weights stand row after row of 32 columns. The others stand in pairs of neighbouring `k`, first all of the
+//! panel's left 16 columns, then of the right ones, because the instructions of `dots.rs` take two `k` at a time: a
+//! vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
+//!
+//! Here every output element is one chain of fused multiply-adds over ascending `k`, in every tile shape; on an [`Isa`]
+//! that rounds, `dots.rs` computes the products instead.
 use std::cell::RefCell;
 
-use rayon::prelude::*;
-
-use super::Shared;
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::{Shared, pool};
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;
 /// `k`s of a block; also the quantization group of Q4_1 and Q8_0.
-const BLOCK: usize = 32;
+pub(super) const BLOCK: usize = 32;
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
 /// From so many rows on, a quantized panel is expanded to f32 once instead of in every tile.
@@ -34,6 +37,8 @@ pub enum Output {
 pub enum WeightFormat {
     /// Plain f32.
     F32,
+    /// bfloat16.
+    Bf16,
     /// GGML's Q4_1: `d * q + m`, q in 0..16, groups of 32.
     Q4_1,
     /// GGML's Q8_0: `d * q`, q an i8, groups of 32.
@@ -41,9 +46,10 @@ pub enum WeightFormat {
 }
 
 impl WeightFormat {
-    fn block_bytes(self) -> usize {
+    pub(super) fn block_bytes(self) -> usize {
         match self {
             Self::F32 => F32::BLOCK_BYTES,
+            Self::Bf16 => Bf16::BLOCK_BYTES,
             Self::Q4_1 => Q4_1::BLOCK_BYTES,
             Self::Q8_0 => Q8_0::BLOCK_BYTES,
         }
@@ -81,6 +87,23 @@ impl PackedMatrix {
         packed
     }
 
+    /// The same matrix with f32 weights rounded to bf16; other formats stay.
+    pub fn rounded(self) -> Self {
+        if self.format != WeightFormat::F32 {
+            return self;
+        }
+        let mut packed = Self::empty(WeightFormat::Bf16, self.columns, self.k);
+        let mut row = vec![0.0; self.k];
+        for n in 0..self.columns {
+            self.column(n, &mut row);
+            for (kk, &weight) in row.iter().enumerate() {
+                let at = packed.block_at(n, kk) + pair_at(n % PANEL, kk % BLOCK) * 2;
+                packed.bytes[at..at + 2].copy_from_slice(&half::bf16::from_f32(weight).to_ne_bytes());
+            }
+        }
+        packed
+    }
+
     /// Packs GGML Q4_1 rows: blocks of f16 scale, f16 minimum, 16 bytes whose low nibbles are the first 16 weights.
     ///
     /// # Panics
@@ -92,8 +115,8 @@ impl PackedMatrix {
             for kk in 0..BLOCK {
                 let byte = group[4 + kk % 16];
                 let nibble = if kk < 16 { byte & 15 } else { byte >> 4 };
-                let to = &mut block[PANEL * 4 + kk * LANES + column % LANES];
-                *to |= if column < LANES { nibble } else { nibble << 4 };
+                let (at, shift) = nibble_at(column, kk);
+                block[PANEL * 4 + at] |= nibble << shift;
             }
         })
     }
@@ -106,7 +129,7 @@ impl PackedMatrix {
         Self::from_blocks(WeightFormat::Q8_0, raw, k, 34, |group, column, block| {
             block[column * 2..][..2].copy_from_slice(&group[..2]);
             for kk in 0..BLOCK {
-                block[PANEL * 2 + kk * PANEL + column] = group[2 + kk];
+                block[PANEL * 2 + pair_at(column, kk)] = group[2 + kk];
             }
         })
     }
@@ -179,13 +202,17 @@ impl PackedMatrix {
                     let at = at + (inner * PANEL + column) * 4;
                     f32::from_ne_bytes([self.bytes[at], self.bytes[at + 1], self.bytes[at + 2], self.bytes[at + 3]])
                 }
+                WeightFormat::Bf16 => {
+                    let at = at + pair_at(column, inner) * 2;
+                    half::bf16::from_ne_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
+                }
                 WeightFormat::Q4_1 => {
-                    let byte = self.bytes[at + PANEL * 4 + inner * LANES + column % LANES];
-                    let nibble = if column < LANES { byte & 15 } else { byte >> 4 };
+                    let (byte, shift) = nibble_at(column, inner);
+                    let nibble = self.bytes[at + PANEL * 4 + byte] >> shift & 15;
                     f32::from(nibble) * f16(at + column * 2) + f16(at + PANEL * 2 + column * 2)
                 }
                 WeightFormat::Q8_0 => {
-                    let byte = self.bytes[at + PANEL * 2 + inner * PANEL + column];
+                    let byte = self.bytes[at + PANEL * 2 + pair_at(column, inner)];
                     f32::from(byte as i8) * f16(at + column * 2)
                 }
             };
@@ -196,13 +223,26 @@ impl PackedMatrix {
         (column / PANEL * self.k.div_ceil(BLOCK) + k / BLOCK) * self.format.block_bytes()
     }
 
-    fn panel(&self, panel: usize) -> &[u8] {
+    pub(super) fn panel(&self, panel: usize) -> &[u8] {
         let bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
         &self.bytes[panel * bytes..][..bytes]
     }
 }
 
-/// `out[r, n] = Σ_k x[r, k] · w[n, k]`, on all threads of the current rayon pool.
+/// Index of a weight among the 1,024 of its block, in a format of pairs.
+fn pair_at(column: usize, k: usize) -> usize {
+    ((column / LANES * BLOCK / 2 + k / 2) * LANES + column % LANES) * 2 + k % 2
+}
+
+/// Byte and shift of a 4-bit weight in its block. A lane of 32 bits holds the column's next four pairs, a nibble each in
+/// both of its halves.
+fn nibble_at(column: usize, k: usize) -> (usize, u32) {
+    let bit = k / 2 % 4 * 4;
+    let byte = (column / LANES * 4 + k / 8) * LANES * 4 + column % LANES * 4 + k % 2 * 2 + bit / 8;
+    (byte, (bit % 8) as u32)
+}
+
+/// `out[r, n] = Σ_k x[r, k] · w[n, k]`, on all threads of the current pool.
 ///
 /// `x`: rows × k; `out`: rows × columns; both row-major and dense.
 ///
@@ -214,12 +254,16 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     if rows == 0 {
         return;
     }
+    #[cfg(target_arch = "x86_64")]
+    if isa.rounds() {
+        return super::dots::matmul(x, w, out, output);
+    }
     let panels = w.columns.div_ceil(PANEL);
     let chunks = rows.div_ceil(ROW_CHUNK);
     // Three tasks a thread even out cores of unequal speed.
-    let groups = (3 * rayon::current_num_threads()).div_ceil(chunks).clamp(1, panels);
+    let groups = (3 * pool::threads()).div_ceil(chunks).clamp(1, panels);
     let out = Shared(out.as_mut_ptr());
-    (0..chunks * groups).into_par_iter().for_each(|task| {
+    pool::for_each(chunks * groups, |task| {
         let (chunk, group) = (task / groups, task % groups);
         let (first, last) = (chunk * ROW_CHUNK, rows.min((chunk + 1) * ROW_CHUNK));
         for panel in group * panels / groups..(group + 1) * panels / groups {
@@ -258,6 +302,7 @@ unsafe fn multiply_panel(isa: Isa, x: &[f32], w: &PackedMatrix, panel: usize, ta
     unsafe {
         match w.format {
             WeightFormat::F32 => panel_f32(isa, x.as_ptr(), rows, w.k, panel, target),
+            WeightFormat::Bf16 => panel_bf16(isa, x.as_ptr(), rows, w.k, panel, target),
             WeightFormat::Q4_1 if rows < EXPAND_ROWS => panel_q4_1(isa, x.as_ptr(), rows, w.k, panel, target),
             WeightFormat::Q8_0 if rows < EXPAND_ROWS => panel_q8_0(isa, x.as_ptr(), rows, w.k, panel, target),
             format => EXPANDED.with_borrow_mut(|expanded| {
@@ -274,6 +319,9 @@ unsafe fn multiply_panel(isa: Isa, x: &[f32], w: &PackedMatrix, panel: usize, ta
 
 isa_dispatch! {
     fn panel_f32(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_f32
+}
+isa_dispatch! {
+    fn panel_bf16(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_bf16
 }
 isa_dispatch! {
     fn panel_q4_1(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_q4_1
@@ -319,6 +367,30 @@ impl Format for F32 {
     }
 }
 
+struct Bf16;
+
+impl Format for Bf16 {
+    const BLOCK_BYTES: usize = BLOCK * PANEL * 2;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(_block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: no memory involved.
+        unsafe { [[L::splat(0.0); 2]; 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: each half of the block is 16 pairs of 16 columns.
+        unsafe {
+            let half = |h: usize| {
+                let pair = L::load_bf16_pairs(block.cast::<u16>().add((h * BLOCK / 2 + k / 2) * PANEL));
+                if k.is_multiple_of(2) { pair.0 } else { pair.1 }
+            };
+            [half(0), half(1)]
+        }
+    }
+}
+
 #[allow(non_camel_case_types, reason = "the format's name")]
 struct Q4_1;
 
@@ -336,9 +408,13 @@ impl Format for Q4_1 {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: *const u8, [scale, offset]: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: after the scales stand 16 bytes for each `k`.
+        // SAFETY: after the scales and offsets stand 4 × 16 lanes of 8 weights for each half of the panel.
         unsafe {
-            let (low, high) = L::load_nibbles(block.add(PANEL * 4 + k * LANES));
+            let half = |h: usize| {
+                let lanes = block.add(PANEL * 4 + (h * 4 + k / 8) * LANES * 4);
+                L::load_nibbles(lanes.cast(), (k / 2 % 4 * 4 + k % 2 * 16) as u32)
+            };
+            let (low, high) = (half(0), half(1));
             // Rounded twice, as GGML's dequantization is.
             [low.mul(scale[0]).add(offset[0]), high.mul(scale[1]).add(offset[1])]
         }
@@ -362,10 +438,13 @@ impl Format for Q8_0 {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: *const u8, [scale, _]: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: after the scales stand 32 bytes for each `k`.
+        // SAFETY: after the scales stand 16 pairs of 16 columns for each half of the panel.
         unsafe {
-            let row = block.add(PANEL * 2 + k * PANEL).cast::<i8>();
-            [L::load_i8(row).mul(scale[0]), L::load_i8(row.add(LANES)).mul(scale[1])]
+            let half = |h: usize| {
+                let pair = L::load_i8_pairs(block.add(PANEL * 2 + (h * BLOCK / 2 + k / 2) * PANEL).cast());
+                if k.is_multiple_of(2) { pair.0 } else { pair.1 }
+            };
+            [half(0).mul(scale[0]), half(1).mul(scale[1])]
         }
     }
 }
@@ -374,6 +453,12 @@ impl Format for Q8_0 {
 unsafe fn panel_of_f32<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
     // SAFETY: the caller's.
     unsafe { panel_of::<L, F32>(x, rows, k, panel, target) }
+}
+
+#[inline(always)]
+unsafe fn panel_of_bf16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+    // SAFETY: the caller's.
+    unsafe { panel_of::<L, Bf16>(x, rows, k, panel, target) }
 }
 
 #[inline(always)]

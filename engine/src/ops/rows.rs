@@ -1,8 +1,7 @@
 //! What happens to single rows between the products: RMS norm (Zhang & Sennrich 2019), rotary embedding (RoFormer,
-//! arXiv:2104.09864), SwiGLU (arXiv:2002.05202). Rows are spread over the current rayon pool.
-use rayon::prelude::*;
-
+//! arXiv:2104.09864), SwiGLU (arXiv:2002.05202). Rows are spread over the current pool.
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::{Shared, pool};
 
 /// Fewer rows than this are not worth another thread.
 const MIN_ROWS: usize = 16;
@@ -14,9 +13,12 @@ const MIN_ROWS: usize = 16;
 pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let n = weight.len();
     assert!(n > 0 && n.is_multiple_of(LANES) && x.len().is_multiple_of(n) && out.len() == x.len());
-    x.par_chunks_exact(n).zip(out.par_chunks_exact_mut(n)).with_min_len(MIN_ROWS).for_each(|(x, out)| {
-        // SAFETY: all three rows have `n` elements, a multiple of 16.
-        unsafe { norm_row(isa, x.as_ptr(), weight.as_ptr(), eps, n, out.as_mut_ptr()) }
+    let to = Shared(out.as_mut_ptr());
+    pool::for_each_run(x.len() / n, MIN_ROWS, |run| {
+        for row in run {
+            // SAFETY: all three rows have `n` elements, a multiple of 16, and the row is in this run only.
+            unsafe { norm_row(isa, x[row * n..].as_ptr(), weight.as_ptr(), eps, n, to.get().add(row * n)) }
+        }
     });
 }
 
@@ -27,12 +29,13 @@ pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) 
 pub fn swiglu(isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
     assert!(width > 0 && width.is_multiple_of(LANES) && gate_up.len() == 2 * out.len());
     assert!(out.len().is_multiple_of(width));
-    gate_up.par_chunks_exact(2 * width).zip(out.par_chunks_exact_mut(width)).with_min_len(MIN_ROWS).for_each(
-        |(gate_up, out)| {
-            // SAFETY: `2 * width` inputs and `width` outputs, a multiple of 16.
-            unsafe { swiglu_row(isa, gate_up.as_ptr(), width, out.as_mut_ptr()) }
-        },
-    );
+    let to = Shared(out.as_mut_ptr());
+    pool::for_each_run(out.len() / width, MIN_ROWS, |run| {
+        for row in run {
+            // SAFETY: `2 * width` inputs and `width` outputs, a multiple of 16; the row is in this run only.
+            unsafe { swiglu_row(isa, gate_up[row * 2 * width..].as_ptr(), width, to.get().add(row * width)) }
+        }
+    });
 }
 
 /// Adds `bias` to every row of `x`, rows as long as `bias`.
@@ -91,16 +94,20 @@ impl Rotations {
     pub fn apply(&self, x: &mut [f32], stride: usize, heads: usize) {
         let half = self.half;
         assert!(x.len() * half == self.pairs.len() * stride && heads * 2 * half <= stride);
-        x.par_chunks_exact_mut(stride).zip(self.pairs.par_chunks_exact(half)).with_min_len(MIN_ROWS).for_each(
-            |(row, pairs)| {
-                for head in row.chunks_exact_mut(2 * half).take(heads) {
+        let to = Shared(x.as_mut_ptr());
+        pool::for_each_run(x.len() / stride, MIN_ROWS, |run| {
+            for row in run {
+                // SAFETY: the row is in `x` and in this run only.
+                let x = unsafe { std::slice::from_raw_parts_mut(to.get().add(row * stride), stride) };
+                let pairs = &self.pairs[row * half..][..half];
+                for head in x.chunks_exact_mut(2 * half).take(heads) {
                     for (pair, (cos, sin)) in head.chunks_exact_mut(2).zip(pairs) {
                         let (a, b) = (pair[0], pair[1]);
                         (pair[0], pair[1]) = (a * cos - b * sin, a * sin + b * cos);
                     }
                 }
-            },
-        );
+            }
+        });
     }
 }
 

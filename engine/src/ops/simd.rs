@@ -10,15 +10,34 @@ mod x86;
 pub(super) use x86::{Avx2, Avx512};
 
 /// An instruction set that this machine was seen to have; cannot be made otherwise.
+///
+/// Those that [`Isa::rounds`] compute products and attention of bf16 inputs, rounded to it where they are not, in f32
+/// sums; their other kernels are those of AVX-512. All others give the same bits as each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa(pub(super) Kind);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    Portable,
+}
+
+/// What the configuration asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IsaChoice {
+    /// The best one here.
+    #[default]
+    Auto,
+    /// AVX-512, with its bf16 dot products where the machine has them.
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// No instruction set in particular.
     Portable,
 }
 
@@ -28,6 +47,19 @@ impl Isa {
         Self::available()[0]
     }
 
+    /// The best one of `choice`; with `exact` the best of those that do not round. `None` if the machine has none.
+    pub fn choose(choice: IsaChoice, exact: bool) -> Option<Self> {
+        Self::available().into_iter().filter(|isa| !exact || !isa.rounds()).find(|isa| match isa.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx2),
+            Kind::Portable => matches!(choice, IsaChoice::Auto | IsaChoice::Portable),
+        })
+    }
+
     /// All that run here, the best first. Never empty.
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
@@ -35,20 +67,34 @@ impl Isa {
         {
             let avx2 =
                 is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-            if avx2 && is_x86_feature_detected!("avx512f") {
-                found.push(Self(Kind::Avx512));
-            }
-            if avx2 {
-                found.push(Self(Kind::Avx2));
+            let avx512 = avx2 && is_x86_feature_detected!("avx512f");
+            let bf16 = avx512
+                && is_x86_feature_detected!("avx512bf16")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            for (there, kind) in [(bf16, Kind::Avx512Bf16), (avx512, Kind::Avx512), (avx2, Kind::Avx2)] {
+                found.extend(there.then_some(Self(kind)));
             }
         }
         found.push(Self(Kind::Portable));
         found
     }
 
+    /// Whether products and attention round their inputs to bf16.
+    pub fn rounds(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => true,
+            _ => false,
+        }
+    }
+
     /// For people.
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -80,7 +126,7 @@ macro_rules! isa_dispatch {
             unsafe {
                 match isa.0 {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
+                    $crate::ops::simd::Kind::Avx512Bf16 | $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::ops::simd::Kind::Avx2 => avx2($($arg),*),
                     $crate::ops::simd::Kind::Portable => $body::<$crate::ops::simd::Portable>($($arg),*),
@@ -106,14 +152,14 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(x: f32) -> Self;
     /// 16 f32.
     unsafe fn load(p: *const f32) -> Self;
-    /// 16 bf16.
-    unsafe fn load_bf16(p: *const u16) -> Self;
+    /// 16 pairs of bf16: the first ones, the second ones.
+    unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self);
     /// 16 IEEE half-precision numbers.
     unsafe fn load_f16(p: *const u16) -> Self;
-    /// 16 i8.
-    unsafe fn load_i8(p: *const i8) -> Self;
-    /// 16 bytes: lane i of the first is the low four bits of byte i, of the second the high four.
-    unsafe fn load_nibbles(p: *const u8) -> (Self, Self);
+    /// 16 pairs of i8: the first ones, the second ones.
+    unsafe fn load_i8_pairs(p: *const i8) -> (Self, Self);
+    /// Of each of 16 u32 the four bits from `shift` on.
+    unsafe fn load_nibbles(p: *const u32, shift: u32) -> Self;
     /// 16 f32.
     unsafe fn store(self, p: *mut f32);
     /// `self + a * b`, rounded once.
@@ -218,21 +264,22 @@ impl Lanes for Portable {
         Self(std::array::from_fn(|i| unsafe { p.add(i).read_unaligned() }))
     }
     #[inline(always)]
-    unsafe fn load_bf16(p: *const u16) -> Self {
-        Self(std::array::from_fn(|i| f32::from_bits(u32::from(unsafe { p.add(i).read_unaligned() }) << 16)))
+    unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {
+        let at = |i: usize| f32::from_bits(u32::from(unsafe { p.add(i).read_unaligned() }) << 16);
+        (Self(std::array::from_fn(|i| at(2 * i))), Self(std::array::from_fn(|i| at(2 * i + 1))))
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self {
         Self(std::array::from_fn(|i| half::f16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32()))
     }
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        Self(std::array::from_fn(|i| f32::from(unsafe { p.add(i).read() })))
+    unsafe fn load_i8_pairs(p: *const i8) -> (Self, Self) {
+        let at = |i: usize| f32::from(unsafe { p.add(i).read() });
+        (Self(std::array::from_fn(|i| at(2 * i))), Self(std::array::from_fn(|i| at(2 * i + 1))))
     }
     #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> (Self, Self) {
-        let bytes: [u8; LANES] = std::array::from_fn(|i| unsafe { p.add(i).read() });
-        (Self(bytes.map(|byte| f32::from(byte & 15))), Self(bytes.map(|byte| f32::from(byte >> 4))))
+    unsafe fn load_nibbles(p: *const u32, shift: u32) -> Self {
+        Self(std::array::from_fn(|i| (unsafe { p.add(i).read_unaligned() } >> shift & 15) as f32))
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32) {

@@ -21,10 +21,11 @@ impl Lanes for Avx512 {
         unsafe { Self(_mm512_loadu_ps(p)) }
     }
     #[inline(always)]
-    unsafe fn load_bf16(p: *const u16) -> Self {
+    unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {
         unsafe {
-            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
-            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+            let pairs = _mm512_loadu_si512(p.cast());
+            let second = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            (Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs))), Self(_mm512_castsi512_ps(second)))
         }
     }
     #[inline(always)]
@@ -32,16 +33,18 @@ impl Lanes for Avx512 {
         unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))) }
     }
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())))) }
+    unsafe fn load_i8_pairs(p: *const i8) -> (Self, Self) {
+        unsafe {
+            let pairs = _mm512_cvtepi16_epi32(_mm256_loadu_si256(p.cast()));
+            let first = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(pairs));
+            (Self(_mm512_cvtepi32_ps(first)), Self(_mm512_cvtepi32_ps(_mm512_srai_epi32::<8>(pairs))))
+        }
     }
     #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> (Self, Self) {
+    unsafe fn load_nibbles(p: *const u32, shift: u32) -> Self {
         unsafe {
-            let wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
-            let low = _mm512_and_si512(wide, _mm512_set1_epi32(15));
-            let high = _mm512_srli_epi32::<4>(wide);
-            (Self(_mm512_cvtepi32_ps(low)), Self(_mm512_cvtepi32_ps(high)))
+            let shifted = _mm512_srl_epi32(_mm512_loadu_si512(p.cast()), _mm_cvtsi32_si128(shift as i32));
+            Self(_mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(15))))
         }
     }
     #[inline(always)]
@@ -138,13 +141,15 @@ impl Lanes for Avx2 {
         unsafe { Self(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
     }
     #[inline(always)]
-    unsafe fn load_bf16(p: *const u16) -> Self {
+    unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {
         unsafe {
             let half = |p: *const u16| {
-                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+                let pairs = _mm256_loadu_si256(p.cast());
+                let second = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+                (_mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)), _mm256_castsi256_ps(second))
             };
-            Self(half(p), half(p.add(8)))
+            let (a, b) = (half(p), half(p.add(16)));
+            (Self(a.0, b.0), Self(a.1, b.1))
         }
     }
     #[inline(always)]
@@ -152,22 +157,25 @@ impl Lanes for Avx2 {
         unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast()))) }
     }
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
+    unsafe fn load_i8_pairs(p: *const i8) -> (Self, Self) {
         unsafe {
-            let half = |p: *const i8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
-            Self(half(p), half(p.add(8)))
+            let half = |p: *const i8| {
+                let pairs = _mm256_cvtepi16_epi32(_mm_loadu_si128(p.cast()));
+                let first = _mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(pairs));
+                (_mm256_cvtepi32_ps(first), _mm256_cvtepi32_ps(_mm256_srai_epi32::<8>(pairs)))
+            };
+            let (a, b) = (half(p), half(p.add(16)));
+            (Self(a.0, b.0), Self(a.1, b.1))
         }
     }
     #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> (Self, Self) {
+    unsafe fn load_nibbles(p: *const u32, shift: u32) -> Self {
         unsafe {
-            let half = |p: *const u8| {
-                let wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
-                let low = _mm256_and_si256(wide, _mm256_set1_epi32(15));
-                (_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(wide)))
+            let half = |p: *const u32| {
+                let shifted = _mm256_srl_epi32(_mm256_loadu_si256(p.cast()), _mm_cvtsi32_si128(shift as i32));
+                _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15)))
             };
-            let (a, b) = (half(p), half(p.add(8)));
-            (Self(a.0, b.0), Self(a.1, b.1))
+            Self(half(p), half(p.add(8)))
         }
     }
     #[inline(always)]

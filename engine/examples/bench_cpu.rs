@@ -1,0 +1,284 @@
+//! Tokens a second of the CPU executor, without scheduler or network: rows `prefill<N>` (a prompt of N tokens from
+//! nothing, in chunks of `--chunk`) and `decode<B>x<C>` (B sequences, one token each a step, from context C on). Prints a
+//! line a row, as JSON with `--json`; `--ceilings` adds what the machine's memory and multiply-adds allow.
+//!
+//! `cargo run --release -p tandem-engine --example bench_cpu -- --model FILE --threads 2 --rows prefill512,decode8x256`
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
+use tandem_engine::ops::simd::{Isa, IsaChoice};
+use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease};
+
+const BLOCK: usize = 16;
+const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
+                     [--kv-dtype bf16|f32] [--isa auto|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
+const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
+                    decode8x1024,decode16x1024,decode32x1024";
+
+struct Options {
+    model: PathBuf,
+    threads: usize,
+    rows: Vec<Row>,
+    samples: usize,
+    /// Decode steps of a sample.
+    steps: usize,
+    chunk: usize,
+    kv_dtype: KvDtype,
+    isa: IsaChoice,
+    batch_invariant: bool,
+    ceilings: bool,
+    json: bool,
+}
+
+#[derive(Clone, Copy)]
+enum Row {
+    Prefill(usize),
+    Decode { batch: usize, context: usize },
+}
+
+fn main() -> Result<(), String> {
+    let options = Options::parse(std::env::args().skip(1))?;
+    if options.ceilings {
+        options.print("read", "gb_per_s", &mut ceiling_samples(&options, read_gb_per_s));
+        options.print("gemm", "gflop_per_s", &mut ceiling_samples(&options, gemm_gflop_per_s));
+    }
+    let mut bench = Bench::load(&options)?;
+    // Interleaved, so that a slow moment of the machine does not fall on one row alone.
+    let mut times = vec![Vec::new(); options.rows.len()];
+    for sample in 0..=options.samples {
+        for (row, times) in options.rows.iter().zip(&mut times) {
+            let ms = bench.sample(*row)?;
+            // The first one warms up.
+            times.extend((sample > 0).then_some(ms));
+        }
+    }
+    for (row, times) in options.rows.iter().zip(&mut times) {
+        times.sort_by(f64::total_cmp);
+        let ms = times[times.len() / 2];
+        let tokens = match row {
+            Row::Prefill(tokens) => *tokens,
+            Row::Decode { batch, .. } => *batch,
+        };
+        let speed = tokens as f64 / ms * 1e3;
+        let name = row.name();
+        match options.json {
+            true => println!(
+                "{}",
+                serde_json::json!({ "row": name, "tokens_per_s": speed, "ms": ms, "best_ms": times[0],
+                                    "threads": options.threads, "samples": times.len() })
+            ),
+            false => println!("{name:<16}{speed:>9.0} tokens/s {ms:>9.2} ms (best {:.2})", times[0]),
+        }
+    }
+    Ok(())
+}
+
+impl Row {
+    fn parse(text: &str) -> Option<Self> {
+        if let Some(tokens) = text.strip_prefix("prefill") {
+            return tokens.parse().ok().filter(|&tokens| tokens > 0).map(Self::Prefill);
+        }
+        let (batch, context) = text.strip_prefix("decode")?.split_once('x')?;
+        let (batch, context) = (batch.parse().ok()?, context.parse().ok()?);
+        (batch > 0).then_some(Self::Decode { batch, context })
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Prefill(tokens) => format!("prefill{tokens}"),
+            Self::Decode { batch, context } => format!("decode{batch}x{context}"),
+        }
+    }
+
+    fn blocks(self, steps: usize) -> usize {
+        match self {
+            Self::Prefill(tokens) => tokens.div_ceil(BLOCK),
+            Self::Decode { batch, context } => batch * (context + steps).div_ceil(BLOCK),
+        }
+    }
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, String> {
+        let mut options = Self {
+            model: PathBuf::new(),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            rows: rows(ROWS)?,
+            samples: 5,
+            steps: 8,
+            chunk: 512,
+            kv_dtype: KvDtype::Bf16,
+            isa: IsaChoice::Auto,
+            batch_invariant: false,
+            ceilings: false,
+            json: false,
+        };
+        while let Some(flag) = args.next() {
+            let mut value = || args.next().ok_or(format!("{flag} wants a value; {USAGE}"));
+            match flag.as_str() {
+                "--model" => options.model = value()?.into(),
+                "--threads" => options.threads = number(&value()?)?,
+                "--rows" => options.rows = rows(&value()?)?,
+                "--samples" => options.samples = number(&value()?)?,
+                "--steps" => options.steps = number(&value()?)?,
+                "--chunk" => options.chunk = number(&value()?)?,
+                "--kv-dtype" => {
+                    options.kv_dtype = match value()?.as_str() {
+                        "bf16" => KvDtype::Bf16,
+                        "f32" => KvDtype::F32,
+                        other => return Err(format!("no KV type {other}; {USAGE}")),
+                    }
+                }
+                "--isa" => {
+                    options.isa = match value()?.as_str() {
+                        "auto" => IsaChoice::Auto,
+                        "avx512" => IsaChoice::Avx512,
+                        "avx2" => IsaChoice::Avx2,
+                        "portable" => IsaChoice::Portable,
+                        other => return Err(format!("no instruction set {other}; {USAGE}")),
+                    }
+                }
+                "--batch-invariant" => options.batch_invariant = true,
+                "--ceilings" => options.ceilings = true,
+                "--json" => options.json = true,
+                _ => return Err(format!("unknown {flag}; {USAGE}")),
+            }
+        }
+        if options.model.as_os_str().is_empty() {
+            return Err(format!("--model is missing; {USAGE}"));
+        }
+        Ok(options)
+    }
+
+    fn print(&self, row: &str, unit: &str, samples: &mut [f64]) {
+        samples.sort_by(f64::total_cmp);
+        let value = samples[samples.len() / 2];
+        match self.json {
+            true => println!("{}", serde_json::json!({ "row": row, unit: value, "threads": self.threads })),
+            false => println!("{row:<16}{value:>9.1} {unit}"),
+        }
+    }
+}
+
+fn rows(text: &str) -> Result<Vec<Row>, String> {
+    text.split(',').map(|row| Row::parse(row.trim()).ok_or(format!("no row {row}; {USAGE}"))).collect()
+}
+
+fn number(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or(format!("{text} is no number above 0; {USAGE}"))
+}
+
+struct Bench {
+    executor: LlamaExecutor,
+    pool: BlockPool,
+    steps: usize,
+    chunk: usize,
+}
+
+impl Bench {
+    fn load(options: &Options) -> Result<Self, String> {
+        let blocks = options.rows.iter().map(|row| row.blocks(options.steps)).max().unwrap_or(1);
+        let executor = LlamaExecutor::load(&ModelConfig {
+            path: options.model.clone(),
+            kv_dtype: options.kv_dtype,
+            blocks,
+            block_tokens: BLOCK,
+            threads: options.threads,
+            isa: options.isa,
+            batch_invariant: options.batch_invariant,
+            ..ModelConfig::default()
+        })
+        .map_err(|error| error.to_string())?;
+        // Small bf16 numbers (f32 ones, read in pairs): a context that nobody needs to compute.
+        for (i, word) in executor.arena().iter().enumerate() {
+            let noise = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f;
+            word.store(noise | 0x3e00_3e00_3e00_3e00, Ordering::Relaxed);
+        }
+        Ok(Self { executor, pool: BlockPool::new(blocks, BLOCK), steps: options.steps, chunk: options.chunk })
+    }
+
+    /// Milliseconds of the prompt, or of one decode step.
+    fn sample(&mut self, row: Row) -> Result<f64, String> {
+        match row {
+            Row::Prefill(tokens) => {
+                let lease = self.lease(tokens)?;
+                let prompt: Vec<u32> = (0..tokens as u32).map(|i| 1000 + i * 7 % 30_000).collect();
+                let begin = Instant::now();
+                for (i, chunk) in prompt.chunks(self.chunk).enumerate() {
+                    let last = (i + 1) * self.chunk >= tokens;
+                    self.step(vec![item(0, chunk.to_vec(), i * self.chunk, &lease, last)])?;
+                }
+                Ok(begin.elapsed().as_secs_f64() * 1e3)
+            }
+            Row::Decode { batch, context } => {
+                let leases =
+                    (0..batch).map(|_| self.lease(context + self.steps)).collect::<Result<Vec<_>, String>>()?;
+                let begin = Instant::now();
+                for step in 0..self.steps {
+                    let token = |i: usize| vec![(1000 + i * 131 + step * 17) as u32];
+                    let items = leases.iter().enumerate();
+                    self.step(items.map(|(i, lease)| item(i as u64, token(i), context + step, lease, true)).collect())?;
+                }
+                Ok(begin.elapsed().as_secs_f64() * 1e3 / self.steps as f64)
+            }
+        }
+    }
+
+    fn lease(&self, tokens: usize) -> Result<Arc<KvLease>, String> {
+        self.pool.try_reserve(tokens.div_ceil(BLOCK)).map(Arc::new).map_err(|error| error.to_string())
+    }
+
+    fn step(&mut self, items: Vec<BatchItem>) -> Result<(), String> {
+        black_box(self.executor.execute(&Batch { items }).map_err(|error| error.to_string())?);
+        Ok(())
+    }
+}
+
+fn item(seq: u64, tokens: Vec<u32>, start: usize, blocks: &Arc<KvLease>, wants_logits: bool) -> BatchItem {
+    BatchItem { seq, tokens, start, blocks: Arc::clone(blocks), wants_logits }
+}
+
+/// Runs `measure` on every thread at once and adds up, `samples` times.
+fn ceiling_samples(options: &Options, measure: fn() -> f64) -> Vec<f64> {
+    let once = || {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..options.threads).map(|_| scope.spawn(measure)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap_or(0.0)).sum()
+        })
+    };
+    (0..options.samples).map(|_| once()).collect()
+}
+
+/// Reads 128 MB of memory that is in no cache.
+fn read_gb_per_s() -> f64 {
+    let words: Vec<u64> = (0..16 << 20).collect();
+    let begin = Instant::now();
+    let mut sums = [0u64; 32];
+    for line in words.chunks_exact(32) {
+        for (sum, word) in sums.iter_mut().zip(line) {
+            *sum ^= word;
+        }
+    }
+    black_box(sums);
+    (words.len() * 8) as f64 / begin.elapsed().as_secs_f64() / 1e9
+}
+
+/// A product of the size of a feed-forward layer, on the caller's thread, by the kernel that prompts use.
+fn gemm_gflop_per_s() -> f64 {
+    let (rows, columns, k) = (96, 1536, 576);
+    let weights: Vec<f32> = (0..columns * k).map(|i| (i % 97) as f32 / 97.0 - 0.5).collect();
+    let w = PackedMatrix::from_f32(&weights, k);
+    let (x, mut out) = (vec![0.5; rows * k], vec![0.0; rows * columns]);
+    let begin = Instant::now();
+    let times = 40;
+    for _ in 0..times {
+        matmul(Isa::detect(), &x, &w, &mut out, Output::Store);
+    }
+    black_box(&out);
+    (2 * rows * columns * k * times) as f64 / begin.elapsed().as_secs_f64() / 1e9
+}

@@ -1,0 +1,328 @@
+//! Causal attention over paged bf16 KV by the bf16 dot products of AVX-512, for prompts and decode steps alike: queries
+//! and softmax weights are rounded to bf16, sums are f32. See `attention.rs` for what it computes and for sources.
+//!
+//! A row walks the keys of its sequence in spans of 64 from position 0; what happens in a span depends on the row
+//! alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+
+use super::attention::{Chunk, Queries};
+use super::kv::{KV_BLOCK_TOKENS, KvArena, Part};
+use super::simd::LANES;
+use super::{Shared, pool};
+
+/// Query rows of a task.
+const TILE_ROWS: usize = 32;
+/// Blocks of a span.
+const SPAN: usize = 4;
+const SPAN_TOKENS: usize = SPAN * KV_BLOCK_TOKENS;
+/// (row, head) pairs that are worked on together: 24 sums fit the registers.
+const PAIRS: usize = 6;
+
+/// See [`super::attention::attention`], which checks the arguments.
+pub(super) fn attention(kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], queries: Queries<'_>, out: &mut [f32]) {
+    thread_local! {
+        static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+    }
+    let layout = kv.layout();
+    let (group, width) = (queries.heads / layout.kv_heads, queries.heads * layout.head_dim);
+    let tiles_of = |chunk: &Chunk<'_>| chunk.rows.div_ceil(TILE_ROWS);
+    let tiles: usize = chunks.iter().map(tiles_of).sum();
+    let out = Shared(out.as_mut_ptr());
+    pool::for_each(tiles * layout.kv_heads, |task| {
+        // The last tiles of a prompt are the longest: first.
+        let (mut tile, kv_head) = (tiles - 1 - task / layout.kv_heads, task % layout.kv_heads);
+        for chunk in chunks {
+            if tile >= tiles_of(chunk) {
+                tile -= tiles_of(chunk);
+                continue;
+            }
+            let first = tile * TILE_ROWS;
+            let rows = TILE_ROWS.min(chunk.rows - first);
+            let at = (chunk.first_row + first, kv_head * group * layout.head_dim);
+            let tile = Tile {
+                kv,
+                layer,
+                blocks: chunk.blocks,
+                start: chunk.start + first,
+                rows,
+                kv_head,
+                group,
+                head_dim: layout.head_dim,
+                queries: queries.values[at.0 * queries.stride + at.1..].as_ptr(),
+                stride: queries.stride,
+                // SAFETY: row and head are within `out`, as the caller asserted.
+                out: unsafe { out.get().add(at.0 * width + at.1) },
+                width,
+            };
+            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the tile's rows and heads
+            // exist, and no other task has them.
+            return SCRATCH.with_borrow_mut(|scratch| unsafe { attend(&tile, scratch) });
+        }
+    });
+}
+
+/// One task: up to 32 rows of a sequence × the query heads of one KV head.
+struct Tile<'a> {
+    kv: &'a KvArena,
+    layer: usize,
+    blocks: &'a [u32],
+    /// Position of the first row.
+    start: usize,
+    rows: usize,
+    kv_head: usize,
+    group: usize,
+    head_dim: usize,
+    queries: *const f32,
+    stride: usize,
+    out: *mut f32,
+    width: usize,
+}
+
+/// Queries and the running softmax of each (row, head) pair.
+#[derive(Default)]
+struct Scratch {
+    /// Pairs of bf16, pairs × head_dim / 2.
+    queries: Vec<u32>,
+    /// Greatest score so far.
+    greatest: Vec<f32>,
+    /// Sums of the weights by lane, pairs × 16.
+    weights: Vec<f32>,
+    /// Weighted sums of values, pairs × head_dim.
+    sums: Vec<f32>,
+    /// A block of V whose unwritten tokens are zero.
+    clean: Vec<u32>,
+}
+
+/// K and V of the blocks of a span. Blocks that the tile does not see repeat one that it does.
+struct Span {
+    first_key: usize,
+    keys: [*const u8; SPAN],
+    values: [*const u8; SPAN],
+}
+
+/// # Safety
+/// The machine has the features; the tile's pointers are valid for its rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
+    let (pairs, end) = (tile.rows * tile.group, tile.start + tile.rows);
+    // SAFETY: the scratch is made for the tile's pairs.
+    unsafe {
+        take_queries(tile, scratch);
+        for first_key in (0..end).step_by(SPAN_TOKENS) {
+            let span = span_at(tile, first_key, &mut scratch.clean);
+            // Rows before the span's first key do not see it.
+            let mut pair = first_key.saturating_sub(tile.start) * tile.group;
+            while pair < pairs {
+                pair += match pairs - pair {
+                    PAIRS.. => walk::<PAIRS>(tile, &span, pair, scratch),
+                    3.. => walk::<3>(tile, &span, pair, scratch),
+                    _ => walk::<1>(tile, &span, pair, scratch),
+                };
+            }
+        }
+        for pair in 0..pairs {
+            let out = tile.out.add(pair / tile.group * tile.width + pair % tile.group * tile.head_dim);
+            let total = _mm512_reduce_add_ps(_mm512_loadu_ps(scratch.weights.as_ptr().add(pair * LANES)));
+            for d in (0..tile.head_dim).step_by(LANES) {
+                let sums = _mm512_loadu_ps(scratch.sums.as_ptr().add(pair * tile.head_dim + d));
+                _mm512_storeu_ps(out.add(d), _mm512_div_ps(sums, _mm512_set1_ps(total)));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn take_queries(tile: &Tile<'_>, scratch: &mut Scratch) {
+    let (pairs, head_dim) = (tile.rows * tile.group, tile.head_dim);
+    scratch.queries.resize(pairs * head_dim / 2, 0);
+    scratch.clean.resize(KV_BLOCK_TOKENS * head_dim / 2, 0);
+    scratch.greatest.clear();
+    scratch.greatest.resize(pairs, f32::NEG_INFINITY);
+    for (zeroed, len) in [(&mut scratch.weights, pairs * LANES), (&mut scratch.sums, pairs * head_dim)] {
+        zeroed.clear();
+        zeroed.resize(len, 0.0);
+    }
+    for pair in 0..pairs {
+        // SAFETY: the tile has this row and head; the buffer was made for all pairs.
+        unsafe {
+            let from = tile.queries.add(pair / tile.group * tile.stride + pair % tile.group * head_dim);
+            let to = scratch.queries.as_mut_ptr().add(pair * head_dim / 2);
+            for d in (0..head_dim).step_by(LANES) {
+                let rounded: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(from.add(d))));
+                _mm256_storeu_si256(to.add(d / 2).cast(), rounded);
+            }
+        }
+    }
+}
+
+/// Nobody writes these blocks meanwhile: the engine thread is the only one that computes on the blocks of a running
+/// sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
+#[inline(always)]
+unsafe fn span_at(tile: &Tile<'_>, first_key: usize, clean: &mut [u32]) -> Span {
+    let (first, last) = (first_key / KV_BLOCK_TOKENS, (tile.start + tile.rows - 1) / KV_BLOCK_TOKENS);
+    let at = |i: usize, part| tile.kv.head(tile.blocks[(first + i).min(last)], tile.layer, part, tile.kv_head);
+    let keys = std::array::from_fn(|i| at(i, Part::K));
+    let mut values = std::array::from_fn(|i| at(i, Part::V));
+    let written = (tile.start + tile.rows) % KV_BLOCK_TOKENS;
+    if last < first + SPAN && !written.is_multiple_of(2) {
+        // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets through.
+        let (words, row) = (KV_BLOCK_TOKENS * tile.head_dim / 2, written / 2 * tile.head_dim);
+        // SAFETY: a head of a block is so many words, and so long is `clean`.
+        unsafe { std::ptr::copy_nonoverlapping(values[last - first].cast::<u32>(), clean.as_mut_ptr(), words) };
+        clean[row..row + tile.head_dim].iter_mut().for_each(|pair| *pair &= 0xffff);
+        values[last - first] = clean.as_ptr().cast();
+    }
+    Span { first_key, keys, values }
+}
+
+/// Takes a span into the running softmax of `P` pairs; returns `P`.
+#[inline(always)]
+unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scratch: &mut Scratch) -> usize {
+    // SAFETY: the pairs `first ..` are the scratch's; they see at least the span's first key.
+    unsafe {
+        let scores = score::<P>(tile, span, first, scratch);
+        let mut weights = [[0u32; SPAN_TOKENS / 2]; P];
+        let mut shrink = [_mm512_setzero_ps(); P];
+        let mut most = 0;
+        for p in 0..P {
+            let pair = first + p;
+            let visible = (tile.start + pair / tile.group + 1 - span.first_key).min(SPAN_TOKENS);
+            most = visible.max(most);
+            let (new, lanes) = exponentials(scores[p], visible, scratch.greatest[pair]);
+            shrink[p] = exp2(_mm512_set1_ps(scratch.greatest[pair] - new));
+            scratch.greatest[pair] = new;
+            let total = scratch.weights.as_mut_ptr().add(pair * LANES);
+            let mut sum = _mm512_mul_ps(_mm512_loadu_ps(total), shrink[p]);
+            for (i, rounded) in lanes.into_iter().enumerate() {
+                // The sum of what the values will be multiplied by.
+                sum = _mm512_dpbf16_ps(sum, rounded, as_bf16(_mm512_set1_epi32(0x3f80_3f80)));
+                let to = weights[p].as_mut_ptr().add(i * LANES);
+                _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(rounded));
+            }
+            _mm512_storeu_ps(total, sum);
+        }
+        let sums = scratch.sums.as_mut_ptr().add(first * tile.head_dim);
+        let mut d = 0;
+        while d < tile.head_dim {
+            d += LANES
+                * match (tile.head_dim - d) / LANES {
+                    4.. => weigh::<P, 4>(tile, span, &weights, shrink, most, d, sums.add(d)),
+                    _ => weigh::<P, 1>(tile, span, &weights, shrink, most, d, sums.add(d)),
+                };
+        }
+    }
+    P
+}
+
+/// Products of `P` queries with the 64 keys of the span.
+#[inline(always)]
+unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scratch: &Scratch) -> [[__m512; SPAN]; P] {
+    let twos = tile.head_dim / 2;
+    // SAFETY: a key vector holds two dimensions of 16 keys, `twos` of them follow one another; queries as long.
+    unsafe {
+        let queries = scratch.queries.as_ptr().add(first * twos);
+        let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
+        for two in 0..twos {
+            let keys = span.keys.map(|keys| as_bf16(_mm512_loadu_si512(keys.add(two * 64).cast())));
+            for (p, sums) in sums.iter_mut().enumerate() {
+                let query = as_bf16(_mm512_set1_epi32(*queries.add(p * twos + two) as i32));
+                for (sum, keys) in sums.iter_mut().zip(keys) {
+                    *sum = _mm512_dpbf16_ps(*sum, query, keys);
+                }
+            }
+        }
+        let scale = _mm512_set1_ps(std::f32::consts::LOG2_E / (tile.head_dim as f32).sqrt());
+        sums.map(|sums| sums.map(|sum| _mm512_mul_ps(sum, scale)))
+    }
+}
+
+/// The new greatest score, and the powers of two of the first `visible` scores' distances to it, zero for the others, as
+/// bf16 in the order of the keys.
+#[inline(always)]
+unsafe fn exponentials(scores: [__m512; SPAN], visible: usize, greatest: f32) -> (f32, [__m512bh; 2]) {
+    // SAFETY: lane arithmetic only.
+    unsafe {
+        let none = _mm512_set1_ps(f32::NEG_INFINITY);
+        let mut seen = scores;
+        if visible < SPAN_TOKENS {
+            for (i, seen) in seen.iter_mut().enumerate() {
+                let count = visible.saturating_sub(i * LANES).min(LANES);
+                *seen = _mm512_mask_blend_ps(((1u32 << count) - 1) as __mmask16, none, *seen);
+            }
+        }
+        let two = [_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3])];
+        let new = _mm512_reduce_max_ps(_mm512_max_ps(two[0], two[1])).max(greatest);
+        let powers = seen.map(|seen| exp2(_mm512_sub_ps(seen, _mm512_set1_ps(new))));
+        (new, [_mm512_cvtne2ps_pbh(powers[1], powers[0]), _mm512_cvtne2ps_pbh(powers[3], powers[2])])
+    }
+}
+
+/// `2^x` for x ≤ 0, minus infinity included, within 7e-06: bf16 keeps less. The polynomial interpolates `(2^r - 1) / r`
+/// at the Chebyshev nodes of -0.5..0.5.
+#[inline(always)]
+unsafe fn exp2(x: __m512) -> __m512 {
+    // SAFETY: lane arithmetic only.
+    unsafe {
+        let x = _mm512_max_ps(x, _mm512_set1_ps(-126.0));
+        let n = _mm512_roundscale_ps::<0>(x);
+        let r = _mm512_sub_ps(x, n);
+        let mut p = _mm512_set1_ps(9.65671029e-03);
+        for c in [5.58382829e-02, 2.40225301e-01, 6.93136734e-01, 1.0] {
+            p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+        }
+        let power = _mm512_scalef_ps(p, n);
+        // What is below the range is nothing.
+        _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(x, _mm512_set1_ps(-126.0)), power, _mm512_setzero_ps())
+    }
+}
+
+/// `sums = sums * shrink + Σ weights[key] * values[key]` over the first `most` keys (rounded up to two) of the span, for
+/// `16 * W` dimensions from `d` on; returns `W`.
+#[inline(always)]
+unsafe fn weigh<const P: usize, const W: usize>(
+    tile: &Tile<'_>,
+    span: &Span,
+    weights: &[[u32; SPAN_TOKENS / 2]; P],
+    shrink: [__m512; P],
+    most: usize,
+    d: usize,
+    sums: *mut f32,
+) -> usize {
+    const TWOS: usize = KV_BLOCK_TOKENS / 2;
+    // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
+    unsafe {
+        let mut lanes = [[_mm512_setzero_ps(); W]; P];
+        for p in 0..P {
+            for w in 0..W {
+                let old = _mm512_loadu_ps(sums.add(p * tile.head_dim + w * LANES));
+                lanes[p][w] = _mm512_mul_ps(old, shrink[p]);
+            }
+        }
+        for two in 0..most.div_ceil(2) {
+            let row = span.values[two / TWOS].cast::<u32>().add(two % TWOS * tile.head_dim + d);
+            let mut values = [as_bf16(_mm512_setzero_si512()); W];
+            for (w, values) in values.iter_mut().enumerate() {
+                *values = as_bf16(_mm512_loadu_si512(row.add(w * LANES).cast()));
+            }
+            for (lanes, weights) in lanes.iter_mut().zip(weights) {
+                let weight = as_bf16(_mm512_set1_epi32(weights[two] as i32));
+                for (lanes, values) in lanes.iter_mut().zip(values) {
+                    *lanes = _mm512_dpbf16_ps(*lanes, weight, values);
+                }
+            }
+        }
+        for (p, lanes) in lanes.into_iter().enumerate() {
+            for (w, lanes) in lanes.into_iter().enumerate() {
+                _mm512_storeu_ps(sums.add(p * tile.head_dim + w * LANES), lanes);
+            }
+        }
+    }
+    W
+}
+
+#[inline(always)]
+fn as_bf16(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes, and every bit pattern is valid.
+    unsafe { std::mem::transmute(bits) }
+}

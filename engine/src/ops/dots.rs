@@ -1,0 +1,403 @@
+//! `out = x · Wᵀ` by the bf16 dot products of AVX-512: `x` is rounded to bf16, weights enter as they are (4-bit and 8-bit
+//! integers are exact in bf16; their scales multiply the f32 sum of each group of 32 `k`), sums are f32.
+//!
+//! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
+//! its 16 pairs ascending from zero, times the scale, plus the total; then the offset times the sum of the group's `x`.
+//! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::matmul::{BLOCK, Output, PANEL, PackedMatrix, WeightFormat};
+use super::simd::LANES;
+use super::{Shared, pool};
+
+/// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
+const ROW_CHUNK: usize = 96;
+/// Rows of a tile: 24 sums, two vectors of weights and a broadcast fit the registers.
+const TILE_ROWS: usize = 12;
+/// Pairs of a block.
+const PAIRS: usize = BLOCK / 2;
+
+/// See [`super::matmul::matmul`], which checks the lengths.
+pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
+    /// Names a call, so that a thread rounds the same rows once for all of its tasks.
+    static CALLS: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+    }
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    let (rows, panels) = (x.len() / w.k(), w.columns().div_ceil(PANEL));
+    let chunks = rows.div_ceil(ROW_CHUNK);
+    // Several tasks a thread even out cores of unequal speed.
+    let groups = (4 * pool::threads()).div_ceil(chunks).clamp(1, panels);
+    let out = Shared(out.as_mut_ptr());
+    pool::for_each(chunks * groups, |task| {
+        let (chunk, group) = (task / groups, task % groups);
+        let (first, last) = (chunk * ROW_CHUNK, rows.min((chunk + 1) * ROW_CHUNK));
+        SCRATCH.with_borrow_mut(|scratch| {
+            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the chunk's rows are in
+            // `x` and `out`, and no other task has these rows and panels.
+            unsafe {
+                if scratch.holds != (call, chunk) {
+                    scratch.round(&x[first * w.k()..last * w.k()], w.k());
+                    scratch.holds = (call, chunk);
+                }
+                for panel in group * panels / groups..(group + 1) * panels / groups {
+                    let target = Target {
+                        out: out.get().add(first * w.columns() + panel * PANEL),
+                        stride: w.columns(),
+                        columns: PANEL.min(w.columns() - panel * PANEL),
+                        output,
+                    };
+                    let panel = w.panel(panel).as_ptr();
+                    match w.format() {
+                        WeightFormat::F32 => panel_f32(scratch, panel, target),
+                        WeightFormat::Bf16 => panel_bf16(scratch, panel, target),
+                        WeightFormat::Q4_1 => panel_q4_1(scratch, panel, target),
+                        WeightFormat::Q8_0 => panel_q8_0(scratch, panel, target),
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// A chunk of `x` in bf16, and the sums of its tiles. Kept by each thread.
+#[derive(Default)]
+struct Scratch {
+    /// Call and chunk.
+    holds: (u64, usize),
+    rows: usize,
+    groups: usize,
+    /// Pairs of bf16, groups × rows × 16: a group's rows lie together.
+    x: Vec<u32>,
+    /// Sums of `x`, groups × rows.
+    x_sums: Vec<f32>,
+    /// rows × 32.
+    totals: Vec<f32>,
+}
+
+impl Scratch {
+    /// # Safety
+    /// The machine has the features.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn round(&mut self, x: &[f32], k: usize) {
+        (self.rows, self.groups) = (x.len() / k, k.div_ceil(BLOCK));
+        self.x.resize(self.groups * self.rows * PAIRS, 0);
+        self.x_sums.resize(self.groups * self.rows, 0.0);
+        self.totals.resize(self.rows * PANEL, 0.0);
+        let ones = bf16(_mm512_set1_epi32(0x3f80_3f80));
+        for (r, row) in x.chunks_exact(k).enumerate() {
+            for (g, group) in row.chunks(BLOCK).enumerate() {
+                let at = g * self.rows + r;
+                let mask = ((1u64 << group.len()) - 1) as u32;
+                // SAFETY: loads only `group`'s elements; the buffers have room for all rows and groups.
+                unsafe {
+                    let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
+                    let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
+                    let pairs = _mm512_cvtne2ps_pbh(high, low);
+                    self.x_sums[at] = _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), pairs, ones));
+                    _mm512_storeu_si512(self.x.as_mut_ptr().add(at * PAIRS).cast(), bits(pairs));
+                }
+            }
+        }
+    }
+}
+
+/// Where a panel's result goes: rows `stride` apart, `columns` ≤ 32 of each.
+#[derive(Clone, Copy)]
+struct Target {
+    out: *mut f32,
+    stride: usize,
+    columns: usize,
+    output: Output,
+}
+
+impl Target {
+    /// # Safety
+    /// Row `row` is writable.
+    #[inline(always)]
+    unsafe fn put(self, row: usize, sums: [__m512; 2]) {
+        let mask = ((1u64 << self.columns) - 1) as u32;
+        for (h, sum) in sums.into_iter().enumerate() {
+            let mask = (mask >> (h * LANES)) as u16;
+            let to = self.out.wrapping_add(row * self.stride + h * LANES);
+            // SAFETY: the mask leaves out what lies beyond the matrix.
+            unsafe {
+                let sum = match self.output {
+                    Output::Store => sum,
+                    Output::Add => _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum),
+                };
+                _mm512_mask_storeu_ps(to, mask, sum);
+            }
+        }
+    }
+}
+
+/// How a block of 32 columns × 32 `k` yields its weights, see `matmul.rs` for the layouts.
+///
+/// # Safety
+/// Of both methods: `block` is a whole block of this format; the caller has the features enabled.
+trait Format {
+    const KIND: WeightFormat;
+    /// 16 columns (the left or the right ones) of the pair `pair`.
+    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i;
+    /// Scale and offset of 16 columns.
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2];
+}
+
+struct F32;
+struct Bf16;
+#[allow(non_camel_case_types, reason = "the format's name")]
+struct Q4_1;
+#[allow(non_camel_case_types, reason = "the format's name")]
+struct Q8_0;
+
+/// SAFETY of every block below: the offsets are those of the layout.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers these bodies")]
+impl Format for F32 {
+    const KIND: WeightFormat = WeightFormat::F32;
+    #[inline(always)]
+    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+        unsafe {
+            let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
+            let round = |row: *const f32| {
+                let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(row)));
+                _mm512_cvtepu16_epi32(half)
+            };
+            _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
+impl Format for Bf16 {
+    const KIND: WeightFormat = WeightFormat::Bf16;
+    #[inline(always)]
+    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+        unsafe { _mm512_loadu_si512(block.add((half * PAIRS + pair) * 64).cast()) }
+    }
+    #[inline(always)]
+    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
+    }
+}
+
+/// bf16 of 0 to 15, twice, because the permutation looks at five bits of its index.
+static NIBBLES: [u16; 32] = {
+    let mut table = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        table[i] = ((i % 16) as f32).to_bits().wrapping_shr(16) as u16;
+        i += 1;
+    }
+    table
+};
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
+impl Format for Q4_1 {
+    const KIND: WeightFormat = WeightFormat::Q4_1;
+    #[inline(always)]
+    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+        unsafe {
+            let four = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + pair / 4) * 64).cast());
+            let one = match pair % 4 {
+                0 => four,
+                1 => _mm512_srli_epi16::<4>(four),
+                2 => _mm512_srli_epi16::<8>(four),
+                _ => _mm512_srli_epi16::<12>(four),
+            };
+            _mm512_permutexvar_epi16(one, _mm512_loadu_si512(NIBBLES.as_ptr().cast()))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        unsafe {
+            let at = |i: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(i * LANES * 2).cast()));
+            [at(half), at(2 + half)]
+        }
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
+impl Format for Q8_0 {
+    const KIND: WeightFormat = WeightFormat::Q8_0;
+    #[inline(always)]
+    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+        unsafe {
+            let bytes = _mm256_loadu_si256(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
+            let float = |bytes: __m128i| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+            let (low, high) = (_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes));
+            bits(_mm512_cvtne2ps_pbh(float(high), float(low)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast())), _mm512_setzero_ps()] }
+    }
+}
+
+macro_rules! panel_of {
+    ($name:ident, $format:ty) => {
+        /// # Safety
+        /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine
+        /// has the features.
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+        unsafe fn $name(scratch: &mut Scratch, panel: *const u8, target: Target) {
+            // SAFETY: the caller's.
+            unsafe { multiply::<$format>(scratch, panel, target) }
+        }
+    };
+}
+panel_of!(panel_f32, F32);
+panel_of!(panel_bf16, Bf16);
+panel_of!(panel_q4_1, Q4_1);
+panel_of!(panel_q8_0, Q8_0);
+
+/// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
+const DIRECT_ROWS: usize = 4;
+
+#[inline(always)]
+unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
+    // SAFETY: the caller's; tiles stay within the scratch's rows.
+    unsafe {
+        match scratch.rows {
+            1 => return tile::<F, 1>(scratch, panel, target),
+            2 => return tile::<F, 2>(scratch, panel, target),
+            3 => return tile::<F, 3>(scratch, panel, target),
+            DIRECT_ROWS => return tile::<F, DIRECT_ROWS>(scratch, panel, target),
+            _ => {}
+        }
+        let mut weights = [[_mm512_setzero_si512(); 2]; PAIRS];
+        for group in 0..scratch.groups {
+            let block = panel.add(group * F::KIND.block_bytes());
+            for (pair, weights) in weights.iter_mut().enumerate() {
+                *weights = [F::pairs(block, 0, pair), F::pairs(block, 1, pair)];
+            }
+            let scales = [F::scales(block, 0), F::scales(block, 1)];
+            add_group(scratch, group, &weights, &scales);
+        }
+        for row in 0..scratch.rows {
+            let sums = scratch.totals.as_ptr().add(row * PANEL);
+            target.put(row, [_mm512_loadu_ps(sums), _mm512_loadu_ps(sums.add(LANES))]);
+        }
+    }
+}
+
+/// All rows' products with one group of weights, in tiles as tall as the registers allow.
+///
+/// # Safety
+/// As for `multiply`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]; PAIRS], scales: &[[__m512; 2]; 2]) {
+    let mut row = 0;
+    while row < scratch.rows {
+        // SAFETY: no tile is taller than the rows that are left.
+        unsafe {
+            row += match scratch.rows - row {
+                TILE_ROWS.. => group_tile::<TILE_ROWS>(scratch, group, row, weights, scales),
+                8.. => group_tile::<8>(scratch, group, row, weights, scales),
+                6.. => group_tile::<6>(scratch, group, row, weights, scales),
+                4.. => group_tile::<4>(scratch, group, row, weights, scales),
+                2.. => group_tile::<2>(scratch, group, row, weights, scales),
+                _ => group_tile::<1>(scratch, group, row, weights, scales),
+            };
+        }
+    }
+}
+
+/// All groups of `M` rows, weights straight from the panel: the way of small batches.
+#[inline(always)]
+unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, target: Target) {
+    // SAFETY: the scratch has `M` rows; the panel has its groups.
+    unsafe {
+        let mut totals = [[_mm512_setzero_ps(); 2]; M];
+        for group in 0..scratch.groups {
+            let block = panel.add(group * F::KIND.block_bytes());
+            let x = scratch.x.as_ptr().add(group * M * PAIRS);
+            let mut sums = [[_mm512_setzero_ps(); 2]; M];
+            for pair in 0..PAIRS {
+                let weights = [bf16(F::pairs(block, 0, pair)), bf16(F::pairs(block, 1, pair))];
+                step(&mut sums, weights, x.add(pair));
+            }
+            let scales = [F::scales(block, 0), F::scales(block, 1)];
+            for m in 0..M {
+                let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
+                totals[m] = grown(totals[m], sums[m], &scales, x_sum);
+            }
+        }
+        for (m, totals) in totals.into_iter().enumerate() {
+            target.put(m, totals);
+        }
+    }
+}
+
+/// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns `M`.
+#[inline(always)]
+unsafe fn group_tile<const M: usize>(
+    scratch: &mut Scratch,
+    group: usize,
+    first: usize,
+    weights: &[[__m512i; 2]; PAIRS],
+    scales: &[[__m512; 2]; 2],
+) -> usize {
+    let row = group * scratch.rows + first;
+    // SAFETY: the scratch has the rows `first ..` `M`.
+    unsafe {
+        let x = scratch.x.as_ptr().add(row * PAIRS);
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        for (pair, weights) in weights.iter().enumerate() {
+            step(&mut sums, [bf16(weights[0]), bf16(weights[1])], x.add(pair));
+        }
+        for (m, sums) in sums.into_iter().enumerate() {
+            let to = scratch.totals.as_mut_ptr().add((first + m) * PANEL);
+            let totals = match group {
+                0 => [_mm512_setzero_ps(); 2],
+                _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
+            };
+            let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
+            let totals = grown(totals, sums, scales, x_sum);
+            _mm512_storeu_ps(to, totals[0]);
+            _mm512_storeu_ps(to.add(LANES), totals[1]);
+        }
+    }
+    M
+}
+
+/// One pair of `k` for `M` rows, whose `x` are 16 words apart.
+#[inline(always)]
+unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 2], x: *const u32) {
+    for (m, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: the caller's `x` has `M` rows.
+        unsafe {
+            let x = bf16(_mm512_set1_epi32(*x.add(m * PAIRS) as i32));
+            *sums = [_mm512_dpbf16_ps(sums[0], x, weights[0]), _mm512_dpbf16_ps(sums[1], x, weights[1])];
+        }
+    }
+}
+
+/// The totals with one more group in them. Formats without scales or offsets have ones and zeros, which change nothing.
+#[inline(always)]
+unsafe fn grown(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
+    // SAFETY: lane arithmetic only.
+    let half =
+        |h: usize| unsafe { _mm512_fmadd_ps(x_sum, scales[h][1], _mm512_fmadd_ps(sums[h], scales[h][0], totals[h])) };
+    [half(0), half(1)]
+}
+
+#[inline(always)]
+fn bf16(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes, and every bit pattern is valid.
+    unsafe { std::mem::transmute(bits) }
+}
+
+#[inline(always)]
+fn bits(numbers: __m512bh) -> __m512i {
+    // SAFETY: as above.
+    unsafe { std::mem::transmute(numbers) }
+}

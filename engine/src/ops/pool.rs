@@ -1,0 +1,285 @@
+//! The threads that compute. A step forks and joins some hundred times, a few microseconds of work each, so that a
+//! fork is one atomic store: workers look for the next region for some microseconds after the last one and sleep only
+//! then. Between steps nobody spins. The caller works too, and waits only for tasks that somebody has begun: a
+//! worker that the system does not run (more threads than free cores) holds nobody up.
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+
+/// Looks for work before a worker sleeps: 30 to 100 µs, longer than the serial pieces of a step.
+const SPINS: u32 = 3000;
+/// Looks of the caller for the end of a region before it offers its core to the worker that it waits for.
+const SPINS_BEFORE_YIELD: u32 = 1000;
+
+/// Tasks of a region at most: the fields of [`Inner::state`] are 24 bits wide, and each thread may overshoot by one.
+const MOST_TASKS: usize = 1 << 23;
+
+/// Threads of one executor. Dropping it ends them.
+pub struct Pool {
+    inner: Arc<Inner>,
+    workers: Vec<JoinHandle<()>>,
+    /// Where the caller has yet to be bound.
+    caller_cpu: Option<usize>,
+}
+
+struct Inner {
+    threads: usize,
+    /// `region << 48 | tasks << 24 | next task`. One word, so that whoever takes a task knows that it exists.
+    state: AtomicU64,
+    job: AtomicPtr<Job<'static>>,
+    /// Tasks of the region that have ended.
+    done: AtomicUsize,
+    panicked: AtomicBool,
+    stop: AtomicBool,
+    sleepers: AtomicUsize,
+    sleep: Mutex<()>,
+    wake: Condvar,
+}
+
+struct Job<'a>(&'a (dyn Fn(usize) + Sync));
+
+thread_local! {
+    /// The pool that this thread's regions run on; null inside of one.
+    static CURRENT: Cell<*const Inner> = const { Cell::new(ptr::null()) };
+}
+
+impl Pool {
+    /// A pool of `threads` threads, of which the caller of [`Pool::install`] is one. Thread `i` is bound to the core
+    /// `cpus[i % cpus.len()]`; with no `cpus`, the system places them.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn new(threads: usize, cpus: Vec<usize>) -> std::io::Result<Self> {
+        let inner = Arc::new(Inner {
+            threads: threads.max(1),
+            state: AtomicU64::new(0),
+            job: AtomicPtr::new(ptr::null_mut()),
+            done: AtomicUsize::new(0),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            sleepers: AtomicUsize::new(0),
+            sleep: Mutex::new(()),
+            wake: Condvar::new(),
+        });
+        // Made first: if a later thread does not start, dropping the pool ends the earlier ones.
+        let mut pool = Self { inner, workers: Vec::new(), caller_cpu: cpus.first().copied() };
+        for number in 1..threads {
+            let (inner, cpu) = (Arc::clone(&pool.inner), cpus.get(number % cpus.len().max(1)).copied());
+            let body = move || {
+                cpu.map(bind);
+                inner.work();
+            };
+            pool.workers.push(std::thread::Builder::new().name(format!("compute-{number}")).spawn(body)?);
+        }
+        Ok(pool)
+    }
+
+    /// Threads, the caller's counted.
+    pub fn threads(&self) -> usize {
+        self.inner.threads
+    }
+
+    /// Runs `f` with the kernels' regions on this pool. One caller at a time, which `&mut` sees to.
+    pub fn install<R>(&mut self, f: impl FnOnce() -> R) -> R {
+        struct Restore(*const Inner);
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                CURRENT.set(self.0);
+            }
+        }
+        self.caller_cpu.take().map(bind);
+        let _restore = Restore(CURRENT.replace(Arc::as_ptr(&self.inner)));
+        f()
+    }
+}
+
+/// Binds the calling thread to a core.
+fn bind(cpu: usize) {
+    let mut set = CpuSet::new();
+    if let Err(error) = set.set(cpu).and_then(|()| sched_setaffinity(Pid::from_raw(0), &set)) {
+        tracing::warn!(cpu, %error, "a compute thread stays unbound");
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.inner.stop.store(true, Ordering::SeqCst);
+        self.inner.wake_all();
+        for worker in self.workers.drain(..) {
+            let _ = worker.join();
+        }
+    }
+}
+
+/// Threads that [`for_each`] would use here.
+pub fn threads() -> usize {
+    // SAFETY: not null only inside `install`, whose pool outlives it.
+    unsafe { CURRENT.get().as_ref() }.map_or(1, |inner| inner.threads)
+}
+
+/// `f` of `0..tasks`, each once, in any order, on the threads of the installed pool; without one, or inside a task, on
+/// the caller's.
+///
+/// # Panics
+/// If a task does, after all have ended.
+pub fn for_each(tasks: usize, f: impl Fn(usize) + Sync) {
+    let current = CURRENT.get();
+    // SAFETY: not null only inside `install`, whose pool outlives it.
+    match unsafe { current.as_ref() } {
+        Some(inner) if inner.threads > 1 && (2..MOST_TASKS).contains(&tasks) => {
+            CURRENT.set(ptr::null());
+            let outcome = catch_unwind(AssertUnwindSafe(|| inner.run(tasks, &f)));
+            CURRENT.set(current);
+            outcome.unwrap_or_else(|panic| resume_unwind(panic));
+        }
+        _ => (0..tasks).for_each(f),
+    }
+}
+
+/// Like [`for_each`] over the runs of at least `least` numbers into which `0..n` is cut for the threads.
+pub fn for_each_run(n: usize, least: usize, f: impl Fn(std::ops::Range<usize>) + Sync) {
+    let runs = (n / least.max(1)).clamp(1, 2 * threads());
+    for_each(runs, |run| f(run * n / runs..(run + 1) * n / runs));
+}
+
+impl Inner {
+    fn run(&self, tasks: usize, f: &(dyn Fn(usize) + Sync)) {
+        let mut job = Job(f);
+        self.done.store(0, Ordering::Relaxed);
+        self.job.store((&raw mut job).cast(), Ordering::Relaxed);
+        let region = (self.state.load(Ordering::Relaxed) >> 48).wrapping_add(1);
+        // Publishes the two stores above; sequentially consistent because of the sleepers, see `sleep_until`.
+        self.state.store(region << 48 | (tasks as u64) << 24, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            self.wake_all();
+        }
+        self.take_tasks();
+        let mut spins = 0;
+        while self.done.load(Ordering::Acquire) < tasks {
+            spins += 1;
+            match spins < SPINS_BEFORE_YIELD {
+                true => std::hint::spin_loop(),
+                false => std::thread::yield_now(),
+            }
+        }
+        if self.panicked.swap(false, Ordering::Relaxed) {
+            panic!("a compute task panicked");
+        }
+    }
+
+    /// Until none is left in the present region; returns its number.
+    fn take_tasks(&self) -> u64 {
+        loop {
+            let state = self.state.fetch_add(1, Ordering::AcqRel);
+            let (region, tasks, next) = (state >> 48, state >> 24 & 0xff_ffff, state & 0xff_ffff);
+            if next >= tasks {
+                return region;
+            }
+            // SAFETY: the task `next` has not ended, so `run` has not returned, and the job is on its stack.
+            let Job(f) = unsafe { &*self.job.load(Ordering::Relaxed) };
+            if catch_unwind(AssertUnwindSafe(|| f(next as usize))).is_err() {
+                self.panicked.store(true, Ordering::Relaxed);
+            }
+            self.done.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    fn work(&self) {
+        loop {
+            let region = self.take_tasks();
+            let mut spins = 0;
+            while self.state.load(Ordering::Relaxed) >> 48 == region {
+                spins += 1;
+                if self.stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                match spins < SPINS {
+                    true => std::hint::spin_loop(),
+                    false => self.sleep_until_after(region),
+                }
+            }
+        }
+    }
+
+    /// Either this sees the next region's state, or `run` sees the sleeper: both sides write before they read, in one
+    /// total order.
+    fn sleep_until_after(&self, region: u64) {
+        let mut guard = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while self.state.load(Ordering::SeqCst) >> 48 == region && !self.stop.load(Ordering::SeqCst) {
+            guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn wake_all(&self) {
+        // Taken, so that nobody is between his last look and his sleep.
+        drop(self.sleep.lock().unwrap_or_else(PoisonError::into_inner));
+        self.wake.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_and_the_caller_waits_for_all() {
+        for threads in [1, 2, 5] {
+            let mut pool = Pool::new(threads, Vec::new()).unwrap();
+            pool.install(|| {
+                for tasks in (0..40).chain([1000]).cycle().take(600) {
+                    let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                    for_each(tasks, |task| {
+                        // A region in a task runs on its thread.
+                        for_each(2, |_| drop(counts[task].fetch_add(1, Ordering::Relaxed)));
+                    });
+                    assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 2), "{threads} {tasks}");
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn sleeping_workers_wake_for_the_next_region() {
+        let mut pool = Pool::new(3, Vec::new()).unwrap();
+        for _ in 0..20 {
+            while pool.inner.sleepers.load(Ordering::SeqCst) < 2 {
+                std::thread::yield_now();
+            }
+            // The barrier opens only if all three threads take part.
+            let barrier = std::sync::Barrier::new(3);
+            pool.install(|| for_each(3, |_| drop(barrier.wait())));
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+        let mut pool = Pool::new(2, Vec::new()).unwrap();
+        for _ in 0..5 {
+            let outcome = catch_unwind(AssertUnwindSafe(|| pool.install(|| for_each(8, |task| assert!(task != 3)))));
+            assert!(outcome.is_err());
+            let sum = AtomicUsize::new(0);
+            pool.install(|| for_each(8, |task| drop(sum.fetch_add(task, Ordering::Relaxed))));
+            assert_eq!(sum.into_inner(), 28);
+        }
+    }
+
+    #[test]
+    fn runs_cover_everything_once() {
+        let mut pool = Pool::new(3, Vec::new()).unwrap();
+        for (n, least) in [(0, 4), (1, 4), (16, 4), (17, 1), (100, 200)] {
+            let counts: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
+            pool.install(|| {
+                for_each_run(n, least, |run| run.for_each(|i| drop(counts[i].fetch_add(1, Ordering::Relaxed))))
+            });
+            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+}
