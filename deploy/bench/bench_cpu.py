@@ -30,10 +30,10 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Llama:
     """llama.cpp in a process that stays, in the faster of the two ways its OpenMP threads may wait for one another."""
 
-    def __init__(self, driver, model, threads, cores):
+    def __init__(self, driver, model, threads, cores, env):
         self.running = {}
         for wait in ["active", "passive"] if threads > 1 else ["passive"]:
-            env = dict(os.environ, OMP_PROC_BIND="true", OMP_NUM_THREADS=str(threads))
+            env = dict(env, OMP_PROC_BIND="true", OMP_NUM_THREADS=str(threads))
             if wait == "passive":
                 env["OMP_WAIT_POLICY"] = wait  # "active" is libgomp's default: spin a while, then sleep
             command = ["taskset", "-c", cores, driver, model, str(threads)]
@@ -87,11 +87,13 @@ def end(process):
 class Ours:
     """engine/examples/bench_cpu.rs, a process for each sample."""
 
-    def __init__(self, driver, model, threads, cores):
+    def __init__(self, driver, model, threads, cores, env, isa):
         self.command = ["taskset", "-c", cores, driver, "--model", model, "--threads", str(threads), "--json"]
+        self.command += ["--isa", isa] if isa else []
+        self.env = env
 
     def lines(self, *flags):
-        done = subprocess.run([*self.command, *flags], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run([*self.command, *flags], stdout=subprocess.PIPE, text=True, check=True, env=self.env)
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
     def measure(self, row, _setting=None):
@@ -130,11 +132,13 @@ def quiet_median(samples, rounds):
 
 def compare(options, threads):
     cores = ",".join(options.cores.split(",")[:threads])
-    ours = Ours(options.driver, options.model, threads, cores)
-    llama = Llama(options.llama, options.model, threads, cores)
+    cpu_clock = options.clock == "cpu" and threads == 1
+    env = dict(os.environ, LD_PRELOAD=str(pathlib.Path(options.llama).parent / "libcpu_clock.so")) if cpu_clock else dict(os.environ)
+    ours = Ours(options.driver, options.model, threads, cores, env, options.isa)
+    llama = Llama(options.llama, options.model, threads, cores, env)
     gb_per_s, gflop_per_s = ours.ceilings()
     model = roofline.read_gguf(options.model)
-    print(f"\n## {threads} thread{'s' if threads > 1 else ''} (cores {cores})\n")
+    print(f"\n## {threads} thread{'s' if threads > 1 else ''} (cores {cores}), {'CPU' if cpu_clock else 'wall'} time\n")
     print(f"Ceilings, measured: {gb_per_s:.1f} GB/s read, {gflop_per_s:.0f} GFLOP/s GEMM. llama.cpp: {llama.system.strip(' |')}\n")
     print("| row | ours | llama.cpp f16 KV | llama.cpp q8_0 KV | ratio to its best | roofline | share | its settings | others' cores |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -197,6 +201,9 @@ def arguments():
     parser.add_argument("--extra-rounds", type=int, default=0, help="on a shared machine: more rounds, the quietest count")
     parser.add_argument("--peers", default="", help="mistralrs: 16 requests at once beside it as well")
     parser.add_argument("--tandem", default=str(ROOT / "target/release/tandem"), help="the program of that part")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                        help="cpu, on a shared machine: with one thread its CPU time counts, for every engine (cpu_clock.c)")
+    parser.add_argument("--isa", help="our kernels' instruction set, such as avx512 (default: the best here)")
     parser.add_argument("--commit", help="what to print as the commit of --driver")
     parser.add_argument("--json", help="file for every sample")
     options = parser.parse_args()
