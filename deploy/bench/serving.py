@@ -1,5 +1,7 @@
 """Output tokens a second of 16 requests at once: a `tandem up` cluster over HTTP beside mistral.rs in its own process, in
 turns on the same cores. The whole answer counts, prompts included. Each peer has the weights in the form that suits it."""
+import concurrent.futures
+import contextlib
 import http.client
 import json
 import pathlib
@@ -7,7 +9,6 @@ import re
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -49,31 +50,29 @@ class Tandem:
         for line in self.process.stdout:
             if line.startswith("ready "):
                 self.address = re.search(r"http=(?:http://)?([^ /\s]+)", line)[1]
+                self.model = self.call("GET", "/v1/models")["data"][0]["id"]
                 return
         raise RuntimeError("the cluster did not start")
 
-    def ask(self, prompt, counts, i):
+    def call(self, method, path, body=None):
         connection = http.client.HTTPConnection(self.address, timeout=300)
-        body = {"model": "default", "messages": [{"role": "user", "content": prompt}], "max_tokens": MAX_TOKENS,
-                "temperature": 0, "ignore_eos": True}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         text = answer.read()
         if answer.status != 200:
-            raise RuntimeError(f"{answer.status} {text[:300]}")
-        counts[i] = json.loads(text)["usage"]["completion_tokens"]
+            raise RuntimeError(f"{path}: {answer.status} {text[:300]}")
+        return json.loads(text)
+
+    def ask(self, prompt):
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": MAX_TOKENS,
+                "temperature": 0, "ignore_eos": True}
+        return self.call("POST", "/v1/chat/completions", body)["usage"]["completion_tokens"]
 
     def tokens_per_s(self, prompts):
-        counts = [0] * len(prompts)
-        threads = [threading.Thread(target=self.ask, args=(prompt, counts, i)) for i, prompt in enumerate(prompts)]
         begin = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if 0 in counts:
-            raise RuntimeError("a request got no answer")
-        return sum(counts) / (time.monotonic() - begin)
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
+            tokens = sum(threads.map(self.ask, prompts))
+        return tokens / (time.monotonic() - begin)
 
     def close(self):
         self.process.terminate()
@@ -89,20 +88,17 @@ def prompts(turn):
 
 
 def compare(cache, program, cores, rounds, dtypes=("F32", "BF16")):
-    engines = {"tandem": Tandem(program, cores)}
-    engines |= {f"mistral.rs {dtype}": Mistralrs(cache, cores, dtype) for dtype in dtypes}
-    speeds = {name: [] for name in engines}
-    for turn in range(rounds + 1):
-        for name, engine in engines.items():
-            speed = engine.tokens_per_s(prompts(turn))
-            if turn:  # the first one warms up
-                speeds[name].append(speed)
-    for engine in engines.values():
-        engine.close()
-    medians = {name: statistics.median(found) for name, found in speeds.items()}
-    best = max(value for name, value in medians.items() if name != "tandem")
+    with contextlib.ExitStack() as stack:
+        engines = {"tandem": stack.enter_context(contextlib.closing(Tandem(program, cores)))}
+        for dtype in dtypes:
+            engines[f"mistral.rs {dtype}"] = stack.enter_context(contextlib.closing(Mistralrs(cache, cores, dtype)))
+        speeds = {name: [] for name in engines}
+        for turn in range(rounds + 1):
+            for name, engine in engines.items():
+                speeds[name].append(engine.tokens_per_s(prompts(turn)))
+    medians = {name: statistics.median(found[1:]) for name, found in speeds.items()}  # the first turn warms up
     print(f"\n## {REQUESTS} requests at once, {WORDS} words in, {MAX_TOKENS} tokens out (cores {cores})\n")
     print("| engine | output tokens/s | ours / it |\n|---|---|---|")
     for name, value in medians.items():
         print(f"| {name} | {value:.1f} | {medians['tandem'] / value:.2f} |", flush=True)
-    return {"speeds": speeds, "ratio": medians["tandem"] / best}
+    return {"requests": speeds}
