@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer test-clients
+.PHONY: help setup build demo up test lint bench bench-transfer bench-cpu test-clients
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -29,11 +29,18 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo clippy --release --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
-bench: bench-transfer ## All benchmarks
+bench: bench-transfer bench-cpu ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 	deploy/setup.sh bench
 	cargo run --release --locked -p tandem-kvtransfer --example bench_transfer
+
+# PEERS=mistralrs: 16 requests at once beside it as well. BENCH_CPU: further flags, see deploy/bench/bench_cpu.py --help.
+bench-cpu: setup ## Prefill and decode beside llama.cpp in one run; builds it once
+	deploy/bench/peers.sh $(PEERS)
+	cargo build --release --locked -p tandem-engine --example bench_cpu
+	$(if $(PEERS),cargo build --release --locked)
+	python3 deploy/bench/bench_cpu.py --peers "$(PEERS)" $(BENCH_CPU)
 
 test-clients: setup build ## openai-python, a gRPC client with own stubs, and gRPC reflection
 	cluster-tests/clients/run.sh

@@ -1,0 +1,105 @@
+#!/bin/bash
+# Other engines to measure beside ours, built for this CPU into $TANDEM_CACHE/peers (default ~/.cache/tandem/peers).
+# Says what it installs; does nothing where everything is there.
+#
+#   peers.sh                llama.cpp as PyPI's llama-cpp-python ships its source, with llama_rows.cpp on top
+#   peers.sh mistralrs      and PyPI's mistralrs in a virtual environment
+#
+# Jobs of the build: $BUILD_JOBS, default 2.
+set -euo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+cache=${TANDEM_CACHE:-$HOME/.cache/tandem}
+peers=$cache/peers
+model=$cache/SmolLM2-135M-Instruct.Q4_1.gguf
+llama=llama_cpp_python-0.3.36
+llama_sha256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
+mistralrs=mistralrs==0.9.5
+mistralrs_sha256=60cd70976a2ec50175f3d68cd269ccfa75b488c521a34e1d631c1f3da384bd01
+gguf=gguf==0.19.0
+
+say() { echo "peers: $*"; }
+die() { echo "peers: error: $*" >&2; exit 1; }
+have() { command -v "$1" > /dev/null 2>&1; }
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then env DEBIAN_FRONTEND=noninteractive "$@"; else sudo env DEBIAN_FRONTEND=noninteractive "$@"; fi
+}
+
+install_packages() {
+  [ $# -gt 0 ] || return 0
+  have apt-get || die "missing here: $* (Debian's names); install them with your package manager and run this again"
+  [ "$(id -u)" = 0 ] || have sudo || die "not root and no sudo; needed: apt-get install $*"
+  say "installing with apt-get: $*"
+  as_root apt-get update -qq || die "apt-get update failed"
+  as_root apt-get install --yes --no-install-recommends -qq "$@" || die "apt-get install $* failed"
+}
+
+# gcc 12 drops the stores that fill the AMX tile configuration, and llama.cpp dies at its first tile: clang there.
+needs_clang() { grep -qw amx_tile /proc/cpuinfo; }
+
+llama_packages() {
+  have cmake || echo cmake
+  have ninja || echo ninja-build
+  if needs_clang; then
+    have clang++ || echo clang libomp-dev
+  else
+    have g++ || echo g++
+  fi
+  python3 -m venv --help > /dev/null 2>&1 || echo python3-venv
+}
+
+venv() {
+  [ -x "$peers/venv/bin/pip" ] || { say "making a Python environment in $peers/venv"; python3 -m venv "$peers/venv"; }
+}
+
+fetch_llama() {
+  [ ! -f "$peers/$llama/vendor/llama.cpp/CMakeLists.txt" ] || return 0
+  say "downloading the source of $llama (77 MB) from PyPI into $peers"
+  venv
+  work=$(mktemp -d "$peers/.fetch.XXXXXX")
+  trap 'rm -rf "$work"' EXIT
+  "$peers/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+    --dest "$work" "llama-cpp-python==0.3.36" || die "the download of $llama failed"
+  echo "$llama_sha256  $work/$llama.tar.gz" | sha256sum --check --status || die "the SHA-256 of $llama.tar.gz is wrong"
+  tar -C "$work" -xzf "$work/$llama.tar.gz"
+  mv "$work/$llama" "$peers/$llama"
+}
+
+build_llama() {
+  local compilers=(-DCMAKE_C_COMPILER=cc -DCMAKE_CXX_COMPILER=c++)
+  if needs_clang; then compilers=(-DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++); fi
+  [ -x "$peers/llama-build/llama_rows" ] || say "building llama.cpp in $peers/llama-build (some minutes)"
+  cmake -G Ninja -S "$here" -B "$peers/llama-build" "${compilers[@]}" \
+    -DLLAMA_SRC="$peers/$llama/vendor/llama.cpp" > "$peers/llama-build.log" 2>&1 &&
+    cmake --build "$peers/llama-build" --target llama_rows --parallel "${BUILD_JOBS:-2}" >> "$peers/llama-build.log" 2>&1 ||
+    die "the build of llama.cpp failed, see $peers/llama-build.log"
+  say "llama.cpp: $peers/llama-build/llama_rows"
+}
+
+install_mistralrs() {
+  venv
+  if ! "$peers/venv/bin/python" -c 'import gguf, mistralrs' 2> /dev/null; then
+    say "installing $mistralrs (26 MB), $gguf and numpy into $peers/venv"
+    echo "$mistralrs --hash=sha256:$mistralrs_sha256" > "$peers/mistralrs.txt"
+    "$peers/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
+      --requirement "$peers/mistralrs.txt" || die "mistralrs cannot be installed here (the wheel is for x86-64 Linux)"
+    "$peers/venv/bin/pip" install --quiet --disable-pip-version-check "$gguf" numpy || die "$gguf cannot be installed"
+  fi
+  if [ ! -f "$peers/safetensors/model.safetensors" ]; then
+    say "writing the model's weights as bf16 safetensors to $peers/safetensors (269 MB)"
+    "$peers/venv/bin/python" "$here/export_safetensors.py" "$model" "$peers/safetensors.new"
+    mv "$peers/safetensors.new" "$peers/safetensors"
+  fi
+  say "mistral.rs: $peers/venv, with $peers/safetensors"
+}
+
+mkdir -p "$peers"
+# shellcheck disable=SC2046  # a list of words
+install_packages $(llama_packages)
+fetch_llama
+build_llama
+for peer in "$@"; do
+  [ "$peer" = mistralrs ] || die "no peer $peer"
+  install_mistralrs
+done
