@@ -44,9 +44,7 @@ pub fn swiglu(isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
 /// If `x` is not a whole number of rows.
 pub fn add_to_rows(x: &mut [f32], bias: &[f32]) {
     assert!(!bias.is_empty() && x.len().is_multiple_of(bias.len()));
-    x.par_chunks_exact_mut(bias.len()).with_min_len(MIN_ROWS).for_each(|row| {
-        row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
-    });
+    for_each_row(x, bias.len(), |row| row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias));
 }
 
 /// [`rms_norm`] in place of single heads: of the first ones of every row of `x`, rows `stride` long, as many as
@@ -57,12 +55,22 @@ pub fn add_to_rows(x: &mut [f32], bias: &[f32]) {
 pub fn norm_heads(isa: Isa, x: &mut [f32], stride: usize, head_dim: usize, weights: &[f32], eps: f32) {
     assert!(head_dim > 0 && head_dim.is_multiple_of(LANES) && weights.len().is_multiple_of(head_dim));
     assert!(weights.len() <= stride && x.len().is_multiple_of(stride));
-    x.par_chunks_exact_mut(stride).with_min_len(MIN_ROWS).for_each(|row| {
+    for_each_row(x, stride, |row| {
         for (head, weight) in row.chunks_exact_mut(head_dim).zip(weights.chunks_exact(head_dim)) {
             let head = head.as_mut_ptr();
             // SAFETY: a head and its weights have `head_dim` elements, a multiple of 16; each vector of the head is
             // read before it is written, and its sum of squares before that.
             unsafe { norm_row(isa, head, weight.as_ptr(), eps, head_dim, head) }
+        }
+    });
+}
+
+fn for_each_row(x: &mut [f32], stride: usize, f: impl Fn(&mut [f32]) + Sync) {
+    let (rows, first) = (x.len() / stride, Shared(x.as_mut_ptr()));
+    pool::for_each_run(rows, MIN_ROWS, |run| {
+        for row in run {
+            // SAFETY: a whole row inside `x`, which is borrowed for as long; the row is in this run only.
+            f(unsafe { std::slice::from_raw_parts_mut(first.get().add(row * stride), stride) });
         }
     });
 }
