@@ -267,8 +267,8 @@ unsafe fn exp2(x: __m512) -> __m512 {
         let x = _mm512_max_ps(x, _mm512_set1_ps(-126.0));
         let n = _mm512_roundscale_ps::<0>(x);
         let r = _mm512_sub_ps(x, n);
-        let mut p = _mm512_set1_ps(9.65671029e-03);
-        for c in [5.58382829e-02, 2.40225301e-01, 6.93136734e-01, 1.0] {
+        let mut p = _mm512_set1_ps(9.656_71e-3);
+        for c in [5.583_828_3e-2, 2.402_253e-1, 6.931_367_5e-1, 1.0] {
             p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
         }
         let power = _mm512_scalef_ps(p, n);
@@ -293,10 +293,9 @@ unsafe fn weigh<const P: usize, const W: usize>(
     // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
     unsafe {
         let mut lanes = [[_mm512_setzero_ps(); W]; P];
-        for p in 0..P {
-            for w in 0..W {
-                let old = _mm512_loadu_ps(sums.add(p * tile.head_dim + w * LANES));
-                lanes[p][w] = _mm512_mul_ps(old, shrink[p]);
+        for (p, lanes) in lanes.iter_mut().enumerate() {
+            for (w, lanes) in lanes.iter_mut().enumerate() {
+                *lanes = _mm512_mul_ps(_mm512_loadu_ps(sums.add(p * tile.head_dim + w * LANES)), shrink[p]);
             }
         }
         for two in 0..most.div_ceil(2) {

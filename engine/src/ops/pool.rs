@@ -265,7 +265,7 @@ mod tests {
             }
             // The barrier opens only if all three threads take part.
             let barrier = std::sync::Barrier::new(3);
-            pool.install(|| for_each(3, |_| drop(barrier.wait())));
+            pool.install(|| for_each(3, |_| _ = barrier.wait()));
         }
     }
 
