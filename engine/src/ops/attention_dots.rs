@@ -224,7 +224,10 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
         let queries = scratch.queries.as_ptr().add(first * twos);
         let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
         for two in 0..twos {
-            let keys = span.keys.map(|keys| as_bf16(_mm512_loadu_si512(keys.add(two * 64).cast())));
+            let mut keys = [as_bf16(_mm512_setzero_si512()); SPAN];
+            for (keys, from) in keys.iter_mut().zip(span.keys) {
+                *keys = as_bf16(_mm512_loadu_si512(from.add(two * 64).cast()));
+            }
             for (p, sums) in sums.iter_mut().enumerate() {
                 let query = as_bf16(_mm512_set1_epi32(*queries.add(p * twos + two) as i32));
                 for (sum, keys) in sums.iter_mut().zip(keys) {
@@ -233,7 +236,10 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
             }
         }
         let scale = _mm512_set1_ps(std::f32::consts::LOG2_E / (tile.head_dim as f32).sqrt());
-        sums.map(|sums| sums.map(|sum| _mm512_mul_ps(sum, scale)))
+        for sum in sums.as_flattened_mut() {
+            *sum = _mm512_mul_ps(*sum, scale);
+        }
+        sums
     }
 }
 
@@ -253,7 +259,10 @@ unsafe fn exponentials(scores: [__m512; SPAN], visible: usize, greatest: f32) ->
         }
         let two = [_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3])];
         let new = _mm512_reduce_max_ps(_mm512_max_ps(two[0], two[1])).max(greatest);
-        let powers = seen.map(|seen| exp2(_mm512_sub_ps(seen, _mm512_set1_ps(new))));
+        let mut powers = seen;
+        for power in &mut powers {
+            *power = exp2(_mm512_sub_ps(*power, _mm512_set1_ps(new)));
+        }
         (new, [_mm512_cvtne2ps_pbh(powers[1], powers[0]), _mm512_cvtne2ps_pbh(powers[3], powers[2])])
     }
 }
