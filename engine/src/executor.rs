@@ -111,7 +111,8 @@ impl EngineSpec {
     pub fn sealed(mut self) -> Self {
         let dtype = match self.kv_dtype {
             KvDtype::F32 => 0u64,
-            KvDtype::Bf16 => 1,
+            // 1 was row by row; 2 is in pairs, see `ops/kv.rs`.
+            KvDtype::Bf16 => 2,
         };
         let sizes = [self.vocab_size, self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.block_bytes];
         let mut hasher = Xxh3::new();

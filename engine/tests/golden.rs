@@ -41,12 +41,13 @@ struct Output {
 
 #[test]
 fn f32_kv_gives_the_oracles_tokens() {
-    compare(KvDtype::F32, 0.02);
+    compare(KvDtype::F32, 0.02, 0.05);
 }
 
 #[test]
 fn bf16_kv_gives_the_oracles_tokens() {
-    compare(KvDtype::Bf16, 0.05);
+    // The oracle itself, with bf16 activations, is up to 0.097 away from its f32 log-probabilities.
+    compare(KvDtype::Bf16, 0.05, 0.1);
 }
 
 #[test]
@@ -82,7 +83,8 @@ fn speed() {
     }
 }
 
-fn compare(kv_dtype: KvDtype, tie: f32) {
+/// `tie`: the gap from which on tokens must be equal; `near`: how close the first step's log-probabilities must be.
+fn compare(kv_dtype: KvDtype, tie: f32, near: f32) {
     let mut runner = Runner::load(kv_dtype);
     let golden: Golden = serde_json::from_str(include_str!("data/smollm2-135m-golden.json")).expect("golden file");
     assert_eq!(golden.prompts.len(), 14);
@@ -95,7 +97,7 @@ fn compare(kv_dtype: KvDtype, tie: f32) {
             assert_eq!(tokens[..sure], want.tokens[..sure], "{} ({kv_dtype:?}, first {sure} tokens)", prompt.name);
             for &(token, logprob) in &want.top5_first {
                 let got = first[token as usize];
-                assert!((got - logprob).abs() < 0.05, "{}: token {token} {got}, oracle {logprob}", prompt.name);
+                assert!((got - logprob).abs() < near, "{}: token {token} {got}, oracle {logprob}", prompt.name);
             }
         }
     }

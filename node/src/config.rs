@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use tandem_engine::KvDtype;
+use tandem_engine::ops::simd::IsaChoice;
 use tandem_proto::v1::Role;
 use tonic::transport::Endpoint;
 
@@ -56,6 +57,15 @@ pub struct NodeArgs {
     /// Compute threads; 0 takes the cores that this process may use.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
+    /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
+    #[arg(long, value_delimiter = ',')]
+    pub cpus: Vec<usize>,
+    /// Instruction set of the compute kernels.
+    #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
+    pub isa: IsaArg,
+    /// Compute in f32 on one path: the same bits whatever else is in the batch, and on every machine; slower.
+    #[arg(long)]
+    pub batch_invariant: bool,
     /// How KV travels between nodes.
     #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
@@ -92,6 +102,19 @@ pub enum KvDtypeArg {
     Bf16,
     /// 4 bytes a value.
     F32,
+}
+
+/// `--isa`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum IsaArg {
+    /// The best one here.
+    Auto,
+    /// AVX-512, with bf16 dot products where the machine has them.
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// Plain code.
+    Portable,
 }
 
 /// `--transport`.
@@ -145,6 +168,12 @@ pub struct NodeConfig {
     pub max_calls: usize,
     /// Compute threads.
     pub threads: usize,
+    /// Where they are bound.
+    pub cpus: Vec<usize>,
+    /// Compute kernels.
+    pub isa: IsaChoice,
+    /// One f32 path.
+    pub batch_invariant: bool,
     /// How KV travels.
     pub transport: TransportArg,
     /// What UCX may use.
@@ -222,6 +251,14 @@ impl NodeArgs {
             max_step_tokens: self.max_num_batched_tokens as usize,
             max_calls: self.max_calls as usize,
             threads,
+            cpus: self.cpus,
+            isa: match self.isa {
+                IsaArg::Auto => IsaChoice::Auto,
+                IsaArg::Avx512 => IsaChoice::Avx512,
+                IsaArg::Avx2 => IsaChoice::Avx2,
+                IsaArg::Portable => IsaChoice::Portable,
+            },
+            batch_invariant: self.batch_invariant,
             transport: self.transport,
             ucx_profile: self.ucx_profile,
             ucx_lib_dir: self.ucx_lib_dir,

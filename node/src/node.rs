@@ -164,6 +164,9 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
                 blocks,
                 block_tokens: tandem_proto::BLOCK_TOKENS,
                 threads: config.threads,
+                cpus: config.cpus.clone(),
+                isa: config.isa,
+                batch_invariant: config.batch_invariant,
             };
             Ok(Box::new(LlamaExecutor::load(&model)?))
         }

@@ -224,7 +224,10 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
         let queries = scratch.queries.as_ptr().add(first * twos);
         let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
         for two in 0..twos {
-            let keys = span.keys.map(|keys| as_bf16(_mm512_loadu_si512(keys.add(two * 64).cast())));
+            let mut keys = [as_bf16(_mm512_setzero_si512()); SPAN];
+            for (keys, from) in keys.iter_mut().zip(span.keys) {
+                *keys = as_bf16(_mm512_loadu_si512(from.add(two * 64).cast()));
+            }
             for (p, sums) in sums.iter_mut().enumerate() {
                 let query = as_bf16(_mm512_set1_epi32(*queries.add(p * twos + two) as i32));
                 for (sum, keys) in sums.iter_mut().zip(keys) {
@@ -233,7 +236,10 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
             }
         }
         let scale = _mm512_set1_ps(std::f32::consts::LOG2_E / (tile.head_dim as f32).sqrt());
-        sums.map(|sums| sums.map(|sum| _mm512_mul_ps(sum, scale)))
+        for sum in sums.as_flattened_mut() {
+            *sum = _mm512_mul_ps(*sum, scale);
+        }
+        sums
     }
 }
 
@@ -253,7 +259,10 @@ unsafe fn exponentials(scores: [__m512; SPAN], visible: usize, greatest: f32) ->
         }
         let two = [_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3])];
         let new = _mm512_reduce_max_ps(_mm512_max_ps(two[0], two[1])).max(greatest);
-        let powers = seen.map(|seen| exp2(_mm512_sub_ps(seen, _mm512_set1_ps(new))));
+        let mut powers = seen;
+        for power in &mut powers {
+            *power = exp2(_mm512_sub_ps(*power, _mm512_set1_ps(new)));
+        }
         (new, [_mm512_cvtne2ps_pbh(powers[1], powers[0]), _mm512_cvtne2ps_pbh(powers[3], powers[2])])
     }
 }
@@ -267,8 +276,8 @@ unsafe fn exp2(x: __m512) -> __m512 {
         let x = _mm512_max_ps(x, _mm512_set1_ps(-126.0));
         let n = _mm512_roundscale_ps::<0>(x);
         let r = _mm512_sub_ps(x, n);
-        let mut p = _mm512_set1_ps(9.65671029e-03);
-        for c in [5.58382829e-02, 2.40225301e-01, 6.93136734e-01, 1.0] {
+        let mut p = _mm512_set1_ps(9.656_71e-3);
+        for c in [5.583_828_3e-2, 2.402_253e-1, 6.931_367_5e-1, 1.0] {
             p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
         }
         let power = _mm512_scalef_ps(p, n);
@@ -293,10 +302,9 @@ unsafe fn weigh<const P: usize, const W: usize>(
     // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
     unsafe {
         let mut lanes = [[_mm512_setzero_ps(); W]; P];
-        for p in 0..P {
-            for w in 0..W {
-                let old = _mm512_loadu_ps(sums.add(p * tile.head_dim + w * LANES));
-                lanes[p][w] = _mm512_mul_ps(old, shrink[p]);
+        for (p, lanes) in lanes.iter_mut().enumerate() {
+            for (w, lanes) in lanes.iter_mut().enumerate() {
+                *lanes = _mm512_mul_ps(_mm512_loadu_ps(sums.add(p * tile.head_dim + w * LANES)), shrink[p]);
             }
         }
         for two in 0..most.div_ceil(2) {

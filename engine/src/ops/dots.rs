@@ -384,10 +384,13 @@ unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 
 /// The totals with one more group in them. Formats without scales or offsets have ones and zeros, which change nothing.
 #[inline(always)]
 unsafe fn grown(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
+    // No closure: it would not be inlined into the caller's instruction set, nor the intrinsics into it.
     // SAFETY: lane arithmetic only.
-    let half =
-        |h: usize| unsafe { _mm512_fmadd_ps(x_sum, scales[h][1], _mm512_fmadd_ps(sums[h], scales[h][0], totals[h])) };
-    [half(0), half(1)]
+    unsafe {
+        let left = _mm512_fmadd_ps(sums[0], scales[0][0], totals[0]);
+        let right = _mm512_fmadd_ps(sums[1], scales[1][0], totals[1]);
+        [_mm512_fmadd_ps(x_sum, scales[0][1], left), _mm512_fmadd_ps(x_sum, scales[1][1], right)]
+    }
 }
 
 #[inline(always)]

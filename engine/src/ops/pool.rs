@@ -9,9 +9,6 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::Pid;
-
 /// Looks for work before a worker sleeps: 30 to 100 µs, longer than the serial pieces of a step.
 const SPINS: u32 = 3000;
 /// Looks of the caller for the end of a region before it offers its core to the worker that it waits for.
@@ -72,7 +69,9 @@ impl Pool {
         for number in 1..threads {
             let (inner, cpu) = (Arc::clone(&pool.inner), cpus.get(number % cpus.len().max(1)).copied());
             let body = move || {
-                cpu.map(bind);
+                if let Some(cpu) = cpu {
+                    bind(cpu);
+                }
                 inner.work();
             };
             pool.workers.push(std::thread::Builder::new().name(format!("compute-{number}")).spawn(body)?);
@@ -93,7 +92,9 @@ impl Pool {
                 CURRENT.set(self.0);
             }
         }
-        self.caller_cpu.take().map(bind);
+        if let Some(cpu) = self.caller_cpu.take() {
+            bind(cpu);
+        }
         let _restore = Restore(CURRENT.replace(Arc::as_ptr(&self.inner)));
         f()
     }
@@ -101,9 +102,16 @@ impl Pool {
 
 /// Binds the calling thread to a core.
 fn bind(cpu: usize) {
-    let mut set = CpuSet::new();
-    if let Err(error) = set.set(cpu).and_then(|()| sched_setaffinity(Pid::from_raw(0), &set)) {
-        tracing::warn!(cpu, %error, "a compute thread stays unbound");
+    // SAFETY: a set of zeros is empty; the core's bit is in the set; the call reads the set only.
+    let bound = unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        cpu < 8 * size_of_val(&set) && {
+            libc::CPU_SET(cpu, &mut set);
+            libc::sched_setaffinity(0, size_of_val(&set), &set) == 0
+        }
+    };
+    if !bound {
+        tracing::warn!(cpu, "a compute thread stays unbound: {}", std::io::Error::last_os_error());
     }
 }
 
@@ -238,7 +246,9 @@ mod tests {
                     let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
                     for_each(tasks, |task| {
                         // A region in a task runs on its thread.
-                        for_each(2, |_| drop(counts[task].fetch_add(1, Ordering::Relaxed)));
+                        for_each(2, |_| {
+                            counts[task].fetch_add(1, Ordering::Relaxed);
+                        });
                     });
                     assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 2), "{threads} {tasks}");
                 }
@@ -255,7 +265,7 @@ mod tests {
             }
             // The barrier opens only if all three threads take part.
             let barrier = std::sync::Barrier::new(3);
-            pool.install(|| for_each(3, |_| drop(barrier.wait())));
+            pool.install(|| for_each(3, |_| _ = barrier.wait()));
         }
     }
 
@@ -266,7 +276,7 @@ mod tests {
             let outcome = catch_unwind(AssertUnwindSafe(|| pool.install(|| for_each(8, |task| assert!(task != 3)))));
             assert!(outcome.is_err());
             let sum = AtomicUsize::new(0);
-            pool.install(|| for_each(8, |task| drop(sum.fetch_add(task, Ordering::Relaxed))));
+            pool.install(|| for_each(8, |task| _ = sum.fetch_add(task, Ordering::Relaxed)));
             assert_eq!(sum.into_inner(), 28);
         }
     }
@@ -277,7 +287,7 @@ mod tests {
         for (n, least) in [(0, 4), (1, 4), (16, 4), (17, 1), (100, 200)] {
             let counts: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
             pool.install(|| {
-                for_each_run(n, least, |run| run.for_each(|i| drop(counts[i].fetch_add(1, Ordering::Relaxed))))
+                for_each_run(n, least, |run| run.for_each(|i| _ = counts[i].fetch_add(1, Ordering::Relaxed)))
             });
             assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
         }
