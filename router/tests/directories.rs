@@ -53,10 +53,10 @@ fn messages(chat: &Chat) -> Vec<ChatMessage> {
 
 /// A copy of a model directory, to be changed.
 fn copy(name: &str) -> tempfile::TempDir {
-    let copy = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(models().join(name)).unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, copy.path().join(path.file_name().unwrap())).unwrap();
+    let copy = tempfile::tempdir().expect("test data");
+    for entry in std::fs::read_dir(models().join(name)).expect("test data") {
+        let path = entry.expect("test data").path();
+        std::fs::copy(&path, copy.path().join(path.file_name().expect("test data"))).expect("test data");
     }
     copy
 }
