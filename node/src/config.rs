@@ -27,7 +27,7 @@ pub struct NodeArgs {
     /// Where to serve /health and /metrics.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub admin: SocketAddr,
-    /// Model file (GGUF).
+    /// Model: a GGUF file or a safetensors directory.
     #[arg(long, required_unless_present = "simulated")]
     pub model: Option<PathBuf>,
     /// Number format of the KV arena.
@@ -84,7 +84,7 @@ pub struct NodeArgs {
     /// Name of this node; made from role and incarnation when absent.
     #[arg(long)]
     pub node_id: Option<String>,
-    /// Compute tokens as a hash of the KV, without weights; with --model, in the name of that file.
+    /// Compute tokens as a hash of the KV, without weights; with --model, in the name of that model.
     #[arg(long)]
     pub simulated: bool,
     /// Microseconds that a simulated step takes.
@@ -191,7 +191,7 @@ pub struct NodeConfig {
 /// What computes tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ModelSource {
-    /// A GGUF file.
+    /// A GGUF file or a safetensors directory.
     File(PathBuf),
     /// No weights; the two delays of a step.
     Simulated {

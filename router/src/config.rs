@@ -17,7 +17,7 @@ struct Flags {
     /// Address of the gRPC API, on which nodes join too; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:50051")]
     grpc: SocketAddr,
-    /// GGUF file of the model (its tokenizer and chat template; the weights stay on the nodes)
+    /// GGUF file or safetensors directory of the model (its tokenizer and chat template; the weights stay on the nodes)
     #[arg(long)]
     model: PathBuf,
     /// Name under which the model is served [default: the file's own]
@@ -50,7 +50,7 @@ pub struct Config {
     pub http: SocketAddr,
     /// Address of the gRPC API.
     pub grpc: SocketAddr,
-    /// GGUF file.
+    /// GGUF file or safetensors directory.
     pub model: PathBuf,
     /// Replaces the model's own name.
     pub served_model_name: Option<String>,

@@ -355,7 +355,7 @@ impl Run {
             sampling: Some(self.request.sampling.clone()),
             max_tokens: self.request.max_tokens,
             ignore_eos: self.request.ignore_eos,
-            stop_token_ids: self.request.stop_token_ids.clone(),
+            stop_token_ids: self.shared.model.stop_token_ids(&self.request.stop_token_ids, self.request.ignore_eos),
             deadline_unix_ns: clock().unix_ns(deadline),
             traceparent: self.record.identities.of(phase).to_string(),
         }

@@ -1,8 +1,9 @@
 //! Text in and out of a model: everything that the router knows of a model file.
 //!
-//! - [`Metadata`]: the GGUF header.
+//! - [`Metadata`]: the GGUF header. `directory.rs`: the files of a safetensors directory.
 //! - [`crate::tokenizer`]: token ids ↔ bytes. [`crate::template`]: chats.
 //! - [`TextStream`]: token by token back into text.
+mod directory;
 mod metadata;
 mod stream;
 
@@ -28,26 +29,34 @@ pub struct TokenText {
     pub control: bool,
 }
 
-/// Tokenizer, chat template and identity of one model file.
+/// Tokenizer, chat template and identity of one model.
 pub struct ModelText {
-    /// The file's name without `.gguf`, which says more than most files' `general.name`; `--served-model-name` replaces it.
+    /// The name of the file (without `.gguf`, and telling more than most files' `general.name`) or of the directory;
+    /// `--served-model-name` replaces it.
     pub model_name: String,
     /// Tokens of prompt and answer together at most.
     pub context_len: u32,
     /// The token that ends an answer.
     pub eos: u32,
-    /// XXH3-64 of the file.
+    /// Further tokens that do.
+    also_eos: Vec<u32>,
+    /// XXH3-64 of the file; of a directory what `tandem_proto::model` defines.
     pub digest: u64,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
 }
 
 impl ModelText {
-    /// Reads the header of a GGUF file and digests the file. Blocks for as long as the disk takes.
+    /// Reads the header of a GGUF file, or the texts of a safetensors directory, and digests the whole. Blocks for as
+    /// long as the disk takes.
     ///
     /// # Errors
     /// A missing, damaged, truncated or unsupported file; the message names it and says why.
     pub fn load(path: &Path) -> Result<Self, ModelTextError> {
+        if path.is_dir() { directory::load(path) } else { Self::from_gguf(path) }
+    }
+
+    fn from_gguf(path: &Path) -> Result<Self, ModelTextError> {
         let metadata = Metadata::read(path)?;
         let architecture = metadata.text("general.architecture")?;
         let context_len = metadata.integer(&format!("{architecture}.context_length"))?;
@@ -64,6 +73,13 @@ impl ModelText {
             model_name: path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
             context_len,
             eos: tokenizer.eos(),
+            also_eos: others(
+                tokenizer.eos(),
+                ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"]
+                    .into_iter()
+                    .filter_map(|key| metadata.integer(key).ok()),
+                tokenizer.vocab_size(),
+            ),
             digest: metadata::digest(path)?,
             tokenizer,
             template,
@@ -112,8 +128,24 @@ impl ModelText {
         }
     }
 
+    /// The tokens at which a node stops, besides `eos`: what the request asks for, and the model's other ends unless it
+    /// ignores those.
+    pub fn stop_token_ids(&self, asked: &[u32], ignore_eos: bool) -> Vec<u32> {
+        let own: &[u32] = if ignore_eos { &[] } else { &self.also_eos };
+        let new = own.iter().filter(|id| !asked.contains(id));
+        asked.iter().chain(new).copied().collect()
+    }
+
     /// Number of token ids: valid ones are below it.
     pub fn vocab_size(&self) -> u32 {
         self.tokenizer.vocab_size()
     }
+}
+
+/// What is left of `ends` without `eos`, repetitions and ids outside the vocabulary.
+fn others(eos: u32, ends: impl Iterator<Item = u32>, vocab_size: u32) -> Vec<u32> {
+    let mut others: Vec<u32> = ends.filter(|id| *id != eos && *id < vocab_size).collect();
+    others.sort_unstable();
+    others.dedup();
+    others
 }

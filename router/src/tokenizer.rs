@@ -1,23 +1,15 @@
-//! Token ids ↔ bytes, from a GGUF file's own metadata. Byte-level BPE as llama.cpp's `smollm` pre-tokenizer does it;
-//! any other kind is refused rather than approximated. Knows no chat and no streams: see [`crate::template`] for the
-//! former and [`crate::text`] for both.
+//! Token ids ↔ bytes. What a tokenizer is made of comes from a GGUF file's metadata (`gguf.rs`) or from a
+//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated. Knows no chat and no streams: see
+//! [`crate::template`] for the former and [`crate::text`] for both.
+mod gguf;
+mod json;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use tandem_proto::{Error, ErrorKind};
-use tokenizers::models::bpe::BPE;
-use tokenizers::pre_tokenizers::PreTokenizerWrapper;
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::pre_tokenizers::digits::Digits;
-use tokenizers::pre_tokenizers::sequence::Sequence;
 
-use crate::text::{Metadata, ModelTextError};
-
-/// Values of `tokenizer.ggml.pre` whose text is split as here: digits one by one, the rest by GPT-2's expression.
-const PRE_TOKENIZERS: [&str; 4] = ["smollm", "starcoder", "refact", "codeshell"];
-/// Values of `tokenizer.ggml.token_type`.
-const TYPE_CONTROL: i64 = 3;
-const TYPE_USER_DEFINED: i64 = 4;
+pub(crate) use json::SpecialNames;
 
 /// What text that spells a control token (`<|im_end|>`) becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,52 +23,67 @@ pub enum SpecialTokens {
 /// Encoder and vocabulary of one model.
 pub struct Tokenizer {
     bpe: tokenizers::Tokenizer,
+    inner: Option<tokenizers::Tokenizer>,
     pieces: Arc<Pieces>,
     specials: Specials,
-    bos: Option<u32>,
+    prefix: Vec<u32>,
     eos: u32,
     max_text_bytes: usize,
 }
 
+/// What a tokenizer is made of.
+struct Parts {
+    /// Encodes text that spells no special token.
+    bpe: tokenizers::Tokenizer,
+    /// The same for text that does not begin the prompt, where that makes a difference.
+    inner: Option<tokenizers::Tokenizer>,
+    /// By id.
+    vocabulary: Vec<Token>,
+    spelling: Spelling,
+    /// Stands before a prompt that no chat template wrote.
+    prefix: Vec<u32>,
+    eos: u32,
+}
+
+struct Token {
+    text: String,
+    kind: TokenKind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum TokenKind {
+    Plain,
+    /// No text; parsed from a prompt only where its author may write control tokens.
+    Control,
+    /// Text with an id of its own.
+    UserDefined,
+}
+
+/// How plain tokens write bytes.
+#[derive(Clone, Copy)]
+enum Spelling {
+    /// A printable character for each byte (GPT-2).
+    ByteLevel,
+    /// Text with a visible space, `<0x0A>` for single bytes (SentencePiece).
+    Pieces,
+}
+
 impl Tokenizer {
-    /// Builds the tokenizer from the `tokenizer.ggml.*` keys. `max_tokens` bounds what [`Self::encode`] accepts.
-    ///
-    /// # Errors
-    /// `Metadata` for absent or contradictory keys, `Unsupported` for another kind of tokenizer.
-    pub(crate) fn from_metadata(metadata: &Metadata, max_tokens: u32) -> Result<Self, ModelTextError> {
-        let (model, pre) = (metadata.text("tokenizer.ggml.model")?, metadata.text("tokenizer.ggml.pre")?);
-        if model != "gpt2" || !PRE_TOKENIZERS.contains(&pre) {
-            return Err(ModelTextError::Unsupported(format!(
-                "tokenizer `{model}` with pre-tokenizer `{pre}`; supported: `gpt2` with one of {PRE_TOKENIZERS:?}"
-            )));
-        }
-        let tokens = metadata.texts("tokenizer.ggml.tokens")?;
-        let types = metadata.integers("tokenizer.ggml.token_type")?;
-        if tokens.is_empty() || types.len() != tokens.len() {
-            return Err(contradiction(
-                "tokenizer.ggml.token_type",
-                format!("{} types for {} tokens", types.len(), tokens.len()),
-            ));
-        }
-        let known = |key: &str| match metadata.integer(key) {
-            Ok(id) if (id as usize) < tokens.len() => Ok(id),
-            Ok(id) => Err(contradiction(key, format!("token {id} of {}", tokens.len()))),
-            Err(error) => Err(error),
-        };
-        let pieces = Pieces::new(&tokens, &types);
-        let max_text_bytes = (max_tokens as usize).saturating_mul(pieces.longest());
-        Ok(Self {
-            bpe: byte_level_bpe(&tokens, &metadata.texts("tokenizer.ggml.merges")?)?,
+    /// `max_tokens` bounds what [`Self::encode`] accepts.
+    fn new(parts: Parts, max_tokens: u32) -> Self {
+        let Parts { bpe, inner, vocabulary, spelling, prefix, eos } = parts;
+        let pieces = Pieces::new(&vocabulary, spelling);
+        // A normalizer composes characters: at most three become one.
+        let per_token = pieces.longest() * if bpe.get_normalizer().is_some() { 3 } else { 1 };
+        Self {
+            bpe,
+            inner,
             pieces: Arc::new(pieces),
-            specials: Specials::new(&tokens, &types),
-            bos: if metadata.flag("tokenizer.ggml.add_bos_token") {
-                Some(known("tokenizer.ggml.bos_token_id")?)
-            } else {
-                None
-            },
-            eos: known("tokenizer.ggml.eos_token_id")?,
-            max_text_bytes,
-        })
+            specials: Specials::new(vocabulary),
+            prefix,
+            eos,
+            max_text_bytes: (max_tokens as usize).saturating_mul(per_token),
+        }
     }
 
     /// Token ids of `text`, with the beginning-of-sequence token where the model wants one.
@@ -84,7 +91,7 @@ impl Tokenizer {
     /// # Errors
     /// `InvalidArgument` for a text so long that no tokenization of it fits the context.
     pub fn encode(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, Error> {
-        let mut ids = Vec::from_iter(self.bos);
+        let mut ids = self.prefix.clone();
         self.encode_parts(text, specials, None, &mut ids)?;
         Ok(ids)
     }
@@ -128,6 +135,11 @@ impl Tokenizer {
         self.specials.tokens.iter().find(|token| token.id == id).map(|token| token.text.as_str())
     }
 
+    /// The id of the special token that is written so.
+    pub(crate) fn special_id(&self, text: &str) -> Option<u32> {
+        self.specials.tokens.iter().find(|token| token.text == text).map(|token| token.id)
+    }
+
     /// The bytes of every token.
     pub(crate) fn pieces(&self) -> &Arc<Pieces> {
         &self.pieces
@@ -153,7 +165,7 @@ impl Tokenizer {
         while at < text.len() {
             match self.specials.longest_match(&text.as_bytes()[at..], specials) {
                 Some(token) => {
-                    self.encode_plain(&text[plain_from..at], guard, ids)?;
+                    self.encode_plain(&text[plain_from..at], plain_from == 0, guard, ids)?;
                     ids.push(token.id);
                     at += token.text.len();
                     plain_from = at;
@@ -161,17 +173,17 @@ impl Tokenizer {
                 None => at += 1,
             }
         }
-        self.encode_plain(&text[plain_from..], guard, ids)
+        self.encode_plain(&text[plain_from..], plain_from == 0, guard, ids)
     }
 
-    fn encode_plain(&self, text: &str, guard: Option<char>, ids: &mut Vec<u32>) -> Result<(), Error> {
+    fn encode_plain(&self, text: &str, first: bool, guard: Option<char>, ids: &mut Vec<u32>) -> Result<(), Error> {
         let unguarded = guard.filter(|guard| text.contains(*guard)).map(|guard| text.replace(guard, ""));
         let text = unguarded.as_deref().unwrap_or(text);
         if text.is_empty() {
             return Ok(());
         }
-        let encoding = self
-            .bpe
+        let bpe = self.inner.as_ref().filter(|_| !first).unwrap_or(&self.bpe);
+        let encoding = bpe
             .encode_fast(text, false)
             .map_err(|error| Error::new(ErrorKind::Internal, format!("the tokenizer failed: {error}")))?;
         ids.extend_from_slice(encoding.get_ids());
@@ -187,17 +199,23 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    fn new(tokens: &[&str], types: &[i64]) -> Self {
+    fn new(vocabulary: &[Token], spelling: Spelling) -> Self {
         let byte_of = byte_alphabet();
         let mut pieces = Self { bytes: Vec::new(), starts: vec![0] };
-        for (token, kind) in tokens.iter().zip(types) {
-            match *kind {
+        for Token { text, kind } in vocabulary {
+            match (kind, spelling) {
                 // Control tokens are no text.
-                TYPE_CONTROL => {}
-                TYPE_USER_DEFINED => pieces.bytes.extend_from_slice(token.as_bytes()),
-                _ => match token.chars().map(|c| byte_of.get(&c).copied()).collect::<Option<Vec<u8>>>() {
-                    Some(bytes) => pieces.bytes.extend(bytes),
-                    None => pieces.bytes.extend_from_slice(token.as_bytes()),
+                (TokenKind::Control, _) => {}
+                (TokenKind::UserDefined, _) => pieces.bytes.extend_from_slice(text.as_bytes()),
+                (TokenKind::Plain, Spelling::ByteLevel) => {
+                    match text.chars().map(|c| byte_of.get(&c).copied()).collect::<Option<Vec<u8>>>() {
+                        Some(bytes) => pieces.bytes.extend(bytes),
+                        None => pieces.bytes.extend_from_slice(text.as_bytes()),
+                    }
+                }
+                (TokenKind::Plain, Spelling::Pieces) => match single_byte(text) {
+                    Some(byte) => pieces.bytes.push(byte),
+                    None => pieces.bytes.extend_from_slice(text.replace(VISIBLE_SPACE, " ").as_bytes()),
                 },
             }
             // GGUF caps strings at 1 GiB and the header was read from one file: a vocabulary beyond 4 GiB saturates.
@@ -249,11 +267,11 @@ struct Specials {
 }
 
 impl Specials {
-    fn new(tokens: &[&str], types: &[i64]) -> Self {
+    fn new(vocabulary: Vec<Token>) -> Self {
         let mut found: Vec<SpecialToken> = (0u32..)
-            .zip(tokens.iter().zip(types))
-            .filter(|(_, (text, kind))| !text.is_empty() && [TYPE_CONTROL, TYPE_USER_DEFINED].contains(kind))
-            .map(|(id, (text, kind))| SpecialToken { text: (*text).to_owned(), id, control: *kind == TYPE_CONTROL })
+            .zip(vocabulary)
+            .filter(|(_, token)| !token.text.is_empty() && token.kind != TokenKind::Plain)
+            .map(|(id, Token { text, kind })| SpecialToken { text, id, control: kind == TokenKind::Control })
             .collect();
         found.sort_by_key(|token| std::cmp::Reverse(token.text.len()));
         let mut first_byte = [false; 256];
@@ -281,27 +299,13 @@ impl Specials {
     }
 }
 
-fn byte_level_bpe(tokens: &[&str], merges: &[&str]) -> Result<tokenizers::Tokenizer, ModelTextError> {
-    let vocabulary: HashMap<String, u32> = tokens.iter().map(|token| (*token).to_owned()).zip(0u32..).collect();
-    let merges = merges
-        .iter()
-        .map(|merge| merge.split_once(' ').map(|(left, right)| (left.to_owned(), right.to_owned())))
-        .collect::<Option<Vec<_>>>()
-        .ok_or_else(|| contradiction("tokenizer.ggml.merges", "a merge without two parts".into()))?;
-    let bpe = BPE::builder()
-        .vocab_and_merges(vocabulary.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
-        .build()
-        .map_err(|error| contradiction("tokenizer.ggml.merges", error.to_string()))?;
-    let mut tokenizer = tokenizers::Tokenizer::new(bpe);
-    tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![
-        PreTokenizerWrapper::Digits(Digits::new(true)),
-        PreTokenizerWrapper::ByteLevel(ByteLevel::new(false, false, true)),
-    ])));
-    Ok(tokenizer)
-}
+/// SentencePiece's space.
+const VISIBLE_SPACE: char = '\u{2581}';
 
-fn contradiction(key: &str, reason: String) -> ModelTextError {
-    ModelTextError::Metadata { key: key.to_owned(), reason }
+/// The byte that `<0x0A>` stands for.
+fn single_byte(text: &str) -> Option<u8> {
+    let digits = text.strip_prefix("<0x")?.strip_suffix('>').filter(|digits| digits.len() == 2)?;
+    u8::from_str_radix(digits, 16).ok()
 }
 
 /// The characters that stand for bytes in a byte-level vocabulary
@@ -315,92 +319,4 @@ fn byte_alphabet() -> HashMap<char, u8> {
             Some((char::from_u32(code)?, byte))
         })
         .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use candle_core::quantized::gguf_file::Value;
-
-    use super::*;
-
-    fn tiny() -> HashMap<String, Value> {
-        let texts = |items: &[&str]| Value::Array(items.iter().map(|s| Value::String((*s).to_owned())).collect());
-        let alphabet: HashMap<u8, char> = byte_alphabet().into_iter().map(|(c, b)| (b, c)).collect();
-        let mut tokens = vec!["<eos>".to_owned(), "eo".to_owned(), "<user>".to_owned()];
-        let mut types = vec![3, 1, 4];
-        for byte in 0..=255u8 {
-            tokens.push(alphabet[&byte].to_string());
-            types.push(1);
-        }
-        let tokens: Vec<&str> = tokens.iter().map(String::as_str).collect();
-        HashMap::from([
-            ("tokenizer.ggml.model".into(), Value::String("gpt2".into())),
-            ("tokenizer.ggml.pre".into(), Value::String("smollm".into())),
-            ("tokenizer.ggml.tokens".into(), texts(&tokens)),
-            ("tokenizer.ggml.token_type".into(), Value::Array(types.into_iter().map(Value::I32).collect())),
-            ("tokenizer.ggml.merges".into(), texts(&["e o"])),
-            ("tokenizer.ggml.eos_token_id".into(), Value::U32(0)),
-        ])
-    }
-
-    fn build(values: HashMap<String, Value>) -> Result<Tokenizer, ModelTextError> {
-        Tokenizer::from_metadata(&Metadata::from_values(values), 100)
-    }
-
-    #[test]
-    fn control_tokens_are_parsed_only_when_asked() {
-        let tokenizer = build(tiny()).unwrap();
-        assert_eq!(tokenizer.encode("<eos>", SpecialTokens::Parse).unwrap(), [0]);
-        let plain = tokenizer.encode("<eos>", SpecialTokens::AsText).unwrap();
-        assert_eq!((plain.len(), plain[1]), (4, 1));
-        // User-defined tokens are text with an id of its own: always found.
-        assert_eq!(tokenizer.encode("<user>", SpecialTokens::AsText).unwrap(), [2]);
-    }
-
-    #[test]
-    fn a_guarded_control_token_is_text() {
-        let tokenizer = build(tiny()).unwrap();
-        for content in ["<eos>", "a<eos><eos>b", "<eo", "<", "<<eos>"] {
-            let guarded = tokenizer.guarded(content, '\u{f0000}');
-            let rendered = format!("{guarded}<eos>");
-            let mut expected = tokenizer.encode(content, SpecialTokens::AsText).unwrap();
-            expected.push(0);
-            assert_eq!(tokenizer.encode_guarded(&rendered, '\u{f0000}').unwrap(), expected, "{content}");
-        }
-        assert_eq!(tokenizer.guarded("a < b", 'G'), "a < b");
-    }
-
-    #[test]
-    fn other_kinds_are_refused_by_name() {
-        let mut values = tiny();
-        values.insert("tokenizer.ggml.pre".into(), Value::String("llama-bpe".into()));
-        assert!(build(values).err().unwrap().to_string().contains("llama-bpe"));
-    }
-
-    #[test]
-    fn contradictory_metadata_is_an_error() {
-        for (key, value) in [
-            ("tokenizer.ggml.eos_token_id", Value::U32(1 << 20)),
-            ("tokenizer.ggml.merges", Value::Array(vec![Value::String("nospace".into())])),
-            ("tokenizer.ggml.merges", Value::Array(vec![Value::String("no such".into())])),
-            ("tokenizer.ggml.token_type", Value::Array(vec![])),
-            ("tokenizer.ggml.tokens", Value::Array(vec![Value::U8(1)])),
-        ] {
-            let mut values = tiny();
-            values.insert(key.into(), value);
-            assert!(matches!(build(values), Err(ModelTextError::Metadata { .. })), "{key}");
-        }
-        for key in tiny().into_keys() {
-            let mut values = tiny();
-            values.remove(&key);
-            assert!(build(values).is_err(), "{key}");
-        }
-    }
-
-    #[test]
-    fn a_text_beyond_the_context_is_refused_unread() {
-        let tokenizer = build(tiny()).unwrap();
-        let error = tokenizer.encode(&"a".repeat(10_000), SpecialTokens::AsText).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::InvalidArgument);
-    }
 }

@@ -34,7 +34,7 @@ pub struct Up {
     pub http: String,
     /// Address of the router's gRPC API; port 0: any.
     pub grpc: String,
-    /// GGUF file of the router; nodes have it among their flags.
+    /// GGUF file or safetensors directory of the router; nodes have it among their flags.
     pub model: PathBuf,
     /// Where the state of the cluster is told to the other commands.
     pub state: PathBuf,
@@ -188,8 +188,8 @@ struct UpArgs {
     /// Address of the gRPC API (port 0: any free one)
     #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
     grpc: String,
-    /// GGUF file [default: the model of `make setup` in the cache directory]
-    #[arg(long, value_name = "FILE")]
+    /// GGUF file or safetensors directory [default: the model of `make setup` in the cache directory]
+    #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     /// Where `make setup` puts the model [default: ~/.cache/tandem]
     #[arg(long, env = "TANDEM_CACHE", value_name = "DIR")]
@@ -367,14 +367,14 @@ impl UpArgs {
             (Some(model), _) => model,
             (None, Some(cache)) => cache.join(DEFAULT_MODEL),
             (None, None) => {
-                let home = std::env::home_dir().context("no home directory: give --model FILE or --cache DIR")?;
+                let home = std::env::home_dir().context("no home directory: give --model PATH or --cache DIR")?;
                 home.join(".cache/tandem").join(DEFAULT_MODEL)
             }
         };
-        if !model.is_file() {
+        if !model.exists() {
             let model = model.display();
             anyhow::bail!(
-                "no model at {model}: `make setup` downloads the default one, --model FILE takes any GGUF file"
+                "no model at {model}: `make setup` downloads the default one, --model PATH takes a GGUF file or a directory"
             );
         }
         let logs = match self.log_dir {

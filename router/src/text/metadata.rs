@@ -21,8 +21,8 @@ pub enum ModelTextError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// Not a GGUF file, or a damaged or truncated one.
-    #[error("{path} is not a usable GGUF model file: {reason}")]
+    /// Not a file of its kind, or a damaged or truncated one.
+    #[error("{path} is not a usable model file: {reason}")]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -99,9 +99,12 @@ impl Metadata {
         wide.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| unusable(key, "an unsigned integer", value))
     }
 
-    /// A boolean; absent means false.
-    pub fn flag(&self, key: &str) -> bool {
-        matches!(self.values.get(key), Some(Value::Bool(true)))
+    /// A boolean.
+    pub fn flag(&self, key: &str, absent: bool) -> bool {
+        match self.values.get(key) {
+            Some(Value::Bool(flag)) => *flag,
+            _ => absent,
+        }
     }
 
     /// The elements of an array of strings.
@@ -121,6 +124,11 @@ impl Metadata {
             _ => None,
         };
         self.array(key, "an array of integers", element)
+    }
+
+    /// The elements of an array of floating-point numbers.
+    pub fn floats(&self, key: &str) -> Result<Vec<f32>, ModelTextError> {
+        self.array(key, "an array of numbers", |value| value.to_f32().ok())
     }
 
     fn array<'a, T>(

@@ -36,7 +36,7 @@ impl LlamaConfig {
             vocab_size: file.rows("token_embd.weight")?,
             rope: Rope {
                 base: file.optional_float(&key("rope.freq_base")).unwrap_or(10_000.0),
-                scaling: scaling(file, &key, head_dim)?,
+                scaling: scaling(file, key, head_dim)?,
                 pairs: family.gguf_pairs,
             },
             norm_eps: file.optional_float(&key("attention.layer_norm_rms_epsilon")).ok_or_else(|| {
