@@ -48,7 +48,7 @@ impl Default for ModelConfig {
             threads: 1,
             cpus: Vec::new(),
             isa: IsaChoice::Auto,
-            batch_invariant: false,
+            batch_invariant: true,
         }
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::models::gguf::GgufFile;
-use tandem_engine::models::llama::LlamaConfig;
+use tandem_engine::models::checkpoint::Checkpoint;
+use tandem_engine::models::config::LlamaConfig;
 use tandem_engine::ops::kv::KvLayout;
 use tandem_engine::{Engine, Executor, KvDtype, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
 use tandem_kvtransfer::error::TransferError;
@@ -181,7 +181,8 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
 
 /// Bytes of a KV block of the model, before it is loaded.
 fn block_bytes(path: &Path, dtype: KvDtype) -> anyhow::Result<usize> {
-    let LlamaConfig { layers, kv_heads, head_dim, .. } = LlamaConfig::read(&GgufFile::open(path)?)?;
+    let checkpoint = Checkpoint::open(path)?;
+    let LlamaConfig { layers, kv_heads, head_dim, .. } = *checkpoint.config();
     Ok(KvLayout { layers, kv_heads, head_dim, dtype }.block_bytes())
 }
 

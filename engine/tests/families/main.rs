@@ -39,7 +39,8 @@ fn data() -> PathBuf {
 
 fn load(path: &Path) -> Result<LlamaExecutor, EngineError> {
     let path = path.to_owned();
-    LlamaExecutor::load(&ModelConfig { path, kv_dtype: KvDtype::F32, blocks: BLOCKS, block_tokens: 16, threads: 2 })
+    let config = ModelConfig { path, kv_dtype: KvDtype::F32, blocks: BLOCKS, threads: 2, ..ModelConfig::default() };
+    LlamaExecutor::load(&config)
 }
 
 fn references() -> References {

@@ -58,6 +58,7 @@ async fn each_answer_has_its_number_its_seed_and_its_end() {
             logprob: -0.5,
             top_logprobs: vec![top(id('H'), -0.5), top(0, -1.0)],
             finished: None,
+            cached_tokens: 0,
         };
         prefill.send(v1::PrefillEvent { event: Some(v1::prefill_event::Event::FirstToken(first)) }).await;
         decode.send(verified()).await;
