@@ -190,7 +190,7 @@ async fn request(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> (Seque
         computed: cached,
         lease: Arc::new(lease),
         max_new_tokens,
-        sampling: SamplingParams { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+        sampling: SamplingParams::GREEDY,
         ignore_eos: false,
         stop_token_ids: Vec::new(),
         deadline: None,
@@ -218,7 +218,7 @@ fn median(times: &mut [Duration]) -> Duration {
 fn executor(blocks: usize, threads: usize) -> LlamaExecutor {
     let path = model_path();
     assert!(path.is_file(), "the model {} is missing: run `make setup`", path.display());
-    let config = ModelConfig { path, kv_dtype: KvDtype::Bf16, blocks, block_tokens: 16, threads };
+    let config = ModelConfig { path, kv_dtype: KvDtype::Bf16, blocks, threads, ..ModelConfig::default() };
     LlamaExecutor::load(&config).expect("the model loads")
 }
 
