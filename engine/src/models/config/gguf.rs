@@ -26,7 +26,7 @@ impl LlamaConfig {
         }
         let window = file.optional_number(&key("attention.sliding_window")).filter(|&window| window > 0);
         Self {
-            name: file.text("general.name").map_or_else(|| file.stem(), Into::into),
+            name: file.stem(),
             layers,
             hidden,
             heads,
