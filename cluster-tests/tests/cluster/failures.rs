@@ -148,6 +148,38 @@ async fn clients_that_leave_free_their_blocks() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Moments between the first byte of a request and the middle of its answer: the queue, the reservation, the prompt's
+/// steps, the transfer, the hand-over, decoding. Every second client uses HTTP.
+#[tokio::test]
+async fn clients_that_leave_at_any_moment_free_their_blocks() -> anyhow::Result<()> {
+    const CLIENTS: u64 = 48;
+    const LAST_MOMENT_MS: u64 = 1500;
+    let cluster = Cluster::start(Options {
+        router_args: tandem_cluster_tests::cluster::words("--max-inflight 3"),
+        ..Options::default()
+    })
+    .await?;
+    let prompt: Vec<u32> = (0..592).map(|index| 100 + index % 7919).collect();
+    let body =
+        serde_json::json!({ "prompt": prompt, "max_tokens": 200, "stream": true, "ignore_eos": true }).to_string();
+    let leave = async |client: u64| {
+        let moment = Duration::from_millis(client * LAST_MOMENT_MS / CLIENTS);
+        if client.is_multiple_of(2) {
+            let mut request = ask(token_ids(prompt.clone()), 200);
+            request.ignore_eos = true;
+            let _ = timeout(moment, cluster.answer(request)).await;
+        } else {
+            let reading = async { cluster.post("/v1/completions", body.clone().into_bytes()).await?.bytes().await };
+            let _ = timeout(moment, reading).await;
+        }
+    };
+    futures::future::join_all((0..CLIENTS).map(leave)).await;
+    println!("{CLIENTS} left: blocks back after {:?}: {}", cluster.idle(LONG).await?, cluster.blocks().await?);
+    works(&cluster).await?;
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_deadline_ends_both_legs() -> anyhow::Result<()> {
     let cluster = Cluster::start(Options::default()).await?;
