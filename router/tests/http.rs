@@ -79,7 +79,11 @@ async fn bad_requests_name_what_is_wrong() {
         ("/v1/completions", r#"{"prompt": "hi", "max_tokens": 4, "min_tokens": 5}"#, json!("min_tokens")),
         ("/v1/completions", r#"{"prompt": "hi", "logprobs": 21}"#, json!("logprobs")),
         ("/v1/completions", r#"{"prompt": "hi", "echo": true, "logprobs": 1}"#, json!("echo")),
-        ("/v1/chat/completions", r#"{"messages": [], "logprobs": 5}"#, json!("messages")),
+        (
+            "/v1/chat/completions",
+            r#"{"messages": [{"role": "user", "content": "hi"}], "logprobs": 5}"#,
+            json!("logprobs"),
+        ),
         ("/v1/completions", r#"{"prompt": "hi""#, Value::Null),
         ("/v1/completions", "", Value::Null),
         ("/v1/chat/completions", r#"{"messages": []}"#, json!("messages")),
