@@ -9,6 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
+use crate::memory;
 
 /// Runs steps. Owned by the engine thread.
 pub trait Executor: Send {
@@ -135,7 +136,7 @@ pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<[At
         return Err(EngineError::InvalidArgument(format!("no KV arena of {blocks}")));
     }
     let words = (block_bytes / 8).saturating_mul(total_blocks);
-    check_fits(words as u128 * 8, available_memory()).map_err(|why| too_large(&blocks, &why))?;
+    check_fits(words as u128 * 8, memory::available()).map_err(|why| too_large(&blocks, &why))?;
     // There is no fallible constructor of `Arc<[_]>`, whose failure would end the process: ask with a vector first.
     // Nothing touches its pages.
     Vec::<AtomicU64>::new().try_reserve_exact(words).map_err(|error| too_large(&blocks, &error.to_string()))?;
@@ -163,18 +164,6 @@ fn check_fits(bytes: u128, available: Option<u64>) -> Result<(), String> {
     ))
 }
 
-/// Bytes that can be used without swapping, on this machine or in this container.
-fn available_memory() -> Option<u64> {
-    let machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
-    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse().ok());
-    machine.into_iter().chain(limit).min()
-}
-
-fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -191,8 +180,6 @@ mod tests {
 
     #[test]
     fn what_is_available_is_not_all_for_the_arena() {
-        assert_eq!(mem_available("MemTotal:  8 kB\nMemAvailable:   1024 kB\n"), Some(1 << 20));
-        assert_eq!(mem_available("MemAvailable: much\n"), None);
         assert!(check_fits(7 << 20, Some(8 << 20)).is_ok());
         assert!(check_fits((7 << 20) + 1, Some(8 << 20)).is_err());
         assert!(check_fits(u128::MAX, None).is_ok());

@@ -11,7 +11,8 @@
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
 //! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns logits into a token, [`step_model`]
-//! predicts a step's time, [`error`] says what the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
+//! predicts a step's time, [`memory`] says how much there is, [`error`] what the caller can do. To follow one request
+//! read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
 //! # What holds
 //!
@@ -69,6 +70,7 @@ pub mod candle;
 pub mod engine;
 pub mod error;
 pub mod executor;
+pub mod memory;
 pub mod models;
 #[allow(unsafe_code)]
 pub mod ops;

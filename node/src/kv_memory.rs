@@ -1,7 +1,5 @@
-//! How much memory the KV arena gets, as people say it, turned into blocks once the size of a block is known. Pure but for
-//! [`machine_memory`].
+//! How much memory the KV arena gets, as people say it, turned into blocks once the size of a block is known. Pure.
 use std::fmt;
-use std::fs;
 use std::str::FromStr;
 
 use anyhow::{Context, bail};
@@ -93,21 +91,6 @@ impl fmt::Display for KvMemory {
     }
 }
 
-/// Bytes that this process may use: the machine's memory or its control group's limit, whichever is less.
-pub fn machine_memory() -> Option<u64> {
-    let read = |path| fs::read_to_string(path).ok();
-    let machine = read("/proc/meminfo").and_then(|text| meminfo_total(&text));
-    let group = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
-    let group = group.into_iter().find_map(read).and_then(|text| text.trim().parse().ok());
-    machine.into_iter().chain(group).min()
-}
-
-/// `MemTotal:       24576000 kB`, where kB are 1,024 bytes (proc(5)).
-fn meminfo_total(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,12 +130,5 @@ mod tests {
             let error = memory.blocks(368_640, machine).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }
-    }
-
-    #[test]
-    fn reads_what_linux_says() {
-        assert_eq!(meminfo_total("MemTotal:       24576000 kB\nMemFree: 1 kB\n"), Some(24_576_000 * 1024));
-        assert_eq!(meminfo_total("MemFree: 1 kB\n"), None);
-        assert!(machine_memory().is_some_and(|bytes| bytes > 1 << 26));
     }
 }

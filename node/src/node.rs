@@ -8,7 +8,7 @@ use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::models::checkpoint::Checkpoint;
 use tandem_engine::models::config::LlamaConfig;
 use tandem_engine::ops::kv::KvLayout;
-use tandem_engine::{Engine, Executor, KvDtype, SchedulerConfig, SimulatedConfig, SimulatedExecutor};
+use tandem_engine::{Engine, Executor, KvDtype, SchedulerConfig, SimulatedConfig, SimulatedExecutor, memory};
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
@@ -20,7 +20,7 @@ use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
-use crate::kv_memory::{KvMemory, machine_memory};
+use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
 use crate::work::Work;
 
@@ -156,7 +156,7 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
         ModelSource::File(path) => {
             let blocks = match config.kv_memory {
                 KvMemory::Blocks(blocks) => blocks,
-                memory => memory.blocks(block_bytes(path, config.kv_dtype)?, machine_memory())?,
+                memory => memory.blocks(block_bytes(path, config.kv_dtype)?, memory::total())?,
             };
             let model = ModelConfig {
                 path: path.clone(),
@@ -172,7 +172,7 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
         }
         ModelSource::Simulated { in_place_of, step, token } => {
             let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
-            let blocks = config.kv_memory.blocks(like.block_bytes, machine_memory())?;
+            let blocks = config.kv_memory.blocks(like.block_bytes, memory::total())?;
             let simulated = SimulatedConfig { blocks, step_delay: *step, token_delay: *token, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
         }
