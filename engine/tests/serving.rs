@@ -1,13 +1,13 @@
 //! The engine over the real model: a warm prefix cache gives the oracle's tokens, and, as benchmarks, what the cache
 //! saves and how well step times are predicted. The golden tokens themselves are `golden.rs`'s matter.
-use std::path::PathBuf;
+mod smollm2;
+
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use serde::Deserialize;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{
     Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, Prefix, SamplingParams, SchedulerConfig, SequenceEvent,
@@ -15,39 +15,15 @@ use tandem_engine::{
 };
 use tandem_proto::hash::sequence_hashes;
 
-const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 /// Two best logits that are closer are a tie: rounding may choose either.
 const TIE: f32 = 0.05;
 const LIMITS: SchedulerConfig =
     SchedulerConfig { max_running: 32, max_step_tokens: 256, inbox: 64, prefix_caching: true };
 
-#[derive(Deserialize)]
-struct Golden {
-    prompts: Vec<Prompt>,
-}
-
-#[derive(Deserialize)]
-struct Prompt {
-    name: String,
-    ids: Vec<u32>,
-    out: Outputs,
-}
-
-#[derive(Deserialize)]
-struct Outputs {
-    f32: Output,
-}
-
-#[derive(Deserialize)]
-struct Output {
-    tokens: Vec<u32>,
-    gap: Vec<f32>,
-}
-
 #[tokio::test]
 async fn a_warm_prefix_gives_the_oracles_tokens() {
     let engine = Engine::start(Box::new(executor(512, 2)), LIMITS);
-    let golden: Golden = serde_json::from_str(include_str!("data/smollm2-135m-golden.json")).expect("golden file");
+    let golden = smollm2::golden();
     let mut reused = 0;
     for warm in [false, true] {
         let mut streams = Vec::new();
@@ -58,8 +34,8 @@ async fn a_warm_prefix_gives_the_oracles_tokens() {
         }
         for (prompt, cached, stream) in streams {
             let (want, tokens) = (&prompt.out.f32, collect(stream).await.0);
-            let sure = want.gap.iter().position(|&gap| gap < TIE).unwrap_or(want.tokens.len()).min(want.tokens.len());
-            assert_eq!(tokens[..sure], want.tokens[..sure], "{} warm {warm}, {cached} cached", prompt.name);
+            let sure = want.sure(TIE);
+            assert_eq!(&tokens[..sure.len()], sure, "{} warm {warm}, {cached} cached", prompt.name);
         }
     }
     assert!(reused > 200, "{reused} tokens came from the cache");
@@ -216,15 +192,7 @@ fn median(times: &mut [Duration]) -> Duration {
 }
 
 fn executor(blocks: usize, threads: usize) -> LlamaExecutor {
-    let path = model_path();
-    assert!(path.is_file(), "the model {} is missing: run `make setup`", path.display());
+    let path = smollm2::model_path();
     let config = ModelConfig { path, kv_dtype: KvDtype::Bf16, blocks, threads, ..ModelConfig::default() };
     LlamaExecutor::load(&config).expect("the model loads")
-}
-
-#[allow(clippy::disallowed_methods, reason = "a test has no command line to take the path from")]
-fn model_path() -> PathBuf {
-    let cache = std::env::var("TANDEM_CACHE").map(PathBuf::from);
-    let home = || PathBuf::from(std::env::var("HOME").unwrap_or_default()).join(".cache/tandem");
-    cache.unwrap_or_else(|_| home()).join(FILE)
 }

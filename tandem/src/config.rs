@@ -506,11 +506,12 @@ mod tests {
             "--simulated",
             "--prefill-arg=--debug-flip-byte",
             "--log-dir",
-            "/tmp/x",
+            "/nowhere/logs",
             "--threads",
             "3",
         ];
-        let Config::Up(up) = CommandLine::try_parse_from(line).unwrap().command.resolve("/tmp/state".into()).unwrap()
+        let Config::Up(up) =
+            CommandLine::try_parse_from(line).unwrap().command.resolve("/nowhere/state".into()).unwrap()
         else {
             panic!("not `up`");
         };
@@ -525,7 +526,7 @@ mod tests {
     #[test]
     fn a_missing_model_says_what_to_run() {
         let line = ["tandem", "up", "--model", "/nowhere/m.gguf"];
-        let error = CommandLine::try_parse_from(line).unwrap().command.resolve("/tmp/state".into()).err().unwrap();
+        let error = CommandLine::try_parse_from(line).unwrap().command.resolve("/nowhere/state".into()).err().unwrap();
         assert!(error.to_string().contains("make setup"), "{error}");
     }
 
