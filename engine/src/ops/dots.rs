@@ -8,9 +8,9 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::matmul::{BLOCK, Output, PANEL, PackedMatrix, WeightFormat};
+use super::Shared;
+use super::matmul::{BLOCK, Output, PANEL, PackedMatrix, Target, WeightFormat, for_each_part};
 use super::simd::LANES;
-use super::{Shared, pool};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
 const ROW_CHUNK: usize = 96;
@@ -27,29 +27,19 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
         static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
     }
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    let (rows, panels) = (x.len() / w.k(), w.columns().div_ceil(PANEL));
-    let chunks = rows.div_ceil(ROW_CHUNK);
-    // Several tasks a thread even out cores of unequal speed.
-    let groups = (4 * pool::threads()).div_ceil(chunks).clamp(1, panels);
     let out = Shared(out.as_mut_ptr());
-    pool::for_each(chunks * groups, |task| {
-        let (chunk, group) = (task / groups, task % groups);
-        let (first, last) = (chunk * ROW_CHUNK, rows.min((chunk + 1) * ROW_CHUNK));
+    // Several tasks a thread even out cores of unequal speed.
+    for_each_part(x.len() / w.k(), ROW_CHUNK, w, 4, |part| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the chunk's rows are in
+            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the part's rows are in
             // `x` and `out`, and no other task has these rows and panels.
             unsafe {
-                if scratch.holds != (call, chunk) {
-                    scratch.round(&x[first * w.k()..last * w.k()], w.k());
-                    scratch.holds = (call, chunk);
+                if scratch.holds != (call, part.chunk) {
+                    scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());
+                    scratch.holds = (call, part.chunk);
                 }
-                for panel in group * panels / groups..(group + 1) * panels / groups {
-                    let target = Target {
-                        out: out.get().add(first * w.columns() + panel * PANEL),
-                        stride: w.columns(),
-                        columns: PANEL.min(w.columns() - panel * PANEL),
-                        output,
-                    };
+                for panel in part.panels {
+                    let target = Target::new(out.get(), w, part.rows.start, panel, output);
                     let panel = w.panel(panel).as_ptr();
                     match w.format() {
                         WeightFormat::F32 => panel_f32(scratch, panel, target),
@@ -103,15 +93,6 @@ impl Scratch {
             }
         }
     }
-}
-
-/// Where a panel's result goes: rows `stride` apart, `columns` ≤ 32 of each.
-#[derive(Clone, Copy)]
-struct Target {
-    out: *mut f32,
-    stride: usize,
-    columns: usize,
-    output: Output,
 }
 
 impl Target {

@@ -10,6 +10,7 @@
 //! Here every output element is one chain of fused multiply-adds over ascending `k`, in every tile shape; on an [`Isa`]
 //! that rounds, `dots.rs` computes the products instead.
 use std::cell::RefCell;
+use std::ops::Range;
 
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::{Shared, pool};
@@ -258,36 +259,71 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     if isa.rounds() {
         return super::dots::matmul(x, w, out, output);
     }
-    let panels = w.columns.div_ceil(PANEL);
-    let chunks = rows.div_ceil(ROW_CHUNK);
-    // Three tasks a thread even out cores of unequal speed.
-    let groups = (3 * pool::threads()).div_ceil(chunks).clamp(1, panels);
     let out = Shared(out.as_mut_ptr());
-    pool::for_each(chunks * groups, |task| {
-        let (chunk, group) = (task / groups, task % groups);
-        let (first, last) = (chunk * ROW_CHUNK, rows.min((chunk + 1) * ROW_CHUNK));
-        for panel in group * panels / groups..(group + 1) * panels / groups {
-            let at = first * w.columns + panel * PANEL;
-            let target = Target {
-                // SAFETY: within `out`, because `first < rows` and `panel < panels`.
-                out: unsafe { out.get().add(at) },
-                stride: w.columns,
-                columns: PANEL.min(w.columns - panel * PANEL),
-                output,
-            };
-            // SAFETY: the rows and columns of `target` lie in `out`, and no other task has this chunk and panel.
-            unsafe { multiply_panel(isa, &x[first * w.k..last * w.k], w, panel, target) };
+    // Three tasks a thread even out cores of unequal speed.
+    for_each_part(rows, ROW_CHUNK, w, 3, |part| {
+        for panel in part.panels {
+            // SAFETY: rows and panel lie in `out`, and no other task has them.
+            unsafe {
+                let target = Target::new(out.get(), w, part.rows.start, panel, output);
+                multiply_panel(isa, &x[part.rows.start * w.k..part.rows.end * w.k], w, panel, target);
+            }
         }
     });
 }
 
-/// Where a tile's result goes: rows `stride` apart, `columns` ≤ 32 of each.
+/// What one task of a product computes: these rows of these panels.
+pub(super) struct Part {
+    /// Counts the chunks of rows.
+    pub chunk: usize,
+    pub rows: Range<usize>,
+    pub panels: Range<usize>,
+}
+
+/// Cuts a product with `rows` rows (at least one) into parts of at most `row_chunk` rows, `tasks_per_thread` of them for
+/// each thread of the current pool if there are enough panels, and runs `f` for each.
+pub(super) fn for_each_part(
+    rows: usize,
+    row_chunk: usize,
+    w: &PackedMatrix,
+    tasks_per_thread: usize,
+    f: impl Fn(Part) + Sync,
+) {
+    let (panels, chunks) = (w.columns.div_ceil(PANEL), rows.div_ceil(row_chunk));
+    let groups = (tasks_per_thread * pool::threads()).div_ceil(chunks).clamp(1, panels);
+    pool::for_each(chunks * groups, |task| {
+        let (chunk, group) = (task / groups, task % groups);
+        f(Part {
+            chunk,
+            rows: chunk * row_chunk..rows.min((chunk + 1) * row_chunk),
+            panels: group * panels / groups..(group + 1) * panels / groups,
+        });
+    });
+}
+
+/// Where a panel's result goes: rows `stride` apart, `columns` ≤ 32 of each.
 #[derive(Clone, Copy)]
-struct Target {
-    out: *mut f32,
-    stride: usize,
-    columns: usize,
-    output: Output,
+pub(super) struct Target {
+    pub out: *mut f32,
+    pub stride: usize,
+    pub columns: usize,
+    pub output: Output,
+}
+
+impl Target {
+    /// From `row` on, in the columns of `panel`.
+    ///
+    /// # Safety
+    /// `out` is the whole result of a product with `w` and has the row; `w` has the panel.
+    pub unsafe fn new(out: *mut f32, w: &PackedMatrix, row: usize, panel: usize, output: Output) -> Self {
+        Self {
+            // SAFETY: within the result, as the caller says.
+            out: unsafe { out.add(row * w.columns + panel * PANEL) },
+            stride: w.columns,
+            columns: PANEL.min(w.columns - panel * PANEL),
+            output,
+        }
+    }
 }
 
 /// # Safety
@@ -340,7 +376,11 @@ trait Format {
     const BLOCK_BYTES: usize;
 
     /// Scale and offset of the two halves of the panel, if the format has them.
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2];
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(_block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: no memory involved.
+        unsafe { [[L::splat(0.0); 2]; 2] }
+    }
 
     /// The 32 columns' weights at the block's `k`.
     unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2];
@@ -350,12 +390,6 @@ struct F32;
 
 impl Format for F32 {
     const BLOCK_BYTES: usize = BLOCK * PANEL * 4;
-
-    #[inline(always)]
-    unsafe fn scales<L: Lanes>(_block: *const u8) -> [[L; 2]; 2] {
-        // SAFETY: no memory involved.
-        unsafe { [[L::splat(0.0); 2]; 2] }
-    }
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
@@ -371,12 +405,6 @@ struct Bf16;
 
 impl Format for Bf16 {
     const BLOCK_BYTES: usize = BLOCK * PANEL * 2;
-
-    #[inline(always)]
-    unsafe fn scales<L: Lanes>(_block: *const u8) -> [[L; 2]; 2] {
-        // SAFETY: no memory involved.
-        unsafe { [[L::splat(0.0); 2]; 2] }
-    }
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
