@@ -77,6 +77,24 @@ impl Arena {
         }
     }
 
+    /// Copies `out.len()` bytes, `offset` bytes after the start of `runs` taken as one piece.
+    ///
+    /// # Panics
+    /// As [`Arena::copy_out`].
+    pub fn gather(&self, runs: &[Run], mut offset: usize, mut out: &mut [u8]) {
+        for run in runs {
+            let bytes = self.run_bytes(*run);
+            if offset >= bytes {
+                offset -= bytes;
+                continue;
+            }
+            let (now, later) = out.split_at_mut(out.len().min(bytes - offset));
+            self.copy_out(run.first, offset, now);
+            (offset, out) = (0, later);
+        }
+        assert!(out.is_empty(), "the runs are shorter");
+    }
+
     /// Copies `bytes` into the arena; the mirror of [`Arena::copy_out`].
     ///
     /// # Panics
@@ -110,12 +128,12 @@ impl Arena {
     }
 }
 
-/// Joins neighbours of `blocks` into runs of at most `max_blocks` (at least 1).
-pub fn coalesce(blocks: &[u32], max_blocks: u32) -> Vec<Run> {
+/// Joins neighbours of `blocks` into runs.
+pub fn coalesce(blocks: &[u32]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for &block in blocks {
         match runs.last_mut() {
-            Some(run) if run.first.checked_add(run.count) == Some(block) && run.count < max_blocks => run.count += 1,
+            Some(run) if run.first.checked_add(run.count) == Some(block) => run.count += 1,
             _ => runs.push(Run { first: block, count: 1 }),
         }
     }
@@ -149,11 +167,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_expand_to_the_same_blocks(blocks in prop::collection::vec(0u32..20, 0..60), max in 1u32..8) {
-            let runs = coalesce(&blocks, max);
+        fn runs_expand_to_the_same_blocks_and_bytes(
+            blocks in prop::collection::vec(0u32..20, 0..60), offset in 0usize..16, len in 0usize..40,
+        ) {
+            let runs = coalesce(&blocks);
             let back: Vec<u32> = runs.iter().flat_map(|run| run.first..run.first + run.count).collect();
-            prop_assert_eq!(back, blocks);
-            prop_assert!(runs.iter().all(|run| run.count <= max));
+            prop_assert_eq!(&back, &blocks);
+            // Block `b` holds two words: 2b, 2b + 1.
+            let arena = Arena::new((0..40).map(AtomicU64::new).collect(), 16);
+            let words: Vec<u64> = blocks.iter().flat_map(|block| [u64::from(*block) * 2, u64::from(*block) * 2 + 1]).collect();
+            let offset = offset.min(words.len());
+            let expected: Vec<u8> = words[offset..].iter().take(len).flat_map(|word| word.to_ne_bytes()).collect();
+            let mut gathered = vec![0; expected.len()];
+            arena.gather(&runs, offset * 8, &mut gathered);
+            prop_assert_eq!(gathered, expected);
         }
     }
 }

@@ -180,13 +180,13 @@ struct MemLink {
 }
 
 impl MemLink {
-    async fn copy(&mut self, range: DataHeader, run: Run) -> Result<(), TransferError> {
+    async fn copy(&mut self, range: DataHeader, runs: &[Run]) -> Result<(), TransferError> {
         if !self.faults.delay.is_zero() {
             tokio::time::sleep(self.faults.delay).await;
         }
         let receiver = self.network.link(self.peer)?.receiver;
         let faults = std::mem::take(&mut self.faults.send);
-        let len = self.arena.run_bytes(run) - if faults.truncate_push { 8 } else { 0 };
+        let len = range.count as usize * self.arena.block_bytes() - if faults.truncate_push { 8 } else { 0 };
         // A refusal reaches this hand-off through its answer.
         let Ok(claim) = receiver.registry.claim(self.peer, range, len as u64) else { return Ok(()) };
         let mut scratch = vec![0; SCRATCH_BYTES];
@@ -195,7 +195,7 @@ impl MemLink {
             let mut offset = 0;
             while offset < self.arena.run_bytes(*to) {
                 let chunk = &mut scratch[..SCRATCH_BYTES.min(self.arena.run_bytes(*to) - offset)];
-                self.arena.copy_out(run.first, sent, chunk);
+                self.arena.gather(runs, sent, chunk);
                 chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
                 claim.arena().copy_in(to.first, offset, chunk);
                 offset += chunk.len();
@@ -213,9 +213,14 @@ impl SendLink for MemLink {
         1 << 20
     }
 
-    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
+    fn push(
+        &mut self,
+        range: DataHeader,
+        runs: Vec<Run>,
+        owner: BlockOwner,
+    ) -> BoxFuture<'_, Result<(), TransferError>> {
         async move {
-            let copied = self.copy(range, run).await;
+            let copied = self.copy(range, &runs).await;
             drop(owner);
             copied
         }

@@ -18,6 +18,8 @@ use crate::wire::{Answer, DataHeader, MAX_SEAL_BYTES, encode_seal};
 
 /// Hand-offs a node sends at once.
 const MAX_PENDING: usize = 4096;
+/// Blocks in one frame, however small they are.
+const MAX_FRAME_BLOCKS: usize = 1024;
 
 /// A backend's half of [`Outgoing`]. Frames leave in the order of the calls. The futures are cancel-safe: dropped before
 /// they are ready, they queued nothing.
@@ -25,9 +27,14 @@ pub trait SendLink: Send {
     /// Longest range that the backend wants in one frame.
     fn max_range_bytes(&self) -> usize;
 
-    /// Queues the bytes of `run` for the blocks `range`; ready when queued with credit. The backend keeps `owner` until
-    /// it no longer reads the run.
-    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>>;
+    /// Queues the bytes of `runs`, one after the other, for the blocks `range`; ready when queued with credit. The backend
+    /// keeps `owner` until it no longer reads the runs.
+    fn push(
+        &mut self,
+        range: DataHeader,
+        runs: Vec<Run>,
+        owner: BlockOwner,
+    ) -> BoxFuture<'_, Result<(), TransferError>>;
 
     /// Queues the seal behind all pushes.
     fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>>;
@@ -76,8 +83,9 @@ impl Outgoing {
         }
     }
 
-    /// Sends `arena_blocks` as blocks `first_index..` of the hand-off; neighbours travel as one range. Returns when all
-    /// are queued; `owner` is kept until they were read.
+    /// Sends `arena_blocks` as blocks `first_index..` of the hand-off, as many in one frame as the backend likes, wherever
+    /// in the arena they are: what a frame costs is the same for 64 KiB and for a megabyte. Returns when all are queued;
+    /// `owner` is kept until they were read.
     ///
     /// # Errors
     /// `Refused(OutOfRange)` for blocks outside grant or arena, the receiver's refusal if it came already, `PeerGone`,
@@ -90,18 +98,18 @@ impl Outgoing {
     ) -> Result<(), TransferError> {
         self.check_range(first_index, arena_blocks)?;
         self.first_push.get_or_insert_with(Instant::now);
-        let max_blocks = (self.link.max_range_bytes() / self.arena.block_bytes()).max(1);
+        let max_blocks = (self.link.max_range_bytes() / self.arena.block_bytes()).clamp(1, MAX_FRAME_BLOCKS);
         let mut first = first_index;
-        for run in coalesce(arena_blocks, u32::try_from(max_blocks).unwrap_or(u32::MAX)) {
-            let range = DataHeader { handoff: self.ticket.handoff, first, count: run.count };
-            let queued = self.link.push(range, run, owner.clone());
+        for blocks in arena_blocks.chunks(max_blocks) {
+            let range = DataHeader { handoff: self.ticket.handoff, first, count: blocks.len() as u32 };
+            let queued = self.link.push(range, coalesce(blocks), owner.clone());
             unless_over(&mut self.answer, self.deadline, queued).await?;
-            let bytes = self.arena.run_bytes(run) as u64;
+            let bytes = (blocks.len() * self.arena.block_bytes()) as u64;
             self.counters.sent_bytes.fetch_add(bytes, Relaxed);
             self.bytes += bytes;
-            self.blocks += run.count;
+            self.blocks += range.count;
             self.descriptors += 1;
-            first += run.count;
+            first += range.count;
         }
         Ok(())
     }

@@ -103,7 +103,7 @@ impl Registry {
         match table.sessions.claim(peer, range, len, Instant::now()) {
             Ok(blocks) => {
                 drop(table);
-                let runs = coalesce(&blocks, u32::MAX);
+                let runs = coalesce(&blocks);
                 Ok(Claim { registry: self.clone(), range, runs, len, open: true })
             }
             Err(rejected) => Err(self.refuse(table, peer, range.handoff, rejected)),

@@ -72,18 +72,20 @@ impl Bench {
         Ok(Sample { push: rate(verified.last_arrival), verified: rate(verified.verified_at) })
     }
 
-    /// GB/s of many hand-offs of one block, the same on either side, announced before and pushed at once: a hand-off
-    /// fills each block once, so this is how one buffer is sent into one buffer again and again.
+    /// GB/s of sending one block again and again, into an arena that fits the cache: a hand-off fills each block once, so
+    /// this takes many hand-offs, all announced before and pushed at once.
     pub async fn hot(&mut self) -> anyhow::Result<f64> {
+        let (from, to) = (vec![0; self.to.blocks() as usize], (0..self.to.blocks()).collect::<Vec<_>>());
         let (mut pushing, mut receiving) = (vec![], vec![]);
-        for _ in 0..self.blocks {
-            let Granted { outgoing, incoming, seal, expected } = self.grant(&[0], vec![0]).await?;
+        for _ in 0..self.blocks / to.len() {
+            let Granted { outgoing, incoming, seal, expected } = self.grant(&from, to.clone()).await?;
             pushing.push((outgoing, seal));
             receiving.push(incoming.verified(expected));
         }
+        let bytes = pushing.len() * self.to.bytes();
         let start = Instant::now();
         for (outgoing, _) in &mut pushing {
-            outgoing.push(0, &[0], Arc::new(())).await?;
+            outgoing.push(0, &from, Arc::new(())).await?;
         }
         // A seal starts a verification, which would compete with the pushes for the cores.
         tokio::time::sleep(ARRIVED).await;
@@ -91,7 +93,7 @@ impl Bench {
         let receipts = futures::future::try_join_all(pushing.into_iter().map(|(outgoing, seal)| outgoing.seal(seal)));
         let (verified, _) = tokio::try_join!(verdicts, receipts)?;
         let last = verified.iter().map(|verified| verified.last_arrival).max().unwrap_or(start);
-        Ok(self.bytes() as f64 / last.duration_since(start).as_secs_f64() / 1e9)
+        Ok(bytes as f64 / last.duration_since(start).as_secs_f64() / 1e9)
     }
 
     async fn grant(&mut self, from: &[u32], to: Vec<u32>) -> anyhow::Result<Granted> {

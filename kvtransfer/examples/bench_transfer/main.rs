@@ -38,6 +38,9 @@ struct Args {
     /// Sizes of a range (= block) in KiB.
     #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1024, 4096, 16384])]
     range_kib: Vec<usize>,
+    /// KiB that the hot part fills again and again, in ranges of one buffer; larger ranges fill themselves alone.
+    #[arg(long, default_value_t = 1024)]
+    hot_kib: usize,
     /// Parts to run.
     #[arg(long, value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned(), "hot".to_owned()])]
     parts: Vec<String>,
@@ -66,22 +69,41 @@ fn tcp_node(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
     Ok(TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena.clone(), TcpConfig::default())?)
 }
 
+/// Hand-offs before the first that counts: while a guest's memory is touched for the first times, its host gives it the
+/// pages, and everything is slow for seconds.
+const WARMING: usize = 40;
+
+/// A size of ranges in bytes, and its hand-offs.
+struct Cell {
+    range_bytes: usize,
+    samples: usize,
+    counts: bool,
+}
+
+fn cells(args: &Args) -> impl Iterator<Item = Cell> {
+    let warming = args.range_kib.first().map(|kib| Cell { range_bytes: kib << 10, samples: WARMING, counts: false });
+    let counted = |kib: &usize| Cell { range_bytes: kib << 10, samples: args.samples, counts: true };
+    warming.into_iter().chain(args.range_kib.iter().map(counted))
+}
+
 async fn shm(args: &Args) -> anyhow::Result<()> {
     let (from, to) = (noise(args.arena_mib << 20), noise(args.arena_mib << 20));
     let mut plain = baseline::Memcpy::new(args.arena_mib << 20);
     println!("\n### UCX shared memory beside memcpy (cold {} MiB arenas, GB/s)\n", args.arena_mib);
     println!("| range | memcpy | ucx push | ratio | ucx with verification |\n|---|---|---|---|---|");
-    for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
+    for Cell { range_bytes, samples, counts } in cells(args) {
         let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, ucx)?;
         let (mut copied, mut pushed, mut verified) = (vec![], vec![], vec![]);
-        for _ in 0..args.samples {
+        for _ in 0..samples {
             copied.push(plain.copy(range_bytes, bench.bytes()));
             let sample = bench.hand_off().await?;
             pushed.push(sample.push);
             verified.push(sample.verified);
         }
         let [copied, pushed, verified] = [copied, pushed, verified].map(median);
-        println!("| {} | {copied:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / copied);
+        if counts {
+            println!("| {} | {copied:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / copied);
+        }
     }
     Ok(())
 }
@@ -91,18 +113,20 @@ async fn tcp(args: &Args) -> anyhow::Result<()> {
     let mut plain = baseline::Sockets::new(args.arena_mib << 20)?;
     println!("\n### Our tcp beside a plain blocking socket (cold {} MiB arenas, loopback, GB/s)\n", args.arena_mib);
     println!("| range | plain socket | tcp push | ratio | tcp with verification |\n|---|---|---|---|---|");
-    for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
+    for Cell { range_bytes, samples, counts } in cells(args) {
         let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, tcp_node)?;
         let (mut streamed, mut pushed, mut verified) = (vec![], vec![], vec![]);
-        for _ in 0..args.samples {
+        for _ in 0..samples {
             streamed.push(plain.stream(range_bytes, bench.bytes())?);
             let sample = bench.hand_off().await?;
             pushed.push(sample.push);
             verified.push(sample.verified);
         }
-        let (streamed, pushed) = (median(streamed), median(pushed));
-        let verified = median(verified);
-        println!("| {} | {streamed:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / streamed);
+        let [streamed, pushed, verified] = [streamed, pushed, verified].map(median);
+        if counts {
+            let ratio = pushed / streamed;
+            println!("| {} | {streamed:.2} | {pushed:.2} | {ratio:.2} | {verified:.2} |", kib(range_bytes));
+        }
     }
     Ok(())
 }
@@ -111,13 +135,13 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
     let ours = UcxConfig::new(UcxProfile::Shm).settings();
     let theirs: Vec<_> = ours.iter().filter(|(name, _)| !RING.contains(name)).cloned().collect();
     println!("\n### UCX shared memory beside ucx_perftest (one buffer into one buffer, GB/s)\n");
-    println!("`ucx_perftest -t ucp_am_bw -e`, rendezvous, as many messages as ours, with our settings: {ours:?};");
-    println!("\"UCX's ring\": without those of the ring.\n");
+    println!("`ucx_perftest -t ucp_am_bw`, rendezvous, as many messages as ours, over the same transports;");
+    println!("\"our ring\": with all of {ours:?}.\n");
     println!(
-        "| range | ucx_perftest | ucx push, hot | ratio | ucx_perftest, UCX's ring | ratio |\n|---|---|---|---|---|---|"
+        "| range | ucx_perftest | ucx push, hot | ratio | ucx_perftest, our ring | ratio |\n|---|---|---|---|---|---|"
     );
     for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
-        let (from, to) = (noise(range_bytes), noise(range_bytes));
+        let (from, to) = (noise(range_bytes), noise(range_bytes.max(args.hot_kib << 10)));
         // Long enough that waking up does not count.
         let messages = HOT_MESSAGES.min(((4 * args.transfer_mib) << 20) / range_bytes).max(1);
         let mut bench = Bench::new(&from, &to, range_bytes, messages * range_bytes, ucx)?;
@@ -134,7 +158,7 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
             let (alike, default) = (median(alike), median(default));
             let (of_alike, of_default) = (pushed / alike, pushed / default);
             println!(
-                "| {} | {alike:.2} | {pushed:.2} | {of_alike:.2} | {default:.2} | {of_default:.2} |",
+                "| {} | {default:.2} | {pushed:.2} | {of_default:.2} | {alike:.2} | {of_alike:.2} |",
                 kib(range_bytes)
             );
         }

@@ -285,9 +285,15 @@ impl SendLink for TcpLink {
         MAX_RANGE_BYTES
     }
 
-    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
+    fn push(
+        &mut self,
+        range: DataHeader,
+        runs: Vec<Run>,
+        owner: BlockOwner,
+    ) -> BoxFuture<'_, Result<(), TransferError>> {
         async move {
-            self.connection.queue().send_data(range, run, self.arena.run_bytes(run), owner, self.faults).await?;
+            let bytes = range.count as usize * self.arena.block_bytes();
+            self.connection.queue().send_data(range, runs, bytes, owner, self.faults).await?;
             self.faults = Faults::default();
             Ok(())
         }
@@ -350,7 +356,7 @@ mod tests {
         // Blocks that are not in the arena: the common code checks them before a backend sees them.
         let (range, run) =
             (DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1 }, Run { first: 99, count: 1 });
-        let queued = connection.queue().send_data(range, run, 64, Arc::new(()), Faults::default()).await;
+        let queued = connection.queue().send_data(range, vec![run], 64, Arc::new(()), Faults::default()).await;
         assert_eq!(queued, Ok(()));
         let start = Instant::now();
         let seal = crate::seal_for(&sender.shared.registry.arena().clone(), &[0], &ticket, 1, vec![5]);

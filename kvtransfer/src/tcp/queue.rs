@@ -30,7 +30,8 @@ pub(super) enum Frame {
 
 pub(super) struct DataFrame {
     pub range: DataHeader,
-    pub run: Run,
+    /// What to send, in this order.
+    pub runs: Vec<Run>,
     pub faults: Faults,
     /// Dropped, with the credit, when the bytes are in the socket.
     _owner: BlockOwner,
@@ -63,13 +64,13 @@ impl FrameQueue {
     pub async fn send_data(
         &self,
         range: DataHeader,
-        run: Run,
+        runs: Vec<Run>,
         bytes: usize,
         owner: BlockOwner,
         faults: Faults,
     ) -> Result<(), TransferError> {
         let credit = self.acquire(bytes).await?;
-        self.enqueue(Frame::Data(DataFrame { range, run, faults, _owner: owner, _credit: credit }))
+        self.enqueue(Frame::Data(DataFrame { range, runs, faults, _owner: owner, _credit: credit }))
     }
 
     pub async fn send_seal(&self, handoff: HandoffId, payload: Vec<u8>) -> Result<(), TransferError> {
@@ -185,8 +186,8 @@ mod tests {
 
     fn data(queue: &FrameQueue, id: u8, owner: &Arc<()>) -> Option<Result<(), TransferError>> {
         let range = DataHeader { handoff: HandoffId([id; 16]), first: 0, count: 1 };
-        let (run, bytes) = (Run { first: 0, count: 1 }, CREDIT_BYTES / 16);
-        queue.send_data(range, run, bytes, owner.clone(), Faults::default()).now_or_never()
+        let (runs, bytes) = (vec![Run { first: 0, count: 1 }], CREDIT_BYTES / 16);
+        queue.send_data(range, runs, bytes, owner.clone(), Faults::default()).now_or_never()
     }
 
     #[test]

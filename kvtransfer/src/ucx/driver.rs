@@ -55,7 +55,7 @@ pub(super) enum Command {
     /// Connect, announce a hand-off, and reply when it is welcome.
     Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
     /// Send a range.
-    Push { endpoint: EndpointId, range: DataHeader, run: Run, owner: BlockOwner, credit: OwnedSemaphorePermit },
+    Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
     /// Send the seal when all ranges are over.
     Seal { handoff: HandoffId, payload: Vec<u8> },
     /// Tell the receiver that nothing more comes.
@@ -168,12 +168,14 @@ impl Driver {
                 active = now;
                 idle_turns = 0;
             } else if now.duration_since(active) < self.config.spin {
+                self.sending.return_credit();
                 idle_turns += 1;
                 // Somebody else may need the core, the peer first of all.
                 if idle_turns.is_multiple_of(TURNS_TO_YIELD) {
                     std::thread::yield_now();
                 }
             } else {
+                self.sending.return_credit();
                 self.sleep();
             }
         }
@@ -256,7 +258,9 @@ impl Driver {
             any = true;
             match command {
                 Command::Open { handoff, address, reply } => self.open_handoff(handoff, &address, reply),
-                Command::Push { endpoint, range, run, owner, credit } => self.push(endpoint, range, run, owner, credit),
+                Command::Push { endpoint, range, runs, owner, credit } => {
+                    self.push(endpoint, range, &runs, owner, credit)
+                }
                 Command::Seal { handoff, payload } => self.seal(handoff, payload),
                 Command::Cancel { handoff } => self.cancel(handoff),
                 Command::Answer { endpoint, handoff, answer } => self.answer(endpoint, handoff, answer),
@@ -311,7 +315,7 @@ impl Driver {
 
     fn finished(&mut self, on: EndpointId, work: Work, succeeded: bool) {
         match work {
-            Work::Send(send) => self.range_sent(send.handoff),
+            Work::Send(send) => self.range_sent(*send),
             Work::Receive { claim, .. } if succeeded => claim.written(),
             // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
             Work::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),

@@ -188,13 +188,18 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    fn push(&mut self, range: DataHeader, run: Run, owner: BlockOwner) -> BoxFuture<'_, Result<(), TransferError>> {
+    fn push(
+        &mut self,
+        range: DataHeader,
+        runs: Vec<Run>,
+        owner: BlockOwner,
+    ) -> BoxFuture<'_, Result<(), TransferError>> {
         Box::pin(async move {
             // A range of more than all credit waits for all of it.
-            let bytes = (run.count as usize * self.block_bytes).min(self.credit_bytes);
+            let bytes = (range.count as usize * self.block_bytes).min(self.credit_bytes);
             let credit = self.credit.clone().acquire_many_owned(u32::try_from(bytes).unwrap_or(u32::MAX)).await;
             let credit = credit.map_err(|_| TransferError::peer_gone("the KV peer is gone"))?;
-            let command = Command::Push { endpoint: self.endpoint, range, run, owner, credit };
+            let command = Command::Push { endpoint: self.endpoint, range, runs, owner, credit };
             self.queue.send(command).await.map_err(|_| shut_down())
         })
     }

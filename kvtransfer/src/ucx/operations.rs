@@ -65,11 +65,11 @@ pub(super) enum Writes {
 pub(super) struct SendWork {
     pub(super) handoff: HandoffId,
     pub(super) header: Box<[u8; HEADER_BYTES]>,
-    pub(super) source: [ucp_dt_iov; 1],
+    pub(super) source: Vec<ucp_dt_iov>,
     /// A changed copy of the range, for injected faults.
     pub(super) altered: Vec<u8>,
     pub(super) _owner: BlockOwner,
-    pub(super) _credit: OwnedSemaphorePermit,
+    pub(super) credit: OwnedSemaphorePermit,
 }
 
 /// All operations in flight.
@@ -150,7 +150,7 @@ impl Work {
             }
             Self::Send(send) => {
                 (_header, _payload) = (std::mem::take(&mut send.header), std::mem::take(&mut send.altered));
-                _target = send.source.to_vec();
+                _target = std::mem::take(&mut send.source);
             }
             Self::Receive { target, .. } => _target = std::mem::take(target),
             Self::Lost { .. } => return,

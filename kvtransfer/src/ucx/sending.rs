@@ -18,10 +18,21 @@ use crate::error::{TransferError, TransferErrorKind};
 use crate::transport::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
+/// Credit goes back when this part of it has come together, or when there is nothing else to do.
+const CREDIT_SHARE: usize = 8;
+
 /// Hand-offs that leave this node.
 #[derive(Default)]
 pub(super) struct Sending {
     handoffs: HashMap<HandoffId, Outbound>,
+    returning: Returning,
+}
+
+/// Credit of ranges that have left. It goes back in one go, since each time may wake somebody on a core that copies.
+#[derive(Default)]
+struct Returning {
+    permits: Vec<OwnedSemaphorePermit>,
+    bytes: usize,
 }
 
 struct Outbound {
@@ -52,6 +63,11 @@ impl Sending {
     pub(super) fn forget(&mut self, endpoint: EndpointId, why: &TransferError) {
         let of = |outbound: &Outbound| outbound.endpoint == endpoint;
         self.handoffs.extract_if(|_, outbound| of(outbound)).for_each(|(_, outbound)| outbound.fail(why));
+    }
+
+    /// Whoever waits for credit may push again.
+    pub(super) fn return_credit(&mut self) {
+        self.returning = Returning::default();
     }
 
     fn unwelcome(&self, now: Instant) -> Vec<HandoffId> {
@@ -109,24 +125,23 @@ impl Driver {
         &mut self,
         to: EndpointId,
         range: DataHeader,
-        run: Run,
+        runs: &[Run],
         owner: BlockOwner,
         credit: OwnedSemaphorePermit,
     ) {
         let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
-        let altered = self.altered(run, faults);
+        let altered = self.altered(runs, faults);
         let source = match altered.as_slice() {
-            [] => [self.region.entry(run)],
-            bytes => [ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
+            [] => self.region.vector(runs),
+            bytes => vec![ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
         };
         let header = Box::new(Header::Data(range).encode());
         let region = altered.is_empty().then_some(&self.region);
         let operation = self.operations.next_id();
         let Some(entry) = self.endpoints.get(to) else { return };
-        let send =
-            Box::new(SendWork { handoff: range.handoff, header, source, altered, _owner: owner, _credit: credit });
+        let send = Box::new(SendWork { handoff: range.handoff, header, source, altered, _owner: owner, credit });
         // SAFETY: header, source and altered bytes are heap memory of `send`, the blocks are its owner's; the table of
         // operations keeps it until the callback came or the endpoint is closed.
         let posted = unsafe { entry.endpoint.send_range(&send.header[..], region, &send.source, operation) };
@@ -157,10 +172,16 @@ impl Driver {
         handoffs.into_iter().for_each(|handoff| self.cancel(handoff));
     }
 
-    pub(super) fn range_sent(&mut self, handoff: HandoffId) {
-        if let Some(outbound) = self.sending.handoffs.get_mut(&handoff) {
+    pub(super) fn range_sent(&mut self, send: SendWork) {
+        let returning = &mut self.sending.returning;
+        returning.bytes += send.credit.num_permits();
+        returning.permits.push(send.credit);
+        if returning.bytes >= self.config.credit_bytes / CREDIT_SHARE {
+            self.sending.return_credit();
+        }
+        if let Some(outbound) = self.sending.handoffs.get_mut(&send.handoff) {
             outbound.in_flight = outbound.in_flight.saturating_sub(1);
-            self.send_ready_seal(handoff);
+            self.send_ready_seal(send.handoff);
         }
     }
 
@@ -195,13 +216,14 @@ impl Driver {
         }
     }
 
-    /// The run's bytes with the faults applied; empty without faults.
-    fn altered(&self, run: Run, faults: Faults) -> Vec<u8> {
+    /// The runs' bytes with the faults applied; empty without faults.
+    fn altered(&self, runs: &[Run], faults: Faults) -> Vec<u8> {
         if faults == Faults::default() {
             return Vec::new();
         }
-        let mut bytes = vec![0; self.shared.arena.run_bytes(run)];
-        self.shared.arena.copy_out(run.first, 0, &mut bytes);
+        let arena = &self.shared.arena;
+        let mut bytes = vec![0; runs.iter().map(|run| arena.run_bytes(*run)).sum()];
+        arena.gather(runs, 0, &mut bytes);
         if faults.flip_byte {
             bytes[0] ^= 1;
         }
