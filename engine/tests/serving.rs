@@ -15,30 +15,85 @@ use tandem_engine::{
 };
 use tandem_proto::hash::sequence_hashes;
 
-/// Two best logits that are closer are a tie: rounding may choose either.
-const TIE: f32 = 0.05;
 const LIMITS: SchedulerConfig =
     SchedulerConfig { max_running: 32, max_step_tokens: 256, inbox: 64, prefix_caching: true };
 
+/// What must not change a token: how a prompt is cut, how many run at once, what is cached.
+struct Way {
+    kernels: Kernels,
+    chunk: usize,
+    batch: usize,
+}
+
+/// Number formats, and the tie of the oracle's logits below which they may choose another token.
+#[derive(Clone, Copy, Debug)]
+enum Kernels {
+    ExactF32Kv,
+    ExactBf16Kv,
+    /// On machines without bf16 dot products the same as `ExactBf16Kv`.
+    Bf16,
+}
+
+impl Kernels {
+    fn executor(self) -> LlamaExecutor {
+        let kv_dtype = if matches!(self, Self::ExactF32Kv) { KvDtype::F32 } else { KvDtype::Bf16 };
+        let batch_invariant = !matches!(self, Self::Bf16);
+        let path = smollm2::model_path();
+        let config =
+            ModelConfig { path, kv_dtype, blocks: 1024, threads: 2, batch_invariant, ..ModelConfig::default() };
+        LlamaExecutor::load(&config).expect("the model loads")
+    }
+
+    fn tie(self) -> f32 {
+        if matches!(self, Self::ExactF32Kv) { 0.02 } else { 0.05 }
+    }
+}
+
 #[tokio::test]
-async fn a_warm_prefix_gives_the_oracles_tokens() {
-    let engine = Engine::start(Box::new(executor(512, 2)), LIMITS);
+async fn small_chunks_a_batch_of_32_and_a_warm_prefix_give_the_oracles_tokens() {
+    gives_the_oracles_tokens(Way { kernels: Kernels::ExactBf16Kv, chunk: 16, batch: 32 }).await;
+}
+
+#[tokio::test]
+#[ignore = "takes minutes; run with --release -- --ignored --nocapture"]
+async fn every_chunk_size_batch_and_cache_gives_the_oracles_tokens() {
+    for kernels in [Kernels::ExactF32Kv, Kernels::ExactBf16Kv, Kernels::Bf16] {
+        for chunk in [16, 128, 512, 8192] {
+            for batch in [1, 32] {
+                let begin = Instant::now();
+                let reused = gives_the_oracles_tokens(Way { kernels, chunk, batch }).await;
+                let seconds = begin.elapsed().as_secs();
+                println!(
+                    "{kernels:?}, chunks of {chunk}, batch {batch}: cold equal, warm equal ({reused} tokens cached), {seconds} s"
+                );
+            }
+        }
+    }
+}
+
+/// All prompts cold, then again with what the first round left in the cache. Returns how many tokens that were.
+async fn gives_the_oracles_tokens(Way { kernels, chunk, batch }: Way) -> usize {
+    let limits = SchedulerConfig { max_running: batch, max_step_tokens: chunk.max(batch), ..LIMITS };
+    let engine = Engine::start(Box::new(kernels.executor()), limits);
     let golden = smollm2::golden();
     let mut reused = 0;
     for warm in [false, true] {
         let mut streams = Vec::new();
-        for prompt in &golden.prompts {
+        // More than 32, so that a batch of 32 is one.
+        for prompt in golden.prompts.iter().cycle().take(if batch == 1 { 14 } else { 35 }) {
             let (request, cached) = request(&engine, &prompt.ids, prompt.out.f32.tokens.len() as u32).await;
             reused += if warm { cached } else { 0 };
             streams.push((prompt, cached, engine.submit(request).expect("a valid request")));
         }
         for (prompt, cached, stream) in streams {
             let (want, tokens) = (&prompt.out.f32, collect(stream).await.0);
-            let sure = want.sure(TIE);
-            assert_eq!(&tokens[..sure.len()], sure, "{} warm {warm}, {cached} cached", prompt.name);
+            let sure = want.sure(kernels.tie());
+            let name = &prompt.name;
+            assert_eq!(&tokens[..sure.len()], sure, "{name} {kernels:?} {chunk} {batch} warm {warm}, {cached} cached");
         }
     }
     assert!(reused > 200, "{reused} tokens came from the cache");
+    reused
 }
 
 #[tokio::test]
