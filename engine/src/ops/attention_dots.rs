@@ -99,11 +99,14 @@ struct Span {
     first_key: usize,
     keys: [*const u8; SPAN],
     values: [*const u8; SPAN],
+    /// Of the span after it, for the cache: pages lie anywhere, and no prefetcher of the processor finds the next.
+    next_keys: [*const u8; SPAN],
+    next_values: [*const u8; SPAN],
 }
 
 /// # Safety
 /// The machine has the features; the tile's pointers are valid for its rows.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
     let (pairs, end) = (tile.rows * tile.group, tile.start + tile.rows);
     // SAFETY: the scratch is made for the tile's pairs.
@@ -164,6 +167,8 @@ unsafe fn span_at(tile: &Tile<'_>, first_key: usize, clean: &mut [u32]) -> Span 
     let at = |i: usize, part| tile.kv.head(tile.blocks[(first + i).min(last)], tile.layer, part, tile.kv_head);
     let keys = std::array::from_fn(|i| at(i, Part::K));
     let mut values = std::array::from_fn(|i| at(i, Part::V));
+    let (next_keys, next_values) =
+        (std::array::from_fn(|i| at(SPAN + i, Part::K)), std::array::from_fn(|i| at(SPAN + i, Part::V)));
     let written = (tile.start + tile.rows) % KV_BLOCK_TOKENS;
     if last < first + SPAN && !written.is_multiple_of(2) {
         // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets through.
@@ -173,7 +178,7 @@ unsafe fn span_at(tile: &Tile<'_>, first_key: usize, clean: &mut [u32]) -> Span 
         clean[row..row + tile.head_dim].iter_mut().for_each(|pair| *pair &= 0xffff);
         values[last - first] = clean.as_ptr().cast();
     }
-    Span { first_key, keys, values }
+    Span { first_key, keys, values, next_keys, next_values }
 }
 
 /// Takes a span into the running softmax of `P` pairs; returns `P`.
@@ -227,6 +232,9 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
             let mut keys = [as_bf16(_mm512_setzero_si512()); SPAN];
             for (keys, from) in keys.iter_mut().zip(span.keys) {
                 *keys = as_bf16(_mm512_loadu_si512(from.add(two * 64).cast()));
+            }
+            for next in span.next_keys {
+                _mm_prefetch::<_MM_HINT_T0>(next.add(two * 64).cast());
             }
             for (p, sums) in sums.iter_mut().enumerate() {
                 let query = as_bf16(_mm512_set1_epi32(*queries.add(p * twos + two) as i32));
@@ -312,6 +320,10 @@ unsafe fn weigh<const P: usize, const W: usize>(
             let mut values = [as_bf16(_mm512_setzero_si512()); W];
             for (w, values) in values.iter_mut().enumerate() {
                 *values = as_bf16(_mm512_loadu_si512(row.add(w * LANES).cast()));
+            }
+            let next = span.next_values[two / TWOS].cast::<u32>().add(two % TWOS * tile.head_dim + d);
+            for w in 0..W {
+                _mm_prefetch::<_MM_HINT_T0>(next.add(w * LANES).cast());
             }
             for (lanes, weights) in lanes.iter_mut().zip(weights) {
                 let weight = as_bf16(_mm512_set1_epi32(weights[two] as i32));

@@ -71,7 +71,7 @@ struct Scratch {
 impl Scratch {
     /// # Safety
     /// The machine has the features.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
     unsafe fn round(&mut self, x: &[f32], k: usize) {
         (self.rows, self.groups) = (x.len() / k, k.div_ceil(BLOCK));
         self.x.resize(self.groups * self.rows * PAIRS, 0);
@@ -122,8 +122,8 @@ impl Target {
 /// Of both methods: `block` is a whole block of this format; the caller has the features enabled.
 trait Format {
     const KIND: WeightFormat;
-    /// 16 columns (the left or the right ones) of the pair `pair`.
-    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i;
+    /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2];
     /// Scale and offset of 16 columns.
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2];
 }
@@ -140,14 +140,15 @@ struct Q8_0;
 impl Format for F32 {
     const KIND: WeightFormat = WeightFormat::F32;
     #[inline(always)]
-    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         unsafe {
             let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const f32| {
                 let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(row)));
                 _mm512_cvtepu16_epi32(half)
             };
-            _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))))
+            let pair = |row| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
+            [pair(row), pair(row.add(2 * PANEL))]
         }
     }
     #[inline(always)]
@@ -160,8 +161,11 @@ impl Format for F32 {
 impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
     #[inline(always)]
-    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
-        unsafe { _mm512_loadu_si512(block.add((half * PAIRS + pair) * 64).cast()) }
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        unsafe {
+            let first = block.add((half * PAIRS + pair) * 64);
+            [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
+        }
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
@@ -184,16 +188,12 @@ static NIBBLES: [u16; 32] = {
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
-    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         unsafe {
             let four = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + pair / 4) * 64).cast());
-            let one = match pair % 4 {
-                0 => four,
-                1 => _mm512_srli_epi16::<4>(four),
-                2 => _mm512_srli_epi16::<8>(four),
-                _ => _mm512_srli_epi16::<12>(four),
-            };
-            _mm512_permutexvar_epi16(one, _mm512_loadu_si512(NIBBLES.as_ptr().cast()))
+            let two = if pair.is_multiple_of(4) { four } else { _mm512_srli_epi16::<8>(four) };
+            let table = _mm512_loadu_si512(NIBBLES.as_ptr().cast());
+            [_mm512_permutexvar_epi16(two, table), _mm512_permutexvar_epi16(_mm512_srli_epi16::<4>(two), table)]
         }
     }
     #[inline(always)]
@@ -205,16 +205,37 @@ impl Format for Q4_1 {
     }
 }
 
+/// bf16 of 0 to 127: the low bytes of the first 64, of the others, and the high bytes likewise.
+static MAGNITUDES: [[u8; 64]; 4] = {
+    let mut tables = [[0; 64]; 4];
+    let mut i = 0;
+    while i < 128 {
+        let [_, _, low, high] = (i as f32).to_bits().to_le_bytes();
+        tables[i / 64][i % 64] = low;
+        tables[2 + i / 64][i % 64] = high;
+        i += 1;
+    }
+    tables
+};
+
 #[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
-    unsafe fn pairs(block: *const u8, half: usize, pair: usize) -> __m512i {
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         unsafe {
-            let bytes = _mm256_loadu_si256(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
-            let float = |bytes: __m128i| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-            let (low, high) = (_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes));
-            bits(_mm512_cvtne2ps_pbh(float(high), float(low)))
+            let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
+            let bytes = _mm512_loadu_si512(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
+            let magnitude = _mm512_abs_epi8(bytes);
+            let low = _mm512_permutex2var_epi8(table(0), magnitude, table(1));
+            let high = _mm512_permutex2var_epi8(table(2), magnitude, table(3));
+            // high | (bytes & sign)
+            let high = _mm512_ternarylogic_epi32::<0xf8>(high, bytes, _mm512_set1_epi8(i8::MIN));
+            // Within each quarter: columns 0..4 and 8..12 of either pair, and columns 4..8 and 12..16.
+            let (left, right) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
+            let first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+            let second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+            [_mm512_permutex2var_epi64(left, first, right), _mm512_permutex2var_epi64(left, second, right)]
         }
     }
     #[inline(always)]
@@ -228,7 +249,7 @@ macro_rules! panel_of {
         /// # Safety
         /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine
         /// has the features.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
         unsafe fn $name(scratch: &mut Scratch, panel: *const u8, target: Target) {
             // SAFETY: the caller's.
             unsafe { multiply::<$format>(scratch, panel, target) }
@@ -257,8 +278,9 @@ unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
         let mut weights = [[_mm512_setzero_si512(); 2]; PAIRS];
         for group in 0..scratch.groups {
             let block = panel.add(group * F::KIND.block_bytes());
-            for (pair, weights) in weights.iter_mut().enumerate() {
-                *weights = [F::pairs(block, 0, pair), F::pairs(block, 1, pair)];
+            for (two, weights) in weights.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let (left, right) = (F::two_pairs(block, 0, 2 * two), F::two_pairs(block, 1, 2 * two));
+                *weights = [[left[0], right[0]], [left[1], right[1]]];
             }
             let scales = [F::scales(block, 0), F::scales(block, 1)];
             add_group(scratch, group, &weights, &scales);
@@ -274,7 +296,7 @@ unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
 ///
 /// # Safety
 /// As for `multiply`.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]; PAIRS], scales: &[[__m512; 2]; 2]) {
     let mut row = 0;
     while row < scratch.rows {
@@ -302,9 +324,10 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
             let block = panel.add(group * F::KIND.block_bytes());
             let x = scratch.x.as_ptr().add(group * M * PAIRS);
             let mut sums = [[_mm512_setzero_ps(); 2]; M];
-            for pair in 0..PAIRS {
-                let weights = [bf16(F::pairs(block, 0, pair)), bf16(F::pairs(block, 1, pair))];
-                step(&mut sums, weights, x.add(pair));
+            for pair in (0..PAIRS).step_by(2) {
+                let (left, right) = (F::two_pairs(block, 0, pair), F::two_pairs(block, 1, pair));
+                step(&mut sums, [bf16(left[0]), bf16(right[0])], x.add(pair));
+                step(&mut sums, [bf16(left[1]), bf16(right[1])], x.add(pair + 1));
             }
             let scales = [F::scales(block, 0), F::scales(block, 1)];
             for m in 0..M {

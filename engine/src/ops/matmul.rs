@@ -122,17 +122,28 @@ impl PackedMatrix {
         })
     }
 
-    /// Packs GGML Q8_0 rows: blocks of f16 scale and 32 i8.
+    /// Packs GGML Q8_0 rows: blocks of f16 scale and 32 i8. With a weight of -128, which GGML itself never writes, it
+    /// becomes f32: the kernels of `dots.rs` know magnitudes up to 127.
     ///
     /// # Panics
     /// If `k` is no multiple of 32 or `raw` is not a whole number of rows.
     pub fn from_q8_0(raw: &[u8], k: usize) -> Self {
-        Self::from_blocks(WeightFormat::Q8_0, raw, k, 34, |group, column, block| {
+        let mut in_range = true;
+        let packed = Self::from_blocks(WeightFormat::Q8_0, raw, k, 34, |group, column, block| {
             block[column * 2..][..2].copy_from_slice(&group[..2]);
             for kk in 0..BLOCK {
+                in_range &= group[2 + kk] != 0x80;
                 block[PANEL * 2 + pair_at(column, kk)] = group[2 + kk];
             }
-        })
+        });
+        if in_range { packed } else { Self::from_f32(&packed.to_f32(), k) }
+    }
+
+    /// Row-major.
+    fn to_f32(&self) -> Vec<f32> {
+        let mut rows = vec![0.0; self.columns * self.k];
+        rows.chunks_exact_mut(self.k).enumerate().for_each(|(n, row)| self.column(n, row));
+        rows
     }
 
     fn from_blocks(
@@ -140,7 +151,7 @@ impl PackedMatrix {
         raw: &[u8],
         k: usize,
         group_bytes: usize,
-        put: impl Fn(&[u8], usize, &mut [u8]),
+        mut put: impl FnMut(&[u8], usize, &mut [u8]),
     ) -> Self {
         assert!(k > 0 && k.is_multiple_of(BLOCK) && raw.len().is_multiple_of(k / BLOCK * group_bytes));
         let row_bytes = k / BLOCK * group_bytes;

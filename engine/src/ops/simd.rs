@@ -70,6 +70,7 @@ impl Isa {
             let avx512 = avx2 && is_x86_feature_detected!("avx512f");
             let bf16 = avx512
                 && is_x86_feature_detected!("avx512bf16")
+                && is_x86_feature_detected!("avx512vbmi")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
