@@ -12,7 +12,7 @@ use std::time::Instant;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
-use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease};
+use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease, Logits};
 
 const BLOCK: usize = 16;
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
@@ -175,6 +175,7 @@ fn number(text: &str) -> Result<usize, String> {
 
 struct Bench {
     executor: LlamaExecutor,
+    logits: Logits,
     pool: BlockPool,
     steps: usize,
     chunk: usize,
@@ -199,7 +200,13 @@ impl Bench {
             let noise = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f;
             word.store(noise | 0x3e00_3e00_3e00_3e00, Ordering::Relaxed);
         }
-        Ok(Self { executor, pool: BlockPool::new(blocks, BLOCK), steps: options.steps, chunk: options.chunk })
+        Ok(Self {
+            executor,
+            logits: Logits::default(),
+            pool: BlockPool::new(blocks, BLOCK),
+            steps: options.steps,
+            chunk: options.chunk,
+        })
     }
 
     /// Milliseconds of the prompt, or of one decode step.
@@ -234,7 +241,8 @@ impl Bench {
     }
 
     fn step(&mut self, items: Vec<BatchItem>) -> Result<(), String> {
-        black_box(self.executor.execute(&Batch { items }).map_err(|error| error.to_string())?);
+        self.executor.execute(&Batch { items }, &mut self.logits).map_err(|error| error.to_string())?;
+        black_box(&self.logits);
         Ok(())
     }
 }

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicU64;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::models::config::LlamaConfig;
 use crate::models::llama::{Llama, Step};
@@ -128,7 +129,7 @@ impl Executor for LlamaExecutor {
         Arc::clone(self.kv.words())
     }
 
-    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
         self.check(batch)?;
         let (mut tokens, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
         let (mut chunks, mut logits_of) = (Vec::new(), Vec::new());
@@ -146,9 +147,9 @@ impl Executor for LlamaExecutor {
         let step =
             Step { tokens: &tokens, positions: &positions, places: &places, chunks: &chunks, logits_of: &logits_of };
         let Self { model, kv, pool, .. } = self;
-        let logits = pool.install(|| model.forward(kv, &step));
-        let mut logits = logits.chunks_exact(self.spec.vocab_size).map(<[f32]>::to_vec);
-        Ok(batch.items.iter().map(|item| item.wants_logits.then(|| logits.next()).flatten()).collect())
+        let rows = logits.lay_out(self.spec.vocab_size, batch.wants_logits());
+        pool.install(|| model.forward(kv, &step, rows));
+        Ok(())
     }
 }
 

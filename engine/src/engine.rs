@@ -15,6 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
 use crate::executor::{EngineSpec, Executor};
+use crate::logits::Logits;
 use crate::sampler::Sampled;
 use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
 use crate::sequence::{SequenceEvent, SequenceRequest};
@@ -112,6 +113,7 @@ impl Engine {
         let worker = Worker {
             scheduler: Scheduler::new(&config, &spec),
             executor,
+            logits: Logits::default(),
             model: StepModel::default(),
             clients: HashMap::new(),
             inbox: receiver,
@@ -244,6 +246,8 @@ impl SequenceStream {
 struct Worker {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
+    /// Of the last step.
+    logits: Logits,
     model: StepModel,
     clients: HashMap<Seq, Client>,
     inbox: Receiver<Message>,
@@ -307,12 +311,12 @@ impl Worker {
             return;
         }
         let begin = Instant::now();
-        let outcome = self.executor.execute(&batch);
+        let outcome = self.executor.execute(&batch, &mut self.logits);
         match &outcome {
             Ok(_) => self.learn(StepShape::of(&batch), begin.elapsed()),
             Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        let decisions = self.scheduler.resolve(batch, outcome);
+        let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
         self.apply(decisions, Instant::now());
     }
 

@@ -9,6 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
+use crate::logits::Logits;
 use crate::memory;
 
 /// Runs steps. Owned by the engine thread.
@@ -19,12 +20,12 @@ pub trait Executor: Send {
     /// The KV memory, `total_blocks * block_bytes` bytes, which steps read and write.
     fn arena(&self) -> Arc<[AtomicU64]>;
 
-    /// Computes every item's tokens: writes their K and V into the item's blocks and returns, in the items' order, the
-    /// logits of the last token (`vocab_size` values) for each item that wants them and `None` for the others.
+    /// Computes every item's tokens: writes their K and V into the item's blocks, and into `logits`, laid out for the
+    /// items in their order, those of the last token (`vocab_size` values) of each item that wants them.
     ///
     /// # Errors
     /// The step failed as a whole: nothing is known about the KV that its items wrote.
-    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError>;
+    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError>;
 }
 
 /// One step: prefill chunks and decode tokens side by side. No sequence is in it twice.
@@ -35,6 +36,11 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Whether each item wants logits, in their order.
+    pub fn wants_logits(&self) -> impl Iterator<Item = bool> {
+        self.items.iter().map(|item| item.wants_logits)
+    }
+
     /// Tokens that the step computes.
     pub fn tokens(&self) -> usize {
         self.items.iter().map(|item| item.tokens.len()).sum()

@@ -10,7 +10,7 @@
 //!   from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong tokens).
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
-//! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns logits into a token, [`step_model`]
+//! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns [`logits`] into a token, [`step_model`]
 //! predicts a step's time, [`memory`] says how much there is, [`error`] what the caller can do. To follow one request
 //! read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
@@ -70,6 +70,7 @@ pub mod candle;
 pub mod engine;
 pub mod error;
 pub mod executor;
+pub mod logits;
 pub mod memory;
 pub mod models;
 #[allow(unsafe_code)]
@@ -85,6 +86,7 @@ pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
 pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+pub use logits::Logits;
 pub use prefix_cache::{CacheEvent, CacheUpdate};
 pub use sampler::{SamplingParams, TokenLogprob};
 pub use scheduler::SchedulerConfig;

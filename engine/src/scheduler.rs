@@ -23,6 +23,7 @@ use tandem_proto::hash::sequence_hashes;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec};
+use crate::logits::Logits;
 use crate::sampler::{self, Sampled};
 use crate::sequence::{FinishReason, SequenceRequest};
 
@@ -46,7 +47,7 @@ pub const PLACES_A_LEVEL: i64 = 32;
 pub type Seq = u64;
 
 /// What one executor call gives: logits for each item that wants them.
-pub type StepOutcome = Result<Vec<Option<Vec<f32>>>, EngineError>;
+pub type StepOutcome<'a> = Result<&'a Logits, EngineError>;
 
 /// What will happen to a sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -187,23 +188,23 @@ impl Scheduler {
     }
 
     /// What the outcome of `batch` means for each of its sequences. Lets go of the batch's hold on their leases.
-    pub fn resolve(&self, batch: Batch, outcome: StepOutcome) -> Vec<(Seq, Decision)> {
-        let items = batch.items.into_iter();
+    pub fn resolve(&self, batch: Batch, outcome: StepOutcome<'_>) -> Vec<(Seq, Decision)> {
+        let items = batch.items;
         let wrong_count = |got| format!("logits for {got} of the step's {} items", items.len());
         let logits = match outcome {
-            Ok(logits) if logits.len() == items.len() => logits,
+            Ok(logits) if logits.items() == items.len() => logits,
             Ok(logits) => {
-                let error = EngineError::Executor(wrong_count(logits.len()));
-                return items.map(|item| (item.seq, Decision::Fail(error.clone()))).collect();
+                let error = EngineError::Executor(wrong_count(logits.items()));
+                return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect();
             }
-            Err(error) => return items.map(|item| (item.seq, Decision::Fail(error.clone()))).collect(),
+            Err(error) => return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect(),
         };
-        let decide = |(item, logits): (BatchItem, Option<Vec<f32>>)| {
+        let decide = |(index, item): (usize, &BatchItem)| {
             let sequence = self.running.get(&item.seq)?;
-            let decision = self.advance(sequence, &item, logits).unwrap_or_else(Decision::Fail);
+            let decision = self.advance(sequence, item, logits.of(index)).unwrap_or_else(Decision::Fail);
             Some((item.seq, decision))
         };
-        items.zip(logits).filter_map(decide).collect()
+        items.iter().enumerate().filter_map(decide).collect()
     }
 
     /// Carries a decision out. A sequence that ends is dropped here, and its hold on its lease with it.
@@ -265,12 +266,7 @@ impl Scheduler {
         Some(sequence)
     }
 
-    fn advance(
-        &self,
-        sequence: &Sequence,
-        item: &BatchItem,
-        logits: Option<Vec<f32>>,
-    ) -> Result<Decision, EngineError> {
+    fn advance(&self, sequence: &Sequence, item: &BatchItem, logits: Option<&[f32]>) -> Result<Decision, EngineError> {
         let (computed, chunk) = (item.start + item.tokens.len(), item.start < sequence.given);
         if !item.wants_logits {
             return Ok(Decision::Advance { computed, chunk, sampled: None, finish: None });
@@ -282,7 +278,7 @@ impl Scheduler {
             return Err(EngineError::Executor("the logits are not numbers".into()));
         }
         let request = &sequence.request;
-        let sampled = sampler::sample(&request.sampling, &request.past(self.eos_token_id), &logits);
+        let sampled = sampler::sample(&request.sampling, &request.past(self.eos_token_id), logits);
         let finish = self.finish(sequence, sampled.token);
         Ok(Decision::Advance { computed, chunk, sampled: Some(sampled), finish })
     }
@@ -369,18 +365,25 @@ mod tests {
         decisions.iter().for_each(|(seq, decision)| scheduler.apply(*seq, decision));
     }
 
-    /// Logits whose greatest is `token`.
-    fn logits(batch: &Batch, token: usize) -> StepOutcome {
-        let one_hot = || (0..VOCAB).map(|id| f32::from(u8::from(id == token))).collect();
-        Ok(batch.items.iter().map(|item| item.wants_logits.then(one_hot)).collect())
+    /// Logits of a `width` whose value at every id is `value(id)`.
+    fn logits(batch: &Batch, width: usize, value: impl Fn(usize) -> f32) -> Logits {
+        let mut logits = Logits::default();
+        let rows = logits.lay_out(width, batch.wants_logits());
+        rows.iter_mut().enumerate().for_each(|(i, to)| *to = value(i % width));
+        logits
+    }
+
+    /// The greatest is token 3's.
+    fn three(batch: &Batch) -> Logits {
+        logits(batch, VOCAB, |id| f32::from(u8::from(id == 3)))
     }
 
     fn step(scheduler: &mut Scheduler, now: Instant) -> Vec<(Seq, Decision)> {
         let decisions = scheduler.admit(now, |_| false);
         apply(scheduler, &decisions);
         let batch = scheduler.plan();
-        let outcome = logits(&batch, 3);
-        let decisions = scheduler.resolve(batch, outcome);
+        let logits = three(&batch);
+        let decisions = scheduler.resolve(batch, Ok(&logits));
         apply(scheduler, &decisions);
         decisions
     }
@@ -424,8 +427,8 @@ mod tests {
                     let start = expected.insert(item.seq, item.start + item.tokens.len()).unwrap_or(0);
                     prop_assert_eq!(item.start, start, "a token is skipped or computed twice");
                 }
-                let outcome = logits(&batch, 3);
-                let decisions = scheduler.resolve(batch, outcome);
+                let logits = three(&batch);
+                let decisions = scheduler.resolve(batch, Ok(&logits));
                 ended.extend(decisions.iter().filter(|(_, decision)| decision.ends()).map(|(seq, _)| *seq));
                 apply(&mut scheduler, &decisions);
             }
@@ -470,8 +473,8 @@ mod tests {
                 started.extend(decisions.iter().filter(|(_, what)| *what == Decision::Start).map(|(seq, _)| *seq));
                 apply(&mut scheduler, &decisions);
                 let batch = scheduler.plan();
-                let outcome = logits(&batch, 3);
-                let decisions = scheduler.resolve(batch, outcome);
+                let logits = three(&batch);
+                let decisions = scheduler.resolve(batch, Ok(&logits));
                 apply(&mut scheduler, &decisions);
             }
             prop_assert_eq!(started.len(), count);
@@ -532,7 +535,8 @@ mod tests {
         let decisions = scheduler.admit(now, |_| false);
         apply(&mut scheduler, &decisions);
         let batch = scheduler.plan();
-        let decisions = scheduler.resolve(batch, Ok(vec![Some(vec![f32::NAN; VOCAB])]));
+        let broken = logits(&batch, VOCAB, |_| f32::NAN);
+        let decisions = scheduler.resolve(batch, Ok(&broken));
         apply(&mut scheduler, &decisions);
         assert_eq!((pool.free(), pool.cached()), (100, 0));
     }
@@ -554,12 +558,17 @@ mod tests {
 
     #[test]
     fn a_wrong_outcome_fails_the_step_and_not_the_others() {
-        let broken: [fn(&Batch) -> StepOutcome; 5] = [
-            |_| Ok(Vec::new()),
+        type Outcome = Result<Logits, EngineError>;
+        let broken: [fn(&Batch) -> Outcome; 5] = [
+            |_| Ok(Logits::default()),
             |_| Err(EngineError::Executor("broken".into())),
-            |batch| Ok(vec![None; batch.items.len()]),
-            |batch| Ok(vec![Some(vec![0.0; VOCAB + 1]); batch.items.len()]),
-            |batch| Ok(vec![Some(vec![f32::NAN; VOCAB]); batch.items.len()]),
+            |batch| {
+                let mut none = Logits::default();
+                none.lay_out(VOCAB, batch.items.iter().map(|_| false));
+                Ok(none)
+            },
+            |batch| Ok(logits(batch, VOCAB + 1, |_| 0.0)),
+            |batch| Ok(logits(batch, VOCAB, |_| f32::NAN)),
         ];
         for broken in broken {
             let (mut scheduler, pool, now) = (scheduler(1, 8), BlockPool::new(100, 16), Instant::now());
@@ -569,7 +578,7 @@ mod tests {
             apply(&mut scheduler, &decisions);
             let batch = scheduler.plan();
             let outcome = broken(&batch);
-            let decisions = scheduler.resolve(batch, outcome);
+            let decisions = scheduler.resolve(batch, outcome.as_ref().map_err(EngineError::clone));
             assert!(matches!(decisions[..], [(0, Decision::Fail(EngineError::Executor(_)))]), "{decisions:?}");
             apply(&mut scheduler, &decisions);
             assert_eq!((scheduler.running(), scheduler.waiting()), (0, 1));

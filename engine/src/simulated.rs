@@ -13,6 +13,7 @@ use tandem_proto::BLOCK_TOKENS;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::step_model::StepShape;
 
@@ -127,7 +128,8 @@ impl SimulatedExecutor {
         })
     }
 
-    fn run(&self, item: &BatchItem) -> Result<Option<Vec<f32>>, EngineError> {
+    /// Fills `logits` if the item wants them.
+    fn run(&self, item: &BatchItem, logits: &mut [f32]) -> Result<(), EngineError> {
         let mut previous = match item.start {
             0 => self.spec.model_digest,
             start => fold(self.slot(item, start - 1)?),
@@ -141,14 +143,15 @@ impl SimulatedExecutor {
             previous = fold(slot);
         }
         if !item.wants_logits {
-            return Ok(None);
+            return Ok(());
         }
         // Like attention, the last position reads all positions: damage anywhere shows.
         let mut state = self.spec.model_digest;
         for position in 0..item.start + item.tokens.len() {
             state = mix(state, fold(self.slot(item, position)?));
         }
-        Ok(Some((0..self.spec.vocab_size as u64).map(|id| logit(mix(state, id))).collect()))
+        (0..).zip(logits).for_each(|(id, to)| *to = logit(mix(state, id)));
+        Ok(())
     }
 
     /// The words of the token at `position`.
@@ -171,15 +174,21 @@ impl Executor for SimulatedExecutor {
         Arc::clone(&self.arena)
     }
 
-    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
         let started = Instant::now();
-        let logits = batch.items.iter().map(|item| self.run(item)).collect();
+        let mut rows =
+            logits.lay_out(self.spec.vocab_size, batch.wants_logits()).chunks_exact_mut(self.spec.vocab_size);
+        let mut items = batch.items.iter();
+        let outcome = items.try_for_each(|item| {
+            let row = if item.wants_logits { rows.next() } else { None };
+            self.run(item, row.unwrap_or_default())
+        });
         let takes = self.config.step_time(StepShape::of(batch));
         // The time is the simulated compute, not a wait for something else.
         while let Some(left) = takes.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
             std::thread::park_timeout(left);
         }
-        logits
+        outcome
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, SamplingParams, sampler};
+use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, Logits, SamplingParams, sampler};
 
 const MAX_STEPS: usize = 64;
 
@@ -37,10 +37,10 @@ fn speed() {
         let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i * 7).collect();
         let item = |seq| BatchItem { seq, tokens: tokens.clone(), start, blocks: blocks(), wants_logits: true };
         let batch = Batch { items: (0..items as u64).map(item).collect() };
-        runner.executor.execute(&batch).expect("warm-up");
+        runner.executor.execute(&batch, &mut runner.logits).expect("warm-up");
         let (begin, mut steps) = (Instant::now(), 0);
         while begin.elapsed() < Duration::from_millis(700) {
-            runner.executor.execute(&batch).expect("a step");
+            runner.executor.execute(&batch, &mut runner.logits).expect("a step");
             steps += 1;
         }
         let speed = (rows * items * steps) as f64 / begin.elapsed().as_secs_f64();
@@ -82,6 +82,7 @@ fn compare(mut runner: Runner, tie: f32, near: f32) {
 
 struct Runner {
     executor: LlamaExecutor,
+    logits: Logits,
     pool: BlockPool,
 }
 
@@ -91,7 +92,7 @@ impl Runner {
         let config = ModelConfig { path, kv_dtype, blocks: 256, threads: 2, batch_invariant, ..ModelConfig::default() };
         let executor = LlamaExecutor::load(&config).expect("the model loads");
         let pool = BlockPool::new(256, 16);
-        Self { executor, pool }
+        Self { executor, logits: Logits::default(), pool }
     }
 
     /// Greedy tokens and the log-probabilities of the first step, for each prompt; all run as one batch.
@@ -109,16 +110,16 @@ impl Runner {
         let mut results = vec![(Vec::new(), Vec::new()); prompts.len()];
         while !items.is_empty() {
             let batch = Batch { items };
-            let all_logits = self.executor.execute(&batch).expect("a step");
+            self.executor.execute(&batch, &mut self.logits).expect("a step");
             items = Vec::new();
-            for (item, logits) in batch.items.into_iter().zip(all_logits) {
+            for (index, item) in batch.items.into_iter().enumerate() {
                 let (tokens, first) = &mut results[item.seq as usize];
-                let logits = logits.expect("wanted");
+                let logits = self.logits.of(index).expect("wanted");
                 if tokens.is_empty() {
-                    *first = log_softmax(&logits);
+                    *first = log_softmax(logits);
                 }
                 let start = item.start + item.tokens.len();
-                let token = sampler::sample(&GREEDY, &sampler::Past::default(), &logits).token;
+                let token = sampler::sample(&GREEDY, &sampler::Past::default(), logits).token;
                 tokens.push(token);
                 if token != eos && tokens.len() < MAX_STEPS {
                     items.push(BatchItem { tokens: vec![token], start, ..item });

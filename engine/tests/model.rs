@@ -8,7 +8,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use proptest::prelude::*;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease};
+use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease, Logits};
 
 const VOCAB: usize = 96;
 
@@ -112,8 +112,9 @@ fn item(seq: u64, tokens: &[u32], start: usize, blocks: &Arc<KvLease>) -> BatchI
 }
 
 fn step(executor: &mut LlamaExecutor, items: Vec<BatchItem>) -> Vec<Vec<f32>> {
-    let logits = executor.execute(&Batch { items }).expect("a step");
-    logits.into_iter().map(|logits| logits.expect("wanted")).collect()
+    let mut logits = Logits::default();
+    executor.execute(&Batch { items }, &mut logits).expect("a step");
+    (0..logits.items()).map(|item| logits.of(item).expect("wanted").to_vec()).collect()
 }
 
 fn lease(pool: &BlockPool, tokens: usize) -> Arc<KvLease> {
@@ -158,7 +159,9 @@ fn bad_batches_are_refused() {
     let mut executor = model.load(KvDtype::Bf16).expect("loads");
     let pool = BlockPool::new(64, 16);
     let blocks = lease(&pool, 32);
-    let mut refused = |items| matches!(executor.execute(&Batch { items }), Err(EngineError::InvalidArgument(_)));
+    let mut logits = Logits::default();
+    let mut refused =
+        |items| matches!(executor.execute(&Batch { items }, &mut logits), Err(EngineError::InvalidArgument(_)));
     assert!(refused(vec![item(0, &[], 0, &blocks)]), "no tokens");
     assert!(refused(vec![item(0, &[VOCAB as u32], 0, &blocks)]), "unknown token");
     assert!(refused(vec![item(0, &[1, 2], 31, &blocks)]), "lease too short");
@@ -167,7 +170,8 @@ fn bad_batches_are_refused() {
     let _rest = lease(&pool, 30 * 16);
     assert!(refused(vec![item(0, &[1], 0, &lease(&pool, 16))]), "block 32 of 32");
     assert!(!refused(vec![item(0, &[1], 0, &blocks)]));
-    assert_eq!(executor.execute(&Batch::default()).expect("nothing to do"), Vec::<Option<Vec<f32>>>::new());
+    executor.execute(&Batch::default(), &mut logits).expect("nothing to do");
+    assert_eq!(logits.items(), 0);
 }
 
 #[test]
@@ -230,7 +234,8 @@ proptest! {
         // A flip in a name or a weight may go unnoticed; then the model must run.
         if let Ok(mut executor) = model.load_bytes(&bytes) {
             let pool = BlockPool::new(32, 16);
-            let _ = executor.execute(&Batch { items: vec![item(0, &[1, 2, 3], 0, &lease(&pool, 3))] });
+            let batch = Batch { items: vec![item(0, &[1, 2, 3], 0, &lease(&pool, 3))] };
+            let _ = executor.execute(&batch, &mut Logits::default());
         }
     }
 }

@@ -10,8 +10,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, Prefix, SamplingParams, SchedulerConfig, SequenceEvent,
-    SequenceRequest, SequenceStream, StepModel, StepShape,
+    Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, Logits, Prefix, SamplingParams, SchedulerConfig,
+    SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
 };
 use tandem_proto::hash::sequence_hashes;
 
@@ -195,9 +195,9 @@ impl Executor for Timed {
         self.inner.arena()
     }
 
-    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
         let (shape, cpu_before, begin) = (StepShape::of(batch), compute_ms(), Instant::now());
-        let outcome = self.inner.execute(batch);
+        let outcome = self.inner.execute(batch, logits);
         let wall_ms = begin.elapsed().as_secs_f64() * 1e3;
         let ms = [wall_ms, compute_ms() - cpu_before];
         let predicted_ms = self.models.each_ref().map(|model| model.cost().predict_ms(shape));

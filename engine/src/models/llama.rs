@@ -106,11 +106,11 @@ impl Llama {
         self.isa
     }
 
-    /// Computes the step: writes its K and V and returns the logits of the wanted rows, one after another.
+    /// Computes the step: writes its K and V, and the logits of the wanted rows into `logits`, one after another.
     ///
     /// # Panics
-    /// If tokens, positions, places or chunks are out of range or do not fit together.
-    pub fn forward(&mut self, kv: &KvArena, step: &Step<'_>) -> Vec<f32> {
+    /// If tokens, positions, places, chunks or `logits` are out of range or do not fit together.
+    pub fn forward(&mut self, kv: &KvArena, step: &Step<'_>, logits: &mut [f32]) {
         let Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers } = self;
         let (isa, rows, hidden) = (*isa, step.tokens.len(), config.hidden);
         let rotations = Rotations::new(step.positions, frequencies);
@@ -122,13 +122,13 @@ impl Llama {
             layer.attend(isa, config, index, kv, step, &rotations, buffers);
             layer.feed_forward(isa, config, buffers);
         }
-        let last: Vec<f32> =
-            step.logits_of.iter().flat_map(|&row| &buffers.hidden[row * hidden..][..hidden]).copied().collect();
-        let mut normed = vec![0.0; last.len()];
-        rms_norm(isa, &last, final_norm, config.norm_eps, &mut normed);
-        let mut logits = vec![0.0; step.logits_of.len() * config.vocab_size];
-        matmul(isa, &normed, head.as_ref().unwrap_or(embedding), &mut logits, Output::Store);
-        logits
+        // What the layers needed is free now.
+        let (last, normed) = (&mut buffers.attended, &mut buffers.normed);
+        last.clear();
+        last.extend(step.logits_of.iter().flat_map(|&row| &buffers.hidden[row * hidden..][..hidden]));
+        normed.resize(last.len(), 0.0);
+        rms_norm(isa, last, final_norm, config.norm_eps, normed);
+        matmul(isa, normed, head.as_ref().unwrap_or(embedding), logits, Output::Store);
     }
 }
 

@@ -11,7 +11,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::scheduler::{Decision, Scheduler};
 use tandem_engine::{
-    BlockPool, EngineError, Executor, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
+    BlockPool, EngineError, Executor, KvLease, Logits, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
     SimulatedConfig, SimulatedExecutor, StepModel, StepShape,
 };
 use tandem_proto::hash::sequence_hashes;
@@ -72,6 +72,7 @@ struct Seen {
 struct Machine {
     scheduler: Scheduler,
     executor: SimulatedExecutor,
+    logits: Logits,
     pool: BlockPool,
     callers: Vec<Caller>,
     /// Which caller a sequence is of.
@@ -97,6 +98,7 @@ impl Machine {
             scheduler: Scheduler::new(&LIMITS, executor.spec()),
             pool: BlockPool::with_prefix_caching(blocks, executor.spec().block_tokens, prefix_caching),
             executor,
+            logits: Logits::default(),
             callers: Vec::new(),
             sequences: BTreeMap::new(),
             next_seq: 0,
@@ -134,12 +136,12 @@ impl Machine {
         let outcome = if fails {
             self.seen.failed_steps += 1;
             // Half of the work is done when it fails: what it wrote must not be used.
-            let _ = self.executor.execute(&batch);
+            let _ = self.executor.execute(&batch, &mut self.logits);
             Err(EngineError::Executor("told to fail".into()))
         } else {
-            self.executor.execute(&batch)
+            self.executor.execute(&batch, &mut self.logits)
         };
-        let decisions = self.scheduler.resolve(batch, outcome);
+        let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
         self.apply(decisions);
     }
 

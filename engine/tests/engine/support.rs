@@ -6,7 +6,7 @@ use std::sync::mpsc as blocking;
 use std::time::Duration;
 
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, SamplingParams, SchedulerConfig,
+    Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, Logits, SamplingParams, SchedulerConfig,
     SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
 };
 use tokio::sync::mpsc;
@@ -142,10 +142,10 @@ impl Executor for Gated {
         self.inner.arena()
     }
 
-    fn execute(&mut self, batch: &Batch) -> Result<Vec<Option<Vec<f32>>>, EngineError> {
+    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
         let _ = self.steps.send(batch.items.iter().map(|item| item.seq).collect());
         match self.go.recv().unwrap_or(Go::Run) {
-            Go::Run => self.inner.execute(batch),
+            Go::Run => self.inner.execute(batch, logits),
             Go::Fail => Err(EngineError::Executor("told to fail".into())),
             Go::Panic => panic!("told to panic"),
         }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, SimulatedConfig};
+use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, Logits, SimulatedConfig};
 
 /// Largest difference of a logit, as a share of the largest logit: f32 sums in another order.
 const TOLERANCE: f32 = 2e-5;
@@ -52,9 +52,11 @@ fn references() -> References {
 fn generate(executor: &mut LlamaExecutor, ids: &[u32], chunk: usize, steps: usize) -> (Vec<f32>, Vec<u32>) {
     let pool = BlockPool::new(BLOCKS, 16);
     let blocks = Arc::new(pool.try_reserve(pool.blocks_for(ids.len() + steps)).expect("room"));
+    let mut logits = Logits::default();
     let mut step = |tokens: &[u32], start: usize| {
         let item = BatchItem { seq: 1, tokens: tokens.into(), start, blocks: Arc::clone(&blocks), wants_logits: true };
-        executor.execute(&Batch { items: vec![item] }).expect("a step").remove(0).expect("wanted")
+        executor.execute(&Batch { items: vec![item] }, &mut logits).expect("a step");
+        logits.of(0).expect("wanted").to_vec()
     };
     let mut first = Vec::new();
     for (index, piece) in ids.chunks(chunk).enumerate() {

@@ -1,0 +1,51 @@
+//! A step's logits. Their memory is kept from step to step: a batch of vocabularies is megabytes, and as many fresh pages
+//! in every step cost a tenth of it.
+
+/// Logits of the items that want them.
+#[derive(Debug, Default)]
+pub struct Logits {
+    /// Rows of `width`.
+    values: Vec<f32>,
+    width: usize,
+    /// Of each item.
+    rows: Vec<Option<usize>>,
+}
+
+impl Logits {
+    /// Makes room for a step: one entry an item, whether it wants logits. Returns the rows of those that do, one after
+    /// another, `width` long, holding anything.
+    pub fn lay_out(&mut self, width: usize, wanted: impl IntoIterator<Item = bool>) -> &mut [f32] {
+        let mut rows = 0..;
+        self.rows.clear();
+        self.rows.extend(wanted.into_iter().map(|wants| if wants { rows.next() } else { None }));
+        self.width = width;
+        self.values.resize(rows.start * width, 0.0);
+        &mut self.values
+    }
+
+    /// Items of the step.
+    pub fn items(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Those of an item; `None` if it wanted none, or there is no such item.
+    pub fn of(&self, item: usize) -> Option<&[f32]> {
+        let row = (*self.rows.get(item)?)?;
+        self.values.get(row * self.width..(row + 1) * self.width)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_belong_to_the_items_that_want_them() {
+        let mut logits = Logits::default();
+        logits.lay_out(2, [false, true, false, true]).copy_from_slice(&[1.0, 2.0, 3.0, 4.0]);
+        assert_eq!((logits.items(), logits.of(0), logits.of(1)), (4, None, Some(&[1.0, 2.0][..])));
+        assert_eq!((logits.of(3), logits.of(4)), (Some(&[3.0, 4.0][..]), None));
+        assert_eq!(logits.lay_out(3, [true]).len(), 3);
+        assert_eq!((logits.items(), logits.of(1)), (1, None));
+    }
+}
