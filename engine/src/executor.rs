@@ -11,6 +11,7 @@ use crate::blocks::KvLease;
 use crate::error::EngineError;
 use crate::logits::Logits;
 use crate::memory;
+use crate::ops::pages::zeroed_words;
 
 /// Runs steps. Owned by the engine thread.
 pub trait Executor: Send {
@@ -146,7 +147,7 @@ pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<[At
     // There is no fallible constructor of `Arc<[_]>`, whose failure would end the process: ask with a vector first.
     // Nothing touches its pages.
     Vec::<AtomicU64>::new().try_reserve_exact(words).map_err(|error| too_large(&blocks, &error.to_string()))?;
-    Ok((0..words).map(|_| AtomicU64::new(0)).collect())
+    Ok(zeroed_words(words))
 }
 
 fn too_large(blocks: &str, why: &str) -> EngineError {

@@ -303,6 +303,8 @@ unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]
         // SAFETY: no tile is taller than the rows that are left.
         unsafe {
             row += match scratch.rows - row {
+                // Two of equal height rather than a tall one and a stump, whose few sums wait for one another.
+                14..=16 => group_tile::<8>(scratch, group, row, weights, scales),
                 TILE_ROWS.. => group_tile::<TILE_ROWS>(scratch, group, row, weights, scales),
                 8.. => group_tile::<8>(scratch, group, row, weights, scales),
                 6.. => group_tile::<6>(scratch, group, row, weights, scales),

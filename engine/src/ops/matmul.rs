@@ -12,6 +12,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use super::pages::zeroed_bytes;
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::{Shared, pool};
 
@@ -69,7 +70,7 @@ impl PackedMatrix {
     /// All zero.
     fn empty(format: WeightFormat, columns: usize, k: usize) -> Self {
         let blocks = columns.div_ceil(PANEL) * k.div_ceil(BLOCK);
-        Self { format, columns, k, bytes: vec![0; blocks * format.block_bytes()] }
+        Self { format, columns, k, bytes: zeroed_bytes(blocks * format.block_bytes()) }
     }
 
     /// Packs f32 rows of length `k`.
@@ -171,11 +172,13 @@ impl PackedMatrix {
         let (first, last) = (parts.first()?, parts.last()?);
         let same = parts.iter().all(|part| part.format == first.format && part.k == first.k);
         let whole = parts.iter().all(|part| std::ptr::eq(*part, *last) || part.columns.is_multiple_of(PANEL));
-        (same && whole).then(|| Self {
-            format: first.format,
-            columns: parts.iter().map(|part| part.columns).sum(),
-            k: first.k,
-            bytes: parts.iter().flat_map(|part| part.bytes.iter().copied()).collect(),
+        (same && whole).then(|| {
+            let mut all = Self::empty(first.format, parts.iter().map(|part| part.columns).sum(), first.k);
+            let mut rest = &mut all.bytes[..];
+            for part in parts {
+                rest.split_off_mut(..part.bytes.len()).unwrap_or_default().copy_from_slice(&part.bytes);
+            }
+            all
         })
     }
 
