@@ -87,8 +87,8 @@ def end(process):
 class Ours:
     """engine/examples/bench_cpu.rs, a process for each sample."""
 
-    def __init__(self, driver, model, threads, cores, env, isa):
-        self.command = ["taskset", "-c", cores, driver, "--model", model, "--threads", str(threads), "--json"]
+    def __init__(self, driver, model, threads, cores, env, isa, *flags):
+        self.command = ["taskset", "-c", cores, driver, "--model", model, "--threads", str(threads), "--json", *flags]
         self.command += ["--isa", isa] if isa else []
         self.env = env
 
@@ -135,17 +135,19 @@ def compare(options, threads):
     cpu_clock = options.clock == "cpu" and threads == 1
     env = dict(os.environ, LD_PRELOAD=str(pathlib.Path(options.llama).parent / "libcpu_clock.so")) if cpu_clock else dict(os.environ)
     ours = Ours(options.driver, options.model, threads, cores, env, options.isa)
+    exact = Ours(options.driver, options.model, threads, cores, env, options.isa, "--batch-invariant")
     llama = Llama(options.llama, options.model, threads, cores, env)
     gb_per_s, gflop_per_s = ours.ceilings()
     model = roofline.read_gguf(options.model)
     print(f"\n## {threads} thread{'s' if threads > 1 else ''} (cores {cores}), {'CPU' if cpu_clock else 'wall'} time\n")
     print(f"Ceilings, measured: {gb_per_s:.1f} GB/s read, {gflop_per_s:.0f} GFLOP/s GEMM. llama.cpp: {llama.system.strip(' |')}\n")
-    print("| row | ours | llama.cpp f16 KV | llama.cpp q8_0 KV | ratio to its best | roofline | share | its settings | others' cores |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| row | ours | llama.cpp f16 KV | llama.cpp q8_0 KV | ratio to its best | roofline | share | ours, batch-invariant | its ratio "
+          "| llama.cpp's settings | others' cores |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
     for row in options.rows:
         settings = {kv: llama.best_setting(row, kv) for kv in ("f16", "q8_0")}
-        turns = {"ours": lambda: ours.measure(row), **{kv: lambda s=s: llama.measure(row, s) for kv, s in settings.items()}}
+        turns = {"ours": lambda: ours.measure(row), "exact": lambda: exact.measure(row), **{kv: lambda s=s: llama.measure(row, s) for kv, s in settings.items()}}
         samples = {name: [] for name in turns}
         for _ in range(options.rounds + options.extra_rounds):
             for name, turn in turns.items():
@@ -165,7 +167,8 @@ def line(row, samples, settings, options, bound_ms, threads):
     chosen = f"flash {flash}" + (f", ubatch {ubatch}" if row.startswith("prefill") else "") + (f", {wait} wait" if threads > 1 else "")
     others = statistics.mean(cell[1] for cell in cells.values())
     print(f"| {row} | {speed['ours']:.0f} | {speed['f16']:.0f} | {speed['q8_0']:.0f} | **{speed['ours'] / speed[best]:.2f}** ({best}) | "
-          f"{bound:.0f} | {speed['ours'] / bound:.0%} | {chosen} | {others:.2f} |", flush=True)
+          f"{bound:.0f} | {speed['ours'] / bound:.0%} | {speed['exact']:.0f} | {speed['exact'] / speed[best]:.2f} | {chosen} | {others:.2f} |",
+          flush=True)
     return {"row": row, "median": speed, "roofline": bound, "settings": settings, "samples": samples}
 
 
