@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer bench-cpu test-clients
+.PHONY: help setup build demo up test lint bench bench-transfer bench-kernels bench-cpu test-clients
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -29,11 +29,14 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo clippy --release --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
-bench: bench-transfer bench-cpu ## All benchmarks
+bench: bench-transfer bench-kernels bench-cpu ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 	deploy/setup.sh bench
 	cargo run --release --locked -p tandem-kvtransfer --example bench_transfer
+
+bench-kernels: ## Each CPU kernel alone, beside the bandwidth and the multiply-adds of the machine
+	cargo bench --locked -p tandem-engine --bench kernels
 
 # PEERS=mistralrs: 16 requests at once beside it as well. BENCH_CPU: further flags, see deploy/bench/bench_cpu.py --help.
 bench-cpu: setup ## Prefill and decode beside llama.cpp in one run; builds it once

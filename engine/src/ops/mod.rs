@@ -12,7 +12,7 @@
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV.
 //! - `dots` and `attention_dots`: the same two in bf16 dot products.
-//! - [`pool`]: the threads; [`pages`]: the memory.
+//! - [`pool`]: the threads; [`pages`]: the memory; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
 #[cfg(target_arch = "x86_64")]
@@ -22,6 +22,7 @@ mod dots;
 pub mod kv;
 pub mod matmul;
 pub mod pages;
+pub mod peak;
 pub mod pool;
 pub mod rows;
 pub mod simd;

@@ -1,0 +1,249 @@
+//! Each kernel alone, on one thread, beside the two ceilings that bound it: the machine's read bandwidth and its
+//! multiply-adds, both measured in the same run. "share" is the time that the slower of the two would need, of the time
+//! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians.
+//!
+//! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|avx512|avx2|portable] [--exact] [NAME…]]`
+use std::hint::black_box;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use tandem_engine::KvDtype;
+use tandem_engine::ops::attention::{Chunk, Queries, attention};
+use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
+use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
+use tandem_engine::ops::pages::zeroed_words;
+use tandem_engine::ops::peak::multiply_adds;
+use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
+use tandem_engine::ops::simd::{Isa, IsaChoice};
+
+const USAGE: &str = "kernels [--isa auto|avx512|avx2|portable] [--exact] [NAME…]";
+/// Sizes of the model that comes with the project.
+const HIDDEN: usize = 576;
+const FEED_FORWARD: usize = 1536;
+const HEADS: usize = 9;
+const KV_HEADS: usize = 3;
+const HEAD_DIM: usize = 64;
+/// Layers, so that weights and KV are in no cache when their turn comes again.
+const LAYERS: usize = 30;
+const BLOCK: usize = 16;
+const SAMPLES: usize = 15;
+
+fn main() -> Result<(), String> {
+    let (isa, names) = options()?;
+    let ceilings = Ceilings::measure(isa);
+    let Ceilings { gb_per_s, gflop_per_s } = ceilings;
+    println!("{}: {gb_per_s:.1} GB/s read, {gflop_per_s:.0} GFLOP/s of multiply-adds, one thread\n", isa.name());
+    println!("| kernel | µs | GB/s | GFLOP/s | share |\n|---|---|---|---|---|");
+    let bench = Bench { isa, ceilings, names };
+    for (format, bits) in [("q4_1", 5.0), ("q8_0", 8.5), ("f32", 32.0)] {
+        for rows in [1, 8, 32, 512] {
+            bench.matmul(format, bits, rows);
+        }
+    }
+    for dtype in [KvDtype::Bf16, KvDtype::F32] {
+        for (rows, batch, context) in [(1, 1, 256), (1, 16, 256), (1, 1, 1024), (1, 16, 1024), (512, 1, 0)] {
+            bench.attention(dtype, rows, batch, context);
+        }
+        bench.kv_write(dtype);
+    }
+    bench.rows();
+    Ok(())
+}
+
+fn options() -> Result<(Isa, Vec<String>), String> {
+    let (mut choice, mut exact, mut names) = (IsaChoice::Auto, false, Vec::new());
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--isa" => {
+                choice = match args.next().as_deref() {
+                    Some("auto") => IsaChoice::Auto,
+                    Some("avx512") => IsaChoice::Avx512,
+                    Some("avx2") => IsaChoice::Avx2,
+                    Some("portable") => IsaChoice::Portable,
+                    _ => return Err(USAGE.into()),
+                }
+            }
+            "--exact" => exact = true,
+            // Cargo's.
+            "--bench" => {}
+            flag if flag.starts_with("--") => return Err(format!("unknown {flag}; {USAGE}")),
+            name => names.push(name.to_owned()),
+        }
+    }
+    let isa = Isa::choose(choice, exact).ok_or(format!("this machine has no {choice:?}"))?;
+    Ok((isa, names))
+}
+
+#[derive(Clone, Copy)]
+struct Ceilings {
+    gb_per_s: f64,
+    gflop_per_s: f64,
+}
+
+impl Ceilings {
+    fn measure(isa: Isa) -> Self {
+        let memory = zeroed_words(32 << 20);
+        let read = median(|| {
+            let mut sums = [0u64; 32];
+            for line in memory.chunks_exact(32) {
+                for (sum, word) in sums.iter_mut().zip(line) {
+                    *sum ^= word.load(Relaxed);
+                }
+            }
+            black_box(sums);
+        });
+        let mut operations = 0;
+        let busy = median(|| operations = multiply_adds(isa, 1 << 20));
+        let gb_per_s = (memory.len() * 8) as f64 / read.as_secs_f64() / 1e9;
+        Self { gb_per_s, gflop_per_s: operations as f64 / busy.as_secs_f64() / 1e9 }
+    }
+}
+
+struct Bench {
+    isa: Isa,
+    ceilings: Ceilings,
+    /// Parts of the names that shall run; empty: all.
+    names: Vec<String>,
+}
+
+impl Bench {
+    /// Runs `turn` for each of `turns` different inputs, and prints what one took; `bytes` and `operations` are one's.
+    fn report(&self, name: &str, turns: usize, bytes: f64, operations: f64, mut turn: impl FnMut(usize)) {
+        let all = median(|| (0..turns).for_each(&mut turn));
+        let seconds = all.as_secs_f64() / turns as f64;
+        let bound = (bytes / self.ceilings.gb_per_s).max(operations / self.ceilings.gflop_per_s) / 1e9;
+        let (gb, gflop) = (bytes / seconds / 1e9, operations / seconds / 1e9);
+        println!("| {name} | {:.1} | {gb:.1} | {gflop:.1} | {:.0} % |", seconds * 1e6, bound / seconds * 100.0);
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.names.is_empty() || self.names.iter().any(|part| name.contains(part.as_str()))
+    }
+
+    /// The gate and up projections of a layer.
+    fn matmul(&self, format: &str, bits: f64, rows: usize) {
+        let (columns, name) = (2 * FEED_FORWARD, format!("matmul {format} {rows}x{HIDDEN}x{}", 2 * FEED_FORWARD));
+        if !self.wants(&name) {
+            return;
+        }
+        let raw = |group_bytes: usize| vec![0x35u8; columns * HIDDEN / 32 * group_bytes];
+        let pack = || match format {
+            "q4_1" => PackedMatrix::from_q4_1(&raw(20), HIDDEN),
+            "q8_0" => PackedMatrix::from_q8_0(&raw(34), HIDDEN),
+            _ => PackedMatrix::from_f32(&vec![0.3; columns * HIDDEN], HIDDEN),
+        };
+        let layers: Vec<_> = (0..LAYERS).map(|_| pack()).collect();
+        let (x, mut out) = (wave(rows * HIDDEN), vec![0.0; rows * columns]);
+        let (bytes, operations) = ((columns * HIDDEN) as f64 * bits / 8.0, (2 * rows * columns * HIDDEN) as f64);
+        self.report(&name, LAYERS, bytes, operations, |layer| {
+            matmul(self.isa, &x, &layers[layer], &mut out, Output::Store);
+        });
+    }
+
+    /// `rows` query rows of each of `batch` sequences, after `context` keys.
+    fn attention(&self, dtype: KvDtype, rows: usize, batch: usize, context: usize) {
+        let name = format!("attention {dtype:?} {batch}x{rows} after {context}");
+        if !self.wants(&name) {
+            return;
+        }
+        let blocks_each = (context + rows).div_ceil(BLOCK);
+        let kv = arena(dtype, blocks_each * batch);
+        let tables: Vec<Vec<u32>> = (0..batch).map(|seq| table(seq, batch, blocks_each)).collect();
+        let chunk = |(seq, blocks)| Chunk { blocks, first_row: seq * rows, rows, start: context };
+        let chunks: Vec<_> = tables.iter().map(Vec::as_slice).enumerate().map(chunk).collect();
+        let (width, keys) = (HEADS * HEAD_DIM, batch * (rows * context + rows * (rows + 1) / 2));
+        let (values, mut out) = (wave(batch * rows * width), vec![0.0; batch * rows * width]);
+        let queries = Queries { values: &values, stride: width, heads: HEADS, window: None };
+        let bytes = batch * (context + rows) * 2 * KV_HEADS * HEAD_DIM * dtype.size_bytes();
+        self.report(&name, LAYERS, bytes as f64, (4 * keys * width) as f64, |layer| {
+            attention(self.isa, &kv, layer, &chunks, queries, &mut out);
+        });
+    }
+
+    /// K and V of a prompt's chunk.
+    fn kv_write(&self, dtype: KvDtype) {
+        let (rows, stride) = (512, (HEADS + 2 * KV_HEADS) * HEAD_DIM);
+        let name = format!("kv write {dtype:?} {rows} tokens");
+        if !self.wants(&name) {
+            return;
+        }
+        let (kv, values) = (arena(dtype, rows / BLOCK), wave(rows * stride));
+        let place = |token: usize| Place { block: (token / BLOCK) as u32, slot: token % BLOCK };
+        let places: Vec<_> = (0..rows).map(place).collect();
+        let bytes = rows * 2 * KV_HEADS * HEAD_DIM * (4 + dtype.size_bytes());
+        self.report(&name, LAYERS, bytes as f64, 0.0, |layer| kv.write(layer, &values, stride, &places));
+    }
+
+    fn rows(&self) {
+        for rows in [16, 512] {
+            let (x, weight) = (wave(rows * HIDDEN), wave(HIDDEN));
+            let mut out = vec![0.0; x.len()];
+            let name = format!("rms norm {rows}x{HIDDEN}");
+            if self.wants(&name) {
+                self.report(&name, LAYERS, (8 * x.len()) as f64, (4 * x.len()) as f64, |_| {
+                    rms_norm(self.isa, &x, &weight, 1e-5, &mut out);
+                });
+            }
+            let (gate_up, mut activated) = (wave(rows * 2 * FEED_FORWARD), vec![0.0; rows * FEED_FORWARD]);
+            let name = format!("swiglu {rows}x{FEED_FORWARD}");
+            if self.wants(&name) {
+                // The exponential counts as its polynomial.
+                let (bytes, operations) = (12 * activated.len(), 25 * activated.len());
+                self.report(&name, LAYERS, bytes as f64, operations as f64, |_| {
+                    swiglu(self.isa, &gate_up, FEED_FORWARD, &mut activated);
+                });
+            }
+            let heads = HEADS + KV_HEADS;
+            let (stride, positions) = ((HEADS + 2 * KV_HEADS) * HEAD_DIM, (0..rows).collect::<Vec<_>>());
+            let frequencies: Vec<f64> = (0..HEAD_DIM / 2).map(|i| 1e4f64.powf(-(i as f64) / 32.0)).collect();
+            let (rotations, mut x) = (Rotations::new(&positions, &frequencies), wave(rows * stride));
+            let name = format!("rotary embedding {rows} tokens");
+            if self.wants(&name) {
+                let numbers = rows * heads * HEAD_DIM;
+                self.report(&name, LAYERS, (12 * numbers) as f64, (3 * numbers) as f64, |_| {
+                    rotations.apply(&mut x, stride, heads);
+                });
+            }
+        }
+    }
+}
+
+fn arena(dtype: KvDtype, blocks: usize) -> KvArena {
+    let layout = KvLayout { layers: LAYERS, kv_heads: KV_HEADS, head_dim: HEAD_DIM, dtype };
+    let words = zeroed_words(blocks * layout.block_bytes() / 8);
+    // Small numbers of either format.
+    for (i, word) in words.iter().enumerate() {
+        word.store(
+            (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f | 0x3e00_3e00_3e00_3e00,
+            Relaxed,
+        );
+    }
+    KvArena::new(words, layout).expect("a layout that fits")
+}
+
+/// Blocks of a sequence, between those of the others.
+fn table(seq: usize, batch: usize, blocks: usize) -> Vec<u32> {
+    (0..blocks).map(|i| (i * batch + seq) as u32).collect()
+}
+
+fn wave(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i as f32 * 0.37).sin()).collect()
+}
+
+/// Of [`SAMPLES`] runs of at least a millisecond, after one that warms up.
+fn median(mut run: impl FnMut()) -> Duration {
+    run();
+    let mut times: Vec<_> = (0..SAMPLES)
+        .map(|_| {
+            let (begin, mut runs) = (Instant::now(), 0);
+            while runs == 0 || begin.elapsed() < Duration::from_millis(1) {
+                run();
+                runs += 1;
+            }
+            begin.elapsed() / runs
+        })
+        .collect();
+    times.sort_unstable();
+    times[SAMPLES / 2]
+}
