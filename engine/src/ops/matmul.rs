@@ -12,6 +12,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use super::lines::Lines;
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::{Shared, pool};
 
@@ -62,14 +63,14 @@ pub struct PackedMatrix {
     format: WeightFormat,
     columns: usize,
     k: usize,
-    bytes: Vec<u8>,
+    bytes: Lines,
 }
 
 impl PackedMatrix {
     /// All zero.
     fn empty(format: WeightFormat, columns: usize, k: usize) -> Self {
         let blocks = columns.div_ceil(PANEL) * k.div_ceil(BLOCK);
-        Self { format, columns, k, bytes: vec![0; blocks * format.block_bytes()] }
+        Self { format, columns, k, bytes: Lines::zeroed(blocks * format.block_bytes()) }
     }
 
     /// Packs f32 rows of length `k`.
@@ -164,7 +165,7 @@ impl PackedMatrix {
             format: first.format,
             columns: parts.iter().map(|part| part.columns).sum(),
             k: first.k,
-            bytes: parts.iter().flat_map(|part| part.bytes.iter().copied()).collect(),
+            bytes: Lines::concatenated(parts.iter().map(|part| &part.bytes)),
         })
     }
 

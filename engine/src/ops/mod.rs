@@ -20,6 +20,7 @@ mod attention_dots;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 pub mod kv;
+mod lines;
 pub mod matmul;
 pub mod pool;
 pub mod rows;
