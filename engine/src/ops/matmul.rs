@@ -11,6 +11,7 @@
 //! that rounds, `dots.rs` computes the products instead.
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::lines::Lines;
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
@@ -273,10 +274,17 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     });
 }
 
+/// Names some rows of one product, so that a thread prepares them once for all of its tasks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct ChunkId {
+    call: u64,
+    number: usize,
+}
+
 /// What one task of a product computes: these rows of these panels.
 pub(super) struct Part {
-    /// Counts the chunks of rows.
-    pub chunk: usize,
+    /// Of `rows`.
+    pub chunk: ChunkId,
     pub rows: Range<usize>,
     pub panels: Range<usize>,
 }
@@ -290,12 +298,14 @@ pub(super) fn for_each_part(
     tasks_per_thread: usize,
     f: impl Fn(Part) + Sync,
 ) {
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let (panels, chunks) = (w.columns.div_ceil(PANEL), rows.div_ceil(row_chunk));
     let groups = (tasks_per_thread * pool::threads()).div_ceil(chunks).clamp(1, panels);
     pool::for_each(chunks * groups, |task| {
         let (chunk, group) = (task / groups, task % groups);
         f(Part {
-            chunk,
+            chunk: ChunkId { call, number: chunk },
             rows: chunk * row_chunk..rows.min((chunk + 1) * row_chunk),
             panels: group * panels / groups..(group + 1) * panels / groups,
         });
