@@ -94,7 +94,7 @@ impl Target {
     /// # Safety
     /// Row `row` is writable.
     #[inline(always)]
-    unsafe fn put(self, row: usize, sums: [__m512; 2]) {
+    pub(super) unsafe fn put(self, row: usize, sums: [__m512; 2]) {
         let mask = ((1u64 << self.columns) - 1) as u32;
         for (h, sum) in sums.into_iter().enumerate() {
             let mask = (mask >> (h * LANES)) as u16;
@@ -236,7 +236,7 @@ panel_of!(panel_q4_1, Q4_1);
 panel_of!(panel_q8_0, Q8_0);
 
 /// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
-const DIRECT_ROWS: usize = 4;
+pub(super) const DIRECT_ROWS: usize = 4;
 
 #[inline(always)]
 unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
