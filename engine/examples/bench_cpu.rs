@@ -16,7 +16,7 @@ use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease, Log
 
 const BLOCK: usize = 16;
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
-                     [--kv-dtype bf16|f32] [--isa auto|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
+                     [--kv-dtype bf16|f32] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
 const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
                     decode8x1024,decode16x1024,decode32x1024";
 
@@ -137,6 +137,7 @@ impl Options {
                 "--isa" => {
                     options.isa = match value()?.as_str() {
                         "auto" => IsaChoice::Auto,
+                        "amx" => IsaChoice::Amx,
                         "avx512" => IsaChoice::Avx512,
                         "avx2" => IsaChoice::Avx2,
                         "portable" => IsaChoice::Portable,
@@ -280,12 +281,13 @@ fn read_gb_per_s() -> f64 {
 fn gemm_gflop_per_s() -> f64 {
     let (rows, columns, k) = (96, 1536, 576);
     let weights: Vec<f32> = (0..columns * k).map(|i| (i % 97) as f32 / 97.0 - 0.5).collect();
-    let w = PackedMatrix::from_f32(&weights, k);
+    let isa = Isa::detect();
+    let w = PackedMatrix::from_f32(&weights, k).fitted(isa);
     let (x, mut out) = (vec![0.5; rows * k], vec![0.0; rows * columns]);
     let begin = Instant::now();
     let times = 40;
     for _ in 0..times {
-        matmul(Isa::detect(), &x, &w, &mut out, Output::Store);
+        matmul(isa, &x, &w, &mut out, Output::Store);
     }
     black_box(&out);
     (2 * rows * columns * k * times) as f64 / begin.elapsed().as_secs_f64() / 1e9

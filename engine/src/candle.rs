@@ -73,9 +73,7 @@ impl LlamaExecutor {
             return Err(EngineError::InvalidArgument(why));
         }
         let checkpoint = Checkpoint::open(&config.path)?;
-        let exact = config.batch_invariant || config.kv_dtype == KvDtype::F32;
-        let isa = Isa::choose(config.isa, exact)
-            .ok_or_else(|| EngineError::InvalidArgument(format!("this machine has no {:?}", config.isa)))?;
+        let isa = isa_of(config)?;
         let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?.with_isa(isa);
         let LlamaConfig { layers, kv_heads, head_dim, .. } = *model.config();
         let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype };
@@ -151,6 +149,16 @@ impl Executor for LlamaExecutor {
         pool.install(|| model.forward(kv, &step, rows));
         Ok(())
     }
+}
+
+fn isa_of(config: &ModelConfig) -> Result<Isa, EngineError> {
+    let exact = config.batch_invariant || config.kv_dtype == KvDtype::F32;
+    Isa::choose(config.isa, exact).ok_or_else(|| {
+        EngineError::InvalidArgument(match Isa::choose(config.isa, false) {
+            Some(isa) => format!("{} wants bf16 KV and no batch invariance", isa.name()),
+            None => format!("this machine has no {:?}", config.isa),
+        })
+    })
 }
 
 fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, Logits, SamplingParams, sampler};
 
 const MAX_STEPS: usize = 64;
@@ -24,8 +25,11 @@ fn bf16_kv_gives_the_oracles_tokens() {
 /// On machines without bf16 kernels this is the test above.
 #[test]
 fn bf16_kernels_give_the_oracles_tokens() {
+    // Tiles round the weights, too. On emulated ones a token differed where the gap is 0.080, which is 0.037 in the
+    // oracle's own bf16.
+    let tie = if Isa::choose(IsaChoice::Amx, false).is_some() { 0.1 } else { 0.05 };
     // The oracle itself, with bf16 activations, is up to 0.097 away from its f32 log-probabilities.
-    compare(Runner::load(KvDtype::Bf16, false), 0.05, 0.1);
+    compare(Runner::load(KvDtype::Bf16, false), tie, 0.1);
 }
 
 #[test]

@@ -64,7 +64,8 @@ pub struct NodeArgs {
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// Compute in f32 on one path: the same bits whatever else is in the batch, and on every machine. `false` takes the
-    /// bf16 kernels where the machine has them: faster, and the first log-probabilities move by up to 0.1.
+    /// bf16 kernels where the machine has them: faster, and the first log-probabilities move by up to 0.1. Where it has
+    /// AMX, quantized weights are kept in bf16, too: 2 bytes a weight more.
     #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set, default_value_t = true, num_args = 0..=1, default_missing_value = "true")]
     pub batch_invariant: bool,
     /// How KV travels between nodes.
@@ -110,7 +111,9 @@ pub enum KvDtypeArg {
 pub enum IsaArg {
     /// The best one here.
     Auto,
-    /// AVX-512, with bf16 dot products where the machine has them.
+    /// AMX's bf16 tiles beside AVX-512; wants `--batch-invariant false`.
+    Amx,
+    /// AVX-512, with bf16 dot products where the machine has them; no AMX.
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
@@ -255,6 +258,7 @@ impl NodeArgs {
             cpus: self.cpus,
             isa: match self.isa {
                 IsaArg::Auto => IsaChoice::Auto,
+                IsaArg::Amx => IsaChoice::Amx,
                 IsaArg::Avx512 => IsaChoice::Avx512,
                 IsaArg::Avx2 => IsaChoice::Avx2,
                 IsaArg::Portable => IsaChoice::Portable,

@@ -85,13 +85,14 @@ impl Llama {
         Ok(Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers: Buffers::default() })
     }
 
-    /// The same model computed by `isa`'s kernels; where those round to bf16 anyway, f32 weights are kept in it.
+    /// The same model computed by `isa`'s kernels, its weights kept as those want them ([`PackedMatrix::fitted`]).
     pub fn with_isa(mut self, isa: Isa) -> Self {
         self.isa = isa;
         if isa.rounds() {
-            self.embedding = self.embedding.rounded();
-            self.head = self.head.map(PackedMatrix::rounded);
-            self.layers = self.layers.into_iter().map(Layer::rounded).collect();
+            // Beside a head, the embedding is looked up only and needs no second copy.
+            self.embedding = if self.head.is_some() { self.embedding.rounded() } else { self.embedding.fitted(isa) };
+            self.head = self.head.map(|head| head.fitted(isa));
+            self.layers = self.layers.into_iter().map(|layer| layer.fitted(isa)).collect();
         }
         self
     }
@@ -185,12 +186,12 @@ impl Layer {
         Ok(all)
     }
 
-    fn rounded(self) -> Self {
+    fn fitted(self, isa: Isa) -> Self {
         Self {
-            qkv: self.qkv.rounded(),
-            attention_out: self.attention_out.rounded(),
-            gate_up: self.gate_up.rounded(),
-            down: self.down.rounded(),
+            qkv: self.qkv.fitted(isa),
+            attention_out: self.attention_out.fitted(isa),
+            gate_up: self.gate_up.fitted(isa),
+            down: self.down.fitted(isa),
             ..self
         }
     }
@@ -255,8 +256,10 @@ impl Fused {
         }
     }
 
-    fn rounded(self) -> Self {
-        Self::new(self.0.into_iter().map(PackedMatrix::rounded).collect())
+    fn fitted(self, isa: Isa) -> Self {
+        // Together first: of matrices that have a second copy each, none is made of the whole.
+        let Self(rounded) = Self::new(self.0.into_iter().map(PackedMatrix::rounded).collect());
+        Self(rounded.into_iter().map(|matrix| matrix.fitted(isa)).collect())
     }
 
     /// `out`: rows × the sum of the columns; `part` is scratch.

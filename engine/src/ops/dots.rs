@@ -6,10 +6,9 @@
 //! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
 use std::arch::x86_64::*;
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Shared;
-use super::matmul::{BLOCK, Output, PANEL, PackedMatrix, Target, WeightFormat, for_each_part};
+use super::matmul::{BLOCK, ChunkId, Output, PANEL, PackedMatrix, Target, WeightFormat, for_each_part};
 use super::simd::LANES;
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
@@ -21,12 +20,9 @@ const PAIRS: usize = BLOCK / 2;
 
 /// See [`super::matmul::matmul`], which checks the lengths.
 pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
-    /// Names a call, so that a thread rounds the same rows once for all of its tasks.
-    static CALLS: AtomicU64 = AtomicU64::new(1);
     thread_local! {
         static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
     }
-    let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let out = Shared(out.as_mut_ptr());
     // Several tasks a thread even out cores of unequal speed.
     for_each_part(x.len() / w.k(), ROW_CHUNK, w, 4, |part| {
@@ -34,9 +30,9 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
             // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the part's rows are in
             // `x` and `out`, and no other task has these rows and panels.
             unsafe {
-                if scratch.holds != (call, part.chunk) {
+                if scratch.holds != Some(part.chunk) {
                     scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());
-                    scratch.holds = (call, part.chunk);
+                    scratch.holds = Some(part.chunk);
                 }
                 for panel in part.panels {
                     let target = Target::new(out.get(), w, part.rows.start, panel, output);
@@ -56,8 +52,7 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
 /// A chunk of `x` in bf16, and the sums of its tiles. Kept by each thread.
 #[derive(Default)]
 struct Scratch {
-    /// Call and chunk.
-    holds: (u64, usize),
+    holds: Option<ChunkId>,
     rows: usize,
     groups: usize,
     /// Pairs of bf16, groups × rows × 16: a group's rows lie together.
@@ -99,7 +94,7 @@ impl Target {
     /// # Safety
     /// Row `row` is writable.
     #[inline(always)]
-    unsafe fn put(self, row: usize, sums: [__m512; 2]) {
+    pub(super) unsafe fn put(self, row: usize, sums: [__m512; 2]) {
         let mask = ((1u64 << self.columns) - 1) as u32;
         for (h, sum) in sums.into_iter().enumerate() {
             let mask = (mask >> (h * LANES)) as u16;
@@ -262,7 +257,7 @@ panel_of!(panel_q4_1, Q4_1);
 panel_of!(panel_q8_0, Q8_0);
 
 /// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
-const DIRECT_ROWS: usize = 4;
+pub(super) const DIRECT_ROWS: usize = 4;
 
 #[inline(always)]
 unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {

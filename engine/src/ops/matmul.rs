@@ -8,11 +8,12 @@
 //! vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
 //!
 //! Here every output element is one chain of fused multiply-adds over ascending `k`, in every tile shape; on an [`Isa`]
-//! that rounds, `dots.rs` computes the products instead.
+//! that rounds, `dots.rs` and `tiles.rs` compute the products instead.
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::pages::zeroed_bytes;
+use super::pages::Lines;
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::{Shared, pool};
 
@@ -63,14 +64,16 @@ pub struct PackedMatrix {
     format: WeightFormat,
     columns: usize,
     k: usize,
-    bytes: Vec<u8>,
+    bytes: Lines,
+    /// The same weights in bf16, for products of many rows.
+    for_tiles: Option<Box<PackedMatrix>>,
 }
 
 impl PackedMatrix {
     /// All zero.
     fn empty(format: WeightFormat, columns: usize, k: usize) -> Self {
         let blocks = columns.div_ceil(PANEL) * k.div_ceil(BLOCK);
-        Self { format, columns, k, bytes: zeroed_bytes(blocks * format.block_bytes()) }
+        Self { format, columns, k, bytes: Lines::zeroed(blocks * format.block_bytes()), for_tiles: None }
     }
 
     /// Packs f32 rows of length `k`.
@@ -89,11 +92,22 @@ impl PackedMatrix {
         packed
     }
 
+    /// The same matrix as `isa`'s kernels want it: where those round to bf16 anyway, f32 weights are kept in it; where
+    /// they have tiles, quantized weights are kept in both formats, at two bytes a weight more.
+    pub fn fitted(self, isa: Isa) -> Self {
+        let mut fitted = if isa.rounds() { self.rounded() } else { self };
+        if isa.has_tiles() && fitted.format != WeightFormat::Bf16 {
+            fitted.for_tiles = Some(Box::new(fitted.to_bf16()));
+        }
+        fitted
+    }
+
     /// The same matrix with f32 weights rounded to bf16; other formats stay.
     pub fn rounded(self) -> Self {
-        if self.format != WeightFormat::F32 {
-            return self;
-        }
+        if self.format == WeightFormat::F32 { self.to_bf16() } else { self }
+    }
+
+    fn to_bf16(&self) -> Self {
         let mut packed = Self::empty(WeightFormat::Bf16, self.columns, self.k);
         let mut row = vec![0.0; self.k];
         for n in 0..self.columns {
@@ -199,7 +213,7 @@ impl PackedMatrix {
 
     /// Bytes in memory.
     pub fn size_bytes(&self) -> usize {
-        self.bytes.len()
+        self.bytes.len() + self.for_tiles.as_ref().map_or(0, |copy| copy.size_bytes())
     }
 
     /// Writes the `k` weights of output column `n` as f32: an embedding look-up in a tied matrix.
@@ -238,6 +252,12 @@ impl PackedMatrix {
         (column / PANEL * self.k.div_ceil(BLOCK) + k / BLOCK) * self.format.block_bytes()
     }
 
+    /// The matrix in bf16, if it is kept in it.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn in_bf16(&self) -> Option<&Self> {
+        if self.format == WeightFormat::Bf16 { Some(self) } else { self.for_tiles.as_deref() }
+    }
+
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
         let bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
         &self.bytes[panel * bytes..][..bytes]
@@ -271,7 +291,12 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     }
     #[cfg(target_arch = "x86_64")]
     if isa.rounds() {
-        return super::dots::matmul(x, w, out, output);
+        use super::{dots, tiles};
+        return match w.in_bf16().filter(|_| isa.has_tiles() && rows > dots::DIRECT_ROWS) {
+            // SAFETY: an `Isa` with tiles exists only where they and AVX-512 with BF16 were detected.
+            Some(w) => unsafe { tiles::matmul::<tiles::amx::Amx>(x, w, out, output) },
+            None => dots::matmul(x, w, out, output),
+        };
     }
     let out = Shared(out.as_mut_ptr());
     // Three tasks a thread even out cores of unequal speed.
@@ -286,10 +311,17 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     });
 }
 
+/// Names some rows of one product, so that a thread prepares them once for all of its tasks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct ChunkId {
+    call: u64,
+    number: usize,
+}
+
 /// What one task of a product computes: these rows of these panels.
 pub(super) struct Part {
-    /// Counts the chunks of rows.
-    pub chunk: usize,
+    /// Of `rows`.
+    pub chunk: ChunkId,
     pub rows: Range<usize>,
     pub panels: Range<usize>,
 }
@@ -303,12 +335,14 @@ pub(super) fn for_each_part(
     tasks_per_thread: usize,
     f: impl Fn(Part) + Sync,
 ) {
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let (panels, chunks) = (w.columns.div_ceil(PANEL), rows.div_ceil(row_chunk));
     let groups = (tasks_per_thread * pool::threads()).div_ceil(chunks).clamp(1, panels);
     pool::for_each(chunks * groups, |task| {
         let (chunk, group) = (task / groups, task % groups);
         f(Part {
-            chunk,
+            chunk: ChunkId { call, number: chunk },
             rows: chunk * row_chunk..rows.min((chunk + 1) * row_chunk),
             panels: group * panels / groups..(group + 1) * panels / groups,
         });

@@ -5,13 +5,19 @@
 //! on how many rows, items or threads stand beside it: a product accumulates over `k` in ascending order, attention walks
 //! the keys of a sequence in blocks from position 0. So a prompt in chunks, in a batch or on another node gives the same
 //! bits. There are two such sequences: one in f32, the same on every machine, and one of bf16 dot products, two to four
-//! times as fast, on machines that have them ([`simd::Isa::rounds`]).
+//! times as fast, on machines that have them ([`simd::Isa::rounds`]). Where those machines have AMX, too, products of
+//! more than four rows are a third one, in tiles: the same bits for every number of rows above four, others up to it.
+//!
+//! The machines on which this was written have no AMX. The tiles' product is tested on an emulator of the registers that
+//! follows Intel's description of the instructions; the instructions themselves were assembled and read back, but never
+//! executed by us. The same tests execute them wherever they are found.
 //!
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
 //! - [`matmul`]: packed weights and `out = x · Wᵀ`.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV.
 //! - `dots` and `attention_dots`: the same two in bf16 dot products.
+//! - `tiles`: products of more than a few rows in AMX's tile registers.
 //! - [`pool`]: the threads; [`pages`]: the memory; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
@@ -28,6 +34,8 @@ pub mod rows;
 pub mod simd;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 /// A pointer that the tasks of a region share. Whoever makes one promises that the tasks touch disjoint elements.
 #[derive(Clone, Copy)]

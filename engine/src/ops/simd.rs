@@ -12,12 +12,15 @@ pub(super) use x86::{Avx2, Avx512};
 /// An instruction set that this machine was seen to have; cannot be made otherwise.
 ///
 /// Those that [`Isa::rounds`] compute products and attention of bf16 inputs, rounded to it where they are not, in f32
-/// sums; their other kernels are those of AVX-512. All others give the same bits as each other.
+/// sums; their other kernels are those of AVX-512. All others give the same bits as each other. One of those that round
+/// has tiles, in which it computes the products of more than a few rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa(pub(super) Kind);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     #[cfg(target_arch = "x86_64")]
@@ -33,7 +36,9 @@ pub enum IsaChoice {
     /// The best one here.
     #[default]
     Auto,
-    /// AVX-512, with its bf16 dot products where the machine has them.
+    /// AMX's bf16 tiles for products of many rows; for all else AVX-512 with its bf16 dot products.
+    Amx,
+    /// AVX-512, with its bf16 dot products where the machine has them; no tiles.
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
@@ -50,6 +55,8 @@ impl Isa {
     /// The best one of `choice`; with `exact` the best of those that do not round. `None` if the machine has none.
     pub fn choose(choice: IsaChoice, exact: bool) -> Option<Self> {
         Self::available().into_iter().filter(|isa| !exact || !isa.rounds()).find(|isa| match isa.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => matches!(choice, IsaChoice::Auto | IsaChoice::Amx),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16 => matches!(choice, IsaChoice::Auto | IsaChoice::Avx512),
             #[cfg(target_arch = "x86_64")]
@@ -74,9 +81,9 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            for (there, kind) in [(bf16, Kind::Avx512Bf16), (avx512, Kind::Avx512), (avx2, Kind::Avx2)] {
-                found.extend(there.then_some(Self(kind)));
-            }
+            let amx = bf16 && super::tiles::amx::available();
+            let kinds = [(amx, Kind::Amx), (bf16, Kind::Avx512Bf16), (avx512, Kind::Avx512), (avx2, Kind::Avx2)];
+            found.extend(kinds.into_iter().filter_map(|(there, kind)| there.then_some(Self(kind))));
         }
         found.push(Self(Kind::Portable));
         found
@@ -86,7 +93,16 @@ impl Isa {
     pub fn rounds(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16 => true,
+            Kind::Amx | Kind::Avx512Bf16 => true,
+            _ => false,
+        }
+    }
+
+    /// Whether products of many rows go through AMX's tiles.
+    pub(super) fn has_tiles(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => true,
             _ => false,
         }
     }
@@ -94,6 +110,8 @@ impl Isa {
     /// For people.
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => "amx+avx512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "x86_64")]
@@ -127,7 +145,9 @@ macro_rules! isa_dispatch {
             unsafe {
                 match isa.0 {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::ops::simd::Kind::Avx512Bf16 | $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
+                    $crate::ops::simd::Kind::Amx
+                    | $crate::ops::simd::Kind::Avx512Bf16
+                    | $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::ops::simd::Kind::Avx2 => avx2($($arg),*),
                     $crate::ops::simd::Kind::Portable => $body::<$crate::ops::simd::Portable>($($arg),*),

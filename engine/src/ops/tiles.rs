@@ -1,0 +1,202 @@
+//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `dots.rs` reads weights for directly: `x` and the weights
+//! are rounded to bf16, sums are f32. [`amx`] has the registers.
+//!
+//! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of packed bf16 weights is two
+//! tiles as it lies in memory, 16 pairs of `k` × 16 columns each; the sums of 16 rows × 16 columns are a tile of f32.
+//!
+//! Every output element is one fixed sequence of operations whatever the number of rows: groups of 32 `k` ascending, of
+//! each the sum that `tdpbf16ps` defines, added to the total. Which rows and columns share a step, and where a total is
+//! put down and taken up again, changes nothing of it.
+pub(super) mod amx;
+#[cfg(test)]
+mod tests;
+
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+
+use self::amx::{TILE_ROWS, Tile, Tiles};
+use super::Shared;
+use super::matmul::{BLOCK, ChunkId, Output, PackedMatrix, Target, WeightFormat, for_each_part};
+use super::simd::LANES;
+
+/// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
+/// weights come from memory; but their `x` should stay in the core's L2 cache.
+const ROW_CHUNKS: std::ops::RangeInclusive<usize> = 96..=256;
+/// Of a chunk's `x`: half of the L2 cache of the processors that have tiles.
+const X_BYTES: usize = 1 << 20;
+/// Groups of `k` that all rows pass before the next ones: 24 KiB of weights, half of these processors' L1 cache.
+const SLICE: usize = 12;
+
+/// See [`super::matmul::matmul`], which checks the lengths. `w` is in bf16.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16, and what `T` needs.
+pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
+    thread_local! {
+        static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+    }
+    assert!(w.format() == WeightFormat::Bf16);
+    let out = Shared(out.as_mut_ptr());
+    let row_chunk = (X_BYTES / (2 * w.k())).clamp(*ROW_CHUNKS.start(), *ROW_CHUNKS.end());
+    // Several tasks a thread even out cores of unequal speed.
+    for_each_part(x.len() / w.k(), row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |part| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            // SAFETY: the machine has the instructions, as the caller says; the part's rows are in `x` and `out`, and no
+            // other task has these rows and panels; a bf16 panel is two tiles a group; tasks use tiles nowhere else.
+            unsafe {
+                if scratch.holds != Some(part.chunk) {
+                    scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());
+                    scratch.holds = Some(part.chunk);
+                }
+                let mut tiles = T::configured();
+                for panel in part.panels {
+                    scratch.multiply(&mut tiles, w.panel(panel).as_ptr().cast());
+                    scratch.put(Target::new(out.get(), w, part.rows.start, panel, output));
+                }
+            }
+        });
+    });
+}
+
+/// A chunk of `x` in bf16 tiles, and its sums with one panel. Kept by each thread.
+#[derive(Default)]
+struct Scratch {
+    holds: Option<ChunkId>,
+    rows: usize,
+    groups: usize,
+    /// 16 rows after 16 rows, of each its groups. The last rows of the last tiles may be no rows of `x`: they hold
+    /// whatever they did, and their sums go nowhere.
+    x: Vec<Tile>,
+    /// Of each 16 rows the left and the right 16 columns, f32.
+    sums: Vec<Tile>,
+}
+
+impl Scratch {
+    /// # Safety
+    /// The machine has the features.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+    unsafe fn round(&mut self, x: &[f32], k: usize) {
+        (self.rows, self.groups) = (x.len() / k, k.div_ceil(BLOCK));
+        self.x.resize(self.row_tiles() * self.groups, Tile::ZERO);
+        self.sums.resize(self.row_tiles() * 2, Tile::ZERO);
+        for (r, row) in x.chunks_exact(k).enumerate() {
+            let tiles = &mut self.x[r / TILE_ROWS * self.groups..][..self.groups];
+            for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
+                let mask = ((1u64 << group.len()) - 1) as u32;
+                // SAFETY: loads only `group`'s elements, zeros after them; a tile's row takes all 16 pairs.
+                unsafe {
+                    let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
+                    let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
+                    let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                    _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs);
+                }
+            }
+        }
+    }
+
+    /// All rows times a panel.
+    ///
+    /// # Safety
+    /// `panel` is two tiles for each group; and what [`Tiles`] asks for.
+    #[inline(always)]
+    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, panel: *const Tile) {
+        let row_tiles = self.row_tiles();
+        // Weights that only one step reads need not stay.
+        let slice = if row_tiles > 2 { SLICE } else { self.groups };
+        for first in (0..self.groups).step_by(slice) {
+            for row_tile in (0..row_tiles).step_by(2) {
+                // SAFETY: the row tile's and, where there is one, the next one's `x` and sums; the slice's groups.
+                unsafe {
+                    let step = Step {
+                        groups: slice.min(self.groups - first),
+                        x: self.x.as_ptr().add(row_tile * self.groups + first),
+                        x_stride: self.groups,
+                        weights: panel.add(2 * first),
+                        sums: self.sums.as_mut_ptr().add(2 * row_tile),
+                        fresh: first == 0,
+                    };
+                    match row_tiles - row_tile {
+                        1 => step.run::<T, false>(tiles),
+                        _ => step.run::<T, true>(tiles),
+                    }
+                }
+            }
+        }
+    }
+
+    /// The sums of all rows to where they belong.
+    ///
+    /// # Safety
+    /// `target` has the rows; the machine has the features.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+    unsafe fn put(&self, target: Target) {
+        for row in 0..self.rows {
+            let [left, right] = [0, 1].map(|half| self.sums[row / TILE_ROWS * 2 + half].0[row % TILE_ROWS].as_ptr());
+            // SAFETY: a tile's row is 16 f32.
+            unsafe { target.put(row, [_mm512_loadu_ps(left.cast()), _mm512_loadu_ps(right.cast())]) };
+        }
+    }
+
+    fn row_tiles(&self) -> usize {
+        self.rows.div_ceil(TILE_ROWS)
+    }
+}
+
+/// 16 or 32 rows times some groups of a panel, in tile registers: sums in 0 to 3, `x` in 4 and 5, weights in 6 and 7.
+struct Step {
+    groups: usize,
+    /// A tile a group.
+    x: *const Tile,
+    /// Tiles to the next 16 rows.
+    x_stride: usize,
+    /// Two tiles a group.
+    weights: *const Tile,
+    /// Two tiles, or four.
+    sums: *mut Tile,
+    /// Whether the sums begin here.
+    fresh: bool,
+}
+
+impl Step {
+    /// # Safety
+    /// The pointers are valid for what is said above; and what [`Tiles`] asks for.
+    #[inline(always)]
+    unsafe fn run<T: Tiles, const TWICE: bool>(self, tiles: &mut T) {
+        // SAFETY: the second 16 rows are there if `TWICE`; groups stay below `self.groups`.
+        unsafe {
+            if self.fresh {
+                tiles.zero::<0>();
+                tiles.zero::<1>();
+                if TWICE {
+                    tiles.zero::<2>();
+                    tiles.zero::<3>();
+                }
+            } else {
+                tiles.load::<0>(self.sums);
+                tiles.load::<1>(self.sums.add(1));
+                if TWICE {
+                    tiles.load::<2>(self.sums.add(2));
+                    tiles.load::<3>(self.sums.add(3));
+                }
+            }
+            for group in 0..self.groups {
+                tiles.load::<6>(self.weights.add(2 * group));
+                tiles.load::<7>(self.weights.add(2 * group + 1));
+                tiles.load::<4>(self.x.add(group));
+                tiles.multiply::<0, 4, 6>();
+                tiles.multiply::<1, 4, 7>();
+                if TWICE {
+                    tiles.load::<5>(self.x.add(self.x_stride + group));
+                    tiles.multiply::<2, 5, 6>();
+                    tiles.multiply::<3, 5, 7>();
+                }
+            }
+            tiles.store::<0>(self.sums);
+            tiles.store::<1>(self.sums.add(1));
+            if TWICE {
+                tiles.store::<2>(self.sums.add(2));
+                tiles.store::<3>(self.sums.add(3));
+            }
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! The product on emulated tile registers, and on the real ones where this machine has them, against plain sums.
+use proptest::prelude::*;
+
+use super::super::matmul::{Output, PackedMatrix, matmul};
+use super::super::simd::{Isa, IsaChoice, Kind};
+use super::super::tests::{noise, packed, round, unpacked};
+use super::amx::{Amx, ROW_BYTES, Shapes, Tile, Tiles, WHOLE, available};
+
+/// The registers after the instructions' description: 8 tiles that are configured first, whose rows and row lengths
+/// decide what an instruction does.
+struct Emulated {
+    row_bytes: [usize; 8],
+    rows: [usize; 8],
+    tiles: [Tile; 8],
+}
+
+/// SAFETY of every block below: as the trait's; a row of a tile lies within it.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
+impl Tiles for Emulated {
+    unsafe fn configured() -> Self {
+        // LDTILECFG faults if one of these does not hold.
+        let Shapes { palette, start_row, reserved, row_bytes, rows } = &WHOLE;
+        assert_eq!((*palette, *start_row, reserved), (1, 0, &[0; 14]));
+        assert!(row_bytes[8..].iter().all(|&bytes| bytes == 0) && rows[8..].iter().all(|&rows| rows == 0));
+        assert!(row_bytes[..8].iter().all(|bytes| (1..=64).contains(bytes)));
+        assert!(rows[..8].iter().all(|rows| (1..=16).contains(rows)));
+        Self {
+            row_bytes: std::array::from_fn(|tile| usize::from(row_bytes[tile])),
+            rows: std::array::from_fn(|tile| usize::from(rows[tile])),
+            tiles: [Tile([[f32::NAN.to_bits(); 16]; 16]); 8],
+        }
+    }
+    unsafe fn zero<const T: usize>(&mut self) {
+        self.tiles[T] = Tile::ZERO;
+    }
+    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
+        self.tiles[T] = Tile::ZERO;
+        for row in 0..self.rows[T] {
+            let to = self.tiles[T].0[row].as_mut_ptr().cast::<u8>();
+            unsafe { from.cast::<u8>().add(row * ROW_BYTES).copy_to(to, self.row_bytes[T]) };
+        }
+    }
+    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
+        for row in 0..self.rows[T] {
+            let from = self.tiles[T].0[row].as_ptr().cast::<u8>();
+            unsafe { to.cast::<u8>().add(row * ROW_BYTES).copy_from(from, self.row_bytes[T]) };
+        }
+    }
+    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
+        let (columns, pairs) = (self.row_bytes[SUM] / 4, self.row_bytes[A] / 4);
+        assert!(SUM != A && SUM != B && A != B);
+        assert!(self.rows[SUM] == self.rows[A] && self.row_bytes[SUM] == self.row_bytes[B] && self.rows[B] == pairs);
+        for m in 0..self.rows[SUM] {
+            let mut chains = [[0.0f32; 2]; ROW_BYTES / 4];
+            for k in 0..pairs {
+                let a = pair(self.tiles[A].0[m][k]);
+                for (n, chain) in chains.iter_mut().enumerate().take(columns) {
+                    let b = pair(self.tiles[B].0[k][n]);
+                    *chain = [0, 1].map(|half| flushed(a[half].mul_add(b[half], chain[half])));
+                }
+            }
+            for (sum, chain) in self.tiles[SUM].0[m].iter_mut().zip(chains).take(columns) {
+                let both = flushed(chain[0] + chain[1]);
+                *sum = flushed(flushed(f32::from_bits(*sum)) + both).to_bits();
+            }
+        }
+    }
+}
+
+/// The bf16 in the low and the high half.
+fn pair(bits: u32) -> [f32; 2] {
+    [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)].map(flushed)
+}
+
+/// Subnormal numbers count as zero.
+fn flushed(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0 } else { x }
+}
+
+/// A product in tiles; `None` if this machine lacks what stands around the registers.
+fn in_tiles<T: Tiles>(x: &[f32], w: &PackedMatrix, before: &[f32], output: Output) -> Option<Vec<f32>> {
+    Isa::choose(IsaChoice::Avx512, false).filter(|isa| isa.rounds())?;
+    let mut out = before.to_vec();
+    // SAFETY: AVX-512 with BF16 was just found; `T` is emulated, or the caller found it.
+    unsafe { super::matmul::<T>(x, w, &mut out, output) };
+    Some(out)
+}
+
+/// The same product on all registers that there are.
+fn on_all(x: &[f32], w: &PackedMatrix, before: &[f32], output: Output) -> Vec<(&'static str, Vec<f32>)> {
+    let emulated = in_tiles::<Emulated>(x, w, before, output).map(|out| ("emulated", out));
+    let real = available().then(|| in_tiles::<Amx>(x, w, before, output)).flatten().map(|out| ("real", out));
+    emulated.into_iter().chain(real).collect()
+}
+
+fn fitted(format: u8, seed: u32, columns: usize, groups: usize, ragged: usize) -> PackedMatrix {
+    let k = groups * 32 + ragged;
+    let w = match format {
+        0 => PackedMatrix::from_f32(&noise(seed, columns * k), k),
+        _ => packed(format, seed, columns, groups),
+    };
+    w.fitted(Isa(Kind::Amx))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn products_are_near_and_the_same_for_every_row_count(
+        format in 0u8..4, rows in 1usize..100, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
+        cut in 0usize..100, seed: u32, add: bool,
+    ) {
+        let w = fitted(format, seed, columns, groups, ragged);
+        let w = w.in_bf16().expect("a copy");
+        let (x, weights) = (noise(seed ^ 1, rows * w.k()), unpacked(w));
+        let (before, output) = match add {
+            true => (noise(seed ^ 2, rows * columns), Output::Add),
+            false => (vec![f32::NAN; rows * columns], Output::Store),
+        };
+        for (registers, whole) in on_all(&x, w, &before, output) {
+            for (i, got) in whole.iter().enumerate() {
+                let (row, n) = (i / columns, i % columns);
+                let terms = x[row * w.k()..][..w.k()].iter().zip(&weights[n * w.k()..])
+                    .map(|(x, w)| f64::from(round(*x)) * f64::from(*w));
+                let before = if add { f64::from(before[i]) } else { 0.0 };
+                let (sum, size) = terms.fold((before, 1.0), |(sum, size), t| (sum + t, size + t.abs()));
+                prop_assert!((f64::from(*got) - sum).abs() < 4e-6 * size, "{registers} {row} {n}: {got}, not {sum}");
+            }
+            let at = cut.min(rows);
+            let ((x_top, x_bottom), (top, bottom)) = (x.split_at(at * w.k()), before.split_at(at * columns));
+            let mut parts = Vec::new();
+            for (x, before) in [(x_top, top), (x_bottom, bottom)].iter().filter(|(x, _)| !x.is_empty()) {
+                let part = on_all(x, w, before, output).into_iter().find(|(name, _)| *name == registers);
+                parts.extend(part.expect("the same registers").1);
+            }
+            prop_assert_eq!(parts, whole, "{} cut at {}", registers, at);
+        }
+    }
+
+    /// The order of operations that the instruction's description fixes; of the processor itself we ask only what the test
+    /// above asks.
+    #[test]
+    fn an_element_is_groups_of_two_chains(rows in 1usize..40, groups in 1usize..30, seed: u32) {
+        let w = fitted(0, seed, 1, groups, 0);
+        let (x, weights) = (noise(seed ^ 1, rows * w.k()), unpacked(&w));
+        let x: Vec<f32> = x.into_iter().map(round).collect();
+        let element = |row: &[f32]| row.chunks(32).zip(weights.chunks(32)).fold(0.0f32, |sum, (x, w)| {
+            let chain = |odd: usize| (odd..32).step_by(2).fold(0.0f32, |sum, k| x[k].mul_add(w[k], sum));
+            sum + (chain(0) + chain(1))
+        });
+        let want: Vec<f32> = x.chunks(w.k()).map(element).collect();
+        if let Some(got) = in_tiles::<Emulated>(&x, &w, &vec![0.0; rows], Output::Store) {
+            prop_assert_eq!(got, want);
+        }
+    }
+}
+
+#[test]
+fn chunks_of_rows_and_slices_of_k_meet() {
+    // Two chunks of 256 rows and a tail; 18 groups are a slice and a half.
+    let (rows, columns, k) = (530, 70, 576);
+    let w = PackedMatrix::from_f32(&noise(1, columns * k), k).rounded();
+    let x = noise(2, rows * k);
+    for (registers, whole) in on_all(&x, &w, &vec![0.0; rows * columns], Output::Store) {
+        for row in [0, 255, 256, 511, 512, 529] {
+            let alone = on_all(&x[row * k..][..k], &w, &vec![0.0; columns], Output::Store);
+            let (_, alone) = alone.iter().find(|(name, _)| *name == registers).expect("the same registers");
+            assert_eq!(&whole[row * columns..][..columns], &alone[..], "{registers} row {row}");
+        }
+    }
+}
+
+#[test]
+fn quantized_weights_are_kept_beside_their_tiles() {
+    for format in [1, 2] {
+        let plain = packed(format, 5, 70, 3);
+        let (exact, plain_bytes) = (unpacked(&plain), plain.size_bytes());
+        let w = fitted(format, 5, 70, 3, 0);
+        assert_eq!(unpacked(&w), exact);
+        assert_eq!(w.size_bytes(), plain_bytes + 3 * 3 * 32 * 32 * 2);
+        let copy = w.in_bf16().expect("a copy");
+        assert_eq!(unpacked(copy), exact.iter().map(|&weight| round(weight)).collect::<Vec<_>>());
+    }
+    let w = fitted(0, 5, 70, 3, 0);
+    assert_eq!(w.size_bytes(), 3 * 3 * 32 * 32 * 2, "f32 weights have one copy, in bf16");
+    assert!(packed(1, 5, 70, 3).fitted(Isa(Kind::Avx512Bf16)).in_bf16().is_none());
+}
+
+#[test]
+fn tiles_are_taken_by_default_and_by_name_but_never_where_exactness_was_asked_for() {
+    let tiles = |choice, exact| Isa::choose(choice, exact).is_some_and(Isa::has_tiles);
+    let amx = Isa::available().into_iter().any(Isa::has_tiles);
+    assert_eq!([tiles(IsaChoice::Auto, false), tiles(IsaChoice::Amx, false)], [amx, amx]);
+    assert!(!tiles(IsaChoice::Avx512, false) && !tiles(IsaChoice::Auto, true));
+    assert_eq!(Isa::choose(IsaChoice::Amx, true), None);
+}
+
+/// Where there are tiles: which rows take them.
+#[test]
+fn few_rows_read_the_quantized_weights() {
+    let Some(isa) = Isa::choose(IsaChoice::Amx, false) else { return };
+    let dots = Isa::choose(IsaChoice::Avx512, false).expect("it comes with AMX");
+    let w = fitted(1, 7, 70, 18, 0);
+    for rows in [1, 4, 5, 40] {
+        let x = noise(8, rows * w.k());
+        let before = vec![0.0; rows * w.columns()];
+        let mut got = before.clone();
+        matmul(isa, &x, &w, &mut got, Output::Store);
+        let mut want = before.clone();
+        if rows <= 4 {
+            matmul(dots, &x, &w, &mut want, Output::Store);
+        } else {
+            want = in_tiles::<Amx>(&x, w.in_bf16().expect("a copy"), &before, Output::Store).expect("it is there");
+        }
+        assert_eq!(got, want, "{rows} rows");
+    }
+}
