@@ -14,7 +14,7 @@ struct Args {
     #[arg(long, default_value = "ucx", value_parser = ["ucx", "tcp", "mem"])]
     transport: String,
     /// KV data type
-    #[arg(long, default_value = "bf16", value_parser = ["bf16", "f32"])]
+    #[arg(long, default_value = "bf16", value_parser = ["bf16", "int8", "f32"])]
     kv_dtype: String,
     /// Names the series
     #[arg(long, default_value_t = 1)]

@@ -16,7 +16,7 @@ use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease};
 
 const BLOCK: usize = 16;
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
-                     [--kv-dtype bf16|f32] [--isa auto|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
+                     [--kv-dtype bf16|int8|f32] [--isa auto|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
 const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
                     decode8x1024,decode16x1024,decode32x1024";
 
@@ -130,6 +130,7 @@ impl Options {
                 "--kv-dtype" => {
                     options.kv_dtype = match value()?.as_str() {
                         "bf16" => KvDtype::Bf16,
+                        "int8" => KvDtype::Int8,
                         "f32" => KvDtype::F32,
                         other => return Err(format!("no KV type {other}; {USAGE}")),
                     }
@@ -194,7 +195,8 @@ impl Bench {
             ..ModelConfig::default()
         })
         .map_err(|error| error.to_string())?;
-        // Small bf16 numbers (f32 ones, read in pairs): a context that nobody needs to compute.
+        // Small bf16 numbers (f32 ones, read in pairs; 8-bit ones, scaled by such): a context that nobody needs to
+        // compute.
         for (i, word) in executor.arena().iter().enumerate() {
             let noise = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f;
             word.store(noise | 0x3e00_3e00_3e00_3e00, Ordering::Relaxed);

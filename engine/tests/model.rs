@@ -11,6 +11,7 @@ use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease};
 
 const VOCAB: usize = 96;
+const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8];
 
 /// A GGUF file that goes away with the test.
 struct TinyModel(PathBuf);
@@ -131,13 +132,17 @@ fn the_spec_comes_from_the_file() {
     assert!(bf16.model_name.starts_with("tandem-tiny"), "{}", bf16.model_name);
     assert_eq!(bf16.model_digest, xxhash_rust::xxh3::xxh3_64(&model.bytes()));
     assert_eq!(f32.model_digest, bf16.model_digest);
-    assert_ne!(f32.compatibility_digest, bf16.compatibility_digest);
+    let int8 = model.load(KvDtype::Int8).expect("loads").spec().clone();
+    assert_eq!(int8.block_bytes, 2 * 2 * 2 * 16 * (16 + 2));
+    let mut digests = [f32, bf16, int8].map(|spec| spec.compatibility_digest);
+    digests.sort_unstable();
+    assert!(digests.windows(2).all(|two| two[0] != two[1]));
 }
 
 #[test]
 fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
     let model = TinyModel::new("batch");
-    for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
+    for kv_dtype in DTYPES {
         let mut executor = model.load(kv_dtype).expect("loads");
         let pool = BlockPool::new(32, 16);
         let sizes = [1, 40, 17, 100, 3];
@@ -204,9 +209,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn chunks_equal_the_whole_bit_for_bit(n in 2usize..120, cuts in prop::collection::vec(1usize..120, 0..4), bf16: bool) {
+    fn chunks_equal_the_whole_bit_for_bit(
+        n in 2usize..120, cuts in prop::collection::vec(1usize..120, 0..4), kv_dtype in prop::sample::select(&DTYPES[..]),
+    ) {
         let model = TinyModel::new("chunks");
-        let mut executor = model.load(if bf16 { KvDtype::Bf16 } else { KvDtype::F32 }).expect("loads");
+        let mut executor = model.load(kv_dtype).expect("loads");
         let (pool, tokens) = (BlockPool::new(32, 16), prompt(n, n));
         let whole = step(&mut executor, vec![item(0, &tokens, 0, &lease(&pool, n))]);
         let mut cuts: Vec<usize> = cuts.into_iter().filter(|&cut| cut < n).chain([0, n]).collect();

@@ -101,6 +101,8 @@ pub struct NodeArgs {
 pub enum KvDtypeArg {
     /// 2 bytes a value.
     Bf16,
+    /// 1 byte a value, and a scale for each token and head.
+    Int8,
     /// 4 bytes a value.
     F32,
 }
@@ -244,6 +246,7 @@ impl NodeArgs {
             model,
             kv_dtype: match self.kv_dtype {
                 KvDtypeArg::Bf16 => KvDtype::Bf16,
+                KvDtypeArg::Int8 => KvDtype::Int8,
                 KvDtypeArg::F32 => KvDtype::F32,
             },
             kv_memory: self.kv_memory.unwrap_or(KvMemory::Blocks(self.kv_blocks as usize)),
@@ -304,6 +307,8 @@ mod tests {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
         assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
         assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
+        let config = parse("--router http://127.0.0.1:1 --simulated --kv-dtype int8").unwrap();
+        assert_eq!(config.kv_dtype, KvDtype::Int8);
     }
 
     #[test]
@@ -329,6 +334,7 @@ mod tests {
             ("--router h:1 --simulated", "http://host:port"),
             ("--router https://h:1 --simulated", "http://host:port"),
             ("--router http://h:1 --simulated --kv-blocks 0", "kv-blocks"),
+            ("--router http://h:1 --simulated --kv-dtype int4", "int8"),
             ("--router http://h:1 --simulated --kv-blocks 7 --kv-memory 2GiB", "--kv-memory"),
             ("--router http://h:1 --simulated --kv-memory 2", "such as 2GiB"),
             ("--router http://h:1 --simulated --kv-memory 120%", "between 0 and 100"),

@@ -218,7 +218,7 @@ struct UpArgs {
 #[command(next_help_heading = "Passed on to the nodes and the router")]
 struct PassThrough {
     /// KV data type
-    #[arg(long, value_name = "bf16|f32")]
+    #[arg(long, value_name = "bf16|int8|f32")]
     kv_dtype: Option<String>,
     /// KV blocks of a node
     #[arg(long, value_name = "N")]

@@ -52,7 +52,7 @@ pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], que
         assert!(chunk.start + chunk.rows <= chunk.blocks.len() * KV_BLOCK_TOKENS);
     }
     #[cfg(target_arch = "x86_64")]
-    if isa.rounds() && layout.dtype == KvDtype::Bf16 {
+    if isa.rounds() && layout.dtype != KvDtype::F32 {
         return super::attention_dots::attention(kv, layer, chunks, queries, out);
     }
     let mut tiles = Vec::new();
@@ -196,8 +196,8 @@ unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratc
     let head_dim = layout.head_dim;
     let keys = tile.kv.head(block, tile.layer, Part::K, tile.kv_head);
     let values = tile.kv.head(block, tile.layer, Part::V, tile.kv_head);
-    // SAFETY: a head of a block is 16 × head_dim elements of the layout's type, and so long are `keys` and `values` of
-    // the scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running
+    // SAFETY: a head of a block is 16 × head_dim elements of the layout's type (and for int8 16 scales), and as many are
+    // `keys` and `values` of the scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running
     // sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
     unsafe {
         let (to_keys, to_values) = (scratch.keys.as_mut_ptr(), scratch.values.as_mut_ptr());
@@ -228,6 +228,25 @@ unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratc
                         let (even, odd) = L::load_bf16_pairs(pairs);
                         even.store(to_values.add(token * head_dim + d));
                         odd.store(to_values.add((token + 1) * head_dim + d));
+                    }
+                }
+            }
+            KvDtype::Int8 => {
+                let (keys, values) = (keys.cast::<i8>(), values.cast::<i8>());
+                let mut scales = [0.0f32; LANES];
+                let of_keys = L::load_bf16(keys.add(KV_BLOCK_TOKENS * head_dim).cast());
+                L::load_bf16(values.add(KV_BLOCK_TOKENS * head_dim).cast()).store(scales.as_mut_ptr());
+                for d in (0..head_dim).step_by(2) {
+                    let (even, odd) = L::load_i8_pairs(keys.add(d * LANES));
+                    even.mul(of_keys).store(to_keys.add(d * LANES));
+                    odd.mul(of_keys).store(to_keys.add((d + 1) * LANES));
+                }
+                for token in (0..KV_BLOCK_TOKENS).step_by(2) {
+                    let of_two = [L::splat(scales[token]), L::splat(scales[token + 1])];
+                    for d in (0..head_dim).step_by(LANES) {
+                        let (even, odd) = L::load_i8_pairs(values.add(token * head_dim + 2 * d));
+                        even.mul(of_two[0]).store(to_values.add(token * head_dim + d));
+                        odd.mul(of_two[1]).store(to_values.add((token + 1) * head_dim + d));
                     }
                 }
             }

@@ -152,6 +152,8 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(x: f32) -> Self;
     /// 16 f32.
     unsafe fn load(p: *const f32) -> Self;
+    /// 16 bf16.
+    unsafe fn load_bf16(p: *const u16) -> Self;
     /// 16 pairs of bf16: the first ones, the second ones.
     unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self);
     /// 16 IEEE half-precision numbers.
@@ -262,6 +264,10 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self {
         Self(std::array::from_fn(|i| unsafe { p.add(i).read_unaligned() }))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        Self(std::array::from_fn(|i| f32::from_bits(u32::from(unsafe { p.add(i).read_unaligned() }) << 16)))
     }
     #[inline(always)]
     unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {
