@@ -8,16 +8,16 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::attention::{Chunk, Queries};
-use super::kv::{KV_BLOCK_TOKENS, KvArena, Part};
+use super::kv::{KvArena, Part, SUB_BLOCK_TOKENS};
 use super::simd::LANES;
 use super::{Shared, pool};
 use crate::executor::KvDtype;
 
 /// Query rows of a task.
 const TILE_ROWS: usize = 32;
-/// Blocks of a span.
+/// Sub-blocks of a span.
 const SPAN: usize = 4;
-const SPAN_TOKENS: usize = SPAN * KV_BLOCK_TOKENS;
+const SPAN_TOKENS: usize = SPAN * SUB_BLOCK_TOKENS;
 /// (row, head) pairs that are worked on together: 24 sums fit the registers.
 const PAIRS: usize = 6;
 
@@ -81,6 +81,13 @@ struct Tile<'a> {
     width: usize,
 }
 
+impl Tile<'_> {
+    /// K or V of 16 tokens of the sequence.
+    fn sub_block(&self, index: usize, part: Part) -> *const u8 {
+        self.kv.sub_block(self.blocks, index, self.layer, part, self.kv_head)
+    }
+}
+
 /// Queries and the running softmax of each (row, head) pair.
 #[derive(Default)]
 struct Scratch {
@@ -92,12 +99,12 @@ struct Scratch {
     weights: Vec<f32>,
     /// Weighted sums of values, pairs × head_dim.
     sums: Vec<f32>,
-    /// K, then V, of a span's blocks where they cannot be read in place: of 8-bit ones all, of bf16 ones a V with an
+    /// K, then V, of a span's sub-blocks where they cannot be read in place: of 8-bit ones all, of bf16 ones a V with an
     /// unwritten token. Twice 4 × 16 × head_dim / 2.
     copies: Vec<u32>,
 }
 
-/// K and V of the blocks of a span. Blocks that the tile does not see repeat one that it does.
+/// K and V of the sub-blocks of a span. Those that the tile does not see repeat one that it does.
 struct Span {
     first_key: usize,
     keys: [*const u8; SPAN],
@@ -164,27 +171,27 @@ unsafe fn take_queries(tile: &Tile<'_>, scratch: &mut Scratch) {
 /// sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
 #[inline(always)]
 unsafe fn span_at(tile: &Tile<'_>, first_key: usize, copies: &mut [u32]) -> Span {
-    let (first, last) = (first_key / KV_BLOCK_TOKENS, (tile.start + tile.rows - 1) / KV_BLOCK_TOKENS);
+    let (first, last) = (first_key / SUB_BLOCK_TOKENS, (tile.start + tile.rows - 1) / SUB_BLOCK_TOKENS);
     let seen = SPAN.min(last - first + 1);
-    let at = |i: usize, part| tile.kv.head(tile.blocks[first + i.min(seen - 1)], tile.layer, part, tile.kv_head);
-    let words = KV_BLOCK_TOKENS * tile.head_dim / 2;
+    let at = |i: usize, part| tile.sub_block(first + i.min(seen - 1), part);
+    let words = SUB_BLOCK_TOKENS * tile.head_dim / 2;
     let (keys, values) = copies.split_at_mut(SPAN * words);
     let unpacked = tile.kv.layout().dtype == KvDtype::Int8;
     if unpacked {
         for (i, (keys, values)) in
             keys.chunks_exact_mut(words).zip(values.chunks_exact_mut(words)).take(seen).enumerate()
         {
-            // SAFETY: a head of a block is 16 × head_dim numbers and 16 scales, and a copy has half as many words.
+            // SAFETY: a sub-block is 16 × head_dim numbers and 16 scales, and a copy has half as many words.
             unsafe { unpack(at(i, Part::K).cast(), at(i, Part::V).cast(), keys, values) };
         }
     }
-    let written = (tile.start + tile.rows) % KV_BLOCK_TOKENS;
+    let written = (tile.start + tile.rows) % SUB_BLOCK_TOKENS;
     let cleaned = last < first + SPAN && !written.is_multiple_of(2);
     if cleaned {
         // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets through.
         let (copy, row) = (&mut values[(seen - 1) * words..][..words], written / 2 * tile.head_dim);
         if !unpacked {
-            // SAFETY: a head of a block is so many words, and so long is the copy.
+            // SAFETY: a sub-block is so many words, and so long is the copy.
             unsafe { std::ptr::copy_nonoverlapping(at(seen - 1, Part::V).cast(), copy.as_mut_ptr(), words) };
         }
         copy[row..row + tile.head_dim].iter_mut().for_each(|pair| *pair &= 0xffff);
@@ -203,27 +210,27 @@ unsafe fn span_at(tile: &Tile<'_>, first_key: usize, copies: &mut [u32]) -> Span
 /// Asks for the span at `first_key`: blocks lie anywhere in the arena, which the hardware does not foresee.
 #[inline(always)]
 unsafe fn prefetch(tile: &Tile<'_>, first_key: usize) {
-    let (first, end) = (first_key / KV_BLOCK_TOKENS, (tile.start + tile.rows).div_ceil(KV_BLOCK_TOKENS));
-    for &block in &tile.blocks[first.min(end)..(first + SPAN).min(end)] {
+    let (first, end) = (first_key / SUB_BLOCK_TOKENS, (tile.start + tile.rows).div_ceil(SUB_BLOCK_TOKENS));
+    for index in first..end.min(first + SPAN) {
         for part in [Part::K, Part::V] {
-            let head = tile.kv.head(block, tile.layer, part, tile.kv_head);
-            for line in (0..tile.kv.layout().head_bytes()).step_by(64) {
-                // SAFETY: a hint; the line is the head's.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(head.add(line).cast()) };
+            let from = tile.sub_block(index, part);
+            for line in (0..tile.kv.layout().sub_block_bytes()).step_by(64) {
+                // SAFETY: a hint; the line is the sub-block's.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(from.add(line).cast()) };
             }
         }
     }
 }
 
-/// K and V of a head of a block of 8-bit numbers as bf16 in the same orders.
+/// K and V of a sub-block of 8-bit numbers as bf16 in the same orders.
 #[inline(always)]
 unsafe fn unpack(keys: *const i8, values: *const i8, to_keys: &mut [u32], to_values: &mut [u32]) {
-    let head_dim = to_keys.len() / (KV_BLOCK_TOKENS / 2);
+    let head_dim = to_keys.len() / (SUB_BLOCK_TOKENS / 2);
     let mut scales = [0.0f32; LANES];
     // SAFETY: the scales lie behind the numbers, of which a vector of 16 pairs gives 16 words.
     unsafe {
         let load = |of: *const i8| {
-            let words = _mm256_loadu_si256(of.add(KV_BLOCK_TOKENS * head_dim).cast());
+            let words = _mm256_loadu_si256(of.add(SUB_BLOCK_TOKENS * head_dim).cast());
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(words)))
         };
         let of_keys = load(keys);
@@ -381,7 +388,7 @@ unsafe fn weigh<const P: usize, const W: usize>(
     d: usize,
     sums: *mut f32,
 ) -> usize {
-    const TWOS: usize = KV_BLOCK_TOKENS / 2;
+    const TWOS: usize = SUB_BLOCK_TOKENS / 2;
     // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
     unsafe {
         let mut lanes = [[_mm512_setzero_ps(); W]; P];

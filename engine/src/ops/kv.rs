@@ -1,8 +1,9 @@
 //! The paged KV arena as the kernels see it: where a head of a token lies, and writing it. Layout of a block:
-//! `[layer][K|V][kv_head]`, then for f32 `[token][head_dim]`. For bf16 the values stand as the dot products of `dots.rs`
-//! take them, which sum over two neighbours in each 32-bit lane: K sums over dimensions, so it is
-//! `[head_dim / 2][token][2]`, V sums over tokens, so it is `[token / 2][head_dim][2]`. For int8 the values stand in the
-//! same orders, one byte each, and behind them the 16 tokens' scales in bf16. Who owns which block is `blocks.rs`'s matter.
+//! `[layer][K|V][kv_head][token / 16]`, and within such a sub-block of 16 tokens, which the kernels take at a time, for f32
+//! `[token][head_dim]`. For bf16 the values stand as the dot products of `dots.rs` take them, which sum over two neighbours
+//! in each 32-bit lane: K sums over dimensions, so it is `[head_dim / 2][token][2]`, V sums over tokens, so it is
+//! `[token / 2][head_dim][2]`. For int8 the values stand in the same orders, one byte each, and behind them the 16 tokens'
+//! scales in bf16. Who owns which block is `blocks.rs`'s matter.
 //!
 //! **8-bit numbers.** A token's K (and V) of a head has one scale, its greatest magnitude / 127 rounded to bf16; a value is
 //! `integer · scale`, exact in f32, and off by half a scale at most. So tokens can be written one by one: none changes what
@@ -15,8 +16,8 @@ use super::pool;
 use super::simd::LANES;
 use crate::executor::KvDtype;
 
-/// Tokens of a block: one vector of attention scores.
-pub const KV_BLOCK_TOKENS: usize = LANES;
+/// Tokens of a sub-block: one vector of attention scores. A block is one or more.
+pub const SUB_BLOCK_TOKENS: usize = LANES;
 
 /// The sizes that give a block's bytes their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,17 +30,23 @@ pub struct KvLayout {
     pub head_dim: usize,
     /// Number format.
     pub dtype: KvDtype,
+    /// Tokens of a block; a multiple of 16.
+    pub block_tokens: usize,
 }
 
 impl KvLayout {
     /// Bytes of a block.
     pub fn block_bytes(&self) -> usize {
-        self.layers * 2 * self.kv_heads * self.head_bytes()
+        self.layers * 2 * self.kv_heads * self.sub_blocks() * self.sub_block_bytes()
     }
 
-    /// Bytes of a block's K or V of one head.
-    pub(super) fn head_bytes(&self) -> usize {
-        KV_BLOCK_TOKENS * self.dtype.head_bytes(self.head_dim)
+    /// Bytes of a sub-block's K or V of one head.
+    pub(super) fn sub_block_bytes(&self) -> usize {
+        SUB_BLOCK_TOKENS * self.dtype.head_bytes(self.head_dim)
+    }
+
+    fn sub_blocks(&self) -> usize {
+        self.block_tokens / SUB_BLOCK_TOKENS
     }
 }
 
@@ -72,6 +79,7 @@ impl KvArena {
     pub fn new(words: Arc<[AtomicU64]>, layout: KvLayout) -> Option<Self> {
         let fits = layout.block_bytes() > 0
             && layout.head_dim.is_multiple_of(LANES)
+            && layout.block_tokens.is_multiple_of(SUB_BLOCK_TOKENS)
             && (words.len() * 8).is_multiple_of(layout.block_bytes());
         fits.then_some(Self { words, layout })
     }
@@ -111,11 +119,11 @@ impl KvArena {
     }
 
     fn write_head(&self, place: &Place, layer: usize, part: Part, head: usize, values: &[f32]) {
-        let (slot, dim) = (place.slot, self.layout.head_dim);
-        assert!(slot < KV_BLOCK_TOKENS && values.len() == dim);
-        let to = self.head(place.block, layer, part, head).cast_mut();
+        let (slot, dim) = (place.slot % SUB_BLOCK_TOKENS, self.layout.head_dim);
+        assert!(place.slot < self.layout.block_tokens && values.len() == dim);
+        let to = self.sub_block(&[place.block], place.slot / SUB_BLOCK_TOKENS, layer, part, head).cast_mut();
         let round = |value: f32| half::bf16::from_f32(value).to_bits();
-        // SAFETY: `head` is 16 × head_dim values of the layout's type (and for int8 16 scales), aligned to 8 bytes, in an
+        // SAFETY: a sub-block is 16 × head_dim values of the layout's type (and for int8 16 scales), aligned to 8 bytes, in an
         // arena that lives; all indices are below that. Atomic stores, because a transfer may read other tokens of the
         // block meanwhile.
         unsafe {
@@ -129,7 +137,7 @@ impl KvArena {
                 (KvDtype::Bf16, Part::K) => {
                     for (i, two) in values.chunks_exact(2).enumerate() {
                         let word = u32::from(round(two[0])) | u32::from(round(two[1])) << 16;
-                        let to = to.cast::<u32>().add(i * KV_BLOCK_TOKENS + slot);
+                        let to = to.cast::<u32>().add(i * SUB_BLOCK_TOKENS + slot);
                         AtomicU32::from_ptr(to).store(word, Ordering::Relaxed);
                     }
                 }
@@ -144,14 +152,15 @@ impl KvArena {
         }
     }
 
-    /// `block_tokens × head_dim` values, in the order of the layout, and the scales of 8-bit ones. Valid as long as the
-    /// arena lives.
+    /// K or V of one head of the positions `16 * index ..` of a sequence in `blocks`: `16 × head_dim` values in the order
+    /// of the layout, and the scales of 8-bit ones. Valid as long as the arena lives.
     ///
     /// # Panics
     /// If an argument is out of range.
-    pub(super) fn head(&self, block: u32, layer: usize, part: Part, head: usize) -> *const u8 {
-        let at = self.head_offset(block, layer, part, head);
-        let words = &self.words[at / 8..(at + self.layout.head_bytes()) / 8];
+    pub(super) fn sub_block(&self, blocks: &[u32], index: usize, layer: usize, part: Part, head: usize) -> *const u8 {
+        let (sub_blocks, bytes) = (self.layout.sub_blocks(), self.layout.sub_block_bytes());
+        let at = self.head_offset(blocks[index / sub_blocks], layer, part, head) + index % sub_blocks * bytes;
+        let words = &self.words[at / 8..(at + bytes) / 8];
         words.as_ptr().cast()
     }
 
@@ -159,24 +168,24 @@ impl KvArena {
         let KvLayout { layers, kv_heads, .. } = self.layout;
         assert!((block as usize) < self.blocks() && layer < layers && head < kv_heads);
         let index = (layer * 2 + usize::from(part == Part::V)) * kv_heads + head;
-        block as usize * self.layout.block_bytes() + index * self.layout.head_bytes()
+        block as usize * self.layout.block_bytes() + index * self.layout.sub_blocks() * self.layout.sub_block_bytes()
     }
 }
 
 /// # Safety
-/// `to` is the head of a block of 8-bit numbers, as for [`KvArena::write_head`]'s other types.
+/// `to` is a sub-block of 8-bit numbers, as for [`KvArena::write_head`]'s other types.
 unsafe fn write_int8(to: *mut u8, slot: usize, part: Part, values: &[f32]) {
     let (dim, scale) = (values.len(), scale_of(values));
     let byte = |value: f32| quantized(value, scale.to_f32()).cast_unsigned();
     // SAFETY: 16 × head_dim numbers, then 16 scales, all aligned to their own sizes.
     unsafe {
-        let scales = to.add(KV_BLOCK_TOKENS * dim).cast::<u16>();
+        let scales = to.add(SUB_BLOCK_TOKENS * dim).cast::<u16>();
         AtomicU16::from_ptr(scales.add(slot)).store(scale.to_bits(), Ordering::Relaxed);
         match part {
             Part::K => {
                 for (i, two) in values.chunks_exact(2).enumerate() {
                     let word = u16::from_le_bytes([byte(two[0]), byte(two[1])]);
-                    let to = to.cast::<u16>().add(i * KV_BLOCK_TOKENS + slot);
+                    let to = to.cast::<u16>().add(i * SUB_BLOCK_TOKENS + slot);
                     AtomicU16::from_ptr(to).store(word, Ordering::Relaxed);
                 }
             }
@@ -218,12 +227,12 @@ mod tests {
         let dim = arena.layout().head_dim;
         let bytes: Vec<u8> = arena.words().iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
         [0, 1].map(|part| {
-            let head_bytes = arena.layout().head_bytes();
+            let head_bytes = arena.layout().sub_block_bytes();
             let head = &bytes[(place.block as usize * 2 + part) * head_bytes..][..head_bytes];
-            let scale = &head[KV_BLOCK_TOKENS * dim + 2 * place.slot..];
+            let scale = &head[SUB_BLOCK_TOKENS * dim + 2 * place.slot..];
             let scale = half::bf16::from_le_bytes([scale[0], scale[1]]).to_f32();
             let at = |i: usize| match part {
-                0 => (i / 2 * KV_BLOCK_TOKENS + place.slot) * 2 + i % 2,
+                0 => (i / 2 * SUB_BLOCK_TOKENS + place.slot) * 2 + i % 2,
                 _ => (place.slot / 2 * dim + i) * 2 + place.slot % 2,
             };
             (0..dim).map(|i| f32::from(head[at(i)].cast_signed()) * scale).collect()
@@ -231,7 +240,7 @@ mod tests {
     }
 
     fn int8_arena(blocks: usize, head_dim: usize) -> KvArena {
-        let layout = KvLayout { layers: 1, kv_heads: 1, head_dim, dtype: KvDtype::Int8 };
+        let layout = KvLayout { layers: 1, kv_heads: 1, head_dim, dtype: KvDtype::Int8, block_tokens: 16 };
         let words = (0..blocks * layout.block_bytes() / 8).map(|_| AtomicU64::new(u64::MAX)).collect();
         KvArena::new(words, layout).expect("fits")
     }
@@ -304,22 +313,24 @@ mod tests {
     }
 
     #[test]
-    fn the_layout_is_block_layer_part_head_token_dim() {
-        let layout = KvLayout { layers: 2, kv_heads: 3, head_dim: 16, dtype: KvDtype::F32 };
+    fn the_layout_is_block_layer_part_head_sub_block_token_dim() {
+        let layout = KvLayout { layers: 2, kv_heads: 3, head_dim: 16, dtype: KvDtype::F32, block_tokens: 32 };
         let words = (0..layout.block_bytes() / 8 * 4).map(|_| AtomicU64::new(0)).collect();
         let arena = KvArena::new(words, layout).expect("fits");
-        assert_eq!((arena.blocks(), layout.block_bytes()), (4, 2 * 2 * 3 * 16 * 16 * 4));
+        assert_eq!((arena.blocks(), layout.block_bytes()), (4, 2 * 2 * 3 * 32 * 16 * 4));
         let row: Vec<f32> = (0..7 + 96).map(|i| i as f32).collect();
-        arena.write(1, &row, row.len(), &[Place { block: 2, slot: 5 }]);
-        // V of head 1, value 3.
-        let at = (((2 * 2 + 1) * 2 + 1) * 3 + 1) * 256 + 5 * 16 + 3;
+        arena.write(1, &row, row.len(), &[Place { block: 2, slot: 21 }]);
+        // V of head 1, token 5 of the second sub-block, value 3.
+        let at = (((2 * 2 + 1) * 2 + 1) * 3 + 1) * 512 + 256 + 5 * 16 + 3;
         let word = arena.words()[at / 2].load(Ordering::Relaxed);
         assert_eq!(f32::from_bits((word >> (32 * (at % 2))) as u32), (7 + 48 + 16 + 3) as f32);
+        let arena_of = |block_tokens| KvArena::new(Arc::clone(arena.words()), KvLayout { block_tokens, ..layout });
+        assert!(arena_of(24).is_none() && arena_of(0).is_none() && arena_of(64).is_some());
     }
 
     #[test]
     fn bf16_rounds_to_nearest_even() {
-        let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 16, dtype: KvDtype::Bf16 };
+        let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 16, dtype: KvDtype::Bf16, block_tokens: 16 };
         let words = (0..layout.block_bytes() / 8).map(|_| AtomicU64::new(0)).collect();
         let arena = KvArena::new(words, layout).expect("fits");
         let ties = [0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x3f80_7fff].map(f32::from_bits);
