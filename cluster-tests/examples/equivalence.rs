@@ -14,8 +14,11 @@ struct Args {
     #[arg(long, default_value = "ucx", value_parser = ["ucx", "tcp", "mem"])]
     transport: String,
     /// KV data type
-    #[arg(long, default_value = "bf16", value_parser = ["bf16", "f32"])]
+    #[arg(long, default_value = "bf16", value_parser = ["bf16", "int8", "f32"])]
     kv_dtype: String,
+    /// Tokens of a KV block
+    #[arg(long, default_value_t = 16)]
+    block_size: usize,
     /// Names the series
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -23,14 +26,15 @@ struct Args {
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let Args { prompts, transport, kv_dtype, seed } = Args::parse();
+    let Args { prompts, transport, kv_dtype, block_size, seed } = Args::parse();
+    let kv = format!("--kv-dtype {kv_dtype} --block-size {block_size}");
     if transport == "mem" {
-        let pair = Pair::start(&format!("--threads 1 --kv-blocks 1024 --kv-dtype {kv_dtype}")).await?;
+        let pair = Pair::start(&format!("--threads 1 --kv-blocks 1024 {kv}")).await?;
         println!("transport mem");
         return compare(&pair, prompts, seed).await;
     }
     let mut options = Options { transport: if transport == "tcp" { "tcp" } else { "ucx" }, ..Options::default() };
-    options.node_args.extend(words(&format!("--kv-dtype {kv_dtype}")));
+    options.node_args.extend(words(&kv));
     let cluster = Cluster::start(options).await?;
     println!("transport {}", cluster.decode.ready("transport"));
     compare(&cluster, prompts, seed).await

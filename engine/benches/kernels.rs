@@ -40,7 +40,7 @@ fn main() -> Result<(), String> {
             bench.matmul(format, bits, rows);
         }
     }
-    for dtype in [KvDtype::Bf16, KvDtype::F32] {
+    for dtype in [KvDtype::Bf16, KvDtype::Int8, KvDtype::F32] {
         for (rows, batch, context) in [(1, 1, 256), (1, 16, 256), (1, 1, 1024), (1, 16, 1024), (512, 1, 0)] {
             bench.attention(dtype, rows, batch, context);
         }
@@ -155,7 +155,7 @@ impl Bench {
         let (width, keys) = (HEADS * HEAD_DIM, batch * (rows * context + rows * (rows + 1) / 2));
         let (values, mut out) = (wave(batch * rows * width), vec![0.0; batch * rows * width]);
         let queries = Queries { values: &values, stride: width, heads: HEADS, window: None };
-        let bytes = batch * (context + rows) * 2 * KV_HEADS * HEAD_DIM * dtype.size_bytes();
+        let bytes = batch * (context + rows) * 2 * KV_HEADS * dtype.head_bytes(HEAD_DIM);
         self.report(&name, LAYERS, bytes as f64, (4 * keys * width) as f64, |layer| {
             attention(self.isa, &kv, layer, &chunks, queries, &mut out);
         });
@@ -171,7 +171,7 @@ impl Bench {
         let (kv, values) = (arena(dtype, rows / BLOCK), wave(rows * stride));
         let place = |token: usize| Place { block: (token / BLOCK) as u32, slot: token % BLOCK };
         let places: Vec<_> = (0..rows).map(place).collect();
-        let bytes = rows * 2 * KV_HEADS * HEAD_DIM * (4 + dtype.size_bytes());
+        let bytes = rows * 2 * KV_HEADS * (4 * HEAD_DIM + dtype.head_bytes(HEAD_DIM));
         self.report(&name, LAYERS, bytes as f64, 0.0, |layer| kv.write(layer, &values, stride, &places));
     }
 
@@ -210,7 +210,7 @@ impl Bench {
 }
 
 fn arena(dtype: KvDtype, blocks: usize) -> KvArena {
-    let layout = KvLayout { layers: LAYERS, kv_heads: KV_HEADS, head_dim: HEAD_DIM, dtype };
+    let layout = KvLayout { layers: LAYERS, kv_heads: KV_HEADS, head_dim: HEAD_DIM, block_tokens: BLOCK, dtype };
     let words = zeroed_words(blocks * layout.block_bytes() / 8);
     // Small numbers of either format.
     for (i, word) in words.iter().enumerate() {

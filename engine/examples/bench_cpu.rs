@@ -14,9 +14,8 @@ use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease, Logits};
 
-const BLOCK: usize = 16;
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
-                     [--kv-dtype bf16|f32] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
+                     [--kv-dtype bf16|int8|f32] [--block-size TOKENS] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
 const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
                     decode8x1024,decode16x1024,decode32x1024";
 
@@ -29,6 +28,7 @@ struct Options {
     steps: usize,
     chunk: usize,
     kv_dtype: KvDtype,
+    block_tokens: usize,
     isa: IsaChoice,
     batch_invariant: bool,
     ceilings: bool,
@@ -95,10 +95,10 @@ impl Row {
         }
     }
 
-    fn blocks(self, steps: usize) -> usize {
+    fn blocks(self, steps: usize, block_tokens: usize) -> usize {
         match self {
-            Self::Prefill(tokens) => tokens.div_ceil(BLOCK),
-            Self::Decode { batch, context } => batch * (context + steps).div_ceil(BLOCK),
+            Self::Prefill(tokens) => tokens.div_ceil(block_tokens),
+            Self::Decode { batch, context } => batch * (context + steps).div_ceil(block_tokens),
         }
     }
 }
@@ -113,6 +113,7 @@ impl Options {
             steps: 8,
             chunk: 512,
             kv_dtype: KvDtype::Bf16,
+            block_tokens: 16,
             isa: IsaChoice::Auto,
             batch_invariant: false,
             ceilings: false,
@@ -130,10 +131,12 @@ impl Options {
                 "--kv-dtype" => {
                     options.kv_dtype = match value()?.as_str() {
                         "bf16" => KvDtype::Bf16,
+                        "int8" => KvDtype::Int8,
                         "f32" => KvDtype::F32,
                         other => return Err(format!("no KV type {other}; {USAGE}")),
                     }
                 }
+                "--block-size" => options.block_tokens = number(&value()?)?,
                 "--isa" => {
                     options.isa = match value()?.as_str() {
                         "auto" => IsaChoice::Auto,
@@ -184,19 +187,20 @@ struct Bench {
 
 impl Bench {
     fn load(options: &Options) -> Result<Self, String> {
-        let blocks = options.rows.iter().map(|row| row.blocks(options.steps)).max().unwrap_or(1);
+        let blocks = options.rows.iter().map(|row| row.blocks(options.steps, options.block_tokens)).max().unwrap_or(1);
         let executor = LlamaExecutor::load(&ModelConfig {
             path: options.model.clone(),
             kv_dtype: options.kv_dtype,
             blocks,
-            block_tokens: BLOCK,
+            block_tokens: options.block_tokens,
             threads: options.threads,
             isa: options.isa,
             batch_invariant: options.batch_invariant,
             ..ModelConfig::default()
         })
         .map_err(|error| error.to_string())?;
-        // Small bf16 numbers (f32 ones, read in pairs): a context that nobody needs to compute.
+        // Small bf16 numbers (f32 ones, read in pairs; 8-bit ones, scaled by such): a context that nobody needs to
+        // compute.
         for (i, word) in executor.arena().iter().enumerate() {
             let noise = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f;
             word.store(noise | 0x3e00_3e00_3e00_3e00, Ordering::Relaxed);
@@ -204,7 +208,7 @@ impl Bench {
         Ok(Self {
             executor,
             logits: Logits::default(),
-            pool: BlockPool::new(blocks, BLOCK),
+            pool: BlockPool::new(blocks, options.block_tokens),
             steps: options.steps,
             chunk: options.chunk,
         })
@@ -238,7 +242,7 @@ impl Bench {
     }
 
     fn lease(&self, tokens: usize) -> Result<Arc<KvLease>, String> {
-        self.pool.try_reserve(tokens.div_ceil(BLOCK)).map(Arc::new).map_err(|error| error.to_string())
+        self.pool.try_reserve(self.pool.blocks_for(tokens)).map(Arc::new).map_err(|error| error.to_string())
     }
 
     fn step(&mut self, items: Vec<BatchItem>) -> Result<(), String> {

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
+
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
 use crate::logits::Logits;
@@ -12,7 +14,7 @@ use crate::models::checkpoint::Checkpoint;
 use crate::models::config::LlamaConfig;
 use crate::models::llama::{Llama, Step};
 use crate::ops::attention::Chunk;
-use crate::ops::kv::{KV_BLOCK_TOKENS, KvArena, KvLayout, Place};
+use crate::ops::kv::{KvArena, KvLayout, Place};
 use crate::ops::pool::Pool;
 use crate::ops::simd::{Isa, IsaChoice};
 
@@ -25,7 +27,7 @@ pub struct ModelConfig {
     pub kv_dtype: KvDtype,
     /// Blocks of the KV arena.
     pub blocks: usize,
-    /// Tokens of a block; the kernels want 16.
+    /// Tokens of a block: one of [`BLOCK_TOKENS`].
     pub block_tokens: usize,
     /// Threads that compute, the caller's counted.
     pub threads: usize,
@@ -45,7 +47,7 @@ impl Default for ModelConfig {
             path: PathBuf::new(),
             kv_dtype: KvDtype::Bf16,
             blocks: 0,
-            block_tokens: KV_BLOCK_TOKENS,
+            block_tokens: DEFAULT_BLOCK_TOKENS,
             threads: 1,
             cpus: Vec::new(),
             isa: IsaChoice::Auto,
@@ -68,15 +70,15 @@ impl LlamaExecutor {
     /// # Errors
     /// `Model` when the file is missing, damaged or not servable; `InvalidArgument` for impossible sizes.
     pub fn load(config: &ModelConfig) -> Result<Self, EngineError> {
-        if config.block_tokens != KV_BLOCK_TOKENS || config.threads == 0 || config.blocks == 0 {
-            let why = format!("blocks of {KV_BLOCK_TOKENS} tokens, a block and a thread at least, not {config:?}");
+        if !BLOCK_TOKENS.contains(&config.block_tokens) || config.threads == 0 || config.blocks == 0 {
+            let why = format!("blocks of {BLOCK_TOKENS:?} tokens, a block and a thread at least, not {config:?}");
             return Err(EngineError::InvalidArgument(why));
         }
         let checkpoint = Checkpoint::open(&config.path)?;
         let isa = isa_of(config)?;
         let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?.with_isa(isa);
         let LlamaConfig { layers, kv_heads, head_dim, .. } = *model.config();
-        let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype };
+        let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype, block_tokens: config.block_tokens };
         let kv = KvArena::new(allocate_arena(config.blocks, layout.block_bytes())?, layout)
             .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {layout:?}")))?;
         let pool = Pool::new(config.threads, config.cpus.clone())
@@ -99,21 +101,22 @@ impl LlamaExecutor {
 
     fn problem(&self, item: &BatchItem, written: &mut HashSet<u32>) -> Option<String> {
         let (blocks, end) = (item.blocks.blocks(), item.start.checked_add(item.tokens.len()));
+        let block_tokens = self.spec.block_tokens;
         let Some(end) = end.filter(|&end| end > item.start && end <= self.spec.max_context_tokens) else {
             let limit = self.spec.max_context_tokens;
             return Some(format!("no tokens or more than the model's {limit}"));
         };
-        if end > blocks.len() * KV_BLOCK_TOKENS {
+        if end > blocks.len() * block_tokens {
             return Some(format!("{end} tokens do not fit {} blocks", blocks.len()));
         }
         if let Some(token) = item.tokens.iter().find(|&&token| token as usize >= self.spec.vocab_size) {
             return Some(format!("token {token} is not in the vocabulary"));
         }
-        let own = &blocks[..end.div_ceil(KV_BLOCK_TOKENS)];
+        let own = &blocks[..end.div_ceil(block_tokens)];
         if let Some(block) = own.iter().find(|&&block| block as usize >= self.spec.total_blocks) {
             return Some(format!("block {block} is not in the arena"));
         }
-        let mut target = own[item.start / KV_BLOCK_TOKENS..].iter();
+        let mut target = own[item.start / block_tokens..].iter();
         target.find(|&&block| !written.insert(block)).map(|block| format!("block {block} is written twice"))
     }
 }
@@ -129,6 +132,7 @@ impl Executor for LlamaExecutor {
 
     fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
         self.check(batch)?;
+        let block_tokens = self.spec.block_tokens;
         let (mut tokens, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
         let (mut chunks, mut logits_of) = (Vec::new(), Vec::new());
         for item in &batch.items {
@@ -137,8 +141,7 @@ impl Executor for LlamaExecutor {
             tokens.extend(&item.tokens);
             for position in item.start..item.start + rows {
                 positions.push(position);
-                let block = blocks[position / KV_BLOCK_TOKENS];
-                places.push(Place { block, slot: position % KV_BLOCK_TOKENS });
+                places.push(Place { block: blocks[position / block_tokens], slot: position % block_tokens });
             }
             logits_of.extend(item.wants_logits.then_some(first_row + rows - 1));
         }
@@ -170,7 +173,7 @@ fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
         vocab_size: model.vocab_size,
         eos_token_id: model.eos_token_id,
         max_context_tokens: model.max_context_tokens,
-        block_tokens: KV_BLOCK_TOKENS,
+        block_tokens: layout.block_tokens,
         block_bytes: layout.block_bytes(),
         total_blocks: kv.blocks(),
         kv_dtype: layout.dtype,

@@ -70,14 +70,17 @@ pub enum KvDtype {
     F32,
     /// bfloat16, 2 bytes a value.
     Bf16,
+    /// Signed integers of 8 bits with one scale for each token and head, see `ops/kv.rs`.
+    Int8,
 }
 
 impl KvDtype {
-    /// Bytes of one value.
-    pub fn size_bytes(self) -> usize {
+    /// Bytes of one token's K or V of one head.
+    pub fn head_bytes(self, head_dim: usize) -> usize {
         match self {
-            Self::F32 => 4,
-            Self::Bf16 => 2,
+            Self::F32 => 4 * head_dim,
+            Self::Bf16 => 2 * head_dim,
+            Self::Int8 => head_dim + 2,
         }
     }
 }
@@ -121,6 +124,7 @@ impl EngineSpec {
             KvDtype::F32 => 0u64,
             // 1 was row by row; 2 is in pairs, see `ops/kv.rs`.
             KvDtype::Bf16 => 2,
+            KvDtype::Int8 => 3,
         };
         let sizes = [self.vocab_size, self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.block_bytes];
         let mut hasher = Xxh3::new();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tandem_proto::BLOCK_TOKENS;
+use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
@@ -17,8 +17,8 @@ use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::step_model::StepShape;
 
-/// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size` and `block_bytes` are the
-/// same model.
+/// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size`, `block_tokens` and
+/// `block_bytes` are the same model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedConfig {
     /// Distinguishes models: the digest that the node registers with.
@@ -29,7 +29,9 @@ pub struct SimulatedConfig {
     pub eos_token_id: u32,
     /// Longest sequence.
     pub max_context_tokens: usize,
-    /// Bytes of a block, a multiple of 128 (16 tokens of at least one word).
+    /// Tokens of a block.
+    pub block_tokens: usize,
+    /// Bytes of a block, a multiple of 8 for each of its tokens.
     pub block_bytes: usize,
     /// Blocks of the arena.
     pub blocks: usize,
@@ -48,6 +50,7 @@ impl Default for SimulatedConfig {
             vocab_size: 1024,
             eos_token_id: 2,
             max_context_tokens: 8192,
+            block_tokens: DEFAULT_BLOCK_TOKENS,
             block_bytes: 4096,
             blocks: 1024,
             step_delay: Duration::ZERO,
@@ -58,6 +61,11 @@ impl Default for SimulatedConfig {
 }
 
 impl SimulatedConfig {
+    /// The same with blocks of so many tokens; a token keeps its bytes.
+    pub fn with_block_tokens(self, block_tokens: usize) -> Self {
+        Self { block_tokens, block_bytes: self.block_bytes / self.block_tokens.max(1) * block_tokens, ..self }
+    }
+
     /// How long a step of `shape` takes.
     pub fn step_time(&self, shape: StepShape) -> Duration {
         let times = |delay: Duration, count: usize| delay.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
@@ -95,11 +103,15 @@ impl SimulatedExecutor {
     /// Allocates the arena.
     ///
     /// # Errors
-    /// `InvalidArgument` when `block_bytes` is no multiple of 128, or the vocabulary is empty or too large.
+    /// `InvalidArgument` when `block_bytes` is no multiple of 8 for each token, or the vocabulary is empty or too large.
     pub fn new(config: &SimulatedConfig) -> Result<Self, EngineError> {
-        let words_per_token = config.block_bytes / 8 / BLOCK_TOKENS;
-        if words_per_token * 8 * BLOCK_TOKENS != config.block_bytes || words_per_token == 0 {
-            let why = format!("simulated blocks of {} bytes: want a multiple of 128", config.block_bytes);
+        let token_bytes = config.block_bytes.checked_div(config.block_tokens).unwrap_or(0);
+        let words_per_token = token_bytes / 8;
+        if words_per_token * 8 * config.block_tokens != config.block_bytes || words_per_token == 0 {
+            let why = format!(
+                "simulated blocks of {} tokens in {} bytes: want 8 bytes or a multiple for each token",
+                config.block_tokens, config.block_bytes
+            );
             return Err(EngineError::InvalidArgument(why));
         }
         if config.vocab_size == 0 || u32::try_from(config.vocab_size).is_err() {
@@ -112,7 +124,7 @@ impl SimulatedExecutor {
             vocab_size: config.vocab_size,
             eos_token_id: config.eos_token_id,
             max_context_tokens: config.max_context_tokens,
-            block_tokens: BLOCK_TOKENS,
+            block_tokens: config.block_tokens,
             block_bytes: config.block_bytes,
             total_blocks: config.blocks,
             kv_dtype: KvDtype::F32,
@@ -156,10 +168,11 @@ impl SimulatedExecutor {
 
     /// The words of the token at `position`.
     fn slot(&self, item: &BatchItem, position: usize) -> Result<&[AtomicU64], EngineError> {
-        let block = item.blocks.blocks().get(position / BLOCK_TOKENS).ok_or_else(|| {
+        let block_tokens = self.spec.block_tokens;
+        let block = item.blocks.blocks().get(position / block_tokens).ok_or_else(|| {
             EngineError::Executor(format!("sequence {}: no KV block for position {position}", item.seq))
         })?;
-        let slot = *block as usize * BLOCK_TOKENS + position % BLOCK_TOKENS;
+        let slot = *block as usize * block_tokens + position % block_tokens;
         let range = slot * self.words_per_token..(slot + 1) * self.words_per_token;
         self.arena.get(range).ok_or_else(|| EngineError::Executor(format!("KV block {block} is outside the arena")))
     }

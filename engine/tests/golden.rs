@@ -1,6 +1,6 @@
 //! Greedy tokens of the real model against an independent engine (`smollm2/mod.rs`).
 //! A difference is rounding only where the oracle's two best logits almost tie: every token up to the first such step
-//! must be equal.
+//! must be equal. `--nocapture` prints how near each prompt comes.
 mod smollm2;
 
 use std::sync::Arc;
@@ -20,6 +20,18 @@ fn f32_kv_gives_the_oracles_tokens() {
 #[test]
 fn bf16_kv_gives_the_oracles_tokens() {
     compare(Runner::load(KvDtype::Bf16, true), 0.05, 0.05);
+}
+
+/// Measured: differences at gaps of 0.019 and less, first log-probabilities up to 0.17 away.
+#[test]
+fn int8_kv_gives_the_oracles_tokens_where_it_is_sure() {
+    compare(Runner::load(KvDtype::Int8, true), 0.1, 0.3);
+}
+
+/// Measured: differences at gaps of 0.080 and less, first log-probabilities up to 0.26 away.
+#[test]
+fn int8_kv_and_bf16_kernels_give_the_oracles_tokens_where_it_is_sure() {
+    compare(Runner::load(KvDtype::Int8, false), 0.2, 0.5);
 }
 
 /// On machines without bf16 kernels this is the test above.
@@ -74,12 +86,14 @@ fn compare(mut runner: Runner, tie: f32, near: f32) {
         let results = runner.generate(prompts);
         for (prompt, (tokens, first)) in prompts.iter().zip(results) {
             let want = &prompt.out.f32;
+            let far = want.top5_first.iter().map(|&(token, logprob)| (first[token as usize] - logprob).abs());
+            let far = far.fold(0.0f32, f32::max);
+            let equal = tokens.iter().zip(&want.tokens).take_while(|(got, want)| got == want).count();
+            let gap = want.gap.get(equal).map_or("all".into(), |gap| format!("then a gap of {gap:.3}"));
+            println!("{:<24} first step within {far:.3}, {equal:>2} tokens equal, {gap}", prompt.name);
             let sure = want.sure(tie);
             assert_eq!(&tokens[..sure.len()], sure, "{}", prompt.name);
-            for &(token, logprob) in &want.top5_first {
-                let got = first[token as usize];
-                assert!((got - logprob).abs() < near, "{}: token {token} {got}, oracle {logprob}", prompt.name);
-            }
+            assert!(far < near, "{}: log-probabilities of the first step are {far} off", prompt.name);
         }
     }
 }

@@ -9,8 +9,10 @@ use candle_core::{Device, Tensor};
 use proptest::prelude::*;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease, Logits};
+use tandem_proto::BLOCK_TOKENS;
 
 const VOCAB: usize = 96;
+const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8];
 
 /// A GGUF file that goes away with the test.
 struct TinyModel(PathBuf);
@@ -71,11 +73,15 @@ impl TinyModel {
     }
 
     fn load(&self, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
+        self.load_blocks_of(16, kv_dtype)
+    }
+
+    fn load_blocks_of(&self, block_tokens: usize, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
         LlamaExecutor::load(&ModelConfig {
             path: self.0.clone(),
             kv_dtype,
             blocks: 32,
-            block_tokens: 16,
+            block_tokens,
             threads: 2,
             ..ModelConfig::default()
         })
@@ -132,13 +138,19 @@ fn the_spec_comes_from_the_file() {
     assert!(bf16.model_name.starts_with("tandem-tiny"), "{}", bf16.model_name);
     assert_eq!(bf16.model_digest, xxhash_rust::xxh3::xxh3_64(&model.bytes()));
     assert_eq!(f32.model_digest, bf16.model_digest);
-    assert_ne!(f32.compatibility_digest, bf16.compatibility_digest);
+    let int8 = model.load(KvDtype::Int8).expect("loads").spec().clone();
+    assert_eq!(int8.block_bytes, 2 * 2 * 2 * 16 * (16 + 2));
+    let wide = model.load_blocks_of(64, KvDtype::F32).expect("loads").spec().clone();
+    assert_eq!((wide.block_tokens, wide.block_bytes), (64, 4 * f32.block_bytes));
+    let mut digests = [f32, bf16, int8, wide].map(|spec| spec.compatibility_digest);
+    digests.sort_unstable();
+    assert!(digests.windows(2).all(|two| two[0] != two[1]));
 }
 
 #[test]
 fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
     let model = TinyModel::new("batch");
-    for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
+    for kv_dtype in DTYPES {
         let mut executor = model.load(kv_dtype).expect("loads");
         let pool = BlockPool::new(32, 16);
         let sizes = [1, 40, 17, 100, 3];
@@ -150,6 +162,27 @@ fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
         let items = sizes.iter().enumerate().map(|(i, &n)| item(i as u64, &prompt(n, i), 0, &lease(&pool, n)));
         let items = items.collect();
         assert_eq!(step(&mut executor, items), alone);
+    }
+}
+
+#[test]
+fn the_size_of_a_block_changes_no_bit() {
+    let model = TinyModel::new("block-size");
+    for kv_dtype in DTYPES {
+        let mut of_size = BLOCK_TOKENS.map(|block_tokens| {
+            let mut executor = model.load_blocks_of(block_tokens, kv_dtype).expect("loads");
+            let pool = BlockPool::new(32, block_tokens);
+            let (blocks, tokens) = (lease(&pool, 150), prompt(150, 1));
+            // A prompt in two chunks, then a token.
+            let parts = [(0, 70), (70, 149), (149, 150)];
+            parts.map(|(from, to)| step(&mut executor, vec![item(0, &tokens[from..to], from, &blocks)]))
+        });
+        let [first, others @ ..] = &mut of_size;
+        assert!(others.iter().all(|other| other == first), "{kv_dtype:?}");
+    }
+    for block_tokens in [0, 8, 17, 48, 256] {
+        let error = model.load_blocks_of(block_tokens, KvDtype::Bf16).err().expect("refused").to_string();
+        assert!(error.contains("[16, 32, 64, 128]"), "{error}");
     }
 }
 
@@ -208,10 +241,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn chunks_equal_the_whole_bit_for_bit(n in 2usize..120, cuts in prop::collection::vec(1usize..120, 0..4), bf16: bool) {
+    fn chunks_equal_the_whole_bit_for_bit(
+        n in 2usize..120, cuts in prop::collection::vec(1usize..120, 0..4), kv_dtype in prop::sample::select(&DTYPES[..]),
+        block_tokens in prop::sample::select(&BLOCK_TOKENS[..]),
+    ) {
         let model = TinyModel::new("chunks");
-        let mut executor = model.load(if bf16 { KvDtype::Bf16 } else { KvDtype::F32 }).expect("loads");
-        let (pool, tokens) = (BlockPool::new(32, 16), prompt(n, n));
+        let mut executor = model.load_blocks_of(block_tokens, kv_dtype).expect("loads");
+        let (pool, tokens) = (BlockPool::new(32, block_tokens), prompt(n, n));
         let whole = step(&mut executor, vec![item(0, &tokens, 0, &lease(&pool, n))]);
         let mut cuts: Vec<usize> = cuts.into_iter().filter(|&cut| cut < n).chain([0, n]).collect();
         cuts.sort_unstable();

@@ -8,6 +8,7 @@ use clap::{Args, ValueEnum};
 use tandem_engine::KvDtype;
 use tandem_engine::ops::simd::IsaChoice;
 use tandem_proto::v1::Role;
+use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tonic::transport::Endpoint;
 
 use crate::kv_memory::KvMemory;
@@ -33,7 +34,11 @@ pub struct NodeArgs {
     /// Number format of the KV arena.
     #[arg(long, value_enum, default_value_t = KvDtypeArg::Bf16)]
     pub kv_dtype: KvDtypeArg,
-    /// Blocks of the KV arena; a block holds 16 tokens.
+    /// Tokens of a KV block: 16, 32, 64 or 128; the same on all nodes. Larger ones are fewer to look after and move, and
+    /// hold more that a sequence does not fill or two prompts do not share.
+    #[arg(long, value_name = "TOKENS", default_value_t = DEFAULT_BLOCK_TOKENS, value_parser = block_tokens)]
+    pub block_size: usize,
+    /// Blocks of the KV arena.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_blocks: u32,
     /// Memory of the KV arena, instead of --kv-blocks: bytes such as 2GiB, or a share of the machine's such as 25%.
@@ -102,6 +107,8 @@ pub struct NodeArgs {
 pub enum KvDtypeArg {
     /// 2 bytes a value.
     Bf16,
+    /// 1 byte a value, and a scale for each token and head.
+    Int8,
     /// 4 bytes a value.
     F32,
 }
@@ -160,6 +167,8 @@ pub struct NodeConfig {
     pub model: ModelSource,
     /// Of the arena.
     pub kv_dtype: KvDtype,
+    /// Of a block, in tokens.
+    pub block_tokens: usize,
     /// Of the arena.
     pub kv_memory: KvMemory,
     /// Whether computed blocks are kept for prompts that begin alike.
@@ -247,8 +256,10 @@ impl NodeArgs {
             model,
             kv_dtype: match self.kv_dtype {
                 KvDtypeArg::Bf16 => KvDtype::Bf16,
+                KvDtypeArg::Int8 => KvDtype::Int8,
                 KvDtypeArg::F32 => KvDtype::F32,
             },
+            block_tokens: self.block_size,
             kv_memory: self.kv_memory.unwrap_or(KvMemory::Blocks(self.kv_blocks as usize)),
             prefix_caching: !self.no_prefix_caching,
             max_running: self.max_num_seqs as usize,
@@ -272,6 +283,11 @@ impl NodeArgs {
             node_id: self.node_id,
         })
     }
+}
+
+fn block_tokens(text: &str) -> Result<usize, String> {
+    let tokens = text.parse().ok().filter(|tokens| BLOCK_TOKENS.contains(tokens));
+    tokens.ok_or_else(|| format!("a block holds {BLOCK_TOKENS:?} tokens"))
 }
 
 fn endpoint(url: &str) -> anyhow::Result<Endpoint> {
@@ -308,6 +324,9 @@ mod tests {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
         assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
         assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
+        assert_eq!(config.block_tokens, 16);
+        let config = parse("--router http://127.0.0.1:1 --simulated --kv-dtype int8 --block-size 64").unwrap();
+        assert_eq!((config.kv_dtype, config.block_tokens), (KvDtype::Int8, 64));
     }
 
     #[test]
@@ -333,6 +352,9 @@ mod tests {
             ("--router h:1 --simulated", "http://host:port"),
             ("--router https://h:1 --simulated", "http://host:port"),
             ("--router http://h:1 --simulated --kv-blocks 0", "kv-blocks"),
+            ("--router http://h:1 --simulated --kv-dtype int4", "int8"),
+            ("--router http://h:1 --simulated --block-size 48", "[16, 32, 64, 128]"),
+            ("--router http://h:1 --simulated --block-size x", "[16, 32, 64, 128]"),
             ("--router http://h:1 --simulated --kv-blocks 7 --kv-memory 2GiB", "--kv-memory"),
             ("--router http://h:1 --simulated --kv-memory 2", "such as 2GiB"),
             ("--router http://h:1 --simulated --kv-memory 120%", "between 0 and 100"),

@@ -8,7 +8,7 @@ use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::models::checkpoint::Checkpoint;
 use tandem_engine::models::config::LlamaConfig;
 use tandem_engine::ops::kv::KvLayout;
-use tandem_engine::{Engine, Executor, KvDtype, SchedulerConfig, SimulatedConfig, SimulatedExecutor, memory};
+use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, memory};
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
@@ -156,13 +156,13 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
         ModelSource::File(path) => {
             let blocks = match config.kv_memory {
                 KvMemory::Blocks(blocks) => blocks,
-                memory => memory.blocks(block_bytes(path, config.kv_dtype)?, memory::total())?,
+                memory => memory.blocks(block_bytes(path, config)?, memory::total())?,
             };
             let model = ModelConfig {
                 path: path.clone(),
                 kv_dtype: config.kv_dtype,
                 blocks,
-                block_tokens: tandem_proto::BLOCK_TOKENS,
+                block_tokens: config.block_tokens,
                 threads: config.threads,
                 cpus: config.cpus.clone(),
                 isa: config.isa,
@@ -172,6 +172,7 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
         }
         ModelSource::Simulated { in_place_of, step, token } => {
             let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
+            let like = like.with_block_tokens(config.block_tokens);
             let blocks = config.kv_memory.blocks(like.block_bytes, memory::total())?;
             let simulated = SimulatedConfig { blocks, step_delay: *step, token_delay: *token, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
@@ -180,10 +181,11 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
 }
 
 /// Bytes of a KV block of the model, before it is loaded.
-fn block_bytes(path: &Path, dtype: KvDtype) -> anyhow::Result<usize> {
+fn block_bytes(path: &Path, config: &NodeConfig) -> anyhow::Result<usize> {
     let checkpoint = Checkpoint::open(path)?;
     let LlamaConfig { layers, kv_heads, head_dim, .. } = *checkpoint.config();
-    Ok(KvLayout { layers, kv_heads, head_dim, dtype }.block_bytes())
+    let (dtype, block_tokens) = (config.kv_dtype, config.block_tokens);
+    Ok(KvLayout { layers, kv_heads, head_dim, dtype, block_tokens }.block_bytes())
 }
 
 fn scheduler(config: &NodeConfig) -> SchedulerConfig {

@@ -31,8 +31,12 @@ pub use hash::SequenceHash;
 pub use ids::{HandoffId, Incarnation};
 pub use trace::TraceContext;
 
-/// Tokens of a block: the unit of caching, hashing and transfer.
-pub const BLOCK_TOKENS: usize = 16;
+/// What a block may hold, in tokens: the unit of caching, hashing and transfer. Multiples of the 16 keys that the CPU
+/// kernels take at a time; all nodes of a cluster have the same.
+pub const BLOCK_TOKENS: [usize; 4] = [16, 32, 64, 128];
+
+/// Tokens of a block where nothing else is said.
+pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
 pub const PROTOCOL_VERSION: u32 = 2;

@@ -140,7 +140,8 @@ impl Membership {
     /// Enters a node. A node of the same name is replaced: its requests end.
     ///
     /// # Errors
-    /// `Incompatible` for a field or digest that is wrong, `Overloaded` when the table is full.
+    /// `Incompatible` for a field or digest that is wrong or another block size than the other nodes', `Overloaded` when
+    /// the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
         lock(&self.table).insert(|session| Node::new(session, role, info, endpoint), now)
@@ -185,12 +186,11 @@ impl Membership {
     /// # Errors
     /// [`NoPair`].
     pub fn route(&self, prompt_tokens: u32, max_tokens: u32) -> Result<Route, NoPair> {
-        let need = Need {
-            prompt_tokens,
-            total_tokens: prompt_tokens.saturating_add(max_tokens),
-            block_tokens: BLOCK_TOKENS as u32,
-        };
-        let (prefill, decode, candidates, shares) = lock(&self.table).route(&need)?;
+        let mut table = lock(&self.table);
+        let total_tokens = prompt_tokens.saturating_add(max_tokens);
+        let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens() };
+        let (prefill, decode, candidates, shares) = table.route(&need)?;
+        drop(table);
         Ok(Route { prefill, decode, candidates, shares, table: Arc::clone(&self.table) })
     }
 
@@ -241,8 +241,8 @@ fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Endpoint), E
             return Err(refuse(format!("{name} is empty")));
         }
     }
-    if info.block_tokens as usize != BLOCK_TOKENS {
-        return Err(refuse(format!("blocks of {} tokens, this cluster has {BLOCK_TOKENS}", info.block_tokens)));
+    if !BLOCK_TOKENS.contains(&(info.block_tokens as usize)) {
+        return Err(refuse(format!("blocks of {} tokens; a block holds {BLOCK_TOKENS:?}", info.block_tokens)));
     }
     if info.model_digest != expected.model_digest {
         return Err(refuse(format!(

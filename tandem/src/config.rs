@@ -218,8 +218,11 @@ struct UpArgs {
 #[command(next_help_heading = "Passed on to the nodes and the router")]
 struct PassThrough {
     /// KV data type
-    #[arg(long, value_name = "bf16|f32")]
+    #[arg(long, value_name = "bf16|int8|f32")]
     kv_dtype: Option<String>,
+    /// Tokens of a KV block
+    #[arg(long, value_name = "TOKENS", value_parser = ["16", "32", "64", "128"])]
+    block_size: Option<String>,
     /// KV blocks of a node
     #[arg(long, value_name = "N")]
     kv_blocks: Option<usize>,
@@ -419,6 +422,7 @@ impl PassThrough {
         let lib_dir = self.ucx_lib_dir.as_ref().map(|dir| dir.display().to_string());
         let pairs = [
             ("--kv-dtype", self.kv_dtype.clone()),
+            ("--block-size", self.block_size.clone()),
             ("--kv-blocks", number(&self.kv_blocks)),
             ("--max-num-seqs", number(&self.max_num_seqs)),
             ("--max-num-batched-tokens", number(&self.max_num_batched_tokens)),
@@ -499,6 +503,8 @@ mod tests {
             path,
             "--kv-dtype",
             "f32",
+            "--block-size",
+            "32",
             "--kv-blocks",
             "64",
             "--otlp-endpoint",
@@ -516,11 +522,17 @@ mod tests {
             panic!("not `up`");
         };
         assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
-        let (flags, model) = up.node_args.split_at(5);
-        assert_eq!(flags, ["--kv-dtype", "f32", "--kv-blocks", "64", "--simulated"]);
+        let (flags, model) = up.node_args.split_at(7);
+        assert_eq!(flags, ["--kv-dtype", "f32", "--block-size", "32", "--kv-blocks", "64", "--simulated"]);
         assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
+    }
+
+    #[test]
+    fn a_block_size_that_no_node_takes_is_refused() {
+        let error = CommandLine::try_parse_from(["tandem", "up", "--block-size", "48"]).err().unwrap().to_string();
+        assert!(error.contains("16, 32, 64, 128"), "{error}");
     }
 
     #[test]

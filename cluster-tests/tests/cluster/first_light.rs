@@ -1,8 +1,9 @@
 //! The reason of the whole: prompts are read on one process and answered by another.
 use std::time::Duration;
 
+use anyhow::Context;
 use futures::future::try_join_all;
-use tandem_cluster_tests::client::{ask, chat, text};
+use tandem_cluster_tests::client::{ask, chat, text, token_ids};
 use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::{Cluster, Options, Pair, equivalence};
 
@@ -63,6 +64,26 @@ async fn disaggregated_equals_one_node_over_tcp() -> anyhow::Result<()> {
     assert!(cluster.decode.ready("transport").starts_with("tcp"), "{}", cluster.decode.ready("transport"));
     equivalence::compare(&cluster, PROMPTS, 2).await?;
     cluster.idle(Duration::from_secs(2)).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_size_of_a_block_changes_no_token() -> anyhow::Result<()> {
+    let mut answers = Vec::new();
+    for size in [16_u32, 64] {
+        let node_args = words(&format!("--threads 1 --block-size {size} --kv-blocks {}", 4096 / size));
+        let cluster = Cluster::start(Options { node_args, ..Options::default() }).await?;
+        for length in [1, 63, 64, 65, 500] {
+            let prompt: Vec<u32> = (0..length).map(|i| 1000 + i * 37).collect();
+            let answer = cluster.answer(ask(token_ids(prompt), 16)).await?;
+            let blocks = answer.finish.timings.context("no timings")?.kv_blocks;
+            assert_eq!(blocks, length.div_ceil(size), "a prompt of {length} in blocks of {size}");
+            answers.push(answer.tokens);
+        }
+        cluster.idle(Duration::from_secs(2)).await?;
+    }
+    let (small, large) = answers.split_at(answers.len() / 2);
+    assert_eq!(small, large);
     Ok(())
 }
 

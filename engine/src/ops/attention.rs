@@ -1,20 +1,22 @@
-//! Causal attention of query rows over the paged KV of their sequences: online softmax in f32 over key blocks of 16 in
+//! Causal attention of query rows over the paged KV of their sequences: online softmax in f32 over sub-blocks of 16 keys in
 //! ascending order (Milakov & Gimelshein, arXiv:1805.02867; tiled as in FlashAttention, arXiv:2205.14135; paged as in
 //! vLLM, arXiv:2309.06180). Grouped-query heads that share K and V are computed together.
 use std::cell::RefCell;
 
-use super::kv::{KV_BLOCK_TOKENS, KvArena, Part};
-use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::kv::{KvArena, Part, SUB_BLOCK_TOKENS};
+use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
 use super::{Shared, pool};
 use crate::executor::KvDtype;
 
-/// Query rows of a task: they share one unpacking of each K and V block.
+/// Query rows of a task: they share one unpacking of each sub-block of K and V.
 const TILE_ROWS: usize = 16;
+/// Sub-blocks of keys and values between the one at hand and the one that is asked for.
+const AHEAD: usize = 2;
 
 /// The rows of a step that belong to one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
-    /// The sequence's blocks; position `p` lies in `blocks[p / 16]`.
+    /// The sequence's blocks; position `p` lies in `blocks[p / block_tokens]`.
     pub blocks: &'a [u32],
     /// First row in the step's matrices.
     pub first_row: usize,
@@ -49,10 +51,10 @@ pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], que
     assert!(queries.stride >= width && queries.heads.is_multiple_of(layout.kv_heads) && out.len() == rows * width);
     for chunk in chunks {
         assert!(chunk.first_row + chunk.rows <= rows);
-        assert!(chunk.start + chunk.rows <= chunk.blocks.len() * KV_BLOCK_TOKENS);
+        assert!(chunk.start + chunk.rows <= chunk.blocks.len() * layout.block_tokens);
     }
     #[cfg(target_arch = "x86_64")]
-    if isa.rounds() && layout.dtype == KvDtype::Bf16 {
+    if isa.rounds() && layout.dtype != KvDtype::F32 {
         return super::attention_dots::attention(kv, layer, chunks, queries, out);
     }
     let mut tiles = Vec::new();
@@ -109,6 +111,10 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
+    fn sub_block(&self, index: usize, part: Part) -> *const u8 {
+        self.kv.sub_block(self.chunk.blocks, index, self.layer, part, self.kv_head)
+    }
+
     /// First key that a row of the tile sees.
     fn first_key(&self, row: usize) -> usize {
         (self.chunk.start + row + 1).saturating_sub(self.window)
@@ -119,7 +125,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
-/// Running softmax of each (row, head) pair, and the K and V block at hand as f32.
+/// Running softmax of each (row, head) pair, and the sub-block of K and V at hand as f32.
 #[derive(Default)]
 struct Scratch {
     /// head_dim × 16, so that a vector holds one dimension of 16 keys.
@@ -156,21 +162,26 @@ isa_dispatch! { fn attend(tile: &Tile<'_>, scratch: &mut Scratch) = attend_with 
 /// The tile's pointers are valid for its rows; `scratch` was reset for its pairs.
 #[inline(always)]
 unsafe fn attend_with<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
-    let Chunk { start, rows, blocks, .. } = tile.chunk;
+    let Chunk { start, rows, .. } = tile.chunk;
     let (head_dim, pairs) = (tile.kv.layout().head_dim, rows * tile.group);
-    let first_block = tile.first_key(0) / KV_BLOCK_TOKENS;
-    for (index, &block) in blocks.iter().enumerate().take((start + rows).div_ceil(KV_BLOCK_TOKENS)).skip(first_block) {
-        let first_key = index * KV_BLOCK_TOKENS;
-        // Rows before this block's first key do not see it.
+    let end = (start + rows).div_ceil(SUB_BLOCK_TOKENS);
+    for index in tile.first_key(0) / SUB_BLOCK_TOKENS..end {
+        for part in [Part::K, Part::V] {
+            // Blocks lie anywhere in the arena, which the processor does not foresee.
+            let ahead = tile.sub_block((index + AHEAD).min(end - 1), part);
+            prefetch(ahead, tile.kv.layout().sub_block_bytes());
+        }
+        let first_key = index * SUB_BLOCK_TOKENS;
+        // Rows before the sub-block's first key do not see it.
         let first_pair = first_key.saturating_sub(start) * tile.group;
-        // SAFETY: the scratch has room for a block and for all pairs.
+        // SAFETY: the scratch has room for a sub-block and for all pairs.
         unsafe {
-            load_block::<L>(tile, block, scratch);
+            load_sub_block::<L>(tile, index, scratch);
             score::<L>(tile, first_pair, pairs, scratch);
             for pair in first_pair..pairs {
                 let row = pair / tile.group;
                 let hidden = tile.first_key(row).saturating_sub(first_key);
-                let visible = (start + row + 1 - first_key).min(KV_BLOCK_TOKENS);
+                let visible = (start + row + 1 - first_key).min(SUB_BLOCK_TOKENS);
                 if hidden < visible {
                     accumulate::<L>(pair, hidden, visible, head_dim, scratch);
                 }
@@ -189,15 +200,14 @@ unsafe fn attend_with<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
     }
 }
 
-/// Unpacks a block's K (transposed) and V of one head to f32.
+/// Unpacks K (transposed) and V of the sequence's sub-block `index` to f32.
 #[inline(always)]
-unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratch) {
+unsafe fn load_sub_block<L: Lanes>(tile: &Tile<'_>, index: usize, scratch: &mut Scratch) {
     let layout = tile.kv.layout();
     let head_dim = layout.head_dim;
-    let keys = tile.kv.head(block, tile.layer, Part::K, tile.kv_head);
-    let values = tile.kv.head(block, tile.layer, Part::V, tile.kv_head);
-    // SAFETY: a head of a block is 16 × head_dim elements of the layout's type, and so long are `keys` and `values` of
-    // the scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running
+    let [keys, values] = [Part::K, Part::V].map(|part| tile.sub_block(index, part));
+    // SAFETY: a sub-block is 16 × head_dim elements of the layout's type (and for int8 16 scales), and as many are
+    // `keys` and `values` of the scratch. Nobody writes them: the engine thread is the only one that computes on the blocks of a running
     // sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
     unsafe {
         let (to_keys, to_values) = (scratch.keys.as_mut_ptr(), scratch.values.as_mut_ptr());
@@ -212,7 +222,7 @@ unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratc
                         lanes.store(to_keys.add((d + column) * LANES));
                     }
                 }
-                for i in (0..KV_BLOCK_TOKENS * head_dim).step_by(LANES) {
+                for i in (0..SUB_BLOCK_TOKENS * head_dim).step_by(LANES) {
                     L::load(values.cast::<f32>().add(i)).store(to_values.add(i));
                 }
             }
@@ -222,7 +232,7 @@ unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratc
                     even.store(to_keys.add(d * LANES));
                     odd.store(to_keys.add((d + 1) * LANES));
                 }
-                for token in (0..KV_BLOCK_TOKENS).step_by(2) {
+                for token in (0..SUB_BLOCK_TOKENS).step_by(2) {
                     for d in (0..head_dim).step_by(LANES) {
                         let pairs = values.cast::<u16>().add(token * head_dim + 2 * d);
                         let (even, odd) = L::load_bf16_pairs(pairs);
@@ -231,11 +241,30 @@ unsafe fn load_block<L: Lanes>(tile: &Tile<'_>, block: u32, scratch: &mut Scratc
                     }
                 }
             }
+            KvDtype::Int8 => {
+                let (keys, values) = (keys.cast::<i8>(), values.cast::<i8>());
+                let mut scales = [0.0f32; LANES];
+                let of_keys = L::load_bf16(keys.add(SUB_BLOCK_TOKENS * head_dim).cast());
+                L::load_bf16(values.add(SUB_BLOCK_TOKENS * head_dim).cast()).store(scales.as_mut_ptr());
+                for d in (0..head_dim).step_by(2) {
+                    let (even, odd) = L::load_i8_pairs(keys.add(d * LANES));
+                    even.mul(of_keys).store(to_keys.add(d * LANES));
+                    odd.mul(of_keys).store(to_keys.add((d + 1) * LANES));
+                }
+                for token in (0..SUB_BLOCK_TOKENS).step_by(2) {
+                    let of_two = [L::splat(scales[token]), L::splat(scales[token + 1])];
+                    for d in (0..head_dim).step_by(LANES) {
+                        let (even, odd) = L::load_i8_pairs(values.add(token * head_dim + 2 * d));
+                        even.mul(of_two[0]).store(to_values.add(token * head_dim + d));
+                        odd.mul(of_two[1]).store(to_values.add((token + 1) * head_dim + d));
+                    }
+                }
+            }
         }
     }
 }
 
-/// Scores of the pairs `first..pairs` against the block's 16 keys, eight pairs at a time to hide the multiply-adds'
+/// Scores of the pairs `first..pairs` against the sub-block's 16 keys, eight pairs at a time to hide the multiply-adds'
 /// latency; each pair's arithmetic is the same in every group size.
 #[inline(always)]
 unsafe fn score<L: Lanes>(tile: &Tile<'_>, first: usize, pairs: usize, scratch: &mut Scratch) {
@@ -277,7 +306,7 @@ unsafe fn score_pairs<L: Lanes, const P: usize>(tile: &Tile<'_>, first: usize, s
     P
 }
 
-/// Takes the keys `hidden..visible` of the block into a pair's running softmax. What lies behind them in the block may be
+/// Takes the keys `hidden..visible` of the sub-block into a pair's running softmax. What lies behind them in it may be
 /// anything, NaN included, and is not touched.
 #[inline(always)]
 unsafe fn accumulate<L: Lanes>(pair: usize, hidden: usize, visible: usize, head_dim: usize, scratch: &mut Scratch) {

@@ -1,5 +1,6 @@
-//! Causal attention over paged bf16 KV by the bf16 dot products of AVX-512, for prompts and decode steps alike: queries
-//! and softmax weights are rounded to bf16, sums are f32. See `attention.rs` for what it computes and for sources.
+//! Causal attention over paged bf16 and 8-bit KV by the bf16 dot products of AVX-512, for prompts and decode steps alike:
+//! queries, softmax weights and unpacked 8-bit numbers are rounded to bf16, sums are f32. See `attention.rs` for what it
+//! computes and for sources.
 //!
 //! A row walks the keys of its sequence in spans of 64 from position 0; what happens in a span depends on the row
 //! alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
@@ -7,15 +8,16 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::attention::{Chunk, Queries};
-use super::kv::{KV_BLOCK_TOKENS, KvArena, Part};
-use super::simd::LANES;
+use super::kv::{KvArena, Part, SUB_BLOCK_TOKENS};
+use super::simd::{LANES, prefetch};
 use super::{Shared, pool};
+use crate::executor::KvDtype;
 
 /// Query rows of a task.
 const TILE_ROWS: usize = 32;
-/// Blocks of a span.
+/// Sub-blocks of a span.
 const SPAN: usize = 4;
-const SPAN_TOKENS: usize = SPAN * KV_BLOCK_TOKENS;
+const SPAN_TOKENS: usize = SPAN * SUB_BLOCK_TOKENS;
 /// (row, head) pairs that are worked on together: 24 sums fit the registers.
 const PAIRS: usize = 6;
 
@@ -79,6 +81,13 @@ struct Tile<'a> {
     width: usize,
 }
 
+impl Tile<'_> {
+    /// K or V of 16 tokens of the sequence.
+    fn sub_block(&self, index: usize, part: Part) -> *const u8 {
+        self.kv.sub_block(self.blocks, index, self.layer, part, self.kv_head)
+    }
+}
+
 /// Queries and the running softmax of each (row, head) pair.
 #[derive(Default)]
 struct Scratch {
@@ -90,18 +99,16 @@ struct Scratch {
     weights: Vec<f32>,
     /// Weighted sums of values, pairs × head_dim.
     sums: Vec<f32>,
-    /// A block of V whose unwritten tokens are zero.
-    clean: Vec<u32>,
+    /// K, then V, of a span's sub-blocks where they cannot be read in place: of 8-bit ones all, of bf16 ones a V with an
+    /// unwritten token. Twice 4 × 16 × head_dim / 2.
+    copies: Vec<u32>,
 }
 
-/// K and V of the blocks of a span. Blocks that the tile does not see repeat one that it does.
+/// K and V of the sub-blocks of a span. Those that the tile does not see repeat one that it does.
 struct Span {
     first_key: usize,
     keys: [*const u8; SPAN],
     values: [*const u8; SPAN],
-    /// Of the span after it, for the cache: pages lie anywhere, and no prefetcher of the processor finds the next.
-    next_keys: [*const u8; SPAN],
-    next_values: [*const u8; SPAN],
 }
 
 /// # Safety
@@ -113,7 +120,8 @@ unsafe fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
     unsafe {
         take_queries(tile, scratch);
         for first_key in (0..end).step_by(SPAN_TOKENS) {
-            let span = span_at(tile, first_key, &mut scratch.clean);
+            prefetch_span(tile, first_key + SPAN_TOKENS);
+            let span = span_at(tile, first_key, &mut scratch.copies);
             // Rows before the span's first key do not see it.
             let mut pair = first_key.saturating_sub(tile.start) * tile.group;
             while pair < pairs {
@@ -139,7 +147,7 @@ unsafe fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
 unsafe fn take_queries(tile: &Tile<'_>, scratch: &mut Scratch) {
     let (pairs, head_dim) = (tile.rows * tile.group, tile.head_dim);
     scratch.queries.resize(pairs * head_dim / 2, 0);
-    scratch.clean.resize(KV_BLOCK_TOKENS * head_dim / 2, 0);
+    scratch.copies.resize(2 * SPAN_TOKENS * head_dim / 2, 0);
     scratch.greatest.clear();
     scratch.greatest.resize(pairs, f32::NEG_INFINITY);
     for (zeroed, len) in [(&mut scratch.weights, pairs * LANES), (&mut scratch.sums, pairs * head_dim)] {
@@ -162,23 +170,96 @@ unsafe fn take_queries(tile: &Tile<'_>, scratch: &mut Scratch) {
 /// Nobody writes these blocks meanwhile: the engine thread is the only one that computes on the blocks of a running
 /// sequence, the step's own writes are done, and a transfer into blocks ends before their sequence is submitted.
 #[inline(always)]
-unsafe fn span_at(tile: &Tile<'_>, first_key: usize, clean: &mut [u32]) -> Span {
-    let (first, last) = (first_key / KV_BLOCK_TOKENS, (tile.start + tile.rows - 1) / KV_BLOCK_TOKENS);
-    let at = |i: usize, part| tile.kv.head(tile.blocks[(first + i).min(last)], tile.layer, part, tile.kv_head);
-    let keys = std::array::from_fn(|i| at(i, Part::K));
-    let mut values = std::array::from_fn(|i| at(i, Part::V));
-    let (next_keys, next_values) =
-        (std::array::from_fn(|i| at(SPAN + i, Part::K)), std::array::from_fn(|i| at(SPAN + i, Part::V)));
-    let written = (tile.start + tile.rows) % KV_BLOCK_TOKENS;
-    if last < first + SPAN && !written.is_multiple_of(2) {
-        // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets through.
-        let (words, row) = (KV_BLOCK_TOKENS * tile.head_dim / 2, written / 2 * tile.head_dim);
-        // SAFETY: a head of a block is so many words, and so long is `clean`.
-        unsafe { std::ptr::copy_nonoverlapping(values[last - first].cast::<u32>(), clean.as_mut_ptr(), words) };
-        clean[row..row + tile.head_dim].iter_mut().for_each(|pair| *pair &= 0xffff);
-        values[last - first] = clean.as_ptr().cast();
+unsafe fn span_at(tile: &Tile<'_>, first_key: usize, copies: &mut [u32]) -> Span {
+    let (first, last) = (first_key / SUB_BLOCK_TOKENS, (tile.start + tile.rows - 1) / SUB_BLOCK_TOKENS);
+    let seen = SPAN.min(last - first + 1);
+    let at = |i: usize, part| tile.sub_block(first + i.min(seen - 1), part);
+    let words = SUB_BLOCK_TOKENS * tile.head_dim / 2;
+    let (keys, values) = copies.split_at_mut(SPAN * words);
+    let unpacked = tile.kv.layout().dtype == KvDtype::Int8;
+    if unpacked {
+        for (i, (keys, values)) in
+            keys.chunks_exact_mut(words).zip(values.chunks_exact_mut(words)).take(seen).enumerate()
+        {
+            // SAFETY: a sub-block is 16 × head_dim numbers and 16 scales, and a copy has half as many words.
+            unsafe { unpack(at(i, Part::K).cast(), at(i, Part::V).cast(), keys, values) };
+        }
     }
-    Span { first_key, keys, values, next_keys, next_values }
+    let written = (tile.start + tile.rows) % SUB_BLOCK_TOKENS;
+    let cleaned = last < first + SPAN && !written.is_multiple_of(2);
+    if cleaned {
+        // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets through.
+        let (copy, row) = (&mut values[(seen - 1) * words..][..words], written / 2 * tile.head_dim);
+        if !unpacked {
+            // SAFETY: a sub-block is so many words, and so long is the copy.
+            unsafe { std::ptr::copy_nonoverlapping(at(seen - 1, Part::V).cast(), copy.as_mut_ptr(), words) };
+        }
+        copy[row..row + tile.head_dim].iter_mut().for_each(|pair| *pair &= 0xffff);
+    }
+    let copy = |of: &[u32], i: usize| of[i.min(seen - 1) * words..].as_ptr().cast();
+    Span {
+        first_key,
+        keys: std::array::from_fn(|i| if unpacked { copy(keys, i) } else { at(i, Part::K) }),
+        values: std::array::from_fn(|i| {
+            let copied = unpacked || cleaned && i + 1 >= seen;
+            if copied { copy(values, i) } else { at(i, Part::V) }
+        }),
+    }
+}
+
+/// Asks for the span at `first_key`: blocks lie anywhere in the arena, which the hardware does not foresee.
+#[inline(always)]
+fn prefetch_span(tile: &Tile<'_>, first_key: usize) {
+    let (first, end) = (first_key / SUB_BLOCK_TOKENS, (tile.start + tile.rows).div_ceil(SUB_BLOCK_TOKENS));
+    for index in first..end.min(first + SPAN) {
+        for part in [Part::K, Part::V] {
+            prefetch(tile.sub_block(index, part), tile.kv.layout().sub_block_bytes());
+        }
+    }
+}
+
+/// K and V of a sub-block of 8-bit numbers as bf16 in the same orders.
+#[inline(always)]
+unsafe fn unpack(keys: *const i8, values: *const i8, to_keys: &mut [u32], to_values: &mut [u32]) {
+    let head_dim = to_keys.len() / (SUB_BLOCK_TOKENS / 2);
+    let mut scales = [0.0f32; LANES];
+    // SAFETY: the scales lie behind the numbers, of which a vector of 16 pairs gives 16 words.
+    unsafe {
+        let load = |of: *const i8| {
+            let words = _mm256_loadu_si256(of.add(SUB_BLOCK_TOKENS * head_dim).cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(words)))
+        };
+        let of_keys = load(keys);
+        _mm512_storeu_ps(scales.as_mut_ptr(), load(values));
+        for (i, to) in to_keys.chunks_exact_mut(LANES).enumerate() {
+            unpack_pairs(keys.add(2 * LANES * i), of_keys, of_keys, to.as_mut_ptr());
+        }
+        for (two, to) in to_values.chunks_exact_mut(head_dim).enumerate() {
+            let [first, second] = [scales[2 * two], scales[2 * two + 1]].map(|scale| _mm512_set1_ps(scale));
+            for (i, to) in to.chunks_exact_mut(LANES).enumerate() {
+                unpack_pairs(values.add(2 * (two * head_dim + LANES * i)), first, second, to.as_mut_ptr());
+            }
+        }
+    }
+}
+
+/// Sixteen pairs of 8-bit numbers, times the scales of the first and the second ones.
+#[inline(always)]
+unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut u32) {
+    // SAFETY: 32 bytes are read, 16 words written.
+    unsafe {
+        let pairs = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from.cast()));
+        let low = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(pairs));
+        let low = _mm512_mul_ps(_mm512_cvtepi32_ps(low), first);
+        let high = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32::<8>(pairs)), second);
+        // The first ones' bf16, then the second ones', to pairs.
+        let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let order = _mm512_set_epi32(
+            0x1f_000f, 0x1e_000e, 0x1d_000d, 0x1c_000c, 0x1b_000b, 0x1a_000a, 0x19_0009, 0x18_0008, 0x17_0007,
+            0x16_0006, 0x15_0005, 0x14_0004, 0x13_0003, 0x12_0002, 0x11_0001, 0x10_0000,
+        );
+        _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(order, halves));
+    }
 }
 
 /// Takes a span into the running softmax of `P` pairs; returns `P`.
@@ -232,9 +313,6 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
             let mut keys = [as_bf16(_mm512_setzero_si512()); SPAN];
             for (keys, from) in keys.iter_mut().zip(span.keys) {
                 *keys = as_bf16(_mm512_loadu_si512(from.add(two * 64).cast()));
-            }
-            for next in span.next_keys {
-                _mm_prefetch::<_MM_HINT_T0>(next.add(two * 64).cast());
             }
             for (p, sums) in sums.iter_mut().enumerate() {
                 let query = as_bf16(_mm512_set1_epi32(*queries.add(p * twos + two) as i32));
@@ -306,7 +384,7 @@ unsafe fn weigh<const P: usize, const W: usize>(
     d: usize,
     sums: *mut f32,
 ) -> usize {
-    const TWOS: usize = KV_BLOCK_TOKENS / 2;
+    const TWOS: usize = SUB_BLOCK_TOKENS / 2;
     // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
     unsafe {
         let mut lanes = [[_mm512_setzero_ps(); W]; P];
@@ -320,10 +398,6 @@ unsafe fn weigh<const P: usize, const W: usize>(
             let mut values = [as_bf16(_mm512_setzero_si512()); W];
             for (w, values) in values.iter_mut().enumerate() {
                 *values = as_bf16(_mm512_loadu_si512(row.add(w * LANES).cast()));
-            }
-            let next = span.next_values[two / TWOS].cast::<u32>().add(two % TWOS * tile.head_dim + d);
-            for w in 0..W {
-                _mm_prefetch::<_MM_HINT_T0>(next.add(w * LANES).cast());
             }
             for (lanes, weights) in lanes.iter_mut().zip(weights) {
                 let weight = as_bf16(_mm512_set1_epi32(weights[two] as i32));

@@ -8,8 +8,8 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::matmul::{BLOCK, ChunkId, Output, PANEL, PackedMatrix, Target, WeightFormat, for_each_part};
-use super::simd::LANES;
+use super::matmul::{AHEAD, BLOCK, ChunkId, Output, PANEL, PackedMatrix, Target, WeightFormat, for_each_part};
+use super::simd::{LANES, prefetch};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
 const ROW_CHUNK: usize = 96;
@@ -273,6 +273,7 @@ unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
         let mut weights = [[_mm512_setzero_si512(); 2]; PAIRS];
         for group in 0..scratch.groups {
             let block = panel.add(group * F::KIND.block_bytes());
+            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
             for (two, weights) in weights.as_chunks_mut::<2>().0.iter_mut().enumerate() {
                 let (left, right) = (F::two_pairs(block, 0, 2 * two), F::two_pairs(block, 1, 2 * two));
                 *weights = [[left[0], right[0]], [left[1], right[1]]];
@@ -319,6 +320,7 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
         for group in 0..scratch.groups {
             let block = panel.add(group * F::KIND.block_bytes());
+            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
             let x = scratch.x.as_ptr().add(group * M * PAIRS);
             let mut sums = [[_mm512_setzero_ps(); 2]; M];
             for pair in (0..PAIRS).step_by(2) {

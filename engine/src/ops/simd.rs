@@ -158,6 +158,19 @@ macro_rules! isa_dispatch {
 }
 pub(super) use isa_dispatch;
 
+/// Asks for `bytes` of memory, which need not exist.
+#[inline(always)]
+pub(super) fn prefetch(from: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..bytes).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint, which touches nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (from, bytes);
+}
+
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 
@@ -173,6 +186,8 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(x: f32) -> Self;
     /// 16 f32.
     unsafe fn load(p: *const f32) -> Self;
+    /// 16 bf16.
+    unsafe fn load_bf16(p: *const u16) -> Self;
     /// 16 pairs of bf16: the first ones, the second ones.
     unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self);
     /// 16 IEEE half-precision numbers.
@@ -283,6 +298,10 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self {
         Self(std::array::from_fn(|i| unsafe { p.add(i).read_unaligned() }))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        Self(std::array::from_fn(|i| f32::from_bits(u32::from(unsafe { p.add(i).read_unaligned() }) << 16)))
     }
     #[inline(always)]
     unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {

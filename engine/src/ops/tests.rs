@@ -6,7 +6,7 @@ use half::f16;
 use proptest::prelude::*;
 
 use super::attention::{Chunk, Queries, attention};
-use super::kv::{KvArena, KvLayout, Place};
+use super::kv::{KvArena, KvLayout, Place, quantized, scale_of};
 use super::matmul::{Output, PackedMatrix, matmul};
 use super::simd::{Isa, IsaChoice};
 use crate::executor::KvDtype;
@@ -101,18 +101,21 @@ proptest! {
 
     #[test]
     fn attention_is_a_softmax_over_the_past_and_the_same_in_chunks(
-        tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4, wide: bool, bf16: bool,
+        tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4, wide: bool,
+        dtype in prop::sample::select(vec![KvDtype::F32, KvDtype::Bf16, KvDtype::Int8]),
+        block_tokens in prop::sample::select(vec![16, 32, 64]),
         window in prop::option::of(1usize..80), seed: u32,
     ) {
         let cut = cut.min(tokens - 1);
-        let dtype = if bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
-        let layout = KvLayout { layers: 2, kv_heads, head_dim: if wide { 32 } else { 16 }, dtype };
+        let layout = KvLayout { layers: 2, kv_heads, head_dim: if wide { 32 } else { 16 }, dtype, block_tokens };
         let case = Case { window, ..Case::new(layout, group, tokens, seed) };
         let whole = case.attend(Isa::choose(IsaChoice::Auto, true).expect("one"), &[(0, tokens)]);
         case.check(&whole, 1e-4)?;
         for isa in exact() {
             prop_assert_eq!(&case.attend(isa, &[(0, cut), (cut, tokens)]), &whole, "{}", isa.name());
         }
+        let small = Case { window, ..Case::new(KvLayout { block_tokens: 16, ..layout }, group, tokens, seed) };
+        prop_assert_eq!(&small.attend(Isa::detect(), &[(0, tokens)]), &case.attend(Isa::detect(), &[(0, tokens)]));
     }
 
     #[test]
@@ -154,15 +157,17 @@ proptest! {
     #[test]
     fn rounded_attention_is_near_and_the_same_in_chunks(
         tokens in 1usize..200, cut in 0usize..200, kv_heads in 1usize..3, group in 1usize..8, wide in 1usize..9,
-        seed: u32,
+        int8: bool, block_tokens in prop::sample::select(vec![16, 32, 64]), seed: u32,
     ) {
         let cut = cut.min(tokens - 1);
-        let layout = KvLayout { layers: 2, kv_heads, head_dim: wide * 16, dtype: KvDtype::Bf16 };
+        let dtype = if int8 { KvDtype::Int8 } else { KvDtype::Bf16 };
+        let layout = KvLayout { layers: 2, kv_heads, head_dim: wide * 16, dtype, block_tokens };
         let case = Case::new(layout, group, tokens, seed);
         for isa in rounding() {
             let whole = case.attend(isa, &[(0, tokens)]);
-            // Weights of 8 bits: each is off by 2^-9 of itself at most, and the values are below 1.
-            case.check(&whole, 4e-3)?;
+            // Weights of 8 bits: each is off by 2^-9 of itself at most, and the values are below 1. Unpacked 8-bit values
+            // are off by as much again.
+            case.check(&whole, if int8 { 8e-3 } else { 4e-3 })?;
             prop_assert_eq!(&case.attend(isa, &[(0, cut), (cut, tokens)]), &whole);
             let single: Vec<(usize, usize)> = (0..tokens).map(|i| (i, i + 1)).collect();
             prop_assert_eq!(&case.attend(isa, &single), &whole);
@@ -183,17 +188,29 @@ impl Case {
     const LAYER: usize = 1;
 
     fn new(layout: KvLayout, group: usize, tokens: usize, seed: u32) -> Self {
-        let used = tokens.div_ceil(16);
+        let KvLayout { block_tokens, .. } = layout;
+        let used = tokens.div_ceil(block_tokens);
         let words = (0..layout.block_bytes() / 8 * (2 * used + 1)).map(|_| AtomicU64::new(u64::MAX)).collect();
         let kv = KvArena::new(words, layout).expect("fits");
         let blocks: Vec<u32> = (0..used as u32).rev().map(|i| 2 * i + 1).collect();
         let stride = layout.head_dim * layout.kv_heads * (group + 2);
         let mut rows = noise(seed, tokens * stride);
-        if layout.dtype == KvDtype::Bf16 {
-            rows.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+        if layout.dtype != KvDtype::F32 {
+            rows.iter_mut().for_each(|x| *x = round(*x));
         }
-        let places: Vec<Place> = (0..tokens).map(|i| Place { block: blocks[i / 16], slot: i % 16 }).collect();
+        let place = |i| Place { block: blocks[i / block_tokens], slot: i % block_tokens };
+        let places: Vec<Place> = (0..tokens).map(place).collect();
         kv.write(Self::LAYER, &rows, stride, &places);
+        if layout.dtype == KvDtype::Int8 {
+            // From here on K and V are what was kept of them.
+            let kept = |row: &mut [f32]| {
+                row[group * layout.kv_heads * layout.head_dim..].chunks_exact_mut(layout.head_dim).for_each(|head| {
+                    let scale = scale_of(head).to_f32();
+                    head.iter_mut().for_each(|x| *x = f32::from(quantized(*x, scale)) * scale);
+                })
+            };
+            rows.chunks_exact_mut(stride).for_each(kept);
+        }
         Self { kv, blocks, group, window: None, rows }
     }
 

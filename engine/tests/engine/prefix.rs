@@ -5,7 +5,9 @@ use proptest::prelude::*;
 use tandem_engine::{Engine, EngineError, KvLease, Prefix, SchedulerConfig, SequenceRequest};
 use tandem_proto::hash::sequence_hashes;
 
-use crate::support::{LIMITS, all_blocks_back, engine, generate, prompt, request, request_in, seeded};
+use crate::support::{
+    LIMITS, all_blocks_back, engine, generate, prompt, request, request_in, seeded, simulated_blocks_of,
+};
 
 /// As a node reserves for a prompt.
 fn lease(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> Arc<KvLease> {
@@ -40,6 +42,19 @@ async fn a_conversation_computes_only_its_last_turn() {
     assert_eq!((load.free_blocks, load.running_tokens), (64, 0));
     assert!(load.cached_blocks >= 9, "{load:?}");
     assert_eq!(plain.load().cached_blocks, 0);
+    all_blocks_back(&caching).await;
+}
+
+#[tokio::test]
+async fn larger_blocks_are_shared_whole() {
+    let caching = Engine::start(simulated_blocks_of(32, 32), LIMITS);
+    let answer = generate(&caching, request(&caching, prompt(100, 1), 20)).await;
+    let again = cached(&caching, prompt(100, 1), 20);
+    assert_eq!(again.computed, 96);
+    assert_eq!(generate(&caching, again).await, answer);
+    let mut other = prompt(100, 1);
+    other[60] += 1;
+    assert_eq!(cached(&caching, other, 20).computed, 32, "the second block differs");
     all_blocks_back(&caching).await;
 }
 
@@ -87,15 +102,15 @@ proptest! {
     #[test]
     fn cached_equals_uncached(
         requests in prop::collection::vec((0u32..3, 0usize..100, 1usize..40, 1u32..20, 0u64..3), 1..12),
-        max_step_tokens in 5usize..80,
+        max_step_tokens in 5usize..80, block_tokens in prop::sample::select(vec![16, 32]),
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
-            let start = |blocks, prefix_caching| {
+            let start = |block_tokens, kv_tokens, prefix_caching| {
                 let config = SchedulerConfig { max_step_tokens, max_running: 4, prefix_caching, ..LIMITS };
-                Engine::start(crate::support::simulated(blocks), config)
+                Engine::start(simulated_blocks_of(block_tokens, kv_tokens / block_tokens), config)
             };
-            let (plain, caching) = (start(64, false), start(20, true));
+            let (plain, caching) = (start(16, 1024, false), start(block_tokens, 320, true));
             for (family, shared, own, max_new_tokens, seed) in requests {
                 let tokens = [prompt(shared, family), prompt(own, family + own as u32)].concat();
                 let sampled = |request| SequenceRequest { sampling: seeded(seed), ..request };

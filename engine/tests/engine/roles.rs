@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use tandem_engine::{Engine, KvLease, SamplingParams, SequenceRequest};
 
-use crate::support::{LIMITS, engine, generate, greedy, prompt, request, request_in, seeded};
+use crate::support::{LIMITS, engine, generate, greedy, prompt, request, request_in, seeded, simulated_blocks_of};
 
 /// What a transport does: block `i` of one lease becomes block `i` of the other.
 pub fn copy_blocks(from: &Engine, source: &KvLease, to: &Engine, target: &KvLease) {
@@ -44,7 +44,14 @@ async fn disaggregated(
 
 #[tokio::test]
 async fn disaggregated_equals_local() {
-    let [local, prefill, decode] = [LIMITS; 3].map(engine);
+    for block_tokens in [16, 32] {
+        disaggregated_equals_local_in_blocks_of(block_tokens).await;
+    }
+}
+
+async fn disaggregated_equals_local_in_blocks_of(block_tokens: usize) {
+    let local = engine(LIMITS);
+    let [prefill, decode] = [64, 64].map(|blocks| Engine::start(simulated_blocks_of(block_tokens, blocks), LIMITS));
     for (len, sampling) in [1, 15, 16, 17, 130].into_iter().flat_map(|len| [(len, greedy()), (len, seeded(7))]) {
         let tokens = prompt(len, 1);
         let whole = SequenceRequest { sampling: sampling.clone(), ..request(&local, tokens.clone(), 40) };

@@ -84,7 +84,7 @@ struct Machine {
 }
 
 impl Machine {
-    fn new(blocks: usize, prefix_caching: bool) -> Self {
+    fn new(blocks: usize, block_tokens: usize, prefix_caching: bool) -> Self {
         let config = SimulatedConfig {
             vocab_size: 64,
             eos_token_id: 1,
@@ -93,6 +93,7 @@ impl Machine {
             blocks,
             ..Default::default()
         };
+        let config = config.with_block_tokens(block_tokens);
         let executor = SimulatedExecutor::new(&config).expect("a valid configuration");
         Self {
             scheduler: Scheduler::new(&LIMITS, executor.spec()),
@@ -220,7 +221,7 @@ impl Caller {
 
 /// The answer without company, cache or failure.
 fn alone(job: &Job) -> Vec<u32> {
-    let mut machine = Machine::new(16, false);
+    let mut machine = Machine::new(16, 16, false);
     machine.arrive(Job { patience: None, ..job.clone() });
     while machine.busy() {
         machine.step(false, |_| {});
@@ -230,7 +231,9 @@ fn alone(job: &Job) -> Vec<u32> {
 
 fn stress(seed: u64, requests: usize) -> Seen {
     let mut rng = StdRng::seed_from_u64(seed);
-    let mut machine = Machine::new(24, true);
+    // The same memory in larger blocks every other time.
+    let block_tokens = if seed.is_multiple_of(2) { 16 } else { 32 };
+    let mut machine = Machine::new(24 * 16 / block_tokens, block_tokens, true);
     let mut to_come = requests;
     let mut idle_rounds = 0;
     while to_come > 0 || machine.busy() {
@@ -279,7 +282,8 @@ fn the_step_model_finds_the_simulated_cost() {
         ..Default::default()
     };
     let ms = |shape| law.step_time(shape).as_secs_f64() * 1e3;
-    let (mut rng, mut machine, mut model) = (StdRng::seed_from_u64(9), Machine::new(64, true), StepModel::default());
+    let (mut rng, mut machine, mut model) =
+        (StdRng::seed_from_u64(9), Machine::new(64, 16, true), StepModel::default());
     let (mut errors, mut shapes) = (Vec::new(), BTreeSet::new());
     for _ in 0..600 {
         if rng.random_bool(0.3) {

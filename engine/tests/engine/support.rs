@@ -23,7 +23,12 @@ pub fn seeded(seed: u64) -> SamplingParams {
 }
 
 pub fn simulated(blocks: usize) -> Box<SimulatedExecutor> {
+    simulated_blocks_of(16, blocks)
+}
+
+pub fn simulated_blocks_of(block_tokens: usize, blocks: usize) -> Box<SimulatedExecutor> {
     let config = SimulatedConfig { blocks, max_context_tokens: 512, block_bytes: 256, ..Default::default() };
+    let config = config.with_block_tokens(block_tokens);
     Box::new(SimulatedExecutor::new(&config).expect("a valid configuration"))
 }
 

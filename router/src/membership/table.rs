@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tandem_proto::{Error, ErrorKind, v1};
+use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
 
 use super::{MAX_NODES, Node, Totals};
 use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Work};
@@ -38,6 +38,7 @@ struct Entry {
 impl Table {
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
         let node = Arc::new(node(self.last_session + 1));
+        self.same_block_size(&node.info)?;
         let twin = self.entries.values().find(|entry| entry.node.info.node_id == node.info.node_id);
         match twin.map(|entry| entry.node.session) {
             Some(session) => self.remove(session, "it registered again"),
@@ -52,6 +53,22 @@ impl Table {
         let entry = Entry { node: Arc::clone(&node), load, routed, epoch: 0, heard: now, draining: false };
         self.entries.insert(node.session, entry);
         Ok(node)
+    }
+
+    /// A node of another block size would never be part of a pair: say so now, and not at each request.
+    fn same_block_size(&self, info: &v1::Register) -> Result<(), Error> {
+        let differs = |other: &&v1::Register| other.node_id != info.node_id && other.block_tokens != info.block_tokens;
+        let Some(other) = self.entries.values().map(|entry| &entry.node.info).find(differs) else { return Ok(()) };
+        let why = format!(
+            "node `{}`: blocks of {} tokens, node `{}` has {}: start all nodes with the same --block-size",
+            info.node_id, info.block_tokens, other.node_id, other.block_tokens
+        );
+        Err(Error::new(ErrorKind::Incompatible, why))
+    }
+
+    /// Tokens of a block, on every node.
+    pub fn block_tokens(&self) -> u32 {
+        self.entries.values().next().map_or(DEFAULT_BLOCK_TOKENS as u32, |entry| entry.node.info.block_tokens)
     }
 
     pub fn report(&mut self, session: u64, load: &v1::Load, now: Instant) {
@@ -204,6 +221,7 @@ impl Entry {
             "draining": self.draining,
             "free_blocks": self.load.free_blocks,
             "total_blocks": info.total_blocks,
+            "block_tokens": info.block_tokens,
             "running": self.load.running,
             "waiting": self.load.waiting,
             "queued_tokens": self.load.queued_tokens,

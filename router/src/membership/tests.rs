@@ -64,7 +64,7 @@ fn what_does_not_match_is_refused_in_words() {
         (|r| r.role = 77, "no role"),
         (|r| r.transport = None, "no transport"),
         (|r| r.endpoint = "ftp://x".into(), "http://host:port"),
-        (|r| r.block_tokens = 32, "blocks of 32 tokens"),
+        (|r| r.block_tokens = 48, "blocks of 48 tokens"),
     ];
     for (change, words) in cases {
         let mut info = register("p", v1::Role::Prefill, 1);
@@ -73,6 +73,24 @@ fn what_does_not_match_is_refused_in_words() {
         assert_eq!(error.kind, ErrorKind::Incompatible);
         assert!(error.message.contains(words), "{}", error.message);
     }
+}
+
+#[test]
+fn all_nodes_have_one_block_size() {
+    let (membership, now) = (membership(), Instant::now());
+    let of_size = |id, role, block_tokens| v1::Register { block_tokens, ..register(id, role, 1) };
+    membership.register(of_size("p", v1::Role::Prefill, 64), now).unwrap();
+    let error = membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Incompatible);
+    assert!(error.message.contains("blocks of 16 tokens, node `p` has 64") && error.message.contains("--block-size"));
+    membership.register(of_size("d", v1::Role::Decode, 64), now).unwrap();
+    // 64 blocks of 64 tokens hold what 64 of 16 would not.
+    let route = membership.route(600, 400).unwrap();
+    assert_eq!(route.candidates[0].blocks_short, 0);
+    assert_eq!(membership.json()["nodes"][0]["block_tokens"], 64);
+    // The last node of the old size may come back with another.
+    membership.leave(route.prefill.session, "it left");
+    membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap();
 }
 
 #[test]

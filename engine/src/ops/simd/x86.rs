@@ -21,6 +21,13 @@ impl Lanes for Avx512 {
         unsafe { Self(_mm512_loadu_ps(p)) }
     }
     #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        unsafe {
+            let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)))
+        }
+    }
+    #[inline(always)]
     unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {
         unsafe {
             let pairs = _mm512_loadu_si512(p.cast());
@@ -139,6 +146,16 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self {
         unsafe { Self(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        unsafe {
+            let half = |p: *const u16| {
+                let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+            };
+            Self(half(p), half(p.add(8)))
+        }
     }
     #[inline(always)]
     unsafe fn load_bf16_pairs(p: *const u16) -> (Self, Self) {
