@@ -226,6 +226,18 @@ struct PassThrough {
     /// KV blocks of a node
     #[arg(long, value_name = "N")]
     kv_blocks: Option<usize>,
+    /// Memory of a node's KV, instead of blocks: 2GiB, or a share of the machine's such as 25%
+    #[arg(long, value_name = "SIZE", conflicts_with = "kv_blocks")]
+    kv_memory: Option<String>,
+    /// Compute every prompt as if it were the first
+    #[arg(long)]
+    no_prefix_caching: bool,
+    /// Instruction set of the compute kernels
+    #[arg(long, value_name = "auto|amx|avx512|avx2|portable")]
+    isa: Option<String>,
+    /// The same bits whatever else is in the batch; `false` is faster, see the nodes' --help [default: true]
+    #[arg(long, value_name = "BOOL")]
+    batch_invariant: Option<bool>,
     /// Sequences of a running batch
     #[arg(long, value_name = "N")]
     max_num_seqs: Option<usize>,
@@ -424,6 +436,9 @@ impl PassThrough {
             ("--kv-dtype", self.kv_dtype.clone()),
             ("--block-size", self.block_size.clone()),
             ("--kv-blocks", number(&self.kv_blocks)),
+            ("--kv-memory", self.kv_memory.clone()),
+            ("--isa", self.isa.clone()),
+            ("--batch-invariant", self.batch_invariant.map(|on| on.to_string())),
             ("--max-num-seqs", number(&self.max_num_seqs)),
             ("--max-num-batched-tokens", number(&self.max_num_batched_tokens)),
             ("--transport", self.transport.clone()),
@@ -431,8 +446,9 @@ impl PassThrough {
             ("--ucx-lib-dir", lib_dir),
         ];
         let given = pairs.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));
-        let simulated = self.simulated.then(|| "--simulated".to_owned());
-        (shared, given.flatten().chain(simulated).collect())
+        let switches = [("--no-prefix-caching", self.no_prefix_caching), ("--simulated", self.simulated)];
+        let switches = switches.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
+        (shared, given.flatten().chain(switches).collect())
     }
 }
 
@@ -505,8 +521,10 @@ mod tests {
             "f32",
             "--block-size",
             "32",
-            "--kv-blocks",
-            "64",
+            "--kv-memory",
+            "25%",
+            "--batch-invariant",
+            "false",
             "--otlp-endpoint",
             "http://c:1",
             "--simulated",
@@ -522,8 +540,10 @@ mod tests {
             panic!("not `up`");
         };
         assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
-        let (flags, model) = up.node_args.split_at(7);
-        assert_eq!(flags, ["--kv-dtype", "f32", "--block-size", "32", "--kv-blocks", "64", "--simulated"]);
+        let (flags, model) = up.node_args.split_at(9);
+        let (kv, rest) = flags.split_at(4);
+        assert_eq!(kv, ["--kv-dtype", "f32", "--block-size", "32"]);
+        assert_eq!(rest, ["--kv-memory", "25%", "--batch-invariant", "false", "--simulated"]);
         assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
