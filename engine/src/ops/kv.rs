@@ -122,7 +122,6 @@ impl KvArena {
         let (slot, dim) = (place.slot % SUB_BLOCK_TOKENS, self.layout.head_dim);
         assert!(place.slot < self.layout.block_tokens && values.len() == dim);
         let to = self.sub_block(&[place.block], place.slot / SUB_BLOCK_TOKENS, layer, part, head).cast_mut();
-        let round = |value: f32| half::bf16::from_f32(value).to_bits();
         // SAFETY: a sub-block is 16 × head_dim values of the layout's type (and for int8 16 scales), aligned to 8 bytes, in an
         // arena that lives; all indices are below that. Atomic stores, because a transfer may read other tokens of the
         // block meanwhile.
@@ -135,16 +134,20 @@ impl KvArena {
                     }
                 }
                 (KvDtype::Bf16, Part::K) => {
-                    for (i, two) in values.chunks_exact(2).enumerate() {
-                        let word = u32::from(round(two[0])) | u32::from(round(two[1])) << 16;
-                        let to = to.cast::<u32>().add(i * SUB_BLOCK_TOKENS + slot);
-                        AtomicU32::from_ptr(to).store(word, Ordering::Relaxed);
+                    for (c, chunk) in values.chunks(LANES).enumerate() {
+                        for (i, two) in rounded(chunk).as_chunks::<2>().0.iter().enumerate() {
+                            let word = u32::from(two[0]) | u32::from(two[1]) << 16;
+                            let to = to.cast::<u32>().add((c * LANES / 2 + i) * SUB_BLOCK_TOKENS + slot);
+                            AtomicU32::from_ptr(to).store(word, Ordering::Relaxed);
+                        }
                     }
                 }
                 (KvDtype::Bf16, Part::V) => {
-                    for (i, value) in values.iter().enumerate() {
-                        let to = to.cast::<u16>().add((slot / 2 * dim + i) * 2 + slot % 2);
-                        AtomicU16::from_ptr(to).store(round(*value), Ordering::Relaxed);
+                    let row = to.cast::<u16>().add(slot / 2 * dim * 2 + slot % 2);
+                    for (c, chunk) in values.chunks(LANES).enumerate() {
+                        for (i, value) in rounded(chunk).into_iter().enumerate() {
+                            AtomicU16::from_ptr(row.add(2 * (c * LANES + i))).store(value, Ordering::Relaxed);
+                        }
                     }
                 }
                 (KvDtype::Int8, part) => write_int8(to, slot, part, values),
@@ -170,6 +173,18 @@ impl KvArena {
         let index = (layer * 2 + usize::from(part == Part::V)) * kv_heads + head;
         block as usize * self.layout.block_bytes() + index * self.layout.sub_blocks() * self.layout.sub_block_bytes()
     }
+}
+
+/// 16 values to bf16, to the nearest, ties to even; without branches, so that the compiler takes them together.
+#[inline(always)]
+fn rounded(values: &[f32]) -> [u16; LANES] {
+    std::array::from_fn(|i| {
+        let bits = values[i].to_bits();
+        let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
+        // A NaN keeps its sign and stays one.
+        (if is_nan { bits >> 16 | 0x40 } else { nearest }) as u16
+    })
 }
 
 /// # Safety
@@ -221,6 +236,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    proptest! {
+        #[test]
+        fn rounding_is_that_of_half(bits in prop::collection::vec(any::<u32>(), LANES)) {
+            let values: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
+            let want: Vec<u16> = values.iter().map(|&value| half::bf16::from_f32(value).to_bits()).collect();
+            prop_assert_eq!(&rounded(&values)[..], want);
+        }
+    }
 
     /// K and V of one head, read back.
     fn read_int8(arena: &KvArena, place: &Place) -> [Vec<f32>; 2] {
