@@ -123,7 +123,7 @@ async fn warm_ttft() {
 #[ignore = "a benchmark; run with --release -- --ignored --nocapture"]
 async fn step_time_model() {
     let log = Arc::new(Mutex::new(Vec::new()));
-    let executor = Timed { inner: executor(2048, 1), models: Default::default(), log: Arc::clone(&log) };
+    let executor = Timed { inner: executor(2048, 1), model: StepModel::default(), log: Arc::clone(&log) };
     let engine = Engine::start(Box::new(executor), LIMITS);
     let mut rng = StdRng::seed_from_u64(4);
     let (begin, mut running) = (Instant::now(), tokio::task::JoinSet::new());
@@ -144,46 +144,33 @@ async fn step_time_model() {
     let parts = |step: &Step| (step.shape.tokens, step.shape.context, step.ms);
     println!("some of them: {:?}", steps.iter().step_by(steps.len() / 24 + 1).map(parts).collect::<Vec<_>>());
     let warm = &steps[steps.len() / 10..];
-    for (clock, name) in ["wall time", "CPU time"].into_iter().enumerate() {
-        report(name, "all", clock, warm.iter());
-        report(name, "decode only", clock, warm.iter().filter(|step| !step.prefill));
-        report(name, "with a prompt", clock, warm.iter().filter(|step| step.prefill));
-    }
+    report("all", warm.iter());
+    report("decode only", warm.iter().filter(|step| !step.prefill));
+    report("with a prompt", warm.iter().filter(|step| step.prefill));
 }
 
-fn report<'a>(name: &str, which: &str, clock: usize, steps: impl Iterator<Item = &'a Step>) {
-    let mut errors: Vec<f64> = steps.map(|step| (step.predicted_ms[clock] / step.ms[clock] - 1.0).abs()).collect();
+fn report<'a>(which: &str, steps: impl Iterator<Item = &'a Step>) {
+    let mut errors: Vec<f64> = steps.map(|step| (step.predicted_ms / step.ms - 1.0).abs()).collect();
     errors.sort_unstable_by(f64::total_cmp);
     if let (Some(median), Some(p90)) = (errors.get(errors.len() / 2), errors.get(errors.len() * 9 / 10)) {
         let (median, p90) = (median * 100.0, p90 * 100.0);
-        println!("{name}, {which}: {} steps, median error {median:.1} %, p90 {p90:.1} %", errors.len());
+        println!("{which}: {} steps, median error {median:.1} %, p90 {p90:.1} %", errors.len());
     }
 }
 
 struct Step {
     shape: StepShape,
     prefill: bool,
-    /// By the wall clock, and by the compute threads' CPU time, which tells the model's error on a machine that others
-    /// use too.
-    ms: [f64; 2],
+    ms: f64,
     /// Before the step was known.
-    predicted_ms: [f64; 2],
+    predicted_ms: f64,
 }
 
 /// Does what the engine thread does with its step model, and writes it down.
 struct Timed {
     inner: LlamaExecutor,
-    models: [StepModel; 2],
+    model: StepModel,
     log: Arc<Mutex<Vec<Step>>>,
-}
-
-/// CPU milliseconds of all compute threads so far (proc(5), schedstat: nanoseconds on the CPU come first).
-fn compute_ms() -> f64 {
-    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten().map(|task| task.path());
-    let read = |task: &std::path::Path, file: &str| std::fs::read_to_string(task.join(file)).unwrap_or_default();
-    let compute = tasks.filter(|task| read(task, "comm").starts_with("compute"));
-    let ns = compute.filter_map(|task| read(&task, "schedstat").split(' ').next()?.parse::<f64>().ok());
-    ns.sum::<f64>() / 1e6
 }
 
 impl Executor for Timed {
@@ -196,12 +183,11 @@ impl Executor for Timed {
     }
 
     fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
-        let (shape, cpu_before, begin) = (StepShape::of(batch), compute_ms(), Instant::now());
+        let (shape, begin) = (StepShape::of(batch), Instant::now());
         let outcome = self.inner.execute(batch, logits);
-        let wall_ms = begin.elapsed().as_secs_f64() * 1e3;
-        let ms = [wall_ms, compute_ms() - cpu_before];
-        let predicted_ms = self.models.each_ref().map(|model| model.cost().predict_ms(shape));
-        self.models.iter_mut().zip(ms).for_each(|(model, ms)| model.observe(shape, ms));
+        let ms = begin.elapsed().as_secs_f64() * 1e3;
+        let predicted_ms = self.model.cost().predict_ms(shape);
+        self.model.observe(shape, ms);
         let prefill = batch.items.iter().any(|item| item.tokens.len() > 1);
         self.log.lock().expect("the log").push(Step { shape, prefill, ms, predicted_ms });
         outcome
