@@ -2,7 +2,7 @@
 //! multiply-adds, both measured in the same run. "share" is the time that the slower of the two would need, of the time
 //! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians.
 //!
-//! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|avx512|avx2|portable] [--exact] [NAME…]]`
+//! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]]`
 use std::hint::black_box;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use tandem_engine::ops::peak::multiply_adds;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 
-const USAGE: &str = "kernels [--isa auto|avx512|avx2|portable] [--exact] [NAME…]";
+const USAGE: &str = "kernels [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]";
 /// Sizes of the model that comes with the project.
 const HIDDEN: usize = 576;
 const FEED_FORWARD: usize = 1536;
@@ -35,7 +35,8 @@ fn main() -> Result<(), String> {
     println!("{}: {gb_per_s:.1} GB/s read, {gflop_per_s:.0} GFLOP/s of multiply-adds, one thread\n", isa.name());
     println!("| kernel | µs | GB/s | GFLOP/s | share |\n|---|---|---|---|---|");
     let bench = Bench { isa, ceilings, names };
-    for (format, bits) in [("q4_1", 5.0), ("q8_0", 8.5), ("f32", 32.0)] {
+    let floats = if isa.rounds() { ("bf16", 16.0) } else { ("f32", 32.0) };
+    for (format, bits) in [("q4_1", 5.0), ("q8_0", 8.5), floats] {
         for rows in [1, 8, 32, 512] {
             bench.matmul(format, bits, rows);
         }
@@ -58,6 +59,7 @@ fn options() -> Result<(Isa, Vec<String>), String> {
             "--isa" => {
                 choice = match args.next().as_deref() {
                     Some("auto") => IsaChoice::Auto,
+                    Some("amx") => IsaChoice::Amx,
                     Some("avx512") => IsaChoice::Avx512,
                     Some("avx2") => IsaChoice::Avx2,
                     Some("portable") => IsaChoice::Portable,
@@ -133,7 +135,7 @@ impl Bench {
             "q8_0" => PackedMatrix::from_q8_0(&raw(34), HIDDEN),
             _ => PackedMatrix::from_f32(&vec![0.3; columns * HIDDEN], HIDDEN),
         };
-        let layers: Vec<_> = (0..LAYERS).map(|_| pack()).collect();
+        let layers: Vec<_> = (0..LAYERS).map(|_| pack().fitted(self.isa)).collect();
         let (x, mut out) = (wave(rows * HIDDEN), vec![0.0; rows * columns]);
         let (bytes, operations) = ((columns * HIDDEN) as f64 * bits / 8.0, (2 * rows * columns * HIDDEN) as f64);
         self.report(&name, LAYERS, bytes, operations, |layer| {

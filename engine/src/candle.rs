@@ -158,7 +158,7 @@ fn isa_of(config: &ModelConfig) -> Result<Isa, EngineError> {
     let exact = config.batch_invariant || config.kv_dtype == KvDtype::F32;
     Isa::choose(config.isa, exact).ok_or_else(|| {
         EngineError::InvalidArgument(match Isa::choose(config.isa, false) {
-            Some(isa) => format!("{} wants bf16 KV and no batch invariance", isa.name()),
+            Some(isa) => format!("{} wants bf16 or int8 KV and no batch invariance", isa.name()),
             None => format!("this machine has no {:?}", config.isa),
         })
     })

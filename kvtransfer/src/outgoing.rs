@@ -27,6 +27,11 @@ pub trait SendLink: Send {
     /// Longest range that the backend wants in one frame.
     fn max_range_bytes(&self) -> usize;
 
+    /// Most pieces of the arena in one frame.
+    fn max_runs(&self) -> usize {
+        usize::MAX
+    }
+
     /// Queues the bytes of `runs`, one after the other, for the blocks `range`; ready when queued with credit. The backend
     /// keeps `owner` until it no longer reads the runs.
     fn push(
@@ -99,17 +104,21 @@ impl Outgoing {
         self.check_range(first_index, arena_blocks)?;
         self.first_push.get_or_insert_with(Instant::now);
         let max_blocks = (self.link.max_range_bytes() / self.arena.block_bytes()).clamp(1, MAX_FRAME_BLOCKS);
-        let mut first = first_index;
-        for blocks in arena_blocks.chunks(max_blocks) {
-            let range = DataHeader { handoff: self.ticket.handoff, first, count: blocks.len() as u32 };
-            let queued = self.link.push(range, coalesce(blocks), owner.clone());
+        let (mut first, mut rest) = (first_index, arena_blocks);
+        while !rest.is_empty() {
+            let mut runs = coalesce(&rest[..rest.len().min(max_blocks)]);
+            runs.truncate(self.link.max_runs());
+            let count = runs.iter().map(|run| run.count).sum();
+            let range = DataHeader { handoff: self.ticket.handoff, first, count };
+            let queued = self.link.push(range, runs, owner.clone());
             unless_over(&mut self.answer, self.deadline, queued).await?;
-            let bytes = (blocks.len() * self.arena.block_bytes()) as u64;
+            rest = &rest[count as usize..];
+            let bytes = u64::from(count) * self.arena.block_bytes() as u64;
             self.counters.sent_bytes.fetch_add(bytes, Relaxed);
             self.bytes += bytes;
-            self.blocks += range.count;
+            self.blocks += count;
             self.descriptors += 1;
-            first += range.count;
+            first += count;
         }
         Ok(())
     }

@@ -44,8 +44,8 @@ async fn the_name_says_what_ucx_chose_and_scattered_blocks_arrive() {
         let receiver = start(&to).expect("the first one started");
         assert_eq!(sender.info().name, name);
         to.words().iter().for_each(|word| word.store(0, Relaxed));
-        // Neighbours at the sender, scattered at the receiver: one message, several places.
-        let (source, target): (Vec<u32>, Vec<u32>) = ((4..20).collect(), (0..16).map(|i| 31 - 2 * (i % 16)).collect());
+        // Scattered on either side: one message, from several places into several others.
+        let (source, target): (Vec<u32>, Vec<u32>) = (0..16).map(|i| (i * 7 % 32, 31 - 2 * i)).unzip();
         let incoming = receiver.accept(grant(7, target.clone())).expect("accept");
         let ticket = incoming.ticket();
         let mut outgoing = sender.open(&ticket).await.expect("open");

@@ -40,7 +40,8 @@ pub struct Queries<'a> {
 }
 
 /// Row `r` of `out` (rows × heads × head_dim) becomes `softmax(q · Kᵀ / sqrt(head_dim)) · V` over the positions up to and
-/// including its own (of these the last `window`), whose K and V of `layer` must be in the arena. Nobody may write these blocks meanwhile.
+/// including its own (of these the last `window`), whose K and V of `layer` must be in the arena. Nobody may write these
+/// blocks meanwhile. With a window it is computed in f32 on every [`Isa`].
 ///
 /// # Panics
 /// If the lengths do not fit together or a block is not of the arena.
@@ -54,7 +55,7 @@ pub fn attention(isa: Isa, kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], que
         assert!(chunk.start + chunk.rows <= chunk.blocks.len() * layout.block_tokens);
     }
     #[cfg(target_arch = "x86_64")]
-    if isa.rounds() && layout.dtype != KvDtype::F32 {
+    if isa.rounds() && layout.dtype != KvDtype::F32 && queries.window.is_none() {
         return super::attention_dots::attention(kv, layer, chunks, queries, out);
     }
     let mut tiles = Vec::new();

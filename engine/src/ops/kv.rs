@@ -6,9 +6,9 @@
 //! scales in bf16. Who owns which block is `blocks.rs`'s matter.
 //!
 //! **8-bit numbers.** A token's K (and V) of a head has one scale, its greatest magnitude / 127 rounded to bf16; a value is
-//! `integer · scale`, exact in f32, and off by half a scale at most. So tokens can be written one by one: none changes what
-//! another's bytes mean. A scale that is zero makes all values zero. NaN or an infinity among the values makes the scale
-//! one, and that token's whole head reads as NaN; other tokens and heads do not notice.
+//! `integer · scale`, exact in f32, and off by half a scale at most (more only where the scale is subnormal). So tokens can be written one by one: none changes what
+//! another's bytes mean. A scale that is zero makes all values zero. NaN or an infinity among the values becomes the
+//! scale, and that token's whole head reads as NaN; other tokens and heads do not notice.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -227,7 +227,7 @@ pub(super) fn quantized(value: f32, scale: f32) -> i8 {
     /// 1.5 · 2^23: what is added to it loses its fraction, rounded to nearest even (and libm is not called for it).
     const MAGIC: f32 = 12_582_912.0;
     // A scale was rounded by 2^-8 of itself at most, so that only those below the normal numbers reach the limits. The
-    // cast makes 0 of the NaN that a division by a zero or a NaN gives.
+    // cast makes 0 of the NaN that a division by a NaN gives, or of zero by zero.
     ((value / scale).clamp(-127.0, 127.0) + MAGIC - MAGIC) as i8
 }
 

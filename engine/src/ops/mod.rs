@@ -4,12 +4,12 @@
 //! **Batch invariance.** Every output element is computed by one fixed sequence of IEEE operations that does not depend
 //! on how many rows, items or threads stand beside it: a product accumulates over `k` in ascending order, attention walks
 //! the keys of a sequence in blocks from position 0. So a prompt in chunks, in a batch or on another node gives the same
-//! bits. There are two such sequences: one in f32, the same on every machine, and one of bf16 dot products, two to four
-//! times as fast, on machines that have them ([`simd::Isa::rounds`]). Where those machines have AMX, too, products of
+//! bits. There are two such sequences: one in f32, the same on every machine, and one of bf16 dot products,
+//! faster, on machines that have them ([`simd::Isa::rounds`]). Where those machines have AMX, too, products of
 //! more than four rows are a third one, in tiles: the same bits for every number of rows above four, others up to it.
 //!
 //! The machines on which this was written have no AMX. The tiles' product is tested on an emulator of the registers that
-//! follows Intel's description of the instructions; the instructions themselves were assembled and read back, but never
+//! follows Intel's description of the instructions (where there is AVX-512 BF16); the instructions themselves were assembled and read back, but never
 //! executed by us. The same tests execute them wherever they are found.
 //!
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.

@@ -9,7 +9,7 @@ use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 const SUMS: usize = 7;
 
 /// Keeps the calling thread's multiply-add units busy `times` rounds long, in the arithmetic that `isa`'s matrix products
-/// use; returns how many operations that were, an addition and a multiplication counted as two.
+/// use (of AVX-512 where that has AMX); returns how many operations that were, an addition and a multiplication counted as two.
 pub fn multiply_adds(isa: Isa, times: u32) -> u64 {
     let mut out = [0.0f32; LANES];
     let operations = 2 * u64::from(times) * (SUMS * LANES) as u64;

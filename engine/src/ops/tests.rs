@@ -157,12 +157,12 @@ proptest! {
     #[test]
     fn rounded_attention_is_near_and_the_same_in_chunks(
         tokens in 1usize..200, cut in 0usize..200, kv_heads in 1usize..3, group in 1usize..8, wide in 1usize..9,
-        int8: bool, block_tokens in prop::sample::select(vec![16, 32, 64]), seed: u32,
+        int8: bool, block_tokens in prop::sample::select(vec![16, 32, 64]), window in prop::option::of(1usize..80), seed: u32,
     ) {
         let cut = cut.min(tokens - 1);
         let dtype = if int8 { KvDtype::Int8 } else { KvDtype::Bf16 };
         let layout = KvLayout { layers: 2, kv_heads, head_dim: wide * 16, dtype, block_tokens };
-        let case = Case::new(layout, group, tokens, seed);
+        let case = Case { window, ..Case::new(layout, group, tokens, seed) };
         for isa in rounding() {
             let whole = case.attend(isa, &[(0, tokens)]);
             // Weights of 8 bits: each is off by 2^-9 of itself at most, and the values are below 1. Unpacked 8-bit values

@@ -58,7 +58,7 @@ impl Bench {
         self.blocks * self.from.block_bytes()
     }
 
-    /// One hand-off of blocks from all over the arena, none of them neighbours, so that every block is a range.
+    /// One hand-off of blocks from all over the arena, hardly any of them neighbours.
     pub async fn hand_off(&mut self) -> anyhow::Result<Sample> {
         let (from, to) = (self.table(self.from.blocks()), self.table(self.to.blocks()));
         let Granted { mut outgoing, incoming, seal, expected } = self.grant(&from, to).await?;
@@ -77,7 +77,7 @@ impl Bench {
     pub async fn hot(&mut self) -> anyhow::Result<f64> {
         let (from, to) = (vec![0; self.to.blocks() as usize], (0..self.to.blocks()).collect::<Vec<_>>());
         let (mut pushing, mut receiving) = (vec![], vec![]);
-        for _ in 0..self.blocks / to.len() {
+        for _ in 0..(self.blocks / to.len()).max(1) {
             let Granted { outgoing, incoming, seal, expected } = self.grant(&from, to.clone()).await?;
             pushing.push((outgoing, seal));
             receiving.push(incoming.verified(expected));

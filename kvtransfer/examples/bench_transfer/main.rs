@@ -135,7 +135,9 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
     let ours = UcxConfig::new(UcxProfile::Shm).settings();
     let theirs: Vec<_> = ours.iter().filter(|(name, _)| !RING.contains(name)).cloned().collect();
     println!("\n### UCX shared memory beside ucx_perftest (one buffer into one buffer, GB/s)\n");
-    println!("`ucx_perftest -t ucp_am_bw`, rendezvous, as many messages as ours, over the same transports;");
+    println!(
+        "`ucx_perftest -t ucp_am_bw`, rendezvous, as many bytes as ours, over the same transports; ours carry several blocks below 1 MiB each;"
+    );
     println!("\"our ring\": with all of {ours:?}.\n");
     println!(
         "| range | ucx_perftest | ucx push, hot | ratio | ucx_perftest, our ring | ratio |\n|---|---|---|---|---|---|"

@@ -31,7 +31,7 @@ use crate::wire::{Answer, DataHeader, Header};
 
 /// Accepted connections at once, those without a hello included.
 const MAX_CONNECTIONS: usize = 256;
-/// Longer runs are cut, so that hand-offs on one connection take turns.
+/// Longer pushes are cut, so that hand-offs on one connection take turns.
 const MAX_RANGE_BYTES: usize = 4 << 20;
 
 /// How the tcp backend behaves.

@@ -334,6 +334,8 @@ impl Driver {
     fn tick(&mut self, now: Instant) -> bool {
         if now.duration_since(self.ticked) >= TICK {
             self.ticked = now;
+            // A block may be so long that it needs what is kept back.
+            self.sending.return_credit();
             (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
             self.shared.registry.expire();
             self.receiving.sweep(now);

@@ -141,6 +141,7 @@ impl Transport for UcxTransport {
                 credit: opened.credit,
                 credit_bytes: self.config.credit_bytes,
                 max_range_bytes: self.config.max_range_bytes,
+                profile: self.config.profile,
                 block_bytes: self.shared.arena.block_bytes(),
             };
             let (arena, counters) = (self.shared.arena.clone(), self.counters());
@@ -180,12 +181,18 @@ struct UcxSendLink {
     credit: Arc<Semaphore>,
     credit_bytes: usize,
     max_range_bytes: usize,
+    profile: UcxProfile,
     block_bytes: usize,
 }
 
 impl SendLink for UcxSendLink {
     fn max_range_bytes(&self) -> usize {
         self.max_range_bytes
+    }
+
+    /// A vector of pieces names no registered memory: on a fabric each would be registered for its transfer.
+    fn max_runs(&self) -> usize {
+        if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
     }
 
     fn push(

@@ -79,7 +79,10 @@ fn flushed(x: f32) -> f32 {
 
 /// A product in tiles; `None` if this machine lacks what stands around the registers.
 fn in_tiles<T: Tiles>(x: &[f32], w: &PackedMatrix, before: &[f32], output: Output) -> Option<Vec<f32>> {
-    Isa::choose(IsaChoice::Avx512, false).filter(|isa| isa.rounds())?;
+    if !Isa::choose(IsaChoice::Avx512, false).is_some_and(Isa::rounds) {
+        eprintln!("skipped: this machine has no AVX-512 BF16");
+        return None;
+    }
     let mut out = before.to_vec();
     // SAFETY: AVX-512 with BF16 was just found; `T` is emulated, or the caller found it.
     unsafe { super::matmul::<T>(x, w, &mut out, output) };
