@@ -167,15 +167,16 @@ impl Driver {
             if commanded || progressed || happened || ticked {
                 active = now;
                 idle_turns = 0;
-            } else if now.duration_since(active) < self.config.spin {
-                self.sending.return_credit();
+                continue;
+            }
+            self.sending.return_credit();
+            if now.duration_since(active) < self.config.spin {
                 idle_turns += 1;
                 // Somebody else may need the core, the peer first of all.
                 if idle_turns.is_multiple_of(TURNS_TO_YIELD) {
                     std::thread::yield_now();
                 }
             } else {
-                self.sending.return_credit();
                 self.sleep();
             }
         }
