@@ -3,7 +3,6 @@
 //! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians.
 //!
 //! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]]`
-use std::hint::black_box;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use tandem_engine::ops::attention::{Chunk, Queries, attention};
 use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
 use tandem_engine::ops::pages::zeroed_words;
-use tandem_engine::ops::peak::multiply_adds;
+use tandem_engine::ops::peak;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 
@@ -57,14 +56,8 @@ fn options() -> Result<(Isa, Vec<String>), String> {
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--isa" => {
-                choice = match args.next().as_deref() {
-                    Some("auto") => IsaChoice::Auto,
-                    Some("amx") => IsaChoice::Amx,
-                    Some("avx512") => IsaChoice::Avx512,
-                    Some("avx2") => IsaChoice::Avx2,
-                    Some("portable") => IsaChoice::Portable,
-                    _ => return Err(USAGE.into()),
-                }
+                let name = args.next().unwrap_or_default();
+                choice = name.parse().map_err(|error| format!("{error}; {USAGE}"))?;
             }
             "--exact" => exact = true,
             // Cargo's.
@@ -85,18 +78,10 @@ struct Ceilings {
 
 impl Ceilings {
     fn measure(isa: Isa) -> Self {
-        let memory = zeroed_words(32 << 20);
-        let read = median(|| {
-            let mut sums = [0u64; 32];
-            for line in memory.chunks_exact(32) {
-                for (sum, word) in sums.iter_mut().zip(line) {
-                    *sum ^= word.load(Relaxed);
-                }
-            }
-            black_box(sums);
-        });
+        let memory: Vec<u64> = (0..32 << 20).collect();
+        let read = median(|| peak::read(&memory));
         let mut operations = 0;
-        let busy = median(|| operations = multiply_adds(isa, 1 << 20));
+        let busy = median(|| operations = peak::multiply_adds(isa, 1 << 20));
         let gb_per_s = (memory.len() * 8) as f64 / read.as_secs_f64() / 1e9;
         Self { gb_per_s, gflop_per_s: operations as f64 / busy.as_secs_f64() / 1e9 }
     }

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
+use tandem_engine::ops::peak;
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease, Logits};
 
@@ -137,16 +138,7 @@ impl Options {
                     }
                 }
                 "--block-size" => options.block_tokens = number(&value()?)?,
-                "--isa" => {
-                    options.isa = match value()?.as_str() {
-                        "auto" => IsaChoice::Auto,
-                        "amx" => IsaChoice::Amx,
-                        "avx512" => IsaChoice::Avx512,
-                        "avx2" => IsaChoice::Avx2,
-                        "portable" => IsaChoice::Portable,
-                        other => return Err(format!("no instruction set {other}; {USAGE}")),
-                    }
-                }
+                "--isa" => options.isa = value()?.parse().map_err(|error| format!("{error}; {USAGE}"))?,
                 "--batch-invariant" => options.batch_invariant = true,
                 "--ceilings" => options.ceilings = true,
                 "--json" => options.json = true,
@@ -271,13 +263,7 @@ fn ceiling_samples(options: &Options, measure: fn() -> f64) -> Vec<f64> {
 fn read_gb_per_s() -> f64 {
     let words: Vec<u64> = (0..16 << 20).collect();
     let begin = Instant::now();
-    let mut sums = [0u64; 32];
-    for line in words.chunks_exact(32) {
-        for (sum, word) in sums.iter_mut().zip(line) {
-            *sum ^= word;
-        }
-    }
-    black_box(sums);
+    peak::read(&words);
     (words.len() * 8) as f64 / begin.elapsed().as_secs_f64() / 1e9
 }
 

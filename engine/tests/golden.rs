@@ -106,9 +106,8 @@ struct Runner {
 
 impl Runner {
     fn load(kv_dtype: KvDtype, batch_invariant: bool) -> Self {
-        let path = smollm2::model_path();
-        let config = ModelConfig { path, kv_dtype, blocks: 256, threads: 2, batch_invariant, ..ModelConfig::default() };
-        let executor = LlamaExecutor::load(&config).expect("the model loads");
+        let config = ModelConfig { kv_dtype, blocks: 256, threads: 2, batch_invariant, ..ModelConfig::default() };
+        let executor = smollm2::executor(config);
         let pool = BlockPool::new(256, 16);
         Self { executor, logits: Logits::default(), pool }
     }

@@ -38,10 +38,7 @@ impl Kernels {
     fn executor(self) -> LlamaExecutor {
         let kv_dtype = if matches!(self, Self::ExactF32Kv) { KvDtype::F32 } else { KvDtype::Bf16 };
         let batch_invariant = !matches!(self, Self::Bf16);
-        let path = smollm2::model_path();
-        let config =
-            ModelConfig { path, kv_dtype, blocks: 1024, threads: 2, batch_invariant, ..ModelConfig::default() };
-        LlamaExecutor::load(&config).expect("the model loads")
+        smollm2::executor(ModelConfig { kv_dtype, blocks: 1024, threads: 2, batch_invariant, ..ModelConfig::default() })
     }
 
     fn tie(self) -> f32 {
@@ -233,7 +230,5 @@ fn median(times: &mut [Duration]) -> Duration {
 }
 
 fn executor(blocks: usize, threads: usize) -> LlamaExecutor {
-    let path = smollm2::model_path();
-    let config = ModelConfig { path, kv_dtype: KvDtype::Bf16, blocks, threads, ..ModelConfig::default() };
-    LlamaExecutor::load(&config).expect("the model loads")
+    smollm2::executor(ModelConfig { kv_dtype: KvDtype::Bf16, blocks, threads, ..ModelConfig::default() })
 }

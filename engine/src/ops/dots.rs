@@ -63,6 +63,21 @@ struct Scratch {
     totals: Vec<f32>,
 }
 
+/// A group's elements, at most 32, as 16 pairs of bf16; zeros after them.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+pub(super) unsafe fn rounded_pairs(group: &[f32]) -> __m512bh {
+    let mask = ((1u64 << group.len()) - 1) as u32;
+    // SAFETY: the mask leaves out what lies behind the group.
+    unsafe {
+        let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
+        let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
+        _mm512_cvtne2ps_pbh(high, low)
+    }
+}
+
 impl Scratch {
     /// # Safety
     /// The machine has the features.
@@ -76,12 +91,9 @@ impl Scratch {
         for (r, row) in x.chunks_exact(k).enumerate() {
             for (g, group) in row.chunks(BLOCK).enumerate() {
                 let at = g * self.rows + r;
-                let mask = ((1u64 << group.len()) - 1) as u32;
-                // SAFETY: loads only `group`'s elements; the buffers have room for all rows and groups.
+                // SAFETY: at most 32 elements; the buffers have room for all rows and groups.
                 unsafe {
-                    let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
-                    let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
-                    let pairs = _mm512_cvtne2ps_pbh(high, low);
+                    let pairs = rounded_pairs(group);
                     self.x_sums[at] = _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), pairs, ones));
                     _mm512_storeu_si512(self.x.as_mut_ptr().add(at * PAIRS).cast(), bits(pairs));
                 }
@@ -403,7 +415,7 @@ fn bf16(bits: __m512i) -> __m512bh {
 }
 
 #[inline(always)]
-fn bits(numbers: __m512bh) -> __m512i {
+pub(super) fn bits(numbers: __m512bh) -> __m512i {
     // SAFETY: as above.
     unsafe { std::mem::transmute(numbers) }
 }

@@ -1,5 +1,5 @@
-//! What the machine's multiply-adds could do if nothing else were to be done: the ceiling that benchmarks set kernels
-//! beside.
+//! What the machine's memory and multiply-adds could do if nothing else were to be done: the ceilings that benchmarks set
+//! kernels beside.
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
@@ -25,6 +25,17 @@ pub fn multiply_adds(isa: Isa, times: u32) -> u64 {
     unsafe { chains(isa, times, out.as_mut_ptr()) };
     std::hint::black_box(out);
     operations
+}
+
+/// Reads all of it once.
+pub fn read(words: &[u64]) {
+    let mut sums = [0u64; 32];
+    for line in words.chunks_exact(32) {
+        for (sum, word) in sums.iter_mut().zip(line) {
+            *sum ^= word;
+        }
+    }
+    std::hint::black_box(sums);
 }
 
 isa_dispatch! { fn chains(times: u32, out: *mut f32) = chains_with }

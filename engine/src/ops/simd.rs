@@ -46,6 +46,21 @@ pub enum IsaChoice {
     Portable,
 }
 
+impl std::str::FromStr for IsaChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Ok(match name {
+            "auto" => Self::Auto,
+            "amx" => Self::Amx,
+            "avx512" => Self::Avx512,
+            "avx2" => Self::Avx2,
+            "portable" => Self::Portable,
+            other => return Err(format!("no instruction set {other}")),
+        })
+    }
+}
+
 impl Isa {
     /// The best one here.
     pub fn detect() -> Self {

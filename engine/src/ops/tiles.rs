@@ -16,8 +16,8 @@ use std::cell::RefCell;
 
 use self::amx::{TILE_ROWS, Tile, Tiles};
 use super::Shared;
+use super::dots::{bits, rounded_pairs};
 use super::matmul::{BLOCK, ChunkId, Output, PackedMatrix, Target, WeightFormat, for_each_part};
-use super::simd::LANES;
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
 /// weights come from memory; but their `x` should stay in the core's L2 cache.
@@ -82,12 +82,9 @@ impl Scratch {
         for (r, row) in x.chunks_exact(k).enumerate() {
             let tiles = &mut self.x[r / TILE_ROWS * self.groups..][..self.groups];
             for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
-                let mask = ((1u64 << group.len()) - 1) as u32;
-                // SAFETY: loads only `group`'s elements, zeros after them; a tile's row takes all 16 pairs.
+                // SAFETY: at most 32 elements; a tile's row takes all 16 pairs.
                 unsafe {
-                    let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
-                    let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
-                    let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                    let pairs = bits(rounded_pairs(group));
                     _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs);
                 }
             }

@@ -2,6 +2,7 @@
 use std::path::PathBuf;
 
 use serde::Deserialize;
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 
 const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 
@@ -46,9 +47,14 @@ pub fn golden() -> Golden {
     serde_json::from_str(include_str!("../data/smollm2-135m-golden.json")).expect("golden file")
 }
 
+/// The model, loaded as `config` says.
+pub fn executor(config: ModelConfig) -> LlamaExecutor {
+    LlamaExecutor::load(&ModelConfig { path: model_path(), ..config }).expect("the model loads")
+}
+
 /// Where `make setup` puts the model.
 #[allow(clippy::disallowed_methods, reason = "a test has no command line to take the path from")]
-pub fn model_path() -> PathBuf {
+fn model_path() -> PathBuf {
     let cache = std::env::var("TANDEM_CACHE").map(PathBuf::from);
     let home = || PathBuf::from(std::env::var("HOME").unwrap_or_default()).join(".cache/tandem");
     let path = cache.unwrap_or_else(|_| home()).join(FILE);
