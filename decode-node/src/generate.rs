@@ -12,7 +12,7 @@ use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, RequestSpec, Reserved, Token};
 use tandem_proto::{Error, ErrorKind, Incarnation};
-use tandem_telemetry::Kind;
+use tandem_telemetry::{Kind, clock};
 
 use crate::handoff::{self, Received};
 use crate::service::Stop;
@@ -34,7 +34,7 @@ pub async fn disaggregated(
     events: Events<DecodeEvent>,
     mut stop: Stop,
 ) -> Result<(), Error> {
-    let accepted = Instant::now();
+    let accepted = clock::now();
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
     let request = CheckedRequest::check(spec, node.engine.spec())?;
     let mut trace = node.trace();
@@ -53,7 +53,7 @@ pub async fn disaggregated(
 /// # Errors
 /// What the call's status will be.
 pub async fn local(node: Arc<Node>, spec: RequestSpec, events: Events<DecodeEvent>) -> Result<(), Error> {
-    let accepted = Instant::now();
+    let accepted = clock::now();
     let request = CheckedRequest::check(spec, node.engine.spec())?;
     let mut trace = node.trace();
     let generate = Generate { node: &node, request: &request, events: &events };
@@ -89,18 +89,19 @@ impl Generate<'_> {
         let lease = tokio::select! {
             biased;
             lease = self.reserve() => lease?,
-            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, 0, Instant::now(), trace).await,
+            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, 0, clock::now(), trace).await,
         };
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
-        let (ticket, granted) = (incoming.ticket(), Instant::now());
+        let (ticket, granted) = (incoming.ticket(), clock::now());
         trace.attr("tandem.kv.blocks", lease.blocks().len());
         trace.close(granted);
         // Until the seal tells the real parent and start.
         let transfer = trace.open("kv.transfer", Kind::Consumer, route, granted);
-        self.send(Event::Reserved(Reserved { blocks: ticket.blocks, ticket: ticket.encode_to_vec() })).await?;
+        self.send(Event::Reserved(Reserved { blocks: ticket.blocks, held_blocks: 0, ticket: ticket.encode_to_vec() }))
+            .await?;
         let Some(received) = self.receive(incoming, granted, stop, trace).await? else {
             trace.discard();
-            return self.finish(v1::FinishReason::Stop, 0, Instant::now(), trace).await;
+            return self.finish(v1::FinishReason::Stop, 0, clock::now(), trace).await;
         };
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
@@ -170,7 +171,7 @@ impl Generate<'_> {
                 _ = stop.said() => {
                     // The engine's next step is without it.
                     drop(sequence);
-                    let now = Instant::now();
+                    let now = clock::now();
                     trace.event("stopped", now, [("tokens", tokens.into())]);
                     return self.finish(v1::FinishReason::Stop, cached_tokens, now, trace).await;
                 }
@@ -187,10 +188,10 @@ impl Generate<'_> {
                     stalled(trace, "engine", last.unwrap_or(at), at);
                     (tokens, last) = (tokens + 1, Some(at));
                     self.node.work.count_tokens(0, 1);
-                    let sending = Instant::now();
+                    let sending = clock::now();
                     let token = Token { token_id: id, logprob, top_logprobs: top_logprobs(top) };
                     self.send(Event::Token(token)).await?;
-                    stalled(trace, "reader", sending, Instant::now());
+                    stalled(trace, "reader", sending, clock::now());
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);

@@ -30,7 +30,7 @@ pub fn grant(
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: blocks.to_vec(),
         owner: lease.clone(),
-        lease: longest.min(request.deadline.saturating_duration_since(Instant::now())),
+        lease: longest.min(request.deadline.saturating_duration_since(clock::now())),
     };
     Ok(node.transport.accept(grant)?)
 }

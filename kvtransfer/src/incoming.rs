@@ -1,4 +1,5 @@
 //! The receiving end of a hand-off as a node holds it: wait, verify, answer. The one place where verification happens.
+use crate::clock;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -75,7 +76,7 @@ impl Incoming {
             blocks: self.blocks.len() as u32,
             first_arrival: arrived.first_arrival,
             last_arrival: arrived.last_arrival,
-            verified_at: Instant::now(),
+            verified_at: clock::now(),
             seal: arrived.seal,
         })
     }

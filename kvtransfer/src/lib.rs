@@ -16,6 +16,7 @@
 #![deny(unsafe_code)]
 
 pub mod arena;
+mod clock;
 pub mod counters;
 pub mod error;
 pub mod incoming;

@@ -1,5 +1,6 @@
 //! The sending end of a hand-off as a node holds it, the hook a backend implements for it, and the table that brings
 //! answers back to it.
+use crate::clock;
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -72,7 +73,7 @@ impl Outgoing {
         ticket: CheckedTicket,
         answer: AnswerSlot,
     ) -> Self {
-        let deadline = Instant::now() + ticket.lease;
+        let deadline = clock::now() + ticket.lease;
         Self {
             link,
             arena,
@@ -102,7 +103,7 @@ impl Outgoing {
         owner: BlockOwner,
     ) -> Result<(), TransferError> {
         self.check_range(first_index, arena_blocks)?;
-        self.first_push.get_or_insert_with(Instant::now);
+        self.first_push.get_or_insert_with(clock::now);
         let max_blocks = (self.link.max_range_bytes() / self.arena.block_bytes()).clamp(1, MAX_FRAME_BLOCKS);
         let (mut first, mut rest) = (first_index, arena_blocks);
         while !rest.is_empty() {
@@ -144,7 +145,7 @@ impl Outgoing {
             bytes: self.bytes,
             blocks: self.blocks,
             descriptors: self.descriptors,
-            elapsed: self.first_push.map(|at| at.elapsed()).unwrap_or_default(),
+            elapsed: self.first_push.map(|at| clock::now().saturating_duration_since(at)).unwrap_or_default(),
         })
     }
 

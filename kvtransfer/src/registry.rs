@@ -1,9 +1,9 @@
 //! The grants of a node with a lock, a clock, and somebody who waits: the shell around `session.rs` that every backend
 //! receives through. Knows no socket; speaks to peers through the backend's [`AnswerLink`].
+use crate::clock;
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::oneshot;
@@ -68,7 +68,7 @@ impl Registry {
         address: Vec<u8>,
     ) -> Result<Incoming, TransferError> {
         self.check_blocks(&grant.blocks)?;
-        let deadline = Instant::now() + grant.lease;
+        let deadline = clock::now() + grant.lease;
         let block_bytes = self.arena.block_bytes() as u64;
         let (sender, arrival) = oneshot::channel();
         let mut table = self.lock();
@@ -90,6 +90,8 @@ impl Registry {
             blocks: grant.blocks.len() as u32,
             block_bytes,
             lease_ms: grant.lease.as_millis().try_into().unwrap_or(u32::MAX),
+            held_blocks: 0,
+            held_hash: 0,
         };
         Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, deadline, arrival))
     }
@@ -100,7 +102,7 @@ impl Registry {
     /// The refusal, which was already sent to the peer: discard the payload.
     pub fn claim(self: &Arc<Self>, peer: PeerId, range: DataHeader, len: u64) -> Result<Claim, Refusal> {
         let mut table = self.lock();
-        match table.sessions.claim(peer, range, len, Instant::now()) {
+        match table.sessions.claim(peer, range, len, clock::now()) {
             Ok(blocks) => {
                 drop(table);
                 let runs = coalesce(&blocks);
@@ -118,7 +120,7 @@ impl Registry {
             return;
         };
         let mut table = self.lock();
-        match table.sessions.seal(peer, handoff, seal, Instant::now()) {
+        match table.sessions.seal(peer, handoff, seal, clock::now()) {
             Ok(arrived) => table.deliver(handoff, arrived),
             Err(rejected) => {
                 self.refuse(table, peer, handoff, rejected);
@@ -156,7 +158,7 @@ impl Registry {
     /// Ends what is past its lease and tells its peers. Backends with a timer may call it; waiting ends call it too.
     pub fn expire(&self) {
         let mut table = self.lock();
-        let ended = table.sessions.expire(Instant::now());
+        let ended = table.sessions.expire(clock::now());
         for (handoff, _) in &ended {
             table.fail(*handoff, TransferError::from(Refusal::Expired));
         }
@@ -246,7 +248,7 @@ impl Registry {
     fn written(&self, range: DataHeader, len: u64) {
         self.counters.received_bytes.fetch_add(len, Relaxed);
         let mut table = self.lock();
-        let arrived = table.sessions.written(range, Instant::now());
+        let arrived = table.sessions.written(range, clock::now());
         table.deliver(range.handoff, arrived);
     }
 

@@ -140,7 +140,7 @@ pub async fn until_deadline<T>(deadline: Instant, body: impl Future<Output = Res
 }
 
 fn deadline(unix_ns: u64) -> Result<Instant, Error> {
-    let now = Instant::now();
+    let now = clock::now();
     let latest = now + LONGEST_REQUEST;
     if unix_ns == 0 {
         return Ok(latest);

@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use tandem_proto::{TraceContext, v1};
-use tandem_telemetry::{Exporter, Kind, Phase, Value};
+use tandem_telemetry::{Exporter, Kind, Phase, Value, clock};
 
 /// Who the spans are from, and where they go. One per node.
 #[derive(Clone, Debug)]
@@ -96,7 +96,7 @@ impl Trace {
     pub fn fail(&mut self, message: &str) {
         self.kept = true;
         self.export();
-        let now = Instant::now();
+        let now = clock::now();
         while !self.open.is_empty() {
             self.edit(|phase| phase.error(message));
             self.close(now);

@@ -1,7 +1,6 @@
 //! Joins engine and KV transport on the sending side; the two do not know each other. Blocks are pushed in ranges of
 //! the hand-off's indices, so that chunks can leave as they finish; today all leave after the forward pass.
 use std::sync::Arc;
-use std::time::Instant;
 
 use tandem_engine::KvLease;
 use tandem_kvtransfer::transport::check_identity;
@@ -47,7 +46,7 @@ impl<'a> Handoff<'a> {
         forward: TraceContext,
         trace: &mut Trace,
     ) -> Result<Receipt, Error> {
-        let start = Instant::now();
+        let start = clock::now();
         let post = trace.open("kv.post", Kind::Producer, forward, start);
         // Hashing reads the same bytes as sending: side by side, each finds them in the cache of the other.
         let sealing = tokio::task::spawn_blocking(self.sealing(lease.clone()));
@@ -61,7 +60,7 @@ impl<'a> Handoff<'a> {
         trace.attr("tandem.kv.blocks", lease.blocks().len());
         trace.attr("tandem.kv.bytes", lease.blocks().len() * self.node.arena.block_bytes());
         trace.attr("tandem.kv.transport", self.node.transport.info().name);
-        trace.close(Instant::now());
+        trace.close(clock::now());
         Ok(self.outgoing.seal(seal).await?)
     }
 

@@ -11,7 +11,7 @@ use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent};
 use tandem_proto::{Error, ErrorKind, TraceContext};
-use tandem_telemetry::Kind;
+use tandem_telemetry::{Kind, clock};
 
 use crate::handoff::Handoff;
 use crate::pressure::Pressure;
@@ -27,7 +27,7 @@ pub async fn run(
     mut commands: Commands,
     events: Events<PrefillEvent>,
 ) -> Result<(), Error> {
-    let accepted = Instant::now();
+    let accepted = clock::now();
     let request = CheckedRequest::check(commands.start().await?, node.engine.spec())?;
     let mut trace = node.trace();
     let server = trace.open("prefill", Kind::Server, request.parent, accepted);
@@ -97,14 +97,14 @@ impl Prefill<'_> {
                 biased;
                 connected = &mut connecting => handoff = Some(connected?),
                 () = self.pressure.felt() => {
-                    trace.event("blocks.yielded", Instant::now(), []);
+                    trace.event("blocks.yielded", clock::now(), []);
                     let told = computed.token;
                     drop(computed);
                     handoff = Some(connecting.as_mut().await?);
                     if matches!(handoff, Some(Way::Nowhere)) {
                         return nothing_delivered(events, trace).await;
                     }
-                    let again = self.compute(Instant::now(), connecting, &mut handoff, trace).await?;
+                    let again = self.compute(clock::now(), connecting, &mut handoff, trace).await?;
                     check_same(told, again.token)?;
                     computed = again;
                 }
@@ -124,7 +124,7 @@ impl Prefill<'_> {
             blocks: receipt.blocks,
             descriptors: receipt.descriptors,
             transfer_ms: receipt.elapsed.as_secs_f64() * 1e3,
-            spans: trace.finish(Instant::now()),
+            spans: trace.finish(clock::now()),
         };
         events.send(event(Event::Delivered(delivered))).await
     }
@@ -195,7 +195,7 @@ impl Prefill<'_> {
 
 /// The last message of an answer that was complete with its first token.
 async fn nothing_delivered(events: &Events<PrefillEvent>, trace: &mut Trace) -> Result<(), Error> {
-    let spans = trace.finish(Instant::now());
+    let spans = trace.finish(clock::now());
     events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await
 }
 

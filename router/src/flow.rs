@@ -166,7 +166,7 @@ impl Run {
 
     async fn answer(&mut self, entry: Entry, deadline: Instant) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
-        self.record.timeline.end_phase(Instant::now());
+        self.record.timeline.end_phase(clock::now());
         let route = self.route()?;
         let prefill = PrefillLeg::open(&route.prefill, self.spec(Phase::Prefill, deadline));
         let decode = DecodeLeg::open(
@@ -177,7 +177,7 @@ impl Run {
                 route_traceparent: self.record.identities.of(Phase::Route).to_string(),
             },
         );
-        self.record.timeline.end_phase(Instant::now());
+        self.record.timeline.end_phase(clock::now());
         self.relay(&route, prefill, decode).await
     }
 
@@ -188,7 +188,7 @@ impl Run {
             prefill: route.prefill.info.node_id.clone(),
             decode: route.decode.info.node_id.clone(),
             candidates: route.candidates.clone(),
-            at: Instant::now(),
+            at: clock::now(),
         });
         Ok(route)
     }
@@ -261,7 +261,7 @@ impl Run {
 
     async fn send_token(&mut self, token: GenerationEvent) -> Result<(), Error> {
         self.send(Ok(token)).await?;
-        let now = Instant::now();
+        let now = clock::now();
         if self.record.tokens.is_empty() {
             self.record.timeline.end_phase(now);
         }
@@ -282,14 +282,14 @@ impl Run {
     fn verified(&mut self) {
         let Record { timeline, verified, .. } = &mut self.record;
         if self.exchange.verified.is_some() && timeline.phase() == Phase::Transfer {
-            timeline.end_phase(Instant::now());
+            timeline.end_phase(clock::now());
             verified.clone_from(&self.exchange.verified);
         }
     }
 
     /// The client has every token.
     fn complete(&mut self) {
-        self.record.ended = Instant::now();
+        self.record.ended = clock::now();
         if self.record.timeline.phase() == Phase::Decode {
             self.record.timeline.end_phase(self.record.ended);
         }
@@ -312,7 +312,7 @@ impl Run {
     async fn conclude(mut self, mut outcome: Result<Answered, Error>) {
         let rest = outcome.as_mut().ok().and_then(|answered| answered.rest.take());
         if outcome.is_err() {
-            self.record.ended = Instant::now();
+            self.record.ended = clock::now();
         }
         let (shared, record) = (&self.shared, &self.record);
         let reason = outcome.as_ref().map(|answered| answered.reason);
@@ -358,6 +358,7 @@ impl Run {
             stop_token_ids: self.shared.model.stop_token_ids(&self.request.stop_token_ids, self.request.ignore_eos),
             deadline_unix_ns: clock().unix_ns(deadline),
             traceparent: self.record.identities.of(phase).to_string(),
+            output_tokens: 0,
         }
     }
 

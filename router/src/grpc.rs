@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tandem_telemetry::clock;
 
 use futures::stream::select_all;
 use futures::{Stream, StreamExt};
@@ -78,7 +79,7 @@ impl v1::inference_server::Inference for Edge {
     type GenerateStream = Responses;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Responses>, Status> {
-        let received = Instant::now();
+        let received = clock::now();
         let (metadata, _, message) = request.into_parts();
         let caller = Caller::read(&metadata, &message, received)?;
         let n = message.n.max(1);

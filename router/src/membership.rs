@@ -9,6 +9,7 @@ mod table;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
+use tandem_telemetry::clock;
 
 use serde_json::json;
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
@@ -177,7 +178,7 @@ impl Membership {
         let mut ticks = tokio::time::interval((self.lease / 10).max(Duration::from_millis(5)));
         loop {
             ticks.tick().await;
-            self.expire(Instant::now());
+            self.expire(clock::now());
         }
     }
 

@@ -10,16 +10,21 @@ pub struct Clock {
     instant: Instant,
 }
 
+/// Now, by tokio's clock: the system's monotonic one, or in a simulation the paused one.
+pub fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
 /// The clock of this process: its pair is read once, at the first call.
 pub fn clock() -> Clock {
     static CLOCK: OnceLock<Clock> = OnceLock::new();
-    *CLOCK.get_or_init(Clock::now)
+    *CLOCK.get_or_init(Clock::read)
 }
 
 impl Clock {
-    fn now() -> Self {
+    fn read() -> Self {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { unix, instant: Instant::now() }
+        Self { unix, instant: now() }
     }
 
     /// Unix nanoseconds of `at`.

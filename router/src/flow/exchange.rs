@@ -90,6 +90,9 @@ impl Exchange {
                 self.delivered = Some(delivered);
                 Ok(Step::Wait)
             }
+            Some(prefill_event::Event::Undelivered(undelivered)) => {
+                Err(tonic::Status::new(undelivered.code.into(), undelivered.message).into())
+            }
             None => Ok(Step::Wait),
         }
     }
@@ -165,7 +168,7 @@ pub(super) mod tests {
     }
 
     pub fn reserved() -> v1::DecodeEvent {
-        decode(decode_event::Event::Reserved(v1::Reserved { ticket: b"ticket".to_vec(), blocks: 2 }))
+        decode(decode_event::Event::Reserved(v1::Reserved { ticket: b"ticket".to_vec(), blocks: 2, held_blocks: 0 }))
     }
 
     pub fn verified() -> v1::DecodeEvent {

@@ -1,5 +1,5 @@
 //! `POST /v1/chat/completions`: messages, rendered with the model's own template.
-use std::time::Instant;
+use tandem_telemetry::clock;
 
 use axum::Extension;
 use axum::body::Body;
@@ -39,7 +39,7 @@ pub(super) async fn handle(
     body: Body,
 ) -> Result<Response, ApiError> {
     let json = body::read(body).await?;
-    let received = Instant::now();
+    let received = clock::now();
     let Chat { options, messages } = parse(&json)?;
     check_model(&service, options.model.as_deref())?;
     let ids = with_model(&service, json.len(), move |model| model.encode_chat(&messages)).await?;

@@ -1,5 +1,5 @@
 //! `POST /v1/completions`: one or several prompts, as text or token ids.
-use std::time::Instant;
+use tandem_telemetry::clock;
 
 use axum::Extension;
 use axum::body::Body;
@@ -27,7 +27,7 @@ pub(super) async fn handle(
     body: Body,
 ) -> Result<Response, ApiError> {
     let json = body::read(body).await?;
-    let received = Instant::now();
+    let received = clock::now();
     let Completion { options, prompts, echo } = parse(&json)?;
     check_model(&service, options.model.as_deref())?;
     let bytes = json.len();

@@ -1,6 +1,6 @@
 //! The gRPC service `Membership`: one stream per node feeds the table. The stream's end, for any reason, is the node's
 //! death, and the node's death (silence, replacement) ends the stream, so that a node that wakes up registers anew.
-use std::time::Instant;
+use tandem_telemetry::clock;
 
 use tandem_proto::{Error, ErrorKind, v1};
 use tokio::sync::mpsc;
@@ -24,7 +24,7 @@ impl v1::membership_server::Membership for Membership {
         let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
             return Err(Status::invalid_argument("the first message of Join is a Register"));
         };
-        let node = self.register(info, Instant::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        let node = self.register(info, clock::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
         let (role, transport) = (node.role.as_str(), node.info.transport.as_ref().map_or("", |t| &t.name));
         tracing::info!(node = node.info.node_id, role, transport, incarnation = %node.incarnation(), "node joined");
         let (replies, receiver) = mpsc::channel(2);
@@ -69,8 +69,8 @@ impl Session {
     fn take(&self, report: v1::NodeReport) -> Result<(), &'static str> {
         use v1::node_report::Report;
         match report.report {
-            Some(Report::Load(load)) => self.membership.report(self.node.session, &load, Instant::now()),
-            Some(Report::Draining(_)) => self.membership.draining(self.node.session, Instant::now()),
+            Some(Report::Load(load)) => self.membership.report(self.node.session, &load, clock::now()),
+            Some(Report::Draining(_)) => self.membership.draining(self.node.session, clock::now()),
             Some(Report::Register(_)) => return Err("it registered twice on one stream"),
             // A report of a later version.
             None => {}
