@@ -209,6 +209,6 @@ fn transport(config: &NodeConfig, faults: Faults) -> TransportConfig {
         UcxProfileArg::Rdma => UcxProfile::Rdma,
     };
     let ucx = UcxConfig { lib_dir: config.ucx_lib_dir.clone(), faults, ..UcxConfig::new(profile) };
-    let tcp = TcpConfig { faults, ..TcpConfig::default() };
+    let tcp = TcpConfig { faults, advertise: config.kv_advertise.clone(), ..TcpConfig::default() };
     TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }
 }

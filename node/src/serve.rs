@@ -180,9 +180,15 @@ impl Running {
 
 fn endpoint(config: &NodeConfig, port: u16) -> String {
     match &config.advertise_host {
+        Some(host) if has_port(host) => format!("http://{host}"),
         Some(host) => format!("http://{host}:{port}"),
         None => format!("http://{}", SocketAddr::new(config.listen.ip(), port)),
     }
+}
+
+/// Whether an authority names its port: `[::1]` does not, `[::1]:50` does.
+fn has_port(authority: &str) -> bool {
+    authority.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
 }
 
 /// SIGTERM and SIGINT.
