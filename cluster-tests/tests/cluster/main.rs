@@ -15,6 +15,5 @@ mod failures;
 mod first_light;
 mod sampling;
 mod streams;
-mod streams;
 mod tool;
 mod traces;
