@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvDtype;
-use tandem_engine::ops::attention::{Chunk, Queries, attention};
+use tandem_engine::ops::attention::{Attention, Chunk, Queries, Sequences};
 use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
 use tandem_engine::ops::pages::zeroed_words;
@@ -136,15 +136,22 @@ impl Bench {
         }
         let blocks_each = (context + rows).div_ceil(BLOCK);
         let kv = arena(dtype, blocks_each * batch);
-        let tables: Vec<Vec<u32>> = (0..batch).map(|seq| table(seq, batch, blocks_each)).collect();
-        let chunk = |(seq, blocks)| Chunk { blocks, first_row: seq * rows, rows, start: context };
-        let chunks: Vec<_> = tables.iter().map(Vec::as_slice).enumerate().map(chunk).collect();
+        let blocks: Vec<u32> = (0..batch).flat_map(|seq| table(seq, batch, blocks_each)).collect();
+        let chunk = |seq| Chunk {
+            first_block: seq * blocks_each,
+            blocks: blocks_each,
+            first_row: seq * rows,
+            rows,
+            start: context,
+        };
+        let chunks: Vec<_> = (0..batch).map(chunk).collect();
+        let (sequences, mut kernel) = (Sequences { blocks: &blocks, chunks: &chunks }, Attention::new(self.isa));
         let (width, keys) = (HEADS * HEAD_DIM, batch * (rows * context + rows * (rows + 1) / 2));
         let (values, mut out) = (wave(batch * rows * width), vec![0.0; batch * rows * width]);
         let queries = Queries { values: &values, stride: width, heads: HEADS, window: None };
         let bytes = batch * (context + rows) * 2 * KV_HEADS * dtype.head_bytes(HEAD_DIM);
         self.report(&name, LAYERS, bytes as f64, (4 * keys * width) as f64, |layer| {
-            attention(self.isa, &kv, layer, &chunks, queries, &mut out);
+            kernel.compute(&kv, layer, sequences, queries, &mut out);
         });
     }
 
@@ -184,7 +191,8 @@ impl Bench {
             let heads = HEADS + KV_HEADS;
             let (stride, positions) = ((HEADS + 2 * KV_HEADS) * HEAD_DIM, (0..rows).collect::<Vec<_>>());
             let frequencies: Vec<f64> = (0..HEAD_DIM / 2).map(|i| 1e4f64.powf(-(i as f64) / 32.0)).collect();
-            let (rotations, mut x) = (Rotations::new(&positions, &frequencies), wave(rows * stride));
+            let (mut rotations, mut x) = (Rotations::default(), wave(rows * stride));
+            rotations.turn_to(&positions, &frequencies);
             let name = format!("rotary embedding {rows} tokens");
             if self.wants(&name) {
                 let numbers = rows * heads * HEAD_DIM;
