@@ -3,6 +3,7 @@
 //! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians.
 //!
 //! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]]`
+use std::hint::black_box;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use tandem_engine::ops::pages::zeroed_words;
 use tandem_engine::ops::peak;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
+use tandem_engine::sampler::{Past, SamplingParams, are_numbers, sample};
 
 const USAGE: &str = "kernels [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]";
 /// Sizes of the model that comes with the project.
@@ -24,6 +26,7 @@ const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
 /// Layers, so that weights and KV are in no cache when their turn comes again.
 const LAYERS: usize = 30;
+const VOCABULARY: usize = 49_152;
 const BLOCK: usize = 16;
 const SAMPLES: usize = 15;
 
@@ -47,6 +50,7 @@ fn main() -> Result<(), String> {
         bench.kv_write(dtype);
     }
     bench.rows();
+    bench.greedy_token();
     Ok(())
 }
 
@@ -167,6 +171,21 @@ impl Bench {
         let places: Vec<_> = (0..rows).map(place).collect();
         let bytes = rows * 2 * KV_HEADS * (4 * HEAD_DIM + dtype.head_bytes(HEAD_DIM));
         self.report(&name, LAYERS, bytes as f64, 0.0, |layer| kv.write(layer, &values, stride, &places));
+    }
+
+    /// Logits that are in no cache; the exponentials of their sum count as their polynomial.
+    fn greedy_token(&self) {
+        let (rows, name) = (LAYERS, format!("greedy token of {VOCABULARY}"));
+        if !self.wants(&name) {
+            return;
+        }
+        let (logits, past) = (wave(rows * VOCABULARY), Past { tokens: &[1], prompt_len: 1, ..Past::default() });
+        let (bytes, operations) = (4 * VOCABULARY, 20 * VOCABULARY);
+        self.report(&name, rows, bytes as f64, operations as f64, |row| {
+            let logits = &logits[row * VOCABULARY..][..VOCABULARY];
+            assert!(are_numbers(logits));
+            black_box(sample(&SamplingParams::GREEDY, &past, logits));
+        });
     }
 
     fn rows(&self) {

@@ -141,6 +141,10 @@ impl Executor for LlamaExecutor {
         pool.install(|| model.forward(kv, step, rows));
         Ok(())
     }
+
+    fn install(&mut self, f: &mut dyn FnMut()) {
+        self.pool.install(f);
+    }
 }
 
 impl Step {

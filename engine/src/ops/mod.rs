@@ -36,8 +36,15 @@ mod tests;
 mod tiles;
 
 /// A pointer that the tasks of a region share. Whoever makes one promises that the tasks touch disjoint elements.
-#[derive(Clone, Copy)]
 struct Shared<T>(*mut T);
+
+impl<T> Clone for Shared<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Shared<T> {}
 
 impl<T> Shared<T> {
     /// A method, so that closures capture the wrapper and not the bare pointer.
