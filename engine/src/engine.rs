@@ -316,7 +316,10 @@ impl Worker {
             Ok(_) => self.learn(StepShape::of(&batch), begin.elapsed()),
             Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
+        let (outcome, mut decisions) = (outcome.map(|()| &self.logits), Vec::new());
+        self.executor.install(&mut || decisions = self.scheduler.resolve(&batch, outcome.clone()));
+        // Who is told of an end finds the blocks back.
+        drop(batch);
         self.apply(decisions, Instant::now());
     }
 

@@ -27,6 +27,11 @@ pub trait Executor: Send {
     /// # Errors
     /// The step failed as a whole: nothing is known about the KV that its items wrote.
     fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError>;
+
+    /// Runs `f`, which may spread its work over the executor's threads (`ops::pool`). One without threads just calls it.
+    fn install(&mut self, f: &mut dyn FnMut()) {
+        f();
+    }
 }
 
 /// One step: prefill chunks and decode tokens side by side. No sequence is in it twice.

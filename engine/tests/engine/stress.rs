@@ -142,7 +142,8 @@ impl Machine {
         } else {
             self.executor.execute(&batch, &mut self.logits)
         };
-        let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
+        let decisions = self.scheduler.resolve(&batch, outcome.map(|()| &self.logits));
+        drop(batch);
         self.apply(decisions);
     }
 
