@@ -26,7 +26,7 @@ pub fn grant(
     let grant = Grant {
         handoff: HandoffId::random(&mut rand::rng()),
         prefill_incarnation: prefill,
-        decode_incarnation: node.incarnation,
+        decode_incarnation: node.incarnation(),
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: blocks.to_vec(),
         owner: lease.clone(),

@@ -66,7 +66,7 @@ impl Pair {
     fn start_decode(&self, spec: &RequestSpec) -> DecodeCommand {
         let start = DecodeStart {
             spec: Some(spec.clone()),
-            prefill_incarnation: self.prefill.incarnation.0,
+            prefill_incarnation: self.prefill.incarnation().0,
             route_traceparent: TRACEPARENT.to_owned(),
         };
         DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }

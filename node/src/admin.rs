@@ -64,6 +64,12 @@ fn requests(text: &mut Text, node: &Node) {
     for (outcome, count) in node.work.outcomes() {
         text.sample(&[("outcome", outcome)], count as f64);
     }
+    text.family(
+        "tandem_incarnations_total",
+        "counter",
+        "Lives of this node: the router declared all but the last dead.",
+    );
+    text.sample(&[], node.lives() as f64);
     text.family("tandem_spans_dropped_total", "counter", "Spans that did not reach the collector.");
     text.sample(&[], node.spans.exporter.dropped() as f64);
 }

@@ -1,12 +1,14 @@
 //! The node's side of the one stream to the router: register, report load, say when draining. The stream may be lost
-//! and opened again any number of times; the node stays the same incarnation and its running work goes on.
+//! and opened again any number of times; to a router that has not declared it dead (a new one) the node is the same
+//! incarnation as before. A router that has refuses that incarnation: then the node's life is over and it joins as another
+//! one, without its running work ([`Node::begin_new_life`]).
 use std::sync::Arc;
 use std::time::Duration;
 
 use rand::Rng;
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
-use tandem_proto::v1::{Draining, NodeReport, Register, RouterReport};
+use tandem_proto::v1::{Draining, NodeReport, RouterReport};
 use tandem_proto::{Error, ErrorKind};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -25,12 +27,13 @@ const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 
-/// Keeps the node registered until `stop`. Ends never by itself: a router may come back at any time.
-pub async fn stay_joined(node: Arc<Node>, router: Endpoint, register: Register, stop: CancellationToken) {
-    let mut link = Link { router, state: State::New, backoff: FIRST_BACKOFF };
+/// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a router
+/// may come back at any time.
+pub async fn stay_joined(node: Arc<Node>, router: Endpoint, endpoint: String, stop: CancellationToken) {
+    let mut link = Link { router, endpoint, state: State::New, backoff: FIRST_BACKOFF };
     loop {
         let lost = tokio::select! {
-            error = link.session(&node, &register) => error,
+            error = link.session(&node) => error,
             () = stop.cancelled() => return,
         };
         link.lost(&lost);
@@ -45,6 +48,7 @@ pub async fn stay_joined(node: Arc<Node>, router: Endpoint, register: Register, 
 
 struct Link {
     router: Endpoint,
+    endpoint: String,
     state: State,
     backoff: Duration,
 }
@@ -59,8 +63,15 @@ enum State {
 
 impl Link {
     /// One stream, from connect to loss.
-    async fn session(&mut self, node: &Node, register: &Register) -> Error {
-        match self.join(register).await {
+    async fn session(&mut self, node: &Node) -> Error {
+        let joined = match self.join(node).await {
+            Err(error) if error.kind == ErrorKind::DeclaredDead => {
+                node.begin_new_life();
+                self.join(node).await
+            }
+            joined => joined,
+        };
+        match joined {
             Ok((reports, inbound, hello)) => {
                 self.joined();
                 report(node, reports, inbound, period(&hello)).await
@@ -69,10 +80,12 @@ impl Link {
         }
     }
 
-    async fn join(&self, register: &Register) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+    async fn join(&self, node: &Node) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+        let register = node.registration(self.endpoint.clone());
+        let incarnation = register.incarnation;
         let channel = self.router.connect().await.map_err(|error| unavailable(with_causes(&error)))?;
         let (reports, outbox) = mpsc::channel(REPORTS);
-        send(&reports, Report::Register(register.clone()))?;
+        send(&reports, Report::Register(register))?;
         let answer = async {
             let mut client = MembershipClient::new(channel);
             let mut inbound = client.join(ReceiverStream::new(outbox)).await?.into_inner();
@@ -82,7 +95,7 @@ impl Link {
         let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
         let (inbound, hello) = answered?;
         match hello {
-            Some(hello) if hello.accepted_incarnation == register.incarnation => Ok((reports, inbound, hello)),
+            Some(hello) if hello.accepted_incarnation == incarnation => Ok((reports, inbound, hello)),
             _ => Err(unavailable("it closed the stream without accepting this node")),
         }
     }

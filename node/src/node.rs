@@ -2,6 +2,7 @@
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
@@ -30,8 +31,6 @@ pub struct Node {
     pub role: Role,
     /// Its name.
     pub node_id: String,
-    /// Drawn at start.
-    pub incarnation: Incarnation,
     /// Computes.
     pub engine: Engine,
     /// The engine's KV memory, as the transport sees it.
@@ -43,6 +42,9 @@ pub struct Node {
     /// Calls in flight.
     pub work: Work,
     max_running: u32,
+    /// Never 0.
+    incarnation: AtomicU64,
+    lives: AtomicU64,
 }
 
 impl Node {
@@ -78,13 +80,36 @@ impl Node {
             role: config.role,
             spans: SpanSink { service, instance: node_id.clone(), exporter },
             node_id,
-            incarnation,
             engine,
             arena,
             transport,
             work: Work::new(config.max_calls),
             max_running: u32::try_from(config.max_running).unwrap_or(u32::MAX),
+            incarnation: AtomicU64::new(incarnation.0),
+            lives: AtomicU64::new(1),
         }))
+    }
+
+    /// Which life of the node this is: drawn at start, and again when the router declares the node dead.
+    pub fn incarnation(&self) -> Incarnation {
+        Incarnation(self.incarnation.load(Ordering::Acquire))
+    }
+
+    /// Lives so far, this one included.
+    pub fn lives(&self) -> u64 {
+        self.lives.load(Ordering::Relaxed)
+    }
+
+    /// The router has declared this node dead and its requests run elsewhere: ends all calls, with everything that they
+    /// hold, and goes on as another incarnation. What was granted or promised in the name of the old one is refused from
+    /// now on; a call that grants in this moment is of the old life and ends with it.
+    pub fn begin_new_life(&self) {
+        let (old, new) = (self.incarnation(), Incarnation::random(&mut rand::rng()));
+        self.incarnation.store(new.0, Ordering::Release);
+        self.lives.fetch_add(1, Ordering::Relaxed);
+        let calls = self.work.in_flight();
+        self.work.end_life();
+        tracing::warn!(%old, %new, calls, "the router declared this node dead: its calls end, it goes on as another");
     }
 
     /// Why the process cannot go on: without engine or KV transport it has to leave, and its supervisor to start it
@@ -106,7 +131,7 @@ impl Node {
         v1::Register {
             node_id: self.node_id.clone(),
             role: self.role.into(),
-            incarnation: self.incarnation.0,
+            incarnation: self.incarnation().0,
             compatibility_digest: spec.compatibility_digest,
             model_digest: spec.model_digest,
             model_name: spec.model_name.clone(),

@@ -124,13 +124,13 @@ impl Running {
             Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
-        let register = node.registration(endpoint(config, grpc.port()));
-        tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), register, stop));
+        let endpoint = endpoint(config, grpc.port());
+        tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), endpoint, stop));
         println!(
             "ready role={} grpc={grpc} admin={admin_address} transport={} incarnation={}",
             role_name(node.role),
             node.transport.info().name,
-            node.incarnation
+            node.incarnation()
         );
         Ok(running)
     }

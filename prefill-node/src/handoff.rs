@@ -25,7 +25,7 @@ impl<'a> Handoff<'a> {
     /// `Incompatible` when the ticket is for another node, model, layout or prompt; `Unavailable` when its node is not
     /// there.
     pub async fn open(node: &'a Arc<Node>, request: &'a CheckedRequest, ticket: Ticket) -> Result<Self, Error> {
-        check_identity(&ticket, node.incarnation, node.engine.spec().compatibility_digest)?;
+        check_identity(&ticket, node.incarnation(), node.engine.spec().compatibility_digest)?;
         let blocks = node.engine.pool().blocks_for(request.prompt.len());
         if ticket.blocks as usize != blocks {
             let message = format!("the ticket is for {} blocks, the prompt has {blocks}", ticket.blocks);
@@ -33,6 +33,11 @@ impl<'a> Handoff<'a> {
         }
         let outgoing = node.transport.open(&ticket).await?;
         Ok(Self { node, request, ticket, outgoing })
+    }
+
+    /// Of the ticket.
+    pub fn id(&self) -> &[u8] {
+        &self.ticket.handoff_id
     }
 
     /// Sends the prompt's KV and waits until the receiver has verified it.

@@ -118,6 +118,7 @@ impl Prefill<'_> {
                 return Err(Error::new(ErrorKind::Cancelled, message));
             }
         };
+        let handoff_id = handoff.id().to_vec();
         let receipt = handoff.deliver(computed.token, computed.lease, computed.forward, trace).await?;
         let delivered = Delivered {
             bytes: receipt.bytes,
@@ -125,6 +126,7 @@ impl Prefill<'_> {
             descriptors: receipt.descriptors,
             transfer_ms: receipt.elapsed.as_secs_f64() * 1e3,
             spans: trace.finish(clock::now()),
+            handoff_id,
         };
         events.send(event(Event::Delivered(delivered))).await
     }
