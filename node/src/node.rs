@@ -19,6 +19,7 @@ use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
+use crate::handoffs::Handoffs;
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
 use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
@@ -42,6 +43,10 @@ pub struct Node {
     pub spans: SpanSink,
     /// Calls in flight.
     pub work: Work,
+    /// What became of its hand-offs.
+    pub handoffs: Handoffs,
+    /// Tokens of an engine step at most.
+    pub max_step_tokens: usize,
     max_running: u32,
 }
 
@@ -83,6 +88,8 @@ impl Node {
             arena,
             transport,
             work: Work::new(config.max_calls),
+            handoffs: Handoffs::default(),
+            max_step_tokens: config.max_step_tokens,
             max_running: u32::try_from(config.max_running).unwrap_or(u32::MAX),
         }))
     }
