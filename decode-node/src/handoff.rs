@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvLease;
-use tandem_kvtransfer::{Expected, Grant, Incoming, Verified};
+use tandem_kvtransfer::{Expected, Grant, Held, Incoming, Verified};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::Seal;
 use tandem_proto::{Error, ErrorKind, HandoffId, Incarnation, TraceContext, v1};
@@ -29,6 +29,8 @@ pub fn grant(
         decode_incarnation: node.incarnation,
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: blocks.to_vec(),
+        units: 1,
+        held: Held::default(),
         owner: lease.clone(),
         lease: longest.min(request.deadline.saturating_duration_since(clock::now())),
     };
