@@ -71,6 +71,8 @@ struct Client {
     events: mpsc::Sender<SequenceEvent>,
     /// Held while the sequence waits.
     queue_place: Option<OwnedSemaphorePermit>,
+    /// See `SequenceRequest::report_layers`; empty once the first token is there.
+    report_layers: Vec<usize>,
 }
 
 /// A momentary picture of an engine.
@@ -155,7 +157,8 @@ impl Engine {
         let place = Arc::clone(&shared.queue).try_acquire_owned().map_err(|_| overloaded())?;
         let (sender, events) = mpsc::channel(request.max_events(spec.max_context_tokens));
         let tokens = request.queued_tokens();
-        let client = Client { events: sender, queue_place: Some(place) };
+        let report_layers = request.report_layers.clone();
+        let client = Client { events: sender, queue_place: Some(place), report_layers };
         shared.inbox_tokens.fetch_add(tokens, Ordering::Relaxed);
         inbox.try_send(Message::Submit(Box::new(Submission { request, client }))).map_err(|refused| {
             shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
@@ -311,7 +314,15 @@ impl Worker {
             return;
         }
         let begin = Instant::now();
-        let outcome = self.executor.execute(&batch, &mut self.logits);
+        let Self { executor, logits, clients, .. } = self;
+        let last_chunks = batch.items.iter().filter(|item| item.wants_logits);
+        let curious: Vec<&Client> = last_chunks
+            .filter_map(|item| clients.get(&item.seq))
+            .filter(|client| !client.report_layers.is_empty())
+            .collect();
+        let outcome = executor.execute(&batch, logits, &mut |layers| {
+            curious.iter().for_each(|client| client.tell_layers(layers));
+        });
         match &outcome {
             Ok(_) => self.learn(StepShape::of(&batch), begin.elapsed()),
             Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
@@ -361,6 +372,7 @@ impl Client {
                     self.send(SequenceEvent::ChunkDone { tokens: computed, at });
                 }
                 if let Some(Sampled { token, logprob, top }) = sampled {
+                    self.report_layers = Vec::new();
                     self.send(SequenceEvent::Token { id: token, logprob, top, at });
                 }
                 if let Some(reason) = finish {
@@ -369,6 +381,13 @@ impl Client {
             }
             Decision::Fail(error) => self.send(SequenceEvent::Failed(error)),
             Decision::Cancel => {}
+        }
+    }
+
+    /// Called in the middle of a step: the channel's send is what orders the step's writes before the reader's reads.
+    fn tell_layers(&self, layers: usize) {
+        if self.report_layers.contains(&layers) {
+            self.send(SequenceEvent::LayersDone { layers, at: Instant::now() });
         }
     }
 

@@ -186,18 +186,19 @@ impl MemLink {
         }
         let receiver = self.network.link(self.peer)?.receiver;
         let faults = std::mem::take(&mut self.faults.send);
-        let len = range.count as usize * self.arena.block_bytes() - if faults.truncate_push { 8 } else { 0 };
+        let bytes: usize = runs.iter().map(|run| run.bytes).sum();
+        let len = bytes - if faults.truncate_push { 8 } else { 0 };
         // A refusal reaches this hand-off through its answer.
         let Ok(claim) = receiver.registry.claim(self.peer, range, len as u64) else { return Ok(()) };
         let mut scratch = vec![0; SCRATCH_BYTES];
         let mut sent = 0;
         for to in claim.runs() {
             let mut offset = 0;
-            while offset < self.arena.run_bytes(*to) {
-                let chunk = &mut scratch[..SCRATCH_BYTES.min(self.arena.run_bytes(*to) - offset)];
+            while offset < to.bytes {
+                let chunk = &mut scratch[..SCRATCH_BYTES.min(to.bytes - offset)];
                 self.arena.gather(runs, sent, chunk);
                 chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
-                claim.arena().copy_in(to.first, offset, chunk);
+                claim.arena().write(to.at + offset, chunk);
                 offset += chunk.len();
                 sent += chunk.len();
             }
@@ -223,6 +224,15 @@ impl SendLink for MemLink {
             let copied = self.copy(range, &runs).await;
             drop(owner);
             copied
+        }
+        .boxed()
+    }
+
+    fn keep_alive(&mut self, handoff: HandoffId) -> BoxFuture<'_, Result<(), TransferError>> {
+        let link = self.network.link(self.peer);
+        async move {
+            link?.receiver.registry.keep_alive(self.peer, handoff);
+            Ok(())
         }
         .boxed()
     }

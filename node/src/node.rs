@@ -21,6 +21,7 @@ use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::handoffs::Handoffs;
 use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
 use crate::work::Work;
@@ -41,6 +42,10 @@ pub struct Node {
     pub spans: SpanSink,
     /// Calls in flight.
     pub work: Work,
+    /// What became of its hand-offs.
+    pub handoffs: Handoffs,
+    /// Tokens of an engine step at most.
+    pub max_step_tokens: usize,
     max_running: u32,
     /// Never 0.
     incarnation: AtomicU64,
@@ -84,6 +89,8 @@ impl Node {
             arena,
             transport,
             work: Work::new(config.max_calls),
+            handoffs: Handoffs::default(),
+            max_step_tokens: config.max_step_tokens,
             max_running: u32::try_from(config.max_running).unwrap_or(u32::MAX),
             incarnation: AtomicU64::new(incarnation.0),
             lives: AtomicU64::new(1),

@@ -2,6 +2,7 @@
 
 mod lifecycle;
 mod prefix;
+mod progress;
 mod roles;
 mod stress;
 mod support;
