@@ -45,6 +45,7 @@ impl Reference {
             stop_token_ids: Vec::new(),
             deadline: None,
             priority: 0,
+            report_layers: Vec::new(),
         })?;
         let mut tokens = Vec::new();
         while let Some(event) = stream.next().await {

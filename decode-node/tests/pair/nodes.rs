@@ -190,7 +190,8 @@ impl Nodes {
     /// A decode node, and its transport to kill.
     pub async fn decode(&self) -> (Arc<Node>, DecodeClient<Channel>, Arc<MemTransport>) {
         let mut transport = None;
-        let decode = Node::start_with(&config(Role::Decode, &self.flags), |arena| {
+        let config = config(Role::Decode, &self.flags);
+        let decode = Node::start_with(&config, |arena| {
             let opened = MemTransport::new(&self.network, arena, MemFaults::default());
             transport = Some(opened.clone());
             Ok(opened)
