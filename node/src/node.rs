@@ -19,8 +19,8 @@ use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
-use crate::handoffs::Handoffs;
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::handoffs::Handoffs;
 use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
 use crate::work::Work;
