@@ -35,6 +35,9 @@ pub mod transport;
 pub mod ucx;
 pub mod wire;
 
+#[cfg(test)]
+mod joint_tests;
+
 pub use arena::{Arena, Run, Slice};
 pub use counters::Counters;
 pub use error::{Refusal, TransferError, TransferErrorKind};
