@@ -13,8 +13,8 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::TransferError;
 use crate::outgoing::{PendingAnswers, SendLink};
-use crate::registry::{AnswerLink, Registry};
-use crate::session::PeerId;
+use crate::registry::{PeerLink, Registry};
+use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
 use crate::wire::{Answer, DataHeader};
 
@@ -29,6 +29,10 @@ pub struct MemFaults {
     pub drop_seal: bool,
     /// Before every range.
     pub delay: Duration,
+    /// Writers of an aborted hand-off have so long to end at this node; `None`: [`DEFAULT_GRACE`].
+    pub grace: Option<Duration>,
+    /// Every range stops midway, and its hand-off with it: the writer never ends by itself.
+    pub stall: bool,
 }
 
 /// The nodes that can reach each other.
@@ -49,6 +53,17 @@ struct NetworkState {
 struct Link {
     sender: Arc<Node>,
     receiver: Arc<Node>,
+    /// Held while bytes are written; once it is set, none are any more.
+    cut: Arc<Mutex<bool>>,
+}
+
+impl Link {
+    /// Both ends learn that the other one is gone, after the last write.
+    fn end(&self, peer: PeerId) {
+        *self.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.receiver.registry.fence(peer);
+        self.sender.pending.peer_gone(peer, &gone());
+    }
 }
 
 struct Node {
@@ -70,7 +85,7 @@ impl MemTransport {
     pub fn new(network: &MemNetwork, arena: Arc<Arena>, faults: MemFaults) -> Arc<Self> {
         let link = Box::new(network.clone());
         let node = Arc::new(Node {
-            registry: Registry::new(arena, Arc::default(), link),
+            registry: Registry::new(arena, Arc::default(), link, faults.grace.unwrap_or(DEFAULT_GRACE)),
             pending: Arc::default(),
             dead: AtomicBool::new(false),
         });
@@ -92,8 +107,7 @@ impl MemTransport {
         drop(state);
         for (peer, link) in cut {
             link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-            link.receiver.registry.fence(peer);
-            link.sender.pending.peer_gone(peer, &TransferError::peer_gone("the KV peer is gone"));
+            link.end(peer);
         }
     }
 }
@@ -151,12 +165,12 @@ impl MemNetwork {
         }
         state.last_id += 1;
         let peer = PeerId(state.last_id);
-        state.links.insert(peer, Link { sender: sender.clone(), receiver });
+        state.links.insert(peer, Link { sender: sender.clone(), receiver, cut: Arc::default() });
         Ok(peer)
     }
 
     fn link(&self, peer: PeerId) -> Result<Link, TransferError> {
-        self.lock().links.get(&peer).cloned().ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))
+        self.lock().links.get(&peer).cloned().ok_or_else(gone)
     }
 
     fn lock(&self) -> MutexGuard<'_, NetworkState> {
@@ -164,12 +178,23 @@ impl MemNetwork {
     }
 }
 
-impl AnswerLink for MemNetwork {
+impl PeerLink for MemNetwork {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
         if let Ok(link) = self.link(peer) {
             link.sender.pending.answer(peer, handoff, answer);
         }
     }
+
+    fn cut_off(&self, peer: PeerId) {
+        let link = self.lock().links.remove(&peer);
+        if let Some(link) = link {
+            link.end(peer);
+        }
+    }
+}
+
+fn gone() -> TransferError {
+    TransferError::peer_gone("the KV peer is gone")
 }
 
 struct MemLink {
@@ -184,7 +209,7 @@ impl MemLink {
         if !self.faults.delay.is_zero() {
             tokio::time::sleep(self.faults.delay).await;
         }
-        let receiver = self.network.link(self.peer)?.receiver;
+        let Link { receiver, cut, .. } = self.network.link(self.peer)?;
         let faults = std::mem::take(&mut self.faults.send);
         let bytes: usize = runs.iter().map(|run| run.bytes).sum();
         let len = bytes - if faults.truncate_push { 8 } else { 0 };
@@ -198,9 +223,17 @@ impl MemLink {
                 let chunk = &mut scratch[..SCRATCH_BYTES.min(to.bytes - offset)];
                 self.arena.gather(runs, sent, chunk);
                 chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
+                let cut = cut.lock().unwrap_or_else(PoisonError::into_inner);
+                if *cut {
+                    return Err(gone());
+                }
                 claim.arena().write(to.at + offset, chunk);
+                drop(cut);
                 offset += chunk.len();
                 sent += chunk.len();
+            }
+            if self.faults.stall {
+                std::future::pending::<()>().await;
             }
             tokio::task::yield_now().await;
         }
@@ -257,9 +290,6 @@ impl SendLink for MemLink {
 
 impl Drop for MemLink {
     fn drop(&mut self) {
-        let link = self.network.lock().links.remove(&self.peer);
-        if let Some(link) = link {
-            link.receiver.registry.fence(self.peer);
-        }
+        self.network.cut_off(self.peer);
     }
 }
