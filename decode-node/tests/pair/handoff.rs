@@ -14,7 +14,8 @@ use tandem_kvtransfer::transport::{Faults, Grant, Incoming};
 use tandem_kvtransfer::{Counters, Outgoing, TransferError, Transport};
 use tandem_node::Node;
 use tandem_prefill_node::{Push, Settings};
-use tandem_proto::v1::{self, PrefillEvent, RequestSpec, Ticket};
+use tandem_proto::v1::prefill_command::Command;
+use tandem_proto::v1::{self, PrefillCommand, PrefillEvent, RequestSpec, Ticket};
 use tonic::{Code, Streaming};
 
 use crate::nodes::{Answer, Nodes, Pair, collect, deliver, delivered, first_token, spec, ticket, undelivered};
@@ -373,5 +374,19 @@ async fn kv_that_failed_to_go_gives_way_and_is_computed_again_for_a_second_ticke
     let (answer, delivered) = rest(first.token_id, &mut prefill, &mut decode).await;
     assert_eq!(delivered.spans.iter().filter(|span| span.name == "prefill.forward").count(), 2);
     assert_eq!(answer.tokens, pair.local(&spec).await.unwrap().tokens);
+    pair.all_blocks_back().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kv_that_gave_way_and_is_not_wanted_any_more_ends_well() {
+    let mut pair = Nodes::new("--kv-blocks 8").pair(Settings::default(), MemFaults::default()).await;
+    let spec = seeded(16, 100, 4);
+    let (commands, mut prefill) = pair.open_prefill(&spec).await.unwrap();
+    first_token(&mut prefill).await.unwrap();
+    pair.run(&seeded(17, 100, 4)).await.unwrap();
+    commands.send(PrefillCommand { command: Some(Command::Stop(v1::PrefillStop {})) }).await.unwrap();
+    let end = tokio::time::timeout(Duration::from_secs(10), delivered(&mut prefill)).await.unwrap().unwrap();
+    assert_eq!(end.blocks, 0);
+    assert!(end.spans.iter().all(|span| span.error.is_empty()));
     pair.all_blocks_back().await;
 }
