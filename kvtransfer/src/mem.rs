@@ -16,7 +16,7 @@ use crate::outgoing::{PendingAnswers, SendLink};
 use crate::registry::{PeerLink, Registry};
 use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
-use crate::wire::{Answer, DataHeader};
+use crate::wire::{Answer, DataHeader, Header};
 
 const SCRATCH_BYTES: usize = 64 << 10;
 
@@ -31,8 +31,6 @@ pub struct MemFaults {
     pub delay: Duration,
     /// Writers of an aborted hand-off have so long to end at this node; `None`: [`DEFAULT_GRACE`].
     pub grace: Option<Duration>,
-    /// Every range stops midway, and its hand-off with it: the writer never ends by itself.
-    pub stall: bool,
 }
 
 /// The nodes that can reach each other.
@@ -95,6 +93,14 @@ impl MemTransport {
         state.nodes.insert(address, Arc::downgrade(&node));
         drop(state);
         Arc::new(Self { network: network.clone(), address, node, faults })
+    }
+
+    /// A connection to the node at `address` on which a test says what it likes.
+    ///
+    /// # Errors
+    /// `PeerGone` when nobody is there.
+    pub fn raw_link(&self, address: &[u8]) -> Result<RawLink, TransferError> {
+        Ok(RawLink { network: self.network.clone(), peer: self.network.connect(&self.node, address)? })
     }
 
     /// The process dies: nothing of it is heard again.
@@ -232,9 +238,6 @@ impl MemLink {
                 offset += chunk.len();
                 sent += chunk.len();
             }
-            if self.faults.stall {
-                std::future::pending::<()>().await;
-            }
             tokio::task::yield_now().await;
         }
         claim.written();
@@ -285,6 +288,50 @@ impl SendLink for MemLink {
         if let Ok(link) = self.network.link(self.peer) {
             link.receiver.registry.cancelled_by(self.peer, handoff);
         }
+    }
+}
+
+/// Frames as bytes, unchecked; closed when dropped. What cannot be read closes it too.
+pub struct RawLink {
+    network: MemNetwork,
+    peer: PeerId,
+}
+
+impl RawLink {
+    /// The receiver reads a frame.
+    ///
+    /// # Errors
+    /// `PeerGone` when the link is closed.
+    pub fn send(&self, header: &[u8], payload: &[u8]) -> Result<(), TransferError> {
+        let Link { receiver, cut, .. } = self.network.link(self.peer)?;
+        let registry = &receiver.registry;
+        match Header::parse(header) {
+            Some(Header::Data(range)) => {
+                // A refusal needs no more: there is nothing to discard.
+                let Ok(claim) = registry.claim(self.peer, range, payload.len() as u64) else { return Ok(()) };
+                let (mut rest, cut) = (payload, cut.lock().unwrap_or_else(PoisonError::into_inner));
+                for run in claim.runs().iter().take_while(|_| !*cut) {
+                    let (now, later) = rest.split_at(run.bytes);
+                    claim.arena().write(run.at, now);
+                    rest = later;
+                }
+                claim.written();
+            }
+            Some(Header::Seal(handoff)) => registry.seal(self.peer, handoff, payload),
+            Some(Header::Cancel(handoff)) if payload.is_empty() => registry.cancelled_by(self.peer, handoff),
+            Some(Header::KeepAlive(handoff)) if payload.is_empty() => registry.keep_alive(self.peer, handoff),
+            _ => {
+                registry.violation();
+                self.network.cut_off(self.peer);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for RawLink {
+    fn drop(&mut self) {
+        self.network.cut_off(self.peer);
     }
 }
 

@@ -128,6 +128,7 @@ impl Registry {
         match table.sessions.claim(peer, range, len, clock::now()) {
             Ok(pieces) => {
                 drop(table);
+                self.counters.open_writes.fetch_add(1, Relaxed);
                 let runs = self.arena.runs(&pieces.blocks, self.arena.slice(pieces.of, &pieces.units));
                 Ok(Claim { registry: self.clone(), range, runs, len, open: true })
             }
@@ -328,14 +329,16 @@ impl Registry {
     fn lock(&self) -> Locked<'_> {
         // A panic while holding the lock leaves the table usable: every method finishes its change before it can panic.
         let table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        Locked { table, counters: &self.counters }
+        Locked { before: table.sessions.quarantined(), table, registry: self }
     }
 }
 
-/// The table in use. Leaves the gauges as the table is.
+/// The table in use. Leaves the gauge as the table is, and the timer with what came into quarantine: its grace is shorter
+/// than the leases.
 struct Locked<'a> {
+    before: Quarantined,
     table: MutexGuard<'a, Table>,
-    counters: &'a Counters,
+    registry: &'a Registry,
 }
 
 impl Deref for Locked<'_> {
@@ -354,7 +357,11 @@ impl DerefMut for Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        self.counters.quarantined_blocks.store(self.table.sessions.quarantined().blocks as u64, Relaxed);
+        let now = self.table.sessions.quarantined();
+        self.registry.counters.quarantined_blocks.store(now.blocks as u64, Relaxed);
+        if now.handoffs > self.before.handoffs {
+            self.registry.rearm.notify_one();
+        }
     }
 }
 
@@ -448,6 +455,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
+        self.registry.counters.open_writes.fetch_sub(1, Relaxed);
         if self.open {
             self.registry.failed(self.range.handoff);
         }

@@ -149,8 +149,12 @@ impl Header {
         let handoff = HandoffId(bytes[8..24].try_into().ok()?);
         let a = u32::from_le_bytes(bytes[24..28].try_into().ok()?);
         let b = u32::from_le_bytes(bytes[28..].try_into().ok()?);
+        let uses_numbers = matches!(kind, 0 | DATA | 5);
+        if !uses_numbers && (a, b) != (0, 0) {
+            return None;
+        }
         let header = match kind {
-            0 => Self::Hello { protocol: a },
+            0 if b == 0 => Self::Hello { protocol: a },
             DATA => Self::Data(DataHeader { handoff, first: a, count: b, units }),
             2 => Self::Seal(handoff),
             3 => Self::Cancel(handoff),

@@ -202,7 +202,7 @@ impl Driver {
         match posted {
             Ok(Posted::Done) => self.finished(on, work, true),
             Ok(Posted::Pending(request)) => {
-                // A frozen sender may wake and go on writing into shared memory: giving it up would not free the blocks.
+                // A sender on this host is slow when the host is; its hand-off has a lease, and its writes a grace.
                 let waits = matches!(work, Work::Receive { .. }) && self.config.profile == UcxProfile::Shm;
                 let deadline = (!waits).then(|| Instant::now() + self.config.stall_timeout);
                 self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
