@@ -13,10 +13,10 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::TransferError;
 use crate::outgoing::{PendingAnswers, SendLink};
-use crate::registry::{AnswerLink, Registry};
-use crate::session::PeerId;
+use crate::registry::{PeerLink, Registry};
+use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
-use crate::wire::{Answer, DataHeader};
+use crate::wire::{Answer, DataHeader, Header};
 
 const SCRATCH_BYTES: usize = 64 << 10;
 
@@ -29,6 +29,8 @@ pub struct MemFaults {
     pub drop_seal: bool,
     /// Before every range.
     pub delay: Duration,
+    /// Writers of an aborted hand-off have so long to end at this node; `None`: [`DEFAULT_GRACE`].
+    pub grace: Option<Duration>,
 }
 
 /// The nodes that can reach each other.
@@ -49,6 +51,17 @@ struct NetworkState {
 struct Link {
     sender: Arc<Node>,
     receiver: Arc<Node>,
+    /// Held while bytes are written; once it is set, none are any more.
+    cut: Arc<Mutex<bool>>,
+}
+
+impl Link {
+    /// Both ends learn that the other one is gone, after the last write.
+    fn end(&self, peer: PeerId) {
+        *self.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.receiver.registry.fence(peer);
+        self.sender.pending.peer_gone(peer, &gone());
+    }
 }
 
 struct Node {
@@ -70,7 +83,7 @@ impl MemTransport {
     pub fn new(network: &MemNetwork, arena: Arc<Arena>, faults: MemFaults) -> Arc<Self> {
         let link = Box::new(network.clone());
         let node = Arc::new(Node {
-            registry: Registry::new(arena, Arc::default(), link),
+            registry: Registry::new(arena, Arc::default(), link, faults.grace.unwrap_or(DEFAULT_GRACE)),
             pending: Arc::default(),
             dead: AtomicBool::new(false),
         });
@@ -80,6 +93,14 @@ impl MemTransport {
         state.nodes.insert(address, Arc::downgrade(&node));
         drop(state);
         Arc::new(Self { network: network.clone(), address, node, faults })
+    }
+
+    /// A connection to the node at `address` on which a test says what it likes.
+    ///
+    /// # Errors
+    /// `PeerGone` when nobody is there.
+    pub fn raw_link(&self, address: &[u8]) -> Result<RawLink, TransferError> {
+        Ok(RawLink { network: self.network.clone(), peer: self.network.connect(&self.node, address)? })
     }
 
     /// The process dies: nothing of it is heard again.
@@ -92,8 +113,7 @@ impl MemTransport {
         drop(state);
         for (peer, link) in cut {
             link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-            link.receiver.registry.fence(peer);
-            link.sender.pending.peer_gone(peer, &TransferError::peer_gone("the KV peer is gone"));
+            link.end(peer);
         }
     }
 }
@@ -151,12 +171,12 @@ impl MemNetwork {
         }
         state.last_id += 1;
         let peer = PeerId(state.last_id);
-        state.links.insert(peer, Link { sender: sender.clone(), receiver });
+        state.links.insert(peer, Link { sender: sender.clone(), receiver, cut: Arc::default() });
         Ok(peer)
     }
 
     fn link(&self, peer: PeerId) -> Result<Link, TransferError> {
-        self.lock().links.get(&peer).cloned().ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))
+        self.lock().links.get(&peer).cloned().ok_or_else(gone)
     }
 
     fn lock(&self) -> MutexGuard<'_, NetworkState> {
@@ -164,12 +184,23 @@ impl MemNetwork {
     }
 }
 
-impl AnswerLink for MemNetwork {
+impl PeerLink for MemNetwork {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
         if let Ok(link) = self.link(peer) {
             link.sender.pending.answer(peer, handoff, answer);
         }
     }
+
+    fn cut_off(&self, peer: PeerId) {
+        let link = self.lock().links.remove(&peer);
+        if let Some(link) = link {
+            link.end(peer);
+        }
+    }
+}
+
+fn gone() -> TransferError {
+    TransferError::peer_gone("the KV peer is gone")
 }
 
 struct MemLink {
@@ -184,7 +215,7 @@ impl MemLink {
         if !self.faults.delay.is_zero() {
             tokio::time::sleep(self.faults.delay).await;
         }
-        let receiver = self.network.link(self.peer)?.receiver;
+        let Link { receiver, cut, .. } = self.network.link(self.peer)?;
         let faults = std::mem::take(&mut self.faults.send);
         let bytes: usize = runs.iter().map(|run| run.bytes).sum();
         let len = bytes - if faults.truncate_push { 8 } else { 0 };
@@ -198,7 +229,12 @@ impl MemLink {
                 let chunk = &mut scratch[..SCRATCH_BYTES.min(to.bytes - offset)];
                 self.arena.gather(runs, sent, chunk);
                 chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
+                let cut = cut.lock().unwrap_or_else(PoisonError::into_inner);
+                if *cut {
+                    return Err(gone());
+                }
                 claim.arena().write(to.at + offset, chunk);
+                drop(cut);
                 offset += chunk.len();
                 sent += chunk.len();
             }
@@ -255,11 +291,52 @@ impl SendLink for MemLink {
     }
 }
 
+/// Frames as bytes, unchecked; closed when dropped. What cannot be read closes it too.
+pub struct RawLink {
+    network: MemNetwork,
+    peer: PeerId,
+}
+
+impl RawLink {
+    /// The receiver reads a frame.
+    ///
+    /// # Errors
+    /// `PeerGone` when the link is closed.
+    pub fn send(&self, header: &[u8], payload: &[u8]) -> Result<(), TransferError> {
+        let Link { receiver, cut, .. } = self.network.link(self.peer)?;
+        let registry = &receiver.registry;
+        match Header::parse(header) {
+            Some(Header::Data(range)) => {
+                // A refusal needs no more: there is nothing to discard.
+                let Ok(claim) = registry.claim(self.peer, range, payload.len() as u64) else { return Ok(()) };
+                let (mut rest, cut) = (payload, cut.lock().unwrap_or_else(PoisonError::into_inner));
+                for run in claim.runs().iter().take_while(|_| !*cut) {
+                    let (now, later) = rest.split_at(run.bytes);
+                    claim.arena().write(run.at, now);
+                    rest = later;
+                }
+                claim.written();
+            }
+            Some(Header::Seal(handoff)) => registry.seal(self.peer, handoff, payload),
+            Some(Header::Cancel(handoff)) if payload.is_empty() => registry.cancelled_by(self.peer, handoff),
+            Some(Header::KeepAlive(handoff)) if payload.is_empty() => registry.keep_alive(self.peer, handoff),
+            _ => {
+                registry.violation();
+                self.network.cut_off(self.peer);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for RawLink {
+    fn drop(&mut self) {
+        self.network.cut_off(self.peer);
+    }
+}
+
 impl Drop for MemLink {
     fn drop(&mut self) {
-        let link = self.network.lock().links.remove(&self.peer);
-        if let Some(link) = link {
-            link.receiver.registry.fence(self.peer);
-        }
+        self.network.cut_off(self.peer);
     }
 }
