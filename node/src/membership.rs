@@ -33,15 +33,17 @@ pub async fn stay_joined(node: Arc<Node>, router: Endpoint, endpoint: String, st
     let mut link = Link { router, endpoint, state: State::New, backoff: FIRST_BACKOFF };
     loop {
         let lost = tokio::select! {
-            error = link.session(&node) => error,
+            biased;
             () = stop.cancelled() => return,
+            error = link.session(&node) => error,
         };
         link.lost(&lost);
         let pause = rand::rng().random_range(link.backoff / 2..=link.backoff);
         link.backoff = (link.backoff * 2).min(LONGEST_BACKOFF);
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
+            biased;
             () = stop.cancelled() => return,
+            () = tokio::time::sleep(pause) => {}
         }
     }
 }
@@ -124,6 +126,7 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
     let mut told = false;
     loop {
         let sent = tokio::select! {
+            biased;
             _ = ticks.tick() => send(&reports, Report::Load(node.load())),
             () = node.work.draining(), if !told => {
                 told = true;
