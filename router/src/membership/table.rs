@@ -49,7 +49,7 @@ struct Entry {
 impl Table {
     pub fn new(breakers: Settings) -> Self {
         let (entries, fence) = (BTreeMap::new(), Fence::default());
-        Self { entries, last_session: 0, turn: 0, fence, breakers, opened: [0; 2] }
+        Self { entries, last_session: 0, turn: 0, watched: None, fence, breakers, opened: [0; 2] }
     }
 
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
