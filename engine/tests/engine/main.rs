@@ -3,5 +3,6 @@
 mod lifecycle;
 mod prefix;
 mod roles;
+mod stepped;
 mod stress;
 mod support;
