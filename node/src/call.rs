@@ -40,7 +40,7 @@ where
 {
     let (sender, receiver) = mpsc::channel(EVENTS);
     let running = body(Events { sender: sender.clone() });
-    tokio::spawn(async move {
+    call.tasks().spawn(async move {
         let result = tokio::select! {
             result = running => result,
             // `call` is dropped without an end: cancelled.

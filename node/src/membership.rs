@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rand::Rng;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{Draining, NodeReport, Register, RouterReport};
@@ -13,7 +16,10 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
+use tonic::body::Body;
 use tonic::transport::Endpoint;
+use tower::util::BoxCloneSyncService;
+use tower::{BoxError, ServiceExt};
 
 use crate::node::Node;
 
@@ -25,16 +31,55 @@ const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 
+/// Carries calls to the router.
+pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, BoxError>;
+
+/// How the router is reached.
+#[derive(Clone)]
+pub enum RouterWay {
+    /// Over the network.
+    Network(Endpoint),
+    /// In this process, for simulations and tests: what connects.
+    InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, BoxError>> + Send + Sync>),
+}
+
+impl RouterWay {
+    async fn connect(&self) -> Result<Calls, Error> {
+        let connected = match self {
+            Self::Network(endpoint) => {
+                endpoint.connect().await.map(|channel| Calls::new(channel.map_err(BoxError::from))).map_err(BoxError::from)
+            }
+            Self::InProcess(connect) => connect().await,
+        };
+        connected.map_err(|error| unavailable(with_causes(&*error)))
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Network(endpoint) => endpoint.uri().to_string(),
+            Self::InProcess(_) => "in this process".to_owned(),
+        }
+    }
+}
+
+impl From<Endpoint> for RouterWay {
+    fn from(endpoint: Endpoint) -> Self {
+        Self::Network(endpoint)
+    }
+}
+
 /// Keeps the node registered until `stop`. Ends never by itself: a router may come back at any time.
-pub async fn stay_joined(node: Arc<Node>, router: Endpoint, register: Register, stop: CancellationToken) {
-    let mut link = Link { router, state: State::New, backoff: FIRST_BACKOFF };
+pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, register: Register, stop: CancellationToken) {
+    let mut link = Link { router: router.into(), state: State::New, backoff: FIRST_BACKOFF };
+    // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each run.
+    let mut jitter = StdRng::seed_from_u64(register.incarnation);
     loop {
         let lost = tokio::select! {
             error = link.session(&node, &register) => error,
             () = stop.cancelled() => return,
         };
         link.lost(&lost);
-        let pause = rand::rng().random_range(link.backoff / 2..=link.backoff);
+        let pause = jitter.random_range(link.backoff / 2..=link.backoff);
         link.backoff = (link.backoff * 2).min(LONGEST_BACKOFF);
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -44,7 +89,7 @@ pub async fn stay_joined(node: Arc<Node>, router: Endpoint, register: Register, 
 }
 
 struct Link {
-    router: Endpoint,
+    router: RouterWay,
     state: State,
     backoff: Duration,
 }
@@ -70,7 +115,7 @@ impl Link {
     }
 
     async fn join(&self, register: &Register) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
-        let channel = self.router.connect().await.map_err(|error| unavailable(with_causes(&error)))?;
+        let channel = self.router.connect().await?;
         let (reports, outbox) = mpsc::channel(REPORTS);
         send(&reports, Report::Register(register.clone()))?;
         let answer = async {
@@ -88,7 +133,7 @@ impl Link {
     }
 
     fn joined(&mut self) {
-        tracing::info!(router = %self.router.uri(), "joined the router");
+        tracing::info!(router = self.router.name(), "joined the router");
         self.state = State::Joined;
         self.backoff = FIRST_BACKOFF;
     }
@@ -96,7 +141,7 @@ impl Link {
     fn lost(&mut self, error: &Error) {
         let state = State::Lost(error.kind);
         if self.state != state {
-            tracing::warn!(router = %self.router.uri(), "no router, trying again: {error}");
+            tracing::warn!(router = self.router.name(), "no router, trying again: {error}");
             self.state = state;
         }
     }

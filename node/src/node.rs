@@ -45,7 +45,37 @@ pub struct Node {
     max_running: u32,
 }
 
+/// What a node is made of, for those who bring their own: a simulation brings an engine without a thread.
+pub struct Parts {
+    /// See [`Node`]; so for those below.
+    pub role: Role,
+    /// Its name.
+    pub node_id: String,
+    /// Drawn by the caller.
+    pub incarnation: Incarnation,
+    /// Over `arena`.
+    pub engine: Engine,
+    /// The engine's.
+    pub arena: Arc<Arena>,
+    /// Over `arena`.
+    pub transport: Arc<dyn Transport>,
+    /// Where spans go.
+    pub exporter: Exporter,
+    /// With the limit of calls, and where they run.
+    pub work: Work,
+    /// Sequences that run at once, as the router is told.
+    pub max_running: usize,
+}
+
 impl Node {
+    /// A node of these parts.
+    pub fn of(parts: Parts) -> Arc<Self> {
+        let Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, max_running } = parts;
+        let spans = SpanSink { service: service_name(role), instance: node_id.clone(), exporter };
+        let max_running = u32::try_from(max_running).unwrap_or(u32::MAX);
+        Arc::new(Self { role, spans, node_id, incarnation, engine, arena, transport, work, max_running })
+    }
+
     /// Loads the model, starts engine, transport and exporter. `faults` are the transport's, for demonstrations.
     ///
     /// # Errors
@@ -74,17 +104,9 @@ impl Node {
         let engine = Engine::start(executor, scheduler(config));
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let transport = open(arena.clone()).context("no KV transport")?;
-        Ok(Arc::new(Self {
-            role: config.role,
-            spans: SpanSink { service, instance: node_id.clone(), exporter },
-            node_id,
-            incarnation,
-            engine,
-            arena,
-            transport,
-            work: Work::new(config.max_calls),
-            max_running: u32::try_from(config.max_running).unwrap_or(u32::MAX),
-        }))
+        let (role, max_running, work) = (config.role, config.max_running, Work::new(config.max_calls));
+        let parts = Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, max_running };
+        Ok(Self::of(parts))
     }
 
     /// Why the process cannot go on: without engine or KV transport it has to leave, and its supervisor to start it

@@ -8,6 +8,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
+use crate::tasks::Tasks;
+
 /// The node's calls. Clones are handles on the same ones.
 #[derive(Clone, Debug)]
 pub struct Work {
@@ -19,6 +21,7 @@ struct Inner {
     permits: Arc<Semaphore>,
     limit: usize,
     tracker: TaskTracker,
+    tasks: Tasks,
     draining: CancellationToken,
     outcomes: [AtomicU64; OUTCOMES.len()],
     prompt_tokens: AtomicU64,
@@ -45,10 +48,16 @@ const CANCELLED: usize = 7;
 impl Work {
     /// At most `limit` calls at once.
     pub fn new(limit: usize) -> Self {
+        Self::on(Tasks::default(), limit)
+    }
+
+    /// At most `limit` calls at once, which run on `tasks`.
+    pub fn on(tasks: Tasks, limit: usize) -> Self {
         let inner = Inner {
             permits: Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS))),
             limit,
             tracker: TaskTracker::new(),
+            tasks,
             draining: CancellationToken::new(),
             outcomes: Default::default(),
             prompt_tokens: AtomicU64::new(0),
@@ -69,6 +78,11 @@ impl Work {
             Error::new(ErrorKind::Overloaded, format!("this node has its {} calls already", self.inner.limit))
         })?;
         Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), outcome: CANCELLED })
+    }
+
+    /// Where calls run.
+    pub fn tasks(&self) -> &Tasks {
+        &self.inner.tasks
     }
 
     /// Calls in flight.
@@ -125,6 +139,11 @@ pub struct Call {
 }
 
 impl Call {
+    /// Where this one runs.
+    pub fn tasks(&self) -> Tasks {
+        self.work.tasks().clone()
+    }
+
     /// The call ended by itself.
     pub fn end(mut self, result: &Result<(), Error>) {
         self.outcome = match result {

@@ -5,6 +5,7 @@
 //!
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
 pub mod join;
+mod reach;
 mod table;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,9 +15,11 @@ use tandem_telemetry::clock;
 use serde_json::json;
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Endpoint;
 
 use crate::select::{Candidate, Need, NoPair, Role};
+pub use reach::Calls;
+use reach::{Reach, Reaching};
 use table::{Share, Table};
 
 /// Nodes at most; the next one is refused.
@@ -47,8 +50,7 @@ pub struct Node {
     pub role: Role,
     /// What it said when it registered.
     pub info: v1::Register,
-    endpoint: Endpoint,
-    channel: OnceLock<Channel>,
+    reach: Reach,
     dead: CancellationToken,
     why: OnceLock<String>,
 }
@@ -60,8 +62,8 @@ impl Node {
     }
 
     /// The connection to the node, made at the first call on it. Needs a tokio runtime.
-    pub fn channel(&self) -> Channel {
-        self.channel.get_or_init(|| self.endpoint.connect_lazy()).clone()
+    pub fn calls(&self) -> Calls {
+        self.reach.calls()
     }
 
     /// Waits for the node's death, and says what it died of.
@@ -70,9 +72,8 @@ impl Node {
         self.why.get().cloned().unwrap_or_default()
     }
 
-    fn new(session: u64, role: Role, info: v1::Register, endpoint: Endpoint) -> Self {
-        let (channel, why) = (OnceLock::new(), OnceLock::new());
-        Self { session, role, info, endpoint, channel, dead: CancellationToken::new(), why }
+    fn new(session: u64, role: Role, info: v1::Register, reach: Reach) -> Self {
+        Self { session, role, info, reach, dead: CancellationToken::new(), why: OnceLock::new() }
     }
 
     fn end(&self, why: &str) {
@@ -89,6 +90,7 @@ pub struct Membership {
     table: Arc<Mutex<Table>>,
     expected: Expected,
     lease: Duration,
+    reaching: Reaching,
 }
 
 /// A pair of nodes for one request, with the work booked on both until this is dropped.
@@ -130,7 +132,13 @@ pub struct Totals {
 impl Membership {
     /// An empty table. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
-        Self { table: Arc::new(Mutex::new(Table::default())), expected, lease }
+        Self { table: Arc::new(Mutex::new(Table::default())), expected, lease, reaching: Reaching::default() }
+    }
+
+    /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is. For
+    /// simulations and tests.
+    pub fn in_process(self, find: impl Fn(&v1::Register) -> Calls + Send + Sync + 'static) -> Self {
+        Self { reaching: Reaching::InProcess(Arc::new(find)), ..self }
     }
 
     /// Silence after which a node is dead.
@@ -145,7 +153,8 @@ impl Membership {
     /// the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
-        lock(&self.table).insert(|session| Node::new(session, role, info, endpoint), now)
+        let reach = self.reaching.reach(&info, endpoint);
+        lock(&self.table).insert(|session| Node::new(session, role, info, reach), now)
     }
 
     /// Takes a load report.
