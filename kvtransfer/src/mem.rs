@@ -1,6 +1,12 @@
 //! A network inside one process: hand-offs between arenas by plain copies, with faults on request. The oracle that the
 //! other backends are compared with; it keeps every rule, since the rules are not its own.
-use std::collections::HashMap;
+//!
+//! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the network,
+//! as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`].
+mod link;
+mod weather;
+
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -9,16 +15,16 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 
-use crate::arena::{Arena, Run};
+use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::TransferError;
-use crate::outgoing::{PendingAnswers, SendLink};
+use crate::outgoing::PendingAnswers;
 use crate::registry::{AnswerLink, Registry};
 use crate::session::PeerId;
-use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
-use crate::wire::{Answer, DataHeader};
-
-const SCRATCH_BYTES: usize = 64 << 10;
+use crate::transport::{Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
+use crate::wire::Answer;
+use link::MemLink;
+pub use weather::{Fate, Frame, Weather, Window};
 
 /// Faults of one node's sending side.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,12 +41,15 @@ pub struct MemFaults {
 #[derive(Clone, Default)]
 pub struct MemNetwork {
     state: Arc<Mutex<NetworkState>>,
+    /// `None`: frames arrive at once and unharmed.
+    weather: Option<Arc<dyn Weather>>,
 }
 
 #[derive(Default)]
 struct NetworkState {
-    nodes: HashMap<u64, Weak<Node>>,
-    links: HashMap<PeerId, Link>,
+    nodes: BTreeMap<u64, Weak<Node>>,
+    /// Ordered: who is told first of a death is the same in each run.
+    links: BTreeMap<PeerId, Link>,
     last_id: u64,
 }
 
@@ -49,9 +58,12 @@ struct NetworkState {
 struct Link {
     sender: Arc<Node>,
     receiver: Arc<Node>,
+    /// Whether it is cut. Held while bytes are copied: once it is cut nothing of it touches an arena.
+    cut: Arc<Mutex<bool>>,
 }
 
 struct Node {
+    address: u64,
     registry: Arc<Registry>,
     pending: Arc<PendingAnswers>,
     dead: AtomicBool,
@@ -60,7 +72,6 @@ struct Node {
 /// A node of a [`MemNetwork`].
 pub struct MemTransport {
     network: MemNetwork,
-    address: u64,
     node: Arc<Node>,
     faults: MemFaults,
 }
@@ -68,33 +79,34 @@ pub struct MemTransport {
 impl MemTransport {
     /// Joins `network` with an arena.
     pub fn new(network: &MemNetwork, arena: Arc<Arena>, faults: MemFaults) -> Arc<Self> {
-        let link = Box::new(network.clone());
-        let node = Arc::new(Node {
-            registry: Registry::new(arena, Arc::default(), link),
-            pending: Arc::default(),
-            dead: AtomicBool::new(false),
-        });
         let mut state = network.lock();
         state.last_id += 1;
         let address = state.last_id;
+        let node = Arc::new(Node {
+            address,
+            registry: Registry::new(arena, Arc::default(), Box::new(network.clone())),
+            pending: Arc::default(),
+            dead: AtomicBool::new(false),
+        });
         state.nodes.insert(address, Arc::downgrade(&node));
         drop(state);
-        Arc::new(Self { network: network.clone(), address, node, faults })
+        Arc::new(Self { network: network.clone(), node, faults })
+    }
+
+    /// The grants that are out, and the hand-offs in quarantine, for tests.
+    pub fn registry(&self) -> &Arc<Registry> {
+        &self.node.registry
     }
 
     /// The process dies: nothing of it is heard again.
     pub fn kill(&self) {
         self.node.dead.store(true, Ordering::SeqCst);
         let mut state = self.network.lock();
-        state.nodes.remove(&self.address);
+        state.nodes.remove(&self.node.address);
         let touches = |link: &Link| Arc::ptr_eq(&link.sender, &self.node) || Arc::ptr_eq(&link.receiver, &self.node);
-        let cut: Vec<_> = state.links.extract_if(|_, link| touches(link)).collect();
+        let cut: Vec<_> = state.links.iter().filter(|(_, link)| touches(link)).map(|(peer, _)| *peer).collect();
         drop(state);
-        for (peer, link) in cut {
-            link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-            link.receiver.registry.fence(peer);
-            link.sender.pending.peer_gone(peer, &TransferError::peer_gone("the KV peer is gone"));
-        }
+        cut.into_iter().for_each(|peer| self.network.cut(peer));
     }
 }
 
@@ -111,7 +123,7 @@ impl Transport for MemTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.address.to_le_bytes().to_vec()
+        self.node.address.to_le_bytes().to_vec()
     }
 
     fn failed(&self) -> Option<String> {
@@ -131,8 +143,8 @@ impl Transport for MemTransport {
             let arena = self.node.registry.arena();
             let checked = check_ticket(ticket, &self.info(), arena)?;
             let peer = self.network.connect(&self.node, &ticket.address)?;
-            let link = MemLink { network: self.network.clone(), peer, arena: arena.clone(), faults: self.faults };
-            // From here on the link's Drop disconnects.
+            // From here on the link's end disconnects.
+            let link = MemLink::open(self.network.clone(), peer, arena.clone(), self.faults);
             let answer = self.node.pending.register(peer, checked.handoff)?;
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
         }
@@ -141,6 +153,11 @@ impl Transport for MemTransport {
 }
 
 impl MemNetwork {
+    /// A network whose frames live through `weather`.
+    pub fn under(weather: Arc<dyn Weather>) -> Self {
+        Self { state: Arc::default(), weather: Some(weather) }
+    }
+
     fn connect(&self, sender: &Arc<Node>, address: &[u8]) -> Result<PeerId, TransferError> {
         let gone = || TransferError::peer_gone("no KV node has this address");
         let address = u64::from_le_bytes(address.try_into().map_err(|_| gone())?);
@@ -151,12 +168,29 @@ impl MemNetwork {
         }
         state.last_id += 1;
         let peer = PeerId(state.last_id);
-        state.links.insert(peer, Link { sender: sender.clone(), receiver });
+        state.links.insert(peer, Link { sender: sender.clone(), receiver, cut: Arc::default() });
         Ok(peer)
     }
 
     fn link(&self, peer: PeerId) -> Result<Link, TransferError> {
         self.lock().links.get(&peer).cloned().ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))
+    }
+
+    /// The connection is lost for both ends: nothing of it arrives any more.
+    fn cut(&self, peer: PeerId) {
+        let Some(link) = self.lock().links.remove(&peer) else { return };
+        *link.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
+        link.receiver.registry.fence(peer);
+        link.sender.pending.peer_gone(peer, &TransferError::peer_gone("the KV peer is gone"));
+    }
+
+    /// The sender is done with the connection.
+    fn disconnect(&self, peer: PeerId) {
+        let link = self.lock().links.remove(&peer);
+        if let Some(link) = link {
+            link.receiver.registry.fence(peer);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, NetworkState> {
@@ -166,90 +200,23 @@ impl MemNetwork {
 
 impl AnswerLink for MemNetwork {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
-        if let Ok(link) = self.link(peer) {
+        let Ok(link) = self.link(peer) else { return };
+        let Some(weather) = self.weather.clone() else {
             link.sender.pending.answer(peer, handoff, answer);
-        }
-    }
-}
-
-struct MemLink {
-    network: MemNetwork,
-    peer: PeerId,
-    arena: Arc<Arena>,
-    faults: MemFaults,
-}
-
-impl MemLink {
-    async fn copy(&mut self, range: DataHeader, runs: &[Run]) -> Result<(), TransferError> {
-        if !self.faults.delay.is_zero() {
-            tokio::time::sleep(self.faults.delay).await;
-        }
-        let receiver = self.network.link(self.peer)?.receiver;
-        let faults = std::mem::take(&mut self.faults.send);
-        let len = range.count as usize * self.arena.block_bytes() - if faults.truncate_push { 8 } else { 0 };
-        // A refusal reaches this hand-off through its answer.
-        let Ok(claim) = receiver.registry.claim(self.peer, range, len as u64) else { return Ok(()) };
-        let mut scratch = vec![0; SCRATCH_BYTES];
-        let mut sent = 0;
-        for to in claim.runs() {
-            let mut offset = 0;
-            while offset < self.arena.run_bytes(*to) {
-                let chunk = &mut scratch[..SCRATCH_BYTES.min(self.arena.run_bytes(*to) - offset)];
-                self.arena.gather(runs, sent, chunk);
-                chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
-                claim.arena().copy_in(to.first, offset, chunk);
-                offset += chunk.len();
-                sent += chunk.len();
+            return;
+        };
+        let (network, from, to) = (self.clone(), link.receiver.address, link.sender.address);
+        tokio::spawn(async move {
+            match weather.travel(from, to, Frame::Answer).await {
+                Fate::Lost => {}
+                Fate::Severed => network.cut(peer),
+                // A connection that ended meanwhile carries no answer.
+                Fate::Arrived { .. } => {
+                    if network.link(peer).is_ok() {
+                        link.sender.pending.answer(peer, handoff, answer);
+                    }
+                }
             }
-            tokio::task::yield_now().await;
-        }
-        claim.written();
-        Ok(())
-    }
-}
-
-impl SendLink for MemLink {
-    fn max_range_bytes(&self) -> usize {
-        1 << 20
-    }
-
-    fn push(
-        &mut self,
-        range: DataHeader,
-        runs: Vec<Run>,
-        owner: BlockOwner,
-    ) -> BoxFuture<'_, Result<(), TransferError>> {
-        async move {
-            let copied = self.copy(range, &runs).await;
-            drop(owner);
-            copied
-        }
-        .boxed()
-    }
-
-    fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
-        async move {
-            let receiver = self.network.link(self.peer)?.receiver;
-            if !self.faults.drop_seal {
-                receiver.registry.seal(self.peer, handoff, &payload);
-            }
-            Ok(())
-        }
-        .boxed()
-    }
-
-    fn cancel(&mut self, handoff: HandoffId) {
-        if let Ok(link) = self.network.link(self.peer) {
-            link.receiver.registry.cancelled_by(self.peer, handoff);
-        }
-    }
-}
-
-impl Drop for MemLink {
-    fn drop(&mut self) {
-        let link = self.network.lock().links.remove(&self.peer);
-        if let Some(link) = link {
-            link.receiver.registry.fence(self.peer);
-        }
+        });
     }
 }

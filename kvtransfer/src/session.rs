@@ -25,7 +25,7 @@ pub const MAX_SESSIONS: usize = 4096;
 const USED_IDS: usize = 16 * 1024;
 
 /// One connection or endpoint of a backend; a reconnected peer is another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 
 /// Where a hand-off stands on the receiving side.
