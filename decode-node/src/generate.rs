@@ -94,11 +94,12 @@ impl Generate<'_> {
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
         let (ticket, granted) = (incoming.ticket(), clock::now());
         trace.attr("tandem.kv.blocks", lease.blocks().len());
+        trace.attr("tandem.kv.blocks_reused", ticket.held_blocks);
         trace.close(granted);
         // Until the seal tells the real parent and start.
         let transfer = trace.open("kv.transfer", Kind::Consumer, route, granted);
-        self.send(Event::Reserved(Reserved { blocks: ticket.blocks, held_blocks: 0, ticket: ticket.encode_to_vec() }))
-            .await?;
+        let (blocks, held_blocks) = (ticket.held_blocks + ticket.blocks, ticket.held_blocks);
+        self.send(Event::Reserved(Reserved { blocks, held_blocks, ticket: ticket.encode_to_vec() })).await?;
         let Some(received) = self.receive(incoming, granted, stop, trace).await? else {
             trace.discard();
             return self.finish(v1::FinishReason::Stop, 0, clock::now(), trace).await;
@@ -137,17 +138,15 @@ impl Generate<'_> {
     }
 
     async fn local(&self, accepted: Instant, trace: &mut Trace) -> Result<(), Error> {
-        let lease = self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await?;
+        let lease = self.reserve().await?;
         self.node.work.count_tokens(self.request.prompt.len(), 0);
         self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, &mut Stop::never(), trace).await
     }
 
-    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. None
-    /// of it is shared: the prefill node fills all blocks of the prompt.
+    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. What
+    /// the prefix cache has of the prompt is shared; the prefill node fills the rest of the prompt's blocks.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
-        let pool = self.node.engine.pool();
-        let blocks = pool.blocks_for(self.request.worst_case_kv_tokens());
-        Ok(Arc::new(pool.reserve(blocks).await?))
+        self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await
     }
 
     /// Runs the sequence and sends its tokens, one message a step.
@@ -163,7 +162,9 @@ impl Generate<'_> {
         trace.open("decode.queue", Kind::Internal, server, start);
         // The first token of a whole request here is not late after another one.
         let (mut tokens, mut last) = (0_u32, (sequence.computed > 0).then_some(start));
-        let cached_tokens = u32::try_from(sequence.lease.cached_tokens()).unwrap_or(u32::MAX);
+        // Of a prompt that came by a hand-off, the prefill node says what was cached.
+        let whole = sequence.computed < self.request.prompt.len();
+        let cached_tokens = if whole { u32::try_from(sequence.lease.cached_tokens()).unwrap_or(u32::MAX) } else { 0 };
         let mut sequence = self.node.engine.submit(sequence)?;
         loop {
             let event = tokio::select! {
@@ -180,6 +181,8 @@ impl Generate<'_> {
             let Some(event) = event else { break };
             match event {
                 SequenceEvent::Started { at } => trace.close(at),
+                // Nobody asked.
+                SequenceEvent::LayersDone { .. } => {}
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
                 SequenceEvent::Token { id, logprob, top, at } => {
                     if tokens == 0 {

@@ -1,16 +1,23 @@
 //! Joins engine and KV transport on the receiving side; the two do not know each other.
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvLease;
-use tandem_kvtransfer::{Expected, Grant, Incoming, Verified};
+use tandem_kvtransfer::{Expected, Grant, Held, Incoming, Verified};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::Seal;
 use tandem_proto::{Error, ErrorKind, HandoffId, Incarnation, TraceContext, v1};
 use tandem_telemetry::clock;
 
-/// Lets `prefill` fill the first blocks of `lease`, the prompt's. They return to the pool when the request and every
-/// writer have let go of them.
+/// Blocks at the head of the prompt that `lease` shares with the prefix cache: they were computed or verified here, do not
+/// travel, and are never written.
+pub fn held_blocks(node: &Node, lease: &KvLease) -> usize {
+    lease.cached_tokens() / node.engine.spec().block_tokens
+}
+
+/// Lets `prefill` fill those of the prompt's blocks in `lease` that are not held already. They return to the pool when the
+/// request and every writer have let go of them.
 ///
 /// # Errors
 /// `Overloaded` when too many hand-offs are out.
@@ -21,14 +28,18 @@ pub fn grant(
     lease: &Arc<KvLease>,
     longest: Duration,
 ) -> Result<Incoming, Error> {
-    let blocks = node.engine.pool().blocks_for(request.prompt.len());
-    let blocks = lease.blocks().get(..blocks).ok_or_else(|| internal("the lease is shorter than the prompt"))?;
+    let (held, hashes) = (held_blocks(node, lease), request.hashes(node.engine.spec()));
+    let missing = lease.blocks().get(held..hashes.len());
+    let missing = missing.ok_or_else(|| internal("the lease is shorter than the prompt"))?;
+    let last_held = held.checked_sub(1).and_then(|last| hashes.get(last)).copied();
     let grant = Grant {
         handoff: HandoffId::random(&mut rand::rng()),
         prefill_incarnation: prefill,
         decode_incarnation: node.incarnation,
         compatibility_digest: node.engine.spec().compatibility_digest,
-        blocks: blocks.to_vec(),
+        blocks: missing.to_vec(),
+        units: node.arena.units_for(node.engine.spec().layers),
+        held: Held { blocks: u32::try_from(held).unwrap_or(u32::MAX), hash: last_held.unwrap_or_default() },
         owner: lease.clone(),
         lease: longest.min(request.deadline.saturating_duration_since(clock::now())),
     };
@@ -41,6 +52,10 @@ pub struct Received {
     pub verified: Verified,
     /// When the copy began, hidden part included.
     pub start: Instant,
+    /// When the prompt was computed: what comes after it is exposed.
+    pub computed: Instant,
+    /// Blocks of the prompt that did not travel.
+    pub held_blocks: u32,
 }
 
 /// Waits for the KV, verifies it, and tells the open `kv.transfer` phase of `trace` about it. `granted` is when the
@@ -56,11 +71,14 @@ pub async fn receive(
     trace: &mut Trace,
 ) -> Result<Received, Error> {
     let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-    let expected = Expected { prompt_tokens, sequence_hashes: request.hashes(node.engine.spec()) };
-    let verified = incoming.verified(expected).await?;
+    let held_blocks = incoming.ticket().held_blocks;
+    let sequence_hashes = request.hashes(node.engine.spec()).split_off(held_blocks as usize);
+    let verified = incoming.verified(Expected { prompt_tokens, sequence_hashes }).await?;
+    node.handoffs.reused_blocks.fetch_add(held_blocks.into(), Relaxed);
     check_seal(&verified.seal, prompt_tokens, node.engine.spec().vocab_size)?;
     let start = copy_start(&verified, granted);
-    let received = Received { verified, start };
+    let computed = computed(&verified, start);
+    let received = Received { verified, start, computed, held_blocks };
     let parent = received.verified.seal.traceparent.parse::<TraceContext>();
     // The seal's word is taken for the trace only within the request's own trace.
     if let Some(parent) = parent.ok().filter(|parent| parent.trace_id == request.parent.trace_id) {
@@ -68,12 +86,15 @@ pub async fn receive(
     }
     trace.attr("tandem.kv.bytes", received.verified.bytes);
     trace.attr("tandem.kv.blocks", received.verified.blocks);
+    trace.attr("tandem.kv.blocks_reused", held_blocks);
+    trace.attr("tandem.kv.hidden_ms", ms(received.hidden()));
+    trace.attr("tandem.kv.exposed_ms", ms(received.exposed()));
     trace.attr("tandem.kv.gbps", received.gbps());
     trace.attr("tandem.kv.transport", node.transport.info().name);
-    trace.attr("tandem.kv.verify_ms", received.verify().as_secs_f64() * 1e3);
+    trace.attr("tandem.kv.verify_ms", ms(received.verify()));
     let landed =
         [("tandem.kv.blocks", received.verified.blocks.into()), ("tandem.kv.bytes", received.verified.bytes.into())];
-    // All layers of all blocks arrive as one group.
+    // What arrived when before is the sender's to know: its `layer_group.posted`.
     trace.event("layer_group.landed", received.verified.last_arrival, landed);
     Ok(received)
 }
@@ -89,6 +110,16 @@ impl Received {
         self.verified.verified_at.saturating_duration_since(self.verified.last_arrival)
     }
 
+    /// The part of the copy that the prompt's computation hid.
+    pub fn hidden(&self) -> Duration {
+        self.computed.min(self.verified.verified_at).saturating_duration_since(self.start)
+    }
+
+    /// End of the computation to verdict.
+    pub fn exposed(&self) -> Duration {
+        self.verified.verified_at.saturating_duration_since(self.computed.max(self.start))
+    }
+
     /// 10⁹ bytes a second, over the copy.
     pub fn gbps(&self) -> f64 {
         self.verified.bytes as f64 / self.copy().as_nanos().max(1) as f64
@@ -99,8 +130,9 @@ impl Received {
         v1::Verified {
             bytes: self.verified.bytes,
             blocks: self.verified.blocks,
-            transfer_ms: self.copy().as_secs_f64() * 1e3,
-            verify_ms: self.verify().as_secs_f64() * 1e3,
+            transfer_ms: ms(self.copy()),
+            verify_ms: ms(self.verify()),
+            held_blocks: self.held_blocks,
             transport: node.transport.info().name,
             span_id: span.span_id.to_vec(),
         }
@@ -112,6 +144,16 @@ impl Received {
 fn copy_start(verified: &Verified, granted: Instant) -> Instant {
     let posted = clock().instant(verified.seal.first_post_unix_ns);
     posted.filter(|posted| (granted..=verified.first_arrival).contains(posted)).unwrap_or(verified.first_arrival)
+}
+
+/// The sender says when it had computed the prompt, too. Another clock than ours makes all of the copy exposed.
+fn computed(verified: &Verified, start: Instant) -> Instant {
+    let computed = clock().instant(verified.seal.computed_unix_ns);
+    computed.filter(|computed| (start..=verified.verified_at).contains(computed)).unwrap_or(start)
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
 }
 
 /// What the transport's checks leave open: the parts of the seal that are about tokens.

@@ -20,7 +20,7 @@ pub const SERVICE_NAME: &str = <DecodeServer<DecodeService> as NamedService>::NA
 /// A call that says nothing holds its place no longer than this.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The service over a started node; `lease` is what a prefill node has from the grant to the seal.
+/// The service over a started node; `lease` is how long a prefill node may be silent in a hand-off.
 pub fn routes(node: Arc<Node>, lease: Duration) -> Routes {
     let server = DecodeServer::new(DecodeService { node, lease });
     Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))

@@ -238,7 +238,7 @@ impl Bench {
     }
 
     fn step(&mut self, items: Vec<BatchItem>) -> Result<(), String> {
-        self.executor.execute(&Batch { items }, &mut self.logits).map_err(|error| error.to_string())?;
+        self.executor.execute(&Batch { items }, &mut self.logits, &mut |_| {}).map_err(|error| error.to_string())?;
         black_box(&self.logits);
         Ok(())
     }

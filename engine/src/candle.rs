@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU64;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone, allocate_arena};
 use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::models::config::LlamaConfig;
@@ -130,7 +130,12 @@ impl Executor for LlamaExecutor {
         Arc::clone(self.kv.words())
     }
 
-    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
+    fn execute(
+        &mut self,
+        batch: &Batch,
+        logits: &mut Logits,
+        layers_done: &mut LayersDone<'_>,
+    ) -> Result<(), EngineError> {
         self.check(batch)?;
         let block_tokens = self.spec.block_tokens;
         let (mut tokens, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
@@ -149,7 +154,7 @@ impl Executor for LlamaExecutor {
             Step { tokens: &tokens, positions: &positions, places: &places, chunks: &chunks, logits_of: &logits_of };
         let Self { model, kv, pool, .. } = self;
         let rows = logits.lay_out(self.spec.vocab_size, batch.wants_logits());
-        pool.install(|| model.forward(kv, &step, rows));
+        pool.install(|| model.forward(kv, &step, rows, layers_done));
         Ok(())
     }
 }

@@ -80,6 +80,8 @@ struct Client {
     events: mpsc::Sender<SequenceEvent>,
     /// Held while the sequence waits.
     queue_place: Option<OwnedSemaphorePermit>,
+    /// See `SequenceRequest::report_layers`; empty once the first token is there.
+    report_layers: Vec<usize>,
 }
 
 /// A momentary picture of an engine.
@@ -151,7 +153,8 @@ impl Engine {
         let place = Arc::clone(&shared.queue).try_acquire_owned().map_err(|_| overloaded())?;
         let (sender, events) = mpsc::channel(request.max_events(spec.max_context_tokens));
         let tokens = request.queued_tokens();
-        let client = Client { events: sender, queue_place: Some(place) };
+        let report_layers = request.report_layers.clone();
+        let client = Client { events: sender, queue_place: Some(place), report_layers };
         shared.inbox_tokens.fetch_add(tokens, Ordering::Relaxed);
         inbox.try_send(Message::Submit(Box::new(Submission { request, client }))).map_err(|refused| {
             shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
@@ -305,7 +308,7 @@ impl Worker {
             }
             if let Some(batch) = self.plan(Instant::now()) {
                 let begin = Instant::now();
-                let outcome = self.executor.execute(&batch, &mut self.logits);
+                let outcome = self.execute(&batch);
                 self.conclude(batch, outcome, begin.elapsed(), Instant::now());
             }
         }
@@ -347,6 +350,15 @@ impl Worker {
         Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
     }
 
+    /// Computes a step; who wants to hears of its layers while it runs.
+    fn execute(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        let Self { executor, logits, clients, .. } = self;
+        let curious = curious(clients, batch);
+        executor.execute(batch, logits, &mut |layers| {
+            curious.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
+        })
+    }
+
     /// The end of a step, at `now`.
     fn conclude(&mut self, batch: Batch, outcome: Result<(), EngineError>, took: Duration, now: Instant) {
         match &outcome {
@@ -383,6 +395,13 @@ impl Worker {
     }
 }
 
+/// Who wants to hear of the layers of a step: of those whose last chunk it is.
+fn curious<'a>(clients: &'a HashMap<Seq, Client>, batch: &Batch) -> Vec<&'a Client> {
+    let last_chunks = batch.items.iter().filter(|item| item.wants_logits);
+    let clients = last_chunks.filter_map(|item| clients.get(&item.seq));
+    clients.filter(|client| !client.report_layers.is_empty()).collect()
+}
+
 impl Client {
     fn tell(&mut self, decision: Decision, at: Instant) {
         match decision {
@@ -395,6 +414,7 @@ impl Client {
                     self.send(SequenceEvent::ChunkDone { tokens: computed, at });
                 }
                 if let Some(Sampled { token, logprob, top }) = sampled {
+                    self.report_layers = Vec::new();
                     self.send(SequenceEvent::Token { id: token, logprob, top, at });
                 }
                 if let Some(reason) = finish {
@@ -403,6 +423,13 @@ impl Client {
             }
             Decision::Fail(error) => self.send(SequenceEvent::Failed(error)),
             Decision::Cancel => {}
+        }
+    }
+
+    /// Called in the middle of a step: the channel's send is what orders the step's writes before the reader's reads.
+    fn tell_layers(&self, layers: usize, at: Instant) {
+        if self.report_layers.contains(&layers) {
+            self.send(SequenceEvent::LayersDone { layers, at });
         }
     }
 

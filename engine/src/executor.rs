@@ -13,6 +13,9 @@ use crate::logits::Logits;
 use crate::memory;
 use crate::ops::pages::zeroed_words;
 
+/// Hears of a step's progress, see [`Executor::execute`]. It holds the step up: it must be quick.
+pub type LayersDone<'a> = dyn FnMut(usize) + 'a;
+
 /// Runs steps. Owned by the engine thread.
 pub trait Executor: Send {
     /// What this executor serves; constant over its life.
@@ -22,11 +25,18 @@ pub trait Executor: Send {
     fn arena(&self) -> Arc<[AtomicU64]>;
 
     /// Computes every item's tokens: writes their K and V into the item's blocks, and into `logits`, laid out for the
-    /// items in their order, those of the last token (`vocab_size` values) of each item that wants them.
+    /// items in their order, those of the last token (`vocab_size` values) of each item that wants them. Calls
+    /// `layers_done(n)` on this thread once the K and V of the first `n` layers are in the arena for the whole step, for
+    /// each `n` from 1 to `layers`: the step writes nothing there any more.
     ///
     /// # Errors
     /// The step failed as a whole: nothing is known about the KV that its items wrote.
-    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError>;
+    fn execute(
+        &mut self,
+        batch: &Batch,
+        logits: &mut Logits,
+        layers_done: &mut LayersDone<'_>,
+    ) -> Result<(), EngineError>;
 }
 
 /// One step: prefill chunks and decode tokens side by side. No sequence is in it twice.

@@ -56,6 +56,7 @@
 //!     stop_token_ids: Vec::new(),
 //!     deadline: None,
 //!     priority: 0,
+//!     report_layers: Vec::new(),
 //! })?;
 //! while let Some(event) = stream.next().await {
 //!     println!("{event:?}");
@@ -85,7 +86,7 @@ pub mod step_model;
 pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
-pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone, allocate_arena};
 pub use logits::Logits;
 pub use prefix_cache::{CacheEvent, CacheUpdate};
 pub use sampler::{SamplingParams, TokenLogprob};

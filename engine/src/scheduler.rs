@@ -358,6 +358,7 @@ mod tests {
             stop_token_ids: Vec::new(),
             deadline: None,
             priority: 0,
+            report_layers: Vec::new(),
         }
     }
 

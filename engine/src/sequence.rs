@@ -48,6 +48,9 @@ pub struct SequenceRequest {
     pub deadline: Option<Instant>,
     /// Higher goes first, within [`MAX_PRIORITY`] either side of the usual 0, see `scheduler.rs`.
     pub priority: i32,
+    /// After how many layers of the step that gives its first token it wants a [`SequenceEvent::LayersDone`]; for who
+    /// moves the KV while the rest is computed. Empty: never.
+    pub report_layers: Vec<usize>,
 }
 
 /// Bounds `SequenceRequest::priority`, and with it how long one sequence can hold another up.
@@ -60,10 +63,11 @@ impl SequenceRequest {
         len.saturating_add(max_new_tokens as usize).min(max_context_tokens).saturating_sub(1)
     }
 
-    /// Most events that the sequence can have: a start, a chunk for each given token, the new tokens, an end.
+    /// Most events that the sequence can have: a start, a chunk for each given token, the layers that it asked for, the
+    /// new tokens, an end.
     pub(crate) fn max_events(&self, max_context_tokens: usize) -> usize {
         let room = max_context_tokens.saturating_sub(self.tokens.len());
-        self.queued_tokens() + room.min(self.max_new_tokens as usize) + 2
+        self.queued_tokens() + self.report_layers.len() + room.min(self.max_new_tokens as usize) + 2
     }
 
     /// Given tokens that are still to be computed.
@@ -93,6 +97,9 @@ impl SequenceRequest {
         }
         if self.priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
             return refuse(format!("priority {} is not between -{MAX_PRIORITY} and {MAX_PRIORITY}", self.priority));
+        }
+        if self.report_layers.len() > spec.layers {
+            return refuse(format!("{} reports of {} layers", self.report_layers.len(), spec.layers));
         }
         if self.max_new_tokens == 0 {
             return refuse("max_new_tokens must be at least 1".into());
@@ -130,7 +137,8 @@ impl SequenceRequest {
     }
 }
 
-/// What happens to a sequence, in order: `Started`, then `ChunkDone` and `Token`s, then one `Finished` or `Failed`.
+/// What happens to a sequence, in order: `Started`, then `ChunkDone`, `LayersDone` (in the last chunk) and `Token`s, then
+/// one `Finished` or `Failed`.
 /// `Failed` may come at any point; it and `Finished` are the last. By then the engine has let go of the lease.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceEvent {
@@ -144,6 +152,15 @@ pub enum SequenceEvent {
         /// Tokens of the sequence, counted from its first, whose KV is in the lease now.
         tokens: usize,
         /// When the step ended.
+        at: Instant,
+    },
+    /// The first layers of the step under way are done, which is the one that gives the first token: the KV of all given
+    /// tokens in these layers is in the lease, and nothing writes there any more. Whoever takes this event from the
+    /// stream sees those writes: they happen before it was sent.
+    LayersDone {
+        /// One of [`SequenceRequest::report_layers`].
+        layers: usize,
+        /// When.
         at: Instant,
     },
     /// A new token.

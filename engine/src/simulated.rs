@@ -2,8 +2,9 @@
 //! in the KV arena as a model does, and its logits are a pure hash of what it reads back from there, so that a missing,
 //! misplaced or corrupted KV block gives wrong tokens.
 //!
-//! Arena layout: a block is `block_tokens` equal slots, one a token, of 64-bit words. A slot's first word is a hash of
-//! the slot before it (read from the arena) and the token; its other words are hashes of the first.
+//! Arena layout, as a model's: `[layer][token]`, equal slots of 64-bit words. A slot's first word is a hash of the token,
+//! its position, the slot before it and its slot of the layer below (both read from the arena); its other words are
+//! hashes of the first. A step goes layer by layer.
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,13 +13,13 @@ use std::time::{Duration, Instant};
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, allocate_arena};
+use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone, allocate_arena};
 use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::step_model::StepShape;
 
-/// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size`, `block_tokens` and
-/// `block_bytes` are the same model.
+/// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size`, `block_tokens`,
+/// `block_bytes` and `layers` are the same model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedConfig {
     /// Distinguishes models: the digest that the node registers with.
@@ -31,8 +32,10 @@ pub struct SimulatedConfig {
     pub max_context_tokens: usize,
     /// Tokens of a block.
     pub block_tokens: usize,
-    /// Bytes of a block, a multiple of 8 for each of its tokens.
+    /// Bytes of a block, a multiple of 8 for each of its tokens in each layer.
     pub block_bytes: usize,
+    /// Parts of a block, written one after the other.
+    pub layers: usize,
     /// Blocks of the arena.
     pub blocks: usize,
     /// What a step takes, whatever is in it: the model of a decode step, which reads all weights.
@@ -52,6 +55,7 @@ impl Default for SimulatedConfig {
             max_context_tokens: 8192,
             block_tokens: DEFAULT_BLOCK_TOKENS,
             block_bytes: 4096,
+            layers: 4,
             blocks: 1024,
             step_delay: Duration::ZERO,
             token_delay: Duration::ZERO,
@@ -95,6 +99,7 @@ impl SimulatedConfig {
 pub struct SimulatedExecutor {
     spec: EngineSpec,
     arena: Arc<[AtomicU64]>,
+    /// Of one layer.
     words_per_token: usize,
     config: SimulatedConfig,
 }
@@ -103,14 +108,15 @@ impl SimulatedExecutor {
     /// Allocates the arena.
     ///
     /// # Errors
-    /// `InvalidArgument` when `block_bytes` is no multiple of 8 for each token, or the vocabulary is empty or too large.
+    /// `InvalidArgument` when `block_bytes` is no multiple of 8 for each token and layer, or the vocabulary is empty or too
+    /// large.
     pub fn new(config: &SimulatedConfig) -> Result<Self, EngineError> {
-        let token_bytes = config.block_bytes.checked_div(config.block_tokens).unwrap_or(0);
-        let words_per_token = token_bytes / 8;
-        if words_per_token * 8 * config.block_tokens != config.block_bytes || words_per_token == 0 {
+        let slots = config.block_tokens * config.layers;
+        let words_per_token = config.block_bytes.checked_div(slots).unwrap_or(0) / 8;
+        if words_per_token * 8 * slots != config.block_bytes || words_per_token == 0 {
             let why = format!(
-                "simulated blocks of {} tokens in {} bytes: want 8 bytes or a multiple for each token",
-                config.block_tokens, config.block_bytes
+                "simulated blocks of {} tokens and {} layers in {} bytes: want 8 bytes or a multiple for each",
+                config.block_tokens, config.layers, config.block_bytes
             );
             return Err(EngineError::InvalidArgument(why));
         }
@@ -128,7 +134,7 @@ impl SimulatedExecutor {
             block_bytes: config.block_bytes,
             total_blocks: config.blocks,
             kv_dtype: KvDtype::F32,
-            layers: 1,
+            layers: config.layers,
             kv_heads: 1,
             head_dim: words_per_token,
         };
@@ -140,39 +146,46 @@ impl SimulatedExecutor {
         })
     }
 
-    /// Fills `logits` if the item wants them.
-    fn run(&self, item: &BatchItem, logits: &mut [f32]) -> Result<(), EngineError> {
+    /// Writes the item's slots of `layer`.
+    fn run(&self, item: &BatchItem, layer: usize) -> Result<(), EngineError> {
         let mut previous = match item.start {
             0 => self.spec.model_digest,
-            start => fold(self.slot(item, start - 1)?),
+            start => fold(self.slot(item, layer, start - 1)?),
         };
         for (position, &token) in (item.start..).zip(&item.tokens) {
-            let slot = self.slot(item, position)?;
-            let first = mix(mix(previous, u64::from(token)), position as u64);
+            let below = match layer {
+                0 => u64::from(token),
+                layer => fold(self.slot(item, layer - 1, position)?),
+            };
+            let slot = self.slot(item, layer, position)?;
+            let first = mix(mix(previous, below), position as u64);
             for (i, word) in slot.iter().enumerate() {
                 word.store(mix(first, i as u64), Ordering::Relaxed);
             }
             previous = fold(slot);
         }
-        if !item.wants_logits {
-            return Ok(());
-        }
-        // Like attention, the last position reads all positions: damage anywhere shows.
+        Ok(())
+    }
+
+    /// Like attention, the last position reads all positions in all layers: damage anywhere shows.
+    fn attend(&self, item: &BatchItem, logits: &mut [f32]) -> Result<(), EngineError> {
         let mut state = self.spec.model_digest;
         for position in 0..item.start + item.tokens.len() {
-            state = mix(state, fold(self.slot(item, position)?));
+            for layer in 0..self.spec.layers {
+                state = mix(state, fold(self.slot(item, layer, position)?));
+            }
         }
         (0..).zip(logits).for_each(|(id, to)| *to = logit(mix(state, id)));
         Ok(())
     }
 
-    /// The words of the token at `position`.
-    fn slot(&self, item: &BatchItem, position: usize) -> Result<&[AtomicU64], EngineError> {
+    /// The words of the token at `position` in `layer`.
+    fn slot(&self, item: &BatchItem, layer: usize, position: usize) -> Result<&[AtomicU64], EngineError> {
         let block_tokens = self.spec.block_tokens;
         let block = item.blocks.blocks().get(position / block_tokens).ok_or_else(|| {
             EngineError::Executor(format!("sequence {}: no KV block for position {position}", item.seq))
         })?;
-        let slot = *block as usize * block_tokens + position % block_tokens;
+        let slot = (*block as usize * self.spec.layers + layer) * block_tokens + position % block_tokens;
         let range = slot * self.words_per_token..(slot + 1) * self.words_per_token;
         self.arena.get(range).ok_or_else(|| EngineError::Executor(format!("KV block {block} is outside the arena")))
     }
@@ -187,21 +200,30 @@ impl Executor for SimulatedExecutor {
         Arc::clone(&self.arena)
     }
 
-    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
+    fn execute(
+        &mut self,
+        batch: &Batch,
+        logits: &mut Logits,
+        layers_done: &mut LayersDone<'_>,
+    ) -> Result<(), EngineError> {
         let started = Instant::now();
-        let mut rows =
-            logits.lay_out(self.spec.vocab_size, batch.wants_logits()).chunks_exact_mut(self.spec.vocab_size);
-        let mut items = batch.items.iter();
-        let outcome = items.try_for_each(|item| {
-            let row = if item.wants_logits { rows.next() } else { None };
-            self.run(item, row.unwrap_or_default())
-        });
-        let takes = self.config.step_time(StepShape::of(batch));
-        // The time is the simulated compute, not a wait for something else.
-        while let Some(left) = takes.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
-            std::thread::park_timeout(left);
+        let layers = u32::try_from(self.spec.layers).unwrap_or(u32::MAX);
+        let layer_takes = self.config.step_time(StepShape::of(batch)) / layers;
+        for layer in 0..layers {
+            batch.items.iter().try_for_each(|item| self.run(item, layer as usize))?;
+            pass(started, layer_takes * (layer + 1));
+            layers_done(layer as usize + 1);
         }
-        outcome
+        let rows = logits.lay_out(self.spec.vocab_size, batch.wants_logits()).chunks_exact_mut(self.spec.vocab_size);
+        let mut wanted = batch.items.iter().filter(|item| item.wants_logits).zip(rows);
+        wanted.try_for_each(|(item, row)| self.attend(item, row))
+    }
+}
+
+/// The time is the simulated compute, not a wait for something else.
+fn pass(started: Instant, takes: Duration) {
+    while let Some(left) = takes.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
+        std::thread::park_timeout(left);
     }
 }
 

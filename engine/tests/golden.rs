@@ -53,10 +53,10 @@ fn speed() {
         let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i * 7).collect();
         let item = |seq| BatchItem { seq, tokens: tokens.clone(), start, blocks: blocks(), wants_logits: true };
         let batch = Batch { items: (0..items as u64).map(item).collect() };
-        runner.executor.execute(&batch, &mut runner.logits).expect("warm-up");
+        runner.executor.execute(&batch, &mut runner.logits, &mut |_| {}).expect("warm-up");
         let (begin, mut steps) = (Instant::now(), 0);
         while begin.elapsed() < Duration::from_millis(700) {
-            runner.executor.execute(&batch, &mut runner.logits).expect("a step");
+            runner.executor.execute(&batch, &mut runner.logits, &mut |_| {}).expect("a step");
             steps += 1;
         }
         let speed = (rows * items * steps) as f64 / begin.elapsed().as_secs_f64();
@@ -127,7 +127,7 @@ impl Runner {
         let mut results = vec![(Vec::new(), Vec::new()); prompts.len()];
         while !items.is_empty() {
             let batch = Batch { items };
-            self.executor.execute(&batch, &mut self.logits).expect("a step");
+            self.executor.execute(&batch, &mut self.logits, &mut |_| {}).expect("a step");
             items = Vec::new();
             for (index, item) in batch.items.into_iter().enumerate() {
                 let (tokens, first) = &mut results[item.seq as usize];

@@ -119,7 +119,7 @@ fn item(seq: u64, tokens: &[u32], start: usize, blocks: &Arc<KvLease>) -> BatchI
 
 fn step(executor: &mut LlamaExecutor, items: Vec<BatchItem>) -> Vec<Vec<f32>> {
     let mut logits = Logits::default();
-    executor.execute(&Batch { items }, &mut logits).expect("a step");
+    executor.execute(&Batch { items }, &mut logits, &mut |_| {}).expect("a step");
     (0..logits.items()).map(|item| logits.of(item).expect("wanted").to_vec()).collect()
 }
 
@@ -187,14 +187,42 @@ fn the_size_of_a_block_changes_no_bit() {
 }
 
 #[test]
+fn a_layer_that_is_done_is_not_written_again() {
+    let model = TinyModel::new("layers-done");
+    for kv_dtype in DTYPES {
+        let mut executor = model.load(kv_dtype).expect("loads");
+        let (arena, layers) = (executor.arena(), executor.spec().layers);
+        let words = executor.spec().block_bytes / 8;
+        let pool = BlockPool::new(32, 16);
+        let leases = [lease(&pool, 70), lease(&pool, 5)];
+        let items = leases.iter().zip([70, 5]).enumerate();
+        let items = items.map(|(seq, (lease, n))| item(seq as u64, &prompt(n, seq), 0, lease)).collect();
+        // Words of the first `n` layers of every block of the step.
+        let first = |n: usize| -> Vec<u64> {
+            let blocks = leases.iter().flat_map(|lease| lease.blocks());
+            let parts = blocks.map(|&block| &arena[block as usize * words..][..words * n / layers]);
+            parts.flatten().map(|word| word.load(std::sync::atomic::Ordering::Relaxed)).collect()
+        };
+        let mut seen = Vec::new();
+        let mut layers_done = |n| seen.push((n, first(n), first(layers)));
+        executor.execute(&Batch { items }, &mut Logits::default(), &mut layers_done).expect("a step");
+        let counts: Vec<_> = seen.iter().map(|(n, ..)| *n).collect();
+        assert_eq!(counts, [1, 2]);
+        assert!(seen.iter().all(|(n, then, _)| *then == first(*n)), "{kv_dtype:?}");
+        assert_ne!(seen[0].2, seen[1].2, "the second layer was not there yet");
+    }
+}
+
+#[test]
 fn bad_batches_are_refused() {
     let model = TinyModel::new("bad-batch");
     let mut executor = model.load(KvDtype::Bf16).expect("loads");
     let pool = BlockPool::new(64, 16);
     let blocks = lease(&pool, 32);
     let mut logits = Logits::default();
-    let mut refused =
-        |items| matches!(executor.execute(&Batch { items }, &mut logits), Err(EngineError::InvalidArgument(_)));
+    let mut refused = |items| {
+        matches!(executor.execute(&Batch { items }, &mut logits, &mut |_| {}), Err(EngineError::InvalidArgument(_)))
+    };
     assert!(refused(vec![item(0, &[], 0, &blocks)]), "no tokens");
     assert!(refused(vec![item(0, &[VOCAB as u32], 0, &blocks)]), "unknown token");
     assert!(refused(vec![item(0, &[1, 2], 31, &blocks)]), "lease too short");
@@ -203,7 +231,7 @@ fn bad_batches_are_refused() {
     let _rest = lease(&pool, 30 * 16);
     assert!(refused(vec![item(0, &[1], 0, &lease(&pool, 16))]), "block 32 of 32");
     assert!(!refused(vec![item(0, &[1], 0, &blocks)]));
-    executor.execute(&Batch::default(), &mut logits).expect("nothing to do");
+    executor.execute(&Batch::default(), &mut logits, &mut |_| {}).expect("nothing to do");
     assert_eq!(logits.items(), 0);
 }
 
@@ -271,7 +299,7 @@ proptest! {
         if let Ok(mut executor) = model.load_bytes(&bytes) {
             let pool = BlockPool::new(32, 16);
             let batch = Batch { items: vec![item(0, &[1, 2, 3], 0, &lease(&pool, 3))] };
-            let _ = executor.execute(&batch, &mut Logits::default());
+            let _ = executor.execute(&batch, &mut Logits::default(), &mut |_| {});
         }
     }
 }

@@ -10,8 +10,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, Logits, Prefix, SamplingParams, SchedulerConfig,
-    SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
+    Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, LayersDone, Logits, Prefix, SamplingParams,
+    SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
 };
 use tandem_proto::hash::sequence_hashes;
 
@@ -179,9 +179,14 @@ impl Executor for Timed {
         self.inner.arena()
     }
 
-    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
+    fn execute(
+        &mut self,
+        batch: &Batch,
+        logits: &mut Logits,
+        layers_done: &mut LayersDone<'_>,
+    ) -> Result<(), EngineError> {
         let (shape, begin) = (StepShape::of(batch), Instant::now());
-        let outcome = self.inner.execute(batch, logits);
+        let outcome = self.inner.execute(batch, logits, layers_done);
         let ms = begin.elapsed().as_secs_f64() * 1e3;
         let predicted_ms = self.model.cost().predict_ms(shape);
         self.model.observe(shape, ms);
@@ -209,6 +214,7 @@ async fn request(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> (Seque
         stop_token_ids: Vec::new(),
         deadline: None,
         priority: 0,
+        report_layers: Vec::new(),
     };
     (request, cached)
 }

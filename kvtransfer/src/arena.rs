@@ -1,5 +1,6 @@
 //! KV memory: `blocks × block_bytes` bytes held as atomic words, so that an engine thread, a socket thread and a
 //! verifier may touch it together without undefined behaviour. Who may write which block when is `session.rs`'s matter.
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -9,13 +10,22 @@ const WORD_BYTES: usize = 8;
 /// Copied through while hashing: stays in the first-level cache.
 const SCRATCH_BYTES: usize = 16 << 10;
 
-/// Adjacent blocks of an arena.
+/// Adjacent bytes of an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Id of the first block.
-    pub first: u32,
-    /// Number of blocks.
-    pub count: u32,
+    /// First byte, counted from the arena's start; a multiple of 8.
+    pub at: usize,
+    /// Length; a multiple of 8.
+    pub bytes: usize,
+}
+
+/// The same part of every block of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Bytes from the block's start.
+    pub offset: usize,
+    /// Bytes of the part.
+    pub bytes: usize,
 }
 
 /// A KV arena: block `b` is the `block_bytes` bytes at `b * block_bytes`.
@@ -55,89 +65,123 @@ impl Arena {
         self.words.len() * WORD_BYTES
     }
 
-    /// Bytes of `run`.
-    pub fn run_bytes(&self, run: Run) -> usize {
-        run.count as usize * self.block_bytes
+    /// A block divides into `units` equal pieces of whole words.
+    pub fn divides_into(&self, units: u8) -> bool {
+        units > 0 && self.block_bytes.is_multiple_of(usize::from(units) * WORD_BYTES)
+    }
+
+    /// How many units a block of `layers` layers is sent in: one a layer where they are equal pieces of whole words, else
+    /// the block is one.
+    pub fn units_for(&self, layers: usize) -> u8 {
+        u8::try_from(layers).ok().filter(|units| self.divides_into(*units)).unwrap_or(1)
+    }
+
+    /// Units `range` of a block of `units` (which divide it, [`Arena::divides_into`]).
+    pub fn slice(&self, units: u8, range: &Range<u8>) -> Slice {
+        let unit_bytes = self.block_bytes / usize::from(units.max(1));
+        Slice { offset: usize::from(range.start) * unit_bytes, bytes: range.len() * unit_bytes }
+    }
+
+    /// The slice of each of `blocks`, in their order, neighbours joined.
+    pub fn runs(&self, blocks: &[u32], slice: Slice) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        for &block in blocks {
+            let at = block as usize * self.block_bytes + slice.offset;
+            match runs.last_mut() {
+                Some(run) if run.at + run.bytes == at => run.bytes += slice.bytes,
+                _ => runs.push(Run { at, bytes: slice.bytes }),
+            }
+        }
+        runs
     }
 
     /// The run lies inside the arena.
     pub fn contains(&self, run: Run) -> bool {
-        run.first.checked_add(run.count).is_some_and(|end| end <= self.blocks())
+        run.at.checked_add(run.bytes).is_some_and(|end| end <= self.bytes())
     }
 
-    /// Copies `out.len()` bytes, `offset` bytes after the start of block `first`, possibly across following blocks.
+    /// Copies `out.len()` bytes from `at` on.
     ///
     /// # Panics
-    /// When the range leaves the arena, or offset or length is no multiple of 8: ranges come from checked grants.
-    pub fn copy_out(&self, first: u32, offset: usize, out: &mut [u8]) {
-        let words = &self.words[self.word_range(first, offset, out.len())];
+    /// When the range leaves the arena, or `at` or the length is no multiple of 8: ranges come from checked grants.
+    pub fn read(&self, at: usize, out: &mut [u8]) {
+        let words = &self.words[word_range(at, out.len())];
         let (chunks, _) = out.as_chunks_mut::<WORD_BYTES>();
         for (chunk, word) in chunks.iter_mut().zip(words) {
             *chunk = word.load(Relaxed).to_ne_bytes();
         }
     }
 
-    /// Copies `out.len()` bytes, `offset` bytes after the start of `runs` taken as one piece.
+    /// Copies `bytes` into the arena; the mirror of [`Arena::read`].
     ///
     /// # Panics
-    /// As [`Arena::copy_out`].
-    pub fn gather(&self, runs: &[Run], mut offset: usize, mut out: &mut [u8]) {
-        for run in runs {
-            let bytes = self.run_bytes(*run);
-            if offset >= bytes {
-                offset -= bytes;
-                continue;
-            }
-            let (now, later) = out.split_at_mut(out.len().min(bytes - offset));
-            self.copy_out(run.first, offset, now);
-            (offset, out) = (0, later);
-        }
-        assert!(out.is_empty(), "the runs are shorter");
-    }
-
-    /// Copies `bytes` into the arena; the mirror of [`Arena::copy_out`].
-    ///
-    /// # Panics
-    /// As [`Arena::copy_out`].
-    pub fn copy_in(&self, first: u32, offset: usize, bytes: &[u8]) {
-        let words = &self.words[self.word_range(first, offset, bytes.len())];
+    /// As there.
+    pub fn write(&self, at: usize, bytes: &[u8]) {
+        let words = &self.words[word_range(at, bytes.len())];
         let (chunks, _) = bytes.as_chunks::<WORD_BYTES>();
         for (chunk, word) in chunks.iter().zip(words) {
             word.store(u64::from_ne_bytes(*chunk), Relaxed);
         }
     }
 
+    /// Copies `out.len()` bytes, `offset` bytes after the start of block `first`, possibly across following blocks.
+    ///
+    /// # Panics
+    /// As [`Arena::read`].
+    pub fn copy_out(&self, first: u32, offset: usize, out: &mut [u8]) {
+        self.read(first as usize * self.block_bytes + offset, out);
+    }
+
+    /// Copies `bytes` into the arena; the mirror of [`Arena::copy_out`].
+    ///
+    /// # Panics
+    /// As [`Arena::read`].
+    pub fn copy_in(&self, first: u32, offset: usize, bytes: &[u8]) {
+        self.write(first as usize * self.block_bytes + offset, bytes);
+    }
+
+    /// Copies `out.len()` bytes, `offset` bytes after the start of `runs` taken as one piece.
+    ///
+    /// # Panics
+    /// As [`Arena::read`], and when the runs are shorter.
+    pub fn gather(&self, runs: &[Run], mut offset: usize, mut out: &mut [u8]) {
+        for run in runs {
+            if offset >= run.bytes {
+                offset -= run.bytes;
+                continue;
+            }
+            let (now, later) = out.split_at_mut(out.len().min(run.bytes - offset));
+            self.read(run.at + offset, now);
+            (offset, out) = (0, later);
+        }
+        assert!(out.is_empty(), "the runs are shorter");
+    }
+
     /// XXH3-64 of a block's bytes, equal to `tandem_proto::hash::checksum` of a copy of them.
     pub fn checksum(&self, block: u32) -> u64 {
         let mut hasher = Xxh3::new();
-        let mut scratch = [0; SCRATCH_BYTES];
-        let mut offset = 0;
-        while offset < self.block_bytes {
-            let chunk = &mut scratch[..SCRATCH_BYTES.min(self.block_bytes - offset)];
-            self.copy_out(block, offset, chunk);
-            hasher.update(chunk);
-            offset += chunk.len();
-        }
+        self.hash(&mut hasher, block, Slice { offset: 0, bytes: self.block_bytes });
         hasher.digest()
     }
 
-    fn word_range(&self, first: u32, offset: usize, len: usize) -> std::ops::Range<usize> {
-        assert!(offset.is_multiple_of(WORD_BYTES) && len.is_multiple_of(WORD_BYTES), "unaligned copy");
-        let start = (first as usize * self.block_bytes + offset) / WORD_BYTES;
-        start..start + len / WORD_BYTES
+    /// Feeds a slice of a block to `hasher`.
+    pub(crate) fn hash(&self, hasher: &mut Xxh3, block: u32, slice: Slice) {
+        let mut scratch = [0; SCRATCH_BYTES];
+        let start = block as usize * self.block_bytes + slice.offset;
+        let mut done = 0;
+        while done < slice.bytes {
+            let chunk = &mut scratch[..SCRATCH_BYTES.min(slice.bytes - done)];
+            self.read(start + done, chunk);
+            hasher.update(chunk);
+            done += chunk.len();
+        }
     }
 }
 
-/// Joins neighbours of `blocks` into runs.
-pub fn coalesce(blocks: &[u32]) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    for &block in blocks {
-        match runs.last_mut() {
-            Some(run) if run.first.checked_add(run.count) == Some(block) => run.count += 1,
-            _ => runs.push(Run { first: block, count: 1 }),
-        }
-    }
-    runs
+fn word_range(at: usize, len: usize) -> Range<usize> {
+    assert!(at.is_multiple_of(WORD_BYTES) && len.is_multiple_of(WORD_BYTES), "unaligned copy");
+    let start = at / WORD_BYTES;
+    start..start + len / WORD_BYTES
 }
 
 #[cfg(test)]
@@ -165,17 +209,31 @@ mod tests {
         }
     }
 
+    #[test]
+    fn blocks_divide_into_equal_pieces_of_whole_words_or_not_at_all() {
+        let arena = arena(1, 240);
+        assert_eq!(
+            [1, 2, 3, 5, 6, 10, 15, 30].map(|layers| usize::from(arena.units_for(layers))),
+            [1, 2, 3, 5, 6, 10, 15, 30]
+        );
+        assert_eq!([0, 4, 7, 12, 60, 256, 1 << 40].map(|layers| arena.units_for(layers)), [1; 7]);
+        assert_eq!(arena.slice(6, &(2..5)), Slice { offset: 80, bytes: 120 });
+    }
+
     proptest! {
         #[test]
-        fn runs_expand_to_the_same_blocks_and_bytes(
-            blocks in prop::collection::vec(0u32..20, 0..60), offset in 0usize..16, len in 0usize..40,
+        fn runs_are_the_slices_of_the_blocks_in_order(
+            blocks in prop::collection::vec(0u32..20, 0..60), units in 1u8..5, cut in (0u8..5, 0u8..5),
+            offset in 0usize..16, len in 0usize..80,
         ) {
-            let runs = coalesce(&blocks);
-            let back: Vec<u32> = runs.iter().flat_map(|run| run.first..run.first + run.count).collect();
-            prop_assert_eq!(&back, &blocks);
-            // Block `b` holds two words: 2b, 2b + 1.
-            let arena = Arena::new((0..40).map(AtomicU64::new).collect(), 16);
-            let words: Vec<u64> = blocks.iter().flat_map(|block| [u64::from(*block) * 2, u64::from(*block) * 2 + 1]).collect();
+            // Block `b` holds `units` words from `b * units` on.
+            let arena = Arena::new((0..20 * u64::from(units)).map(AtomicU64::new).collect(), usize::from(units) * 8);
+            let range = cut.0.min(cut.1).min(units)..cut.0.max(cut.1).min(units);
+            let runs = arena.runs(&blocks, arena.slice(units, &range));
+            let word = |block: u32, unit: u8| u64::from(block) * u64::from(units) + u64::from(unit);
+            let words: Vec<u64> = blocks.iter().flat_map(|block| range.clone().map(|unit| word(*block, unit))).collect();
+            prop_assert_eq!(runs.iter().map(|run| run.bytes).sum::<usize>(), words.len() * 8);
+            prop_assert!(runs.windows(2).all(|pair| pair[0].at + pair[0].bytes != pair[1].at || pair[0].bytes == 0));
             let offset = offset.min(words.len());
             let expected: Vec<u8> = words[offset..].iter().take(len).flat_map(|word| word.to_ne_bytes()).collect();
             let mut gathered = vec![0; expected.len()];

@@ -36,10 +36,16 @@ pub enum Refusal {
     Malformed,
     /// A write into the arena failed on the receiver's side.
     WriteFailed,
+    /// A unit of a block came before the one that precedes it.
+    OutOfOrder,
+    /// The receiver has too many hand-offs at once.
+    Overloaded,
+    /// The peer's connection ended, or was ended by force, before its hand-off did.
+    PeerLost,
 }
 
 /// Labels of all reasons, indexed by `Refusal::code`; for metrics.
-pub const REFUSAL_LABELS: [&str; 15] = [
+pub const REFUSAL_LABELS: [&str; 18] = [
     "unknown",
     "used",
     "expired",
@@ -55,6 +61,9 @@ pub const REFUSAL_LABELS: [&str; 15] = [
     "cancelled",
     "malformed",
     "write_failed",
+    "out_of_order",
+    "overloaded",
+    "peer_lost",
 ];
 
 impl Refusal {
@@ -76,6 +85,9 @@ impl Refusal {
             Self::Cancelled => 12,
             Self::Malformed => 13,
             Self::WriteFailed => 14,
+            Self::OutOfOrder => 15,
+            Self::Overloaded => 16,
+            Self::PeerLost => 17,
         }
     }
 
@@ -109,6 +121,9 @@ impl Refusal {
             11 => Self::Corrupt(detail),
             12 => Self::Cancelled,
             14 => Self::WriteFailed,
+            15 => Self::OutOfOrder,
+            16 => Self::Overloaded,
+            17 => Self::PeerLost,
             _ => Self::Malformed,
         }
     }
@@ -132,6 +147,9 @@ impl fmt::Display for Refusal {
             Self::Cancelled => f.write_str("the receiver cancelled"),
             Self::Malformed => f.write_str("malformed frame"),
             Self::WriteFailed => f.write_str("writing into the arena failed"),
+            Self::OutOfOrder => f.write_str("a unit of a block came before the one that precedes it"),
+            Self::Overloaded => f.write_str("the receiver has too many hand-offs at once"),
+            Self::PeerLost => f.write_str("the peer's connection ended before its hand-off did"),
         }
     }
 }
@@ -188,6 +206,8 @@ impl From<Refusal> for TransferError {
                 TransferErrorKind::Corrupt
             }
             Refusal::Cancelled => TransferErrorKind::Cancelled,
+            Refusal::Overloaded => TransferErrorKind::Overloaded,
+            Refusal::PeerLost => TransferErrorKind::PeerGone,
             other => TransferErrorKind::Refused(other),
         };
         Self { kind, refusal: Some(refusal), message: format!("KV hand-off refused: {refusal}") }

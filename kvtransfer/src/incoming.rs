@@ -1,7 +1,6 @@
 //! The receiving end of a hand-off as a node holds it: wait, verify, answer. The one place where verification happens.
 use crate::clock;
 use std::sync::Arc;
-use std::time::Instant;
 
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::oneshot;
@@ -19,7 +18,6 @@ pub struct Incoming {
     handoff: HandoffId,
     ticket: v1::Ticket,
     blocks: Arc<[u32]>,
-    deadline: Instant,
     arrival: oneshot::Receiver<Result<Arrived, TransferError>>,
     /// What the sender is told if this is dropped before the end.
     on_drop: Refusal,
@@ -31,10 +29,9 @@ impl Incoming {
         handoff: HandoffId,
         ticket: v1::Ticket,
         blocks: Vec<u32>,
-        deadline: Instant,
         arrival: oneshot::Receiver<Result<Arrived, TransferError>>,
     ) -> Self {
-        Self { registry, handoff, ticket, blocks: blocks.into(), deadline, arrival, on_drop: Refusal::Cancelled }
+        Self { registry, handoff, ticket, blocks: blocks.into(), arrival, on_drop: Refusal::Cancelled }
     }
 
     /// What the sender needs to fill the blocks.
@@ -48,15 +45,7 @@ impl Incoming {
     /// # Errors
     /// `Timeout` at the end of the lease, `PeerGone`, `Cancelled` by the sender, `Corrupt` or `Refused` by the rules.
     pub async fn verified(mut self, expected: Expected) -> Result<Verified, TransferError> {
-        let deadline = self.deadline.into();
-        let arrived = match tokio::time::timeout_at(deadline, &mut self.arrival).await {
-            Ok(Ok(arrived)) => arrived?,
-            Ok(Err(_)) => return Err(TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down")),
-            Err(_) => {
-                self.on_drop = Refusal::Expired;
-                return Err(TransferError::new(TransferErrorKind::Timeout, "the KV did not arrive within its lease"));
-            }
-        };
+        let arrived = self.arrived().await?;
         let (ticket, arena, blocks) = (self.ticket.clone(), self.registry.arena().clone(), self.blocks.clone());
         let seal = arrived.seal.clone();
         // Hashing megabytes would stall the runtime.
@@ -79,6 +68,25 @@ impl Incoming {
             verified_at: clock::now(),
             seal: arrived.seal,
         })
+    }
+}
+
+impl Incoming {
+    /// Progress moves the deadline.
+    async fn arrived(&mut self) -> Result<Arrived, TransferError> {
+        let shut_down = || Err(TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down"));
+        loop {
+            let Some(deadline) = self.registry.deadline(self.handoff).filter(|deadline| clock::now() < *deadline)
+            else {
+                // Whatever ended it said so; else it was the lease.
+                self.on_drop = Refusal::Expired;
+                self.registry.expire();
+                return self.arrival.try_recv().unwrap_or_else(|_| shut_down());
+            };
+            if let Ok(arrived) = tokio::time::timeout_at(deadline.into(), &mut self.arrival).await {
+                return arrived.unwrap_or_else(|_| shut_down());
+            }
+        }
     }
 }
 

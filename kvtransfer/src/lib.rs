@@ -31,10 +31,10 @@ pub mod transport;
 pub mod ucx;
 pub mod wire;
 
-pub use arena::{Arena, Run};
+pub use arena::{Arena, Run, Slice};
 pub use counters::Counters;
 pub use error::{Refusal, TransferError, TransferErrorKind};
 pub use incoming::Incoming;
 pub use outgoing::Outgoing;
-pub use seal::seal_for;
-pub use transport::{BlockOwner, Expected, Faults, Grant, Receipt, Transport, Verified};
+pub use seal::{Manifest, seal_for};
+pub use transport::{BlockOwner, Expected, Faults, Grant, Held, Receipt, Transport, Verified};

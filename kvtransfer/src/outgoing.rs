@@ -2,20 +2,21 @@
 //! answers back to it.
 use crate::clock;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::watch;
 
-use crate::arena::{Arena, Run, coalesce};
+use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::session::PeerId;
 use crate::transport::{BlockOwner, CheckedTicket, Receipt};
-use crate::wire::{Answer, DataHeader, MAX_SEAL_BYTES, encode_seal};
+use crate::wire::{Answer, DataHeader, MAX_SEAL_BYTES, Units, encode_seal};
 
 /// Hand-offs a node sends at once.
 const MAX_PENDING: usize = 4096;
@@ -33,7 +34,7 @@ pub trait SendLink: Send {
         usize::MAX
     }
 
-    /// Queues the bytes of `runs`, one after the other, for the blocks `range`; ready when queued with credit. The backend
+    /// Queues the bytes of `runs`, one after the other, for the pieces `range`; ready when queued with credit. The backend
     /// keeps `owner` until it no longer reads the runs.
     fn push(
         &mut self,
@@ -41,6 +42,9 @@ pub trait SendLink: Send {
         runs: Vec<Run>,
         owner: BlockOwner,
     ) -> BoxFuture<'_, Result<(), TransferError>>;
+
+    /// Queues a keep-alive, before data that waits if it can.
+    fn keep_alive(&mut self, handoff: HandoffId) -> BoxFuture<'_, Result<(), TransferError>>;
 
     /// Queues the seal behind all pushes.
     fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>>;
@@ -56,8 +60,10 @@ pub struct Outgoing {
     counters: Arc<Counters>,
     ticket: CheckedTicket,
     answer: AnswerSlot,
+    /// Each frame that was queued begins the lease anew.
     deadline: Instant,
     first_push: Option<Instant>,
+    post: Duration,
     bytes: u64,
     blocks: u32,
     descriptors: u32,
@@ -82,6 +88,7 @@ impl Outgoing {
             answer,
             deadline,
             first_push: None,
+            post: Duration::ZERO,
             bytes: 0,
             blocks: 0,
             descriptors: 0,
@@ -95,64 +102,110 @@ impl Outgoing {
     ///
     /// # Errors
     /// `Refused(OutOfRange)` for blocks outside grant or arena, the receiver's refusal if it came already, `PeerGone`,
-    /// `Timeout` at the end of the lease.
+    /// `Timeout` when nothing could be queued for a lease.
     pub async fn push(
         &mut self,
         first_index: u32,
         arena_blocks: &[u32],
         owner: BlockOwner,
     ) -> Result<(), TransferError> {
-        self.check_range(first_index, arena_blocks)?;
-        self.first_push.get_or_insert_with(clock::now);
-        let max_blocks = (self.link.max_range_bytes() / self.arena.block_bytes()).clamp(1, MAX_FRAME_BLOCKS);
+        self.push_units(0..self.ticket.units, first_index, arena_blocks, owner).await
+    }
+
+    /// As [`Outgoing::push`], of each block only `units`. The receiver takes the units of a block in ascending order and
+    /// without gaps, whatever the order of the blocks.
+    ///
+    /// # Errors
+    /// As [`Outgoing::push`]; `Refused(OutOfRange)` also for no units, or more than a block has.
+    pub async fn push_units(
+        &mut self,
+        units: Range<u8>,
+        first_index: u32,
+        arena_blocks: &[u32],
+        owner: BlockOwner,
+    ) -> Result<(), TransferError> {
+        self.check_range(&units, first_index, arena_blocks)?;
+        let start = clock::now();
+        self.first_push.get_or_insert(start);
+        let slice = self.arena.slice(self.ticket.units, &units);
+        let max_blocks = (self.link.max_range_bytes() / slice.bytes).clamp(1, MAX_FRAME_BLOCKS);
         let (mut first, mut rest) = (first_index, arena_blocks);
         while !rest.is_empty() {
-            let mut runs = coalesce(&rest[..rest.len().min(max_blocks)]);
+            let mut runs = self.arena.runs(&rest[..rest.len().min(max_blocks)], slice);
             runs.truncate(self.link.max_runs());
-            let count = runs.iter().map(|run| run.count).sum();
-            let range = DataHeader { handoff: self.ticket.handoff, first, count };
+            let bytes: usize = runs.iter().map(|run| run.bytes).sum();
+            let count = (bytes / slice.bytes) as u32;
+            let units = Units::new(units.clone(), self.ticket.units);
+            let range = DataHeader { handoff: self.ticket.handoff, first, count, units };
             let queued = self.link.push(range, runs, owner.clone());
             unless_over(&mut self.answer, self.deadline, queued).await?;
+            self.deadline = clock::now() + self.ticket.lease;
             rest = &rest[count as usize..];
-            let bytes = u64::from(count) * self.arena.block_bytes() as u64;
-            self.counters.sent_bytes.fetch_add(bytes, Relaxed);
-            self.bytes += bytes;
-            self.blocks += count;
+            self.counters.sent_bytes.fetch_add(bytes as u64, Relaxed);
+            self.bytes += bytes as u64;
             self.descriptors += 1;
             first += count;
         }
+        if units.end == self.ticket.units {
+            self.blocks += arena_blocks.len() as u32;
+        }
+        self.post += clock::now().saturating_duration_since(start);
         Ok(())
+    }
+
+    /// Tells the receiver that this end is still there while nothing is ready to be sent: both ends' leases begin anew.
+    ///
+    /// # Errors
+    /// As [`Outgoing::push`].
+    pub async fn keep_alive(&mut self) -> Result<(), TransferError> {
+        let queued = self.link.keep_alive(self.ticket.handoff);
+        unless_over(&mut self.answer, self.deadline, queued).await?;
+        self.deadline = clock::now() + self.ticket.lease;
+        Ok(())
+    }
+
+    /// How often [`Outgoing::keep_alive`] is due while nothing is pushed: a third of the lease, so that one may be late.
+    pub fn keep_alive_every(&self) -> Duration {
+        self.ticket.lease / 3
     }
 
     /// Sends the seal and waits for the receiver's verdict.
     ///
     /// # Errors
-    /// The receiver's refusal, `PeerGone`, `Timeout` at the end of the lease.
+    /// The receiver's refusal, `PeerGone`, `Timeout` when no verdict came for a lease.
     pub async fn seal(mut self, seal: v1::Seal) -> Result<Receipt, TransferError> {
+        let start = clock::now();
         let payload = encode_seal(&seal);
         if payload.len() > MAX_SEAL_BYTES {
             return Err(TransferError::new(TransferErrorKind::Io, "the seal is too long"));
         }
         let queued = self.link.seal(self.ticket.handoff, payload);
         unless_over(&mut self.answer, self.deadline, queued).await?;
+        let sealed = clock::now();
+        self.post += sealed.saturating_duration_since(start);
+        self.deadline = sealed + self.ticket.lease;
         let timed = tokio::time::timeout_at(self.deadline.into(), self.answer.wait()).await;
         let outcome = timed.unwrap_or_else(|_| Err(lease_ended()));
         // After an answer there is nothing left to cancel.
         self.over = !matches!(&outcome, Err(error) if error.kind == TransferErrorKind::Timeout);
         outcome?;
         self.counters.sent_handoffs.fetch_add(1, Relaxed);
+        let first_post = self.first_push.unwrap_or(start);
         Ok(Receipt {
             bytes: self.bytes,
             blocks: self.blocks,
             descriptors: self.descriptors,
-            elapsed: self.first_push.map(|at| clock::now().saturating_duration_since(at)).unwrap_or_default(),
+            elapsed: clock::now().saturating_duration_since(first_post),
+            post: self.post,
+            first_post,
         })
     }
 
-    fn check_range(&self, first_index: u32, arena_blocks: &[u32]) -> Result<(), TransferError> {
+    fn check_range(&self, units: &Range<u8>, first_index: u32, arena_blocks: &[u32]) -> Result<(), TransferError> {
         let granted = u64::from(first_index) + arena_blocks.len() as u64 <= u64::from(self.ticket.blocks);
         let ours = arena_blocks.iter().all(|block| *block < self.arena.blocks());
-        if granted && ours { Ok(()) } else { Err(crate::error::Refusal::OutOfRange.into()) }
+        let divided = !units.is_empty() && units.end <= self.ticket.units;
+        if granted && ours && divided { Ok(()) } else { Err(crate::error::Refusal::OutOfRange.into()) }
     }
 }
 

@@ -4,15 +4,16 @@ use crate::clock;
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::oneshot;
 
-use crate::arena::{Arena, Run, coalesce};
+use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
-use crate::session::{Arrived, Ended, PeerId, Rejected, Sessions};
+use crate::session::{Arrived, Ended, Offer, PeerId, Rejected, Sessions};
 use crate::transport::Grant;
 use crate::wire::{Answer, DataHeader, parse_seal};
 
@@ -68,16 +69,15 @@ impl Registry {
         address: Vec<u8>,
     ) -> Result<Incoming, TransferError> {
         self.check_blocks(&grant.blocks)?;
-        let deadline = clock::now() + grant.lease;
-        let block_bytes = self.arena.block_bytes() as u64;
+        let (units, block_bytes) = (grant.units, self.arena.block_bytes() as u64);
+        if !self.arena.divides_into(units) {
+            let message = format!("a KV block of {block_bytes} bytes does not divide into {units} units");
+            return Err(TransferError::new(TransferErrorKind::Io, message));
+        }
         let (sender, arrival) = oneshot::channel();
         let mut table = self.lock();
-        table.sessions.offer(grant.handoff, grant.blocks.clone(), block_bytes, grant.owner, deadline).map_err(
-            |refusal| match refusal {
-                Refusal::Used => TransferError::from(refusal),
-                _ => TransferError::new(TransferErrorKind::Overloaded, "too many KV hand-offs at once"),
-            },
-        )?;
+        let offer = Offer { blocks: grant.blocks.clone(), block_bytes, units, owner: grant.owner, lease: grant.lease };
+        table.sessions.offer(grant.handoff, offer, clock::now())?;
         table.waiters.insert(grant.handoff, sender);
         drop(table);
         let ticket = v1::Ticket {
@@ -90,10 +90,11 @@ impl Registry {
             blocks: grant.blocks.len() as u32,
             block_bytes,
             lease_ms: grant.lease.as_millis().try_into().unwrap_or(u32::MAX),
-            held_blocks: 0,
-            held_hash: 0,
+            held_blocks: grant.held.blocks,
+            held_hash: grant.held.hash,
+            units: units.into(),
         };
-        Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, deadline, arrival))
+        Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, arrival))
     }
 
     /// A peer wants to write `len` bytes to a range.
@@ -103,9 +104,9 @@ impl Registry {
     pub fn claim(self: &Arc<Self>, peer: PeerId, range: DataHeader, len: u64) -> Result<Claim, Refusal> {
         let mut table = self.lock();
         match table.sessions.claim(peer, range, len, clock::now()) {
-            Ok(blocks) => {
+            Ok(pieces) => {
                 drop(table);
-                let runs = coalesce(&blocks);
+                let runs = self.arena.runs(&pieces.blocks, self.arena.slice(pieces.of, &pieces.units));
                 Ok(Claim { registry: self.clone(), range, runs, len, open: true })
             }
             Err(rejected) => Err(self.refuse(table, peer, range.handoff, rejected)),
@@ -125,6 +126,14 @@ impl Registry {
             Err(rejected) => {
                 self.refuse(table, peer, handoff, rejected);
             }
+        }
+    }
+
+    /// The sender says that it is still there. Refusals go to the peer from here.
+    pub fn keep_alive(&self, peer: PeerId, handoff: HandoffId) {
+        let mut table = self.lock();
+        if let Err(rejected) = table.sessions.keep_alive(peer, handoff, clock::now()) {
+            self.refuse(table, peer, handoff, rejected);
         }
     }
 
@@ -155,12 +164,17 @@ impl Registry {
         self.counters.protocol_errors.fetch_add(1, Relaxed);
     }
 
+    /// When a hand-off ends unless something of it comes; `None`: it is over.
+    pub(crate) fn deadline(&self, handoff: HandoffId) -> Option<Instant> {
+        self.lock().sessions.deadline(handoff)
+    }
+
     /// Ends what is past its lease and tells its peers. Backends with a timer may call it; waiting ends call it too.
     pub fn expire(&self) {
         let mut table = self.lock();
         let ended = table.sessions.expire(clock::now());
         for (handoff, _) in &ended {
-            table.fail(*handoff, TransferError::from(Refusal::Expired));
+            table.fail(*handoff, lease_ended());
         }
         drop(table);
         for (handoff, ended) in ended {
@@ -267,6 +281,11 @@ impl Registry {
     }
 }
 
+fn lease_ended() -> TransferError {
+    let message = "the KV sender was silent for the lease";
+    TransferError { kind: TransferErrorKind::Timeout, refusal: Some(Refusal::Expired), message: message.to_owned() }
+}
+
 impl Table {
     fn deliver(&mut self, handoff: HandoffId, arrived: Option<Arrived>) {
         if let Some(arrived) = arrived
@@ -295,7 +314,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Arena blocks to write, in the payload's order, neighbours joined.
+    /// Where in the arena to write, in the payload's order, neighbours joined.
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }

@@ -7,11 +7,16 @@
 //! ```
 //! `Offered`: the ticket is out. `Reserved`: a peer opened it, and only that peer may write from now on. A peer that
 //! knows the 128-bit id and breaks a rule aborts the hand-off (fail closed); one that does not know it can do nothing.
+//! The lease is how long that peer may be silent: whatever it does right, and each of its writes that ends, begins it anew.
+//!
+//! A block consists of units. Each is claimed once, in ascending order and without gaps, and all are written before a seal
+//! counts.
 //!
 //! Quarantine: an aborted session whose writers are not all done keeps its owner (so the blocks stay out of the pool)
 //! until the last writer is done or its peer is fenced.
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::time::Instant;
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, v1};
 
@@ -84,26 +89,33 @@ pub struct Sessions {
     quarantined: usize,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Mark {
-    Empty,
-    Claimed,
-    Written,
+/// What a hand-off may fill, and who holds it meanwhile.
+pub struct Offer {
+    /// Arena blocks in the order of their indices.
+    pub blocks: Vec<u32>,
+    /// Bytes of each.
+    pub block_bytes: u64,
+    /// Equal pieces of each.
+    pub units: u8,
+    /// Kept until no writer can touch the blocks.
+    pub owner: BlockOwner,
+    /// How long the peer may be silent, and how long the ticket may stay unused.
+    pub lease: Duration,
 }
 
 struct Session {
     state: State,
-    blocks: Vec<u32>,
-    block_bytes: u64,
-    marks: Vec<Mark>,
-    _owner: BlockOwner,
+    offer: Offer,
+    /// Of each block, the unit that comes next.
+    next_unit: Vec<u8>,
     deadline: Instant,
     peer: Option<PeerId>,
     /// Claims without their `written` or `failed`.
     writers: u32,
     /// Aborted with writers: counted in `Sessions::quarantined`.
     quarantined: bool,
-    unclaimed: usize,
+    /// Units of all blocks that nobody claimed yet.
+    unclaimed: u64,
     seal: Option<v1::Seal>,
     bytes: u64,
     first_arrival: Option<Instant>,
@@ -111,56 +123,43 @@ struct Session {
 }
 
 impl Sessions {
-    /// Registers a grant: `blocks` in the order of their indices, each of `block_bytes`.
+    /// Registers a grant.
     ///
     /// # Errors
-    /// `Used` for an id that was seen before, `Cancelled` when [`MAX_SESSIONS`] are out (the caller says overloaded).
-    pub fn offer(
-        &mut self,
-        id: HandoffId,
-        blocks: Vec<u32>,
-        block_bytes: u64,
-        owner: BlockOwner,
-        deadline: Instant,
-    ) -> Result<(), Refusal> {
+    /// `Used` for an id that was seen before, `Overloaded` when [`MAX_SESSIONS`] are out.
+    pub fn offer(&mut self, id: HandoffId, offer: Offer, now: Instant) -> Result<(), Refusal> {
         if self.live.len() >= MAX_SESSIONS {
-            return Err(Refusal::Cancelled);
+            return Err(Refusal::Overloaded);
         }
         if !self.used.insert(id) {
             return Err(Refusal::Used);
         }
-        let unclaimed = blocks.len();
         let session = Session {
             state: State::Offered,
-            marks: vec![Mark::Empty; unclaimed],
-            blocks,
-            block_bytes,
-            _owner: owner,
-            deadline,
+            next_unit: vec![0; offer.blocks.len()],
+            deadline: now + offer.lease,
+            unclaimed: offer.blocks.len() as u64 * u64::from(offer.units),
             peer: None,
             writers: 0,
             quarantined: false,
-            unclaimed,
             seal: None,
             bytes: 0,
             first_arrival: None,
             last_arrival: None,
+            offer,
         };
         self.live.insert(id, session);
         Ok(())
     }
 
-    /// Asks to write `len` bytes to a range. On success the caller may write to the returned arena blocks, and owes one
+    /// Asks to write `len` bytes to a range. On success the caller may write to the returned pieces, and owes one
     /// [`Sessions::written`] or [`Sessions::failed`].
     ///
     /// # Errors
-    /// Known, not expired, opened by this peer, exact length, in range, not yet written: whichever does not hold.
-    pub fn claim(&mut self, peer: PeerId, range: DataHeader, len: u64, now: Instant) -> Result<Vec<u32>, Rejected> {
+    /// Known, not expired, opened by this peer, exact length, in range, not yet written, in order: whichever does not hold.
+    pub fn claim(&mut self, peer: PeerId, range: DataHeader, len: u64, now: Instant) -> Result<Pieces, Rejected> {
         let session = self.admit(peer, range.handoff, now)?;
-        match session.claim(range, len, now) {
-            Ok(blocks) => Ok(blocks),
-            Err(refusal) => Err(self.reject(range.handoff, refusal)),
-        }
+        session.claim(range, len, now).map_err(|refusal| self.reject(range.handoff, refusal))
     }
 
     /// A claimed range is in the arena. Returns the whole hand-off when it was the last missing piece.
@@ -171,10 +170,18 @@ impl Sessions {
             self.release(range.handoff);
             return None;
         }
-        session.marks[range.first as usize..][..range.count as usize].fill(Mark::Written);
-        session.bytes += u64::from(range.count) * session.block_bytes;
+        session.bytes += session.range_bytes(range);
         session.last_arrival = Some(now);
+        session.extend(now);
         session.arrived(now)
+    }
+
+    /// The sender is still there.
+    ///
+    /// # Errors
+    /// As [`Sessions::claim`]: whoever may not write may not keep others from it either.
+    pub fn keep_alive(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<(), Rejected> {
+        self.admit(peer, handoff, now).map(|_| ())
     }
 
     /// A claimed range will not come. Returns whether this ended the hand-off (it may have ended before).
@@ -262,6 +269,11 @@ impl Sessions {
         ids.into_iter().filter_map(|id| Some((id, self.abort(id)?))).collect()
     }
 
+    /// When a hand-off that is not over ends unless something comes.
+    pub fn deadline(&self, handoff: HandoffId) -> Option<Instant> {
+        self.live.get(&handoff).filter(|session| session.state != State::Aborted).map(|session| session.deadline)
+    }
+
     /// State of a hand-off that is not over (or in quarantine).
     pub fn state(&self, handoff: HandoffId) -> Option<State> {
         self.live.get(&handoff).map(|session| session.state)
@@ -288,6 +300,7 @@ impl Sessions {
             return Err(self.reject(handoff, Refusal::Expired));
         }
         let session = self.live.get_mut(&handoff).ok_or(foreign(Refusal::Unknown))?;
+        session.extend(now);
         if session.state == State::Offered {
             session.state = State::Reserved;
             session.peer = Some(peer);
@@ -310,24 +323,50 @@ impl Sessions {
     }
 }
 
+/// What a claim may write, in the payload's order: these units of each of these arena blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pieces {
+    /// Arena blocks.
+    pub blocks: Vec<u32>,
+    /// Of each of them.
+    pub units: Range<u8>,
+    /// Units of a block.
+    pub of: u8,
+}
+
 impl Session {
-    fn claim(&mut self, range: DataHeader, len: u64, now: Instant) -> Result<Vec<u32>, Refusal> {
+    fn claim(&mut self, range: DataHeader, len: u64, now: Instant) -> Result<Pieces, Refusal> {
         let (first, count) = (range.first as usize, range.count as usize);
-        let end = first.checked_add(count).filter(|end| count > 0 && *end <= self.blocks.len());
+        let end = first.checked_add(count).filter(|end| count > 0 && *end <= self.offer.blocks.len());
         let end = end.ok_or(Refusal::OutOfRange)?;
-        if (count as u64).checked_mul(self.block_bytes) != Some(len) {
+        let units = range.units.of(self.offer.units).ok_or(Refusal::OutOfRange)?;
+        if self.range_bytes(range) != len {
             return Err(Refusal::Length);
         }
-        let marks = &mut self.marks[first..end];
-        if self.seal.is_some() || marks.iter().any(|mark| *mark != Mark::Empty) {
+        let next = &mut self.next_unit[first..end];
+        if self.seal.is_some() || next.iter().any(|next| units.start < *next) {
             return Err(Refusal::AlreadyWritten);
         }
-        marks.fill(Mark::Claimed);
-        self.unclaimed -= count;
+        if next.iter().any(|next| units.start > *next) {
+            return Err(Refusal::OutOfOrder);
+        }
+        next.fill(units.end);
+        self.unclaimed -= count as u64 * units.len() as u64;
         self.writers += 1;
         self.state = State::Writing;
         self.first_arrival.get_or_insert(now);
-        Ok(self.blocks[first..end].to_vec())
+        Ok(Pieces { blocks: self.offer.blocks[first..end].to_vec(), units, of: self.offer.units })
+    }
+
+    /// Of a range whose units were checked.
+    fn range_bytes(&self, range: DataHeader) -> u64 {
+        let units = range.units.of(self.offer.units).map_or(0, |units| units.len() as u64);
+        u64::from(range.count) * (self.offer.block_bytes / u64::from(self.offer.units)) * units
+    }
+
+    /// Progress: the lease begins anew.
+    fn extend(&mut self, now: Instant) {
+        self.deadline = self.deadline.max(now + self.offer.lease);
     }
 
     /// Sealed, once the seal and every block are there.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
+use crate::wire::Units;
 
 const ID: HandoffId = HandoffId([7; 16]);
 const PEER: PeerId = PeerId(1);
@@ -18,15 +19,20 @@ struct Setup {
 
 fn offered(blocks: u32) -> Setup {
     let (mut sessions, owner, now) = (Sessions::default(), Arc::new(()), Instant::now());
-    sessions.offer(ID, (100..100 + blocks).collect(), 64, owner.clone(), now + LEASE).unwrap();
+    let offer = offer((100..100 + blocks).collect(), 1, owner.clone());
+    sessions.offer(ID, offer, now).unwrap();
     Setup { sessions, owner, now }
 }
 
-fn range(first: u32, count: u32) -> DataHeader {
-    DataHeader { handoff: ID, first, count }
+fn offer(blocks: Vec<u32>, units: u8, owner: Arc<()>) -> Offer {
+    Offer { blocks, block_bytes: 64, units, owner, lease: LEASE }
 }
 
-fn refusal(result: Result<Vec<u32>, Rejected>) -> Refusal {
+fn range(first: u32, count: u32) -> DataHeader {
+    DataHeader { handoff: ID, first, count, units: Units::ALL }
+}
+
+fn refusal(result: Result<Pieces, Rejected>) -> Refusal {
     result.unwrap_err().refusal
 }
 
@@ -34,10 +40,10 @@ fn refusal(result: Result<Vec<u32>, Rejected>) -> Refusal {
 fn the_whole_way() {
     let Setup { mut sessions, owner, now } = offered(3);
     assert_eq!(sessions.state(ID), Some(State::Offered));
-    assert_eq!(sessions.claim(PEER, range(1, 2), 128, now), Ok(vec![101, 102]));
+    assert_eq!(sessions.claim(PEER, range(1, 2), 128, now), Ok(Pieces { blocks: vec![101, 102], units: 0..1, of: 1 }));
     assert_eq!(sessions.state(ID), Some(State::Writing));
     assert_eq!(sessions.written(range(1, 2), now), None);
-    assert_eq!(sessions.claim(PEER, range(0, 1), 64, now), Ok(vec![100]));
+    assert_eq!(sessions.claim(PEER, range(0, 1), 64, now), Ok(Pieces { blocks: vec![100], units: 0..1, of: 1 }));
     // The seal may overtake the end of a claimed write.
     assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now), Ok(None));
     let arrived = sessions.written(range(0, 1), now).expect("complete");
@@ -76,9 +82,60 @@ fn exactly_once() {
 }
 
 #[test]
+fn units_come_once_in_order_and_all() {
+    let (mut sessions, owner, now) = (Sessions::default(), Arc::new(()), Instant::now());
+    sessions.offer(ID, offer(vec![100, 101], 4, owner.clone()), now).unwrap();
+    let units = |units: Range<u8>, first, count| DataHeader { units: Units::new(units, 4), ..range(first, count) };
+    let pieces = sessions.claim(PEER, units(0..2, 0, 1), 32, now);
+    assert_eq!(pieces, Ok(Pieces { blocks: vec![100], units: 0..2, of: 4 }));
+    // Another block, whole.
+    sessions.claim(PEER, range(1, 1), 64, now).unwrap();
+    sessions.claim(PEER, units(2..3, 0, 1), 16, now).unwrap();
+    for done in [range(1, 1), units(2..3, 0, 1), units(0..2, 0, 1)] {
+        assert_eq!(sessions.written(done, now), None);
+    }
+    sessions.claim(PEER, units(3..4, 0, 1), 16, now).unwrap();
+    assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now), Ok(None));
+    assert_eq!(sessions.written(units(3..4, 0, 1), now).map(|arrived| arrived.bytes), Some(128));
+
+    let broken = [
+        (Refusal::OutOfOrder, units(1..2, 0, 1), 16),
+        (Refusal::OutOfOrder, units(1..2, 0, 2), 32),
+        (Refusal::OutOfRange, units(0..5, 0, 1), 80),
+        (Refusal::OutOfRange, units(3..3, 0, 1), 0),
+        (Refusal::Length, units(0..1, 0, 1), 64),
+    ];
+    for (expected, range, len) in broken {
+        let (mut sessions, owner) = (Sessions::default(), Arc::new(()));
+        sessions.offer(ID, offer(vec![100, 101], 4, owner.clone()), now).unwrap();
+        assert_eq!(refusal(sessions.claim(PEER, range, len, now)), expected);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+    let (mut sessions, owner) = (Sessions::default(), Arc::new(()));
+    sessions.offer(ID, offer(vec![100], 4, owner), now).unwrap();
+    sessions.claim(PEER, units(0..3, 0, 1), 48, now).unwrap();
+    assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap_err().refusal, Refusal::Incomplete);
+    assert_eq!(refusal(sessions.claim(PEER, units(2..4, 0, 1), 32, now)), Refusal::Used);
+}
+
+#[test]
+fn whatever_the_peer_does_right_begins_the_lease_anew() {
+    let Setup { mut sessions, now, .. } = offered(2);
+    let after = |leases: u32| now + LEASE * leases / 4;
+    sessions.claim(PEER, range(0, 1), 64, after(3)).unwrap();
+    assert_eq!(sessions.deadline(ID), Some(after(7)));
+    sessions.written(range(0, 1), after(6));
+    sessions.keep_alive(PEER, ID, after(9)).unwrap();
+    assert_eq!(sessions.keep_alive(PeerId(2), ID, after(12)).unwrap_err().refusal, Refusal::WrongPeer);
+    assert_eq!(sessions.deadline(ID), Some(after(13)), "strangers extend nothing");
+    assert!(sessions.expire(after(12)).is_empty());
+    assert_eq!(sessions.keep_alive(PEER, ID, after(13)).unwrap_err().refusal, Refusal::Expired);
+}
+
+#[test]
 fn strangers_can_do_nothing() {
     let Setup { mut sessions, now, .. } = offered(1);
-    let unknown = DataHeader { handoff: HandoffId([8; 16]), first: 0, count: 1 };
+    let unknown = DataHeader { handoff: HandoffId([8; 16]), first: 0, count: 1, units: Units::ALL };
     assert_eq!(sessions.claim(PEER, unknown, 64, now), Err(Rejected { refusal: Refusal::Unknown, aborted: false }));
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     let other = PeerId(2);
@@ -94,7 +151,7 @@ fn strangers_can_do_nothing() {
 fn an_id_is_single_use() {
     let Setup { mut sessions, now, owner } = offered(1);
     sessions.abort(ID).unwrap();
-    assert_eq!(sessions.offer(ID, vec![1], 64, owner, now + LEASE), Err(Refusal::Used));
+    assert_eq!(sessions.offer(ID, offer(vec![1], 1, owner), now), Err(Refusal::Used));
 }
 
 #[test]
@@ -175,8 +232,8 @@ proptest! {
                 Step::Claim { peer, first, count, short } => {
                     let range = range(first, count);
                     let len = u64::from(count) * 64 - u64::from(short && count > 0);
-                    if let Ok(blocks) = sessions.claim(PeerId(peer), range, len, now) {
-                        prop_assert!(blocks.iter().all(|block| claimed.insert(*block)));
+                    if let Ok(pieces) = sessions.claim(PeerId(peer), range, len, now) {
+                        prop_assert!(pieces.blocks.iter().all(|block| claimed.insert(*block)));
                         writing.push((PeerId(peer), range));
                     }
                 }

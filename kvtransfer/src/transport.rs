@@ -12,6 +12,7 @@
 //! | frame | call |
 //! |---|---|
 //! | data | `registry.claim(peer, header, payload_len)`. `Ok(claim)`: write the payload to `claim.runs()` of the arena, then `claim.written()`; dropping the claim instead says that the range failed. `Err(_)`: discard the payload; the refusal was already sent. |
+//! | keep-alive | `registry.keep_alive(peer, handoff)` |
 //! | seal | `registry.seal(peer, handoff, payload)` |
 //! | cancel | `registry.cancelled_by(peer, handoff)` |
 //! | peer gone | when no write of that peer can touch the arena any more: `registry.fence(peer)` |
@@ -83,10 +84,23 @@ pub struct Grant {
     pub compatibility_digest: u64,
     /// Arena blocks to fill, in the order of their indices; distinct.
     pub blocks: Vec<u32>,
+    /// Equal pieces that a block may be sent in ([`Arena::units_for`]); 1: only whole.
+    pub units: u8,
+    /// What the receiver has already, in front of `blocks`.
+    pub held: Held,
     /// Kept until no writer can touch the blocks.
     pub owner: BlockOwner,
-    /// Everything must have arrived by then.
+    /// Without a frame of the sender for so long the hand-off ends: progress and keep-alives extend it.
     pub lease: Duration,
+}
+
+/// The blocks at the head of a prompt that a receiver holds: they do not travel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Number of blocks.
+    pub blocks: u32,
+    /// Sequence hash of the last of them; 0 without any.
+    pub hash: u64,
 }
 
 /// What the KV must be to be accepted.
@@ -126,6 +140,10 @@ pub struct Receipt {
     pub descriptors: u32,
     /// First push to acknowledgement.
     pub elapsed: Duration,
+    /// Spent in queueing frames, waits for credit included.
+    pub post: Duration,
+    /// When the first push began (the seal, without any).
+    pub first_post: Instant,
 }
 
 /// Faults that the sending side of any backend makes on request, for tests and demonstrations.
@@ -143,7 +161,9 @@ pub struct CheckedTicket {
     pub handoff: HandoffId,
     /// Blocks to fill.
     pub blocks: u32,
-    /// From now on.
+    /// Pieces that a block may be sent in.
+    pub units: u8,
+    /// From now on, and from each frame on.
     pub lease: Duration,
 }
 
@@ -171,10 +191,17 @@ pub fn check_ticket(
             ticket.block_bytes
         ));
     }
+    let units = u8::try_from(ticket.units.max(1)).ok().filter(|units| arena.divides_into(*units));
+    let Some(units) = units else {
+        return incompatible(format!(
+            "KV blocks of {} bytes do not come in {} units",
+            ticket.block_bytes, ticket.units
+        ));
+    };
     let handoff = HandoffId::from_wire(&ticket.handoff_id)
         .map_err(|error| TransferError::new(TransferErrorKind::Io, error.message))?;
     let lease = Duration::from_millis(u64::from(ticket.lease_ms));
-    Ok(CheckedTicket { handoff, blocks: ticket.blocks, lease })
+    Ok(CheckedTicket { handoff, blocks: ticket.blocks, units, lease })
 }
 
 /// Checks of a ticket that the sending node makes, which alone knows who it is.

@@ -4,11 +4,15 @@
 //! ```text
 //! byte  0..4   magic "TKV1"
 //!       4      kind
-//!       5..8   zero
+//!       5      first unit of a range of data, else zero
+//!       6      units of a range of data (0: whole blocks), else zero
+//!       7      zero
 //!       8..24  hand-off id
 //!      24..28  a: first block index | refusal code   | protocol version (hello)   (little endian)
 //!      28..32  b: block count       | refusal detail | 0
 //! ```
+use std::ops::Range;
+
 use prost::Message;
 use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 
@@ -22,6 +26,8 @@ pub const MAX_SEAL_BYTES: usize = 2 << 20;
 pub const MAX_HELLO_BYTES: usize = 256;
 
 const MAGIC: [u8; 4] = *b"TKV1";
+/// Kind of the only header with units.
+const DATA: u8 = 1;
 
 /// A frame without its payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +37,7 @@ pub enum Header {
         /// Must equal ours.
         protocol: u32,
     },
-    /// Payload: the bytes of blocks `first..first + count` of the hand-off.
+    /// Payload: the units of blocks `first..first + count` of the hand-off, block by block.
     Data(DataHeader),
     /// Payload: an encoded `v1::Seal`.
     Seal(HandoffId),
@@ -42,9 +48,11 @@ pub enum Header {
     /// The receiver knows where the frames of a hand-off come from: they may be sent now; no payload. Only backends
     /// whose frames may overtake each other have it.
     Welcome(HandoffId),
+    /// The sender is still there: the lease begins anew; no payload.
+    KeepAlive(HandoffId),
 }
 
-/// Which blocks a payload fills.
+/// Which pieces of which blocks a payload fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataHeader {
     /// The hand-off.
@@ -53,6 +61,39 @@ pub struct DataHeader {
     pub first: u32,
     /// Number of blocks.
     pub count: u32,
+    /// What of each of them.
+    pub units: Units,
+}
+
+/// Which units of a block, as a frame says it: unchecked numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Units {
+    first: u8,
+    /// 0: the whole block, and `first` is 0.
+    count: u8,
+}
+
+impl Units {
+    /// The whole block, whatever its units are.
+    pub const ALL: Self = Self { first: 0, count: 0 };
+
+    /// `range` of a block of `units`.
+    pub fn new(range: Range<u8>, units: u8) -> Self {
+        if range == (0..units) {
+            Self::ALL
+        } else {
+            Self { first: range.start, count: range.end.saturating_sub(range.start) }
+        }
+    }
+
+    /// Which of a block of `units` they are; `None` when it does not have them.
+    pub fn of(self, units: u8) -> Option<Range<u8>> {
+        match self {
+            Self::ALL => Some(0..units),
+            Self { count: 0, .. } => None,
+            Self { first, count } => first.checked_add(count).filter(|end| *end <= units).map(|end| first..end),
+        }
+    }
 }
 
 /// How a receiver ends a hand-off.
@@ -72,9 +113,13 @@ impl Header {
 
     /// Writes the 32 bytes.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut units = Units::ALL;
         let (kind, handoff, a, b) = match *self {
             Self::Hello { protocol } => (0, HandoffId([0; 16]), protocol, 0),
-            Self::Data(DataHeader { handoff, first, count }) => (1, handoff, first, count),
+            Self::Data(range) => {
+                units = range.units;
+                (DATA, range.handoff, range.first, range.count)
+            }
             Self::Seal(handoff) => (2, handoff, 0, 0),
             Self::Cancel(handoff) => (3, handoff, 0, 0),
             Self::Answer(handoff, Answer::Ack) => (4, handoff, 0, 0),
@@ -83,10 +128,11 @@ impl Header {
                 (5, handoff, code, detail)
             }
             Self::Welcome(handoff) => (6, handoff, 0, 0),
+            Self::KeepAlive(handoff) => (7, handoff, 0, 0),
         };
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
-        bytes[4] = kind;
+        bytes[4..7].copy_from_slice(&[kind, units.first, units.count]);
         bytes[8..24].copy_from_slice(&handoff.0);
         bytes[24..28].copy_from_slice(&a.to_le_bytes());
         bytes[28..].copy_from_slice(&b.to_le_bytes());
@@ -96,20 +142,22 @@ impl Header {
     /// Reads a header; `None` for anything that [`Header::encode`] does not write.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
-        if bytes[..4] != MAGIC || bytes[5..8] != [0; 3] {
+        let (kind, units) = (bytes[4], Units { first: bytes[5], count: bytes[6] });
+        if bytes[..4] != MAGIC || bytes[7] != 0 || (kind != DATA && units != Units::ALL) {
             return None;
         }
         let handoff = HandoffId(bytes[8..24].try_into().ok()?);
         let a = u32::from_le_bytes(bytes[24..28].try_into().ok()?);
         let b = u32::from_le_bytes(bytes[28..].try_into().ok()?);
-        let header = match bytes[4] {
+        let header = match kind {
             0 => Self::Hello { protocol: a },
-            1 => Self::Data(DataHeader { handoff, first: a, count: b }),
+            DATA => Self::Data(DataHeader { handoff, first: a, count: b, units }),
             2 => Self::Seal(handoff),
             3 => Self::Cancel(handoff),
             4 => Self::Answer(handoff, Answer::Ack),
             5 => Self::Answer(handoff, Answer::Refused(Refusal::from_wire(a, b))),
             6 => Self::Welcome(handoff),
+            7 => Self::KeepAlive(handoff),
             _ => return None,
         };
         Some(header)
@@ -140,16 +188,16 @@ mod tests {
         let id = any::<[u8; 16]>().prop_map(HandoffId);
         prop_oneof![
             any::<u32>().prop_map(|protocol| Header::Hello { protocol }),
-            (id.clone(), any::<u32>(), any::<u32>()).prop_map(|(handoff, first, count)| Header::Data(DataHeader {
-                handoff,
-                first,
-                count
-            })),
+            (id.clone(), any::<u32>(), any::<u32>(), any::<[u8; 2]>()).prop_map(|(handoff, first, count, units)| {
+                let units = Units { first: units[0], count: units[1] };
+                Header::Data(DataHeader { handoff, first, count, units })
+            }),
             id.clone().prop_map(Header::Seal),
             id.clone().prop_map(Header::Cancel),
             id.clone().prop_map(Header::Welcome),
+            id.clone().prop_map(Header::KeepAlive),
             id.clone().prop_map(|id| Header::Answer(id, Answer::Ack)),
-            (id, 0u32..15, any::<u32>())
+            (id, 0u32..18, any::<u32>())
                 .prop_map(|(id, code, detail)| Header::Answer(id, Answer::Refused(Refusal::from_wire(code, detail)))),
         ]
     }
@@ -170,6 +218,17 @@ mod tests {
             }
             let _ = Header::parse(&framed);
             let _ = parse_seal(HandoffId([0; 16]), &bytes);
+        }
+
+        #[test]
+        fn units_are_those_of_the_block_or_none(first in any::<u8>(), count in any::<u8>(), units in 1u8..) {
+            let named = Units { first, count }.of(units);
+            let end = u16::from(first) + u16::from(count);
+            let whole = (first, count) == (0, 0);
+            prop_assert_eq!(named.is_some(), whole || (count > 0 && end <= u16::from(units)));
+            if let Some(range) = named {
+                prop_assert_eq!(Units::new(range.clone(), units).of(units), Some(range));
+            }
         }
 
         #[test]

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, Expected, Grant, TransferErrorKind, Transport, seal_for};
+use tandem_kvtransfer::{Arena, Expected, Grant, Held, TransferErrorKind, Transport, seal_for};
 use tandem_proto::{HandoffId, Incarnation};
 
 const BLOCK_BYTES: usize = 256 << 10;
@@ -22,6 +22,8 @@ fn grant(id: u8, blocks: Vec<u32>) -> Grant {
         decode_incarnation: Incarnation(2),
         compatibility_digest: 3,
         blocks,
+        units: 1,
+        held: Held::default(),
         owner: Arc::new(()),
         lease: Duration::from_secs(10),
     }

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use prost::Message;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, BlockOwner, Expected, Grant, Incoming, Outgoing, TransferError, Transport, seal_for};
+use tandem_kvtransfer::{
+    Arena, BlockOwner, Expected, Grant, Held, Incoming, Outgoing, TransferError, Transport, seal_for,
+};
 use tandem_proto::{HandoffId, Incarnation, trace, v1};
 use tokio::sync::oneshot;
 
@@ -200,6 +202,8 @@ fn accept(transport: &UcxTransport, id: u8, owner: BlockOwner) -> Incoming {
         decode_incarnation: Incarnation(2),
         compatibility_digest: 3,
         blocks: (0..BLOCKS).rev().collect(),
+        units: 1,
+        held: Held::default(),
         owner,
         lease: LEASE,
     };

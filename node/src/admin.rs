@@ -2,7 +2,7 @@
 //! (<https://prometheus.io/docs/instrumenting/exposition_formats/>). Everything is read at the scrape; nothing is kept.
 use std::fmt::Write;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use axum::Router;
 use axum::extract::State;
@@ -83,6 +83,13 @@ fn handoffs(text: &mut Text, node: &Node) {
     ] {
         text.sample(&[("state", state)], count.load(Relaxed) as f64);
     }
+    match node.role {
+        Role::Prefill => sent(text, node),
+        _ => {
+            text.family("tandem_kv_blocks_reused_total", "counter", "Blocks of prompts that did not travel: they were here.");
+            text.sample(&[], node.handoffs.reused_blocks.load(Relaxed) as f64);
+        }
+    }
     text.family("tandem_handoff_refusals_total", "counter", "KV hand-offs that this node refused, by reason.");
     for (reason, count) in counters.refused() {
         text.sample(&[("reason", reason)], count as f64);
@@ -94,6 +101,44 @@ fn handoffs(text: &mut Text, node: &Node) {
     text.sample(&[], counters.protocol_errors.load(Relaxed) as f64);
     text.family("tandem_kv_lost_peers_total", "counter", "KV peers lost.");
     text.sample(&[], counters.lost_peers.load(Relaxed) as f64);
+}
+
+/// What only the sending side knows.
+fn sent(text: &mut Text, node: &Node) {
+    let handoffs = &node.handoffs;
+    let mut split = |name, help, [hidden, exposed]: [&AtomicU64; 2], unit: f64| {
+        text.family(name, "counter", help);
+        text.sample(&[("part", "hidden")], hidden.load(Relaxed) as f64 * unit);
+        text.sample(&[("part", "exposed")], exposed.load(Relaxed) as f64 * unit);
+    };
+    split(
+        "tandem_kv_pushed_bytes_total",
+        "KV bytes pushed, by whether the prompt was still computed.",
+        [&handoffs.hidden_bytes, &handoffs.exposed_bytes],
+        1.0,
+    );
+    split(
+        "tandem_kv_pushed_blocks_total",
+        "KV blocks pushed, by whether the prompt was still computed.",
+        [&handoffs.hidden_blocks, &handoffs.exposed_blocks],
+        1.0,
+    );
+    split(
+        "tandem_kv_transfer_seconds_total",
+        "Time of delivered hand-offs, by whether the prompt was still computed.",
+        [&handoffs.hidden_ns, &handoffs.exposed_ns],
+        1e-9,
+    );
+    text.family("tandem_kv_link_bytes_per_second", "gauge", "Speed of the links to receivers as measured; 0: not yet.");
+    text.sample(&[], handoffs.link_bytes_per_second.load(Relaxed) as f64);
+    text.family("tandem_handoff_redeliveries_total", "counter", "Second and further tickets of one request.");
+    text.sample(&[], handoffs.redelivered.load(Relaxed) as f64);
+    text.family("tandem_handoff_redeliver_timeouts_total", "counter", "Requests for which no other ticket came in time.");
+    text.sample(&[], handoffs.not_redelivered.load(Relaxed) as f64);
+    text.family("tandem_handoffs_undelivered_total", "counter", "KV hand-offs that failed on the receiver's side, by cause.");
+    for (cause, count) in handoffs.undelivered() {
+        text.sample(&[("cause", cause)], count as f64);
+    }
 }
 
 /// The names that public dashboards read, where the meaning is the same.

@@ -5,7 +5,8 @@
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router; [`admin`]: `/health` and `/metrics`.
-//! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run.
+//! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
+//!   of KV hand-offs.
 //! - [`call`]: one streaming call as a task that dies with its client.
 //! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
 //!   it fails.
@@ -14,6 +15,7 @@
 pub mod admin;
 pub mod call;
 pub mod config;
+pub mod handoffs;
 pub mod kv_memory;
 pub mod membership;
 pub mod node;

@@ -19,6 +19,7 @@ use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
+use crate::handoffs::Handoffs;
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
 use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
@@ -42,6 +43,10 @@ pub struct Node {
     pub spans: SpanSink,
     /// Calls in flight.
     pub work: Work,
+    /// What became of its hand-offs.
+    pub handoffs: Handoffs,
+    /// Tokens of an engine step at most.
+    pub max_step_tokens: usize,
     max_running: u32,
 }
 
@@ -63,6 +68,8 @@ pub struct Parts {
     pub exporter: Exporter,
     /// With the limit of calls, and where they run.
     pub work: Work,
+    /// Tokens of one of the engine's steps at most.
+    pub max_step_tokens: usize,
     /// Sequences that run at once, as the router is told.
     pub max_running: usize,
 }
@@ -70,10 +77,21 @@ pub struct Parts {
 impl Node {
     /// A node of these parts.
     pub fn of(parts: Parts) -> Arc<Self> {
-        let Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, max_running } = parts;
+        let Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, .. } = parts;
         let spans = SpanSink { service: service_name(role), instance: node_id.clone(), exporter };
-        let max_running = u32::try_from(max_running).unwrap_or(u32::MAX);
-        Arc::new(Self { role, spans, node_id, incarnation, engine, arena, transport, work, max_running })
+        Arc::new(Self {
+            role,
+            node_id,
+            incarnation,
+            engine,
+            arena,
+            transport,
+            spans,
+            work,
+            handoffs: Handoffs::default(),
+            max_step_tokens: parts.max_step_tokens,
+            max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
+        })
     }
 
     /// Loads the model, starts engine, transport and exporter. `faults` are the transport's, for demonstrations.
@@ -104,9 +122,18 @@ impl Node {
         let engine = Engine::start(executor, scheduler(config));
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let transport = open(arena.clone()).context("no KV transport")?;
-        let (role, max_running, work) = (config.role, config.max_running, Work::new(config.max_calls));
-        let parts = Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, max_running };
-        Ok(Self::of(parts))
+        Ok(Self::of(Parts {
+            role: config.role,
+            node_id,
+            incarnation,
+            engine,
+            arena,
+            transport,
+            exporter,
+            work: Work::new(config.max_calls),
+            max_step_tokens: config.max_step_tokens,
+            max_running: config.max_running,
+        }))
     }
 
     /// Why the process cannot go on: without engine or KV transport it has to leave, and its supervisor to start it

@@ -119,6 +119,7 @@ impl CheckedRequest {
             stop_token_ids: self.stop_token_ids.clone(),
             deadline: Some(self.deadline),
             priority: 0,
+            report_layers: Vec::new(),
         }
     }
 }

@@ -159,7 +159,8 @@ impl Drop for Call {
     }
 }
 
-fn outcome(kind: ErrorKind) -> usize {
+/// Index in [`OUTCOMES`].
+pub(crate) fn outcome(kind: ErrorKind) -> usize {
     match kind {
         ErrorKind::InvalidArgument => 1,
         ErrorKind::NotFound => 2,

@@ -1,10 +1,11 @@
-//! The way of one request through a prefill node. The forward pass starts at once; the ticket may come before, during
-//! or after it, and the connection to the decode node is opened as soon as it does.
-use std::pin::{Pin, pin};
-use std::sync::Arc;
-use std::time::Instant;
+//! The way of one request through a prefill node, in two halves that run side by side: this one computes the prompt and
+//! says its first token; the other one (`delivery.rs`) hears of tickets and moves the KV. They share what is computed so
+//! far, and whether anybody wants it.
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use tandem_engine::{KvLease, SequenceEvent, TokenLogprob};
+use tandem_engine::{KvLease, SequenceEvent, SequenceRequest, StepShape, TokenLogprob};
 use tandem_node::call::Events;
 use tandem_node::request::{top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
@@ -12,28 +13,43 @@ use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent};
 use tandem_proto::{Error, ErrorKind, TraceContext};
 use tandem_telemetry::{Kind, clock};
+use tokio::sync::watch;
 
-use crate::handoff::Handoff;
+use crate::delivery::Delivery;
+use crate::groups::{LayerCost, layer_groups};
+use crate::handoff::{First, Handoffs, Kv};
+use crate::link::LinkSpeed;
+use crate::plan::Progress;
 use crate::pressure::Pressure;
-use crate::service::{Commands, Word};
+use crate::service::Commands;
+use crate::settings::{Push, Settings};
+
+/// What all requests of a node share.
+#[derive(Clone)]
+pub struct Shared {
+    /// The node.
+    pub node: Arc<Node>,
+    /// What it was told.
+    pub settings: Settings,
+    /// Who waits for blocks.
+    pub pressure: Pressure,
+    /// How fast KV leaves.
+    pub link: Arc<Mutex<LinkSpeed>>,
+}
 
 /// Serves one call until its last event.
 ///
 /// # Errors
 /// What the call's status will be. Whatever the outcome, blocks are back when the last holder lets go of them.
-pub async fn run(
-    node: Arc<Node>,
-    pressure: Pressure,
-    mut commands: Commands,
-    events: Events<PrefillEvent>,
-) -> Result<(), Error> {
+pub async fn run(shared: Shared, mut commands: Commands, events: Events<PrefillEvent>) -> Result<(), Error> {
     let accepted = clock::now();
+    let node = &shared.node;
     let request = CheckedRequest::check(commands.start().await?, node.engine.spec())?;
     let mut trace = node.trace();
     let server = trace.open("prefill", Kind::Server, request.parent, accepted);
     trace.attr("tandem.request_id", request.id.as_str());
     trace.attr("tandem.prompt_tokens", request.prompt.len());
-    let prefill = Prefill { node: &node, pressure: &pressure, request: &request, server };
+    let prefill = Prefill { shared: &shared, request: &request, server };
     let result = until_deadline(request.deadline, prefill.run(accepted, &mut commands, &events, &mut trace)).await;
     if let Err(error) = &result {
         trace.fail(&error.message);
@@ -42,32 +58,17 @@ pub async fn run(
 }
 
 struct Prefill<'a> {
-    node: &'a Arc<Node>,
-    pressure: &'a Pressure,
+    shared: &'a Shared,
     request: &'a CheckedRequest,
     server: TraceContext,
 }
 
-/// What the forward pass leaves: a token, and the prompt's KV.
-struct Computed {
-    token: u32,
+/// What the forward pass leaves beside the KV.
+struct Sampled {
+    first: First,
     logprob: f32,
     top: Vec<TokenLogprob>,
-    lease: Arc<KvLease>,
-    forward: TraceContext,
 }
-
-/// Where the KV goes.
-enum Way<'a> {
-    To(Box<Handoff<'a>>),
-    /// Nowhere: the answer is complete.
-    Nowhere,
-    /// The router will not say it any more.
-    Unknown,
-}
-
-/// Outcome of [`Prefill::connect`].
-type Connected<'a> = Result<Way<'a>, Error>;
 
 impl Prefill<'_> {
     async fn run(
@@ -77,113 +78,108 @@ impl Prefill<'_> {
         events: &Events<PrefillEvent>,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let mut connecting = pin!(self.connect(commands));
-        let mut handoff = None;
-        let mut computed = self.compute(accepted, connecting.as_mut(), &mut handoff, trace).await?;
-        let finished = self.request.finished_by(computed.token);
-        let first = FirstToken {
-            token_id: computed.token,
-            logprob: computed.logprob,
-            finished: finished.map(Into::into),
-            cached_tokens: u32::try_from(computed.lease.cached_tokens()).unwrap_or(u32::MAX),
-            top_logprobs: top_logprobs(std::mem::take(&mut computed.top)),
-        };
-        events.send(event(Event::FirstToken(first))).await?;
-        if finished.is_some() {
-            return nothing_delivered(events, trace).await;
-        }
-        if handoff.is_none() {
-            tokio::select! {
-                biased;
-                connected = &mut connecting => handoff = Some(connected?),
-                () = self.pressure.felt() => {
-                    trace.event("blocks.yielded", clock::now(), []);
-                    let told = computed.token;
-                    drop(computed);
-                    handoff = Some(connecting.as_mut().await?);
-                    if matches!(handoff, Some(Way::Nowhere)) {
-                        return nothing_delivered(events, trace).await;
-                    }
-                    let again = self.compute(clock::now(), connecting, &mut handoff, trace).await?;
-                    check_same(told, again.token)?;
-                    computed = again;
-                }
+        let Shared { node, settings, link, .. } = self.shared;
+        let (kv, wanted) = (watch::Sender::new(Kv::default()), watch::Sender::new(false));
+        let handoffs = Handoffs { node, request: self.request, server: self.server, push: settings.push, link };
+        let delivery = Delivery::new(&handoffs, events, kv.subscribe(), &wanted, settings.redeliver_wait);
+        let mut delivered = tokio::select! {
+            biased;
+            // Complete with its first token: nothing is delivered.
+            complete = self.compute(accepted, &kv, wanted.subscribe(), events, trace) => {
+                complete.map(|()| Delivered::default())
             }
-        }
-        let handoff = match handoff {
-            Some(Way::To(handoff)) => handoff,
-            Some(Way::Nowhere) => return nothing_delivered(events, trace).await,
-            Some(Way::Unknown) | None => {
-                let message = "the router closed its side of the call before it sent a ticket";
-                return Err(Error::new(ErrorKind::Cancelled, message));
-            }
-        };
-        let receipt = handoff.deliver(computed.token, computed.lease, computed.forward, trace).await?;
-        let delivered = Delivered {
-            bytes: receipt.bytes,
-            blocks: receipt.blocks,
-            descriptors: receipt.descriptors,
-            transfer_ms: receipt.elapsed.as_secs_f64() * 1e3,
-            spans: trace.finish(clock::now()),
-        };
+            delivered = delivery.run(commands) => delivered,
+        }?;
+        delivered.spans.extend(trace.finish(clock::now()));
         events.send(event(Event::Delivered(delivered))).await
     }
 
-    /// Waits for the ticket and opens the way to the node that granted it.
-    async fn connect<'c>(&'c self, commands: &mut Commands) -> Connected<'c> {
-        match commands.word().await? {
-            Word::Deliver(ticket) => Ok(Way::To(Box::new(Handoff::open(self.node, self.request, ticket).await?))),
-            Word::Stop => Ok(Way::Nowhere),
-            Word::Closed => Ok(Way::Unknown),
-        }
-    }
-
-    /// Reserves the prompt's blocks and fills them, while the ticket may come into `handoff`. A ticket that cannot be
-    /// used ends the request at once, not after the forward pass.
-    async fn compute<'c>(
+    /// Computes the prompt, tells the client its first token, and keeps the KV for whoever wants it. Under pressure KV
+    /// that nobody wants is given up, and computed again when somebody does. Ends when the answer is this one token.
+    async fn compute(
         &self,
-        queued: Instant,
-        mut connecting: Pin<&mut impl Future<Output = Connected<'c>>>,
-        handoff: &mut Option<Way<'c>>,
+        accepted: Instant,
+        kv: &watch::Sender<Kv>,
+        mut wanted: watch::Receiver<bool>,
+        events: &Events<PrefillEvent>,
         trace: &mut Trace,
-    ) -> Result<Computed, Error> {
-        trace.open("prefill.queue", Kind::Internal, self.server, queued);
-        let mut reserving = pin!(self.request.reserve(&self.node.engine, self.request.prompt.len()));
-        let lease = loop {
-            let _pressure = handoff.as_ref().map(|_| self.pressure.add());
-            tokio::select! {
-                biased;
-                lease = &mut reserving => break lease?,
-                connected = &mut connecting, if handoff.is_none() => *handoff = Some(connected?),
-            }
-        };
-        let mut forward = pin!(self.forward(lease, trace));
+    ) -> Result<(), Error> {
+        let (mut queued, mut told) = (accepted, None);
         loop {
+            trace.open("prefill.queue", Kind::Internal, self.server, queued);
+            let lease = self.reserve(&mut wanted).await?;
+            let cached_tokens = lease.cached_tokens();
+            let progress = Progress { tokens: cached_tokens, layers: 0 };
+            kv.send_replace(Kv { lease: Some(lease.clone()), progress, ..Kv::default() });
+            let Sampled { first, logprob, top } = self.forward(lease, kv, trace).await?;
+            if let Some(told) = told {
+                check_same(told, first.token)?;
+            } else {
+                let finished = self.request.finished_by(first.token);
+                let event = Event::FirstToken(FirstToken {
+                    token_id: first.token,
+                    logprob,
+                    finished: finished.map(Into::into),
+                    cached_tokens: u32::try_from(cached_tokens).unwrap_or(u32::MAX),
+                    top_logprobs: top_logprobs(top),
+                });
+                events.send(self::event(event)).await?;
+                if finished.is_some() {
+                    return Ok(());
+                }
+            }
+            told = Some(first.token);
+            // Only now: a delivery must not overtake the first token.
+            kv.send_modify(|kv| kv.first = Some(first));
+            self.pressed(&mut wanted).await;
+            kv.send_replace(Kv::default());
+            trace.event("blocks.yielded", clock::now(), []);
+            until(&mut wanted, true).await;
+            queued = clock::now();
+        }
+    }
+
+    /// Waits for the prompt's blocks; while it does so with a ticket, others give way.
+    async fn reserve(&self, wanted: &mut watch::Receiver<bool>) -> Result<Arc<KvLease>, Error> {
+        let mut reserving = pin!(self.request.reserve(&self.shared.node.engine, self.request.prompt.len()));
+        loop {
+            // Who finds room at once puts nobody under pressure.
             tokio::select! {
                 biased;
-                connected = &mut connecting, if handoff.is_none() => *handoff = Some(connected?),
-                computed = &mut forward => return computed,
+                lease = &mut reserving => return lease,
+                () = std::future::ready(()) => {}
+            }
+            let now = *wanted.borrow_and_update();
+            let _pressure = now.then(|| self.shared.pressure.add());
+            tokio::select! {
+                biased;
+                lease = &mut reserving => return lease,
+                () = until(wanted, !now) => {}
             }
         }
     }
 
-    /// Reads the prompt into the blocks of `lease`.
-    async fn forward(&self, lease: Arc<KvLease>, trace: &mut Trace) -> Result<Computed, Error> {
-        let mut sequence = self.node.engine.submit(self.request.from_prompt(lease.clone(), 1))?;
-        let mut forward = self.server;
+    /// Reads the prompt into the blocks of `lease`, and says in `kv` how far it is.
+    async fn forward(&self, lease: Arc<KvLease>, kv: &watch::Sender<Kv>, trace: &mut Trace) -> Result<Sampled, Error> {
+        let (cached, report_layers) = (lease.cached_tokens(), self.groups(&lease));
+        let request = SequenceRequest { report_layers, ..self.request.from_prompt(lease, 1) };
+        let mut sequence = self.shared.node.engine.submit(request)?;
         while let Some(event) = sequence.next().await {
             match event {
                 SequenceEvent::Started { at } => {
                     trace.close(at);
-                    forward = trace.open("prefill.forward", Kind::Internal, self.server, at);
-                    trace.attr("tandem.cached_tokens", lease.cached_tokens());
+                    let forward = trace.open("prefill.forward", Kind::Internal, self.server, at);
+                    trace.attr("tandem.cached_tokens", cached);
+                    kv.send_modify(|kv| kv.forward = Some(forward));
                 }
                 SequenceEvent::ChunkDone { tokens, at } => {
                     trace.event("chunk.done", at, [("tokens", tokens.into())]);
+                    kv.send_modify(|kv| kv.progress = Progress { tokens, layers: 0 });
                 }
+                SequenceEvent::LayersDone { layers, .. } => kv.send_modify(|kv| kv.progress.layers = layers),
                 SequenceEvent::Token { id, logprob, top, at } => {
                     trace.close(at);
-                    return Ok(Computed { token: id, logprob, top, lease, forward });
+                    return Ok(Sampled { first: First { token: id, at }, logprob, top });
                 }
                 SequenceEvent::Finished { .. } => break,
                 SequenceEvent::Failed(error) => return Err(error.into()),
@@ -191,12 +187,50 @@ impl Prefill<'_> {
         }
         Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
     }
+
+    /// After which layers of the last chunk something shall leave. Guessed before it is known how the prompt will be cut
+    /// and who else is in its steps: a wrong guess costs a few frames.
+    fn groups(&self, lease: &KvLease) -> Vec<usize> {
+        let Shared { node, settings, link, .. } = self.shared;
+        let spec = node.engine.spec();
+        let one = self.request.max_tokens == 1;
+        if one || settings.push == Push::Whole || node.arena.units_for(spec.layers) == 1 {
+            return Vec::new();
+        }
+        let (tokens, cached) = (self.request.prompt.len(), lease.cached_tokens());
+        let last_chunk = (tokens - cached - 1) % node.max_step_tokens.max(1) + 1;
+        let start = tokens - last_chunk;
+        let context = last_chunk * start + last_chunk * (last_chunk + 1) / 2;
+        let step_ms = node.engine.load().step_cost.predict_ms(StepShape { tokens: last_chunk, context });
+        let (blocks, final_before) = (tokens.div_ceil(spec.block_tokens), start / spec.block_tokens);
+        layer_groups(&LayerCost {
+            layers: spec.layers,
+            layer_bytes: (blocks - final_before) * spec.block_bytes / spec.layers,
+            total_bytes: blocks * spec.block_bytes,
+            compute: Duration::from_secs_f64((step_ms / 1e3 / spec.layers as f64).clamp(0.0, 3600.0)),
+            bytes_per_second: link.lock().unwrap_or_else(PoisonError::into_inner).bytes_per_second(),
+        })
+    }
+
+    /// Ready when blocks that nobody wants are needed by those who have a ticket.
+    async fn pressed(&self, wanted: &mut watch::Receiver<bool>) {
+        loop {
+            until(wanted, false).await;
+            tokio::select! {
+                biased;
+                () = until(wanted, true) => {}
+                () = self.shared.pressure.felt() => return,
+            }
+        }
+    }
 }
 
-/// The last message of an answer that was complete with its first token.
-async fn nothing_delivered(events: &Events<PrefillEvent>, trace: &mut Trace) -> Result<(), Error> {
-    let spans = trace.finish(clock::now());
-    events.send(event(Event::Delivered(Delivered { spans, ..Delivered::default() }))).await
+/// Ready when `wanted` is `value`.
+async fn until(wanted: &mut watch::Receiver<bool>, value: bool) {
+    if wanted.wait_for(|wanted| *wanted == value).await.is_err() {
+        // The other half has ended, and with it the call.
+        std::future::pending().await
+    }
 }
 
 /// The client has the `first` token already: an answer that goes on after another one would be of two minds.

@@ -13,8 +13,9 @@ use tonic::server::NamedService;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::prefill;
+use crate::prefill::{self, Shared};
 use crate::pressure::Pressure;
+use crate::settings::Settings;
 
 /// Name of the service in health checks.
 pub const SERVICE_NAME: &str = <PrefillServer<PrefillService> as NamedService>::NAME;
@@ -22,16 +23,21 @@ pub const SERVICE_NAME: &str = <PrefillServer<PrefillService> as NamedService>::
 /// A call that says nothing holds its place no longer than this.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The service over a started node.
+/// The service over a started node, as it is without flags.
 pub fn routes(node: Arc<Node>) -> Routes {
-    let server = PrefillServer::new(PrefillService { node, pressure: Pressure::default() });
+    routes_with(node, Settings::default())
+}
+
+/// As [`routes`], told otherwise.
+pub fn routes_with(node: Arc<Node>, settings: Settings) -> Routes {
+    let shared = Shared { node, settings, pressure: Pressure::default(), link: Arc::default() };
+    let server = PrefillServer::new(PrefillService { shared });
     Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))
 }
 
 /// Serves `tandem.v1.Prefill`.
 pub struct PrefillService {
-    node: Arc<Node>,
-    pressure: Pressure,
+    shared: Shared,
 }
 
 #[tonic::async_trait]
@@ -42,10 +48,10 @@ impl prefill_server::Prefill for PrefillService {
         &self,
         request: Request<Streaming<PrefillCommand>>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
-        let call = self.node.work.begin()?;
-        let (node, pressure) = (self.node.clone(), self.pressure.clone());
+        let call = self.shared.node.work.begin()?;
+        let shared = self.shared.clone();
         let commands = Commands { stream: request.into_inner() };
-        Ok(Response::new(call::spawn(call, |events| prefill::run(node, pressure, commands, events))))
+        Ok(Response::new(call::spawn(call, |events| prefill::run(shared, commands, events))))
     }
 }
 
@@ -59,7 +65,7 @@ pub enum Word {
     Closed,
 }
 
-/// The router's side of a call: a start, then a ticket.
+/// The router's side of a call: a start, then tickets.
 pub struct Commands {
     stream: Streaming<PrefillCommand>,
 }
@@ -78,7 +84,7 @@ impl Commands {
         }
     }
 
-    /// The second message.
+    /// The next message after the first. Cancel-safe.
     ///
     /// # Errors
     /// `InvalidArgument` when it is something else, and what the call failed of.
@@ -90,7 +96,7 @@ impl Commands {
                 ticket.map(Word::Deliver).map_err(|error| invalid(format!("the ticket is not readable: {error}")))
             }
             Some(Command::Stop(_)) => Ok(Word::Stop),
-            _ => Err(invalid("the second message of a call must be `deliver` or `stop`")),
+            _ => Err(invalid("after its start a call says `deliver` or `stop`")),
         }
     }
 }

@@ -39,7 +39,7 @@ pub const BLOCK_TOKENS: [usize; 4] = [16, 32, 64, 128];
 pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// Largest control-plane message: a prompt of a million token ids fits, a runaway body does not.
 pub const MAX_MESSAGE_BYTES: usize = 8 << 20;

@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use tokio::time;
 
-use super::Worker;
+use super::{Worker, curious};
+use crate::error::EngineError;
+use crate::executor::Batch;
 use crate::step_model::StepShape;
 
 /// The driver of one engine without a thread, see [`Engine::stepped`](super::Engine::stepped). Dropping it is the
@@ -25,11 +27,24 @@ impl Stepper {
         while self.receive().await {
             let Some(batch) = self.worker.plan(now()) else { continue };
             let takes = (self.step_time)(StepShape::of(&batch));
-            let outcome = self.worker.executor.execute(&batch, &mut self.worker.logits);
-            time::sleep(takes).await;
+            let outcome = self.compute(&batch, takes).await;
             self.worker.conclude(batch, outcome, takes, now());
         }
         self.worker.stopped("it was shut down".to_owned());
+    }
+
+    /// Writes everything at once, and then lets time pass layer by layer.
+    async fn compute(&mut self, batch: &Batch, takes: Duration) -> Result<(), EngineError> {
+        let Worker { executor, logits, clients, .. } = &mut self.worker;
+        let (begin, layers) = (time::Instant::now(), u32::try_from(executor.spec().layers).unwrap_or(u32::MAX));
+        let outcome = executor.execute(batch, logits, &mut |_| {});
+        for layer in 1..=layers {
+            time::sleep_until(begin + takes * layer / layers).await;
+            if outcome.is_ok() {
+                curious(clients, batch).into_iter().for_each(|client| client.tell_layers(layer as usize, now()));
+            }
+        }
+        outcome
     }
 
     /// As the thread's: waits while there is nothing to run. False when the engine shall stop.

@@ -7,6 +7,7 @@ use super::checkpoint::Weights;
 use super::config::LlamaConfig;
 use super::rope::RowOrder;
 use crate::error::EngineError;
+use crate::executor::LayersDone;
 use crate::ops::attention::{Chunk, Queries, attention};
 use crate::ops::kv::{KvArena, Place};
 use crate::ops::matmul::{Output, PackedMatrix, matmul};
@@ -107,11 +108,12 @@ impl Llama {
         self.isa
     }
 
-    /// Computes the step: writes its K and V, and the logits of the wanted rows into `logits`, one after another.
+    /// Computes the step: writes its K and V, and the logits of the wanted rows into `logits`, one after another. Tells
+    /// `layers_done` after each layer whose K and V are written.
     ///
     /// # Panics
     /// If tokens, positions, places, chunks or `logits` are out of range or do not fit together.
-    pub fn forward(&mut self, kv: &KvArena, step: &Step<'_>, logits: &mut [f32]) {
+    pub fn forward(&mut self, kv: &KvArena, step: &Step<'_>, logits: &mut [f32], layers_done: &mut LayersDone<'_>) {
         let Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers } = self;
         let (isa, rows, hidden) = (*isa, step.tokens.len(), config.hidden);
         let rotations = Rotations::new(step.positions, frequencies);
@@ -121,6 +123,8 @@ impl Llama {
         }
         for (index, layer) in layers.iter().enumerate() {
             layer.attend(isa, config, index, kv, step, &rotations, buffers);
+            // Every kernel has joined its threads by now, so that what they wrote happens before whatever follows here.
+            layers_done(index + 1);
             layer.feed_forward(isa, config, buffers);
         }
         // What the layers needed is free now.

@@ -30,6 +30,7 @@ async fn events_come_in_order() {
                 'T'
             }
             SequenceEvent::Finished { .. } => 'F',
+            SequenceEvent::LayersDone { .. } => panic!("nobody asked"),
             SequenceEvent::Failed(error) => panic!("{error}"),
         });
     }
@@ -64,6 +65,7 @@ async fn the_end_of_sequence_token_is_emitted_unless_ignored() {
         blocks: 64,
         max_context_tokens: 512,
         block_bytes: 256,
+        layers: 2,
         eos_token_id: free_run[2],
         ..Default::default()
     };

@@ -2,6 +2,7 @@
 
 mod lifecycle;
 mod prefix;
+mod progress;
 mod roles;
 mod stepped;
 mod stress;

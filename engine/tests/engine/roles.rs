@@ -128,12 +128,14 @@ async fn any_damage_to_the_kv_shows() {
     let [local, prefill, decode] = [LIMITS; 3].map(engine);
     let tokens = prompt(40, 2);
     let expected = generate(&local, request(&local, tokens.clone(), 20)).await;
-    for token in [0, 16, 39] {
+    let layers = decode.spec().layers;
+    for (token, layer) in [0, 16, 39].into_iter().flat_map(|token| (0..layers).map(move |layer| (token, layer))) {
         let answer = disaggregated([&prefill, &decode], &tokens, 20, greedy(), |engine, lease| {
-            let word = (lease.blocks()[token / 16] as usize * 16 + token % 16) * engine.spec().block_bytes / 128;
+            let slot = (lease.blocks()[token / 16] as usize * layers + layer) * 16 + token % 16;
+            let word = slot * engine.spec().block_bytes / 8 / 16 / layers;
             engine.arena()[word].fetch_xor(1, Ordering::Relaxed);
         });
-        assert_ne!(answer.await, expected, "damage at token {token} went unseen");
+        assert_ne!(answer.await, expected, "damage at token {token} in layer {layer} went unseen");
     }
 }
 

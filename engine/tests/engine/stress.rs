@@ -90,6 +90,7 @@ impl Machine {
             eos_token_id: 1,
             max_context_tokens: 256,
             block_bytes: 128,
+            layers: 1,
             blocks,
             ..Default::default()
         };
@@ -137,10 +138,10 @@ impl Machine {
         let outcome = if fails {
             self.seen.failed_steps += 1;
             // Half of the work is done when it fails: what it wrote must not be used.
-            let _ = self.executor.execute(&batch, &mut self.logits);
+            let _ = self.executor.execute(&batch, &mut self.logits, &mut |_| {});
             Err(EngineError::Executor("told to fail".into()))
         } else {
-            self.executor.execute(&batch, &mut self.logits)
+            self.executor.execute(&batch, &mut self.logits, &mut |_| {})
         };
         let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
         self.apply(decisions);

@@ -6,8 +6,8 @@ use std::sync::mpsc as blocking;
 use std::time::Duration;
 
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, Logits, SamplingParams, SchedulerConfig,
-    SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
+    Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, LayersDone, Logits, SamplingParams,
+    SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
 };
 use tokio::sync::mpsc;
 
@@ -27,7 +27,7 @@ pub fn simulated(blocks: usize) -> Box<SimulatedExecutor> {
 }
 
 pub fn simulated_blocks_of(block_tokens: usize, blocks: usize) -> Box<SimulatedExecutor> {
-    let config = SimulatedConfig { blocks, max_context_tokens: 512, block_bytes: 256, ..Default::default() };
+    let config = SimulatedConfig { blocks, max_context_tokens: 512, block_bytes: 256, layers: 2, ..Default::default() };
     let config = config.with_block_tokens(block_tokens);
     Box::new(SimulatedExecutor::new(&config).expect("a valid configuration"))
 }
@@ -60,6 +60,7 @@ pub fn request_in(lease: Arc<KvLease>, tokens: Vec<u32>, max_new_tokens: u32) ->
         stop_token_ids: Vec::new(),
         deadline: None,
         priority: 0,
+        report_layers: Vec::new(),
     }
 }
 
@@ -147,10 +148,15 @@ impl Executor for Gated {
         self.inner.arena()
     }
 
-    fn execute(&mut self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
+    fn execute(
+        &mut self,
+        batch: &Batch,
+        logits: &mut Logits,
+        layers_done: &mut LayersDone<'_>,
+    ) -> Result<(), EngineError> {
         let _ = self.steps.send(batch.items.iter().map(|item| item.seq).collect());
         match self.go.recv().unwrap_or(Go::Run) {
-            Go::Run => self.inner.execute(batch, logits),
+            Go::Run => self.inner.execute(batch, logits, layers_done),
             Go::Fail => Err(EngineError::Executor("told to fail".into())),
             Go::Panic => panic!("told to panic"),
         }

@@ -55,7 +55,7 @@ fn generate(executor: &mut LlamaExecutor, ids: &[u32], chunk: usize, steps: usiz
     let mut logits = Logits::default();
     let mut step = |tokens: &[u32], start: usize| {
         let item = BatchItem { seq: 1, tokens: tokens.into(), start, blocks: Arc::clone(&blocks), wants_logits: true };
-        executor.execute(&Batch { items: vec![item] }, &mut logits).expect("a step");
+        executor.execute(&Batch { items: vec![item] }, &mut logits, &mut |_| {}).expect("a step");
         logits.of(0).expect("wanted").to_vec()
     };
     let mut first = Vec::new();

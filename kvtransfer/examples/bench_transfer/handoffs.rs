@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand::{Rng, seq::SliceRandom};
-use tandem_kvtransfer::{Arena, Expected, Grant, Incoming, Outgoing, Transport, seal_for};
+use tandem_kvtransfer::{Arena, Expected, Grant, Held, Incoming, Outgoing, Transport, seal_for};
 use tandem_proto::{HandoffId, Incarnation, v1};
 
 use super::cores::on_core;
@@ -104,6 +104,8 @@ impl Bench {
             decode_incarnation: Incarnation(2),
             compatibility_digest: 3,
             blocks: to,
+            units: 1,
+            held: Held::default(),
             owner: Arc::new(()),
             lease: Duration::from_secs(30),
         };

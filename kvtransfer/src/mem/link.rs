@@ -31,6 +31,7 @@ pub struct MemLink {
 enum Queued {
     Data { range: DataHeader, runs: Vec<Run>, _owner: BlockOwner },
     Seal { handoff: HandoffId, payload: Vec<u8> },
+    KeepAlive(HandoffId),
     Cancel(HandoffId),
 }
 
@@ -60,6 +61,10 @@ impl SendLink for MemLink {
         owner: BlockOwner,
     ) -> BoxFuture<'_, Result<(), TransferError>> {
         self.queue(Queued::Data { range, runs, _owner: owner }).boxed()
+    }
+
+    fn keep_alive(&mut self, handoff: HandoffId) -> BoxFuture<'_, Result<(), TransferError>> {
+        self.queue(Queued::KeepAlive(handoff)).boxed()
     }
 
     fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
@@ -99,6 +104,7 @@ impl Carrier {
         let kind = match &frame {
             Queued::Data { .. } => Frame::Data,
             Queued::Seal { .. } => Frame::Seal,
+            Queued::KeepAlive(_) => Frame::KeepAlive,
             Queued::Cancel(_) => Frame::Cancel,
         };
         let fate = self.travel(kind).await?;
@@ -121,6 +127,10 @@ impl Carrier {
             Queued::Seal { .. } if self.faults.drop_seal => Ok(()),
             Queued::Seal { handoff, payload } => {
                 link.receiver.registry.seal(self.peer, handoff, &payload);
+                Ok(())
+            }
+            Queued::KeepAlive(handoff) => {
+                link.receiver.registry.keep_alive(self.peer, handoff);
                 Ok(())
             }
             Queued::Cancel(handoff) => {
@@ -148,7 +158,7 @@ impl Carrier {
         runs: &[Run],
         faults: Faults,
     ) -> Result<(), TransferError> {
-        let bytes = range.count as usize * self.arena.block_bytes();
+        let bytes: usize = runs.iter().map(|run| run.bytes).sum();
         let len = bytes - if faults.truncate_push { 8 } else { 0 };
         // A refusal reaches this hand-off through its answer.
         let Ok(claim) = link.receiver.registry.claim(self.peer, range, len as u64) else { return Ok(()) };
@@ -157,12 +167,12 @@ impl Carrier {
         for to in claim.runs() {
             self.pass(link, Window::Writing).await;
             let mut offset = 0;
-            while offset < self.arena.run_bytes(*to) {
-                let chunk = SCRATCH_BYTES.min(self.arena.run_bytes(*to) - offset);
+            while offset < to.bytes {
+                let chunk = SCRATCH_BYTES.min(to.bytes - offset);
                 let chunk = &mut scratch[..chunk];
                 self.arena.gather(runs, sent, chunk);
                 chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
-                link.copy(&claim, *to, offset, chunk)?;
+                link.copy(&claim, to.at + offset, chunk)?;
                 offset += chunk.len();
                 sent += chunk.len();
             }
@@ -182,12 +192,12 @@ impl Carrier {
 
 impl Link {
     /// Writes a piece, unless the connection was cut.
-    fn copy(&self, claim: &Claim, to: Run, offset: usize, bytes: &[u8]) -> Result<(), TransferError> {
+    fn copy(&self, claim: &Claim, at: usize, bytes: &[u8]) -> Result<(), TransferError> {
         let cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
         if *cut {
             return Err(TransferError::peer_gone("the KV peer is gone"));
         }
-        claim.arena().copy_in(to.first, offset, bytes);
+        claim.arena().write(at, bytes);
         Ok(())
     }
 }

@@ -108,6 +108,10 @@ impl Connection {
                 shared.registry.cancelled_by(self.peer, handoff);
                 Ok(())
             }
+            Header::KeepAlive(handoff) if len == 0 => {
+                shared.registry.keep_alive(self.peer, handoff);
+                Ok(())
+            }
             Header::Answer(handoff, answer) if len == 0 => {
                 shared.pending.answer(self.peer, handoff, answer);
                 Ok(())
@@ -233,7 +237,7 @@ fn write_loop(mut stream: &TcpStream, queue: &FrameQueue, arena: &Arena) -> io::
 }
 
 fn write_data(mut stream: &TcpStream, data: &DataFrame, arena: &Arena, scratch: &mut [u8]) -> io::Result<()> {
-    let len = data.range.count as usize * arena.block_bytes() - if data.faults.truncate_push { 8 } else { 0 };
+    let len = data.bytes() - if data.faults.truncate_push { 8 } else { 0 };
     scratch[DATA_AT - PRELUDE_BYTES..DATA_AT].copy_from_slice(&prelude(&Header::Data(data.range), len as u64));
     let (mut from, mut offset) = (DATA_AT - PRELUDE_BYTES, 0);
     while offset < len {
@@ -302,11 +306,11 @@ impl<'a> Reader<'a> {
     }
 
     fn copy_into(&mut self, arena: &Arena, run: Run) -> io::Result<()> {
-        let (mut offset, len) = (0, arena.run_bytes(run));
-        while offset < len {
+        let mut offset = 0;
+        while offset < run.bytes {
             self.ensure(8)?;
-            let take = (self.end - self.start).min(len - offset) & !7;
-            arena.copy_in(run.first, offset, &self.buffer[self.start..self.start + take]);
+            let take = (self.end - self.start).min(run.bytes - offset) & !7;
+            arena.write(run.at + offset, &self.buffer[self.start..self.start + take]);
             self.start += take;
             offset += take;
         }

@@ -153,7 +153,7 @@ impl Transport for TcpTransport {
             if connection.is_closed() {
                 return Err(TransferError::peer_gone("the KV receiver hung up"));
             }
-            let link = TcpLink { connection, arena: arena.clone(), faults: self.shared.config.faults };
+            let link = TcpLink { connection, faults: self.shared.config.faults };
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
         }
         .boxed()
@@ -275,7 +275,6 @@ impl AnswerLink for Peers {
 
 struct TcpLink {
     connection: Arc<Connection>,
-    arena: Arc<Arena>,
     /// Not made yet.
     faults: Faults,
 }
@@ -292,12 +291,17 @@ impl SendLink for TcpLink {
         owner: BlockOwner,
     ) -> BoxFuture<'_, Result<(), TransferError>> {
         async move {
-            let bytes = range.count as usize * self.arena.block_bytes();
-            self.connection.queue().send_data(range, runs, bytes, owner, self.faults).await?;
+            self.connection.queue().send_data(range, runs, owner, self.faults).await?;
             self.faults = Faults::default();
             Ok(())
         }
         .boxed()
+    }
+
+    /// A connection that has ended says so by its answer.
+    fn keep_alive(&mut self, handoff: HandoffId) -> BoxFuture<'_, Result<(), TransferError>> {
+        self.connection.queue().send_now(Header::KeepAlive(handoff));
+        std::future::ready(Ok(())).boxed()
     }
 
     fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
@@ -325,6 +329,8 @@ mod tests {
     use tandem_proto::Incarnation;
 
     use super::*;
+    use crate::transport::Held;
+    use crate::wire::Units;
 
     const LEASE: Duration = Duration::from_secs(60);
     const PROMPT: Duration = Duration::from_secs(10);
@@ -341,6 +347,8 @@ mod tests {
             decode_incarnation: Incarnation(2),
             compatibility_digest: 3,
             blocks: vec![0],
+            units: 1,
+            held: Held::default(),
             owner: Arc::new(()),
             lease: LEASE,
         }
@@ -354,9 +362,9 @@ mod tests {
         let outgoing = sender.open(&ticket).await.expect("open");
         let connection = lock(&sender.shared.dialled).values().next().cloned().expect("dialled");
         // Blocks that are not in the arena: the common code checks them before a backend sees them.
-        let (range, run) =
-            (DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1 }, Run { first: 99, count: 1 });
-        let queued = connection.queue().send_data(range, vec![run], 64, Arc::new(()), Faults::default()).await;
+        let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
+        let run = Run { at: 99 * 64, bytes: 64 };
+        let queued = connection.queue().send_data(range, vec![run], Arc::new(()), Faults::default()).await;
         assert_eq!(queued, Ok(()));
         let start = Instant::now();
         let seal = crate::seal_for(&sender.shared.registry.arena().clone(), &[0], &ticket, 1, vec![5]);

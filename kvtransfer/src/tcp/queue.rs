@@ -1,5 +1,5 @@
-//! What waits to leave by one connection. Data and seals wait in order and need credit; answers and cancels overtake
-//! them. Knows no socket.
+//! What waits to leave by one connection. Data and seals wait in order and need credit; answers, keep-alives and cancels
+//! overtake them. Knows no socket.
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -38,6 +38,13 @@ pub(super) struct DataFrame {
     _credit: OwnedSemaphorePermit,
 }
 
+impl DataFrame {
+    /// Of the payload.
+    pub fn bytes(&self) -> usize {
+        self.runs.iter().map(|run| run.bytes).sum()
+    }
+}
+
 pub(super) struct FrameQueue {
     state: Mutex<State>,
     ready: Condvar,
@@ -65,11 +72,10 @@ impl FrameQueue {
         &self,
         range: DataHeader,
         runs: Vec<Run>,
-        bytes: usize,
         owner: BlockOwner,
         faults: Faults,
     ) -> Result<(), TransferError> {
-        let credit = self.acquire(bytes).await?;
+        let credit = self.acquire(runs.iter().map(|run| run.bytes).sum()).await?;
         self.enqueue(Frame::Data(DataFrame { range, runs, faults, _owner: owner, _credit: credit }))
     }
 
@@ -78,7 +84,7 @@ impl FrameQueue {
         self.enqueue(Frame::Seal { handoff, payload, _credit: credit })
     }
 
-    /// Queues an answer or a cancel before everything that waits.
+    /// Queues an answer, a keep-alive or a cancel before everything that waits.
     pub fn send_now(&self, header: Header) {
         let mut state = self.lock();
         if state.urgent.len() >= MAX_URGENT {
@@ -183,11 +189,12 @@ mod tests {
     use futures::FutureExt;
 
     use super::*;
+    use crate::wire::Units;
 
     fn data(queue: &FrameQueue, id: u8, owner: &Arc<()>) -> Option<Result<(), TransferError>> {
-        let range = DataHeader { handoff: HandoffId([id; 16]), first: 0, count: 1 };
-        let (runs, bytes) = (vec![Run { first: 0, count: 1 }], CREDIT_BYTES / 16);
-        queue.send_data(range, runs, bytes, owner.clone(), Faults::default()).now_or_never()
+        let range = DataHeader { handoff: HandoffId([id; 16]), first: 0, count: 1, units: Units::ALL };
+        let runs = vec![Run { at: 0, bytes: CREDIT_BYTES / 16 }];
+        queue.send_data(range, runs, owner.clone(), Faults::default()).now_or_never()
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub(super) enum Command {
     Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
+    /// Tell the receiver that more is to come.
+    KeepAlive { endpoint: EndpointId, handoff: HandoffId },
     /// Send the seal when all ranges are over.
     Seal { handoff: HandoffId, payload: Vec<u8> },
     /// Tell the receiver that nothing more comes.
@@ -262,6 +264,9 @@ impl Driver {
                 Command::Push { endpoint, range, runs, owner, credit } => {
                     self.push(endpoint, range, &runs, owner, credit)
                 }
+                Command::KeepAlive { endpoint, handoff } => {
+                    self.post_frame(endpoint, Header::KeepAlive(handoff), Vec::new())
+                }
                 Command::Seal { handoff, payload } => self.seal(handoff, payload),
                 Command::Cancel { handoff } => self.cancel(handoff),
                 Command::Answer { endpoint, handoff, answer } => self.answer(endpoint, handoff, answer),
@@ -293,6 +298,7 @@ impl Driver {
         match Header::parse(header) {
             Some(Header::Hello { protocol }) => self.on_hello(protocol, &payload),
             Some(Header::Seal(handoff)) => self.on_seal(handoff, &payload),
+            Some(Header::KeepAlive(handoff)) => self.on_keep_alive(handoff),
             Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
             Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
             Some(Header::Welcome(handoff)) => self.on_welcome(handoff),

@@ -7,7 +7,8 @@ use super::*;
 use crate::incoming::Incoming;
 use crate::registry::{AnswerLink, Claim};
 use crate::session::PeerId;
-use crate::transport::Grant;
+use crate::transport::{Grant, Held};
+use crate::wire::Units;
 
 const LEASE: Duration = Duration::from_secs(60);
 
@@ -45,11 +46,13 @@ fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
         decode_incarnation: Incarnation(2),
         compatibility_digest: 3,
         blocks: vec![0],
+        units: 1,
+        held: Held::default(),
         owner: owner.clone(),
         lease: LEASE,
     };
     let incoming = driver.shared.registry.accept(grant, Default::default(), Vec::new()).expect("accept");
-    let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1 };
+    let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
     let claim = driver.shared.registry.claim(peer.into(), range, 64).expect("claim");
     (incoming, claim, owner)
 }

@@ -33,7 +33,7 @@ mod tests {
     use crate::error::TransferErrorKind;
     use crate::registry::{AnswerLink, Registry};
     use crate::session::PeerId;
-    use crate::transport::{Grant, Transport};
+    use crate::transport::{Grant, Held, Transport};
     use crate::wire::Answer;
 
     struct Nobody;
@@ -83,6 +83,8 @@ mod tests {
             decode_incarnation: Incarnation(2),
             compatibility_digest: 3,
             blocks: vec![0],
+            units: 1,
+            held: Held::default(),
             owner: Arc::new(()),
             lease: Duration::from_secs(60),
         };

@@ -142,7 +142,6 @@ impl Transport for UcxTransport {
                 credit_bytes: self.config.credit_bytes,
                 max_range_bytes: self.config.max_range_bytes,
                 profile: self.config.profile,
-                block_bytes: self.shared.arena.block_bytes(),
             };
             let (arena, counters) = (self.shared.arena.clone(), self.counters());
             Ok(Outgoing::new(Box::new(link), arena, counters, checked, opened.answer))
@@ -182,7 +181,6 @@ struct UcxSendLink {
     credit_bytes: usize,
     max_range_bytes: usize,
     profile: UcxProfile,
-    block_bytes: usize,
 }
 
 impl SendLink for UcxSendLink {
@@ -203,12 +201,17 @@ impl SendLink for UcxSendLink {
     ) -> BoxFuture<'_, Result<(), TransferError>> {
         Box::pin(async move {
             // A range of more than all credit waits for all of it.
-            let bytes = (range.count as usize * self.block_bytes).min(self.credit_bytes);
+            let bytes = runs.iter().map(|run| run.bytes).sum::<usize>().min(self.credit_bytes);
             let credit = self.credit.clone().acquire_many_owned(u32::try_from(bytes).unwrap_or(u32::MAX)).await;
             let credit = credit.map_err(|_| TransferError::peer_gone("the KV peer is gone"))?;
             let command = Command::Push { endpoint: self.endpoint, range, runs, owner, credit };
             self.queue.send(command).await.map_err(|_| shut_down())
         })
+    }
+
+    fn keep_alive(&mut self, handoff: HandoffId) -> BoxFuture<'_, Result<(), TransferError>> {
+        let command = Command::KeepAlive { endpoint: self.endpoint, handoff };
+        Box::pin(async move { self.queue.send(command).await.map_err(|_| shut_down()) })
     }
 
     fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {

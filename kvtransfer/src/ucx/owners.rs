@@ -109,15 +109,14 @@ impl Region {
     /// First byte of a run that lies inside the arena.
     fn pointer(&self, run: Run) -> *mut c_void {
         assert!(self.arena.contains(run), "runs come from checked grants and checked pushes");
-        let offset = run.first as usize * self.arena.block_bytes();
         // SAFETY: inside the arena's memory, as asserted. Others touch it only as atomic words; UCX writes only blocks
         // that a grant claimed once, and nobody trusts their content before it was verified.
-        unsafe { self.arena.words().as_ptr().cast_mut().cast::<u8>().add(offset).cast() }
+        unsafe { self.arena.words().as_ptr().cast_mut().cast::<u8>().add(run.at).cast() }
     }
 
     /// Pointer and length of a run.
     pub(super) fn entry(&self, run: Run) -> ucp_dt_iov {
-        ucp_dt_iov { buffer: self.pointer(run), length: self.arena.run_bytes(run) }
+        ucp_dt_iov { buffer: self.pointer(run), length: run.bytes }
     }
 
     /// Pointers and lengths of several runs.

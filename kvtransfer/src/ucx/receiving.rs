@@ -135,6 +135,13 @@ impl Driver {
         }
     }
 
+    pub(super) fn on_keep_alive(&mut self, handoff: HandoffId) {
+        match self.receiving.endpoint(handoff) {
+            Some(endpoint) => self.shared.registry.keep_alive(endpoint.into(), handoff),
+            None => self.shared.registry.violation(),
+        }
+    }
+
     pub(super) fn on_cancel(&mut self, handoff: HandoffId) {
         if handoff == PROBE {
             self.probe = None;

@@ -222,7 +222,7 @@ impl Driver {
             return Vec::new();
         }
         let arena = &self.shared.arena;
-        let mut bytes = vec![0; runs.iter().map(|run| arena.run_bytes(*run)).sum()];
+        let mut bytes = vec![0; runs.iter().map(|run| run.bytes).sum()];
         arena.gather(runs, 0, &mut bytes);
         if faults.flip_byte {
             bytes[0] ^= 1;

@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::{
-    Arena, Expected, Grant, Incoming, Outgoing, Receipt, TransferError, Transport, Verified, seal_for,
+    Arena, Expected, Grant, Held, Incoming, Outgoing, Receipt, TransferError, Transport, Verified, seal_for,
 };
 use tandem_proto::{HandoffId, Incarnation, v1};
 use tokio::sync::oneshot;
@@ -102,6 +102,8 @@ pub fn grant(handoff: HandoffId, blocks: Vec<u32>, owner: Arc<Probe>, lease: Dur
         decode_incarnation: Incarnation(12),
         compatibility_digest: 13,
         blocks,
+        units: 1,
+        held: Held::default(),
         owner,
         lease,
     }

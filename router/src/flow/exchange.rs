@@ -159,7 +159,7 @@ pub(super) mod tests {
     }
 
     pub fn delivered(spans: Vec<v1::Span>) -> v1::PrefillEvent {
-        let delivered = v1::Delivered { bytes: 4096, blocks: 2, descriptors: 1, transfer_ms: 1.5, spans };
+        let delivered = v1::Delivered { bytes: 4096, blocks: 2, descriptors: 1, transfer_ms: 1.5, spans, ..v1::Delivered::default() };
         v1::PrefillEvent { event: Some(prefill_event::Event::Delivered(delivered)) }
     }
 
@@ -174,7 +174,7 @@ pub(super) mod tests {
     pub fn verified() -> v1::DecodeEvent {
         let transport = "mem".to_owned();
         let span_id = vec![8; 8];
-        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport, span_id };
+        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport, span_id, held_blocks: 0 };
         decode(decode_event::Event::Verified(verified))
     }
 

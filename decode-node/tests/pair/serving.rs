@@ -1,229 +1,17 @@
-//! A prefill and a decode node in one process, simulated model, hand-offs over tcp, driven by gRPC as the router does.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
+//! Whole requests over tcp: the answers, their traces, and their ends.
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use clap::Parser;
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::{Refusal, transport::Faults};
-use tandem_node::{Node, NodeArgs};
-use tandem_proto::v1::decode_client::DecodeClient;
-use tandem_proto::v1::decode_command::Command as DecodeCommandKind;
-use tandem_proto::v1::decode_event::Event as DecodeEventKind;
-use tandem_proto::v1::prefill_client::PrefillClient;
 use tandem_proto::v1::prefill_command::Command as PrefillCommandKind;
 use tandem_proto::v1::prefill_event::Event as PrefillEventKind;
-use tandem_proto::v1::{
-    self, DecodeCommand, DecodeEvent, DecodeStart, PrefillCommand, PrefillEvent, RequestSpec, Role,
-};
-use tokio::net::TcpListener;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
-use tonic::service::Routes;
-use tonic::transport::{Channel, Server};
-use tonic::{Code, Status, Streaming};
+use tandem_proto::v1::{self, PrefillCommand, RequestSpec};
+use tonic::Code;
 
-const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-const LEASE: Duration = Duration::from_secs(20);
-
-#[derive(Parser)]
-struct Cli {
-    #[command(flatten)]
-    node: NodeArgs,
-}
-
-struct Pair {
-    prefill: Arc<Node>,
-    decode: Arc<Node>,
-    to_prefill: PrefillClient<Channel>,
-    to_decode: DecodeClient<Channel>,
-}
-
-impl Pair {
-    async fn start(faults: Faults, flags: &str) -> Self {
-        let prefill = node(Role::Prefill, faults, flags).await;
-        let decode = node(Role::Decode, Faults::default(), flags).await;
-        let to_prefill = PrefillClient::new(serve(tandem_prefill_node::routes(prefill.clone())).await);
-        let to_decode = DecodeClient::new(serve(tandem_decode_node::routes(decode.clone(), LEASE)).await);
-        Self { prefill, decode, to_prefill, to_decode }
-    }
-
-    async fn open_decode(&mut self, spec: &RequestSpec) -> Result<Streaming<DecodeEvent>, Status> {
-        Ok(self.to_decode.generate(tokio_stream::iter([self.start_decode(spec)])).await?.into_inner())
-    }
-
-    async fn open_stoppable_decode(
-        &mut self,
-        spec: &RequestSpec,
-    ) -> Result<(mpsc::Sender<DecodeCommand>, Streaming<DecodeEvent>), Status> {
-        let (commands, outbox) = mpsc::channel(2);
-        commands.send(self.start_decode(spec)).await.unwrap();
-        Ok((commands, self.to_decode.generate(ReceiverStream::new(outbox)).await?.into_inner()))
-    }
-
-    fn start_decode(&self, spec: &RequestSpec) -> DecodeCommand {
-        let start = DecodeStart {
-            spec: Some(spec.clone()),
-            prefill_incarnation: self.prefill.incarnation.0,
-            route_traceparent: TRACEPARENT.to_owned(),
-        };
-        DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }
-    }
-
-    async fn open_prefill(
-        &mut self,
-        spec: &RequestSpec,
-    ) -> Result<(mpsc::Sender<PrefillCommand>, Streaming<PrefillEvent>), Status> {
-        let (commands, outbox) = mpsc::channel(2);
-        let start = PrefillCommand { command: Some(PrefillCommandKind::Start(spec.clone())) };
-        commands.send(start).await.unwrap();
-        Ok((commands, self.to_prefill.prefill(ReceiverStream::new(outbox)).await?.into_inner()))
-    }
-
-    /// Both legs, as the router joins them.
-    async fn run(&mut self, spec: &RequestSpec) -> Result<Answer, Status> {
-        let mut decode = self.open_decode(spec).await?;
-        let (commands, mut prefill) = self.open_prefill(spec).await?;
-        // Refused when the answer ended with its first token.
-        let _ = commands.send(deliver(ticket(&mut decode).await?)).await;
-        let first = first_token(&mut prefill).await?;
-        let cached_tokens = first.cached_tokens;
-        let mut answer = Answer { tokens: vec![first.token_id], cached_tokens, ..Answer::default() };
-        let delivered = async {
-            match prefill.message().await?.and_then(|event| event.event) {
-                Some(PrefillEventKind::Delivered(delivered)) => Ok(delivered),
-                other => panic!("expected delivered, got {other:?}"),
-            }
-        };
-        if first.finished.is_some() {
-            answer.spans = delivered.await?.spans;
-            return Ok(answer);
-        }
-        let (delivered, ()) = tokio::try_join!(delivered, collect(&mut decode, &mut answer))?;
-        answer.spans.extend(delivered.spans);
-        Ok(answer)
-    }
-
-    async fn local(&mut self, spec: &RequestSpec) -> Result<Answer, Status> {
-        let mut stream = self.to_decode.local(spec.clone()).await?.into_inner();
-        let mut answer = Answer::default();
-        collect(&mut stream, &mut answer).await?;
-        Ok(answer)
-    }
-
-    /// Ready when both nodes have counted so many good calls; any other end is a failure.
-    async fn every_call_ended_well(&self, calls: u64) {
-        for node in [&self.prefill, &self.decode] {
-            let counted = || node.work.outcomes().filter(|(_, count)| *count > 0).collect::<Vec<_>>();
-            let all = async {
-                while node.work.in_flight() > 0 {
-                    tokio::task::yield_now().await;
-                }
-            };
-            tokio::time::timeout(Duration::from_secs(5), all).await.unwrap();
-            assert_eq!(counted(), [("ok", calls)], "{}", node.node_id);
-        }
-    }
-
-    /// Ready when every block of both nodes is free again.
-    async fn all_blocks_back(&self) {
-        for node in [&self.prefill, &self.decode] {
-            let pool = node.engine.pool();
-            let all = tokio::time::timeout(Duration::from_secs(5), pool.reserve(pool.total())).await;
-            all.unwrap_or_else(|_| panic!("{} {pool:?}", node.node_id)).unwrap();
-        }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Answer {
-    tokens: Vec<u32>,
-    cached_tokens: u32,
-    reason: i32,
-    verified: Option<v1::Verified>,
-    spans: Vec<v1::Span>,
-}
-
-impl Answer {
-    fn span(&self, name: &str) -> &v1::Span {
-        self.spans.iter().find(|span| span.name == name).unwrap_or_else(|| panic!("no span {name}"))
-    }
-}
-
-async fn node(role: Role, faults: Faults, flags: &str) -> Arc<Node> {
-    let flags = format!("node --router http://127.0.0.1:1 --simulated --transport tcp {flags}");
-    let config = Cli::parse_from(flags.split_whitespace()).node.resolve(role).unwrap();
-    Node::start(&config, faults).await.unwrap()
-}
-
-async fn serve(routes: Routes) -> Channel {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(Server::builder().add_routes(routes).serve_with_incoming(TcpListenerStream::new(listener)));
-    Channel::from_shared(url).unwrap().connect().await.unwrap()
-}
-
-async fn ticket(decode: &mut Streaming<DecodeEvent>) -> Result<Vec<u8>, Status> {
-    match decode.message().await?.and_then(|event| event.event) {
-        Some(DecodeEventKind::Reserved(reserved)) => Ok(reserved.ticket),
-        other => panic!("expected reserved, got {other:?}"),
-    }
-}
-
-async fn first_token(prefill: &mut Streaming<PrefillEvent>) -> Result<v1::FirstToken, Status> {
-    match prefill.message().await?.and_then(|event| event.event) {
-        Some(PrefillEventKind::FirstToken(first)) => Ok(first),
-        other => panic!("expected a first token, got {other:?}"),
-    }
-}
-
-fn stop(no_handoff: bool) -> DecodeCommand {
-    DecodeCommand { command: Some(DecodeCommandKind::Stop(v1::DecodeStop { no_handoff })) }
-}
-
-fn deliver(ticket: Vec<u8>) -> PrefillCommand {
-    PrefillCommand { command: Some(PrefillCommandKind::Deliver(v1::Deliver { ticket })) }
-}
-
-async fn collect(stream: &mut Streaming<DecodeEvent>, answer: &mut Answer) -> Result<(), Status> {
-    while let Some(event) = stream.message().await? {
-        match event.event {
-            Some(DecodeEventKind::Token(token)) => answer.tokens.push(token.token_id),
-            Some(DecodeEventKind::Verified(verified)) => answer.verified = Some(verified),
-            Some(DecodeEventKind::Finished(finished)) => {
-                answer.reason = finished.reason;
-                answer.cached_tokens += finished.cached_tokens;
-                answer.spans.extend(finished.spans);
-                return Ok(());
-            }
-            other => panic!("unexpected {other:?}"),
-        }
-    }
-    Err(Status::internal("the stream ended without a finish"))
-}
-
-fn spec(rng: &mut StdRng, prompt_tokens: usize, max_tokens: u32) -> RequestSpec {
-    let sampled = rng.random_bool(0.5);
-    RequestSpec {
-        request_id: "r".to_owned(),
-        prompt: (0..prompt_tokens).map(|_| rng.random_range(3..1000)).collect(),
-        sampling: Some(v1::Sampling {
-            temperature: if sampled { 0.8 } else { 0.0 },
-            top_p: 0.95,
-            top_k: 50,
-            seed: rng.random(),
-            repetition_penalty: 1.2,
-            frequency_penalty: 0.5,
-            min_tokens: max_tokens.min(3),
-            ..v1::Sampling::default()
-        }),
-        max_tokens,
-        traceparent: TRACEPARENT.to_owned(),
-        ..RequestSpec::default()
-    }
-}
+use crate::nodes::{Answer, Pair, collect, deliver, first_token, spec, stop, ticket, undelivered};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disaggregated_is_local_token_for_token() {
@@ -303,7 +91,9 @@ async fn damaged_kv_is_refused_and_never_decoded() {
         first_token(&mut prefill).await.unwrap();
         let refused = collect(&mut decode, &mut Answer::default()).await.unwrap_err();
         assert_eq!(refused.code(), Code::DataLoss, "{refused:?}");
-        prefill.message().await.unwrap_err();
+        let undelivered = undelivered(&mut prefill).await.unwrap();
+        assert_eq!(undelivered.code, i32::from(Code::DataLoss), "{undelivered:?}");
+        drop(prefill);
         assert_eq!(pair.decode.transport.counters().refused_for(refusal), 1);
         assert!(pair.decode.work.outcomes().any(|outcome| outcome == ("corrupt", 1)));
         pair.all_blocks_back().await;
@@ -473,13 +263,15 @@ async fn wrong_requests_are_refused_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cached_prompt_is_not_computed_again_but_travels_whole() {
+async fn a_cached_prompt_is_not_computed_again_and_does_not_travel_again() {
     let mut pair = Pair::start(Faults::default(), "").await;
     let spec = RequestSpec { ignore_eos: true, ..spec(&mut StdRng::seed_from_u64(7), 100, 8) };
     let (cold, warm) = (pair.run(&spec).await.unwrap(), pair.run(&spec).await.unwrap());
     assert_eq!((cold.cached_tokens, warm.cached_tokens), (0, 96));
     assert_eq!(warm.tokens, cold.tokens);
-    assert_eq!(warm.verified.unwrap().blocks, 7);
+    let (cold_kv, warm_kv) = (cold.verified.unwrap(), warm.verified.unwrap());
+    assert_eq!((cold_kv.blocks, cold_kv.held_blocks), (7, 0));
+    assert_eq!((warm_kv.blocks, warm_kv.held_blocks, warm_kv.bytes), (1, 6, 4096));
     let longer = RequestSpec { prompt: [&spec.prompt[..], &[9; 40]].concat(), ..spec.clone() };
     assert_eq!(pair.run(&longer).await.unwrap().cached_tokens, 96);
     // What decode was handed and has decoded with serves its own prompts too.

@@ -1,0 +1,153 @@
+//! Where a prompt's KV goes: the router's commands, and the hand-offs that they begin. A ticket replaces the one before
+//! it; a hand-off that fails on the receiver's side is told to the router, which may send another ticket for the same
+//! KV. Knows nothing of how the KV comes to be: that is `prefill.rs`, which runs beside it.
+use std::pin::Pin;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use tandem_node::call::Events;
+use tandem_proto::v1::prefill_event::Event;
+use tandem_proto::v1::{Delivered, PrefillEvent, Span, Ticket, Undelivered};
+use tandem_proto::{Error, ErrorKind};
+use tandem_telemetry::clock;
+use tokio::sync::watch;
+
+use crate::handoff::{Failed, Handoffs, Kv};
+use crate::service::{Commands, Word};
+
+/// The delivery of one request.
+pub struct Delivery<'a> {
+    handoffs: &'a Handoffs<'a>,
+    events: &'a Events<PrefillEvent>,
+    kv: watch::Receiver<Kv>,
+    /// Whether there is a ticket that wants the KV.
+    wanted: &'a watch::Sender<bool>,
+    redeliver_wait: Duration,
+    tickets: u64,
+    /// Of the hand-offs that ended.
+    spans: Vec<Span>,
+    /// Why the last one failed, and until when another ticket may come.
+    failed: Option<(Error, Instant)>,
+}
+
+/// A hand-off under way, and the spans that it leaves.
+type Running<'a> = Pin<Box<dyn Future<Output = Ended> + Send + 'a>>;
+
+struct Ended {
+    outcome: Result<Delivered, Failed>,
+    spans: Vec<Span>,
+    handoff_id: Vec<u8>,
+}
+
+impl<'a> Delivery<'a> {
+    /// Nothing was said yet.
+    pub fn new(
+        handoffs: &'a Handoffs<'a>,
+        events: &'a Events<PrefillEvent>,
+        kv: watch::Receiver<Kv>,
+        wanted: &'a watch::Sender<bool>,
+        redeliver_wait: Duration,
+    ) -> Self {
+        Self { handoffs, events, kv, wanted, redeliver_wait, tickets: 0, spans: Vec::new(), failed: None }
+    }
+
+    /// Follows the router's commands until the KV is delivered, or (`Delivered` of nothing) shall not be.
+    ///
+    /// # Errors
+    /// `Cancelled` when the router closed its side without a ticket, what a failed hand-off failed of when no other
+    /// ticket came in time, and what broke here.
+    pub async fn run(mut self, commands: &mut Commands) -> Result<Delivered, Error> {
+        let (mut running, mut open): (Option<Running<'a>>, bool) = (None, true);
+        loop {
+            tokio::select! {
+                biased;
+                word = commands.word(), if open => match word? {
+                    Word::Deliver(ticket) => running = self.begin(ticket),
+                    Word::Stop => {
+                        drop(running);
+                        self.computed().await?;
+                        return Ok(Delivered { spans: self.spans, ..Delivered::default() });
+                    }
+                    Word::Closed if running.is_some() => open = false,
+                    Word::Closed => return Err(self.unheard().await),
+                },
+                ended = end_of(&mut running) => {
+                    running = None;
+                    self.spans.extend(ended.spans);
+                    match ended.outcome {
+                        Ok(delivered) => return Ok(Delivered { spans: self.spans, ..delivered }),
+                        Err(Failed::Here(error)) => return Err(error),
+                        Err(Failed::There(error)) => self.undelivered(error, ended.handoff_id, open).await?,
+                    }
+                }
+                error = too_late(&self.failed) => {
+                    self.handoffs.node.handoffs.not_redelivered.fetch_add(1, Relaxed);
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Starts the hand-off of a ticket; the one before it was dropped, and so cancelled, by then. An answer of one token
+    /// is complete without a hand-off, and its ticket with it.
+    fn begin(&mut self, ticket: Ticket) -> Option<Running<'a>> {
+        if self.handoffs.request.max_tokens == 1 {
+            return None;
+        }
+        self.tickets += 1;
+        self.failed = None;
+        self.handoffs.node.handoffs.redelivered.fetch_add(u64::from(self.tickets > 1), Relaxed);
+        self.wanted.send_replace(true);
+        let (handoffs, kv) = (self.handoffs, self.kv.clone());
+        Some(Box::pin(async move {
+            let mut spans = Vec::new();
+            let outcome = handoffs.run(&ticket, kv, &mut spans).await;
+            Ended { outcome, spans, handoff_id: ticket.handoff_id }
+        }))
+    }
+
+    /// The router hears of it, and the KV waits for another ticket.
+    async fn undelivered(&mut self, error: Error, handoff_id: Vec<u8>, open: bool) -> Result<(), Error> {
+        tracing::info!(kind = ?error.kind, "KV hand-off failed: {error}");
+        self.handoffs.node.handoffs.count_undelivered(error.kind);
+        self.wanted.send_replace(false);
+        let status = tonic::Status::from(error.clone());
+        let event = Undelivered { handoff_id, code: status.code().into(), message: error.message.clone() };
+        self.events.send(PrefillEvent { event: Some(Event::Undelivered(event)) }).await?;
+        if !open {
+            return Err(error);
+        }
+        self.failed = Some((error, clock::now() + self.redeliver_wait));
+        Ok(())
+    }
+
+    /// The router closed its side while nothing was under way: there will be no ticket.
+    async fn unheard(mut self) -> Error {
+        if let Some((error, _)) = self.failed {
+            return error;
+        }
+        let unheard = "the router closed its side of the call before it sent a ticket";
+        self.computed().await.err().unwrap_or_else(|| Error::new(ErrorKind::Cancelled, unheard))
+    }
+
+    /// Ready when the client was told its first token.
+    async fn computed(&mut self) -> Result<(), Error> {
+        let computed = self.kv.wait_for(|kv| kv.first.is_some()).await;
+        computed.map(|_| ()).map_err(|_| Error::new(ErrorKind::Internal, "the computation is gone"))
+    }
+}
+
+/// Pending while nothing runs.
+async fn end_of(running: &mut Option<Running<'_>>) -> Ended {
+    match running {
+        Some(running) => running.await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Pending unless something failed.
+async fn too_late(failed: &Option<(Error, Instant)>) -> Error {
+    let Some((error, until)) = failed else { return std::future::pending().await };
+    tokio::time::sleep_until((*until).into()).await;
+    error.clone()
+}
