@@ -158,6 +158,11 @@ impl MemNetwork {
         Self { state: Arc::default(), weather: Some(weather) }
     }
 
+    /// Hand-offs under way.
+    pub fn connections(&self) -> usize {
+        self.lock().links.len()
+    }
+
     fn connect(&self, sender: &Arc<Node>, address: &[u8]) -> Result<PeerId, TransferError> {
         let gone = || TransferError::peer_gone("no KV node has this address");
         let address = u64::from_le_bytes(address.try_into().map_err(|_| gone())?);

@@ -58,6 +58,11 @@ impl Registry {
         self.lock().sessions.quarantined()
     }
 
+    /// Hand-offs that are granted or in quarantine, now.
+    pub fn handoffs(&self) -> usize {
+        self.lock().sessions.len()
+    }
+
     /// `Transport::accept` of every backend.
     ///
     /// # Errors

@@ -279,6 +279,16 @@ impl Sessions {
         self.live.get(&handoff).map(|session| session.state)
     }
 
+    /// Hand-offs that are not over, or in quarantine.
+    pub fn len(&self) -> usize {
+        self.live.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.live.is_empty()
+    }
+
     /// Hand-offs in quarantine now.
     pub fn quarantined(&self) -> usize {
         self.quarantined
