@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer bench-kernels bench-cpu test-clients
+.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-kernels bench-cpu fault-matrix soak test-clients
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -29,11 +29,14 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo clippy --release --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
-bench: bench-transfer bench-kernels bench-cpu ## All benchmarks
+bench: bench-transfer bench-handoff bench-kernels bench-cpu ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 	deploy/setup.sh bench
 	cargo run --release --locked -p tandem-kvtransfer --example bench_transfer
+
+bench-handoff: setup build ## How much of the KV transfer hides behind the prefill; over shared memory, tcp, and a link of 1 Gbit/s (root)
+	cargo run --release --locked -p tandem-cluster-tests --example bench_handoff -- $(BENCH_HANDOFF)
 
 bench-kernels: ## Each CPU kernel alone, beside the bandwidth and the multiply-adds of the machine
 	cargo bench --locked -p tandem-engine --bench kernels
@@ -44,6 +47,13 @@ bench-cpu: setup ## Prefill and decode beside llama.cpp in one run; builds it on
 	cargo build --release --locked -p tandem-engine --example bench_cpu
 	$(if $(PEERS),cargo build --release --locked)
 	python3 deploy/bench/bench_cpu.py --peers "$(PEERS)" $(BENCH_CPU)
+
+# FAULT_MATRIX="--rounds 20" repeats it; "--transports tcp SIGSTOP/decode" takes some cells.
+fault-matrix: setup build ## Every fault, victim and moment over real processes; prints the table
+	cargo test --release --locked -p tandem-cluster-tests --test fault_matrix -- $(FAULT_MATRIX)
+
+soak: setup build ## 20 minutes under load with a kill every 10 s; prints what came of it and writes a plot
+	cargo run --release --locked -p tandem-cluster-tests --example soak -- $(SOAK)
 
 test-clients: setup build ## openai-python, a gRPC client with own stubs, and gRPC reflection
 	cluster-tests/clients/run.sh

@@ -2,8 +2,10 @@
 //!
 //! - [`process`]: one program, from its `ready …` line to its end; kill -9, freeze, wake.
 //! - [`cluster`]: a router with its nodes, one cluster at a time.
+//! - [`fleet`]: a router with several nodes of each role, every connection over a [`link`] that can be cut or slowed.
 //! - [`client`]: what a client of the router does: gRPC, HTTP, the view of the nodes.
 //! - [`pair`]: two nodes in this process, over the in-process transport.
+//! - [`reference`]: what simulated nodes answer when nothing goes wrong.
 //! - [`equivalence`]: disaggregated output against single-node output.
 //!
 //! `tests/cluster` tests behaviour, `tests/tidy.rs` the shape of the sources, `examples/equivalence.rs` runs
@@ -14,10 +16,14 @@
 pub mod client;
 pub mod cluster;
 pub mod equivalence;
+pub mod fleet;
+pub mod link;
 pub mod pair;
 pub mod process;
+pub mod reference;
 
 pub use client::{Answer, Failure};
 pub use cluster::{Cluster, Options};
+pub use fleet::{Fleet, FleetOptions};
 pub use pair::Pair;
 pub use process::Process;

@@ -58,7 +58,7 @@ impl Pair {
     pub async fn answer(&self, spec: v1::RequestSpec) -> anyhow::Result<(Vec<u32>, u64)> {
         let start = v1::DecodeStart {
             spec: Some(spec.clone()),
-            prefill_incarnation: self.prefill.incarnation.0,
+            prefill_incarnation: self.prefill.incarnation().0,
             ..Default::default()
         };
         let start = v1::DecodeCommand { command: Some(DecodeCommand::Start(start)) };

@@ -31,15 +31,36 @@ impl Process {
     /// # Errors
     /// It ends first or takes too long; with its log.
     pub async fn start(name: &str, program: &str, args: &[String], logs: &Path) -> anyhow::Result<Self> {
+        Self::start_as(name, command(program)?, args, logs).await
+    }
+
+    /// As [`Process::start`], in a network namespace (`ip netns`), which takes root.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_in_namespace(
+        namespace: &str,
+        name: &str,
+        program: &str,
+        args: &[String],
+        logs: &Path,
+    ) -> anyhow::Result<Self> {
+        let inside = command(program)?;
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(inside.get_program()).args(inside.get_args());
+        Self::start_as(name, command, args, logs).await
+    }
+
+    async fn start_as(name: &str, mut command: Command, args: &[String], logs: &Path) -> anyhow::Result<Self> {
         let log = logs.join(format!("{name}.log"));
         let mut file = fs::OpenOptions::new().create(true).append(true).open(&log)?;
-        let mut child = command(program)?
+        let mut child = command
             .args(args)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(file.try_clone()?)
             .spawn()
-            .with_context(|| format!("cannot start {program}"))?;
+            .with_context(|| format!("cannot start {name}"))?;
         let stdout = child.stdout.take().context("standard output is piped")?;
         let (tell, told) = oneshot::channel();
         std::thread::spawn(move || {

@@ -3,9 +3,15 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The only places of unsafe code.
-const ROOMS: [&str; 5] =
-    ["kvtransfer/ucx-sys/", "kvtransfer/src/ucx", "kvtransfer/src/cuda", "engine/src/ops", "engine/src/models/mmap.rs"];
+/// The only places of unsafe code; the last is an allocator that counts.
+const ROOMS: [&str; 6] = [
+    "kvtransfer/ucx-sys/",
+    "kvtransfer/src/ucx",
+    "kvtransfer/src/cuda",
+    "engine/src/ops",
+    "engine/src/models/mmap.rs",
+    "engine/tests/allocations.rs",
+];
 
 /// Who may use whom; a crate that is not here may use all.
 const GRAPH: [(&str, &[&str]); 11] = [

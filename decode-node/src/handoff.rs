@@ -35,7 +35,7 @@ pub fn grant(
     let grant = Grant {
         handoff: HandoffId::random(&mut rand::rng()),
         prefill_incarnation: prefill,
-        decode_incarnation: node.incarnation,
+        decode_incarnation: node.incarnation(),
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: missing.to_vec(),
         units: node.arena.units_for(node.engine.spec().layers),

@@ -3,17 +3,19 @@
 //! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians.
 //!
 //! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]]`
+use std::hint::black_box;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvDtype;
-use tandem_engine::ops::attention::{Chunk, Queries, attention};
+use tandem_engine::ops::attention::{Attention, Chunk, Queries, Sequences};
 use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
 use tandem_engine::ops::pages::zeroed_words;
 use tandem_engine::ops::peak;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
+use tandem_engine::sampler::{Past, SamplingParams, are_numbers, sample};
 
 const USAGE: &str = "kernels [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]";
 /// Sizes of the model that comes with the project.
@@ -24,6 +26,7 @@ const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
 /// Layers, so that weights and KV are in no cache when their turn comes again.
 const LAYERS: usize = 30;
+const VOCABULARY: usize = 49_152;
 const BLOCK: usize = 16;
 const SAMPLES: usize = 15;
 
@@ -47,6 +50,7 @@ fn main() -> Result<(), String> {
         bench.kv_write(dtype);
     }
     bench.rows();
+    bench.greedy_token();
     Ok(())
 }
 
@@ -136,15 +140,22 @@ impl Bench {
         }
         let blocks_each = (context + rows).div_ceil(BLOCK);
         let kv = arena(dtype, blocks_each * batch);
-        let tables: Vec<Vec<u32>> = (0..batch).map(|seq| table(seq, batch, blocks_each)).collect();
-        let chunk = |(seq, blocks)| Chunk { blocks, first_row: seq * rows, rows, start: context };
-        let chunks: Vec<_> = tables.iter().map(Vec::as_slice).enumerate().map(chunk).collect();
+        let blocks: Vec<u32> = (0..batch).flat_map(|seq| table(seq, batch, blocks_each)).collect();
+        let chunk = |seq| Chunk {
+            first_block: seq * blocks_each,
+            blocks: blocks_each,
+            first_row: seq * rows,
+            rows,
+            start: context,
+        };
+        let chunks: Vec<_> = (0..batch).map(chunk).collect();
+        let (sequences, mut kernel) = (Sequences { blocks: &blocks, chunks: &chunks }, Attention::new(self.isa));
         let (width, keys) = (HEADS * HEAD_DIM, batch * (rows * context + rows * (rows + 1) / 2));
         let (values, mut out) = (wave(batch * rows * width), vec![0.0; batch * rows * width]);
         let queries = Queries { values: &values, stride: width, heads: HEADS, window: None };
         let bytes = batch * (context + rows) * 2 * KV_HEADS * dtype.head_bytes(HEAD_DIM);
         self.report(&name, LAYERS, bytes as f64, (4 * keys * width) as f64, |layer| {
-            attention(self.isa, &kv, layer, &chunks, queries, &mut out);
+            kernel.compute(&kv, layer, sequences, queries, &mut out);
         });
     }
 
@@ -160,6 +171,21 @@ impl Bench {
         let places: Vec<_> = (0..rows).map(place).collect();
         let bytes = rows * 2 * KV_HEADS * (4 * HEAD_DIM + dtype.head_bytes(HEAD_DIM));
         self.report(&name, LAYERS, bytes as f64, 0.0, |layer| kv.write(layer, &values, stride, &places));
+    }
+
+    /// Logits that are in no cache; the exponentials of their sum count as their polynomial.
+    fn greedy_token(&self) {
+        let (rows, name) = (LAYERS, format!("greedy token of {VOCABULARY}"));
+        if !self.wants(&name) {
+            return;
+        }
+        let (logits, past) = (wave(rows * VOCABULARY), Past { tokens: &[1], prompt_len: 1, ..Past::default() });
+        let (bytes, operations) = (4 * VOCABULARY, 20 * VOCABULARY);
+        self.report(&name, rows, bytes as f64, operations as f64, |row| {
+            let logits = &logits[row * VOCABULARY..][..VOCABULARY];
+            assert!(are_numbers(logits));
+            black_box(sample(&SamplingParams::GREEDY, &past, logits));
+        });
     }
 
     fn rows(&self) {
@@ -184,7 +210,8 @@ impl Bench {
             let heads = HEADS + KV_HEADS;
             let (stride, positions) = ((HEADS + 2 * KV_HEADS) * HEAD_DIM, (0..rows).collect::<Vec<_>>());
             let frequencies: Vec<f64> = (0..HEAD_DIM / 2).map(|i| 1e4f64.powf(-(i as f64) / 32.0)).collect();
-            let (rotations, mut x) = (Rotations::new(&positions, &frequencies), wave(rows * stride));
+            let (mut rotations, mut x) = (Rotations::default(), wave(rows * stride));
+            rotations.turn_to(&positions, &frequencies);
             let name = format!("rotary embedding {rows} tokens");
             if self.wants(&name) {
                 let numbers = rows * heads * HEAD_DIM;

@@ -62,6 +62,10 @@ pub struct LlamaExecutor {
     model: Llama,
     kv: KvArena,
     pool: Pool,
+    /// Of the last step; the memory is kept.
+    step: Step,
+    /// Blocks that the step at hand writes; likewise.
+    written: HashSet<u32>,
 }
 
 impl LlamaExecutor {
@@ -85,21 +89,20 @@ impl LlamaExecutor {
             .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
         let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
-        Ok(Self { spec, model, kv, pool })
+        Ok(Self { spec, model, kv, pool, step: Step::default(), written: HashSet::new() })
     }
 
-    fn check(&self, batch: &Batch) -> Result<(), EngineError> {
-        let mut written = HashSet::new();
+    fn check(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        self.written.clear();
         for item in &batch.items {
-            let problem = self.problem(item, &mut written);
-            problem.map_or(Ok(()), |problem| {
-                Err(EngineError::InvalidArgument(format!("sequence {} in a step: {problem}", item.seq)))
-            })?;
+            if let Some(problem) = self.problem(item) {
+                return Err(EngineError::InvalidArgument(format!("sequence {} in a step: {problem}", item.seq)));
+            }
         }
         Ok(())
     }
 
-    fn problem(&self, item: &BatchItem, written: &mut HashSet<u32>) -> Option<String> {
+    fn problem(&mut self, item: &BatchItem) -> Option<String> {
         let (blocks, end) = (item.blocks.blocks(), item.start.checked_add(item.tokens.len()));
         let block_tokens = self.spec.block_tokens;
         let Some(end) = end.filter(|&end| end > item.start && end <= self.spec.max_context_tokens) else {
@@ -117,7 +120,7 @@ impl LlamaExecutor {
             return Some(format!("block {block} is not in the arena"));
         }
         let mut target = own[item.start / block_tokens..].iter();
-        target.find(|&&block| !written.insert(block)).map(|block| format!("block {block} is written twice"))
+        target.find(|&&block| !self.written.insert(block)).map(|block| format!("block {block} is written twice"))
     }
 }
 
@@ -137,25 +140,38 @@ impl Executor for LlamaExecutor {
         layers_done: &mut LayersDone<'_>,
     ) -> Result<(), EngineError> {
         self.check(batch)?;
-        let block_tokens = self.spec.block_tokens;
-        let (mut tokens, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut chunks, mut logits_of) = (Vec::new(), Vec::new());
-        for item in &batch.items {
-            let (blocks, rows, first_row) = (item.blocks.blocks(), item.tokens.len(), tokens.len());
-            chunks.push(Chunk { blocks, first_row, rows, start: item.start });
-            tokens.extend(&item.tokens);
-            for position in item.start..item.start + rows {
-                positions.push(position);
-                places.push(Place { block: blocks[position / block_tokens], slot: position % block_tokens });
-            }
-            logits_of.extend(item.wants_logits.then_some(first_row + rows - 1));
-        }
-        let step =
-            Step { tokens: &tokens, positions: &positions, places: &places, chunks: &chunks, logits_of: &logits_of };
-        let Self { model, kv, pool, .. } = self;
+        self.step.lay_out(batch, self.spec.block_tokens);
+        let Self { model, kv, pool, step, .. } = self;
         let rows = logits.lay_out(self.spec.vocab_size, batch.wants_logits());
-        pool.install(|| model.forward(kv, &step, rows, layers_done));
+        pool.install(|| model.forward(kv, step, rows, layers_done));
         Ok(())
+    }
+
+    fn install(&mut self, f: &mut dyn FnMut()) {
+        self.pool.install(f);
+    }
+}
+
+impl Step {
+    fn lay_out(&mut self, batch: &Batch, block_tokens: usize) {
+        let Self { tokens, positions, places, blocks, chunks, logits_of } = self;
+        tokens.clear();
+        positions.clear();
+        places.clear();
+        blocks.clear();
+        chunks.clear();
+        logits_of.clear();
+        for BatchItem { tokens: given, start, blocks: lease, wants_logits, .. } in &batch.items {
+            let (own, rows, first_row) = (lease.blocks(), given.len(), tokens.len());
+            chunks.push(Chunk { first_block: blocks.len(), blocks: own.len(), first_row, rows, start: *start });
+            blocks.extend(own);
+            tokens.extend(given);
+            for position in *start..start + rows {
+                positions.push(position);
+                places.push(Place { block: own[position / block_tokens], slot: position % block_tokens });
+            }
+            logits_of.extend(wants_logits.then_some(first_row + rows - 1));
+        }
     }
 }
 

@@ -365,7 +365,10 @@ impl Worker {
             Ok(()) => self.learn(StepShape::of(&batch), took),
             Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
+        let (outcome, mut decisions) = (outcome.map(|()| &self.logits), Vec::new());
+        self.executor.install(&mut || decisions = self.scheduler.resolve(&batch, outcome.clone()));
+        // Who is told of an end finds the blocks back.
+        drop(batch);
         self.apply(decisions, now);
     }
 

@@ -37,6 +37,11 @@ pub trait Executor: Send {
         logits: &mut Logits,
         layers_done: &mut LayersDone<'_>,
     ) -> Result<(), EngineError>;
+
+    /// Runs `f`, which may spread its work over the executor's threads (`ops::pool`). One without threads just calls it.
+    fn install(&mut self, f: &mut dyn FnMut()) {
+        f();
+    }
 }
 
 /// One step: prefill chunks and decode tokens side by side. No sequence is in it twice.

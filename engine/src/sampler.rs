@@ -135,6 +135,11 @@ pub struct Sampled {
     pub top: Vec<TokenLogprob>,
 }
 
+/// Whether the logits are those of a sound model: impossible tokens have minus infinity, not NaN.
+pub fn are_numbers(logits: &[f32]) -> bool {
+    passes::are_numbers(logits)
+}
+
 /// Chooses the token at position `past.tokens.len()`. Among equal logits the lowest id comes first; NaN counts as
 /// impossible, and without any possible token the answer is token 0.
 pub fn sample(params: &SamplingParams, past: &Past<'_>, logits: &[f32]) -> Sampled {

@@ -24,6 +24,7 @@ use tandem_proto::hash::sequence_hashes;
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec};
 use crate::logits::Logits;
+use crate::ops::pool;
 use crate::sampler::{self, Sampled};
 use crate::sequence::{FinishReason, SequenceRequest};
 
@@ -187,9 +188,10 @@ impl Scheduler {
         Batch { items }
     }
 
-    /// What the outcome of `batch` means for each of its sequences. Lets go of the batch's hold on their leases.
-    pub fn resolve(&self, batch: Batch, outcome: StepOutcome<'_>) -> Vec<(Seq, Decision)> {
-        let items = batch.items;
+    /// What the outcome of `batch` means for each of its sequences. Their tokens are chosen side by side on the threads of
+    /// the installed [`pool`], if there is one: who chooses does not matter, see `sampler.rs`.
+    pub fn resolve(&self, batch: &Batch, outcome: StepOutcome<'_>) -> Vec<(Seq, Decision)> {
+        let items = &batch.items;
         let wrong_count = |got| format!("logits for {got} of the step's {} items", items.len());
         let logits = match outcome {
             Ok(logits) if logits.items() == items.len() => logits,
@@ -199,12 +201,13 @@ impl Scheduler {
             }
             Err(error) => return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect(),
         };
-        let decide = |(index, item): (usize, &BatchItem)| {
-            let sequence = self.running.get(&item.seq)?;
-            let decision = self.advance(sequence, item, logits.of(index)).unwrap_or_else(Decision::Fail);
-            Some((item.seq, decision))
-        };
-        items.iter().enumerate().filter_map(decide).collect()
+        let mut decisions: Vec<(Seq, Option<Decision>)> = items.iter().map(|item| (item.seq, None)).collect();
+        pool::for_each_of(&mut decisions, |index, (seq, decision)| {
+            let advance =
+                |sequence| self.advance(sequence, &items[index], logits.of(index)).unwrap_or_else(Decision::Fail);
+            *decision = self.running.get(seq).map(advance);
+        });
+        decisions.into_iter().filter_map(|(seq, decision)| Some((seq, decision?))).collect()
     }
 
     /// Carries a decision out. A sequence that ends is dropped here, and its hold on its lease with it.
@@ -274,7 +277,7 @@ impl Scheduler {
         let logits = logits.filter(|logits| logits.len() == self.vocab_size);
         let logits = logits.ok_or_else(|| EngineError::Executor("no logits over the vocabulary".into()))?;
         // Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
-        if logits.iter().any(|logit| logit.is_nan()) {
+        if !sampler::are_numbers(logits) {
             return Err(EngineError::Executor("the logits are not numbers".into()));
         }
         let request = &sequence.request;
@@ -330,6 +333,7 @@ mod tests {
     use super::*;
     use crate::blocks::{BlockPool, Prefix};
     use crate::executor::Executor;
+    use crate::ops::pool::Pool;
     use crate::sampler::SamplingParams;
     use crate::sequence::MAX_PRIORITY;
     use crate::simulated::{SimulatedConfig, SimulatedExecutor};
@@ -384,7 +388,7 @@ mod tests {
         apply(scheduler, &decisions);
         let batch = scheduler.plan();
         let logits = three(&batch);
-        let decisions = scheduler.resolve(batch, Ok(&logits));
+        let decisions = scheduler.resolve(&batch, Ok(&logits));
         apply(scheduler, &decisions);
         decisions
     }
@@ -429,7 +433,7 @@ mod tests {
                     prop_assert_eq!(item.start, start, "a token is skipped or computed twice");
                 }
                 let logits = three(&batch);
-                let decisions = scheduler.resolve(batch, Ok(&logits));
+                let decisions = scheduler.resolve(&batch, Ok(&logits));
                 ended.extend(decisions.iter().filter(|(_, decision)| decision.ends()).map(|(seq, _)| *seq));
                 apply(&mut scheduler, &decisions);
             }
@@ -475,7 +479,7 @@ mod tests {
                 apply(&mut scheduler, &decisions);
                 let batch = scheduler.plan();
                 let logits = three(&batch);
-                let decisions = scheduler.resolve(batch, Ok(&logits));
+                let decisions = scheduler.resolve(&batch, Ok(&logits));
                 apply(&mut scheduler, &decisions);
             }
             prop_assert_eq!(started.len(), count);
@@ -530,6 +534,24 @@ mod tests {
     }
 
     #[test]
+    fn tokens_are_the_same_whatever_the_number_of_threads() {
+        let (mut scheduler, pool, now) = (scheduler(9, 40), BlockPool::new(100, 16), Instant::now());
+        for seq in 0..9 {
+            let sampling = SamplingParams { temperature: 0.5 * (seq % 3) as f32, seed: seq, ..SamplingParams::GREEDY };
+            scheduler.enqueue(seq, SequenceRequest { sampling, ..request(&pool, 4, 9) });
+        }
+        let decisions = scheduler.admit(now, |_| false);
+        apply(&mut scheduler, &decisions);
+        let batch = scheduler.plan();
+        let logits = logits(&batch, VOCAB, |id| (id * 5 % VOCAB) as f32 / 4.0);
+        let alone = scheduler.resolve(&batch, Ok(&logits));
+        for threads in 1..5 {
+            let mut threads = Pool::new(threads, Vec::new()).unwrap();
+            assert_eq!(threads.install(|| scheduler.resolve(&batch, Ok(&logits))), alone);
+        }
+    }
+
+    #[test]
     fn broken_logits_cache_nothing() {
         let (mut scheduler, pool, now) = (scheduler(1, 80), BlockPool::new(100, 16), Instant::now());
         scheduler.enqueue(0, request(&pool, 70, 1));
@@ -537,7 +559,8 @@ mod tests {
         apply(&mut scheduler, &decisions);
         let batch = scheduler.plan();
         let broken = logits(&batch, VOCAB, |_| f32::NAN);
-        let decisions = scheduler.resolve(batch, Ok(&broken));
+        let decisions = scheduler.resolve(&batch, Ok(&broken));
+        drop(batch);
         apply(&mut scheduler, &decisions);
         assert_eq!((pool.free(), pool.cached()), (100, 0));
     }
@@ -579,7 +602,7 @@ mod tests {
             apply(&mut scheduler, &decisions);
             let batch = scheduler.plan();
             let outcome = broken(&batch);
-            let decisions = scheduler.resolve(batch, outcome.as_ref().map_err(EngineError::clone));
+            let decisions = scheduler.resolve(&batch, outcome.as_ref().map_err(EngineError::clone));
             assert!(matches!(decisions[..], [(0, Decision::Fail(EngineError::Executor(_)))]), "{decisions:?}");
             apply(&mut scheduler, &decisions);
             assert_eq!((scheduler.running(), scheduler.waiting()), (0, 1));

@@ -169,6 +169,11 @@ impl Outgoing {
         self.ticket.lease / 3
     }
 
+    /// Ready when the hand-off is over before its seal: the receiver refused it, or is gone. Cancel-safe.
+    pub async fn ended(&mut self) -> TransferError {
+        ended(&mut self.answer).await
+    }
+
     /// Sends the seal and waits for the receiver's verdict.
     ///
     /// # Errors
@@ -229,14 +234,16 @@ async fn unless_over(
 ) -> Result<(), TransferError> {
     tokio::select! {
         biased;
-        outcome = answer.wait() => match outcome {
-            // An acknowledgement without a seal is not one.
-            Ok(()) => Err(TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal")),
-            Err(error) => Err(error),
-        },
+        error = ended(answer) => Err(error),
         result = queued => result,
         () = tokio::time::sleep_until(deadline.into()) => Err(lease_ended()),
     }
+}
+
+/// An acknowledgement without a seal is not one.
+async fn ended(answer: &mut AnswerSlot) -> TransferError {
+    let early = || TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal");
+    answer.wait().await.err().unwrap_or_else(early)
 }
 
 type Outcome = Option<Result<(), TransferError>>;

@@ -64,6 +64,12 @@ fn requests(text: &mut Text, node: &Node) {
     for (outcome, count) in node.work.outcomes() {
         text.sample(&[("outcome", outcome)], count as f64);
     }
+    text.family(
+        "tandem_incarnations_total",
+        "counter",
+        "Lives of this node: the router declared all but the last dead.",
+    );
+    text.sample(&[], node.lives() as f64);
     text.family("tandem_spans_dropped_total", "counter", "Spans that did not reach the collector.");
     text.sample(&[], node.spans.exporter.dropped() as f64);
 }
@@ -86,7 +92,11 @@ fn handoffs(text: &mut Text, node: &Node) {
     match node.role {
         Role::Prefill => sent(text, node),
         _ => {
-            text.family("tandem_kv_blocks_reused_total", "counter", "Blocks of prompts that did not travel: they were here.");
+            text.family(
+                "tandem_kv_blocks_reused_total",
+                "counter",
+                "Blocks of prompts that did not travel: they were here.",
+            );
             text.sample(&[], node.handoffs.reused_blocks.load(Relaxed) as f64);
         }
     }
@@ -133,9 +143,17 @@ fn sent(text: &mut Text, node: &Node) {
     text.sample(&[], handoffs.link_bytes_per_second.load(Relaxed) as f64);
     text.family("tandem_handoff_redeliveries_total", "counter", "Second and further tickets of one request.");
     text.sample(&[], handoffs.redelivered.load(Relaxed) as f64);
-    text.family("tandem_handoff_redeliver_timeouts_total", "counter", "Requests for which no other ticket came in time.");
+    text.family(
+        "tandem_handoff_redeliver_timeouts_total",
+        "counter",
+        "Requests for which no other ticket came in time.",
+    );
     text.sample(&[], handoffs.not_redelivered.load(Relaxed) as f64);
-    text.family("tandem_handoffs_undelivered_total", "counter", "KV hand-offs that failed on the receiver's side, by cause.");
+    text.family(
+        "tandem_handoffs_undelivered_total",
+        "counter",
+        "KV hand-offs that failed on the receiver's side, by cause.",
+    );
     for (cause, count) in handoffs.undelivered() {
         text.sample(&[("cause", cause)], count as f64);
     }

@@ -1,5 +1,6 @@
 //! One streaming call as a task. The task dies with its client: when the response stream is dropped, the future is
-//! dropped at its present await, and with it every lease, sequence and hand-off that it holds.
+//! dropped at its present await, and with it every lease, sequence and hand-off that it holds. So it is when the router
+//! declares this life of the node dead.
 use std::future::Future;
 
 use tandem_proto::{Error, ErrorKind};
@@ -40,11 +41,15 @@ where
 {
     let (sender, receiver) = mpsc::channel(EVENTS);
     let running = body(Events { sender: sender.clone() });
+    let life_over = call.life_over();
     call.tasks().spawn(async move {
         let result = tokio::select! {
-            result = running => result,
+            biased;
+            // Leaving this block drops `running`, whatever it waits for.
+            () = life_over => Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead")),
             // `call` is dropped without an end: cancelled.
             () = sender.closed() => return,
+            result = running => result,
         };
         call.end(&result);
         if let Err(error) = result {
@@ -72,6 +77,24 @@ mod tests {
         assert_eq!(stream.next().await.unwrap().unwrap(), 1);
         assert_eq!(stream.next().await.unwrap().unwrap_err().code(), tonic::Code::DataLoss);
         assert!(stream.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_life_drops_its_calls_and_no_later_ones() {
+        let work = Work::new(2);
+        let (held, released) = tokio::sync::oneshot::channel::<()>();
+        let mut old = spawn(work.begin().unwrap(), |_events: Events<u32>| async move {
+            let _held = held;
+            std::future::pending().await
+        });
+        work.end_life();
+        let mut new = spawn(work.begin().unwrap(), |events: Events<u32>| async move { events.send(1).await });
+        released.await.unwrap_err();
+        let status = old.next().await.unwrap().unwrap_err();
+        assert_eq!(Error::from(status).kind, ErrorKind::DeclaredDead);
+        assert_eq!(new.next().await.unwrap().unwrap(), 1);
+        assert!(new.next().await.is_none() && old.next().await.is_none());
+        assert!(work.outcomes().any(|outcome| outcome == ("declared_dead", 1)));
     }
 
     #[tokio::test]

@@ -22,8 +22,8 @@ pub struct NodeArgs {
     /// Where to serve gRPC; port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub listen: SocketAddr,
-    /// Host under which the router reaches --listen, when that listens on all interfaces.
-    #[arg(long)]
+    /// Host, or host:port, under which the router reaches --listen, when that listens on all interfaces or behind another port.
+    #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise_host: Option<String>,
     /// Where to serve /health and /metrics.
     #[arg(long, default_value = "127.0.0.1:0")]
@@ -85,6 +85,9 @@ pub struct NodeArgs {
     /// Where the tcp transport listens.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub kv_listen: SocketAddr,
+    /// Address under which other nodes reach --kv-listen, when that listens on all interfaces or behind another port.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub kv_advertise: Option<String>,
     /// Collector for traces (OTLP over gRPC): http://host:port.
     #[arg(long)]
     pub otlp_endpoint: Option<String>,
@@ -159,7 +162,7 @@ pub struct NodeConfig {
     pub router: Endpoint,
     /// gRPC.
     pub listen: SocketAddr,
-    /// Replaces the host of `listen` in what the router is told.
+    /// Replaces the host, and the port if it has one, of `listen` in what the router is told.
     pub advertise_host: Option<String>,
     /// Admin HTTP.
     pub admin: SocketAddr,
@@ -195,6 +198,8 @@ pub struct NodeConfig {
     pub ucx_lib_dir: Option<PathBuf>,
     /// Where the tcp transport listens.
     pub kv_listen: SocketAddr,
+    /// Replaces `kv_listen` in tickets.
+    pub kv_advertise: Option<String>,
     /// Collector for traces.
     pub otlp_endpoint: Option<String>,
     /// Given name.
@@ -279,6 +284,7 @@ impl NodeArgs {
             ucx_profile: self.ucx_profile,
             ucx_lib_dir: self.ucx_lib_dir,
             kv_listen: self.kv_listen,
+            kv_advertise: self.kv_advertise,
             otlp_endpoint: self.otlp_endpoint,
             node_id: self.node_id,
         })

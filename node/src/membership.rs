@@ -1,15 +1,16 @@
 //! The node's side of the one stream to the router: register, report load, say when draining. The stream may be lost
-//! and opened again any number of times; the node stays the same incarnation and its running work goes on.
+//! and opened again any number of times; to a router that has not declared it dead (a new one) the node is the same
+//! incarnation as before. A router that has refuses that incarnation: then the node's life is over and it joins as another
+//! one, without its running work ([`Node::begin_new_life`]).
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt;
 use futures::future::BoxFuture;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
-use tandem_proto::v1::{Draining, NodeReport, Register, RouterReport};
+use tandem_proto::v1::{Draining, NodeReport, RouterReport};
 use tandem_proto::{Error, ErrorKind};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -45,13 +46,14 @@ pub enum RouterWay {
 
 impl RouterWay {
     async fn connect(&self) -> Result<Calls, Error> {
-        let connected = match self {
+        let lost = |error: &dyn std::error::Error| unavailable(with_causes(error));
+        match self {
             Self::Network(endpoint) => {
-                endpoint.connect().await.map(|channel| Calls::new(channel.map_err(BoxError::from))).map_err(BoxError::from)
+                let channel = endpoint.connect().await.map_err(|error| lost(&error))?;
+                Ok(Calls::new(channel.map_err(BoxError::from)))
             }
-            Self::InProcess(connect) => connect().await,
-        };
-        connected.map_err(|error| unavailable(with_causes(&*error)))
+            Self::InProcess(connect) => connect().await.map_err(|error| lost(&*error)),
+        }
     }
 
     fn name(&self) -> String {
@@ -68,14 +70,15 @@ impl From<Endpoint> for RouterWay {
     }
 }
 
-/// Keeps the node registered until `stop`. Ends never by itself: a router may come back at any time.
-pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, register: Register, stop: CancellationToken) {
-    let mut link = Link { router: router.into(), state: State::New, backoff: FIRST_BACKOFF };
+/// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a router
+/// may come back at any time.
+pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint: String, stop: CancellationToken) {
+    let mut link = Link { router: router.into(), endpoint, state: State::New, backoff: FIRST_BACKOFF };
     // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each run.
-    let mut jitter = StdRng::seed_from_u64(register.incarnation);
+    let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
     loop {
         let lost = tokio::select! {
-            error = link.session(&node, &register) => error,
+            error = link.session(&node) => error,
             () = stop.cancelled() => return,
         };
         link.lost(&lost);
@@ -90,6 +93,7 @@ pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, register
 
 struct Link {
     router: RouterWay,
+    endpoint: String,
     state: State,
     backoff: Duration,
 }
@@ -104,8 +108,15 @@ enum State {
 
 impl Link {
     /// One stream, from connect to loss.
-    async fn session(&mut self, node: &Node, register: &Register) -> Error {
-        match self.join(register).await {
+    async fn session(&mut self, node: &Node) -> Error {
+        let joined = match self.join(node).await {
+            Err(error) if error.kind == ErrorKind::DeclaredDead => {
+                node.begin_new_life();
+                self.join(node).await
+            }
+            joined => joined,
+        };
+        match joined {
             Ok((reports, inbound, hello)) => {
                 self.joined();
                 report(node, reports, inbound, period(&hello)).await
@@ -114,10 +125,12 @@ impl Link {
         }
     }
 
-    async fn join(&self, register: &Register) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+    async fn join(&self, node: &Node) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+        let register = node.registration(self.endpoint.clone());
+        let incarnation = register.incarnation;
         let channel = self.router.connect().await?;
         let (reports, outbox) = mpsc::channel(REPORTS);
-        send(&reports, Report::Register(register.clone()))?;
+        send(&reports, Report::Register(register))?;
         let answer = async {
             let mut client = MembershipClient::new(channel);
             let mut inbound = client.join(ReceiverStream::new(outbox)).await?.into_inner();
@@ -127,7 +140,7 @@ impl Link {
         let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
         let (inbound, hello) = answered?;
         match hello {
-            Some(hello) if hello.accepted_incarnation == register.incarnation => Ok((reports, inbound, hello)),
+            Some(hello) if hello.accepted_incarnation == incarnation => Ok((reports, inbound, hello)),
             _ => Err(unavailable("it closed the stream without accepting this node")),
         }
     }

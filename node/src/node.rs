@@ -2,6 +2,7 @@
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
@@ -19,8 +20,8 @@ use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
-use crate::handoffs::Handoffs;
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::handoffs::Handoffs;
 use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
 use crate::work::Work;
@@ -31,8 +32,6 @@ pub struct Node {
     pub role: Role,
     /// Its name.
     pub node_id: String,
-    /// Drawn at start.
-    pub incarnation: Incarnation,
     /// Computes.
     pub engine: Engine,
     /// The engine's KV memory, as the transport sees it.
@@ -48,6 +47,9 @@ pub struct Node {
     /// Tokens of an engine step at most.
     pub max_step_tokens: usize,
     max_running: u32,
+    /// Never 0.
+    incarnation: AtomicU64,
+    lives: AtomicU64,
 }
 
 /// What a node is made of, for those who bring their own: a simulation brings an engine without a thread.
@@ -82,7 +84,6 @@ impl Node {
         Arc::new(Self {
             role,
             node_id,
-            incarnation,
             engine,
             arena,
             transport,
@@ -91,6 +92,8 @@ impl Node {
             handoffs: Handoffs::default(),
             max_step_tokens: parts.max_step_tokens,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
+            incarnation: AtomicU64::new(incarnation.0),
+            lives: AtomicU64::new(1),
         })
     }
 
@@ -125,7 +128,6 @@ impl Node {
         Ok(Self::of(Parts {
             role: config.role,
             node_id,
-            incarnation,
             engine,
             arena,
             transport,
@@ -133,7 +135,30 @@ impl Node {
             work: Work::new(config.max_calls),
             max_step_tokens: config.max_step_tokens,
             max_running: config.max_running,
+            incarnation,
         }))
+    }
+
+    /// Which life of the node this is: drawn at start, and again when the router declares the node dead.
+    pub fn incarnation(&self) -> Incarnation {
+        Incarnation(self.incarnation.load(Ordering::Acquire))
+    }
+
+    /// Lives so far, this one included.
+    pub fn lives(&self) -> u64 {
+        self.lives.load(Ordering::Relaxed)
+    }
+
+    /// The router has declared this node dead and its requests run elsewhere: ends all calls, with everything that they
+    /// hold, and goes on as another incarnation. What was granted or promised in the name of the old one is refused from
+    /// now on; a call that grants in this moment is of the old life and ends with it.
+    pub fn begin_new_life(&self) {
+        let (old, new) = (self.incarnation(), Incarnation::random(&mut rand::rng()));
+        self.incarnation.store(new.0, Ordering::Release);
+        self.lives.fetch_add(1, Ordering::Relaxed);
+        let calls = self.work.in_flight();
+        self.work.end_life();
+        tracing::warn!(%old, %new, calls, "the router declared this node dead: its calls end, it goes on as another");
     }
 
     /// Why the process cannot go on: without engine or KV transport it has to leave, and its supervisor to start it
@@ -155,7 +180,7 @@ impl Node {
         v1::Register {
             node_id: self.node_id.clone(),
             role: self.role.into(),
-            incarnation: self.incarnation.0,
+            incarnation: self.incarnation().0,
             compatibility_digest: spec.compatibility_digest,
             model_digest: spec.model_digest,
             model_name: spec.model_name.clone(),
@@ -258,6 +283,6 @@ fn transport(config: &NodeConfig, faults: Faults) -> TransportConfig {
         UcxProfileArg::Rdma => UcxProfile::Rdma,
     };
     let ucx = UcxConfig { lib_dir: config.ucx_lib_dir.clone(), faults, ..UcxConfig::new(profile) };
-    let tcp = TcpConfig { faults, ..TcpConfig::default() };
+    let tcp = TcpConfig { faults, advertise: config.kv_advertise.clone(), ..TcpConfig::default() };
     TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }
 }

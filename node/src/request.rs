@@ -15,8 +15,10 @@ pub const LONGEST_REQUEST: Duration = Duration::from_secs(600);
 pub struct CheckedRequest {
     /// For people.
     pub id: String,
-    /// Never empty, shorter than the context.
+    /// Never empty, shorter than the context. Its last `output_tokens` are output of an earlier attempt.
     pub prompt: Vec<u32>,
+    /// Fewer than the prompt has.
+    output_tokens: usize,
     /// Tokens to generate at most, at least 1, capped by the context.
     pub max_tokens: u32,
     /// Every phase ends by then.
@@ -51,14 +53,23 @@ impl CheckedRequest {
         if spec.max_tokens == 0 {
             return Err(Error::invalid("max_tokens", "max_tokens must be at least 1"));
         }
+        let output_tokens = spec.output_tokens as usize;
+        if output_tokens >= len {
+            let message =
+                format!("{output_tokens} of the prompt's {len} tokens cannot be output: none would be prompt");
+            return Err(Error::invalid("output_tokens", message));
+        }
+        // `min_tokens` is of the whole answer, as the sampler counts it; `max_tokens` is what is left of it.
+        let answer_tokens = spec.max_tokens.saturating_add(spec.output_tokens);
         let room = u32::try_from(limit - len).unwrap_or(u32::MAX);
         Ok(Self {
             id: spec.request_id,
             prompt: spec.prompt,
+            output_tokens,
             max_tokens: spec.max_tokens.min(room),
             deadline: deadline(spec.deadline_unix_ns)?,
             parent: context(&spec.traceparent),
-            sampling: sampling(spec.sampling.unwrap_or_default(), spec.max_tokens, engine)?,
+            sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?,
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
             eos_token_id: engine.eos_token_id,
@@ -110,7 +121,7 @@ impl CheckedRequest {
         SequenceRequest {
             id: self.id.clone(),
             tokens,
-            prompt_len: self.prompt.len(),
+            prompt_len: self.prompt.len() - self.output_tokens,
             computed,
             lease,
             max_new_tokens,
@@ -154,9 +165,9 @@ fn too_late() -> Error {
     Error::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
 }
 
-fn sampling(sampling: v1::Sampling, max_tokens: u32, engine: &EngineSpec) -> Result<SamplingParams, Error> {
+fn sampling(sampling: v1::Sampling, answer_tokens: u32, engine: &EngineSpec) -> Result<SamplingParams, Error> {
     sampling.check(u32::try_from(engine.vocab_size).unwrap_or(u32::MAX))?;
-    sampling.check_min_tokens(max_tokens)?;
+    sampling.check_min_tokens(answer_tokens)?;
     // On the wire 0 means off, as absent does.
     let or_off = |number: f32| if number == 0.0 { 1.0 } else { number };
     let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();
@@ -230,6 +241,26 @@ mod tests {
     }
 
     #[test]
+    fn what_an_earlier_attempt_generated_is_output() {
+        let sampling = Some(v1::Sampling { min_tokens: 12, ..v1::Sampling::default() });
+        let resumed = v1::RequestSpec { sampling, output_tokens: 3, max_tokens: 9, ..spec() };
+        let request = CheckedRequest::check(resumed.clone(), &engine()).unwrap();
+        // As many tokens in all as the first attempt would have had.
+        let whole = v1::RequestSpec { prompt: vec![5; 17], max_tokens: 12, ..spec() };
+        let whole = CheckedRequest::check(whole, &engine()).unwrap();
+        assert_eq!(request.worst_case_kv_tokens(), whole.worst_case_kv_tokens());
+        let lease = Arc::new(tandem_engine::BlockPool::new(8, 16).try_reserve(2).unwrap());
+        let (first, later) = (request.from_prompt(lease.clone(), 1), request.after_first(7, lease));
+        assert_eq!((first.tokens.len(), first.prompt_len, first.max_new_tokens), (20, 17, 1));
+        assert_eq!((later.tokens.len(), later.prompt_len, later.max_new_tokens), (21, 17, 8));
+        assert_eq!((later.computed, later.sampling.min_tokens), (20, 12));
+        // Twelve of which three are there: a thirteenth is not to be had.
+        let sampling = Some(v1::Sampling { min_tokens: 13, ..v1::Sampling::default() });
+        let error = CheckedRequest::check(v1::RequestSpec { sampling, ..resumed }, &engine()).unwrap_err();
+        assert_eq!(error.param, Some("min_tokens"));
+    }
+
+    #[test]
     fn max_tokens_is_capped_by_the_context() {
         let long = v1::RequestSpec { max_tokens: u32::MAX, ..spec() };
         assert_eq!(CheckedRequest::check(long, &engine()).unwrap().max_tokens, 80);
@@ -244,6 +275,8 @@ mod tests {
             (v1::RequestSpec { prompt: vec![1; 100], ..spec() }, "prompt"),
             (v1::RequestSpec { prompt: vec![u32::MAX], ..spec() }, "prompt"),
             (v1::RequestSpec { max_tokens: 0, ..spec() }, "max_tokens"),
+            (v1::RequestSpec { output_tokens: 20, ..spec() }, "output_tokens"),
+            (v1::RequestSpec { output_tokens: u32::MAX, ..spec() }, "output_tokens"),
             (v1::RequestSpec { sampling: sampling(-1.0, 1.0), ..spec() }, "temperature"),
             (v1::RequestSpec { sampling: sampling(f32::NAN, 1.0), ..spec() }, "temperature"),
             (v1::RequestSpec { sampling: sampling(1.0, 1.5), ..spec() }, "top_p"),

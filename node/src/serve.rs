@@ -124,13 +124,13 @@ impl Running {
             Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
-        let register = node.registration(endpoint(config, grpc.port()));
-        tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), register, stop));
+        let endpoint = endpoint(config, grpc.port());
+        tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), endpoint, stop));
         println!(
             "ready role={} grpc={grpc} admin={admin_address} transport={} incarnation={}",
             role_name(node.role),
             node.transport.info().name,
-            node.incarnation
+            node.incarnation()
         );
         Ok(running)
     }
@@ -180,9 +180,15 @@ impl Running {
 
 fn endpoint(config: &NodeConfig, port: u16) -> String {
     match &config.advertise_host {
+        Some(host) if has_port(host) => format!("http://{host}"),
         Some(host) => format!("http://{host}:{port}"),
         None => format!("http://{}", SocketAddr::new(config.listen.ip(), port)),
     }
+}
+
+/// Whether an authority names its port: `[::1]` does not, `[::1]:50` does.
+fn has_port(authority: &str) -> bool {
+    authority.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
 }
 
 /// SIGTERM and SIGINT.

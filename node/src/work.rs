@@ -1,10 +1,11 @@
-//! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over.
-use std::sync::Arc;
+//! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over. Each
+//! belongs to a life of the node (an incarnation) and is cancelled when that one is declared dead.
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tandem_proto::{Error, ErrorKind};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
@@ -23,13 +24,15 @@ struct Inner {
     tracker: TaskTracker,
     tasks: Tasks,
     draining: CancellationToken,
+    /// Cancelled and replaced when the router declares this life of the node dead.
+    life: Mutex<CancellationToken>,
     outcomes: [AtomicU64; OUTCOMES.len()],
     prompt_tokens: AtomicU64,
     generated_tokens: AtomicU64,
 }
 
 /// Labels of `tandem_requests_total{outcome}`.
-pub const OUTCOMES: [&str; 11] = [
+pub const OUTCOMES: [&str; 12] = [
     "ok",
     "invalid_argument",
     "not_found",
@@ -41,9 +44,11 @@ pub const OUTCOMES: [&str; 11] = [
     "incompatible",
     "corrupt",
     "internal",
+    "declared_dead",
 ];
 
 const CANCELLED: usize = 7;
+const DECLARED_DEAD: usize = 11;
 
 impl Work {
     /// At most `limit` calls at once.
@@ -59,6 +64,7 @@ impl Work {
             tracker: TaskTracker::new(),
             tasks,
             draining: CancellationToken::new(),
+            life: Mutex::default(),
             outcomes: Default::default(),
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
@@ -77,7 +83,18 @@ impl Work {
         let permit = self.inner.permits.clone().try_acquire_owned().map_err(|_| {
             Error::new(ErrorKind::Overloaded, format!("this node has its {} calls already", self.inner.limit))
         })?;
-        Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), outcome: CANCELLED })
+        let life = self.life().clone();
+        Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), life, outcome: CANCELLED })
+    }
+
+    /// Cancels all calls in flight, each with an error; calls that begin from now on are of the next life.
+    pub fn end_life(&self) {
+        std::mem::take(&mut *self.life()).cancel();
+    }
+
+    /// A token, nothing that a panic could leave half-way.
+    fn life(&self) -> std::sync::MutexGuard<'_, CancellationToken> {
+        self.inner.life.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where calls run.
@@ -133,6 +150,7 @@ impl Work {
 #[derive(Debug)]
 pub struct Call {
     work: Work,
+    life: CancellationToken,
     outcome: usize,
     _permit: OwnedSemaphorePermit,
     _token: TaskTrackerToken,
@@ -142,6 +160,11 @@ impl Call {
     /// Where this one runs.
     pub fn tasks(&self) -> Tasks {
         self.work.tasks().clone()
+    }
+
+    /// Ready when the life of the node that this call belongs to is over.
+    pub fn life_over(&self) -> WaitForCancellationFutureOwned {
+        self.life.clone().cancelled_owned()
     }
 
     /// The call ended by itself.
@@ -172,6 +195,7 @@ pub(crate) fn outcome(kind: ErrorKind) -> usize {
         ErrorKind::Incompatible => 8,
         ErrorKind::Corrupt => 9,
         ErrorKind::Internal => 10,
+        ErrorKind::DeclaredDead => DECLARED_DEAD,
     }
 }
 

@@ -1,21 +1,27 @@
 //! The node's side of the membership stream against a small router.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
 use tandem_kvtransfer::transport::Faults;
+use tandem_node::call::Events;
 use tandem_node::membership::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_proto::v1::membership_server::{Membership, MembershipServer};
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{NodeReport, Register, Role, RouterReport};
+use tandem_proto::{Error, ErrorKind, Incarnation};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
+
+const ENDPOINT: &str = "http://127.0.0.1:9";
 
 #[derive(Parser)]
 struct Cli {
@@ -23,20 +29,28 @@ struct Cli {
     node: NodeArgs,
 }
 
-/// Accepts every node and shows what it says; each stream ends when its connection does.
-struct FakeRouter(mpsc::Sender<Report>);
+/// Accepts every node but the `dead` incarnation and shows what it says; each stream ends when its connection does.
+struct FakeRouter {
+    seen: mpsc::Sender<Report>,
+    dead: Arc<AtomicU64>,
+}
 
 #[tonic::async_trait]
 impl Membership for FakeRouter {
     type JoinStream = ReceiverStream<Result<RouterReport, Status>>;
 
     async fn join(&self, request: Request<Streaming<NodeReport>>) -> Result<Response<Self::JoinStream>, Status> {
-        let (seen, mut reports) = (self.0.clone(), request.into_inner());
+        let (seen, dead, mut reports) = (self.seen.clone(), self.dead.clone(), request.into_inner());
         let (answers, outbox) = mpsc::channel(1);
         tokio::spawn(async move {
             while let Ok(Some(NodeReport { report: Some(report) })) = reports.message().await {
                 if let Report::Register(register) = &report {
                     let accepted_incarnation = register.incarnation;
+                    if accepted_incarnation == dead.load(Ordering::Relaxed) {
+                        let _ = seen.send(report).await;
+                        let _ = answers.send(Err(Error::new(ErrorKind::DeclaredDead, "dead").into())).await;
+                        return;
+                    }
                     let hello = RouterReport { accepted_incarnation, report_interval_ms: 10, lease_ms: 1000 };
                     let _ = answers.send(Ok(hello)).await;
                 }
@@ -50,8 +64,12 @@ impl Membership for FakeRouter {
 }
 
 async fn serve(listener: TcpListener, stop: CancellationToken) -> mpsc::Receiver<Report> {
+    serve_but(listener, stop, Arc::default()).await
+}
+
+async fn serve_but(listener: TcpListener, stop: CancellationToken, dead: Arc<AtomicU64>) -> mpsc::Receiver<Report> {
     let (seen, reports) = mpsc::channel(4);
-    let server = Server::builder().add_service(MembershipServer::new(FakeRouter(seen)));
+    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, dead }));
     tokio::spawn(async move {
         tokio::select! {
             served = server.serve_with_incoming(TcpListenerStream::new(listener)) => served.unwrap(),
@@ -81,12 +99,11 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let (stop, router_dies) = (CancellationToken::new(), CancellationToken::new());
     let mut reports = serve(listener, router_dies.clone()).await;
-    let register = node.registration("http://127.0.0.1:9".to_owned());
-    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), register, stop.clone()));
+    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
 
     let first = registered(&mut reports).await;
     assert_eq!((first.node_id.as_str(), first.role(), first.total_blocks), ("d0", Role::Decode, 7));
-    assert_eq!((first.incarnation, first.block_tokens), (node.incarnation.0, 16));
+    assert_eq!((first.incarnation, first.block_tokens), (node.incarnation().0, 16));
     let lease = node.engine.pool().try_reserve(3).unwrap();
     while !matches!(reports.recv().await, Some(Report::Load(load)) if load.free_blocks == 4) {}
     drop(lease);
@@ -105,6 +122,35 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
 
     node.work.drain();
     while !matches!(reports.recv().await, Some(Report::Draining(_))) {}
+    stop.cancel();
+    joined.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_incarnation_that_was_declared_dead_ends_its_calls_and_comes_back_as_another() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let config = config(listener.local_addr().unwrap());
+    let node = Node::start(&config, Faults::default()).await.unwrap();
+    let first = node.incarnation();
+    let (stop, dead) = (CancellationToken::new(), Arc::new(AtomicU64::new(first.0)));
+    let mut reports = serve_but(listener, CancellationToken::new(), dead).await;
+    let lease = Arc::new(node.engine.pool().try_reserve(3).unwrap());
+    let held = Arc::downgrade(&lease);
+    let mut call = tandem_node::call::spawn(node.work.begin().unwrap(), |_events: Events<()>| async move {
+        let _held = lease;
+        std::future::pending().await
+    });
+    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
+
+    assert_eq!(registered(&mut reports).await.incarnation, first.0);
+    let second = registered(&mut reports).await;
+    assert_eq!((second.node_id.as_str(), Incarnation(second.incarnation)), ("d0", node.incarnation()));
+    assert_ne!(second.incarnation, first.0);
+    let ended = call.next().await.unwrap().unwrap_err();
+    assert_eq!(Error::from(ended).kind, ErrorKind::DeclaredDead);
+    assert!(held.upgrade().is_none(), "what the call held is back");
+    assert_eq!(node.lives(), 2);
+    while !matches!(reports.recv().await, Some(Report::Load(load)) if load.free_blocks == 7 && load.waiting == 0) {}
     stop.cancel();
     joined.await.unwrap();
 }

@@ -12,12 +12,12 @@ use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::watch;
 
-use crate::handoff::{Failed, Handoffs, Kv};
+use crate::handoff::{Failed, Kv, Sender};
 use crate::service::{Commands, Word};
 
 /// The delivery of one request.
 pub struct Delivery<'a> {
-    handoffs: &'a Handoffs<'a>,
+    sender: &'a Sender<'a>,
     events: &'a Events<PrefillEvent>,
     kv: watch::Receiver<Kv>,
     /// Whether there is a ticket that wants the KV.
@@ -42,13 +42,13 @@ struct Ended {
 impl<'a> Delivery<'a> {
     /// Nothing was said yet.
     pub fn new(
-        handoffs: &'a Handoffs<'a>,
+        sender: &'a Sender<'a>,
         events: &'a Events<PrefillEvent>,
         kv: watch::Receiver<Kv>,
         wanted: &'a watch::Sender<bool>,
         redeliver_wait: Duration,
     ) -> Self {
-        Self { handoffs, events, kv, wanted, redeliver_wait, tickets: 0, spans: Vec::new(), failed: None }
+        Self { sender, events, kv, wanted, redeliver_wait, tickets: 0, spans: Vec::new(), failed: None }
     }
 
     /// Follows the router's commands until the KV is delivered, or (`Delivered` of nothing) shall not be.
@@ -81,7 +81,7 @@ impl<'a> Delivery<'a> {
                     }
                 }
                 error = too_late(&self.failed) => {
-                    self.handoffs.node.handoffs.not_redelivered.fetch_add(1, Relaxed);
+                    self.sender.node.handoffs.not_redelivered.fetch_add(1, Relaxed);
                     return Err(error);
                 }
             }
@@ -91,17 +91,17 @@ impl<'a> Delivery<'a> {
     /// Starts the hand-off of a ticket; the one before it was dropped, and so cancelled, by then. An answer of one token
     /// is complete without a hand-off, and its ticket with it.
     fn begin(&mut self, ticket: Ticket) -> Option<Running<'a>> {
-        if self.handoffs.request.max_tokens == 1 {
+        if self.sender.request.max_tokens == 1 {
             return None;
         }
         self.tickets += 1;
         self.failed = None;
-        self.handoffs.node.handoffs.redelivered.fetch_add(u64::from(self.tickets > 1), Relaxed);
+        self.sender.node.handoffs.redelivered.fetch_add(u64::from(self.tickets > 1), Relaxed);
         self.wanted.send_replace(true);
-        let (handoffs, kv) = (self.handoffs, self.kv.clone());
+        let (sender, kv) = (self.sender, self.kv.clone());
         Some(Box::pin(async move {
             let mut spans = Vec::new();
-            let outcome = handoffs.run(&ticket, kv, &mut spans).await;
+            let outcome = sender.run(&ticket, kv, &mut spans).await;
             Ended { outcome, spans, handoff_id: ticket.handoff_id }
         }))
     }
@@ -109,7 +109,7 @@ impl<'a> Delivery<'a> {
     /// The router hears of it, and the KV waits for another ticket.
     async fn undelivered(&mut self, error: Error, handoff_id: Vec<u8>, open: bool) -> Result<(), Error> {
         tracing::info!(kind = ?error.kind, "KV hand-off failed: {error}");
-        self.handoffs.node.handoffs.count_undelivered(error.kind);
+        self.sender.node.handoffs.count_undelivered(error.kind);
         self.wanted.send_replace(false);
         let status = tonic::Status::from(error.clone());
         let event = Undelivered { handoff_id, code: status.code().into(), message: error.message.clone() };

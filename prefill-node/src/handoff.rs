@@ -15,8 +15,11 @@ use tokio::sync::watch;
 
 use crate::groups::MIN_FRAME_BYTES;
 use crate::link::LinkSpeed;
-use crate::plan::{Piece, Plan, Progress, Shape};
-use crate::settings::Push;
+use crate::plan::{MAX_PIECE_BYTES, Piece, Plan, Progress, Shape};
+use crate::settings::{Push, Settings};
+
+/// Of a piece that a fault delays.
+const DELAYED_PIECE_BYTES: usize = 64 << 10;
 
 /// A prompt's KV as its computation publishes it.
 #[derive(Clone, Debug, Default)]
@@ -56,7 +59,7 @@ impl From<TransferError> for Failed {
 }
 
 /// What every hand-off of a request needs.
-pub struct Handoffs<'a> {
+pub struct Sender<'a> {
     /// This node.
     pub node: &'a Arc<Node>,
     /// The request.
@@ -64,12 +67,12 @@ pub struct Handoffs<'a> {
     /// Parent of what happens before the computation has begun.
     pub server: TraceContext,
     /// When blocks leave.
-    pub push: Push,
+    pub settings: Settings,
     /// Learns from receipts.
     pub link: &'a Mutex<LinkSpeed>,
 }
 
-impl Handoffs<'_> {
+impl Sender<'_> {
     /// Sends the prompt's KV to whoever granted `ticket`, as `kv` tells of it, and waits until it is verified there.
     /// Spans go to `spans` in any case. Dropping the future cancels the hand-off at the receiver.
     ///
@@ -101,7 +104,7 @@ impl Handoffs<'_> {
         let held = self.check(ticket, &hashes)?;
         let outgoing = self.node.transport.open(ticket).await?;
         let mut plan = Plan::new(self.shape(ticket), held);
-        let mut pushing = Pushing { all: self, ticket, outgoing, held, manifest: None, post: None, trace };
+        let mut pushing = Pushing { sender: self, ticket, outgoing, held, manifest: None, post: None, trace };
         let first = loop {
             let now = kv.borrow_and_update().clone();
             if let Some(lease) = &now.lease {
@@ -118,13 +121,13 @@ impl Handoffs<'_> {
             }
         };
         let receipt = pushing.seal(first, hashes.split_off(held)).await?;
-        Ok(self.report(&receipt, first.at))
+        Ok(self.report(ticket, &receipt, first.at))
     }
 
     /// How many blocks the receiver holds.
     fn check(&self, ticket: &Ticket, hashes: &[SequenceHash]) -> Result<usize, Failed> {
         let spec = self.node.engine.spec();
-        check_identity(ticket, self.node.incarnation, spec.compatibility_digest)?;
+        check_identity(ticket, self.node.incarnation(), spec.compatibility_digest)?;
         let incompatible = |message| Err(Failed::There(Error::new(ErrorKind::Incompatible, message)));
         let (held, blocks) = (ticket.held_blocks as usize, hashes.len());
         if held + ticket.blocks as usize != blocks {
@@ -152,14 +155,15 @@ impl Handoffs<'_> {
             block_bytes: spec.block_bytes,
             layers: spec.layers,
             units: u8::try_from(ticket.units.max(1)).unwrap_or(1),
-            min_bytes: match self.push {
+            min_bytes: match self.settings.push {
                 Push::Overlap => MIN_FRAME_BYTES,
                 Push::Whole => usize::MAX,
             },
+            max_bytes: if self.settings.push_delay.is_zero() { MAX_PIECE_BYTES } else { DELAYED_PIECE_BYTES },
         }
     }
 
-    fn report(&self, receipt: &Receipt, computed: Instant) -> Delivered {
+    fn report(&self, ticket: &Ticket, receipt: &Receipt, computed: Instant) -> Delivered {
         let exposed = exposed(receipt.first_post, receipt.elapsed, computed);
         let hidden = receipt.elapsed.saturating_sub(exposed);
         self.node.handoffs.count_delivered(hidden, exposed);
@@ -175,6 +179,7 @@ impl Handoffs<'_> {
             hidden_ms: ms(hidden),
             exposed_ms: ms(exposed),
             spans: Vec::new(),
+            handoff_id: ticket.handoff_id.clone(),
         }
     }
 }
@@ -190,7 +195,7 @@ fn ms(duration: Duration) -> f64 {
 
 /// An open hand-off.
 struct Pushing<'a> {
-    all: &'a Handoffs<'a>,
+    sender: &'a Sender<'a>,
     ticket: &'a Ticket,
     outgoing: Outgoing,
     /// Blocks of the prompt in front of the grant's.
@@ -213,6 +218,9 @@ struct Post {
 impl Pushing<'_> {
     /// Queues a piece, and hashes it beside that: each finds the bytes in the cache of the other.
     async fn push(&mut self, piece: Piece, lease: &Arc<KvLease>, parent: TraceContext) -> Result<(), Failed> {
+        if !self.sender.settings.push_delay.is_zero() {
+            tokio::time::sleep(self.sender.settings.push_delay).await;
+        }
         let start = clock::now();
         let post = self.post.take();
         let context = match &post {
@@ -241,7 +249,7 @@ impl Pushing<'_> {
 
     /// Hashes a piece where blocking is allowed. The lease keeps the blocks meanwhile, whoever else lets go.
     fn hash(&mut self, piece: &Piece, lease: &Arc<KvLease>) -> Result<tokio::task::JoinHandle<Manifest>, Failed> {
-        let (arena, units) = (self.all.node.arena.clone(), self.ticket.units.clamp(1, u8::MAX.into()) as u8);
+        let (arena, units) = (self.sender.node.arena.clone(), self.ticket.units.clamp(1, u8::MAX.into()) as u8);
         let granted = lease.blocks().get(self.held..self.held + self.ticket.blocks as usize);
         let granted = granted.ok_or_else(|| broken("the lease is shorter than the prompt"))?;
         let mut manifest = self.manifest.take().unwrap_or_else(|| Manifest::new(arena, granted.to_vec(), units));
@@ -259,7 +267,7 @@ impl Pushing<'_> {
         let Some(Post { last, .. }) = &self.post else { return };
         let complete = u32::from(last.units.end) == self.ticket.units.max(1);
         let blocks = if complete { last.blocks.len() } else { 0 };
-        self.all.node.handoffs.count_piece(plan.bytes(last), blocks, hidden);
+        self.sender.node.handoffs.count_piece(plan.bytes(last), blocks, hidden);
     }
 
     /// Waits for news of the computation; keeps the receiver's lease alive and hears its refusal meanwhile.
@@ -280,7 +288,7 @@ impl Pushing<'_> {
         let (Some(manifest), Some(post)) = (self.manifest.take(), self.post.take()) else {
             return Err(broken("a seal without a push"));
         };
-        let prompt_tokens = index(self.all.request.prompt.len());
+        let prompt_tokens = index(self.sender.request.prompt.len());
         let seal = Seal {
             handoff_id: self.ticket.handoff_id.clone(),
             prefill_incarnation: self.ticket.prefill_incarnation,
@@ -301,7 +309,7 @@ impl Pushing<'_> {
         self.trace.attr("tandem.kv.blocks_reused", self.held);
         self.trace.attr("tandem.kv.bytes", receipt.bytes);
         self.trace.attr("tandem.kv.descriptors", receipt.descriptors);
-        self.trace.attr("tandem.kv.transport", self.all.node.transport.info().name);
+        self.trace.attr("tandem.kv.transport", self.sender.node.transport.info().name);
         self.trace.attr("tandem.kv.post_ms", ms(receipt.post));
         self.trace.attr("tandem.kv.hidden_ms", ms(receipt.elapsed.saturating_sub(exposed)));
         self.trace.attr("tandem.kv.exposed_ms", ms(exposed));

@@ -23,7 +23,7 @@ struct Args {
     /// Demonstration: send 8 bytes too few of every hand-off. Decode nodes must refuse it.
     #[arg(long)]
     debug_truncate_push: bool,
-    /// Demonstration: wait so many milliseconds before every frame of KV.
+    /// Demonstration: wait so many milliseconds before every 64 KiB of KV (a block at least).
     #[arg(long, value_name = "MS", default_value_t = 0)]
     debug_push_delay_ms: u32,
     /// When KV leaves: while the rest is computed, or (to measure what that is worth) all after the forward pass.
@@ -41,13 +41,13 @@ fn main() -> ExitCode {
 }
 
 async fn live(args: Args) -> anyhow::Result<()> {
-    let faults = Faults {
-        flip_byte: args.debug_flip_byte,
-        truncate_push: args.debug_truncate_push,
-        delay: Duration::from_millis(args.debug_push_delay_ms.into()),
+    let faults = Faults { flip_byte: args.debug_flip_byte, truncate_push: args.debug_truncate_push };
+    let ms = |ms: u32| Duration::from_millis(ms.into());
+    let settings = Settings {
+        push: args.push,
+        redeliver_wait: ms(args.redeliver_wait_ms),
+        push_delay: ms(args.debug_push_delay_ms),
     };
-    let redeliver_wait = Duration::from_millis(args.redeliver_wait_ms.into());
-    let settings = Settings { push: args.push, redeliver_wait };
     let config = args.node.resolve(Role::Prefill)?;
     let listeners = Listeners::bind(&config).await?;
     let node = Node::start(&config, faults).await?;

@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 /// Longest piece: what is hashed and queued in one go, and how finely hidden and exposed bytes are told apart.
-const MAX_PIECE_BYTES: usize = 8 << 20;
+pub const MAX_PIECE_BYTES: usize = 8 << 20;
 
 /// How far the computation of a prompt is. Only ever grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub struct Shape {
     pub units: u8,
     /// Nothing smaller leaves before all is final. `usize::MAX`: nothing at all does.
     pub min_bytes: usize,
+    /// Of a piece that has more than a block.
+    pub max_bytes: usize,
 }
 
 impl Shape {
@@ -87,8 +89,7 @@ impl Plan {
         let units = if usize::from(all_units) == self.shape.layers { progress.layers as u8 } else { 0 };
         let by_chunks = Piece { blocks: self.whole..whole, units: self.units..all_units };
         let by_layers = Piece { blocks: whole..blocks, units: self.units..units.max(self.units) };
-        let ready: Vec<_> =
-            [by_chunks, by_layers].into_iter().filter(|piece| self.shape.bytes(piece) > 0).collect();
+        let ready: Vec<_> = [by_chunks, by_layers].into_iter().filter(|piece| self.shape.bytes(piece) > 0).collect();
         let bytes: usize = ready.iter().map(|piece| self.shape.bytes(piece)).sum();
         if !complete && bytes < self.shape.min_bytes {
             return Vec::new();
@@ -107,10 +108,10 @@ impl Plan {
         self.shape.bytes(piece)
     }
 
-    /// Into pieces of at most [`MAX_PIECE_BYTES`], but of a block at least.
+    /// Into pieces of at most `max_bytes`, but of a block at least.
     fn cut(&self, piece: Piece) -> impl Iterator<Item = Piece> + use<> {
         let of_a_block = self.shape.bytes(&Piece { blocks: 0..1, units: piece.units.clone() });
-        let step = (MAX_PIECE_BYTES / of_a_block.max(1)).max(1);
+        let step = (self.shape.max_bytes / of_a_block.max(1)).max(1);
         let Range { start, end } = piece.blocks;
         (start..end)
             .step_by(step)
@@ -124,8 +125,15 @@ mod tests {
 
     use super::*;
 
-    const SHAPE: Shape =
-        Shape { tokens: 100, block_tokens: 16, block_bytes: 4096, layers: 4, units: 4, min_bytes: 1 };
+    const SHAPE: Shape = Shape {
+        tokens: 100,
+        block_tokens: 16,
+        block_bytes: 4096,
+        layers: 4,
+        units: 4,
+        min_bytes: 1,
+        max_bytes: MAX_PIECE_BYTES,
+    };
 
     fn after(tokens: usize, layers: usize) -> Progress {
         Progress { tokens, layers }
@@ -209,12 +217,13 @@ mod tests {
         #[test]
         fn every_unit_leaves_once_in_order_and_when_it_is_final(
             tokens in 1usize..300, block_tokens in prop::sample::select(vec![1usize, 16, 32]), layers in 1usize..7,
-            by_units in any::<bool>(), min_bytes in 0usize..40_000, step in 1usize..120, cached in 0usize..300,
+            by_units in any::<bool>(), min_bytes in 0usize..40_000, max_bytes in 0usize..20_000, step in 1usize..120, cached in 0usize..300,
             held in 0usize..20, ticket_after in 0usize..30, seen in prop::collection::vec(any::<bool>(), 1..20),
             told in prop::collection::vec(any::<bool>(), 1..5),
         ) {
             let units = if by_units { layers as u8 } else { 1 };
-            let shape = Shape { tokens, block_tokens, block_bytes: layers * 8 * block_tokens, layers, units, min_bytes };
+            let block_bytes = layers * 8 * block_tokens;
+            let shape = Shape { tokens, block_tokens, block_bytes, layers, units, min_bytes, max_bytes };
             let cached = cached.min(tokens - 1) / block_tokens * block_tokens;
             let held = held.min(shape.blocks());
             let mut plan = Plan::new(shape, held);
@@ -240,7 +249,7 @@ mod tests {
                 }
             }
             prop_assert!(plan.is_complete());
-            prop_assert!(left.iter().enumerate().all(|(block, left)| *left == if block < held { 0 } else { units }));
+            prop_assert!(left[..held].iter().all(|left| *left == 0) && left[held..].iter().all(|left| *left == units));
         }
     }
 }

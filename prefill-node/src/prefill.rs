@@ -17,7 +17,7 @@ use tokio::sync::watch;
 
 use crate::delivery::Delivery;
 use crate::groups::{LayerCost, layer_groups};
-use crate::handoff::{First, Handoffs, Kv};
+use crate::handoff::{First, Kv, Sender};
 use crate::link::LinkSpeed;
 use crate::plan::Progress;
 use crate::pressure::Pressure;
@@ -80,8 +80,8 @@ impl Prefill<'_> {
     ) -> Result<(), Error> {
         let Shared { node, settings, link, .. } = self.shared;
         let (kv, wanted) = (watch::Sender::new(Kv::default()), watch::Sender::new(false));
-        let handoffs = Handoffs { node, request: self.request, server: self.server, push: settings.push, link };
-        let delivery = Delivery::new(&handoffs, events, kv.subscribe(), &wanted, settings.redeliver_wait);
+        let sender = Sender { node, request: self.request, server: self.server, settings: *settings, link };
+        let delivery = Delivery::new(&sender, events, kv.subscribe(), &wanted, settings.redeliver_wait);
         let mut delivered = tokio::select! {
             biased;
             // Complete with its first token: nothing is delivered.

@@ -10,6 +10,8 @@ pub struct Settings {
     pub push: Push,
     /// How long a computed prompt waits for another ticket after a hand-off failed.
     pub redeliver_wait: Duration,
+    /// Before every piece, which are small then; a fault, for tests.
+    pub push_delay: Duration,
 }
 
 /// `--redeliver-wait-ms`.
@@ -17,7 +19,11 @@ pub const REDELIVER_WAIT_MS: u32 = 30_000;
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { push: Push::Overlap, redeliver_wait: Duration::from_millis(REDELIVER_WAIT_MS.into()) }
+        Self {
+            push: Push::Overlap,
+            redeliver_wait: Duration::from_millis(REDELIVER_WAIT_MS.into()),
+            push_delay: Duration::ZERO,
+        }
     }
 }
 

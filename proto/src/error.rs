@@ -24,6 +24,8 @@ pub enum ErrorKind {
     Cancelled,
     /// Two nodes that cannot work together.
     Incompatible,
+    /// The router has declared this incarnation of a node dead: it goes on as a new one or not at all.
+    DeclaredDead,
     /// KV that failed verification: refused, never decoded.
     Corrupt,
     /// A bug of ours.
@@ -41,6 +43,10 @@ pub struct Error {
     /// The request field that is wrong, where there is one.
     pub param: Option<&'static str>,
 }
+
+/// Tells [`ErrorKind::DeclaredDead`] from the other failed preconditions on the wire: the type of a
+/// `google.rpc.PreconditionFailure` violation.
+const DECLARED_DEAD: &str = "INCARNATION_DECLARED_DEAD";
 
 /// Told to clients that are refused for load.
 pub const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -66,6 +72,10 @@ impl From<Error> for Status {
                 let details = ErrorDetails::with_retry_info(Some(RETRY_AFTER));
                 return Status::with_error_details(Code::ResourceExhausted, error.message, details);
             }
+            ErrorKind::DeclaredDead => {
+                let details = ErrorDetails::with_precondition_failure_violation(DECLARED_DEAD, "incarnation", "");
+                return Status::with_error_details(Code::FailedPrecondition, error.message, details);
+            }
             ErrorKind::Unavailable => Code::Unavailable,
             ErrorKind::Aborted => Code::Aborted,
             ErrorKind::DeadlineExceeded => Code::DeadlineExceeded,
@@ -87,6 +97,7 @@ impl From<Status> for Error {
             Code::Aborted => ErrorKind::Aborted,
             Code::DeadlineExceeded => ErrorKind::DeadlineExceeded,
             Code::Cancelled => ErrorKind::Cancelled,
+            Code::FailedPrecondition if declared_dead(&status) => ErrorKind::DeclaredDead,
             Code::FailedPrecondition => ErrorKind::Incompatible,
             Code::DataLoss => ErrorKind::Corrupt,
             Code::Internal | Code::Unimplemented => ErrorKind::Internal,
@@ -95,6 +106,11 @@ impl From<Status> for Error {
         };
         Self::new(kind, status.message())
     }
+}
+
+fn declared_dead(status: &Status) -> bool {
+    let failure = status.get_details_precondition_failure();
+    failure.is_some_and(|failure| failure.violations.iter().any(|violation| violation.r#type == DECLARED_DEAD))
 }
 
 #[cfg(test)]
@@ -113,6 +129,7 @@ mod tests {
             DeadlineExceeded,
             Cancelled,
             Incompatible,
+            DeclaredDead,
             Corrupt,
             Internal,
         ] {

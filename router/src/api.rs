@@ -8,13 +8,13 @@ use std::time::Instant;
 
 use futures::Stream;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
-use tandem_telemetry::Exporter;
+use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::flow::{self, Admission, Limits};
 use crate::membership::Membership;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
 use crate::traces::Traces;
 
@@ -224,7 +224,13 @@ impl Service {
     /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
     pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
         let flow = &self.flow;
-        flow.metrics.text(accept, &flow.membership.totals(), flow.admission.counts(), flow.exporter.dropped())
+        let seen = Seen {
+            nodes: flow.membership.totals(),
+            breakers: flow.membership.breakers(clock::now()),
+            requests: flow.admission.counts(),
+            spans_dropped: flow.exporter.dropped(),
+        };
+        flow.metrics.text(accept, &seen)
     }
 
     /// The node table.

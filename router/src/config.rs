@@ -6,6 +6,8 @@ use std::time::Duration;
 use clap::Parser;
 
 use crate::flow::Limits;
+use crate::flow::replan::MOST_ATTEMPTS;
+use crate::membership::breaker;
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -38,6 +40,18 @@ struct Flags {
     /// Deadline of requests that bring none
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
     max_request_ms: u32,
+    /// Attempts of a request: a node that fails costs one, and another pair goes on with the answer
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_ATTEMPTS)))]
+    max_attempts: u32,
+    /// Time that a request may spend without progress after failures, waiting for nodes included
+    #[arg(long, default_value_t = 30_000)]
+    replan_ms: u32,
+    /// A node that fails so many requests in a row is tried last, for --breaker-open-ms
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    breaker_failures: u32,
+    /// How long such a node is tried last; doubles, up to 30 s, each time that it fails again
+    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
+    breaker_open_ms: u32,
     /// How long running requests may take to end after SIGTERM
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
@@ -60,6 +74,8 @@ pub struct Config {
     pub limits: Limits,
     /// Silence after which a node is dead.
     pub lease: Duration,
+    /// When a node is tried last.
+    pub breakers: breaker::Settings,
     /// Bound of the drain.
     pub drain: Duration,
 }
@@ -84,9 +100,12 @@ impl From<Flags> for Config {
                 max_inflight: flags.max_inflight.into(),
                 max_queue: flags.max_queue.into(),
                 max_request: millis(flags.max_request_ms),
+                max_attempts: flags.max_attempts,
+                replan: millis(flags.replan_ms),
                 ..Limits::default()
             },
             lease: millis(flags.lease_ms),
+            breakers: breaker::Settings { failures: flags.breaker_failures, open: millis(flags.breaker_open_ms) },
             drain: millis(flags.drain_ms),
         }
     }
@@ -101,6 +120,12 @@ mod tests {
         let config: Config = Flags::try_parse_from(["r", "--model", "m.gguf"]).unwrap().into();
         assert_eq!((config.limits.max_queue, config.limits.max_inflight), (256, 512));
         assert_eq!(config.lease, Duration::from_secs(3));
+        assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
+        assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
+        for wrong in [["--max-attempts", "0"], ["--max-attempts", "17"], ["--breaker-failures", "0"]] {
+            let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
+            assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
+        }
         for wrong in [["--lease-ms", "0"], ["--max-inflight", "0"], ["--http", "nowhere"], ["--unknown", "1"]] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");

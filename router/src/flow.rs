@@ -1,19 +1,28 @@
-//! One request, from admission to the last token. This file is the orchestration: it moves events between two calls and
-//! one client, and decides nothing that can be decided elsewhere. Every wait in it is bounded by the request's deadline,
-//! by [`Limits::silence`], or by a node's death.
+//! One request, from admission to the last token. This file is the orchestration: it moves events between a pair of nodes
+//! and one client, gives the request to another pair when a node fails, and decides nothing that can be decided elsewhere.
+//! Every wait in it is bounded by the request's deadline, by [`Limits::silence`], by [`Limits::replan`], or by a node's
+//! death.
 //!
-//! - [`admission`]: who may start. [`legs`]: the two calls. [`exchange`]: what they may say (pure).
+//! - [`check`]: what a request must be (pure). [`admission`]: who may start.
+//! - [`progress`]: the request and its answer so far (pure).
+//! - [`attempt`]: a pair and the calls to it; [`legs`]: the calls; [`exchange`]: what they may say (pure).
+//! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its pair.
 //! - [`timeline`]: the phases that the client waits for (pure). [`record`]: timings and spans (pure).
 pub mod admission;
+pub mod again;
+pub mod attempt;
+pub mod check;
 pub mod exchange;
 pub mod legs;
+pub mod progress;
 pub mod record;
+pub mod replan;
+pub mod seek;
 pub mod timeline;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::StreamExt;
 use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
@@ -21,22 +30,23 @@ use tokio_util::sync::CancellationToken;
 
 pub use admission::Admission;
 
-use crate::api::{self, GenerationEvent, GenerationRequest, Usage};
-use crate::membership::{Membership, Node, Route};
+use crate::api::{GenerationEvent, GenerationRequest, Usage};
+use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
-use crate::select::NoPair;
-use crate::text::ModelText;
+use crate::select::{NoPair, Wish};
+use crate::text::{ModelText, TextStream};
 use crate::traces::Traces;
 use admission::{Entry, Slot};
+use attempt::{Attempt, Happening};
 use exchange::{Exchange, Step};
-use legs::{DecodeLeg, PrefillLeg, Rest};
+use legs::Rest;
+use progress::Progress;
 use record::{Chosen, Identities, Record};
+use replan::{Failure, Replan};
 use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
 pub const CLIENT_QUEUE_EVENTS: usize = 64;
-/// How long a finished answer waits for the prefill node's last message, which carries its spans.
-const LAST_SPANS: Duration = Duration::from_millis(50);
 /// How long nodes that were stopped have for their reports, while the client already has its end.
 const STOPPED_SPANS: Duration = Duration::from_secs(1);
 
@@ -49,8 +59,12 @@ pub struct Limits {
     pub max_queue: usize,
     /// Deadline of a request that brings none.
     pub max_request: Duration,
-    /// Neither leg says anything for so long: the request fails.
+    /// Neither leg says anything for so long: the attempt fails.
     pub silence: Duration,
+    /// Attempts of a request, the first included; at most [`replan::MOST_ATTEMPTS`].
+    pub max_attempts: u32,
+    /// Time that a request may spend without progress after failures of nodes.
+    pub replan: Duration,
     /// The client takes nothing for so long: the request is cancelled.
     pub client_stall: Duration,
 }
@@ -62,6 +76,8 @@ impl Default for Limits {
             max_queue: 256,
             max_request: Duration::from_secs(600),
             silence: Duration::from_secs(120),
+            max_attempts: 4,
+            replan: Duration::from_secs(30),
             client_stall: Duration::from_secs(30),
         }
     }
@@ -92,14 +108,14 @@ type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
 /// Checks the request, takes its place in the queue, and lets it run on a task of its own until `cancel` fires.
 ///
 /// # Errors
-/// As [`api::Service::generate`].
+/// As [`crate::api::Service::generate`].
 pub fn start(
     shared: &Arc<Shared>,
     request: GenerationRequest,
     client: Client,
     cancel: CancellationToken,
 ) -> Result<Identities, Error> {
-    let entry = check(&request, &shared.model)
+    let entry = check::check(&request, &shared.model)
         .and_then(|()| if shared.membership.has_pair() { Ok(()) } else { Err(no_pair(shared)) })
         .and_then(|()| shared.admission.enter())
         .inspect_err(|error| shared.metrics.refused(error.kind))?;
@@ -115,11 +131,22 @@ pub fn start(
         timeline: Timeline::new(request.received),
         tokens: Vec::new(),
         chosen: None,
+        replans: Vec::new(),
         verified: None,
         ended: request.received,
     };
-    let exchange = Exchange::new(request.max_tokens);
-    let run = Run { shared: Arc::clone(shared), request, record, exchange, client, slot: None };
+    let limit = request.received + shared.limits.max_request;
+    let run = Run {
+        deadline: request.deadline.map_or(limit, |deadline| deadline.min(limit)),
+        replan: Replan::new(shared.limits.max_attempts, shared.limits.replan),
+        progress: Progress::new(request, &shared.model),
+        shared: Arc::clone(shared),
+        record,
+        cached_tokens: 0,
+        spans: Vec::new(),
+        client,
+        slot: None,
+    };
     tokio::spawn(run.until_the_end(entry, cancel));
     Ok(identities)
 }
@@ -132,12 +159,36 @@ struct Answered {
     rest: Option<Rest>,
 }
 
+/// How an attempt ended.
+enum End {
+    /// The client has every token.
+    Complete { reason: v1::FinishReason, by: By },
+    /// Another attempt may go on.
+    Failed(Failure),
+}
+
+/// Who ended an answer.
+enum By {
+    /// Decode, which has said all that it has to say.
+    Decode,
+    /// Prefill: its token was all of it.
+    Prefill,
+    /// This side, by a stop string.
+    Router,
+}
+
 /// One running request.
 struct Run {
     shared: Arc<Shared>,
-    request: GenerationRequest,
+    /// The answer so far: what the next attempt goes on from.
+    progress: Progress,
+    deadline: Instant,
     record: Record,
-    exchange: Exchange,
+    /// Prompt tokens that the node of the first token did not have to compute.
+    cached_tokens: u32,
+    replan: Replan,
+    /// The nodes', of all attempts.
+    spans: Vec<v1::Span>,
     client: Client,
     /// Given back when the last word is with the client: the drain waits for it.
     slot: Option<Slot>,
@@ -145,14 +196,14 @@ struct Run {
 
 impl Run {
     async fn until_the_end(mut self, entry: Entry, cancel: CancellationToken) {
-        let limit = self.request.received + self.shared.limits.max_request;
-        let deadline = self.request.deadline.map_or(limit, |deadline| deadline.min(limit));
         // Leaving this block without an answer drops both legs, which cancels the work on both nodes.
         let outcome = tokio::select! {
             biased;
             () = cancel.cancelled() => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
-            () = tokio::time::sleep_until(deadline.into()) => Err(Error::new(ErrorKind::DeadlineExceeded, String::new())),
-            outcome = self.answer(entry, deadline) => outcome,
+            () = tokio::time::sleep_until(self.deadline.into()) => {
+                Err(Error::new(ErrorKind::DeadlineExceeded, String::new()))
+            }
+            outcome = self.answer(entry) => outcome,
         };
         let phase = self.record.timeline.phase().as_str();
         let outcome = outcome.map_err(|error| match error.kind {
@@ -164,97 +215,83 @@ impl Run {
         self.conclude(outcome).await;
     }
 
-    async fn answer(&mut self, entry: Entry, deadline: Instant) -> Result<Answered, Error> {
+    /// Attempt after attempt, until the answer is complete or there is no other attempt.
+    async fn answer(&mut self, entry: Entry) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
         self.record.timeline.end_phase(clock::now());
         let route = self.route()?;
-        let prefill = PrefillLeg::open(&route.prefill, self.spec(Phase::Prefill, deadline));
-        let decode = DecodeLeg::open(
-            &route.decode,
-            v1::DecodeStart {
-                spec: Some(self.spec(Phase::Decode, deadline)),
-                prefill_incarnation: route.prefill.info.incarnation,
-                route_traceparent: self.record.identities.of(Phase::Route).to_string(),
-            },
-        );
+        let mut attempt = self.open(route);
         self.record.timeline.end_phase(clock::now());
-        self.relay(&route, prefill, decode).await
+        // One for all attempts: characters and stop strings go across their borders.
+        let text = self.shared.model.decoder(&self.progress.request.stop);
+        let mut text = text.not_within(self.progress.request.sampling.min_tokens);
+        loop {
+            let failure = match self.relay(&mut attempt, &mut text).await? {
+                End::Complete { reason, by } => {
+                    let rest = self.complete(attempt, by).await;
+                    return Ok(Answered { reason, text: text.finish(), rest });
+                }
+                End::Failed(failure) => failure,
+            };
+            if let Some(reason) = self.progress.is_complete() {
+                let rest = self.complete(attempt, By::Router).await;
+                return Ok(Answered { reason, text: text.finish(), rest });
+            }
+            attempt = self.again(attempt, failure).await?;
+        }
     }
 
     fn route(&mut self) -> Result<Route, Error> {
-        let routed = self.shared.membership.route(self.record.prompt_tokens, self.request.max_tokens);
+        let now = clock::now();
+        let (tokens, wish) = (self.progress.tokens(), Wish::default());
+        let routed = self.shared.membership.route(tokens.prompt, tokens.max, &wish, now);
         let route = routed.map_err(|why| refusal(&why))?;
         self.record.chosen = Some(Chosen {
             prefill: route.prefill.info.node_id.clone(),
             decode: route.decode.info.node_id.clone(),
             candidates: route.candidates.clone(),
-            at: clock::now(),
+            at: now,
         });
         Ok(route)
     }
 
-    /// Moves events until the answer is complete or a leg fails.
-    async fn relay(
-        &mut self,
-        route: &Route,
-        mut prefill: PrefillLeg,
-        mut decode: DecodeLeg,
-    ) -> Result<Answered, Error> {
-        let text = self.shared.model.decoder(&self.request.stop);
-        let mut text = text.not_within(self.request.sampling.min_tokens);
-        let silence = self.shared.limits.silence;
-        let (mut prefill_died, mut decode_died) =
-            (std::pin::pin!(route.prefill.died()), std::pin::pin!(route.decode.died()));
-        let mut prefill_open = true;
+    /// Moves events until the answer is complete or the attempt fails.
+    ///
+    /// # Errors
+    /// What ends the request.
+    async fn relay(&mut self, attempt: &mut Attempt, text: &mut TextStream) -> Result<End, Error> {
         loop {
-            let step = tokio::select! {
-                why = &mut decode_died => return Err(self.lost(&route.decode, &why)),
-                why = &mut prefill_died, if self.exchange.needs_prefill() => return Err(self.lost(&route.prefill, &why)),
-                event = prefill.events.next(), if prefill_open => match event {
-                    Some(Ok(event)) => self.exchange.on_prefill(event).map_err(|e| self.failed(&route.prefill, &e))?,
-                    // Decode has all it needs: what is missing now is only prefill's report.
-                    ended if !self.exchange.needs_prefill() => {
-                        tracing::debug!(?ended, "prefill leg ended");
-                        prefill_open = false;
-                        Step::Wait
-                    }
-                    ended => return Err(self.failed(&route.prefill, &cause(ended))),
-                },
-                event = decode.events.next(), if self.exchange.takes_decode() => match event {
-                    Some(Ok(event)) => self.exchange.on_decode(event).map_err(|e| self.failed(&route.decode, &e))?,
-                    ended => return Err(self.failed(&route.decode, &cause(ended))),
-                },
-                () = tokio::time::sleep(silence) => return Err(self.silent(route)),
+            let happening = attempt.next(self.shared.limits.silence).await;
+            self.spans.append(&mut attempt.exchange.spans);
+            let step = match happening {
+                Ok(Happening::Step(step)) => step,
+                Ok(Happening::Sought(sought)) => {
+                    self.go_on(attempt, sought)?;
+                    continue;
+                }
+                Err(failure) => return Ok(End::Failed(failure)),
             };
             match step {
-                Step::Wait => {}
-                Step::Deliver(ticket) => prefill.deliver(ticket),
-                Step::Verified => self.verified(),
+                // The last two are failures, which the attempt has told.
+                Step::Wait | Step::Undelivered(_) | Step::Spent => {}
+                Step::Deliver(ticket) => attempt.deliver(ticket),
+                Step::Verified => {
+                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv));
+                    self.verified(&attempt.exchange);
+                }
                 Step::Token { id, logprob, top, finished } => {
                     let step = text.push(id);
                     let stopped = step.stopped.then_some(v1::FinishReason::Stop);
                     let index = self.record.completion_tokens();
                     self.send_token(GenerationEvent::Token { id, text: step.text, logprob, top, index }).await?;
-                    self.verified();
+                    self.progress.sent.push(id);
+                    self.progressed(attempt);
                     if let Some(reason) = stopped.or(finished) {
-                        decode.stop(finished.is_some() || !self.exchange.hands_off());
-                        if !self.exchange.hands_off() {
-                            prefill.stop();
-                        }
-                        self.complete();
-                        if finished.is_some() {
-                            self.last_spans(&mut prefill).await;
-                        }
-                        let prefill = (prefill_open && self.exchange.delivered.is_none()).then_some(prefill);
-                        let rest = Some(Rest { prefill, decode });
-                        return Ok(Answered { reason, text: text.finish(), rest });
+                        let by = if finished.is_some() { By::Prefill } else { By::Router };
+                        return Ok(End::Complete { reason, by });
                     }
                 }
-                Step::Finished(reason) => {
-                    self.complete();
-                    self.last_spans(&mut prefill).await;
-                    return Ok(Answered { reason, text: text.finish(), rest: None });
-                }
+                Step::Finished(reason) => return Ok(End::Complete { reason, by: By::Decode }),
             }
         }
     }
@@ -278,33 +315,49 @@ impl Run {
         }
     }
 
+    /// The client has another token. That ends an outage unless decode is still being sought.
+    fn progressed(&mut self, attempt: &Attempt) {
+        if self.progress.sent.len() == 1 {
+            self.cached_tokens = attempt.exchange.cached_tokens;
+        }
+        if !attempt.seeks_decode() {
+            self.replan.progressed(clock::now());
+        }
+        self.verified(&attempt.exchange);
+    }
+
     /// The transfer is over for the client when decode has verified *and* the first token is out.
-    fn verified(&mut self) {
+    fn verified(&mut self, exchange: &Exchange) {
         let Record { timeline, verified, .. } = &mut self.record;
-        if self.exchange.verified.is_some() && timeline.phase() == Phase::Transfer {
+        if exchange.verified.is_some() && timeline.phase() == Phase::Transfer {
             timeline.end_phase(clock::now());
-            verified.clone_from(&self.exchange.verified);
+            verified.clone_from(&exchange.verified);
         }
     }
 
-    /// The client has every token.
-    fn complete(&mut self) {
+    /// The client has every token; what the nodes have still to report is left.
+    async fn complete(&mut self, mut attempt: Attempt, by: By) -> Option<Rest> {
         self.record.ended = clock::now();
-        if self.record.timeline.phase() == Phase::Decode {
-            self.record.timeline.end_phase(self.record.ended);
+        let timeline = &mut self.record.timeline;
+        // Without a verification, in spite of further tokens, when each came from another prefill node.
+        if timeline.phase() == Phase::Transfer && self.progress.sent.len() > 1 {
+            timeline.end_phase(self.record.ended);
         }
-    }
-
-    /// Prefill's last message carries its spans and is nearly always there already.
-    async fn last_spans(&mut self, prefill: &mut PrefillLeg) {
-        let exchange = &mut self.exchange;
-        let last = async {
-            while exchange.delivered.is_none()
-                && let Some(Ok(event)) = prefill.events.next().await
-                && exchange.on_prefill(event).is_ok()
-            {}
+        if timeline.phase() == Phase::Decode {
+            timeline.end_phase(self.record.ended);
+        }
+        let (rest, mut spans) = match by {
+            By::Decode => {
+                attempt.last_spans().await;
+                (None, std::mem::take(&mut attempt.exchange.spans))
+            }
+            By::Prefill | By::Router => {
+                let (rest, spans) = attempt.stop(matches!(by, By::Prefill)).await;
+                (Some(rest), spans)
+            }
         };
-        let _ = tokio::time::timeout(LAST_SPANS, last).await;
+        self.spans.append(&mut spans);
+        rest
     }
 
     /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace. Only
@@ -321,7 +374,7 @@ impl Run {
             own.iter().for_each(|span| shared.exporter.export(span.clone()));
         }
         let trace_id = record.identities.root.trace_id;
-        shared.traces.finish(trace_id, own.into_iter().chain(std::mem::take(&mut self.exchange.spans)));
+        shared.traces.finish(trace_id, own.into_iter().chain(std::mem::take(&mut self.spans)));
         shared.metrics.ended(record, reason);
         if let Err(error) = &outcome {
             let (request, phase) = (&record.request_id, record.timeline.phase().as_str());
@@ -334,7 +387,7 @@ impl Run {
                 prompt: record.prompt_tokens,
                 completion: record.completion_tokens(),
                 // A node's word: never more than there is.
-                cached: self.exchange.cached_tokens.min(record.prompt_tokens),
+                cached: self.cached_tokens.min(record.prompt_tokens),
             },
             timings: Box::new(record.timings()),
             trace_id: record.identities.root.trace_id_hex(),
@@ -347,48 +400,11 @@ impl Run {
         }
         drop(self.slot);
     }
-
-    fn spec(&self, phase: Phase, deadline: Instant) -> v1::RequestSpec {
-        v1::RequestSpec {
-            request_id: self.request.request_id.clone(),
-            prompt: self.request.prompt_ids.clone(),
-            sampling: Some(self.request.sampling.clone()),
-            max_tokens: self.request.max_tokens,
-            ignore_eos: self.request.ignore_eos,
-            stop_token_ids: self.shared.model.stop_token_ids(&self.request.stop_token_ids, self.request.ignore_eos),
-            deadline_unix_ns: clock().unix_ns(deadline),
-            traceparent: self.record.identities.of(phase).to_string(),
-            output_tokens: 0,
-        }
-    }
-
-    fn failed(&self, node: &Node, cause: &Error) -> Error {
-        legs::failed(node, self.record.timeline.phase(), cause, !self.record.tokens.is_empty())
-    }
-
-    fn lost(&self, node: &Node, why: &str) -> Error {
-        self.failed(node, &Error::new(ErrorKind::Unavailable, format!("the node was lost, {why}")))
-    }
-
-    fn silent(&self, route: &Route) -> Error {
-        let waits_for_prefill = self.exchange.needs_prefill();
-        let node = if waits_for_prefill { &route.prefill } else { &route.decode };
-        let why = format!("it said nothing for {:?}", self.shared.limits.silence);
-        self.failed(node, &Error::new(ErrorKind::Unavailable, why))
-    }
-}
-
-/// Why a leg's stream has no further event.
-fn cause<T>(ended: Option<Result<T, tonic::Status>>) -> Error {
-    match ended {
-        Some(Err(status)) => status.into(),
-        Some(Ok(_)) | None => Error::new(ErrorKind::Unavailable, "it ended the call too early"),
-    }
 }
 
 fn no_pair(shared: &Shared) -> Error {
     // The cheapest request: its refusal is about the nodes alone.
-    match shared.membership.route(1, 1) {
+    match shared.membership.route(1, 1, &Wish::default(), clock::now()) {
         Err(why) => refusal(&why),
         Ok(_) => Error::new(ErrorKind::Unavailable, "no pair of nodes was available; one has just come: try again"),
     }
@@ -400,37 +416,6 @@ fn refusal(why: &NoPair) -> Error {
         NoPair::TooLarge { .. } => ErrorKind::InvalidArgument,
     };
     Error::new(kind, why.to_string())
-}
-
-fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error> {
-    let (prompt, context) = (request.prompt_ids.len(), model.context_len as usize);
-    if prompt == 0 {
-        return Err(Error::invalid("prompt", "the prompt has no tokens"));
-    }
-    if let Some(id) = request.prompt_ids.iter().find(|id| **id >= model.vocab_size()) {
-        let message = format!("token id {id} is outside the vocabulary of {} tokens", model.vocab_size());
-        return Err(Error::invalid("prompt", message));
-    }
-    if prompt >= context {
-        let message = format!("the prompt has {prompt} tokens, the context of {} holds {context}", model.model_name);
-        return Err(Error::invalid("prompt", message));
-    }
-    if request.max_tokens == 0 || prompt + request.max_tokens as usize > context {
-        let message =
-            format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
-        return Err(Error::invalid("max_tokens", message));
-    }
-    request.sampling.check(model.vocab_size())?;
-    request.sampling.check_min_tokens(request.max_tokens)?;
-    let too_long = |text: &String| text.is_empty() || text.len() > api::MAX_STOP_BYTES;
-    if request.stop.len() > api::MAX_STOP_STRINGS || request.stop.iter().any(too_long) {
-        let (strings, bytes) = (api::MAX_STOP_STRINGS, api::MAX_STOP_BYTES);
-        return Err(Error::invalid("stop", format!("at most {strings} stop strings of 1 to {bytes} bytes")));
-    }
-    if request.stop_token_ids.len() > api::MAX_STOP_TOKENS {
-        return Err(Error::invalid("stop_token_ids", format!("at most {} stop tokens", api::MAX_STOP_TOKENS)));
-    }
-    Ok(())
 }
 
 #[cfg(test)]

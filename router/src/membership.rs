@@ -3,7 +3,11 @@
 //! everything that depends on it. The gRPC service that fills the table is [`join`]; who gets a request is
 //! [`crate::select`]'s matter.
 //!
-//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
+//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A dead
+//! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
+//! requests is alive, but tried last for a while ([`breaker`]).
+pub mod breaker;
+pub mod fence;
 pub mod join;
 mod reach;
 mod table;
@@ -14,10 +18,12 @@ use tandem_telemetry::clock;
 
 use serde_json::json;
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
-use crate::select::{Candidate, Need, NoPair, Role};
+use crate::select::{Candidate, Need, NoPair, Role, Wish};
+use breaker::Circuit;
 pub use reach::Calls;
 use reach::{Reach, Reaching};
 use table::{Share, Table};
@@ -88,6 +94,8 @@ impl Node {
 #[derive(Clone, Debug)]
 pub struct Membership {
     table: Arc<Mutex<Table>>,
+    /// Nodes came or went.
+    changed: Arc<watch::Sender<()>>,
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
@@ -102,8 +110,34 @@ pub struct Route {
     pub decode: Arc<Node>,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
+    /// By role.
     shares: [Share; 2],
     table: Arc<Mutex<Table>>,
+}
+
+impl Route {
+    /// Whether nothing but load spoke against this pair.
+    pub fn is_sound(&self) -> bool {
+        self.candidates.first().is_some_and(Candidate::is_sound)
+    }
+
+    /// The node of `role` did its part.
+    pub fn succeeded(&mut self, role: Role) {
+        lock(&self.table).succeeded(&mut self.shares[role as usize]);
+    }
+
+    /// The node of `role` failed.
+    pub fn failed(&mut self, role: Role, now: Instant) {
+        lock(&self.table).failed(&mut self.shares[role as usize], now);
+    }
+
+    /// The node of `role`.
+    pub fn node(&self, role: Role) -> &Arc<Node> {
+        match role {
+            Role::Prefill => &self.prefill,
+            Role::Decode => &self.decode,
+        }
+    }
 }
 
 impl Drop for Route {
@@ -129,10 +163,25 @@ pub struct Totals {
     pub total_blocks: u64,
 }
 
+/// The nodes' circuit breakers, for metrics.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Breakers {
+    /// Of each node: its role, its name, its breaker's state.
+    pub nodes: Vec<(Role, String, Circuit)>,
+    /// How often one opened, by role.
+    pub opened: [u64; 2],
+}
+
 impl Membership {
     /// An empty table. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
-        Self { table: Arc::new(Mutex::new(Table::default())), expected, lease, reaching: Reaching::default() }
+        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default())));
+        Self { table, changed: Arc::default(), expected, lease, reaching: Reaching::default() }
+    }
+
+    /// An empty table with other settings for the nodes' circuit breakers.
+    pub fn with_breakers(self, settings: breaker::Settings) -> Self {
+        Self { table: Arc::new(Mutex::new(Table::new(settings))), ..self }
     }
 
     /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is. For
@@ -149,12 +198,14 @@ impl Membership {
     /// Enters a node. A node of the same name is replaced: its requests end.
     ///
     /// # Errors
-    /// `Incompatible` for a field or digest that is wrong or another block size than the other nodes', `Overloaded` when
-    /// the table is full.
+    /// `Incompatible` for a field or digest that is wrong or another block size than the other nodes', `DeclaredDead` for an
+    /// incarnation that was, `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
         let reach = self.reaching.reach(&info, endpoint);
-        lock(&self.table).insert(|session| Node::new(session, role, info, reach), now)
+        let node = lock(&self.table).insert(|session| Node::new(session, role, info, reach), now);
+        self.changed.send_replace(());
+        node
     }
 
     /// Takes a load report.
@@ -170,6 +221,7 @@ impl Membership {
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
         lock(&self.table).leave(session, why);
+        self.changed.send_replace(());
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
@@ -179,7 +231,9 @@ impl Membership {
 
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
-        lock(&self.table).expire(now, self.lease);
+        if lock(&self.table).expire(now, self.lease) {
+            self.changed.send_replace(());
+        }
     }
 
     /// Calls [`Self::expire`] often enough that death is seen within a tenth of the lease. Ends never.
@@ -191,22 +245,27 @@ impl Membership {
         }
     }
 
+    /// Tells when nodes come and go: what happened before this call is known to the receiver.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
     /// Picks the pair for a request and books its work on both nodes.
     ///
     /// # Errors
     /// [`NoPair`].
-    pub fn route(&self, prompt_tokens: u32, max_tokens: u32) -> Result<Route, NoPair> {
+    pub fn route(&self, prompt_tokens: u32, max_tokens: u32, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
         let mut table = lock(&self.table);
         let total_tokens = prompt_tokens.saturating_add(max_tokens);
         let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens() };
-        let (prefill, decode, candidates, shares) = table.route(&need)?;
+        let (prefill, decode, candidates, shares) = table.route(&need, wish, now)?;
         drop(table);
         Ok(Route { prefill, decode, candidates, shares, table: Arc::clone(&self.table) })
     }
 
     /// Whether a compatible pair is there that takes new work.
     pub fn has_pair(&self) -> bool {
-        lock(&self.table).has_pair()
+        lock(&self.table).has_pair(clock::now())
     }
 
     /// Sums over all nodes.
@@ -214,9 +273,14 @@ impl Membership {
         lock(&self.table).totals()
     }
 
+    /// The state of all circuit breakers at `now`.
+    pub fn breakers(&self, now: Instant) -> Breakers {
+        lock(&self.table).breakers(now)
+    }
+
     /// The nodes as `/debug/cluster` shows them, by name.
     pub fn json(&self) -> serde_json::Value {
-        json!({ "lease_ms": self.lease.as_millis() as u64, "nodes": lock(&self.table).json() })
+        json!({ "lease_ms": self.lease.as_millis() as u64, "nodes": lock(&self.table).json(clock::now()) })
     }
 }
 

@@ -17,8 +17,11 @@ use tandem_proto::{Error, ErrorKind, v1};
 
 use crate::flow::admission::Counts;
 use crate::flow::record::{Record, reason_text};
+use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
-use crate::membership::Totals;
+use crate::membership::breaker::Circuit;
+use crate::membership::{Breakers, Totals};
+use crate::select::Role;
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
@@ -41,6 +44,24 @@ struct Finished {
 struct NodeRole {
     /// `role` is this process's own.
     node_role: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Replanned {
+    node_role: &'static str,
+    cause: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Exhausted {
+    bound: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct NodeInstance {
+    node_role: &'static str,
+    /// `instance` is this process's own.
+    node_instance: String,
 }
 
 /// Points from a histogram's bucket to a trace.
@@ -73,7 +94,35 @@ struct Own {
     inflight: Gauge,
     queued: Gauge,
     nodes: Family<NodeRole, Gauge>,
+    replans: Family<Replanned, Counter>,
+    replan_exhausted: Family<Exhausted, Counter>,
+    waiting_for_node: Gauge,
+    breaker_state: Family<NodeInstance, Gauge>,
+    breaker_opened: Family<NodeRole, Counter>,
     spans_dropped: Counter,
+}
+
+/// A request that waits for a node; counted until it is dropped.
+#[derive(Debug)]
+pub struct WaitsForNode(Gauge);
+
+impl Drop for WaitsForNode {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// What is looked at when somebody scrapes.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    /// Sums over the nodes.
+    pub nodes: Totals,
+    /// Their circuit breakers.
+    pub breakers: Breakers,
+    /// Requests by state.
+    pub requests: Counts,
+    /// Spans that no collector took.
+    pub spans_dropped: u64,
 }
 
 #[derive(Clone)]
@@ -120,16 +169,33 @@ impl Metrics {
         self.vllm.observe(record, result.ok());
     }
 
+    /// Decode has verified a hand-off.
+    pub fn handed_off(&self, kv: &v1::Verified) {
+        self.own.handoffs.inc();
+        self.own.kv_bytes.inc_by(kv.bytes);
+    }
+
+    /// A request goes on with another pair after this failure.
+    pub fn replanned(&self, failure: &Failure) {
+        let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
+        self.own.replans.get_or_create(&of).inc();
+    }
+
+    /// A request failed because there were enough attempts, or they took long enough.
+    pub fn replan_exhausted(&self, bound: Bound) {
+        self.own.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() }).inc();
+    }
+
+    /// A request waits until a node comes, or until it may try one again.
+    pub fn waits_for_node(&self) -> WaitsForNode {
+        self.own.waiting_for_node.inc();
+        WaitsForNode(self.own.waiting_for_node.clone())
+    }
+
     /// The content type and the text for a scraper with this `Accept` header.
-    pub fn text(
-        &self,
-        accept: Option<&str>,
-        nodes: &Totals,
-        requests: Counts,
-        spans_dropped: u64,
-    ) -> (&'static str, String) {
-        self.own.set(nodes, requests, spans_dropped);
-        self.vllm.set(nodes, requests);
+    pub fn text(&self, accept: Option<&str>, seen: &Seen) -> (&'static str, String) {
+        self.own.set(seen);
+        self.vllm.set(&seen.nodes, seen.requests);
         let mut text = String::new();
         if encode(&mut text, &self.registry).is_err() {
             tracing::error!("metrics could not be written");
@@ -157,6 +223,11 @@ impl Own {
             inflight: Gauge::default(),
             queued: Gauge::default(),
             nodes: Family::default(),
+            replans: Family::default(),
+            replan_exhausted: Family::default(),
+            waiting_for_node: Gauge::default(),
+            breaker_state: Family::default(),
+            breaker_opened: Family::default(),
             spans_dropped: Counter::default(),
         };
         registry.register("tandem_requests", "Requests by outcome", own.requests.clone());
@@ -175,6 +246,23 @@ impl Own {
         registry.register("tandem_inflight_requests", "Requests that run", own.inflight.clone());
         registry.register("tandem_queued_requests", "Requests that wait for admission", own.queued.clone());
         registry.register("tandem_nodes", "Registered nodes", own.nodes.clone());
+        registry.register("tandem_replans", "Requests that went on with another pair of nodes", own.replans.clone());
+        registry.register(
+            "tandem_replan_exhausted",
+            "Requests that failed because attempts or time were used up",
+            own.replan_exhausted.clone(),
+        );
+        registry.register(
+            "tandem_waiting_for_node_requests",
+            "Running requests that wait for a node to join or to be tried again",
+            own.waiting_for_node.clone(),
+        );
+        registry.register(
+            "tandem_breaker_state",
+            "Circuit breaker of a node: 0 closed, 1 half-open, 2 open",
+            own.breaker_state.clone(),
+        );
+        registry.register("tandem_breaker_opened", "Circuit breakers that opened", own.breaker_opened.clone());
         registry.register("tandem_spans_dropped", "Spans that no collector took", own.spans_dropped.clone());
         own
     }
@@ -191,23 +279,36 @@ impl Own {
             self.handoff_gap.observe(seconds(gap));
         }
         record.gaps().for_each(|gap| self.itl.observe(seconds(gap)));
-        if let Some(kv) = &record.verified {
+        if record.verified.is_some() {
             self.transfer_exposed.observe(seconds(record.timeline.length(Phase::Transfer)));
-            self.handoffs.inc();
-            self.kv_bytes.inc_by(kv.bytes);
         }
         if complete {
             self.e2e.observe(seconds(record.e2e()), exemplar(), None);
         }
     }
 
-    fn set(&self, nodes: &Totals, requests: Counts, spans_dropped: u64) {
+    fn set(&self, seen: &Seen) {
+        let Seen { nodes, breakers, requests, spans_dropped } = seen;
         self.inflight.set(whole(requests.inflight));
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());
+        // Nodes that are gone leave no series behind.
+        self.breaker_state.clear();
+        for (role, node, circuit) in &breakers.nodes {
+            let of = NodeInstance { node_role: role.as_str(), node_instance: node.clone() };
+            self.breaker_state.get_or_create(&of).set(match circuit {
+                Circuit::Closed => 0,
+                Circuit::HalfOpen => 1,
+                Circuit::Open => 2,
+            });
+        }
+        for role in [Role::Prefill, Role::Decode] {
+            let counter = self.breaker_opened.get_or_create(&NodeRole { node_role: role.as_str() });
+            counter.inner().store(breakers.opened[role as usize], Ordering::Relaxed);
+        }
         // The exporter counts; this only shows it.
-        self.spans_dropped.inner().store(spans_dropped, Ordering::Relaxed);
+        self.spans_dropped.inner().store(*spans_dropped, Ordering::Relaxed);
     }
 }
 
@@ -314,6 +415,7 @@ fn outcome(kind: ErrorKind) -> &'static str {
         ErrorKind::DeadlineExceeded => "deadline_exceeded",
         ErrorKind::Cancelled => "cancelled",
         ErrorKind::Incompatible => "incompatible",
+        ErrorKind::DeclaredDead => "declared_dead",
         ErrorKind::Corrupt => "corrupt",
         ErrorKind::Internal => "internal",
     }
@@ -335,7 +437,10 @@ mod tests {
         let metrics = Metrics::new("m", "r0");
         metrics.refused(ErrorKind::Overloaded);
         metrics.own.ttft.observe(0.02, Some(Exemplar { trace_id: "abc".into() }), None);
-        metrics.text(accept, &Totals::default(), Counts::default(), 0).1
+        let breakers = Breakers { nodes: vec![(Role::Decode, "d0".into(), Circuit::Open)], opened: [0, 3] };
+        metrics.replan_exhausted(Bound::Time);
+        let _waits = metrics.waits_for_node();
+        metrics.text(accept, &Seen { breakers, ..Seen::default() }).1
     }
 
     #[test]
@@ -349,6 +454,10 @@ mod tests {
             "vllm:prompt_tokens_total{model_name=\"m\"} 0",
             "# TYPE tandem_spans_dropped_total counter",
             "# TYPE tandem_ttft_seconds histogram",
+            "tandem_breaker_state{role=\"router\",instance=\"r0\",node_role=\"decode\",node_instance=\"d0\"} 2",
+            "tandem_breaker_opened_total{role=\"router\",instance=\"r0\",node_role=\"decode\"} 3",
+            "tandem_replan_exhausted_total{role=\"router\",instance=\"r0\",bound=\"time\"} 1",
+            "tandem_waiting_for_node_requests{role=\"router\",instance=\"r0\"} 1",
             "tandem_ttft_seconds_bucket{role=\"router\",instance=\"r0\",le=\"0.025\"} 1",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}\n{text}");

@@ -5,6 +5,7 @@
 //! - [`corruption`]: damaged KV is refused.
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`traces`]: one tree of spans whose parts add up.
+//! - [`streams`]: many streams lose a node and go on.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
 
@@ -13,5 +14,6 @@ mod corruption;
 mod failures;
 mod first_light;
 mod sampling;
+mod streams;
 mod tool;
 mod traces;

@@ -3,11 +3,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use rand::rngs::StdRng;
 use rand::Rng;
-use tandem_kvtransfer::{Arena, Transport};
+use rand::rngs::StdRng;
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_kvtransfer::transport::Faults;
+use tandem_kvtransfer::{Arena, Transport};
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_prefill_node::Settings;
 use tandem_proto::v1::decode_client::DecodeClient;
@@ -67,7 +67,7 @@ impl Pair {
     pub fn start_decode(&self, spec: &RequestSpec) -> DecodeCommand {
         let start = DecodeStart {
             spec: Some(spec.clone()),
-            prefill_incarnation: self.prefill.incarnation.0,
+            prefill_incarnation: self.prefill.incarnation().0,
             route_traceparent: TRACEPARENT.to_owned(),
         };
         DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }
@@ -190,7 +190,8 @@ impl Nodes {
     /// A decode node, and its transport to kill.
     pub async fn decode(&self) -> (Arc<Node>, DecodeClient<Channel>, Arc<MemTransport>) {
         let mut transport = None;
-        let decode = Node::start_with(&config(Role::Decode, &self.flags), |arena| {
+        let config = config(Role::Decode, &self.flags);
+        let decode = Node::start_with(&config, |arena| {
             let opened = MemTransport::new(&self.network, arena, MemFaults::default());
             transport = Some(opened.clone());
             Ok(opened)
@@ -281,4 +282,3 @@ pub fn spec(rng: &mut StdRng, prompt_tokens: usize, max_tokens: u32) -> RequestS
         ..RequestSpec::default()
     }
 }
-

@@ -8,24 +8,27 @@ use super::config::LlamaConfig;
 use super::rope::RowOrder;
 use crate::error::EngineError;
 use crate::executor::LayersDone;
-use crate::ops::attention::{Chunk, Queries, attention};
+use crate::ops::attention::{Attention, Chunk, Queries, Sequences};
 use crate::ops::kv::{KvArena, Place};
 use crate::ops::matmul::{Output, PackedMatrix, matmul};
 use crate::ops::rows::{Rotations, add_to_rows, norm_heads, rms_norm, swiglu};
 use crate::ops::simd::Isa;
 
 /// A step's tokens, all sequences stacked.
-pub struct Step<'a> {
+#[derive(Debug, Default)]
+pub struct Step {
     /// One a row.
-    pub tokens: &'a [u32],
+    pub tokens: Vec<u32>,
     /// Of each row in its sequence.
-    pub positions: &'a [usize],
+    pub positions: Vec<usize>,
     /// Where each row's K and V go.
-    pub places: &'a [Place],
-    /// Which rows are of one sequence.
-    pub chunks: &'a [Chunk<'a>],
+    pub places: Vec<Place>,
+    /// The sequences' blocks.
+    pub blocks: Vec<u32>,
+    /// Which rows and which blocks are of one sequence.
+    pub chunks: Vec<Chunk>,
     /// Rows whose logits are wanted.
-    pub logits_of: &'a [usize],
+    pub logits_of: Vec<usize>,
 }
 
 /// A model in memory.
@@ -59,7 +62,6 @@ struct Layer {
 }
 
 /// The step's intermediate matrices, kept to save their allocation.
-#[derive(Default)]
 struct Buffers {
     hidden: Vec<f32>,
     normed: Vec<f32>,
@@ -68,6 +70,8 @@ struct Buffers {
     gate_up: Vec<f32>,
     activated: Vec<f32>,
     part: Vec<f32>,
+    rotations: Rotations,
+    attention: Attention,
 }
 
 impl Llama {
@@ -83,12 +87,12 @@ impl Llama {
         let layers = (0..config.layers).map(|layer| Layer::load(weights, &config, layer)).collect::<Result<_, _>>()?;
         weights.finish()?;
         let (frequencies, isa) = (config.rope.frequencies(config.head_dim), Isa::detect());
-        Ok(Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers: Buffers::default() })
+        Ok(Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers: Buffers::new(isa) })
     }
 
     /// The same model computed by `isa`'s kernels, its weights kept as those want them ([`PackedMatrix::fitted`]).
     pub fn with_isa(mut self, isa: Isa) -> Self {
-        self.isa = isa;
+        (self.isa, self.buffers) = (isa, Buffers::new(isa));
         if isa.rounds() {
             // Beside a head, the embedding is looked up only and needs no second copy.
             self.embedding = if self.head.is_some() { self.embedding.rounded() } else { self.embedding.fitted(isa) };
@@ -113,16 +117,16 @@ impl Llama {
     ///
     /// # Panics
     /// If tokens, positions, places, chunks or `logits` are out of range or do not fit together.
-    pub fn forward(&mut self, kv: &KvArena, step: &Step<'_>, logits: &mut [f32], layers_done: &mut LayersDone<'_>) {
+    pub fn forward(&mut self, kv: &KvArena, step: &Step, logits: &mut [f32], layers_done: &mut LayersDone<'_>) {
         let Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers } = self;
         let (isa, rows, hidden) = (*isa, step.tokens.len(), config.hidden);
-        let rotations = Rotations::new(step.positions, frequencies);
         buffers.resize(config, rows);
-        for (row, &token) in buffers.hidden.chunks_exact_mut(hidden).zip(step.tokens) {
+        buffers.rotations.turn_to(&step.positions, frequencies);
+        for (row, &token) in buffers.hidden.chunks_exact_mut(hidden).zip(&step.tokens) {
             embedding.column(token as usize, row);
         }
         for (index, layer) in layers.iter().enumerate() {
-            layer.attend(isa, config, index, kv, step, &rotations, buffers);
+            layer.attend(isa, config, index, kv, step, buffers);
             // Every kernel has joined its threads by now, so that what they wrote happens before whatever follows here.
             layers_done(index + 1);
             layer.feed_forward(isa, config, buffers);
@@ -201,17 +205,8 @@ impl Layer {
     }
 
     #[allow(clippy::too_many_arguments, reason = "the step's context, in one place only")]
-    fn attend(
-        &self,
-        isa: Isa,
-        config: &LlamaConfig,
-        index: usize,
-        kv: &KvArena,
-        step: &Step<'_>,
-        rotations: &Rotations,
-        buffers: &mut Buffers,
-    ) {
-        let Buffers { hidden, normed, qkv, attended, part, .. } = buffers;
+    fn attend(&self, isa: Isa, config: &LlamaConfig, index: usize, kv: &KvArena, step: &Step, buffers: &mut Buffers) {
+        let Buffers { hidden, normed, qkv, attended, part, rotations, attention, .. } = buffers;
         let stride = config.qkv_width();
         rms_norm(isa, hidden, &self.attention_norm, config.norm_eps, normed);
         self.qkv.multiply(isa, normed, qkv, part);
@@ -222,9 +217,10 @@ impl Layer {
             norm_heads(isa, qkv, stride, config.head_dim, weights, config.norm_eps);
         }
         rotations.apply(qkv, stride, config.heads + config.kv_heads);
-        kv.write(index, qkv, stride, step.places);
+        kv.write(index, qkv, stride, &step.places);
         let queries = Queries { values: qkv, stride, heads: config.heads, window: self.window };
-        attention(isa, kv, index, step.chunks, queries, attended);
+        let sequences = Sequences { blocks: &step.blocks, chunks: &step.chunks };
+        attention.compute(kv, index, sequences, queries, attended);
         matmul(isa, attended, &self.attention_out, hidden, Output::Add);
     }
 
@@ -238,6 +234,12 @@ impl Layer {
 }
 
 impl Buffers {
+    fn new(isa: Isa) -> Self {
+        let [hidden, normed, qkv, attended, gate_up, activated, part] = Default::default();
+        let (rotations, attention) = (Rotations::default(), Attention::new(isa));
+        Self { hidden, normed, qkv, attended, gate_up, activated, part, rotations, attention }
+    }
+
     fn resize(&mut self, config: &LlamaConfig, rows: usize) {
         let LlamaConfig { hidden, feed_forward, .. } = *config;
         self.hidden.resize(rows * hidden, 0.0);

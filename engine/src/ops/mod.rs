@@ -3,7 +3,7 @@
 //!
 //! **Batch invariance.** Every output element is computed by one fixed sequence of IEEE operations that does not depend
 //! on how many rows, items or threads stand beside it: a product accumulates over `k` in ascending order, attention walks
-//! the keys of a sequence in blocks from position 0. So a prompt in chunks, in a batch or on another node gives the same
+//! the keys of a sequence in partitions that begin at fixed positions and merges these in ascending order. So a prompt in chunks, in a batch or on another node gives the same
 //! bits. There are two such sequences: one in f32, the same on every machine, and one of bf16 dot products,
 //! faster, on machines that have them ([`simd::Isa::rounds`]). Where those machines have AMX, too, products of
 //! more than four rows are a third one, in tiles: the same bits for every number of rows above four, others up to it.
@@ -15,14 +15,12 @@
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
 //! - [`matmul`]: packed weights and `out = x · Wᵀ`.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
-//! - [`attention`]: causal attention over paged KV.
-//! - `dots` and `attention_dots`: the same two in bf16 dot products.
+//! - [`attention`]: causal attention over paged KV, in f32 or bf16 dot products.
+//! - `dots`: products in bf16 dot products.
 //! - `tiles`: products of more than a few rows in AMX's tile registers.
 //! - [`pool`]: the threads; [`pages`]: the memory; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
-#[cfg(target_arch = "x86_64")]
-mod attention_dots;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 pub mod kv;
@@ -38,8 +36,15 @@ mod tests;
 mod tiles;
 
 /// A pointer that the tasks of a region share. Whoever makes one promises that the tasks touch disjoint elements.
-#[derive(Clone, Copy)]
 struct Shared<T>(*mut T);
+
+impl<T> Clone for Shared<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Shared<T> {}
 
 impl<T> Shared<T> {
     /// A method, so that closures capture the wrapper and not the bare pointer.

@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use super::Shared;
+
 /// Looks for work before a worker sleeps: 30 to 100 µs, longer than the serial pieces of a step.
 const SPINS: u32 = 3000;
 /// Looks of the caller for the end of a region before it offers its core to the worker that it waits for.
@@ -156,6 +158,13 @@ pub fn for_each_run(n: usize, least: usize, f: impl Fn(std::ops::Range<usize>) +
     for_each(runs, |run| f(run * n / runs..(run + 1) * n / runs));
 }
 
+/// Like [`for_each`]: `f` of each element and its index.
+pub fn for_each_of<T: Send>(elements: &mut [T], f: impl Fn(usize, &mut T) + Sync) {
+    let first = Shared(elements.as_mut_ptr());
+    // SAFETY: the index is below the slice's length, and no other task has it.
+    for_each(elements.len(), |index| f(index, unsafe { &mut *first.get().add(index) }));
+}
+
 impl Inner {
     fn run(&self, tasks: usize, f: &(dyn Fn(usize) + Sync)) {
         let mut job = Job(f);
@@ -279,6 +288,14 @@ mod tests {
             pool.install(|| for_each(8, |task| _ = sum.fetch_add(task, Ordering::Relaxed)));
             assert_eq!(sum.into_inner(), 28);
         }
+    }
+
+    #[test]
+    fn every_element_is_changed_once() {
+        let mut pool = Pool::new(3, Vec::new()).unwrap();
+        let mut elements: Vec<usize> = (0..100).collect();
+        pool.install(|| for_each_of(&mut elements, |index, element| *element += index));
+        assert!(elements.into_iter().eq((0..200).step_by(2)));
     }
 
     #[test]

@@ -75,7 +75,7 @@ fn for_each_row(x: &mut [f32], stride: usize, f: impl Fn(&mut [f32]) + Sync) {
     });
 }
 
-/// Cosines and sines of the rotary embedding for a step's rows.
+/// Cosines and sines of the rotary embedding for a step's rows; the memory is kept.
 #[derive(Default)]
 pub struct Rotations {
     /// (cos, sin), rows × head_dim / 2.
@@ -84,14 +84,15 @@ pub struct Rotations {
 }
 
 impl Rotations {
-    /// For the rows' `positions`: pair `i` turns by `position * frequencies[i]`.
-    pub fn new(positions: &[usize], frequencies: &[f64]) -> Self {
+    /// For the rows' `positions` from now on: pair `i` turns by `position * frequencies[i]`.
+    pub fn turn_to(&mut self, positions: &[usize], frequencies: &[f64]) {
         let turn = |(position, frequency): (f64, f64)| {
             let (sin, cos) = (position * frequency).sin_cos();
             (cos as f32, sin as f32)
         };
-        let pairs = positions.iter().flat_map(|&p| frequencies.iter().map(move |&f| turn((p as f64, f)))).collect();
-        Self { pairs, half: frequencies.len() }
+        self.half = frequencies.len();
+        self.pairs.clear();
+        self.pairs.extend(positions.iter().flat_map(|&p| frequencies.iter().map(move |&f| turn((p as f64, f)))));
     }
 
     /// Turns the first `heads` heads of every row of `x`, rows `stride` long. Pairs are neighbours (2i, 2i + 1), the
@@ -211,7 +212,9 @@ mod tests {
         let turned = |x: &[f32], position| {
             let mut x = x.to_vec();
             let frequencies: Vec<f64> = (0..8).map(|i| 1e4f64.powf(-f64::from(i) / 8.0)).collect();
-            Rotations::new(&[position], &frequencies).apply(&mut x, 16, 1);
+            let mut rotations = Rotations::default();
+            rotations.turn_to(&[position], &frequencies);
+            rotations.apply(&mut x, 16, 1);
             x
         };
         assert!((dot(&turned(&q, 9), &turned(&q, 9)) - dot(&q, &q)).abs() < 1e-2);

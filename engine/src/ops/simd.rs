@@ -186,6 +186,44 @@ pub(super) fn prefetch(from: *const u8, bytes: usize) {
     let _ = (from, bytes);
 }
 
+/// Plain loops without [`Lanes`] that are worth wide vectors. They must not depend on them: what is added in which order stands in
+/// the loops, and nothing is fused.
+pub trait Pass {
+    /// Result.
+    type Output;
+
+    /// Runs the loops. `#[inline(always)]` where it is implemented, and nothing behind it kept out of line, or it stays narrow.
+    fn run(self) -> Self::Output;
+}
+
+/// Runs a pass compiled for the widest vectors that the machine has.
+pub fn widest<P: Pass>(pass: P) -> P::Output {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
+        fn avx512<P: Pass>(pass: P) -> P::Output {
+            pass.run()
+        }
+        #[target_feature(enable = "avx2")]
+        fn avx2<P: Pass>(pass: P) -> P::Output {
+            pass.run()
+        }
+        let avx512_parts = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        if avx512_parts {
+            // SAFETY: the features were detected; AVX2 is a part of AVX-512.
+            return unsafe { avx512(pass) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: as above.
+            return unsafe { avx2(pass) };
+        }
+    }
+    pass.run()
+}
+
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 

@@ -5,9 +5,10 @@ use std::sync::atomic::AtomicU64;
 use half::f16;
 use proptest::prelude::*;
 
-use super::attention::{Chunk, Queries, attention};
+use super::attention::{Attention, Chunk, PARTITION, Queries, Sequences};
 use super::kv::{KvArena, KvLayout, Place, quantized, scale_of};
 use super::matmul::{Output, PackedMatrix, matmul};
+use super::pool::Pool;
 use super::simd::{Isa, IsaChoice};
 use crate::executor::KvDtype;
 
@@ -175,6 +176,41 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn neither_partitions_nor_threads_nor_chunks_change_a_bit(
+        partitions in 0..4usize, more in 1..PARTITION, cut in 0..4 * PARTITION, kv_heads in 1usize..3, group in 1usize..4,
+        dtype in prop::sample::select(vec![KvDtype::F32, KvDtype::Bf16, KvDtype::Int8]),
+        window in prop::option::of(1..2 * PARTITION), seed: u32,
+    ) {
+        let tokens = partitions * PARTITION + more;
+        let cut = cut.min(tokens - 1);
+        let layout = KvLayout { layers: 2, kv_heads, head_dim: 16, dtype, block_tokens: 64 };
+        let case = Case { window, ..Case::new(layout, group, tokens, seed) };
+        let exact = case.attend(Isa::choose(IsaChoice::Auto, true).expect("one"), &[(0, tokens)]);
+        case.check(&exact, 1e-4)?;
+        for isa in Isa::available() {
+            let whole = case.attend(isa, &[(0, tokens)]);
+            match isa.rounds() && dtype != KvDtype::F32 {
+                true => case.check(&whole, if dtype == KvDtype::Int8 { 8e-3 } else { 4e-3 })?,
+                false => prop_assert_eq!(&whole, &exact, "{}", isa.name()),
+            }
+            prop_assert_eq!(&case.attend(isa, &[(0, cut), (cut, tokens)]), &whole);
+            // One after another by one kernel: what it keeps from a step must not show in the next.
+            let mut kernel = Attention::new(isa);
+            for (threads, rows) in [(1, 1), (2, 1), (4, 3), (3, 1), (3, 20)] {
+                let from = tokens.saturating_sub(rows);
+                let mut pool = Pool::new(threads, Vec::new()).expect("threads");
+                let last = pool.install(|| case.attend_by(&mut kernel, &[(from, tokens)]));
+                let at = from * whole.len() / tokens;
+                prop_assert_eq!(&last[at..], &whole[at..], "{} {} {}", isa.name(), threads, rows);
+            }
+        }
+    }
+}
+
 /// One sequence in scattered blocks, whose unused slots hold NaN.
 struct Case {
     kv: KvArena,
@@ -224,16 +260,22 @@ impl Case {
 
     /// In pieces of the positions `from..to`, all in one step.
     fn attend(&self, isa: Isa, pieces: &[(usize, usize)]) -> Vec<f32> {
+        self.attend_by(&mut Attention::new(isa), pieces)
+    }
+
+    fn attend_by(&self, kernel: &mut Attention, pieces: &[(usize, usize)]) -> Vec<f32> {
         let chunk = |&(from, to): &(usize, usize)| Chunk {
-            blocks: &self.blocks,
+            first_block: 0,
+            blocks: self.blocks.len(),
             first_row: from,
             rows: to - from,
             start: from,
         };
-        let chunks: Vec<Chunk<'_>> = pieces.iter().map(chunk).collect();
+        let chunks: Vec<Chunk> = pieces.iter().map(chunk).collect();
         let mut out = vec![0.0; self.rows.len() / self.stride() * self.heads() * self.kv.layout().head_dim];
         let queries = Queries { values: &self.rows, stride: self.stride(), heads: self.heads(), window: self.window };
-        attention(isa, &self.kv, Self::LAYER, &chunks, queries, &mut out);
+        let sequences = Sequences { blocks: &self.blocks, chunks: &chunks };
+        kernel.compute(&self.kv, Self::LAYER, sequences, queries, &mut out);
         out
     }
 

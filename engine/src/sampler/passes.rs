@@ -2,6 +2,8 @@
 //! machine: additions have a fixed order and are never fused, so that every node gets the same bits.
 use std::cmp::Ordering;
 
+use crate::ops::simd::{Pass, widest};
+
 /// Values that are added side by side.
 const LANES: usize = 16;
 /// Values whose sum is kept in f32 before it goes into an f64.
@@ -22,11 +24,38 @@ pub(super) fn value(logit: Option<&f32>) -> f32 {
     }
 }
 
+/// Whether none is NaN.
+pub(super) fn are_numbers(logits: &[f32]) -> bool {
+    struct AreNumbers<'a>(&'a [f32]);
+    impl Pass for AreNumbers<'_> {
+        type Output = bool;
+        #[inline(always)]
+        fn run(self) -> bool {
+            !self.0.chunks(RUN).any(|run| run.iter().fold(false, |found, logit| found | logit.is_nan()))
+        }
+    }
+    widest(AreNumbers(logits))
+}
+
 /// The first of the greatest logits; 0 without any that is possible.
 pub(super) fn likeliest(logits: &[f32]) -> usize {
+    struct Likeliest<'a>(&'a [f32]);
+    impl Pass for Likeliest<'_> {
+        type Output = usize;
+        #[inline(always)]
+        fn run(self) -> usize {
+            first_greatest(self.0)
+        }
+    }
+    widest(Likeliest(logits))
+}
+
+#[inline(always)]
+fn first_greatest(logits: &[f32]) -> usize {
     let greater = |a: f32, b: f32| if b > a { b } else { a };
-    let (whole, rest) = logits.as_chunks::<LANES>();
-    let mut lanes = [f32::NEG_INFINITY; LANES];
+    // Four vectors of the widest kind: one alone would wait for itself.
+    let (whole, rest) = logits.as_chunks::<{ 4 * LANES }>();
+    let mut lanes = [f32::NEG_INFINITY; 4 * LANES];
     for chunk in whole {
         for (lane, &logit) in lanes.iter_mut().zip(chunk) {
             *lane = greater(*lane, logit);
@@ -45,8 +74,16 @@ pub(super) fn likeliest(logits: &[f32]) -> usize {
 
 /// The sum of e^(logit − greatest); at least 1 where `greatest` is the greatest.
 pub(super) fn total(logits: &[f32], greatest: f32) -> f64 {
-    let weigh = Weigh { greatest, scale: 1.0, least: 0.0 };
-    logits.chunks(RUN).map(|run| sum(run, |logit| weigh.one(logit))).sum()
+    struct Total<'a>(&'a [f32], f32);
+    impl Pass for Total<'_> {
+        type Output = f64;
+        #[inline(always)]
+        fn run(self) -> f64 {
+            let weigh = Weigh { greatest: self.1, scale: 1.0, least: 0.0 };
+            self.0.chunks(RUN).map(|run| sum(run, |logit| weigh.one(logit))).sum()
+        }
+    }
+    widest(Total(logits, greatest))
 }
 
 /// Logits to unnormalized probabilities; the greatest has 1.

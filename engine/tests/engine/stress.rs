@@ -143,7 +143,8 @@ impl Machine {
         } else {
             self.executor.execute(&batch, &mut self.logits, &mut |_| {})
         };
-        let decisions = self.scheduler.resolve(batch, outcome.map(|()| &self.logits));
+        let decisions = self.scheduler.resolve(&batch, outcome.map(|()| &self.logits));
+        drop(batch);
         self.apply(decisions);
     }
 

@@ -43,6 +43,8 @@ pub struct TcpConfig {
     pub stall_timeout: Duration,
     /// Faults of what this node sends.
     pub faults: Faults,
+    /// Where peers connect to, as host:port, when that is not where this node listens (a published container port).
+    pub advertise: Option<String>,
 }
 
 impl Default for TcpConfig {
@@ -51,6 +53,7 @@ impl Default for TcpConfig {
             connect_timeout: Duration::from_secs(2),
             stall_timeout: Duration::from_secs(5),
             faults: Faults::default(),
+            advertise: None,
         }
     }
 }
@@ -80,13 +83,14 @@ pub(crate) struct Shared {
 struct Peers(Arc<Mutex<HashMap<PeerId, Arc<Connection>>>>);
 
 impl TcpTransport {
-    /// Listens on `address`, which peers must be able to reach as it is (port 0: a free one).
+    /// Listens on `address` (port 0: a free one), which peers must be able to reach as it is unless the configuration
+    /// advertises another one.
     ///
     /// # Errors
     /// `Io` when the address is taken, not ours, or stands for all addresses.
     pub fn bind(address: SocketAddr, arena: Arc<Arena>, config: TcpConfig) -> Result<Arc<Self>, TransferError> {
         let io = |message| TransferError::new(TransferErrorKind::Io, message);
-        if address.ip().is_unspecified() {
+        if address.ip().is_unspecified() && config.advertise.is_none() {
             return Err(io(format!("KV over TCP cannot listen on {address}: name the address that peers connect to")));
         }
         let listener = TcpListener::bind(address)
@@ -127,7 +131,7 @@ impl Transport for TcpTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.address.to_string().into_bytes()
+        self.shared.config.advertise.clone().unwrap_or_else(|| self.address.to_string()).into_bytes()
     }
 
     fn counters(&self) -> Arc<Counters> {

@@ -1,5 +1,9 @@
-//! What the two legs of a request may say, and in which order. Pure: an event in, the next step out; anything out of
-//! order is a node's bug and ends the request. The calls themselves are in [`super::legs`].
+//! What the two legs of an attempt may say, and in which order. Pure: an event in, the next step out; anything out of
+//! order is a node's bug and ends the attempt. The calls themselves are in [`super::legs`].
+//!
+//! Decode may be replaced while prefill goes on with its work ([`Exchange::decode_lost`]). What prefill then still says of
+//! the hand-off to the old one is told apart by the hand-off's id, the one thing that the router reads in a ticket.
+use prost::Message;
 use tandem_proto::v1::{self, FinishReason, decode_event, prefill_event};
 use tandem_proto::{Error, ErrorKind};
 
@@ -25,6 +29,10 @@ pub enum Step {
     },
     /// The answer is complete.
     Finished(FinishReason),
+    /// Prefill could not hand over, and keeps the KV for another ticket.
+    Undelivered(Error),
+    /// Prefill is done, with a hand-off that is of no use any more.
+    Spent,
 }
 
 /// The state of one hand-off as the router sees it.
@@ -35,7 +43,10 @@ pub struct Exchange {
     tokens: u32,
     /// The first token is there.
     first: bool,
-    reserved: bool,
+    /// The first token is the whole answer.
+    whole: bool,
+    /// The hand-off that decode waits for; empty where its ticket does not say.
+    handoff: Option<Vec<u8>>,
     /// Prompt tokens that prefill did not have to compute.
     pub cached_tokens: u32,
     /// What decode said when it had checked the KV.
@@ -59,13 +70,18 @@ impl Exchange {
 
     /// Whether the prefill node can hand off: it has decode's ticket.
     pub fn hands_off(&self) -> bool {
-        self.reserved
+        self.handoff.is_some()
     }
 
     /// Whether the prefill node has still something to do for this request. Its acknowledged delivery and decode's
     /// verification travel on two connections: whichever arrives first ends its part.
     pub fn needs_prefill(&self) -> bool {
         !self.first || (self.verified.is_none() && self.delivered.is_none())
+    }
+
+    /// Decode failed before it had verified the KV: another one will reserve.
+    pub fn decode_lost(&mut self) {
+        self.handoff = None;
     }
 
     /// Takes an event of the prefill node.
@@ -79,6 +95,7 @@ impl Exchange {
                 self.first = true;
                 self.cached_tokens = first.cached_tokens;
                 let finished = first.finished.map(|_| reason(first.finished()));
+                self.whole = finished.is_some();
                 let v1::FirstToken { token_id, logprob, top_logprobs, .. } = first;
                 self.token(v1::Token { token_id, logprob, top_logprobs }, finished)
             }
@@ -87,11 +104,17 @@ impl Exchange {
             }
             Some(prefill_event::Event::Delivered(mut delivered)) => {
                 self.spans.append(&mut delivered.spans);
+                if !self.whole && !self.is_current(&delivered.handoff_id) {
+                    return Ok(Step::Spent);
+                }
                 self.delivered = Some(delivered);
                 Ok(Step::Wait)
             }
+            Some(prefill_event::Event::Undelivered(undelivered)) if !self.is_current(&undelivered.handoff_id) => {
+                Ok(Step::Wait)
+            }
             Some(prefill_event::Event::Undelivered(undelivered)) => {
-                Err(tonic::Status::new(undelivered.code.into(), undelivered.message).into())
+                Ok(Step::Undelivered(tonic::Status::new(undelivered.code.into(), undelivered.message).into()))
             }
             None => Ok(Step::Wait),
         }
@@ -103,12 +126,13 @@ impl Exchange {
     /// `Internal` for one that is out of order.
     pub fn on_decode(&mut self, event: v1::DecodeEvent) -> Result<Step, Error> {
         match event.event {
-            Some(decode_event::Event::Reserved(_)) if self.reserved => Err(disorder("a second reservation")),
+            Some(decode_event::Event::Reserved(_)) if self.handoff.is_some() => Err(disorder("a second reservation")),
             Some(decode_event::Event::Reserved(reserved)) => {
-                self.reserved = true;
+                let ticket = v1::Ticket::decode(reserved.ticket.as_slice());
+                self.handoff = Some(ticket.map(|ticket| ticket.handoff_id).unwrap_or_default());
                 Ok(Step::Deliver(reserved.ticket))
             }
-            Some(decode_event::Event::Verified(_)) if !self.reserved || self.verified.is_some() => {
+            Some(decode_event::Event::Verified(_)) if self.handoff.is_none() || self.verified.is_some() => {
                 Err(disorder("a verification out of order"))
             }
             Some(decode_event::Event::Verified(verified)) => {
@@ -123,6 +147,11 @@ impl Exchange {
             }
             None => Ok(Step::Wait),
         }
+    }
+
+    /// Whether prefill speaks of the hand-off that decode waits for. A node that does not say which one has had but one.
+    fn is_current(&self, told: &[u8]) -> bool {
+        self.handoff.as_ref().is_some_and(|handoff| told.is_empty() || handoff.is_empty() || told == handoff)
     }
 
     fn token(&mut self, token: v1::Token, finished: Option<FinishReason>) -> Result<Step, Error> {
@@ -159,8 +188,33 @@ pub(super) mod tests {
     }
 
     pub fn delivered(spans: Vec<v1::Span>) -> v1::PrefillEvent {
-        let delivered = v1::Delivered { bytes: 4096, blocks: 2, descriptors: 1, transfer_ms: 1.5, spans, ..v1::Delivered::default() };
+        delivered_to("d0", spans)
+    }
+
+    pub fn delivered_to(node: &str, spans: Vec<v1::Span>) -> v1::PrefillEvent {
+        let handoff_id = node.as_bytes().to_vec();
+        let delivered = v1::Delivered {
+            bytes: 4096,
+            blocks: 2,
+            descriptors: 1,
+            transfer_ms: 1.5,
+            spans,
+            handoff_id,
+            ..v1::Delivered::default()
+        };
         v1::PrefillEvent { event: Some(prefill_event::Event::Delivered(delivered)) }
+    }
+
+    pub fn undelivered(node: &str, kind: ErrorKind) -> v1::PrefillEvent {
+        let status = tonic::Status::from(Error::new(kind, "it went away"));
+        let (code, message) = (status.code().into(), status.message().to_owned());
+        let undelivered = v1::Undelivered { handoff_id: node.as_bytes().to_vec(), code, message };
+        v1::PrefillEvent { event: Some(prefill_event::Event::Undelivered(undelivered)) }
+    }
+
+    /// What `node` grants; its name is the hand-off's id.
+    pub fn ticket(node: &str) -> Vec<u8> {
+        v1::Ticket { handoff_id: node.as_bytes().to_vec(), ..v1::Ticket::default() }.encode_to_vec()
     }
 
     pub fn decode(event: decode_event::Event) -> v1::DecodeEvent {
@@ -168,13 +222,25 @@ pub(super) mod tests {
     }
 
     pub fn reserved() -> v1::DecodeEvent {
-        decode(decode_event::Event::Reserved(v1::Reserved { ticket: b"ticket".to_vec(), blocks: 2, held_blocks: 0 }))
+        reserved_by("d0")
+    }
+
+    pub fn reserved_by(node: &str) -> v1::DecodeEvent {
+        decode(decode_event::Event::Reserved(v1::Reserved { ticket: ticket(node), blocks: 2, held_blocks: 0 }))
     }
 
     pub fn verified() -> v1::DecodeEvent {
         let transport = "mem".to_owned();
         let span_id = vec![8; 8];
-        let verified = v1::Verified { bytes: 4096, blocks: 2, transfer_ms: 2.0, verify_ms: 0.1, transport, span_id, held_blocks: 0 };
+        let verified = v1::Verified {
+            bytes: 4096,
+            blocks: 2,
+            transfer_ms: 2.0,
+            verify_ms: 0.1,
+            transport,
+            span_id,
+            held_blocks: 0,
+        };
         decode(decode_event::Event::Verified(verified))
     }
 
@@ -189,7 +255,7 @@ pub(super) mod tests {
     #[test]
     fn the_order_of_a_good_hand_off() {
         let mut exchange = Exchange::new(3);
-        assert_eq!(exchange.on_decode(reserved()).unwrap(), Step::Deliver(b"ticket".to_vec()));
+        assert_eq!(exchange.on_decode(reserved()).unwrap(), Step::Deliver(ticket("d0")));
         assert_eq!(
             exchange.on_prefill(first_token(7, None)).unwrap(),
             Step::Token { id: 7, logprob: -0.5, top: Vec::new(), finished: None }
@@ -219,6 +285,40 @@ pub(super) mod tests {
         exchange.on_decode(reserved()).unwrap();
         assert_eq!(exchange.on_decode(token(8)).unwrap_err().kind, ErrorKind::Internal);
         assert!(exchange.on_decode(finished(FinishReason::Stop, vec![])).is_err());
+    }
+
+    #[test]
+    fn another_decode_takes_over_what_prefill_has() {
+        let mut exchange = Exchange::new(3);
+        exchange.on_decode(reserved()).unwrap();
+        exchange.on_prefill(first_token(7, None)).unwrap();
+        let step = exchange.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap();
+        assert!(matches!(step, Step::Undelivered(error) if error.kind == ErrorKind::Unavailable));
+        exchange.decode_lost();
+        assert!(exchange.needs_prefill() && !exchange.hands_off());
+        // The same news from the other side.
+        assert_eq!(exchange.on_prefill(undelivered("d0", ErrorKind::Corrupt)).unwrap(), Step::Wait);
+        assert_eq!(exchange.on_decode(reserved_by("d1")).unwrap(), Step::Deliver(ticket("d1")));
+        assert_eq!(exchange.on_prefill(undelivered("d0", ErrorKind::Corrupt)).unwrap(), Step::Wait);
+        assert_eq!(exchange.on_decode(verified()).unwrap(), Step::Verified);
+        assert_eq!(exchange.on_prefill(delivered_to("d1", vec![])).unwrap(), Step::Wait);
+        assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+    }
+
+    #[test]
+    fn a_delivery_to_a_decode_that_is_gone_leaves_nothing_to_deliver() {
+        for reserved_again in [false, true] {
+            let mut exchange = Exchange::new(3);
+            exchange.on_decode(reserved()).unwrap();
+            exchange.on_prefill(first_token(7, None)).unwrap();
+            exchange.decode_lost();
+            if reserved_again {
+                exchange.on_decode(reserved_by("d1")).unwrap();
+            }
+            assert_eq!(exchange.on_prefill(delivered_to("d0", vec![v1::Span::default()])).unwrap(), Step::Spent);
+            assert!(exchange.needs_prefill());
+            assert_eq!(exchange.spans.len(), 1);
+        }
     }
 
     #[test]

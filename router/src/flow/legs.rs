@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status};
 
+use super::replan::MOST_ATTEMPTS;
 use super::timeline::Phase;
 use crate::membership::Node;
 
@@ -26,8 +27,8 @@ pub struct PrefillLeg {
 impl PrefillLeg {
     /// Starts the computation at once; the ticket follows by [`Self::deliver`].
     pub fn open(node: &Node, spec: v1::RequestSpec) -> Self {
-        // Room for both commands that a request ever sends.
-        let (commands, outbound) = mpsc::channel(2);
+        // Room for all that a request ever sends: a start, a ticket for each attempt, a stop.
+        let (commands, outbound) = mpsc::channel(2 + MOST_ATTEMPTS as usize);
         let start = v1::PrefillCommand { command: Some(prefill_command::Command::Start(spec)) };
         // The channel is new and has room.
         let _ = commands.try_send(start);
@@ -43,7 +44,7 @@ impl PrefillLeg {
         Self { events: Box::pin(events), commands }
     }
 
-    /// Hands decode's ticket over. A call that has ended says so in its events.
+    /// Hands decode's ticket over, in place of an earlier one. A call that has ended says so in its events.
     pub fn deliver(&self, ticket: Vec<u8>) {
         self.say(prefill_command::Command::Deliver(v1::Deliver { ticket }));
     }
@@ -95,14 +96,14 @@ impl DecodeLeg {
 pub struct Rest {
     /// `None` when it has reported already.
     pub prefill: Option<PrefillLeg>,
-    /// Stopped.
-    pub decode: DecodeLeg,
+    /// Stopped; `None` when there was none.
+    pub decode: Option<DecodeLeg>,
 }
 
 impl Rest {
     /// The nodes' spans. A leg that does not report `within` this time is cancelled.
     pub async fn spans(self, within: Duration) -> Vec<v1::Span> {
-        let Self { prefill, mut decode } = self;
+        let Self { prefill, decode } = self;
         let delivered = async {
             let mut prefill = prefill?;
             while let Some(Ok(event)) = prefill.events.next().await {
@@ -113,6 +114,7 @@ impl Rest {
             None
         };
         let finished = async {
+            let mut decode = decode?;
             while let Some(Ok(event)) = decode.events.next().await {
                 if let Some(decode_event::Event::Finished(finished)) = event.event {
                     return Some(finished.spans);

@@ -6,7 +6,7 @@ use tandem_proto::{Error, TraceContext, v1};
 use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
 
 use super::timeline::{Phase, Timeline};
-use crate::select::Candidate;
+use crate::select::{Candidate, Role};
 
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
@@ -55,6 +55,25 @@ pub struct Chosen {
     pub at: Instant,
 }
 
+/// A re-plan that found another pair.
+#[derive(Clone, Debug)]
+pub struct Replanned {
+    /// When the attempt before it failed.
+    pub at: Instant,
+    /// From then to the new pair.
+    pub search: Duration,
+    /// The phase in which it was: the pause is part of it.
+    pub phase: Phase,
+    /// What the node that failed did.
+    pub role: Role,
+    /// Its name.
+    pub node: String,
+    /// Label of the cause.
+    pub cause: &'static str,
+    /// Names of the new pair.
+    pub pair: [String; 2],
+}
+
 /// One request, as it ended.
 #[derive(Debug)]
 pub struct Record {
@@ -76,9 +95,11 @@ pub struct Record {
     pub timeline: Timeline,
     /// When each token was in the client's stream.
     pub tokens: Vec<Instant>,
-    /// The pair, once chosen.
+    /// The first pair, once chosen.
     pub chosen: Option<Chosen>,
-    /// What decode said of the KV.
+    /// What came after it, in order.
+    pub replans: Vec<Replanned>,
+    /// What decode said of the KV that the transfer phase waited for.
     pub verified: Option<v1::Verified>,
     /// When the request ended.
     pub ended: Instant,
@@ -112,11 +133,20 @@ impl Record {
         self.tokens.windows(2).map(|pair| pair[1] - pair[0])
     }
 
+    /// Names of the pair that had the request last, prefill first.
+    pub fn pair(&self) -> Option<[&str; 2]> {
+        self.chosen.as_ref().map(|_| self.pair_in(Phase::Decode))
+    }
+
+    fn replan_count(&self) -> u32 {
+        u32::try_from(self.replans.len()).unwrap_or(u32::MAX)
+    }
+
     /// Milliseconds of every phase.
     pub fn timings(&self) -> v1::Timings {
         let phase = |phase| ms(self.timeline.length(phase));
         let kv = self.verified.as_ref();
-        let name = |of: fn(&Chosen) -> &String| self.chosen.as_ref().map(of).cloned().unwrap_or_default();
+        let [prefill, decode] = self.pair().unwrap_or_default().map(str::to_owned);
         v1::Timings {
             queue_ms: phase(Phase::Queue),
             route_ms: phase(Phase::Route),
@@ -132,8 +162,10 @@ impl Record {
             kv_blocks: kv.map_or(0, |kv| kv.blocks),
             kv_transport: kv.map(|kv| kv.transport.clone()).unwrap_or_default(),
             kv_gbps: kv.map_or(0.0, gigabytes_per_second),
-            prefill_instance: name(|chosen| &chosen.prefill),
-            decode_instance: name(|chosen| &chosen.decode),
+            prefill_instance: prefill,
+            decode_instance: decode,
+            replans: self.replan_count(),
+            longest_gap_ms: self.gaps().max().map_or(0.0, ms),
         }
     }
 
@@ -164,13 +196,20 @@ impl Record {
         let span = SpanBuilder::new(phase.as_str(), kind, self.identities.of(phase), root);
         match (phase, &self.chosen, &self.verified) {
             (Phase::Route, Some(chosen), _) => routed(span, chosen),
-            (Phase::Prefill, Some(chosen), _) => span.attr("tandem.prefill.instance", chosen.prefill.as_str()),
-            (Phase::Decode, Some(chosen), _) => span
-                .attr("tandem.decode.instance", chosen.decode.as_str())
+            (Phase::Prefill, Some(_), _) => span.attr("tandem.prefill.instance", self.pair_in(Phase::Prefill)[0]),
+            (Phase::Decode, Some(_), _) => span
+                .attr("tandem.decode.instance", self.pair_in(Phase::Decode)[1])
                 .attr("tandem.tokens", self.tokens.len().saturating_sub(1)),
             (Phase::Transfer, _, Some(kv)) => self.with_copy(with_kv(span, kv), kv),
             _ => span,
         }
+    }
+
+    /// The pair with which `phase` ended: what was re-planned later is none of its business.
+    fn pair_in(&self, phase: Phase) -> [&str; 2] {
+        let until = self.replans.iter().rfind(|replan| replan.phase as usize <= phase as usize);
+        let first = || self.chosen.as_ref().map(|chosen| [chosen.prefill.as_str(), chosen.decode.as_str()]);
+        until.map(|replan| replan.pair.each_ref().map(String::as_str)).or_else(first).unwrap_or_default()
     }
 
     /// The exposed tail points to the whole copy, decode's span.
@@ -186,12 +225,11 @@ impl Record {
         let mut span = SpanBuilder::new(format!("{} {}", self.api, self.model), Kind::Server, root, parent)
             .attr("tandem.request_id", self.request_id.as_str())
             .attr("tandem.route.policy", "least_loaded")
-            .attr("tandem.replans", 0_u32);
-        if let Some(chosen) = &self.chosen {
-            span = span
-                .attr("tandem.prefill.instance", chosen.prefill.as_str())
-                .attr("tandem.decode.instance", chosen.decode.as_str());
+            .attr("tandem.replans", self.replan_count());
+        if let Some([prefill, decode]) = self.pair() {
+            span = span.attr("tandem.prefill.instance", prefill).attr("tandem.decode.instance", decode);
         }
+        span = self.replans.iter().fold(span, replanned);
         if let Some(kv) = &self.verified {
             let exposed_ms = ms(self.timeline.length(Phase::Transfer));
             span = with_kv(span, kv)
@@ -271,11 +309,29 @@ fn routed(mut span: SpanBuilder, chosen: &Chosen) -> SpanBuilder {
                 ("tandem.route.prefill_load", Value::from(candidate.prefill_load)),
                 ("tandem.route.decode_load", Value::from(candidate.decode_load)),
                 ("tandem.route.blocks_short", Value::from(candidate.blocks_short)),
+                ("tandem.route.breaker_shut", Value::from(candidate.shut)),
                 ("tandem.route.score", Value::from(candidate.score())),
             ],
         );
     }
     span.attr("tandem.route.candidates", chosen.candidates.len())
+}
+
+fn replanned(span: SpanBuilder, replan: &Replanned) -> SpanBuilder {
+    let [prefill, decode] = &replan.pair;
+    span.event(
+        "replan",
+        replan.at,
+        [
+            ("tandem.replan.failed_instance", Value::from(replan.node.as_str())),
+            ("tandem.replan.failed_role", Value::from(replan.role.as_str())),
+            ("tandem.replan.cause", Value::from(replan.cause)),
+            ("tandem.replan.phase", Value::from(replan.phase.as_str())),
+            ("tandem.replan.search_ms", Value::from(ms(replan.search))),
+            ("tandem.prefill.instance", Value::from(prefill.as_str())),
+            ("tandem.decode.instance", Value::from(decode.as_str())),
+        ],
+    )
 }
 
 fn with_kv(span: SpanBuilder, kv: &v1::Verified) -> SpanBuilder {

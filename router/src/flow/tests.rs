@@ -1,15 +1,22 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
 mod choices;
 mod fakes;
+mod replans;
 
+use futures::StreamExt;
 use serde_json::Value;
 
-use super::exchange::tests::{delivered, finished, first_token, reserved, token, verified};
+use super::exchange::tests::{delivered, finished, first_token, reserved, ticket, token, verified};
 use super::*;
 use crate::api::GenerationStream;
 use fakes::{Cluster, DecodeCall, PrefillCall, id};
 use tonic::Status;
 use v1::FinishReason::{Length, Stop};
+
+/// What a single failure does to a request.
+fn one_attempt() -> Limits {
+    Limits { max_attempts: 1, ..Limits::default() }
+}
 
 fn request() -> GenerationRequest {
     GenerationRequest {
@@ -51,11 +58,18 @@ async fn read(stream: GenerationStream) -> (String, Vec<u32>, Result<GenerationE
 /// From the reservation to the verified hand-off, with the first token `first`.
 async fn hand_off(prefill: &mut PrefillCall, decode: &DecodeCall, first: char) {
     decode.send(reserved()).await;
-    let command = prefill.commands.message().await.unwrap().unwrap().command;
-    let ticket = v1::Deliver { ticket: b"ticket".to_vec() };
-    assert_eq!(command, Some(v1::prefill_command::Command::Deliver(ticket)));
+    assert_eq!(told(prefill).await, deliver("d0"));
     prefill.send(first_token(id(first), None)).await;
     decode.send(verified()).await;
+}
+
+/// The prefill call's next command.
+async fn told(prefill: &mut PrefillCall) -> v1::prefill_command::Command {
+    prefill.commands.message().await.unwrap().unwrap().command.unwrap()
+}
+
+fn deliver(to: &str) -> v1::prefill_command::Command {
+    v1::prefill_command::Command::Deliver(v1::Deliver { ticket: ticket(to) })
 }
 
 /// The decode call's second command.
@@ -84,7 +98,7 @@ async fn a_good_request_and_its_trace() {
     let stream = cluster.service.generate(request()).unwrap();
     let (mut prefill, spec, decode, start) = cluster.legs().await;
     assert_eq!((spec.prompt.len(), spec.max_tokens), (20, 8));
-    assert_eq!(start.prefill_incarnation, 1);
+    assert_eq!(start.prefill_incarnation, cluster.prefill.node.info.incarnation);
     hand_off(&mut prefill, &decode, 'H').await;
     prefill.send(delivered(vec![node_span(&spec.traceparent, "prefill")])).await;
     decode.send(token(id('i'))).await;
@@ -153,21 +167,21 @@ async fn one_token_needs_no_hand_off() {
 
 #[tokio::test]
 async fn prefill_failure_cancels_decode_and_is_safe_to_retry() {
-    let mut cluster = Cluster::start(Limits::default()).await;
+    let mut cluster = Cluster::start(one_attempt()).await;
     let stream = cluster.service.generate(request()).unwrap();
     let (prefill, _, decode, _) = cluster.legs().await;
     prefill.fail(Status::internal("out of luck")).await;
     decode.cancelled().await;
     let error = read(stream).await.2.unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unavailable);
-    assert_eq!(error.message, "prefill node p0 failed during prefill: out of luck");
+    assert_eq!(error.message, "prefill node p0 failed during prefill: out of luck (attempt 1 of 1)");
     let trace = cluster.service.trace_json("last").unwrap();
     assert_eq!(spans(&trace).filter(|span| span["error"] != "").count(), 2, "prefill and root");
 }
 
 #[tokio::test]
 async fn decode_failure_after_a_token_cancels_prefill_and_aborts() {
-    let mut cluster = Cluster::start(Limits::default()).await;
+    let mut cluster = Cluster::start(one_attempt()).await;
     let stream = cluster.service.generate(request()).unwrap();
     let (prefill, _, decode, _) = cluster.legs().await;
     let mut stream = Box::pin(stream);
@@ -177,12 +191,12 @@ async fn decode_failure_after_a_token_cancels_prefill_and_aborts() {
     prefill.cancelled().await;
     let error = stream.next().await.unwrap().unwrap_err();
     assert_eq!(error.kind, ErrorKind::Aborted);
-    assert_eq!(error.message, "decode node d0 failed during transfer: checksum of block 3");
+    assert_eq!(error.message, "decode node d0 failed during transfer: checksum of block 3 (attempt 1 of 1)");
 }
 
 #[tokio::test]
 async fn unverified_tokens_never_reach_the_client() {
-    let mut cluster = Cluster::start(Limits::default()).await;
+    let mut cluster = Cluster::start(one_attempt()).await;
     let stream = cluster.service.generate(request()).unwrap();
     let (_prefill, _, decode, _) = cluster.legs().await;
     decode.send(token(id('x'))).await;
@@ -281,7 +295,7 @@ async fn the_deadline_ends_both_legs() {
 
 #[tokio::test]
 async fn a_node_that_membership_gives_up_fails_its_requests() {
-    let mut cluster = Cluster::start(Limits::default()).await;
+    let mut cluster = Cluster::start(one_attempt()).await;
     let stream = cluster.service.generate(request()).unwrap();
     let (mut prefill, _, decode, _) = cluster.legs().await;
     hand_off(&mut prefill, &decode, 'x').await;
@@ -305,17 +319,17 @@ async fn a_dead_prefill_node_does_not_matter_once_decode_has_the_kv() {
     for _ in 0..2 {
         assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Token { .. }))));
     }
-    cluster.service.membership().leave(cluster.prefill.session, "killed");
+    cluster.service.membership().leave(cluster.prefill.node.session, "killed");
     drop(prefill);
     decode.send(finished(Length, vec![])).await;
     assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Finish { reason: Length, .. }))));
     assert!(stream.next().await.is_none());
-    assert_eq!(cluster.decode.info.node_id, "d0");
+    assert_eq!(cluster.decode.node.info.node_id, "d0");
 }
 
 #[tokio::test]
 async fn silence_of_both_legs_is_bounded() {
-    let limits = Limits { silence: Duration::from_millis(50), ..Limits::default() };
+    let limits = Limits { silence: Duration::from_millis(50), ..one_attempt() };
     let mut cluster = Cluster::start(limits).await;
     let stream = cluster.service.generate(request()).unwrap();
     let _legs = cluster.legs().await;
@@ -393,4 +407,13 @@ async fn joining_and_leaving_over_grpc() {
     drop(reports);
     while replies.message().await.is_ok_and(|reply| reply.is_some()) {}
     assert_eq!(service.cluster_json()["nodes"].as_array().unwrap().len(), 0);
+
+    // That life is over; another one is welcome.
+    let again = fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1");
+    let refusal = client.join(tokio_stream::once(report(again.clone()))).await.unwrap_err();
+    assert_eq!(refusal.code(), tonic::Code::FailedPrecondition);
+    assert!(refusal.message().contains("this incarnation (0000000000000001) was declared dead"), "{refusal}");
+    assert_eq!(Error::from(refusal).kind, ErrorKind::DeclaredDead);
+    let another = v1::Register { incarnation: 2, ..again };
+    assert!(client.join(tokio_stream::once(report(another))).await.is_ok());
 }

@@ -62,6 +62,8 @@ impl From<Error> for ApiError {
             ErrorKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("overloaded")),
             ErrorKind::Unavailable => (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("unavailable")),
             ErrorKind::Incompatible => (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("incompatible_nodes")),
+            // Between router and nodes; no client hears it.
+            ErrorKind::DeclaredDead => (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("unavailable")),
             ErrorKind::DeadlineExceeded => (StatusCode::GATEWAY_TIMEOUT, "timeout_error", Some("deadline_exceeded")),
             // Nobody reads it: nginx's "client closed request".
             ErrorKind::Cancelled => (

@@ -1,4 +1,4 @@
-//! The table's state machine: entries, bookings, expiry. Synchronous; the lock around it is in [`super`].
+//! The table's state machine: entries, bookings, verdicts, expiry. Synchronous; the lock around it is in [`super`].
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,22 +6,30 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
 
-use super::{MAX_NODES, Node, Totals};
-use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Work};
+use super::breaker::{Breaker, Settings};
+use super::fence::Fence;
+use super::{Breakers, MAX_NODES, Node, Totals};
+use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Wish, Work};
 
 /// Work booked on a node. It counts until the node's next report, which includes it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
-    session: u64,
+    pub session: u64,
     epoch: u64,
     work: Work,
+    /// The breaker's one request while it is half-open; until the verdict.
+    probe: bool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Table {
     entries: BTreeMap<u64, Entry>,
     last_session: u64,
     turn: usize,
+    fence: Fence,
+    breakers: Settings,
+    /// Breakers that opened, of prefill and of decode nodes.
+    opened: [u64; 2],
 }
 
 #[derive(Debug)]
@@ -33,15 +41,29 @@ struct Entry {
     epoch: u64,
     heard: Instant,
     draining: bool,
+    breaker: Breaker,
 }
 
 impl Table {
+    pub fn new(breakers: Settings) -> Self {
+        let (entries, fence) = (BTreeMap::new(), Fence::default());
+        Self { entries, last_session: 0, turn: 0, fence, breakers, opened: [0; 2] }
+    }
+
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
         let node = Arc::new(node(self.last_session + 1));
         self.same_block_size(&node.info)?;
+        let incarnation = node.incarnation();
         let twin = self.entries.values().find(|entry| entry.node.info.node_id == node.info.node_id);
-        match twin.map(|entry| entry.node.session) {
-            Some(session) => self.remove(session, "it registered again"),
+        let twin = twin.map(|entry| (entry.node.session, entry.node.incarnation()));
+        match twin {
+            _ if self.fence.holds(incarnation) => return Err(declared_dead(&node)),
+            Some((session, same)) if same == incarnation => {
+                // Its stream is lost, and this side had not seen it.
+                self.remove(session, "its stream was lost");
+                return Err(declared_dead(&node));
+            }
+            Some((session, _)) => self.remove(session, "it registered again"),
             None if self.entries.len() >= MAX_NODES => {
                 return Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")));
             }
@@ -50,7 +72,8 @@ impl Table {
         self.last_session = node.session;
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
         let routed = Work::default();
-        let entry = Entry { node: Arc::clone(&node), load, routed, epoch: 0, heard: now, draining: false };
+        let breaker = Breaker::new(self.breakers);
+        let entry = Entry { node: Arc::clone(&node), load, routed, epoch: 0, heard: now, draining: false, breaker };
         self.entries.insert(node.session, entry);
         Ok(node)
     }
@@ -88,8 +111,10 @@ impl Table {
         }
     }
 
+    /// The node's death: its incarnation does not come back.
     pub fn remove(&mut self, session: u64, why: &str) {
         if let Some(entry) = self.entries.remove(&session) {
+            self.fence.declare(entry.node.incarnation());
             entry.node.end(why);
         }
     }
@@ -110,37 +135,66 @@ impl Table {
         std::mem::take(&mut self.entries).into_values().for_each(|entry| entry.node.end(why));
     }
 
-    pub fn expire(&mut self, now: Instant, lease: Duration) {
+    /// Whether any was silent for too long.
+    pub fn expire(&mut self, now: Instant, lease: Duration) -> bool {
         let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
-        for session in sessions {
-            self.remove(session, &format!("it was silent for {} ms", lease.as_millis()));
+        for session in &sessions {
+            self.remove(*session, &format!("it was silent for {} ms", lease.as_millis()));
         }
+        !sessions.is_empty()
     }
 
     #[expect(clippy::type_complexity, reason = "the parts of one Route, which the caller joins to the table's handle")]
-    pub fn route(&mut self, need: &Need) -> Result<(Arc<Node>, Arc<Node>, Vec<Candidate>, [Share; 2]), NoPair> {
+    pub fn route(
+        &mut self,
+        need: &Need,
+        wish: &Wish,
+        now: Instant,
+    ) -> Result<(Arc<Node>, Arc<Node>, Vec<Candidate>, [Share; 2]), NoPair> {
         self.turn = self.turn.wrapping_add(1);
-        let candidates = select::select(&self.views(), need, self.turn)?;
+        let candidates = select::select(&self.views(now), need, wish, self.turn)?;
         let (prefill_session, decode_session) = (candidates[0].prefill, candidates[0].decode);
         let prefill_work = Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
         let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks() };
-        let (prefill, prefill_share) = self.book(prefill_session, prefill_work)?;
-        let (decode, decode_share) = self.book(decode_session, decode_work)?;
+        let (prefill, prefill_share) = self.book(prefill_session, prefill_work, now)?;
+        let (decode, decode_share) = self.book(decode_session, decode_work, now)?;
         Ok((prefill, decode, candidates, [prefill_share, decode_share]))
     }
 
-    fn book(&mut self, session: u64, work: Work) -> Result<(Arc<Node>, Share), NoPair> {
+    fn book(&mut self, session: u64, work: Work, now: Instant) -> Result<(Arc<Node>, Share), NoPair> {
         let entry = self.entries.get_mut(&session).ok_or(NoPair::Incompatible)?;
         entry.routed.requests += work.requests;
         entry.routed.tokens += work.tokens;
         entry.routed.blocks = entry.routed.blocks.saturating_add(work.blocks);
-        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work }))
+        let probe = entry.breaker.begin(now);
+        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work, probe }))
     }
 
-    /// Takes bookings back that no report has replaced yet.
+    /// The node did its part for this request.
+    pub fn succeeded(&mut self, share: &mut Share) {
+        share.probe = false;
+        if let Some(entry) = self.entries.get_mut(&share.session) {
+            entry.breaker.succeeded();
+        }
+    }
+
+    /// The node failed this request.
+    pub fn failed(&mut self, share: &mut Share, now: Instant) {
+        let probe = std::mem::take(&mut share.probe);
+        let Some(entry) = self.entries.get_mut(&share.session) else { return };
+        if entry.breaker.failed(probe, now) {
+            tracing::warn!(node = entry.node.info.node_id, "it failed requests in a row: others are tried first");
+            self.opened[entry.node.role as usize] += 1;
+        }
+    }
+
+    /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
     pub fn unbook(&mut self, shares: &[Share]) {
         for share in shares {
+            if let Some(entry) = self.entries.get_mut(&share.session).filter(|_| share.probe) {
+                entry.breaker.unproven();
+            }
             if let Some(entry) = self.entries.get_mut(&share.session).filter(|entry| entry.epoch == share.epoch) {
                 let routed = &mut entry.routed;
                 routed.requests = routed.requests.saturating_sub(share.work.requests);
@@ -150,8 +204,8 @@ impl Table {
         }
     }
 
-    pub fn has_pair(&self) -> bool {
-        let views = self.views();
+    pub fn has_pair(&self, now: Instant) -> bool {
+        let views = self.views(now);
         let of = |role| views.iter().filter(move |view| view.role == role && !view.draining);
         of(Role::Prefill).any(|prefill| of(Role::Decode).any(|decode| select::compatible(prefill, decode)))
     }
@@ -172,19 +226,29 @@ impl Table {
         })
     }
 
-    pub fn json(&self) -> serde_json::Value {
-        let mut entries: Vec<&Entry> = self.entries.values().collect();
-        entries.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
-        entries.into_iter().map(Entry::json).collect()
+    pub fn breakers(&self, now: Instant) -> Breakers {
+        let of = |entry: &Entry| (entry.node.role, entry.node.info.node_id.clone(), entry.breaker.circuit(now));
+        Breakers { nodes: self.entries.values().map(of).collect(), opened: self.opened }
     }
 
-    fn views(&self) -> Vec<NodeView> {
-        self.entries.values().map(Entry::view).collect()
+    pub fn json(&self, now: Instant) -> serde_json::Value {
+        let mut entries: Vec<&Entry> = self.entries.values().collect();
+        entries.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
+        entries.into_iter().map(|entry| entry.json(now)).collect()
+    }
+
+    fn views(&self, now: Instant) -> Vec<NodeView> {
+        self.entries.values().map(|entry| entry.view(now)).collect()
     }
 }
 
+fn declared_dead(node: &Node) -> Error {
+    let message = format!("node `{}`: this incarnation ({}) was declared dead", node.info.node_id, node.incarnation());
+    Error::new(ErrorKind::DeclaredDead, message)
+}
+
 impl Entry {
-    fn view(&self) -> NodeView {
+    fn view(&self, now: Instant) -> NodeView {
         let info = &self.node.info;
         let transport = info.transport.clone().unwrap_or_default();
         NodeView {
@@ -198,6 +262,7 @@ impl Entry {
             max_context_tokens: info.max_context_tokens,
             max_running: info.max_running,
             draining: self.draining,
+            shut: !self.breaker.admits(now),
             reported: Work {
                 requests: self.load.running.saturating_add(self.load.waiting),
                 tokens: self.load.queued_tokens,
@@ -207,7 +272,7 @@ impl Entry {
         }
     }
 
-    fn json(&self) -> serde_json::Value {
+    fn json(&self, now: Instant) -> serde_json::Value {
         let info = &self.node.info;
         json!({
             "id": info.node_id,
@@ -219,6 +284,7 @@ impl Entry {
             "compatibility_digest": format!("{:016x}", info.compatibility_digest),
             "model": info.model_name,
             "draining": self.draining,
+            "breaker": self.breaker.circuit(now).as_str(),
             "free_blocks": self.load.free_blocks,
             "total_blocks": info.total_blocks,
             "block_tokens": info.block_tokens,

@@ -1,5 +1,6 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
 use super::*;
+use crate::select::Avoid;
 
 const LEASE: Duration = Duration::from_secs(3);
 
@@ -23,6 +24,10 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         max_running: 8,
         eos_token_id: 2,
     }
+}
+
+fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair> {
+    membership.route(prompt, max, &Wish::default(), Instant::now())
 }
 
 fn dead(node: &Node) -> bool {
@@ -78,14 +83,18 @@ fn what_does_not_match_is_refused_in_words() {
 #[test]
 fn all_nodes_have_one_block_size() {
     let (membership, now) = (membership(), Instant::now());
-    let of_size = |id, role, block_tokens| v1::Register { block_tokens, ..register(id, role, 1) };
+    let mut lives = 0;
+    let mut of_size = |id, role, block_tokens| {
+        lives += 1;
+        v1::Register { block_tokens, ..register(id, role, lives) }
+    };
     membership.register(of_size("p", v1::Role::Prefill, 64), now).unwrap();
     let error = membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Incompatible);
     assert!(error.message.contains("blocks of 16 tokens, node `p` has 64") && error.message.contains("--block-size"));
     membership.register(of_size("d", v1::Role::Decode, 64), now).unwrap();
     // 64 blocks of 64 tokens hold what 64 of 16 would not.
-    let route = membership.route(600, 400).unwrap();
+    let route = route(&membership, 600, 400).unwrap();
     assert_eq!(route.candidates[0].blocks_short, 0);
     assert_eq!(membership.json()["nodes"][0]["block_tokens"], 64);
     // The last node of the old size may come back with another.
@@ -99,7 +108,7 @@ fn a_draining_node_gets_nothing_new() {
     membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
     let decode = membership.register(register("d", v1::Role::Decode, 1), now).unwrap();
     membership.draining(decode.session, now);
-    assert_eq!(membership.route(10, 10).unwrap_err(), NoPair::NoNode(Role::Decode));
+    assert_eq!(route(&membership, 10, 10).unwrap_err(), NoPair::NoNode(Role::Decode));
     assert!(!dead(&decode));
     // Its running requests read their last events from their own connections.
     membership.leave(decode.session, "it left");
@@ -120,12 +129,12 @@ fn bookings_spread_a_burst_and_go_with_their_request() {
     for (id, role) in [("p0", v1::Role::Prefill), ("p1", v1::Role::Prefill), ("d", v1::Role::Decode)] {
         membership.register(register(id, role, 1), now).unwrap();
     }
-    let (first, second) = (membership.route(100, 10).unwrap(), membership.route(100, 10).unwrap());
+    let (first, second) = (route(&membership, 100, 10).unwrap(), route(&membership, 100, 10).unwrap());
     assert_ne!(first.prefill.session, second.prefill.session);
     let busy = first.prefill.session;
     drop(second);
     // The first one's work is still booked, the second one's is not.
-    assert_ne!(membership.route(100, 10).unwrap().prefill.session, busy);
+    assert_ne!(route(&membership, 100, 10).unwrap().prefill.session, busy);
     // A report replaces the booking, and the drop of a replaced booking takes nothing away.
     membership.report(busy, &v1::Load::default(), now);
     drop(first);
@@ -141,4 +150,73 @@ fn the_table_is_bounded() {
     }
     let error = membership.register(register("one-more", v1::Role::Prefill, 1), now).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Overloaded);
+}
+
+#[test]
+fn an_incarnation_that_was_declared_dead_does_not_come_back() {
+    let (membership, start) = (membership(), Instant::now());
+    let node = || register("p", v1::Role::Prefill, 7);
+    let later = start + LEASE * 2;
+    membership.register(node(), start).unwrap();
+    membership.expire(later);
+    let error = membership.register(node(), later).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::DeclaredDead);
+    assert!(error.message.contains("this incarnation (0000000000000007) was declared dead"), "{}", error.message);
+    let next = membership.register(register("p", v1::Role::Prefill, 8), later).unwrap();
+    // A dead one takes nobody's name.
+    assert_eq!(membership.register(node(), later).unwrap_err().kind, ErrorKind::DeclaredDead);
+    assert!(!dead(&next));
+    // The stream of this one is lost, and it is back before that was seen.
+    let error = membership.register(register("p", v1::Role::Prefill, 8), later).unwrap_err();
+    assert_eq!((error.kind, dead(&next)), (ErrorKind::DeclaredDead, true));
+    // A router that was restarted knows of nothing.
+    let restarted = Membership::new(Expected { model_digest: 9, eos_token_id: 2 }, LEASE);
+    restarted.register(node(), later).unwrap();
+}
+
+#[test]
+fn a_node_that_drained_is_not_declared_dead() {
+    let (membership, now) = (membership(), Instant::now());
+    let node = membership.register(register("p", v1::Role::Prefill, 7), now).unwrap();
+    membership.draining(node.session, now);
+    membership.leave(node.session, "its stream was cut");
+    membership.register(register("p", v1::Role::Prefill, 7), now).unwrap();
+}
+
+#[test]
+fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_whether_it_is_well() {
+    let (membership, start) = (membership(), Instant::now());
+    for (id, role) in [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)] {
+        membership.register(register(id, role, 1), start).unwrap();
+    }
+    let wish = |avoid: &[u64]| Wish { avoid: Avoid { nodes: avoid.to_vec(), pairs: vec![] }, ..Wish::default() };
+    let route = |avoid: &[u64], now| membership.route(100, 10, &wish(avoid), now).unwrap();
+    let (bad, good) = {
+        let first = route(&[], start);
+        let bad = first.decode.session;
+        (bad, route(&[bad], start).decode.session)
+    };
+    for _ in 0..3 {
+        route(&[good], start).failed(Role::Decode, start);
+    }
+    assert_eq!(membership.breakers(start).opened, [0, 1]);
+    let shown = membership.json();
+    assert_eq!(shown["nodes"].as_array().unwrap().iter().filter(|node| node["breaker"] == "open").count(), 1);
+    // Whatever else speaks against the good one.
+    assert!((0..4).all(|_| route(&[good], start).decode.session == good));
+    let later = start + Duration::from_secs(2);
+    let mut probe = route(&[good], later);
+    assert_eq!(probe.decode.session, bad);
+    assert_eq!(route(&[good], later).decode.session, good, "one probe at a time");
+    probe.failed(Role::Decode, later);
+    drop(probe);
+    assert_eq!(route(&[good], later + Duration::from_millis(3_999)).decode.session, good);
+    let later = later + Duration::from_secs(4);
+    // A probe that ends without a verdict, because its client left, is no verdict.
+    drop(route(&[good], later));
+    let mut probe = route(&[good], later);
+    assert_eq!(probe.decode.session, bad);
+    probe.succeeded(Role::Decode);
+    assert_eq!(route(&[good], later).decode.session, bad);
+    assert!(membership.breakers(later).nodes.iter().all(|(_, _, circuit)| *circuit == Circuit::Closed));
 }

@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::api::Service;
-use crate::membership::Expected;
+use crate::membership::{Expected, Node};
 
 type Replies<E> = mpsc::Sender<Result<E, Status>>;
 
@@ -37,7 +37,7 @@ impl<C, E> Call<C, E> {
 pub type PrefillCall = Call<v1::PrefillCommand, v1::PrefillEvent>;
 pub type DecodeCall = Call<v1::DecodeCommand, v1::DecodeEvent>;
 
-/// Serves both roles; each test registers it under two names.
+/// Serves both roles; it is asked for the one as which it registered.
 struct FakeNode {
     prefill: mpsc::Sender<PrefillCall>,
     decode: mpsc::Sender<DecodeCall>,
@@ -78,45 +78,90 @@ impl v1::decode_server::Decode for FakeNode {
     }
 }
 
-/// A router with one pair of fake nodes.
+/// One node of one role.
+pub struct Fake<C> {
+    pub node: Arc<Node>,
+    calls: mpsc::Receiver<C>,
+}
+
+impl Fake<PrefillCall> {
+    /// The next call, its first command read.
+    pub async fn call(&mut self) -> (PrefillCall, v1::RequestSpec) {
+        let mut call = self.calls.recv().await.expect("a prefill call");
+        let first = call.commands.message().await.expect("a command").and_then(|command| command.command);
+        let Some(v1::prefill_command::Command::Start(spec)) = first else { panic!("{first:?}") };
+        (call, spec)
+    }
+}
+
+impl Fake<DecodeCall> {
+    /// The next call, its first command read.
+    pub async fn call(&mut self) -> (DecodeCall, v1::DecodeStart) {
+        let mut call = self.calls.recv().await.expect("a decode call");
+        let first = call.commands.message().await.expect("a command").and_then(|command| command.command);
+        let Some(v1::decode_command::Command::Start(start)) = first else { panic!("{first:?}") };
+        (call, start)
+    }
+}
+
+impl<C> Fake<C> {
+    /// Nothing has come but what was read.
+    pub fn is_left_alone(&mut self) -> bool {
+        self.calls.try_recv().is_err()
+    }
+}
+
+/// A router with one pair of fake nodes, `p0` and `d0`.
 pub struct Cluster {
     pub service: Service,
-    pub prefill_calls: mpsc::Receiver<PrefillCall>,
-    pub decode_calls: mpsc::Receiver<DecodeCall>,
-    pub prefill: Arc<Node>,
-    pub decode: Arc<Node>,
+    pub prefill: Fake<PrefillCall>,
+    pub decode: Fake<DecodeCall>,
 }
 
 impl Cluster {
     pub async fn start(limits: Limits) -> Self {
-        let (service, listener) = (router(limits), TcpListener::bind("127.0.0.1:0").await.expect("a free port"));
-        let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
-        let (prefill, prefill_calls) = mpsc::channel(8);
-        let (decode, decode_calls) = mpsc::channel(8);
-        let node = Arc::new(FakeNode { prefill, decode });
-        let server = tonic::transport::Server::builder()
-            .add_service(v1::prefill_server::PrefillServer::from_arc(Arc::clone(&node)))
-            .add_service(v1::decode_server::DecodeServer::from_arc(node))
-            .serve_with_incoming(TcpIncoming::from(listener));
-        tokio::spawn(server);
-        let join = |id, role| {
-            let info = register(id, role, &endpoint);
-            service.membership().register(info, Instant::now()).expect("accepted")
-        };
-        let (prefill, decode) = (join("p0", v1::Role::Prefill), join("d0", v1::Role::Decode));
-        Self { service, prefill_calls, decode_calls, prefill, decode }
+        let service = router(limits);
+        let (prefill, decode) = (join_prefill(&service, "p0").await, join_decode(&service, "d0").await);
+        Self { service, prefill, decode }
     }
 
     /// Both calls of the next request, their first commands read.
     pub async fn legs(&mut self) -> (PrefillCall, v1::RequestSpec, DecodeCall, v1::DecodeStart) {
-        let mut prefill = self.prefill_calls.recv().await.expect("a prefill call");
-        let mut decode = self.decode_calls.recv().await.expect("a decode call");
-        let first = prefill.commands.message().await.expect("a command").and_then(|command| command.command);
-        let Some(v1::prefill_command::Command::Start(spec)) = first else { panic!("{first:?}") };
-        let first = decode.commands.message().await.expect("a command").and_then(|command| command.command);
-        let Some(v1::decode_command::Command::Start(start)) = first else { panic!("{first:?}") };
+        let (prefill, spec) = self.prefill.call().await;
+        let (decode, start) = self.decode.call().await;
         (prefill, spec, decode, start)
     }
+}
+
+/// Another prefill node.
+pub async fn join_prefill(service: &Service, id: &str) -> Fake<PrefillCall> {
+    let (node, calls, _) = join(service, id, v1::Role::Prefill).await;
+    Fake { node, calls }
+}
+
+/// Another decode node.
+pub async fn join_decode(service: &Service, id: &str) -> Fake<DecodeCall> {
+    let (node, _, calls) = join(service, id, v1::Role::Decode).await;
+    Fake { node, calls }
+}
+
+async fn join(
+    service: &Service,
+    id: &str,
+    role: v1::Role,
+) -> (Arc<Node>, mpsc::Receiver<PrefillCall>, mpsc::Receiver<DecodeCall>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
+    let (prefill, prefill_calls) = mpsc::channel(8);
+    let (decode, decode_calls) = mpsc::channel(8);
+    let node = Arc::new(FakeNode { prefill, decode });
+    let server = tonic::transport::Server::builder()
+        .add_service(v1::prefill_server::PrefillServer::from_arc(Arc::clone(&node)))
+        .add_service(v1::decode_server::DecodeServer::from_arc(node))
+        .serve_with_incoming(TcpIncoming::from(listener));
+    tokio::spawn(server);
+    let info = v1::Register { incarnation: rand::random_range(2..=u64::MAX), ..register(id, role, &endpoint) };
+    (service.membership().register(info, Instant::now()).expect("accepted"), prefill_calls, decode_calls)
 }
 
 /// A router without nodes.

@@ -1,107 +1,48 @@
-//! Causal attention over paged bf16 and 8-bit KV by the bf16 dot products of AVX-512, for prompts and decode steps alike:
-//! queries, softmax weights and unpacked 8-bit numbers are rounded to bf16, sums are f32. See `attention.rs` for what it
-//! computes and for sources.
+//! The walk over bf16 and 8-bit keys by the bf16 dot products of AVX-512: queries, softmax weights and unpacked 8-bit
+//! numbers are rounded to bf16, sums are f32.
 //!
-//! A row walks the keys of its sequence in spans of 64 from position 0; what happens in a span depends on the row
-//! alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
+//! A row walks the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends on
+//! the row alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
 use std::arch::x86_64::*;
-use std::cell::RefCell;
+use std::ops::Range;
 
-use super::attention::{Chunk, Queries};
-use super::kv::{KvArena, Part, SUB_BLOCK_TOKENS};
-use super::simd::{LANES, prefetch};
-use super::{Shared, pool};
+use super::running::Running;
+use super::{Part, Tile};
 use crate::executor::KvDtype;
+use crate::ops::kv::SUB_BLOCK_TOKENS;
+use crate::ops::simd::{LANES, prefetch};
 
 /// Query rows of a task.
-const TILE_ROWS: usize = 32;
+pub(super) const TILE_ROWS: usize = 32;
 /// Sub-blocks of a span.
 const SPAN: usize = 4;
 const SPAN_TOKENS: usize = SPAN * SUB_BLOCK_TOKENS;
 /// (row, head) pairs that are worked on together: 24 sums fit the registers.
 const PAIRS: usize = 6;
 
-/// See [`super::attention::attention`], which checks the arguments.
-pub(super) fn attention(kv: &KvArena, layer: usize, chunks: &[Chunk<'_>], queries: Queries<'_>, out: &mut [f32]) {
-    thread_local! {
-        static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
-    }
-    let layout = kv.layout();
-    let (group, width) = (queries.heads / layout.kv_heads, queries.heads * layout.head_dim);
-    let tiles_of = |chunk: &Chunk<'_>| chunk.rows.div_ceil(TILE_ROWS);
-    let tiles: usize = chunks.iter().map(tiles_of).sum();
-    let out = Shared(out.as_mut_ptr());
-    pool::for_each(tiles * layout.kv_heads, |task| {
-        // The last tiles of a prompt are the longest: first.
-        let (mut tile, kv_head) = (tiles - 1 - task / layout.kv_heads, task % layout.kv_heads);
-        for chunk in chunks {
-            if tile >= tiles_of(chunk) {
-                tile -= tiles_of(chunk);
-                continue;
-            }
-            let first = tile * TILE_ROWS;
-            let rows = TILE_ROWS.min(chunk.rows - first);
-            let at = (chunk.first_row + first, kv_head * group * layout.head_dim);
-            let tile = Tile {
-                kv,
-                layer,
-                blocks: chunk.blocks,
-                start: chunk.start + first,
-                rows,
-                kv_head,
-                group,
-                head_dim: layout.head_dim,
-                queries: queries.values[at.0 * queries.stride + at.1..].as_ptr(),
-                stride: queries.stride,
-                // SAFETY: row and head are within `out`, as the caller asserted.
-                out: unsafe { out.get().add(at.0 * width + at.1) },
-                width,
-            };
-            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the tile's rows and heads
-            // exist, and no other task has them.
-            return SCRATCH.with_borrow_mut(|scratch| unsafe { attend(&tile, scratch) });
-        }
-    });
-}
+const _: () = assert!(super::PARTITION.is_multiple_of(SPAN_TOKENS));
 
-/// One task: up to 32 rows of a sequence × the query heads of one KV head.
-struct Tile<'a> {
-    kv: &'a KvArena,
-    layer: usize,
-    blocks: &'a [u32],
-    /// Position of the first row.
-    start: usize,
-    rows: usize,
-    kv_head: usize,
-    group: usize,
-    head_dim: usize,
-    queries: *const f32,
-    stride: usize,
-    out: *mut f32,
-    width: usize,
-}
-
-impl Tile<'_> {
-    /// K or V of 16 tokens of the sequence.
-    fn sub_block(&self, index: usize, part: Part) -> *const u8 {
-        self.kv.sub_block(self.blocks, index, self.layer, part, self.kv_head)
-    }
-}
-
-/// Queries and the running softmax of each (row, head) pair.
+/// Queries and keys as the dot products take them.
 #[derive(Default)]
-struct Scratch {
+pub(super) struct Scratch {
     /// Pairs of bf16, pairs × head_dim / 2.
     queries: Vec<u32>,
-    /// Greatest score so far.
-    greatest: Vec<f32>,
-    /// Sums of the weights by lane, pairs × 16.
-    weights: Vec<f32>,
-    /// Weighted sums of values, pairs × head_dim.
-    sums: Vec<f32>,
     /// K, then V, of a span's sub-blocks where they cannot be read in place: of 8-bit ones all, of bf16 ones a V with an
     /// unwritten token. Twice 4 × 16 × head_dim / 2.
     copies: Vec<u32>,
+}
+
+impl Scratch {
+    /// Takes these keys of the tile into its running softmax.
+    ///
+    /// # Safety
+    /// The machine has the features; the tile's pointers are valid for its rows, `running` for its pairs.
+    pub unsafe fn take(&mut self, tile: &Tile<'_>, keys: Range<usize>, running: Running) {
+        self.queries.resize(tile.pairs() * tile.head_dim / 2, 0);
+        self.copies.resize(2 * SPAN_TOKENS * tile.head_dim / 2, 0);
+        // SAFETY: the caller's, and the scratch was made for the tile's pairs.
+        unsafe { take(tile, keys, running, self) }
+    }
 }
 
 /// K and V of the sub-blocks of a span. Those that the tile does not see repeat one that it does.
@@ -112,54 +53,34 @@ struct Span {
 }
 
 /// # Safety
-/// The machine has the features; the tile's pointers are valid for its rows.
+/// As for [`Scratch::take`]; the scratch was made for the tile's pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
-    let (pairs, end) = (tile.rows * tile.group, tile.start + tile.rows);
-    // SAFETY: the scratch is made for the tile's pairs.
+unsafe fn take(tile: &Tile<'_>, keys: Range<usize>, running: Running, scratch: &mut Scratch) {
+    // SAFETY: the caller's.
     unsafe {
-        take_queries(tile, scratch);
-        for first_key in (0..end).step_by(SPAN_TOKENS) {
+        round_queries(tile, &mut scratch.queries);
+        for first_key in (keys.start / SPAN_TOKENS * SPAN_TOKENS..keys.end).step_by(SPAN_TOKENS) {
             prefetch_span(tile, first_key + SPAN_TOKENS);
             let span = span_at(tile, first_key, &mut scratch.copies);
-            // Rows before the span's first key do not see it.
-            let mut pair = first_key.saturating_sub(tile.start) * tile.group;
-            while pair < pairs {
-                pair += match pairs - pair {
-                    PAIRS.. => walk::<PAIRS>(tile, &span, pair, scratch),
-                    3.. => walk::<3>(tile, &span, pair, scratch),
-                    _ => walk::<1>(tile, &span, pair, scratch),
+            let Range { start: mut pair, end } = tile.pairs_seeing(first_key..first_key + SPAN_TOKENS);
+            while pair < end {
+                pair += match end - pair {
+                    PAIRS.. => walk::<PAIRS>(tile, &span, pair, running, &scratch.queries),
+                    3.. => walk::<3>(tile, &span, pair, running, &scratch.queries),
+                    _ => walk::<1>(tile, &span, pair, running, &scratch.queries),
                 };
-            }
-        }
-        for pair in 0..pairs {
-            let out = tile.out.add(pair / tile.group * tile.width + pair % tile.group * tile.head_dim);
-            let total = _mm512_reduce_add_ps(_mm512_loadu_ps(scratch.weights.as_ptr().add(pair * LANES)));
-            for d in (0..tile.head_dim).step_by(LANES) {
-                let sums = _mm512_loadu_ps(scratch.sums.as_ptr().add(pair * tile.head_dim + d));
-                _mm512_storeu_ps(out.add(d), _mm512_div_ps(sums, _mm512_set1_ps(total)));
             }
         }
     }
 }
 
 #[inline(always)]
-unsafe fn take_queries(tile: &Tile<'_>, scratch: &mut Scratch) {
-    let (pairs, head_dim) = (tile.rows * tile.group, tile.head_dim);
-    scratch.queries.resize(pairs * head_dim / 2, 0);
-    scratch.copies.resize(2 * SPAN_TOKENS * head_dim / 2, 0);
-    scratch.greatest.clear();
-    scratch.greatest.resize(pairs, f32::NEG_INFINITY);
-    for (zeroed, len) in [(&mut scratch.weights, pairs * LANES), (&mut scratch.sums, pairs * head_dim)] {
-        zeroed.clear();
-        zeroed.resize(len, 0.0);
-    }
-    for pair in 0..pairs {
+unsafe fn round_queries(tile: &Tile<'_>, queries: &mut [u32]) {
+    for pair in 0..tile.pairs() {
         // SAFETY: the tile has this row and head; the buffer was made for all pairs.
         unsafe {
-            let from = tile.queries.add(pair / tile.group * tile.stride + pair % tile.group * head_dim);
-            let to = scratch.queries.as_mut_ptr().add(pair * head_dim / 2);
-            for d in (0..head_dim).step_by(LANES) {
+            let (from, to) = (tile.query(pair), queries.as_mut_ptr().add(pair * tile.head_dim / 2));
+            for d in (0..tile.head_dim).step_by(LANES) {
                 let rounded: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(from.add(d))));
                 _mm256_storeu_si256(to.add(d / 2).cast(), rounded);
             }
@@ -264,21 +185,22 @@ unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut 
 
 /// Takes a span into the running softmax of `P` pairs; returns `P`.
 #[inline(always)]
-unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scratch: &mut Scratch) -> usize {
-    // SAFETY: the pairs `first ..` are the scratch's; they see at least the span's first key.
+unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, running: Running, queries: &[u32]) -> usize {
+    // SAFETY: the pairs `first ..` are the tile's; each sees a key of the span.
     unsafe {
-        let scores = score::<P>(tile, span, first, scratch);
+        let scores = score::<P>(tile, span, first, queries);
         let mut weights = [[0u32; SPAN_TOKENS / 2]; P];
         let mut shrink = [_mm512_setzero_ps(); P];
         let mut most = 0;
         for p in 0..P {
-            let pair = first + p;
-            let visible = (tile.start + pair / tile.group + 1 - span.first_key).min(SPAN_TOKENS);
+            let (row, greatest) = ((first + p) / tile.group, running.greatest.add(first + p));
+            let visible = (tile.start + row + 1 - span.first_key).min(SPAN_TOKENS);
+            let hidden = tile.first_key(row).saturating_sub(span.first_key);
             most = visible.max(most);
-            let (new, lanes) = exponentials(scores[p], visible, scratch.greatest[pair]);
-            shrink[p] = exp2(_mm512_set1_ps(scratch.greatest[pair] - new));
-            scratch.greatest[pair] = new;
-            let total = scratch.weights.as_mut_ptr().add(pair * LANES);
+            let (new, lanes) = exponentials(scores[p], hidden..visible, *greatest);
+            shrink[p] = exp2(_mm512_set1_ps(*greatest - new));
+            *greatest = new;
+            let total = running.weights.add((first + p) * LANES);
             let mut sum = _mm512_mul_ps(_mm512_loadu_ps(total), shrink[p]);
             for (i, rounded) in lanes.into_iter().enumerate() {
                 // The sum of what the values will be multiplied by.
@@ -288,7 +210,7 @@ unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scrat
             }
             _mm512_storeu_ps(total, sum);
         }
-        let sums = scratch.sums.as_mut_ptr().add(first * tile.head_dim);
+        let sums = running.sums.add(first * tile.head_dim);
         let mut d = 0;
         while d < tile.head_dim {
             d += LANES
@@ -303,11 +225,11 @@ unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scrat
 
 /// Products of `P` queries with the 64 keys of the span.
 #[inline(always)]
-unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scratch: &Scratch) -> [[__m512; SPAN]; P] {
+unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, queries: &[u32]) -> [[__m512; SPAN]; P] {
     let twos = tile.head_dim / 2;
     // SAFETY: a key vector holds two dimensions of 16 keys, `twos` of them follow one another; queries as long.
     unsafe {
-        let queries = scratch.queries.as_ptr().add(first * twos);
+        let queries = queries.as_ptr().add(first * twos);
         let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
         for two in 0..twos {
             let mut keys = [as_bf16(_mm512_setzero_si512()); SPAN];
@@ -329,18 +251,19 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, scra
     }
 }
 
-/// The new greatest score, and the powers of two of the first `visible` scores' distances to it, zero for the others, as
+/// The new greatest score, and the powers of two of the distances of the scores of `keys` to it, zero for the others, as
 /// bf16 in the order of the keys.
 #[inline(always)]
-unsafe fn exponentials(scores: [__m512; SPAN], visible: usize, greatest: f32) -> (f32, [__m512bh; 2]) {
+unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32) -> (f32, [__m512bh; 2]) {
     // SAFETY: lane arithmetic only.
     unsafe {
         let none = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut seen = scores;
-        if visible < SPAN_TOKENS {
+        if keys != (0..SPAN_TOKENS) {
+            let before = |key: usize| if key < SPAN_TOKENS { (1u64 << key) - 1 } else { u64::MAX };
+            let keys = before(keys.end) & !before(keys.start);
             for (i, seen) in seen.iter_mut().enumerate() {
-                let count = visible.saturating_sub(i * LANES).min(LANES);
-                *seen = _mm512_mask_blend_ps(((1u32 << count) - 1) as __mmask16, none, *seen);
+                *seen = _mm512_mask_blend_ps((keys >> (i * LANES)) as __mmask16, none, *seen);
             }
         }
         let two = [_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3])];

@@ -1,0 +1,74 @@
+//! What was measured of each request, and its medians as a table.
+use tandem_proto::v1::Timings;
+use tokio::time::Instant;
+
+/// Gaps before this one still belong to the hand-off and its aftermath.
+const STEADY_FROM: usize = 4;
+
+/// One request.
+pub struct Measured {
+    prefill_ms: f64,
+    transfer_ms: f64,
+    exposed_ms: f64,
+    gap_ms: f64,
+    step_ms: f64,
+    megabytes: f64,
+}
+
+impl Measured {
+    /// The router's timings, and the client's arrivals of tokens.
+    pub fn new(timings: &Timings, tokens: &[Instant]) -> Self {
+        let gaps = tokens.windows(2).skip(STEADY_FROM).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3);
+        Self {
+            prefill_ms: timings.prefill_ms,
+            transfer_ms: timings.transfer_total_ms,
+            exposed_ms: timings.transfer_exposed_ms,
+            gap_ms: timings.handoff_gap_ms,
+            step_ms: median(gaps),
+            megabytes: timings.kv_bytes as f64 / 1e6,
+        }
+    }
+}
+
+/// All requests of one prompt size over one link.
+pub struct Row {
+    pub link: String,
+    pub prompt: u32,
+    pub whole: Vec<Measured>,
+    pub overlap: Vec<Measured>,
+}
+
+/// Markdown, one row for each way to push.
+pub fn print(rows: &[Row]) {
+    println!(
+        "| link | prompt | MB | push | prefill ms | of whole | transfer ms | exposed ms | exposed | hand-off gap ms | decode step ms | gap − step ms |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
+    for row in rows {
+        // Pairs ran one right after the other.
+        let paired = row.overlap.iter().zip(&row.whole).map(|(overlap, whole)| overlap.prefill_ms / whole.prefill_ms);
+        let ratio = median(paired);
+        for (push, measured, ratio) in [("whole", &row.whole, 1.0), ("overlap", &row.overlap, ratio)] {
+            let of = |figure: fn(&Measured) -> f64| median(measured.iter().map(figure));
+            println!(
+                "| {} | {} | {:.1} | {push} | {:.1} | {ratio:.3} | {:.2} | {:.2} | {:.1} % | {:.2} | {:.2} | {:.2} |",
+                row.link,
+                row.prompt,
+                of(|m| m.megabytes),
+                of(|m| m.prefill_ms),
+                of(|m| m.transfer_ms),
+                of(|m| m.exposed_ms),
+                100.0 * of(|m| m.exposed_ms / m.transfer_ms),
+                of(|m| m.gap_ms),
+                of(|m| m.step_ms),
+                of(|m| m.gap_ms - m.step_ms),
+            );
+        }
+    }
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}

@@ -1,0 +1,271 @@
+//! One cell: bring a request to its moment, strike, and look at everybody afterwards.
+use std::fmt;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tandem_cluster_tests::client::{ask, token_ids};
+use tandem_cluster_tests::fleet::Role;
+use tandem_cluster_tests::process::program;
+use tandem_cluster_tests::reference::Reference;
+use tandem_cluster_tests::{Fleet, FleetOptions};
+use tandem_proto::v1::generate_response::Event;
+use tandem_proto::v1::inference_client::InferenceClient;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+
+use crate::fault::{Expected, Fault, Victim};
+use crate::moment::{Moment, Size};
+
+/// From the fault to the client's end: detection (a lease of one second), the silence that the fault lasts, the prompt
+/// again, the rest of the answer, on cores that ten fleets share.
+const ENDS: Duration = Duration::from_secs(30);
+/// From there until every block is back.
+const BACK: Duration = Duration::from_secs(10);
+
+/// A fleet's transport, and what its nodes are set up for.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    pub transport: &'static str,
+    pub moment: Moment,
+}
+
+impl Setting {
+    pub fn fleet(self) -> FleetOptions {
+        self.moment.fleet(self.transport)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Cell {
+    pub setting: Setting,
+    pub victim: Victim,
+    pub fault: Fault,
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting: Setting { transport, moment }, victim, fault } = self;
+        write!(f, "{transport}: {}/{}/{}", fault.as_str(), victim.as_str(), moment.as_str())
+    }
+}
+
+/// What came of a cell.
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub cell: Cell,
+    seen: &'static str,
+    /// The longest time without a token, the first one excluded.
+    pause: Duration,
+    /// From the fault to the client's end, and from there to the last block.
+    ended: Duration,
+    back: Duration,
+    pub problem: Option<String>,
+}
+
+impl Report {
+    pub fn failed(cell: Cell, problem: String) -> Self {
+        let zero = Duration::ZERO;
+        Self { cell, seen: "FAILED", pause: zero, ended: zero, back: zero, problem: Some(problem) }
+    }
+
+    /// For the table.
+    pub fn short(&self) -> String {
+        format!("{} {:.1}", self.seen, self.pause.as_secs_f64())
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { cell, seen, pause, ended, back, problem } = self;
+        write!(f, "{cell}: {seen}, longest pause {pause:.2?}, ended after {ended:.2?}, blocks back after {back:.2?}")?;
+        problem.as_ref().map_or(Ok(()), |problem| write!(f, ": {problem}"))
+    }
+}
+
+impl Cell {
+    pub async fn run(self, fleet: &mut Fleet, reference: &Reference) -> Report {
+        self.strike(fleet, reference).await.unwrap_or_else(|error| Report::failed(self, format!("{error:#}")))
+    }
+
+    async fn strike(self, fleet: &mut Fleet, reference: &Reference) -> anyhow::Result<Report> {
+        let moment = self.setting.moment;
+        fleet.repair().await.context("before the fault")?;
+        let mut fillers = Vec::new();
+        // One after the other: the router then gives each a node of its own.
+        for (count, size) in (1..=fleet.nodes()).zip(std::iter::repeat(moment.fillers())) {
+            let Some(size) = size else { break };
+            fillers.push((Client::stream(fleet, size, self.seed() + count), size, self.seed() + count));
+            moment.prepared(fleet, count).await?;
+        }
+        let before = fleet.sum(Role::Decode).await;
+        let mut client = self.client(fleet)?;
+        moment.reached(fleet, before).await?;
+
+        let struck = Instant::now();
+        self.victim.suffers(self.fault, fleet, &client).await?;
+        let ended = timeout(ENDS, client.end()).await.with_context(|| format!("no end within {ENDS:?}"))??;
+        let ended_after = struck.elapsed();
+        let expected = self.victim.expects(self.fault);
+        ended.check(expected)?;
+        for (mut filler, size, seed) in fillers {
+            let ended = timeout(ENDS, filler.end()).await.context("another request has no end")??;
+            let expected = if self.victim == Victim::Client { Expected::Whole } else { expected };
+            ended.check(expected).context("another request")?;
+            if expected == Expected::Whole {
+                ended.compare(&undisturbed(reference, size, seed).await?).context("another request")?;
+            }
+        }
+        let back = fleet.settled(BACK).await?;
+        if expected == Expected::Whole {
+            let undisturbed = match client {
+                Client::Stream(_) => undisturbed(reference, moment.request(), self.seed()).await?,
+                Client::Program(_) => {
+                    fleet.repair().await.context("after the fault")?;
+                    timeout(ENDS, self.client(fleet)?.end()).await??.output
+                }
+            };
+            ended.compare(&undisturbed)?;
+        }
+        Ok(Report { cell: self, seen: expected.as_str(), pause: ended.pause, ended: ended_after, back, problem: None })
+    }
+
+    fn client(self, fleet: &Fleet) -> anyhow::Result<Client> {
+        match self.victim {
+            Victim::Client => Client::program(fleet, self.setting.moment.request(), self.seed()),
+            _ => Ok(Client::stream(fleet, self.setting.moment.request(), self.seed())),
+        }
+    }
+
+    /// Each cell has prompts of its own: nothing of them is cached.
+    fn seed(self) -> u32 {
+        let place = |position: Option<usize>| position.unwrap_or_default() as u32;
+        let victim = place(Victim::ALL.iter().position(|victim| *victim == self.victim));
+        let fault = place(Fault::ALL.iter().position(|fault| *fault == self.fault));
+        1000 + 100 * (victim * Fault::ALL.len() as u32 + fault)
+    }
+}
+
+/// Who asked.
+pub enum Client {
+    /// A task of this program.
+    Stream(JoinHandle<anyhow::Result<Ended>>),
+    /// `tandem generate`, which can be killed.
+    Program(tokio::process::Child),
+}
+
+/// How a request ended for its client.
+pub struct Ended {
+    /// Token ids, or text.
+    output: Vec<u8>,
+    /// The error, or what a program said on its way out.
+    error: Option<String>,
+    pause: Duration,
+}
+
+impl Client {
+    fn stream(fleet: &Fleet, size: Size, seed: u32) -> Self {
+        let mut request = ask(token_ids(prompt(size, seed)), size.answer);
+        request.ignore_eos = true;
+        let url = fleet.entrance_url();
+        Self::Stream(tokio::spawn(async move {
+            let mut client = InferenceClient::connect(url).await?;
+            let mut ended = Ended { output: Vec::new(), error: None, pause: Duration::ZERO };
+            let mut stream = match client.generate(request).await {
+                Ok(stream) => stream.into_inner(),
+                Err(status) => return Ok(Ended { error: Some(status.to_string()), ..ended }),
+            };
+            let mut last = None;
+            loop {
+                match stream.message().await {
+                    Ok(Some(message)) => match message.event {
+                        Some(Event::Token(token)) => {
+                            let now = Instant::now();
+                            ended.pause = ended.pause.max(now - last.replace(now).unwrap_or(now));
+                            ended.output.extend(token.token_id.to_le_bytes());
+                        }
+                        Some(Event::Finish(_)) => return Ok(ended),
+                        None => {}
+                    },
+                    Ok(None) => bail!("the answer ended without its last message"),
+                    Err(status) => return Ok(Ended { error: Some(status.to_string()), ..ended }),
+                }
+            }
+        }))
+    }
+
+    fn program(fleet: &Fleet, size: Size, seed: u32) -> anyhow::Result<Self> {
+        // A word of one digit and a space is two tokens.
+        let prompt: Vec<String> =
+            (0..size.prompt / 2).map(|index| ((index * 3 + seed / 100) % 10).to_string()).collect();
+        let child = tokio::process::Command::new(program("tandem")?)
+            .args(["generate", "--url", &fleet.entrance_url(), "--max-tokens", &size.answer.to_string()])
+            .args(["--ignore-eos", &format!("{seed} {}", prompt.join(" "))])
+            .stdin(std::process::Stdio::null())
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()?;
+        Ok(Self::Program(child))
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        if let Self::Program(child) = self
+            && let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
+        {
+            let _ = kill(Pid::from_raw(pid), signal);
+        }
+    }
+
+    async fn end(&mut self) -> anyhow::Result<Ended> {
+        match self {
+            Self::Stream(task) => task.await?,
+            Self::Program(child) => {
+                use tokio::io::AsyncReadExt;
+                let (mut output, mut errors) = (Vec::new(), String::new());
+                if let (Some(stdout), Some(stderr)) = (&mut child.stdout, &mut child.stderr) {
+                    tokio::try_join!(stdout.read_to_end(&mut output), stderr.read_to_string(&mut errors))?;
+                }
+                let status = child.wait().await?;
+                let error = (!status.success()).then(|| format!("{status}: {errors}"));
+                Ok(Ended { output, error, pause: Duration::ZERO })
+            }
+        }
+    }
+}
+
+fn prompt(size: Size, seed: u32) -> Vec<u32> {
+    (0..size.prompt).map(|index| 1000 + (index * 31 + seed * 7919) % 40_000).collect()
+}
+
+/// What one engine alone answers, as bytes.
+async fn undisturbed(reference: &Reference, size: Size, seed: u32) -> anyhow::Result<Vec<u8>> {
+    let tokens = reference.tokens(&prompt(size, seed), size.answer).await?;
+    Ok(tokens.into_iter().flat_map(u32::to_le_bytes).collect())
+}
+
+impl Ended {
+    fn check(&self, expected: Expected) -> anyhow::Result<()> {
+        match (expected, &self.error) {
+            (Expected::Whole, Some(error)) => {
+                bail!("expected an answer, got: {error} (after {} bytes)", self.output.len())
+            }
+            (Expected::Error, None) => bail!("an answer, although its router died"),
+            (Expected::Gone, None) => bail!("the client was to be gone"),
+            (Expected::Whole, None) | (Expected::Error | Expected::Gone, Some(_)) => Ok(()),
+        }
+    }
+
+    fn compare(&self, undisturbed: &[u8]) -> anyhow::Result<()> {
+        let (own, wanted) = (&self.output, undisturbed);
+        let equal = own.iter().zip(wanted).take_while(|(own, wanted)| own == wanted).count();
+        ensure!(
+            own == wanted,
+            "output of {} bytes is not the undisturbed {} from byte {equal} on",
+            own.len(),
+            wanted.len()
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,119 @@
+//! The moments of a request at which a fault strikes: how the fleet is set up to make each last, and how it is known.
+use std::time::Duration;
+
+use tandem_cluster_tests::fleet::{Counts, Role};
+use tandem_cluster_tests::{Fleet, FleetOptions};
+use tokio::time::{Instant, sleep};
+
+/// Reaching a moment takes a second or two on idle cores.
+const REACHED: Duration = Duration::from_secs(40);
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Tokens of a decoding answer before the fault.
+const SOME_TOKENS: f64 = 4.0;
+
+/// Where a request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// It waits behind another prompt.
+    Queued,
+    /// Its prompt is computed.
+    Computing,
+    /// Its KV is on the way.
+    Pushing,
+    /// Its KV is verified, and it waits for a place in decode's batch.
+    Sealed,
+    /// It generates.
+    Decoding,
+}
+
+/// A request: tokens of the prompt and of the answer.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    pub prompt: u32,
+    pub answer: u32,
+}
+
+impl Moment {
+    pub const ALL: [Self; 5] = [Self::Queued, Self::Computing, Self::Pushing, Self::Sealed, Self::Decoding];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Queued => "queued",
+            Self::Computing => "computing",
+            Self::Pushing => "pushing",
+            Self::Sealed => "sealed-not-started",
+            Self::Decoding => "decoding",
+        }
+    }
+
+    /// Nodes on which it lasts.
+    pub fn fleet(self, transport: &'static str) -> FleetOptions {
+        let prefill = "--simulated-token-us 500 --max-num-batched-tokens 256";
+        let decode = "--simulated-step-us 10000";
+        let (prefill_more, decode_more) = match self {
+            Self::Queued => ("--max-num-seqs 1", ""),
+            Self::Pushing => ("--debug-push-delay-ms 400", ""),
+            Self::Sealed => ("", "--max-num-seqs 1"),
+            Self::Computing | Self::Decoding => ("", ""),
+        };
+        FleetOptions {
+            transport,
+            router_args: "--lease-ms 1000".to_owned(),
+            prefill_args: format!("{prefill} {prefill_more}"),
+            decode_args: format!("{decode} {decode_more}"),
+            ..FleetOptions::default()
+        }
+    }
+
+    /// Others that are there before: one for each node of the role that shall be busy.
+    pub fn fillers(self) -> Option<Size> {
+        match self {
+            Self::Queued => Some(Size { prompt: 2400, answer: 2 }),
+            Self::Sealed => Some(Size { prompt: 32, answer: 250 }),
+            Self::Computing | Self::Pushing | Self::Decoding => None,
+        }
+    }
+
+    /// The request that meets the fault.
+    pub fn request(self) -> Size {
+        match self {
+            Self::Sealed => Size { prompt: 64, answer: 40 },
+            Self::Decoding => Size { prompt: 200, answer: 100 },
+            Self::Queued | Self::Computing | Self::Pushing => Size { prompt: 1200, answer: 40 },
+        }
+    }
+
+    /// Waits until so many fillers are where they hold the request up.
+    pub async fn prepared(self, fleet: &Fleet, fillers: u32) -> anyhow::Result<()> {
+        let busy = |role| async move { fleet.sum(role).await.running >= f64::from(fillers) };
+        match self {
+            Self::Queued => until("prefill nodes compute", || busy(Role::Prefill)).await,
+            Self::Sealed => until("decode nodes generate", || busy(Role::Decode)).await,
+            Self::Computing | Self::Pushing | Self::Decoding => Ok(()),
+        }
+    }
+
+    /// Waits until the request is there; `before` is what the decode nodes said before it came.
+    pub async fn reached(self, fleet: &Fleet, before: Counts) -> anyhow::Result<()> {
+        until(self.as_str(), || async move {
+            let (prefill, decode) = tokio::join!(fleet.sum(Role::Prefill), fleet.sum(Role::Decode));
+            match self {
+                Self::Queued => prefill.waiting >= 1.0,
+                Self::Computing => prefill.running >= 1.0,
+                Self::Pushing => prefill.running == 0.0 && prefill.waiting >= 1.0,
+                Self::Sealed => decode.verified > before.verified,
+                Self::Decoding => decode.generated >= before.generated + SOME_TOKENS,
+            }
+        })
+        .await
+    }
+}
+
+async fn until<F: Future<Output = bool>>(what: &str, holds: impl Fn() -> F) -> anyhow::Result<()> {
+    let start = Instant::now();
+    while !holds().await {
+        anyhow::ensure!(start.elapsed() < REACHED, "not within {REACHED:?}: {what}");
+        sleep(LOOK_EVERY).await;
+    }
+    Ok(())
+}

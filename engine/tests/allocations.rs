@@ -1,0 +1,92 @@
+//! After its first rounds a step allocates nothing: neither the thread that runs it nor those that help. A program of
+//! its own, because it counts what the whole process allocates.
+#[allow(dead_code, reason = "the oracle's answers are other tests' matter")]
+mod smollm2;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::ops::pool;
+use tandem_engine::sampler::{Past, sample};
+use tandem_engine::{Batch, BatchItem, BlockPool, Executor, Logits, SamplingParams};
+
+/// Steps that must pass without an allocation, one after another.
+const CLEAN_STEPS: usize = 16;
+/// Rounds of so many steps in which memory may still grow: each thread has its own, and makes it when it first gets a task of
+/// that kind. On a busy machine that takes a while.
+const ROUNDS: usize = 40;
+const BLOCKS: usize = 256;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+// SAFETY: the system's allocator does all the work, with the caller's arguments.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.realloc(memory, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: the caller's.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[test]
+fn a_step_allocates_nothing() {
+    for batch_invariant in [true, false] {
+        let config = ModelConfig { blocks: BLOCKS, threads: 2, batch_invariant, ..ModelConfig::default() };
+        let mut executor = smollm2::executor(config);
+        let blocks = BlockPool::new(BLOCKS, 16);
+        let item = |tokens: usize, start: usize| BatchItem {
+            seq: start as u64,
+            tokens: (0..tokens as u32).map(|token| 1000 + token).collect(),
+            start,
+            blocks: Arc::new(blocks.try_reserve(blocks.blocks_for(start + tokens)).expect("room")),
+            wants_logits: true,
+        };
+        // One whose attention is split, several, a prompt's chunk beside them.
+        let alone = Batch { items: vec![item(1, 1100)] };
+        let decode = Batch { items: vec![item(1, 700), item(1, 0), item(1, 33), item(1, 40), item(1, 16)] };
+        let mixed = Batch { items: vec![item(1, 9), item(150, 20), item(40, 600)] };
+        for batch in [&alone, &decode, &mixed] {
+            settles(&mut executor, batch);
+        }
+    }
+}
+
+fn settles(executor: &mut LlamaExecutor, batch: &Batch) {
+    let (mut logits, mut tokens) = (Logits::default(), vec![0; batch.items.len()]);
+    let mut allocations = 0;
+    for _ in 0..ROUNDS {
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        for _ in 0..CLEAN_STEPS {
+            executor.execute(batch, &mut logits).expect("a step");
+            executor.install(&mut || pool::for_each_of(&mut tokens, |item, token| *token = greedy(&logits, item)));
+        }
+        allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        if allocations == 0 {
+            return;
+        }
+    }
+    panic!("{allocations} allocations in the last {CLEAN_STEPS} steps of {} items", batch.items.len());
+}
+
+fn greedy(logits: &Logits, item: usize) -> u32 {
+    let past = Past { tokens: &[1, 2, 3], prompt_len: 3, ..Past::default() };
+    sample(&SamplingParams::GREEDY, &past, logits.of(item).expect("wanted")).token
+}

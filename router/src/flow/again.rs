@@ -1,0 +1,145 @@
+//! From a failure of a node to the next attempt: what [`replan`](super::replan) decides is done here. The nodes are blamed,
+//! the legs dropped or kept, the search for the next pair is awaited, and all of it noted for metrics and trace.
+use std::sync::Arc;
+use std::time::Instant;
+
+use tandem_proto::{Error, v1};
+use tandem_telemetry::clock;
+
+use super::attempt::{Attempt, Search};
+use super::record::Replanned;
+use super::replan::{Bound, Failure, Retry, Verdict};
+use super::timeline::Phase;
+use super::{Limits, Run, legs, seek};
+use crate::membership::{Node, Route};
+use crate::select::{NoPair, Wish};
+
+/// A failure, in its place.
+pub struct Setback {
+    failure: Failure,
+    node: Arc<Node>,
+    at: Instant,
+    phase: Phase,
+}
+
+/// How the search for another pair ended.
+pub struct Sought {
+    setback: Setback,
+    found: Result<Route, NoPair>,
+}
+
+impl Run {
+    /// After a failure: another attempt, or the same one with prefill alone while decode is sought.
+    ///
+    /// # Errors
+    /// What the client hears: no attempt would be different, or there were enough.
+    pub(super) async fn again(&mut self, mut attempt: Attempt, failure: Failure) -> Result<Attempt, Error> {
+        let (now, phase) = (clock::now(), self.record.timeline.phase());
+        failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
+        let verdict = self.replan.failed(&failure, attempt.pair(), now);
+        let keep = attempt.keeps_prefill(&failure).then_some(attempt.route.prefill.session);
+        let setback = Setback { node: attempt.route.node(failure.role).clone(), failure, at: now, phase };
+        let told = self.told(&setback);
+        tracing::info!(request = self.record.request_id, error = told.message, ?verdict, "attempt failed");
+        let retry = match verdict {
+            Verdict::Retry(retry) => retry,
+            Verdict::Hopeless => return Err(told),
+            Verdict::Exhausted(bound) => return Err(self.exhausted(told, bound)),
+        };
+        let search = self.search(setback, keep, retry);
+        if keep.is_some() {
+            attempt.seek_decode(search);
+            return Ok(attempt);
+        }
+        // Cancels the work on both nodes before any other has it.
+        drop(attempt);
+        let route = self.found(search.await)?;
+        Ok(self.open(route))
+    }
+
+    fn search(&self, setback: Setback, keep: Option<u64>, retry: Retry) -> Search {
+        let (membership, metrics) = (self.shared.membership.clone(), self.shared.metrics.clone());
+        let wish = Wish { keep, avoid: self.replan.avoid().clone() };
+        let seeking = seek::pair(membership, metrics, self.progress.tokens(), wish, retry);
+        Box::pin(async move { Sought { found: seeking.await, setback } })
+    }
+
+    /// The search beside a prefill call ended: with a decode node for that call, or with another pair.
+    ///
+    /// # Errors
+    /// There was none.
+    pub(super) fn go_on(&mut self, attempt: &mut Attempt, sought: Sought) -> Result<(), Error> {
+        let route = self.found(sought)?;
+        if route.prefill.session == attempt.route.prefill.session {
+            let start = self.decode_start(&route, attempt.basis);
+            attempt.take_decode(route, start);
+        } else {
+            *attempt = self.open(route);
+        }
+        Ok(())
+    }
+
+    /// The next attempt has a pair, if it was found.
+    fn found(&mut self, sought: Sought) -> Result<Route, Error> {
+        let Sought { setback, found } = sought;
+        let route = found.map_err(|why| {
+            let told = self.told(&setback);
+            self.exhausted(Error { message: format!("{}; {why}", told.message), ..told }, Bound::Time)
+        })?;
+        let Setback { failure, node, at, phase } = setback;
+        self.replan.began();
+        self.shared.metrics.replanned(&failure);
+        self.record.replans.push(Replanned {
+            at,
+            search: clock::now().saturating_duration_since(at),
+            phase,
+            role: failure.role,
+            node: node.info.node_id.clone(),
+            cause: failure.cause.as_str(),
+            pair: [&route.prefill, &route.decode].map(|node| node.info.node_id.clone()),
+        });
+        Ok(route)
+    }
+
+    /// What the client hears of it, if nothing can be done: by what it has now, which may be more than it had then.
+    fn told(&self, setback: &Setback) -> Error {
+        let Setback { failure, node, phase, .. } = setback;
+        legs::failed(node, *phase, &failure.error, !self.progress.sent.is_empty())
+    }
+
+    /// The error of a request that had all its attempts, or all its time for them.
+    fn exhausted(&self, told: Error, bound: Bound) -> Error {
+        self.shared.metrics.replan_exhausted(bound);
+        let Limits { max_attempts, replan, .. } = self.shared.limits;
+        let attempts = self.replan.attempts();
+        let gave_up = match bound {
+            Bound::Attempts => format!("attempt {attempts} of {max_attempts}"),
+            Bound::Time => format!("gave up after {replan:?} without progress"),
+        };
+        Error { message: format!("{} ({gave_up})", told.message), ..told }
+    }
+
+    /// Both legs, for what is left of the answer.
+    pub(super) fn open(&self, route: Route) -> Attempt {
+        let basis = self.progress.sent.len();
+        let prompt = self.spec(Phase::Prefill, basis);
+        let start = self.decode_start(&route, basis);
+        Attempt::open(route, prompt, start, basis)
+    }
+
+    fn decode_start(&self, route: &Route, basis: usize) -> v1::DecodeStart {
+        v1::DecodeStart {
+            spec: Some(self.spec(Phase::Decode, basis)),
+            prefill_incarnation: route.prefill.info.incarnation,
+            route_traceparent: self.record.identities.of(self.record.timeline.phase()).to_string(),
+        }
+    }
+
+    /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`, or of
+    /// the later one in which it is opened.
+    fn spec(&self, phase: Phase, basis: usize) -> v1::RequestSpec {
+        let now = self.record.timeline.phase();
+        let parent = if now as usize > phase as usize { now } else { phase };
+        self.progress.spec(basis, self.record.identities.of(parent), self.deadline)
+    }
+}

@@ -1,0 +1,212 @@
+//! One attempt at an answer: a pair of nodes, the call to each, and what they have said. It turns everything that can
+//! happen to the pair into one [`Happening`] or one [`Failure`], and decides nothing: whether there is another attempt is
+//! [`super::replan`]'s matter. Dropping it cancels both calls, and with them the work on both nodes.
+//!
+//! Decode may fail while prefill is still worth something. Then the attempt lives on with a *search* in the place of the
+//! decode leg ([`Attempt::seek_decode`]), and prefill's events are taken meanwhile.
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use futures::StreamExt;
+use tandem_proto::{Error, ErrorKind, v1};
+
+use super::again::Sought;
+use super::exchange::{Exchange, Step};
+use super::legs::{DecodeLeg, PrefillLeg, Rest};
+use super::replan::{Cause, Failure};
+use crate::membership::Route;
+use crate::select::Role;
+
+/// How long a finished answer waits for the prefill node's last message, which carries its spans.
+const LAST_SPANS: Duration = Duration::from_millis(50);
+
+/// The search for another pair; bounded by itself.
+pub type Search = Pin<Box<dyn Future<Output = Sought> + Send>>;
+
+/// What happened next.
+pub enum Happening {
+    /// A node said something in order.
+    Step(Step),
+    /// The search that [`Attempt::seek_decode`] began ended.
+    Sought(Sought),
+}
+
+/// Both legs of a request.
+pub struct Attempt {
+    /// The pair.
+    pub route: Route,
+    /// What both have said.
+    pub exchange: Exchange,
+    /// Tokens that the client had when the prompt of this attempt was made.
+    pub basis: usize,
+    prefill: PrefillLeg,
+    prefill_open: bool,
+    decode: DecodeSide,
+    /// Decode has shown that it works.
+    decode_works: bool,
+}
+
+enum DecodeSide {
+    Leg(DecodeLeg),
+    Sought(Search),
+}
+
+impl Attempt {
+    /// Opens both legs at once. `basis` tokens of the answer are in the prompt of `start`.
+    pub fn open(route: Route, prompt: v1::RequestSpec, start: v1::DecodeStart, basis: usize) -> Self {
+        let exchange = Exchange::new(prompt.max_tokens);
+        let prefill = PrefillLeg::open(&route.prefill, prompt);
+        let decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
+        Self { route, exchange, basis, prefill, prefill_open: true, decode, decode_works: false }
+    }
+
+    /// Table keys of the pair.
+    pub fn pair(&self) -> (u64, u64) {
+        (self.route.prefill.session, self.route.decode.session)
+    }
+
+    /// Whether the prefill call can serve another decode node after `failure`: it is open and has not handed over.
+    pub fn keeps_prefill(&self, failure: &Failure) -> bool {
+        let has_it = self.exchange.verified.is_none() && self.exchange.delivered.is_none();
+        failure.role == Role::Decode && self.prefill_open && has_it
+    }
+
+    /// Whether decode is being sought.
+    pub fn seeks_decode(&self) -> bool {
+        matches!(self.decode, DecodeSide::Sought(_))
+    }
+
+    /// Cancels the decode call and goes on with prefill alone until `search` ends.
+    pub fn seek_decode(&mut self, search: Search) {
+        self.exchange.decode_lost();
+        self.decode = DecodeSide::Sought(search);
+        self.decode_works = false;
+    }
+
+    /// The search found another decode node for the same prefill call.
+    pub fn take_decode(&mut self, route: Route, start: v1::DecodeStart) {
+        self.decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
+        self.route = route;
+    }
+
+    /// Hands decode's ticket to prefill.
+    pub fn deliver(&self, ticket: Vec<u8>) {
+        self.prefill.deliver(ticket);
+    }
+
+    /// Waits for what happens next. Cancel-safe. A pair that says nothing for `silence` has failed.
+    ///
+    /// # Errors
+    /// The failure that ends this attempt.
+    pub async fn next(&mut self, silence: Duration) -> Result<Happening, Failure> {
+        let Self { route, exchange, prefill, prefill_open, decode, .. } = self;
+        let leg = match decode {
+            DecodeSide::Leg(leg) => leg,
+            DecodeSide::Sought(search) => {
+                let step = tokio::select! {
+                    biased;
+                    why = route.prefill.died() => return Err(died(Role::Prefill, &why)),
+                    found = search => return Ok(Happening::Sought(found)),
+                    event = prefill.events.next() => on_prefill(exchange, event)?,
+                };
+                return self.taken(Role::Prefill, step);
+            }
+        };
+        let (role, step) = tokio::select! {
+            biased;
+            why = route.decode.died() => return Err(died(Role::Decode, &why)),
+            why = route.prefill.died(), if exchange.needs_prefill() => return Err(died(Role::Prefill, &why)),
+            event = prefill.events.next(), if *prefill_open => match event {
+                // Decode has all it needs: what is missing now is only prefill's report.
+                None | Some(Err(_)) if !exchange.needs_prefill() => {
+                    tracing::debug!(ended = ?event, "prefill leg ended");
+                    *prefill_open = false;
+                    (Role::Prefill, Step::Wait)
+                }
+                event => (Role::Prefill, on_prefill(exchange, event)?),
+            },
+            event = leg.events.next(), if exchange.takes_decode() => {
+                let event = event.unwrap_or_else(|| Err(too_early())).map_err(Error::from);
+                let step = event.and_then(|event| exchange.on_decode(event));
+                (Role::Decode, step.map_err(|error| Failure::of_leg(Role::Decode, error))?)
+            }
+            () = tokio::time::sleep(silence) => return Err(self.silent(silence)),
+        };
+        self.taken(role, step)
+    }
+
+    /// What a step says of the nodes that made it.
+    fn taken(&mut self, role: Role, step: Step) -> Result<Happening, Failure> {
+        match &step {
+            Step::Verified => self.route.succeeded(Role::Prefill),
+            Step::Token { finished: Some(_), .. } if role == Role::Prefill => self.route.succeeded(Role::Prefill),
+            Step::Token { .. } | Step::Finished(_) if role == Role::Decode && !self.decode_works => {
+                self.decode_works = true;
+                self.route.succeeded(Role::Decode);
+            }
+            Step::Undelivered(error) => return Err(Failure::undelivered(error.clone())),
+            Step::Spent => {
+                let error = Error::new(ErrorKind::Unavailable, "its KV went to a decode node that failed");
+                return Err(Failure { role: Role::Prefill, cause: Cause::Spent, error });
+            }
+            _ => {}
+        }
+        Ok(Happening::Step(step))
+    }
+
+    fn silent(&self, silence: Duration) -> Failure {
+        let role = if self.exchange.needs_prefill() { Role::Prefill } else { Role::Decode };
+        let error = Error::new(ErrorKind::Unavailable, format!("it said nothing for {silence:?}"));
+        Failure { role, cause: Cause::Silent, error }
+    }
+
+    /// Prefill's last message carries its spans and is nearly always there already.
+    pub async fn last_spans(&mut self) {
+        let Self { exchange, prefill, .. } = self;
+        let last = async {
+            while exchange.delivered.is_none()
+                && let Some(Ok(event)) = prefill.events.next().await
+                && exchange.on_prefill(event).is_ok()
+            {}
+        };
+        let _ = tokio::time::timeout(LAST_SPANS, last).await;
+    }
+
+    /// The answer is complete without more tokens: both nodes end their work well. `whole`: prefill's token was all of it.
+    pub async fn stop(mut self, whole: bool) -> (Rest, Vec<v1::Span>) {
+        if let DecodeSide::Leg(leg) = &self.decode {
+            leg.stop(whole || !self.exchange.hands_off());
+        }
+        if !self.exchange.hands_off() {
+            self.prefill.stop();
+        }
+        if whole {
+            self.last_spans().await;
+        }
+        let Self { exchange, prefill, prefill_open, decode, .. } = self;
+        let prefill = (prefill_open && exchange.delivered.is_none()).then_some(prefill);
+        let decode = match decode {
+            DecodeSide::Leg(leg) => Some(leg),
+            DecodeSide::Sought(_) => None,
+        };
+        (Rest { prefill, decode }, exchange.spans)
+    }
+}
+
+fn on_prefill(
+    exchange: &mut Exchange,
+    event: Option<Result<v1::PrefillEvent, tonic::Status>>,
+) -> Result<Step, Failure> {
+    let event = event.unwrap_or_else(|| Err(too_early())).map_err(Error::from);
+    event.and_then(|event| exchange.on_prefill(event)).map_err(|error| Failure::of_leg(Role::Prefill, error))
+}
+
+fn too_early() -> tonic::Status {
+    tonic::Status::unavailable("it ended the call too early")
+}
+
+fn died(role: Role, why: &str) -> Failure {
+    let error = Error::new(ErrorKind::Unavailable, format!("the node was lost, {why}"));
+    Failure { role, cause: Cause::Died, error }
+}

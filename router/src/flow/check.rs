@@ -1,0 +1,40 @@
+//! What a request must be before it takes a place in the queue. Pure.
+use tandem_proto::Error;
+
+use crate::api::{self, GenerationRequest};
+use crate::text::ModelText;
+
+/// Checks every field against the model.
+///
+/// # Errors
+/// `InvalidArgument` naming the field.
+pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error> {
+    let (prompt, context) = (request.prompt_ids.len(), model.context_len as usize);
+    if prompt == 0 {
+        return Err(Error::invalid("prompt", "the prompt has no tokens"));
+    }
+    if let Some(id) = request.prompt_ids.iter().find(|id| **id >= model.vocab_size()) {
+        let message = format!("token id {id} is outside the vocabulary of {} tokens", model.vocab_size());
+        return Err(Error::invalid("prompt", message));
+    }
+    if prompt >= context {
+        let message = format!("the prompt has {prompt} tokens, the context of {} holds {context}", model.model_name);
+        return Err(Error::invalid("prompt", message));
+    }
+    if request.max_tokens == 0 || prompt + request.max_tokens as usize > context {
+        let message =
+            format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
+        return Err(Error::invalid("max_tokens", message));
+    }
+    request.sampling.check(model.vocab_size())?;
+    request.sampling.check_min_tokens(request.max_tokens)?;
+    let too_long = |text: &String| text.is_empty() || text.len() > api::MAX_STOP_BYTES;
+    if request.stop.len() > api::MAX_STOP_STRINGS || request.stop.iter().any(too_long) {
+        let (strings, bytes) = (api::MAX_STOP_STRINGS, api::MAX_STOP_BYTES);
+        return Err(Error::invalid("stop", format!("at most {strings} stop strings of 1 to {bytes} bytes")));
+    }
+    if request.stop_token_ids.len() > api::MAX_STOP_TOKENS {
+        return Err(Error::invalid("stop_token_ids", format!("at most {} stop tokens", api::MAX_STOP_TOKENS)));
+    }
+    Ok(())
+}

@@ -1,0 +1,333 @@
+//! Whether a request goes on after a failure, and what the next attempt must avoid. Pure: failures and the time go in,
+//! verdicts come out. Attempts and the time that re-planning takes are bounded here; the request's deadline bounds both.
+//!
+//! Three questions are answered from the same [`Cause`], so that they cannot disagree: is it worth another attempt, which
+//! nodes does it speak against ([`Failure::blamed`], for the circuit breakers), and what is avoided next.
+use std::time::{Duration, Instant};
+
+use tandem_proto::{Error, ErrorKind};
+
+use crate::select::{Avoid, Role};
+
+/// `--max-attempts` at most: a prefill call has room for as many tickets.
+pub const MOST_ATTEMPTS: u32 = 16;
+/// Pause before the second attempt where nothing sound is left: the node that failed is tried again. Doubles each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// What the failure of a node was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Cause {
+    /// Membership gave it up.
+    Died,
+    /// It ended its call with an error, or said what it may not say.
+    Failed,
+    /// It said nothing for too long.
+    Silent,
+    /// It has no room for another request.
+    Overloaded,
+    /// KV did not come from one node to the other; which of them or what between them failed is not known.
+    Undelivered,
+    /// KV came and was refused. Whose fault it is is not known either.
+    Refused,
+    /// The prefill call ended with an earlier hand-off: it has no KV for another one.
+    Spent,
+    /// The request itself: it is wrong, or its time is over.
+    Request,
+}
+
+impl Cause {
+    /// Label of metrics and spans.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Died => "died",
+            Self::Failed => "failed",
+            Self::Silent => "silent",
+            Self::Overloaded => "overloaded",
+            Self::Undelivered => "undelivered",
+            Self::Refused => "refused",
+            Self::Spent => "spent",
+            Self::Request => "request",
+        }
+    }
+}
+
+/// A failure of one attempt.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// Which of the two nodes said so, or fell silent.
+    pub role: Role,
+    /// What it was.
+    pub cause: Cause,
+    /// For people.
+    pub error: Error,
+}
+
+impl Failure {
+    /// A leg ended with `error`.
+    pub fn of_leg(role: Role, error: Error) -> Self {
+        let cause = match (error.kind, role) {
+            (ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::DeadlineExceeded, _) => Cause::Request,
+            (ErrorKind::Overloaded, _) => Cause::Overloaded,
+            (ErrorKind::Corrupt | ErrorKind::Incompatible, _) => Cause::Refused,
+            // The client's own cancellation never comes from a node: the sender let go of the hand-off.
+            (ErrorKind::Cancelled, Role::Decode) => Cause::Undelivered,
+            _ => Cause::Failed,
+        };
+        Self { role, cause, error }
+    }
+
+    /// The prefill node could not hand over, and keeps the KV.
+    pub fn undelivered(error: Error) -> Self {
+        let refused = matches!(error.kind, ErrorKind::Corrupt | ErrorKind::Incompatible);
+        Self { role: Role::Decode, cause: if refused { Cause::Refused } else { Cause::Undelivered }, error }
+    }
+
+    /// The nodes that it speaks against. A dead node has no breaker any more, a full one is no broken one, and a client's
+    /// error is nobody's. What may be the fault of either counts against both: the one that is well has successes too.
+    pub fn blamed(&self) -> &[Role] {
+        match (self.cause, self.role) {
+            (Cause::Failed | Cause::Silent, Role::Prefill) => &[Role::Prefill],
+            (Cause::Failed | Cause::Silent, Role::Decode) => &[Role::Decode],
+            (Cause::Undelivered | Cause::Refused, _) => &[Role::Prefill, Role::Decode],
+            (Cause::Died | Cause::Overloaded | Cause::Spent | Cause::Request, _) => &[],
+        }
+    }
+}
+
+/// The bound that struck.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Bound {
+    /// `--max-attempts`.
+    Attempts,
+    /// `--replan-ms`.
+    Time,
+}
+
+impl Bound {
+    /// Label of metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Attempts => "attempts",
+            Self::Time => "time",
+        }
+    }
+}
+
+/// What to do after a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Another attempt.
+    Retry(Retry),
+    /// No attempt would be different.
+    Hopeless,
+    /// It would, but there were enough.
+    Exhausted(Bound),
+}
+
+/// Terms of the search for the next pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retry {
+    /// A sound pair is taken at once, one that failed before not before this; at the latest at `until`.
+    pub second_choice: Instant,
+    /// No pair until then: the request fails.
+    pub until: Instant,
+}
+
+/// The attempts of one request.
+#[derive(Clone, Debug)]
+pub struct Replan {
+    max_attempts: u32,
+    within: Duration,
+    attempts: u32,
+    failures: u32,
+    /// Time without progress, before the present outage.
+    spent: Duration,
+    /// Since when the request has made no progress; `None` while it does.
+    since: Option<Instant>,
+    avoid: Avoid,
+}
+
+impl Replan {
+    /// A request whose first attempt begins: `max_attempts` in all, `within` this time without progress, in all.
+    pub fn new(max_attempts: u32, within: Duration) -> Self {
+        let avoid = Avoid::default();
+        Self { max_attempts, within, attempts: 1, failures: 0, spent: Duration::ZERO, since: None, avoid }
+    }
+
+    /// Attempts so far.
+    pub fn attempts(&self) -> u32 {
+        self.attempts
+    }
+
+    /// What failed so far.
+    pub fn avoid(&self) -> &Avoid {
+        &self.avoid
+    }
+
+    /// The attempt on this (prefill, decode) pair failed.
+    pub fn failed(&mut self, failure: &Failure, pair: (u64, u64), now: Instant) -> Verdict {
+        let since = *self.since.get_or_insert(now);
+        let node = match failure.role {
+            Role::Prefill => pair.0,
+            Role::Decode => pair.1,
+        };
+        match failure.cause {
+            Cause::Request => return Verdict::Hopeless,
+            Cause::Died | Cause::Failed | Cause::Silent | Cause::Overloaded => self.avoid.nodes.push(node),
+            Cause::Undelivered | Cause::Refused => self.avoid.pairs.push(pair),
+            Cause::Spent => {}
+        }
+        let until = since + self.within.saturating_sub(self.spent);
+        if self.attempts >= self.max_attempts {
+            return Verdict::Exhausted(Bound::Attempts);
+        }
+        if now >= until {
+            return Verdict::Exhausted(Bound::Time);
+        }
+        let pause = (FIRST_PAUSE * 2_u32.saturating_pow(self.failures)).min(LONGEST_PAUSE);
+        self.failures += 1;
+        Verdict::Retry(Retry { second_choice: until.min(now + pause), until })
+    }
+
+    /// A pair was found: the next attempt begins.
+    pub fn began(&mut self) {
+        self.attempts += 1;
+    }
+
+    /// The client has another token.
+    pub fn progressed(&mut self, now: Instant) {
+        if let Some(since) = self.since.take() {
+            self.spent += now.saturating_duration_since(since);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const WITHIN: Duration = Duration::from_secs(30);
+
+    fn ms(millis: u64) -> Duration {
+        Duration::from_millis(millis)
+    }
+
+    fn failure(role: Role, kind: ErrorKind) -> Failure {
+        Failure::of_leg(role, Error::new(kind, "x"))
+    }
+
+    #[test]
+    fn attempts_are_counted_and_pauses_grow() {
+        let now = Instant::now();
+        let mut replan = Replan::new(4, WITHIN);
+        for pause in [50, 100, 200] {
+            let verdict = replan.failed(&failure(Role::Decode, ErrorKind::Unavailable), (1, 2), now);
+            let retry = Retry { second_choice: now + ms(pause), until: now + WITHIN };
+            assert_eq!(verdict, Verdict::Retry(retry));
+            replan.began();
+        }
+        let verdict = replan.failed(&failure(Role::Prefill, ErrorKind::Unavailable), (1, 2), now);
+        assert_eq!(verdict, Verdict::Exhausted(Bound::Attempts));
+        assert_eq!(replan.avoid().nodes, [2, 2, 2, 1]);
+    }
+
+    #[test]
+    fn time_counts_while_nothing_moves() {
+        let start = Instant::now();
+        let mut replan = Replan::new(16, WITHIN);
+        let died = Failure { cause: Cause::Died, ..failure(Role::Decode, ErrorKind::Unavailable) };
+        assert!(matches!(replan.failed(&died, (1, 2), start), Verdict::Retry(_)));
+        replan.progressed(start + ms(10_000));
+        // Ten seconds are spent; the hour in which tokens came is not.
+        let later = start + Duration::from_secs(3600);
+        let Verdict::Retry(retry) = replan.failed(&died, (1, 2), later) else { panic!("time is left") };
+        assert_eq!(retry.until, later + ms(20_000));
+        // The second failure of one outage does not start it anew.
+        let again = replan.failed(&died, (1, 2), later + ms(19_999));
+        assert!(matches!(again, Verdict::Retry(retry) if retry.until == later + ms(20_000)));
+        assert_eq!(replan.failed(&died, (1, 2), later + ms(20_000)), Verdict::Exhausted(Bound::Time));
+    }
+
+    #[test]
+    fn a_clients_error_is_nobodys_failure() {
+        for kind in [ErrorKind::InvalidArgument, ErrorKind::DeadlineExceeded] {
+            let mut replan = Replan::new(4, WITHIN);
+            let failure = failure(Role::Decode, kind);
+            assert_eq!(replan.failed(&failure, (1, 2), Instant::now()), Verdict::Hopeless);
+            assert!(failure.blamed().is_empty() && *replan.avoid() == Avoid::default());
+        }
+    }
+
+    #[test]
+    fn overload_is_avoided_and_not_blamed() {
+        let mut replan = Replan::new(4, WITHIN);
+        let failure = failure(Role::Decode, ErrorKind::Overloaded);
+        assert!(matches!(replan.failed(&failure, (1, 2), Instant::now()), Verdict::Retry(_)));
+        assert!(failure.blamed().is_empty());
+        assert_eq!(replan.avoid().nodes, [2]);
+    }
+
+    #[test]
+    fn what_may_be_the_fault_of_either_is_the_pairs() {
+        for failure in [
+            failure(Role::Decode, ErrorKind::Corrupt),
+            failure(Role::Prefill, ErrorKind::Incompatible),
+            failure(Role::Decode, ErrorKind::Cancelled),
+            Failure::undelivered(Error::new(ErrorKind::Unavailable, "x")),
+        ] {
+            let mut replan = Replan::new(4, WITHIN);
+            assert!(matches!(replan.failed(&failure, (1, 2), Instant::now()), Verdict::Retry(_)));
+            assert_eq!((replan.avoid().nodes.len(), replan.avoid().pairs.as_slice()), (0, [(1, 2)].as_slice()));
+            assert_eq!(failure.blamed(), [Role::Prefill, Role::Decode]);
+        }
+    }
+
+    const KINDS: [ErrorKind; 6] = [
+        ErrorKind::Unavailable,
+        ErrorKind::Overloaded,
+        ErrorKind::Corrupt,
+        ErrorKind::Internal,
+        ErrorKind::Cancelled,
+        ErrorKind::Aborted,
+    ];
+
+    proptest! {
+        /// Whatever fails, and however often a request makes progress in between: attempts and the time without
+        /// progress are bounded, and so is what is remembered.
+        #[test]
+        fn attempts_and_time_are_bounded(
+            max_attempts in 1u32..=MOST_ATTEMPTS, within_ms in 0u64..5_000,
+            steps in prop::collection::vec((0usize..KINDS.len(), 0u64..3_000, any::<bool>(), any::<bool>()), 1..80),
+        ) {
+            let mut replan = Replan::new(max_attempts, ms(within_ms));
+            let (mut now, mut waited) = (Instant::now(), Duration::ZERO);
+            for (kind, wait_ms, found, progress) in steps {
+                let role = if kind % 2 == 0 { Role::Prefill } else { Role::Decode };
+                match replan.failed(&failure(role, KINDS[kind]), (1, 2), now) {
+                    Verdict::Hopeless => prop_assert!(false, "another attempt may be different"),
+                    Verdict::Exhausted(Bound::Attempts) => {
+                        prop_assert_eq!(replan.attempts(), max_attempts);
+                        break;
+                    }
+                    Verdict::Exhausted(Bound::Time) => break,
+                    Verdict::Retry(retry) => {
+                        prop_assert!(retry.until > now && retry.second_choice > now);
+                        // The search ends with a pair, or at its bound.
+                        let end = if found { retry.until.min(now + ms(wait_ms)) } else { retry.until };
+                        waited += end - now;
+                        now = end;
+                        if !found { break }
+                        replan.began();
+                        if progress { replan.progressed(now) }
+                    }
+                }
+                prop_assert!(replan.attempts() <= max_attempts);
+                prop_assert!(replan.avoid().nodes.len() + replan.avoid().pairs.len() <= max_attempts as usize);
+            }
+            prop_assert!(waited <= ms(within_ms), "{waited:?}");
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The search for the pair of the next attempt: at once if a sound one is there, else when nodes come or go, else a pair
+//! that failed before, after a pause; never beyond its bound. It sleeps in between: the node table tells when to look again.
+use tandem_telemetry::clock;
+use tokio::time::timeout_at;
+
+use super::replan::Retry;
+use crate::membership::{Membership, Route};
+use crate::metrics::Metrics;
+use crate::select::{NoPair, Wish};
+
+/// Tokens of prompt and answer for which room is sought.
+#[derive(Clone, Copy, Debug)]
+pub struct Tokens {
+    /// Of the prompt, with what was generated before.
+    pub prompt: u32,
+    /// Still to be generated at most.
+    pub max: u32,
+}
+
+/// Finds a pair by the terms of `retry`.
+///
+/// # Errors
+/// Why there was none when the time was over.
+pub async fn pair(
+    membership: Membership,
+    metrics: Metrics,
+    tokens: Tokens,
+    wish: Wish,
+    retry: Retry,
+) -> Result<Route, NoPair> {
+    let mut changes = membership.changes();
+    let mut waiting = None;
+    loop {
+        changes.mark_unchanged();
+        let now = clock::now();
+        let look_again = match membership.route(tokens.prompt, tokens.max, &wish, now) {
+            Ok(route) if route.is_sound() || now >= retry.second_choice => return Ok(route),
+            Ok(_) => retry.second_choice,
+            Err(none) if now >= retry.until => return Err(none),
+            Err(_) => retry.until,
+        };
+        waiting.get_or_insert_with(|| metrics.waits_for_node());
+        // Whichever it was, the table is asked again.
+        let _ = timeout_at(look_again.into(), changes.changed()).await;
+    }
+}
