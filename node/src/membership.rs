@@ -16,11 +16,11 @@ use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::Streaming;
 use tonic::body::Body;
 use tonic::transport::Endpoint;
+use tonic::{Status, Streaming};
+use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
-use tower::{BoxError, ServiceExt};
 
 use crate::node::Node;
 
@@ -33,7 +33,7 @@ const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 
 /// Carries calls to the router.
-pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, BoxError>;
+pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
 
 /// How the router is reached.
 #[derive(Clone)]
@@ -41,7 +41,7 @@ pub enum RouterWay {
     /// Over the network.
     Network(Endpoint),
     /// In this process, for simulations and tests: what connects.
-    InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, BoxError>> + Send + Sync>),
+    InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, Status>> + Send + Sync>),
 }
 
 impl RouterWay {
@@ -50,9 +50,9 @@ impl RouterWay {
         match self {
             Self::Network(endpoint) => {
                 let channel = endpoint.connect().await.map_err(|error| lost(&error))?;
-                Ok(Calls::new(channel.map_err(BoxError::from)))
+                Ok(Calls::new(channel.map_err(|error| Status::from_error(Box::new(error)))))
             }
-            Self::InProcess(connect) => connect().await.map_err(|error| lost(&*error)),
+            Self::InProcess(connect) => connect().await.map_err(|error| lost(&error)),
         }
     }
 
@@ -135,7 +135,7 @@ impl Link {
             let mut client = MembershipClient::new(channel);
             let mut inbound = client.join(ReceiverStream::new(outbox)).await?.into_inner();
             let hello = inbound.message().await?;
-            Ok::<_, tonic::Status>((inbound, hello))
+            Ok::<_, Status>((inbound, hello))
         };
         let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
         let (inbound, hello) = answered?;

@@ -16,12 +16,12 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::service::Routes;
 use tower::util::BoxCloneSyncService;
-use tower::{BoxError, Service, service_fn};
+use tower::{Service, service_fn};
 
 use crate::process::Process;
 
 /// What the router and the nodes call through.
-pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, BoxError>;
+pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
 
 /// A connection whose other end is silent for so long is given up by HTTP/2's own signs of life, on either side.
 pub const KEEP_ALIVE: Duration = Duration::from_secs(5);
@@ -86,18 +86,19 @@ pub fn calls(client: Process, server: Process, link: Link, routes: Routes) -> Ca
         async move {
             let refused = || Status::unavailable("connection refused");
             if server.is_dead() {
-                return Err(BoxError::from(refused()));
+                return Err(refused());
             }
             link.clone().carried(link.arrival()).await?;
             if !server.runs().await {
-                return Err(refused().into());
+                return Err(refused());
             }
             let (parts, body) = request.into_parts();
             let body = Carried::body(body, link.clone(), &client, &server);
-            let response = routes.call(http::Request::from_parts(parts, body)).await?;
+            let request = http::Request::from_parts(parts, body);
+            let response = routes.call(request).await.map_err(|error| Status::from_error(error.into()))?;
             link.clone().carried(link.arrival()).await?;
             if server.is_dead() {
-                return Err(refused().into());
+                return Err(refused());
             }
             let (parts, body) = response.into_parts();
             Ok(http::Response::from_parts(parts, Carried::body(body, link, &client, &server)))

@@ -129,8 +129,8 @@ impl NodeProcess {
             .boxed()
         };
         let (node, stop) = (self.node.clone(), self.stop.clone());
-        let register = node.registration(endpoint(self.name));
-        self.process.spawn(membership::stay_joined(node, RouterWay::InProcess(Arc::new(connect)), register, stop));
+        let router = RouterWay::InProcess(Arc::new(connect));
+        self.process.spawn(membership::stay_joined(node, router, endpoint(self.name), stop));
     }
 
     /// What the router calls it through.

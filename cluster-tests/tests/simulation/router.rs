@@ -11,7 +11,7 @@ use tandem_router::text::ModelText;
 use tandem_telemetry::Exporter;
 use tonic::Status;
 use tonic::service::Routes;
-use tower::{BoxError, service_fn};
+use tower::service_fn;
 
 use crate::node::{NodeProcess, endpoint};
 use crate::process::Process;
@@ -62,5 +62,5 @@ pub fn enter(nodes: &Directory, node: &Arc<NodeProcess>) {
 }
 
 fn nobody() -> Calls {
-    Calls::new(service_fn(async |_| Err(BoxError::from(Status::unavailable("connection refused")))))
+    Calls::new(service_fn(async |_| Err(Status::unavailable("connection refused"))))
 }

@@ -4,13 +4,14 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use tandem_proto::v1;
+use tonic::Status;
 use tonic::body::Body;
 use tonic::transport::Endpoint;
+use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
-use tower::{BoxError, ServiceExt};
 
 /// Carries calls to one node. Clones share the way.
-pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, BoxError>;
+pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
 
 /// How nodes are reached that join.
 #[derive(Clone, Default)]
@@ -50,7 +51,8 @@ impl Reach {
     pub fn calls(&self) -> Calls {
         match self {
             Self::Network { endpoint, calls } => {
-                calls.get_or_init(|| Calls::new(endpoint.connect_lazy().map_err(BoxError::from))).clone()
+                let connect = || endpoint.connect_lazy().map_err(|error| Status::from_error(Box::new(error)));
+                calls.get_or_init(|| Calls::new(connect())).clone()
             }
             Self::InProcess(calls) => calls.clone(),
         }
