@@ -75,7 +75,7 @@ fn settles(executor: &mut LlamaExecutor, batch: &Batch) {
     for _ in 0..ROUNDS {
         let before = ALLOCATIONS.load(Ordering::Relaxed);
         for _ in 0..CLEAN_STEPS {
-            executor.execute(batch, &mut logits).expect("a step");
+            executor.execute(batch, &mut logits, &mut |_| {}).expect("a step");
             executor.install(&mut || pool::for_each_of(&mut tokens, |item, token| *token = greedy(&logits, item)));
         }
         allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;

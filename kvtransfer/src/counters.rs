@@ -20,6 +20,12 @@ pub struct Counters {
     pub released_handoffs: AtomicU64,
     /// Cancelled hand-offs whose blocks wait for a writer to end, ever.
     pub quarantined_handoffs: AtomicU64,
+    /// Blocks that wait for a writer to end, now: a gauge.
+    pub quarantined_blocks: AtomicU64,
+    /// Ranges that are being written into the arena, now: a gauge.
+    pub open_writes: AtomicU64,
+    /// Peers that were cut off because their writes into quarantined blocks did not end within their grace.
+    pub fenced_peers: AtomicU64,
     /// Frames or connections that were not ours to read: garbage.
     pub protocol_errors: AtomicU64,
     /// Peers lost.

@@ -1,15 +1,25 @@
 //! The receiving end of a hand-off as a node holds it: wait, verify, answer. The one place where verification happens.
-use crate::clock;
 use std::sync::Arc;
 
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::oneshot;
 
+use crate::clock;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
+use crate::landing::Landing;
 use crate::registry::Registry;
-use crate::seal;
+use crate::seal::{self, Manifest};
 use crate::session::Arrived;
 use crate::transport::{Expected, Verified};
+use crate::wire::DataHeader;
+
+/// How a registry tells the receiving end.
+pub(crate) struct Arrival {
+    /// Piece by piece.
+    pub(crate) landing: Arc<Landing>,
+    /// The whole, or why it does not come.
+    pub(crate) whole: oneshot::Receiver<Result<Arrived, TransferError>>,
+}
 
 /// A granted hand-off. Dropping it at any time cancels it: the sender is told, and the owner of the blocks is released
 /// as soon as no writer can touch them.
@@ -18,7 +28,7 @@ pub struct Incoming {
     handoff: HandoffId,
     ticket: v1::Ticket,
     blocks: Arc<[u32]>,
-    arrival: oneshot::Receiver<Result<Arrived, TransferError>>,
+    arrival: Arrival,
     /// What the sender is told if this is dropped before the end.
     on_drop: Refusal,
 }
@@ -29,7 +39,7 @@ impl Incoming {
         handoff: HandoffId,
         ticket: v1::Ticket,
         blocks: Vec<u32>,
-        arrival: oneshot::Receiver<Result<Arrived, TransferError>>,
+        arrival: Arrival,
     ) -> Self {
         Self { registry, handoff, ticket, blocks: blocks.into(), arrival, on_drop: Refusal::Cancelled }
     }
@@ -40,18 +50,17 @@ impl Incoming {
     }
 
     /// Waits for the seal and all blocks, then checks incarnations, prompt, sequence hashes and every block's checksum,
-    /// and answers the sender. Only after `Ok` may the blocks be read.
+    /// and answers the sender. Only after `Ok` may the blocks be read. Pieces are hashed while others are on their way: call
+    /// it soon after the grant.
     ///
     /// # Errors
-    /// `Timeout` at the end of the lease, `PeerGone`, `Cancelled` by the sender, `Corrupt` or `Refused` by the rules.
+    /// `Timeout` when the sender was silent for the lease, `PeerGone`, `Cancelled` by the sender, `Corrupt` or `Refused`
+    /// by the rules.
     pub async fn verified(mut self, expected: Expected) -> Result<Verified, TransferError> {
-        let arrived = self.arrived().await?;
-        let (ticket, arena, blocks) = (self.ticket.clone(), self.registry.arena().clone(), self.blocks.clone());
-        let seal = arrived.seal.clone();
-        // Hashing megabytes would stall the runtime.
-        let checked =
-            tokio::task::spawn_blocking(move || seal::verify(&seal, &ticket, &expected, &arena, &blocks)).await;
-        let checked = checked.unwrap_or(Err(Refusal::WriteFailed));
+        let (arrived, manifest) = self.arrived().await?;
+        let (last, ticket, seal) = (self.arrival.landing.take(), self.ticket.clone(), arrived.seal.clone());
+        let check = move || seal::verify(&seal, &ticket, &expected, || cover(manifest, last).finish());
+        let checked = self.registry.hash(check).await.unwrap_or(Err(Refusal::WriteFailed));
         if let Err(refusal) = checked {
             tracing::warn!(handoff = %self.handoff, reason = refusal.label(), "KV hand-off refused: {refusal}");
             self.on_drop = refusal;
@@ -69,25 +78,31 @@ impl Incoming {
             seal: arrived.seal,
         })
     }
-}
 
-impl Incoming {
-    /// Progress moves the deadline.
-    async fn arrived(&mut self) -> Result<Arrived, TransferError> {
-        let shut_down = || Err(TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down"));
+    /// Hashes what has landed, a batch at a time, until all is there or the hand-off is over.
+    async fn arrived(&mut self) -> Result<(Arrived, Manifest), TransferError> {
+        let units = u8::try_from(self.ticket.units).unwrap_or(1);
+        let mut manifest = Manifest::new(self.registry.arena().clone(), self.blocks.to_vec(), units);
         loop {
-            let Some(deadline) = self.registry.deadline(self.handoff).filter(|deadline| clock::now() < *deadline)
-            else {
-                // Whatever ended it said so; else it was the lease.
-                self.on_drop = Refusal::Expired;
-                self.registry.expire();
-                return self.arrival.try_recv().unwrap_or_else(|_| shut_down());
-            };
-            if let Ok(arrived) = tokio::time::timeout_at(deadline.into(), &mut self.arrival).await {
-                return arrived.unwrap_or_else(|_| shut_down());
+            tokio::select! {
+                biased;
+                arrived = &mut self.arrival.whole => {
+                    let shut_down = || TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
+                    return Ok((arrived.map_err(|_| shut_down())??, manifest));
+                }
+                () = self.arrival.landing.enough() => {}
             }
+            let landed = self.arrival.landing.take();
+            manifest = self.registry.hash(move || cover(manifest, landed)).await?;
         }
     }
+}
+
+fn cover(mut manifest: Manifest, landed: Vec<DataHeader>) -> Manifest {
+    for range in landed {
+        manifest.cover_range(range);
+    }
+    manifest
 }
 
 impl Drop for Incoming {

@@ -4,7 +4,9 @@
 //! - [`transport`]: the trait that nodes use, [`Grant`] in, [`Incoming`] and [`Outgoing`] out. How a backend plugs in.
 //! - [`session`]: the receiver's rules as a pure state machine: who may write what, once, and until when.
 //! - [`registry`]: the same machine with a lock, a clock and waiters; every backend receives through it.
-//! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies.
+//! - [`delivery`]: the sender's side of a hand-off as a pure state machine.
+//! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has landed
+//!   (`landing`) while the rest is on its way.
 //! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one.
 //! - [`wire`]: the 32-byte header that every frame of every backend starts with.
 //! - [`arena`]: KV memory as atomic words, copied in and out without `unsafe`.
@@ -18,8 +20,10 @@
 pub mod arena;
 mod clock;
 pub mod counters;
+pub mod delivery;
 pub mod error;
 pub mod incoming;
+mod landing;
 pub mod mem;
 pub mod outgoing;
 pub mod registry;
@@ -30,6 +34,9 @@ pub mod tcp;
 pub mod transport;
 pub mod ucx;
 pub mod wire;
+
+#[cfg(test)]
+mod joint_tests;
 
 pub use arena::{Arena, Run, Slice};
 pub use counters::Counters;

@@ -4,6 +4,7 @@
 //! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the network,
 //! as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`].
 mod link;
+mod raw;
 mod weather;
 
 use std::collections::BTreeMap;
@@ -19,11 +20,12 @@ use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::TransferError;
 use crate::outgoing::PendingAnswers;
-use crate::registry::{AnswerLink, Registry};
-use crate::session::PeerId;
+use crate::registry::{Claim, PeerLink, Registry};
+use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::transport::{Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
 use crate::wire::Answer;
 use link::MemLink;
+pub use raw::RawLink;
 pub use weather::{Fate, Frame, Weather, Window};
 
 /// Faults of one node's sending side.
@@ -35,6 +37,8 @@ pub struct MemFaults {
     pub drop_seal: bool,
     /// Before every range.
     pub delay: Duration,
+    /// Writers of an aborted hand-off have so long to end at this node; `None`: [`DEFAULT_GRACE`].
+    pub grace: Option<Duration>,
 }
 
 /// The nodes that can reach each other.
@@ -58,8 +62,27 @@ struct NetworkState {
 struct Link {
     sender: Arc<Node>,
     receiver: Arc<Node>,
-    /// Whether it is cut. Held while bytes are copied: once it is cut nothing of it touches an arena.
+    /// Held while bytes are written; once it is set, none are any more.
     cut: Arc<Mutex<bool>>,
+}
+
+impl Link {
+    /// Writes a piece, unless the connection was cut.
+    fn write(&self, claim: &Claim, at: usize, bytes: &[u8]) -> Result<(), TransferError> {
+        let cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
+        if *cut {
+            return Err(gone());
+        }
+        claim.arena().write(at, bytes);
+        Ok(())
+    }
+
+    /// Both ends learn that the other one is gone, after the last write.
+    fn end(&self, peer: PeerId) {
+        *self.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.receiver.registry.fence(peer);
+        self.sender.pending.peer_gone(peer, &gone());
+    }
 }
 
 struct Node {
@@ -79,12 +102,13 @@ pub struct MemTransport {
 impl MemTransport {
     /// Joins `network` with an arena.
     pub fn new(network: &MemNetwork, arena: Arc<Arena>, faults: MemFaults) -> Arc<Self> {
+        let grace = faults.grace.unwrap_or(DEFAULT_GRACE);
         let mut state = network.lock();
         state.last_id += 1;
         let address = state.last_id;
         let node = Arc::new(Node {
             address,
-            registry: Registry::new(arena, Arc::default(), Box::new(network.clone())),
+            registry: Registry::new(arena, Arc::default(), Box::new(network.clone()), grace),
             pending: Arc::default(),
             dead: AtomicBool::new(false),
         });
@@ -98,6 +122,14 @@ impl MemTransport {
         &self.node.registry
     }
 
+    /// A connection to the node at `address` on which a test says what it likes.
+    ///
+    /// # Errors
+    /// `PeerGone` when nobody is there.
+    pub fn raw_link(&self, address: &[u8]) -> Result<RawLink, TransferError> {
+        Ok(RawLink { network: self.network.clone(), peer: self.network.connect(&self.node, address)? })
+    }
+
     /// The process dies: nothing of it is heard again.
     pub fn kill(&self) {
         self.node.dead.store(true, Ordering::SeqCst);
@@ -106,7 +138,9 @@ impl MemTransport {
         let touches = |link: &Link| Arc::ptr_eq(&link.sender, &self.node) || Arc::ptr_eq(&link.receiver, &self.node);
         let cut: Vec<_> = state.links.iter().filter(|(_, link)| touches(link)).map(|(peer, _)| *peer).collect();
         drop(state);
-        cut.into_iter().for_each(|peer| self.network.cut(peer));
+        for peer in cut {
+            self.network.lose(peer);
+        }
     }
 }
 
@@ -178,23 +212,15 @@ impl MemNetwork {
     }
 
     fn link(&self, peer: PeerId) -> Result<Link, TransferError> {
-        self.lock().links.get(&peer).cloned().ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))
+        self.lock().links.get(&peer).cloned().ok_or_else(gone)
     }
 
-    /// The connection is lost for both ends: nothing of it arrives any more.
-    fn cut(&self, peer: PeerId) {
-        let Some(link) = self.lock().links.remove(&peer) else { return };
-        *link.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-        link.receiver.registry.fence(peer);
-        link.sender.pending.peer_gone(peer, &TransferError::peer_gone("the KV peer is gone"));
-    }
-
-    /// The sender is done with the connection.
-    fn disconnect(&self, peer: PeerId) {
+    /// The connection is lost for both ends, by nobody's wish.
+    fn lose(&self, peer: PeerId) {
         let link = self.lock().links.remove(&peer);
         if let Some(link) = link {
-            link.receiver.registry.fence(peer);
+            link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
+            link.end(peer);
         }
     }
 
@@ -203,7 +229,7 @@ impl MemNetwork {
     }
 }
 
-impl AnswerLink for MemNetwork {
+impl PeerLink for MemNetwork {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
         let Ok(link) = self.link(peer) else { return };
         let Some(weather) = self.weather.clone() else {
@@ -214,7 +240,7 @@ impl AnswerLink for MemNetwork {
         tokio::spawn(async move {
             match weather.travel(from, to, Frame::Answer).await {
                 Fate::Lost => {}
-                Fate::Severed => network.cut(peer),
+                Fate::Severed => network.lose(peer),
                 // A connection that ended meanwhile carries no answer.
                 Fate::Arrived { .. } => {
                     if network.link(peer).is_ok() {
@@ -223,5 +249,17 @@ impl AnswerLink for MemNetwork {
                 }
             }
         });
+    }
+
+    fn cut_off(&self, peer: PeerId) {
+        let link = self.lock().links.remove(&peer);
+        if let Some(link) = link {
+            link.end(peer);
+        }
+    }
+}
+
+fn gone() -> TransferError {
+    TransferError::peer_gone("the KV peer is gone")
     }
 }

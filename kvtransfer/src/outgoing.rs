@@ -1,27 +1,27 @@
-//! The sending end of a hand-off as a node holds it, the hook a backend implements for it, and the table that brings
-//! answers back to it.
+//! The sending end of a hand-off as a node holds it: the clock and the backend around `delivery.rs`; the hook a backend
+//! implements for it, and the table that brings answers back to it.
 use crate::clock;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use futures::FutureExt;
 use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::watch;
 
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
+use crate::delivery::{Delivery, FrameLimits};
 use crate::error::{TransferError, TransferErrorKind};
 use crate::session::PeerId;
 use crate::transport::{BlockOwner, CheckedTicket, Receipt};
-use crate::wire::{Answer, DataHeader, MAX_SEAL_BYTES, Units, encode_seal};
+use crate::wire::{Answer, DataHeader};
 
 /// Hand-offs a node sends at once.
 const MAX_PENDING: usize = 4096;
-/// Blocks in one frame, however small they are.
-const MAX_FRAME_BLOCKS: usize = 1024;
 
 /// A backend's half of [`Outgoing`]. Frames leave in the order of the calls. The futures are cancel-safe: dropped before
 /// they are ready, they queued nothing.
@@ -55,19 +55,11 @@ pub trait SendLink: Send {
 
 /// An open hand-off. Dropping it before [`Outgoing::seal`] returned cancels it.
 pub struct Outgoing {
+    delivery: Delivery,
     link: Box<dyn SendLink>,
-    arena: Arc<Arena>,
     counters: Arc<Counters>,
-    ticket: CheckedTicket,
     answer: AnswerSlot,
-    /// Each frame that was queued begins the lease anew.
-    deadline: Instant,
-    first_push: Option<Instant>,
     post: Duration,
-    bytes: u64,
-    blocks: u32,
-    descriptors: u32,
-    over: bool,
 }
 
 impl Outgoing {
@@ -79,21 +71,8 @@ impl Outgoing {
         ticket: CheckedTicket,
         answer: AnswerSlot,
     ) -> Self {
-        let deadline = clock::now() + ticket.lease;
-        Self {
-            link,
-            arena,
-            counters,
-            ticket,
-            answer,
-            deadline,
-            first_push: None,
-            post: Duration::ZERO,
-            bytes: 0,
-            blocks: 0,
-            descriptors: 0,
-            over: false,
-        }
+        let delivery = Delivery::new(ticket, arena, clock::now());
+        Self { delivery, link, counters, answer, post: Duration::ZERO }
     }
 
     /// Sends `arena_blocks` as blocks `first_index..` of the hand-off, as many in one frame as the backend likes, wherever
@@ -109,7 +88,7 @@ impl Outgoing {
         arena_blocks: &[u32],
         owner: BlockOwner,
     ) -> Result<(), TransferError> {
-        self.push_units(0..self.ticket.units, first_index, arena_blocks, owner).await
+        self.push_units(0..self.delivery.units(), first_index, arena_blocks, owner).await
     }
 
     /// As [`Outgoing::push`], of each block only `units`. The receiver takes the units of a block in ascending order and
@@ -124,30 +103,15 @@ impl Outgoing {
         arena_blocks: &[u32],
         owner: BlockOwner,
     ) -> Result<(), TransferError> {
-        self.check_range(&units, first_index, arena_blocks)?;
         let start = clock::now();
-        self.first_push.get_or_insert(start);
-        let slice = self.arena.slice(self.ticket.units, &units);
-        let max_blocks = (self.link.max_range_bytes() / slice.bytes).clamp(1, MAX_FRAME_BLOCKS);
-        let (mut first, mut rest) = (first_index, arena_blocks);
-        while !rest.is_empty() {
-            let mut runs = self.arena.runs(&rest[..rest.len().min(max_blocks)], slice);
-            runs.truncate(self.link.max_runs());
-            let bytes: usize = runs.iter().map(|run| run.bytes).sum();
-            let count = (bytes / slice.bytes) as u32;
-            let units = Units::new(units.clone(), self.ticket.units);
-            let range = DataHeader { handoff: self.ticket.handoff, first, count, units };
-            let queued = self.link.push(range, runs, owner.clone());
-            unless_over(&mut self.answer, self.deadline, queued).await?;
-            self.deadline = clock::now() + self.ticket.lease;
-            rest = &rest[count as usize..];
-            self.counters.sent_bytes.fetch_add(bytes as u64, Relaxed);
-            self.bytes += bytes as u64;
-            self.descriptors += 1;
-            first += count;
-        }
-        if units.end == self.ticket.units {
-            self.blocks += arena_blocks.len() as u32;
+        let limits = FrameLimits { bytes: self.link.max_range_bytes(), runs: self.link.max_runs() };
+        let mut push = self.delivery.push(units, first_index, arena_blocks, limits, start)?;
+        while let Some(frame) = self.delivery.next_frame(&mut push) {
+            let (header, bytes) = (frame.header, frame.bytes());
+            let queued = self.link.push(header, frame.runs, owner.clone());
+            unless_over(&mut self.delivery, &mut self.answer, queued).await?;
+            self.counters.sent_bytes.fetch_add(bytes, Relaxed);
+            self.delivery.pushed(header, bytes, clock::now());
         }
         self.post += clock::now().saturating_duration_since(start);
         Ok(())
@@ -158,20 +122,22 @@ impl Outgoing {
     /// # Errors
     /// As [`Outgoing::push`].
     pub async fn keep_alive(&mut self) -> Result<(), TransferError> {
-        let queued = self.link.keep_alive(self.ticket.handoff);
-        unless_over(&mut self.answer, self.deadline, queued).await?;
-        self.deadline = clock::now() + self.ticket.lease;
+        self.delivery.keep_alive()?;
+        let queued = self.link.keep_alive(self.delivery.handoff());
+        unless_over(&mut self.delivery, &mut self.answer, queued).await?;
+        self.delivery.progressed(clock::now());
         Ok(())
     }
 
     /// How often [`Outgoing::keep_alive`] is due while nothing is pushed: a third of the lease, so that one may be late.
     pub fn keep_alive_every(&self) -> Duration {
-        self.ticket.lease / 3
+        self.delivery.keep_alive_every()
     }
 
     /// Ready when the hand-off is over before its seal: the receiver refused it, or is gone. Cancel-safe.
     pub async fn ended(&mut self) -> TransferError {
-        ended(&mut self.answer).await
+        let over = unless_over(&mut self.delivery, &mut self.answer, std::future::pending().boxed()).await;
+        over.err().unwrap_or_else(|| TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal"))
     }
 
     /// Sends the seal and waits for the receiver's verdict.
@@ -180,70 +146,41 @@ impl Outgoing {
     /// The receiver's refusal, `PeerGone`, `Timeout` when no verdict came for a lease.
     pub async fn seal(mut self, seal: v1::Seal) -> Result<Receipt, TransferError> {
         let start = clock::now();
-        let payload = encode_seal(&seal);
-        if payload.len() > MAX_SEAL_BYTES {
-            return Err(TransferError::new(TransferErrorKind::Io, "the seal is too long"));
-        }
-        let queued = self.link.seal(self.ticket.handoff, payload);
-        unless_over(&mut self.answer, self.deadline, queued).await?;
+        let payload = self.delivery.seal(&seal)?;
+        let queued = self.link.seal(self.delivery.handoff(), payload);
+        unless_over(&mut self.delivery, &mut self.answer, queued).await?;
         let sealed = clock::now();
         self.post += sealed.saturating_duration_since(start);
-        self.deadline = sealed + self.ticket.lease;
-        let timed = tokio::time::timeout_at(self.deadline.into(), self.answer.wait()).await;
-        let outcome = timed.unwrap_or_else(|_| Err(lease_ended()));
-        // After an answer there is nothing left to cancel.
-        self.over = !matches!(&outcome, Err(error) if error.kind == TransferErrorKind::Timeout);
-        outcome?;
+        self.delivery.sealed(sealed);
+        // Nothing is left to queue: the verdict, or the end of the lease.
+        unless_over(&mut self.delivery, &mut self.answer, std::future::pending().boxed()).await?;
         self.counters.sent_handoffs.fetch_add(1, Relaxed);
-        let first_post = self.first_push.unwrap_or(start);
-        Ok(Receipt {
-            bytes: self.bytes,
-            blocks: self.blocks,
-            descriptors: self.descriptors,
-            elapsed: clock::now().saturating_duration_since(first_post),
-            post: self.post,
-            first_post,
-        })
-    }
-
-    fn check_range(&self, units: &Range<u8>, first_index: u32, arena_blocks: &[u32]) -> Result<(), TransferError> {
-        let granted = u64::from(first_index) + arena_blocks.len() as u64 <= u64::from(self.ticket.blocks);
-        let ours = arena_blocks.iter().all(|block| *block < self.arena.blocks());
-        let divided = !units.is_empty() && units.end <= self.ticket.units;
-        if granted && ours && divided { Ok(()) } else { Err(crate::error::Refusal::OutOfRange.into()) }
+        Ok(self.delivery.receipt(self.post, clock::now()))
     }
 }
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
-        if !self.over && !self.answer.answered() {
-            self.link.cancel(self.ticket.handoff);
+        // An answer that nobody waited for is one too.
+        if !self.answer.answered() && self.delivery.cancel().is_some() {
+            self.link.cancel(self.delivery.handoff());
         }
     }
 }
 
-fn lease_ended() -> TransferError {
-    TransferError::new(TransferErrorKind::Timeout, "the KV hand-off did not end within its lease")
-}
-
 /// Waits for `queued` unless the hand-off ends before.
 async fn unless_over(
+    delivery: &mut Delivery,
     answer: &mut AnswerSlot,
-    deadline: Instant,
     queued: BoxFuture<'_, Result<(), TransferError>>,
 ) -> Result<(), TransferError> {
+    let deadline = delivery.deadline();
     tokio::select! {
         biased;
-        error = ended(answer) => Err(error),
-        result = queued => result,
-        () = tokio::time::sleep_until(deadline.into()) => Err(lease_ended()),
+        outcome = answer.wait() => delivery.told(outcome),
+        result = queued => result.inspect_err(|_| delivery.failed()),
+        () = tokio::time::sleep_until(deadline.into()) => delivery.expire(clock::now()),
     }
-}
-
-/// An acknowledgement without a seal is not one.
-async fn ended(answer: &mut AnswerSlot) -> TransferError {
-    let early = || TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal");
-    answer.wait().await.err().unwrap_or_else(early)
 }
 
 type Outcome = Option<Result<(), TransferError>>;

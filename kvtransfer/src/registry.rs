@@ -1,46 +1,66 @@
 //! The grants of a node with a lock, a clock, and somebody who waits: the shell around `session.rs` that every backend
-//! receives through. Knows no socket; speaks to peers through the backend's [`AnswerLink`].
+//! receives through. Knows no socket; speaks to peers through the backend's [`PeerLink`].
 use crate::clock;
 use std::collections::HashMap;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, v1};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, Semaphore, oneshot};
 
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::incoming::Incoming;
-use crate::session::{Arrived, Ended, Offer, PeerId, Rejected, Sessions};
+use crate::incoming::{Arrival, Incoming};
+use crate::landing::Landing;
+use crate::session::{Arrived, Ended, Offer, PeerId, Quarantined, Rejected, Sessions};
 use crate::transport::Grant;
 use crate::wire::{Answer, DataHeader, parse_seal};
 
-/// How the registry speaks to a peer.
-pub trait AnswerLink: Send + Sync {
+/// Hand-offs whose landed blocks are hashed at once: the cores are there for the engine.
+const MAX_HASHING: usize = 2;
+
+/// How the registry reaches a peer.
+pub trait PeerLink: Send + Sync {
     /// Queues `Header::Answer(handoff, answer)` for `peer`. Never blocks; a peer that is gone is not an error.
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer);
+
+    /// Ends the connection to `peer` by force, however long it takes: the backend calls [`Registry::fence`] when no write
+    /// of it can touch the arena any more. Never blocks; may be asked again, and then has to try harder.
+    fn cut_off(&self, peer: PeerId);
 }
 
 /// All grants of one transport.
 pub struct Registry {
     arena: Arc<Arena>,
     counters: Arc<Counters>,
-    link: Box<dyn AnswerLink>,
+    link: Box<dyn PeerLink>,
     table: Mutex<Table>,
+    /// A deadline may have come that is earlier than the timer's.
+    rearm: Arc<Notify>,
+    hashing: Arc<Semaphore>,
 }
 
-#[derive(Default)]
 struct Table {
     sessions: Sessions,
-    waiters: HashMap<HandoffId, oneshot::Sender<Result<Arrived, TransferError>>>,
+    waiters: HashMap<HandoffId, Waiter>,
+    has_timer: bool,
+}
+
+/// Who waits for a hand-off.
+struct Waiter {
+    arrival: oneshot::Sender<Result<Arrived, TransferError>>,
+    landing: Arc<Landing>,
 }
 
 impl Registry {
-    /// An empty registry over `arena`.
-    pub fn new(arena: Arc<Arena>, counters: Arc<Counters>, link: Box<dyn AnswerLink>) -> Arc<Self> {
-        Arc::new(Self { arena, counters, link, table: Mutex::default() })
+    /// An empty registry over `arena`. Writers of an aborted hand-off have `grace` to end; then their peer is cut off.
+    pub fn new(arena: Arc<Arena>, counters: Arc<Counters>, link: Box<dyn PeerLink>, grace: Duration) -> Arc<Self> {
+        let table = Table { sessions: Sessions::new(grace), waiters: HashMap::new(), has_timer: false };
+        let (rearm, hashing) = (Arc::default(), Arc::new(Semaphore::new(MAX_HASHING)));
+        Arc::new(Self { arena, counters, link, table: table.into(), rearm, hashing })
     }
 
     /// The arena that claims write to.
@@ -53,8 +73,8 @@ impl Registry {
         &self.counters
     }
 
-    /// Hand-offs whose blocks wait for a writer to end, now.
-    pub fn quarantined(&self) -> usize {
+    /// What waits for a writer to end, now.
+    pub fn quarantined(&self) -> Quarantined {
         self.lock().sessions.quarantined()
     }
 
@@ -80,11 +100,13 @@ impl Registry {
             return Err(TransferError::new(TransferErrorKind::Io, message));
         }
         let (sender, arrival) = oneshot::channel();
+        let landing = Arc::new(Landing::default());
         let mut table = self.lock();
         let offer = Offer { blocks: grant.blocks.clone(), block_bytes, units, owner: grant.owner, lease: grant.lease };
         table.sessions.offer(grant.handoff, offer, clock::now())?;
-        table.waiters.insert(grant.handoff, sender);
+        table.waiters.insert(grant.handoff, Waiter { arrival: sender, landing: landing.clone() });
         drop(table);
+        self.keep_time();
         let ticket = v1::Ticket {
             handoff_id: grant.handoff.0.to_vec(),
             decode_incarnation: grant.decode_incarnation.0,
@@ -99,7 +121,7 @@ impl Registry {
             held_hash: grant.held.hash,
             units: units.into(),
         };
-        Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, arrival))
+        Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, Arrival { landing, whole: arrival }))
     }
 
     /// A peer wants to write `len` bytes to a range.
@@ -111,6 +133,7 @@ impl Registry {
         match table.sessions.claim(peer, range, len, clock::now()) {
             Ok(pieces) => {
                 drop(table);
+                self.counters.open_writes.fetch_add(1, Relaxed);
                 let runs = self.arena.runs(&pieces.blocks, self.arena.slice(pieces.of, &pieces.units));
                 Ok(Claim { registry: self.clone(), range, runs, len, open: true })
             }
@@ -120,12 +143,13 @@ impl Registry {
 
     /// A seal frame arrived. Refusals go to the peer from here.
     pub fn seal(&self, peer: PeerId, handoff: HandoffId, payload: &[u8]) {
+        let mut table = self.lock();
         let Some(seal) = parse_seal(handoff, payload) else {
             self.counters.protocol_errors.fetch_add(1, Relaxed);
-            self.cancelled_by_refusal(peer, handoff, Refusal::Malformed);
+            let rejected = table.sessions.unreadable(peer, handoff, clock::now());
+            self.refuse(table, peer, handoff, rejected);
             return;
         };
-        let mut table = self.lock();
         match table.sessions.seal(peer, handoff, seal, clock::now()) {
             Ok(arrived) => table.deliver(handoff, arrived),
             Err(rejected) => {
@@ -145,21 +169,19 @@ impl Registry {
     /// The sender gave up.
     pub fn cancelled_by(&self, peer: PeerId, handoff: HandoffId) {
         let mut table = self.lock();
-        if let Some(ended) = table.sessions.cancelled_by(peer, handoff) {
-            table.fail(
-                handoff,
-                TransferError::new(TransferErrorKind::Cancelled, "the KV sender cancelled the hand-off"),
-            );
-            drop(table);
+        if let Some(ended) = table.sessions.cancelled_by(peer, handoff, clock::now()) {
             self.count_end(ended, Refusal::Cancelled);
+            let message = "the KV sender cancelled the hand-off";
+            table.fail(handoff, TransferError::new(TransferErrorKind::Cancelled, message));
         }
     }
 
     /// No write of `peer` can touch the arena any more.
     pub fn fence(&self, peer: PeerId) {
         let mut table = self.lock();
-        for handoff in table.sessions.fence(peer) {
+        for handoff in table.sessions.fence(peer, clock::now()) {
             self.counters.aborted_handoffs.fetch_add(1, Relaxed);
+            self.counters.count_refusal(Refusal::PeerLost);
             table.fail(handoff, TransferError::peer_gone("the KV sender is gone"));
         }
     }
@@ -169,22 +191,59 @@ impl Registry {
         self.counters.protocol_errors.fetch_add(1, Relaxed);
     }
 
-    /// When a hand-off ends unless something of it comes; `None`: it is over.
-    pub(crate) fn deadline(&self, handoff: HandoffId) -> Option<Instant> {
-        self.lock().sessions.deadline(handoff)
-    }
-
-    /// Ends what is past its lease and tells its peers. Backends with a timer may call it; waiting ends call it too.
+    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. [`Registry::accept`] starts
+    /// a task that calls it in time.
     pub fn expire(&self) {
+        let now = clock::now();
         let mut table = self.lock();
-        let ended = table.sessions.expire(clock::now());
-        for (handoff, _) in &ended {
+        let ended = table.sessions.expire(now);
+        for (handoff, ended) in &ended {
+            self.count_end(*ended, Refusal::Expired);
+            self.counters.count_refusal(Refusal::Expired);
             table.fail(*handoff, lease_ended());
         }
+        let overstayed = table.sessions.overstayed(now);
         drop(table);
         for (handoff, ended) in ended {
+            tracing::warn!(%handoff, "the KV sender was silent for its lease: the hand-off ends");
             self.tell(handoff, ended, Refusal::Expired);
         }
+        for peer in overstayed {
+            tracing::warn!(peer = peer.0, "writes into abandoned KV blocks do not end: their peer is cut off");
+            self.counters.fenced_peers.fetch_add(1, Relaxed);
+            self.link.cut_off(peer);
+        }
+    }
+
+    /// Runs on a thread that may block, not many at once.
+    pub(crate) async fn hash<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, TransferError> {
+        let place = self.hashing.clone().acquire_owned().await;
+        let done = tokio::task::spawn_blocking(move || {
+            let _place = place;
+            work()
+        });
+        done.await.map_err(|error| TransferError::new(TransferErrorKind::Io, format!("hashing KV failed: {error}")))
+    }
+
+    /// Sees to it that a task watches the deadlines while there are any.
+    fn keep_time(self: &Arc<Self>) {
+        if std::mem::replace(&mut self.lock().has_timer, true) {
+            return self.rearm.notify_one();
+        }
+        let mut timer = Timer(Arc::downgrade(self));
+        let rearm = self.rearm.clone();
+        tokio::spawn(async move {
+            while let Some(due) = timer.next() {
+                tokio::select! {
+                    biased;
+                    () = rearm.notified() => {}
+                    () = tokio::time::sleep_until(due.into()) => timer.strike(),
+                }
+            }
+        });
     }
 
     /// Verification succeeded: tells the sender. False when the hand-off ended meanwhile.
@@ -200,10 +259,9 @@ impl Registry {
     pub(crate) fn abort(&self, handoff: HandoffId, refusal: Refusal) {
         let mut table = self.lock();
         table.waiters.remove(&handoff);
-        let ended = table.sessions.abort(handoff);
-        drop(table);
+        let ended = table.sessions.abort(handoff, clock::now());
         if let Some(ended) = ended {
-            self.tell(handoff, ended, refusal);
+            self.conclude(table, handoff, ended, refusal);
         }
     }
 
@@ -215,39 +273,31 @@ impl Registry {
         if distinct && inside { Ok(()) } else { Err(TransferError::from(Refusal::OutOfRange)) }
     }
 
-    fn cancelled_by_refusal(&self, peer: PeerId, handoff: HandoffId, refusal: Refusal) {
-        let mut table = self.lock();
-        if let Some(ended) = table.sessions.cancelled_by(peer, handoff) {
-            table.fail(handoff, refusal.into());
-            drop(table);
-            self.tell(handoff, Ended { peer: Some(peer), ..ended }, refusal);
-        }
-    }
-
     /// Answers a rejected frame, and ends its hand-off if the frame did.
-    fn refuse(
-        &self,
-        mut table: MutexGuard<'_, Table>,
-        peer: PeerId,
-        handoff: HandoffId,
-        rejected: Rejected,
-    ) -> Refusal {
+    fn refuse(&self, mut table: Locked<'_>, peer: PeerId, handoff: HandoffId, rejected: Rejected) -> Refusal {
         let refusal = rejected.refusal;
+        self.counters.count_refusal(refusal);
         if rejected.aborted {
             self.counters.aborted_handoffs.fetch_add(1, Relaxed);
             table.fail(handoff, refusal.into());
         }
         drop(table);
-        self.counters.count_refusal(refusal);
         tracing::warn!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
         self.link.answer(peer, handoff, Answer::Refused(refusal));
         refusal
     }
 
-    fn tell(&self, handoff: HandoffId, ended: Ended, refusal: Refusal) {
+    /// A hand-off has ended from this side. Counted before anybody is told.
+    fn conclude(&self, mut table: Locked<'_>, handoff: HandoffId, ended: Ended, refusal: Refusal) {
         if self.count_end(ended, refusal) {
             self.counters.count_refusal(refusal);
         }
+        table.fail(handoff, refusal.into());
+        drop(table);
+        self.tell(handoff, ended, refusal);
+    }
+
+    fn tell(&self, handoff: HandoffId, ended: Ended, refusal: Refusal) {
         if let Some(peer) = ended.peer {
             self.link.answer(peer, handoff, Answer::Refused(refusal));
         }
@@ -268,21 +318,88 @@ impl Registry {
         self.counters.received_bytes.fetch_add(len, Relaxed);
         let mut table = self.lock();
         let arrived = table.sessions.written(range, clock::now());
+        if let Some(waiter) = table.waiters.get(&range.handoff) {
+            waiter.landing.note(range, len);
+        }
         table.deliver(range.handoff, arrived);
     }
 
     fn failed(&self, handoff: HandoffId) {
         let mut table = self.lock();
-        if let Some(ended) = table.sessions.failed(handoff) {
-            table.fail(handoff, Refusal::WriteFailed.into());
-            drop(table);
-            self.tell(handoff, ended, Refusal::WriteFailed);
+        if let Some(ended) = table.sessions.failed(handoff, clock::now()) {
+            self.conclude(table, handoff, ended, Refusal::WriteFailed);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Table> {
+    fn lock(&self) -> Locked<'_> {
         // A panic while holding the lock leaves the table usable: every method finishes its change before it can panic.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        let table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        Locked { before: table.sessions.quarantined(), table, registry: self }
+    }
+}
+
+/// The table in use. Leaves the gauge as the table is, and the timer with what came into quarantine: its grace is shorter
+/// than the leases.
+struct Locked<'a> {
+    before: Quarantined,
+    table: MutexGuard<'a, Table>,
+    registry: &'a Registry,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Table;
+
+    fn deref(&self) -> &Table {
+        &self.table
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Table {
+        &mut self.table
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let now = self.table.sessions.quarantined();
+        self.registry.counters.quarantined_blocks.store(now.blocks as u64, Relaxed);
+        if now.handoffs > self.before.handoffs {
+            self.registry.rearm.notify_one();
+        }
+    }
+}
+
+/// The task that watches a registry's deadlines; another one may start when it is gone, with its runtime too.
+struct Timer(Weak<Registry>);
+
+impl Timer {
+    /// When to look again; `None`: there is nothing to wait for, and the next grant starts another task.
+    fn next(&mut self) -> Option<Instant> {
+        let registry = self.0.upgrade()?;
+        let mut table = registry.lock();
+        let due = table.sessions.next_timeout();
+        if due.is_none() {
+            table.has_timer = false;
+            // What happens next is another task's.
+            self.0 = Weak::new();
+        }
+        due
+    }
+
+    fn strike(&self) {
+        if let Some(registry) = self.0.upgrade() {
+            registry.expire();
+        }
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        // Before its end, with its runtime.
+        if let Some(registry) = self.0.upgrade() {
+            registry.lock().has_timer = false;
+        }
     }
 }
 
@@ -297,13 +414,13 @@ impl Table {
             && let Some(waiter) = self.waiters.remove(&handoff)
         {
             // A receiver that is gone aborts in its Drop.
-            let _ = waiter.send(Ok(arrived));
+            let _ = waiter.arrival.send(Ok(arrived));
         }
     }
 
     fn fail(&mut self, handoff: HandoffId, error: TransferError) {
         if let Some(waiter) = self.waiters.remove(&handoff) {
-            let _ = waiter.send(Err(error));
+            let _ = waiter.arrival.send(Err(error));
         }
     }
 }
@@ -343,6 +460,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
+        self.registry.counters.open_writes.fetch_sub(1, Relaxed);
         if self.open {
             self.registry.failed(self.range.handoff);
         }

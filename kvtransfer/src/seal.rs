@@ -9,6 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::arena::Arena;
 use crate::error::Refusal;
 use crate::transport::Expected;
+use crate::wire::DataHeader;
 
 /// The checksums of a hand-off's blocks, taken piece by piece as the pieces become final: what is hashed while others are
 /// still computed, or still on their way, need not be hashed at the end. The result is that of hashing whole blocks,
@@ -46,6 +47,13 @@ impl Manifest {
         let units = units.start..units.end.min(self.units);
         for index in blocks.start..blocks.end.min(self.blocks.len() as u32) {
             self.cover_block(index, units.clone());
+        }
+    }
+
+    /// The pieces of a range that has landed.
+    pub(crate) fn cover_range(&mut self, range: DataHeader) {
+        if let Some(units) = range.units.of(self.units) {
+            self.cover(range.first..range.first.saturating_add(range.count), units);
         }
     }
 
@@ -125,13 +133,13 @@ pub fn seal_for(
     }
 }
 
-/// Everything that must hold before anybody reads the blocks.
+/// Everything that must hold before anybody reads the blocks. `checksums` are those of the blocks in the arena, one each;
+/// they are asked for last.
 pub(crate) fn verify(
     seal: &v1::Seal,
     ticket: &v1::Ticket,
     expected: &Expected,
-    arena: &Arena,
-    blocks: &[u32],
+    checksums: impl FnOnce() -> Vec<u64>,
 ) -> Result<(), Refusal> {
     if HandoffId::from_wire(&seal.handoff_id).is_err() || seal.handoff_id != ticket.handoff_id {
         return Err(Refusal::Malformed);
@@ -143,7 +151,7 @@ pub(crate) fn verify(
     if seal.prompt_tokens != expected.prompt_tokens {
         return Err(Refusal::WrongPrompt);
     }
-    let n = blocks.len();
+    let n = ticket.blocks as usize;
     if seal.sequence_hashes.len() != n || seal.checksums.len() != n || expected.sequence_hashes.len() != n {
         return Err(Refusal::WrongPrompt);
     }
@@ -151,7 +159,7 @@ pub(crate) fn verify(
     if let Some(index) = differs {
         return Err(Refusal::WrongSequence(index as u32));
     }
-    let corrupt = seal.checksums.iter().zip(blocks).position(|(sum, block)| *sum != arena.checksum(*block));
+    let corrupt = seal.checksums.iter().zip(checksums()).position(|(sum, ours)| *sum != ours);
     corrupt.map_or(Ok(()), |index| Err(Refusal::Corrupt(index as u32)))
 }
 

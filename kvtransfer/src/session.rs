@@ -13,8 +13,9 @@
 //! counts.
 //!
 //! Quarantine: an aborted session whose writers are not all done keeps its owner (so the blocks stay out of the pool)
-//! until the last writer is done or its peer is fenced.
-use std::collections::{HashMap, HashSet, VecDeque};
+//! until the last writer is done or its peer is fenced. A writer has a grace to end by itself; then its peer is to be cut
+//! off ([`Sessions::overstayed`]), again and again until it is fenced.
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,8 @@ use crate::error::Refusal;
 use crate::transport::BlockOwner;
 use crate::wire::DataHeader;
 
+/// How long the writers of an aborted hand-off may take to end, where nothing else is configured.
+pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 /// Grants a node has out at once.
 pub const MAX_SESSIONS: usize = 4096;
 /// Ids remembered as used. An id that fell out of memory is unknown, and refused as such.
@@ -82,11 +85,20 @@ pub struct Ended {
 }
 
 /// All grants of a node.
-#[derive(Default)]
 pub struct Sessions {
     live: HashMap<HandoffId, Session>,
     used: UsedIds,
-    quarantined: usize,
+    grace: Duration,
+    quarantined: Quarantined,
+}
+
+/// What is in quarantine now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Quarantined {
+    /// Hand-offs.
+    pub handoffs: usize,
+    /// Their blocks.
+    pub blocks: usize,
 }
 
 /// What a hand-off may fill, and who holds it meanwhile.
@@ -108,6 +120,7 @@ struct Session {
     offer: Offer,
     /// Of each block, the unit that comes next.
     next_unit: Vec<u8>,
+    /// End of the lease; in quarantine, of the writers' grace.
     deadline: Instant,
     peer: Option<PeerId>,
     /// Claims without their `written` or `failed`.
@@ -123,6 +136,11 @@ struct Session {
 }
 
 impl Sessions {
+    /// None. Writers of an aborted hand-off have `grace` to end.
+    pub fn new(grace: Duration) -> Self {
+        Self { live: HashMap::new(), used: UsedIds::default(), grace, quarantined: Quarantined::default() }
+    }
+
     /// Registers a grant.
     ///
     /// # Errors
@@ -159,7 +177,7 @@ impl Sessions {
     /// Known, not expired, opened by this peer, exact length, in range, not yet written, in order: whichever does not hold.
     pub fn claim(&mut self, peer: PeerId, range: DataHeader, len: u64, now: Instant) -> Result<Pieces, Rejected> {
         let session = self.admit(peer, range.handoff, now)?;
-        session.claim(range, len, now).map_err(|refusal| self.reject(range.handoff, refusal))
+        session.claim(range, len, now).map_err(|refusal| self.reject(range.handoff, refusal, now))
     }
 
     /// A claimed range is in the arena. Returns the whole hand-off when it was the last missing piece.
@@ -185,14 +203,14 @@ impl Sessions {
     }
 
     /// A claimed range will not come. Returns whether this ended the hand-off (it may have ended before).
-    pub fn failed(&mut self, handoff: HandoffId) -> Option<Ended> {
+    pub fn failed(&mut self, handoff: HandoffId, now: Instant) -> Option<Ended> {
         let session = self.live.get_mut(&handoff)?;
         session.writers = session.writers.saturating_sub(1);
         if session.state == State::Aborted {
             self.release(handoff);
             return None;
         }
-        self.abort(handoff)
+        self.abort(handoff, now)
     }
 
     /// A seal arrived; `None` means that some claimed range is still being written.
@@ -208,22 +226,30 @@ impl Sessions {
     ) -> Result<Option<Arrived>, Rejected> {
         let session = self.admit(peer, handoff, now)?;
         if session.seal.is_some() {
-            return Err(self.reject(handoff, Refusal::Malformed));
+            return Err(self.reject(handoff, Refusal::Malformed, now));
         }
         if session.unclaimed > 0 {
-            return Err(self.reject(handoff, Refusal::Incomplete));
+            return Err(self.reject(handoff, Refusal::Incomplete, now));
         }
         session.seal = Some(seal);
         Ok(session.arrived(now))
     }
 
+    /// A frame of a hand-off could not be read. Always a rejection.
+    pub fn unreadable(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Rejected {
+        match self.admit(peer, handoff, now) {
+            Ok(_) => self.reject(handoff, Refusal::Malformed, now),
+            Err(rejected) => rejected,
+        }
+    }
+
     /// The sender gives up.
-    pub fn cancelled_by(&mut self, peer: PeerId, handoff: HandoffId) -> Option<Ended> {
+    pub fn cancelled_by(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Option<Ended> {
         let session = self.live.get(&handoff)?;
         if session.peer.is_some_and(|bound| bound != peer) {
             return None;
         }
-        self.abort(handoff)
+        self.abort(handoff, now)
     }
 
     /// Verification succeeded. `None`: the hand-off was aborted meanwhile, so it does not count.
@@ -236,22 +262,26 @@ impl Sessions {
     }
 
     /// Ends a hand-off from this side. `None` when it is already over.
-    pub fn abort(&mut self, handoff: HandoffId) -> Option<Ended> {
+    pub fn abort(&mut self, handoff: HandoffId, now: Instant) -> Option<Ended> {
         let session = self.live.get_mut(&handoff).filter(|session| session.state != State::Aborted)?;
         session.state = State::Aborted;
         session.quarantined = session.writers > 0;
+        session.deadline = now + self.grace;
         let ended = Ended { peer: session.peer, quarantined: session.quarantined };
-        self.quarantined += usize::from(ended.quarantined);
+        if ended.quarantined {
+            self.quarantined.handoffs += 1;
+            self.quarantined.blocks += session.offer.blocks.len();
+        }
         self.release(handoff);
         Some(ended)
     }
 
     /// No write of `peer` touches the arena any more: ends its hand-offs and its quarantine. Returns those that ended now.
-    pub fn fence(&mut self, peer: PeerId) -> Vec<HandoffId> {
-        let ids: Vec<_> = self.live.iter().filter(|(_, s)| s.peer == Some(peer)).map(|(id, _)| *id).collect();
+    pub fn fence(&mut self, peer: PeerId, now: Instant) -> Vec<HandoffId> {
+        let ids = self.ids(|session| session.peer == Some(peer));
         let mut ended = Vec::new();
         for id in ids {
-            if self.abort(id).is_some() {
+            if self.abort(id, now).is_some() {
                 ended.push(id);
             }
             if let Some(session) = self.live.get_mut(&id) {
@@ -265,13 +295,25 @@ impl Sessions {
     /// Ends what is past its lease (a sealed hand-off is being verified, and is left to that).
     pub fn expire(&mut self, now: Instant) -> Vec<(HandoffId, Ended)> {
         let over = |s: &Session| now >= s.deadline && !matches!(s.state, State::Sealed | State::Aborted);
-        let ids: Vec<_> = self.live.iter().filter(|(_, s)| over(s)).map(|(id, _)| *id).collect();
-        ids.into_iter().filter_map(|id| Some((id, self.abort(id)?))).collect()
+        self.ids(over).into_iter().filter_map(|id| Some((id, self.abort(id, now)?))).collect()
     }
 
-    /// When a hand-off that is not over ends unless something comes.
-    pub fn deadline(&self, handoff: HandoffId) -> Option<Instant> {
-        self.live.get(&handoff).filter(|session| session.state != State::Aborted).map(|session| session.deadline)
+    /// Peers whose writes into quarantined blocks did not end within their grace, which begins anew: they are to be cut off,
+    /// and fenced when that is done.
+    pub fn overstayed(&mut self, now: Instant) -> Vec<PeerId> {
+        let late = self.live.values_mut().filter(|s| s.quarantined && now >= s.deadline);
+        let peers: BTreeSet<PeerId> = late
+            .filter_map(|session| {
+                session.deadline = now + self.grace;
+                session.peer
+            })
+            .collect();
+        peers.into_iter().collect()
+    }
+
+    /// When [`Sessions::expire`] or [`Sessions::overstayed`] may have something to do, if nothing comes before.
+    pub fn next_timeout(&self) -> Option<Instant> {
+        self.live.values().filter(|s| s.state != State::Sealed).map(|s| s.deadline).min()
     }
 
     /// State of a hand-off that is not over (or in quarantine).
@@ -289,9 +331,16 @@ impl Sessions {
         self.live.is_empty()
     }
 
-    /// Hand-offs in quarantine now.
-    pub fn quarantined(&self) -> usize {
+    /// In quarantine now.
+    pub fn quarantined(&self) -> Quarantined {
         self.quarantined
+    }
+
+    /// In an order that is always the same.
+    fn ids(&self, which: impl Fn(&Session) -> bool) -> Vec<HandoffId> {
+        let mut ids: Vec<_> = self.live.iter().filter(|(_, session)| which(session)).map(|(id, _)| *id).collect();
+        ids.sort_unstable_by_key(|id| id.0);
+        ids
     }
 
     /// Finds a hand-off that `peer` may act on, and binds it to its first peer.
@@ -307,7 +356,7 @@ impl Sessions {
             return Err(foreign(Refusal::WrongPeer));
         }
         if now >= session.deadline && session.state != State::Sealed {
-            return Err(self.reject(handoff, Refusal::Expired));
+            return Err(self.reject(handoff, Refusal::Expired, now));
         }
         let session = self.live.get_mut(&handoff).ok_or(foreign(Refusal::Unknown))?;
         session.extend(now);
@@ -318,8 +367,8 @@ impl Sessions {
         Ok(session)
     }
 
-    fn reject(&mut self, handoff: HandoffId, refusal: Refusal) -> Rejected {
-        let aborted = self.abort(handoff).is_some();
+    fn reject(&mut self, handoff: HandoffId, refusal: Refusal, now: Instant) -> Rejected {
+        let aborted = self.abort(handoff, now).is_some();
         Rejected { refusal, aborted }
     }
 
@@ -327,8 +376,11 @@ impl Sessions {
     fn release(&mut self, handoff: HandoffId) {
         let idle = |s: &Session| s.state == State::Aborted && s.writers == 0;
         if self.live.get(&handoff).is_some_and(idle) {
-            let session = self.live.remove(&handoff);
-            self.quarantined -= usize::from(session.is_some_and(|session| session.quarantined));
+            let session = self.live.remove(&handoff).filter(|session| session.quarantined);
+            if let Some(session) = session {
+                self.quarantined.handoffs -= 1;
+                self.quarantined.blocks -= session.offer.blocks.len();
+            }
         }
     }
 }

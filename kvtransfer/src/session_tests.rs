@@ -10,6 +10,7 @@ use crate::wire::Units;
 const ID: HandoffId = HandoffId([7; 16]);
 const PEER: PeerId = PeerId(1);
 const LEASE: Duration = Duration::from_secs(5);
+const GRACE: Duration = Duration::from_secs(2);
 
 struct Setup {
     sessions: Sessions,
@@ -18,7 +19,7 @@ struct Setup {
 }
 
 fn offered(blocks: u32) -> Setup {
-    let (mut sessions, owner, now) = (Sessions::default(), Arc::new(()), Instant::now());
+    let (mut sessions, owner, now) = (Sessions::new(GRACE), Arc::new(()), Instant::now());
     let offer = offer((100..100 + blocks).collect(), 1, owner.clone());
     sessions.offer(ID, offer, now).unwrap();
     Setup { sessions, owner, now }
@@ -83,7 +84,7 @@ fn exactly_once() {
 
 #[test]
 fn units_come_once_in_order_and_all() {
-    let (mut sessions, owner, now) = (Sessions::default(), Arc::new(()), Instant::now());
+    let (mut sessions, owner, now) = (Sessions::new(GRACE), Arc::new(()), Instant::now());
     sessions.offer(ID, offer(vec![100, 101], 4, owner.clone()), now).unwrap();
     let units = |units: Range<u8>, first, count| DataHeader { units: Units::new(units, 4), ..range(first, count) };
     let pieces = sessions.claim(PEER, units(0..2, 0, 1), 32, now);
@@ -106,12 +107,12 @@ fn units_come_once_in_order_and_all() {
         (Refusal::Length, units(0..1, 0, 1), 64),
     ];
     for (expected, range, len) in broken {
-        let (mut sessions, owner) = (Sessions::default(), Arc::new(()));
+        let (mut sessions, owner) = (Sessions::new(GRACE), Arc::new(()));
         sessions.offer(ID, offer(vec![100, 101], 4, owner.clone()), now).unwrap();
         assert_eq!(refusal(sessions.claim(PEER, range, len, now)), expected);
         assert_eq!(Arc::strong_count(&owner), 1);
     }
-    let (mut sessions, owner) = (Sessions::default(), Arc::new(()));
+    let (mut sessions, owner) = (Sessions::new(GRACE), Arc::new(()));
     sessions.offer(ID, offer(vec![100], 4, owner), now).unwrap();
     sessions.claim(PEER, units(0..3, 0, 1), 48, now).unwrap();
     assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap_err().refusal, Refusal::Incomplete);
@@ -123,11 +124,11 @@ fn whatever_the_peer_does_right_begins_the_lease_anew() {
     let Setup { mut sessions, now, .. } = offered(2);
     let after = |leases: u32| now + LEASE * leases / 4;
     sessions.claim(PEER, range(0, 1), 64, after(3)).unwrap();
-    assert_eq!(sessions.deadline(ID), Some(after(7)));
+    assert_eq!(sessions.next_timeout(), Some(after(7)));
     sessions.written(range(0, 1), after(6));
     sessions.keep_alive(PEER, ID, after(9)).unwrap();
     assert_eq!(sessions.keep_alive(PeerId(2), ID, after(12)).unwrap_err().refusal, Refusal::WrongPeer);
-    assert_eq!(sessions.deadline(ID), Some(after(13)), "strangers extend nothing");
+    assert_eq!(sessions.next_timeout(), Some(after(13)), "strangers extend nothing");
     assert!(sessions.expire(after(12)).is_empty());
     assert_eq!(sessions.keep_alive(PEER, ID, after(13)).unwrap_err().refusal, Refusal::Expired);
 }
@@ -143,14 +144,14 @@ fn strangers_can_do_nothing() {
         sessions.seal(other, ID, v1::Seal::default(), now),
         Err(Rejected { refusal: Refusal::WrongPeer, aborted: false })
     );
-    assert_eq!(sessions.cancelled_by(other, ID), None);
+    assert_eq!(sessions.cancelled_by(other, ID, now), None);
     assert_eq!(sessions.state(ID), Some(State::Writing));
 }
 
 #[test]
 fn an_id_is_single_use() {
     let Setup { mut sessions, now, owner } = offered(1);
-    sessions.abort(ID).unwrap();
+    sessions.abort(ID, now).unwrap();
     assert_eq!(sessions.offer(ID, offer(vec![1], 1, owner), now), Err(Refusal::Used));
 }
 
@@ -158,26 +159,53 @@ fn an_id_is_single_use() {
 fn quarantine_keeps_the_owner_until_the_writer_is_done() {
     let Setup { mut sessions, owner, now } = offered(2);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
-    assert_eq!(sessions.abort(ID), Some(Ended { peer: Some(PEER), quarantined: true }));
-    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (2, 1));
+    assert_eq!(sessions.abort(ID, now), Some(Ended { peer: Some(PEER), quarantined: true }));
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (2, 1));
     assert_eq!(sessions.written(range(0, 1), now), None);
-    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, 0));
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (1, 0));
+}
+
+#[test]
+fn a_writer_that_overstays_its_grace_is_to_be_cut_off_until_it_is_fenced() {
+    let Setup { mut sessions, owner, now } = offered(3);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    sessions.abort(ID, now).unwrap();
+    assert_eq!(sessions.quarantined(), Quarantined { handoffs: 1, blocks: 3 });
+    assert_eq!(sessions.next_timeout(), Some(now + GRACE));
+    assert_eq!(sessions.overstayed(now + GRACE - Duration::from_nanos(1)), []);
+    assert_eq!(sessions.overstayed(now + GRACE), [PEER]);
+    assert_eq!(sessions.overstayed(now + GRACE), [], "asked");
+    assert_eq!(sessions.overstayed(now + GRACE * 2), [PEER], "and again");
+    assert_eq!(Arc::strong_count(&owner), 2);
+    sessions.fence(PEER, now + GRACE * 2);
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, Quarantined::default()));
+    assert_eq!(sessions.next_timeout(), None);
+}
+
+#[test]
+fn what_cannot_be_read_ends_its_own_handoff_only() {
+    let Setup { mut sessions, now, .. } = offered(1);
+    assert_eq!(sessions.unreadable(PEER, HandoffId([8; 16]), now).refusal, Refusal::Unknown);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    assert_eq!(sessions.unreadable(PeerId(2), ID, now), Rejected { refusal: Refusal::WrongPeer, aborted: false });
+    assert_eq!(sessions.unreadable(PEER, ID, now), Rejected { refusal: Refusal::Malformed, aborted: true });
+    assert_eq!(sessions.unreadable(PEER, ID, now), Rejected { refusal: Refusal::Used, aborted: false });
 }
 
 #[test]
 fn fencing_a_peer_ends_its_handoffs_and_quarantine() {
     let Setup { mut sessions, owner, now } = offered(2);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
-    sessions.abort(ID).unwrap();
-    assert_eq!(sessions.fence(PeerId(2)), vec![]);
+    sessions.abort(ID, now).unwrap();
+    assert_eq!(sessions.fence(PeerId(2), now), vec![]);
     assert_eq!(Arc::strong_count(&owner), 2);
-    assert_eq!(sessions.fence(PEER), vec![], "it had ended before");
-    assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, 0));
+    assert_eq!(sessions.fence(PEER, now), vec![], "it had ended before");
+    assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (1, 0));
     assert_eq!(sessions.written(range(0, 1), now), None, "a late completion is harmless");
 
     let Setup { mut sessions, owner, now } = offered(2);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
-    assert_eq!(sessions.fence(PEER), vec![ID]);
+    assert_eq!(sessions.fence(PEER, now), vec![ID]);
     assert_eq!(Arc::strong_count(&owner), 1);
 }
 
@@ -243,7 +271,7 @@ proptest! {
                             written += range.count;
                             arrived = sessions.written(range, now);
                         } else {
-                            sessions.failed(ID);
+                            sessions.failed(ID, now);
                         }
                     }
                 }
@@ -251,13 +279,13 @@ proptest! {
                     arrived = sessions.seal(PeerId(peer), ID, v1::Seal::default(), now).unwrap_or(None);
                 }
                 Step::Cancel { peer } => {
-                    sessions.cancelled_by(PeerId(peer), ID);
+                    sessions.cancelled_by(PeerId(peer), ID, now);
                 }
                 Step::Abort => {
-                    sessions.abort(ID);
+                    sessions.abort(ID, now);
                 }
                 Step::Fence { peer } => {
-                    sessions.fence(PeerId(peer));
+                    sessions.fence(PeerId(peer), now);
                     writing.retain(|(writer, _)| *writer != PeerId(peer));
                 }
                 Step::Expire { late } => {
@@ -270,10 +298,10 @@ proptest! {
             }
             prop_assert!(writing.is_empty() || Arc::strong_count(&owner) == 2, "a writer without an owner");
         }
-        sessions.abort(ID);
+        sessions.abort(ID, now);
         for (_, range) in writing {
             sessions.written(range, now);
         }
-        prop_assert_eq!((Arc::strong_count(&owner), sessions.quarantined()), (1, 0));
+        prop_assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (1, 0));
     }
 }

@@ -5,7 +5,7 @@
 //! Rules live in common code; a backend only moves frames (`wire.rs`: a 32-byte header, and a payload for some).
 //!
 //! **Receiving.** The backend owns an [`Arc<Registry>`](crate::registry::Registry), made with an
-//! [`AnswerLink`](crate::registry::AnswerLink) that can send a header to a peer without blocking.
+//! [`PeerLink`](crate::registry::PeerLink) that can send a header to a peer without blocking, and end its connection.
 //! `Transport::accept` is `registry.accept(grant, info, address)`. For each frame of a peer (a [`PeerId`] of the
 //! backend's choice, one per connection or endpoint, never reused):
 //!

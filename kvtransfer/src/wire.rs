@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use prost::Message;
-use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
+use tandem_proto::{HandoffId, PROTOCOL_VERSION, hash, v1};
 
 use crate::error::Refusal;
 
@@ -149,8 +149,12 @@ impl Header {
         let handoff = HandoffId(bytes[8..24].try_into().ok()?);
         let a = u32::from_le_bytes(bytes[24..28].try_into().ok()?);
         let b = u32::from_le_bytes(bytes[28..].try_into().ok()?);
+        let uses_numbers = matches!(kind, 0 | DATA | 5);
+        if !uses_numbers && (a, b) != (0, 0) {
+            return None;
+        }
         let header = match kind {
-            0 => Self::Hello { protocol: a },
+            0 if b == 0 => Self::Hello { protocol: a },
             DATA => Self::Data(DataHeader { handoff, first: a, count: b, units }),
             2 => Self::Seal(handoff),
             3 => Self::Cancel(handoff),
@@ -164,17 +168,25 @@ impl Header {
     }
 }
 
-/// Payload of a seal frame.
+/// Payload of a seal frame: the message, and its XXH3-64 (little endian). What the seal says of tokens nothing else would
+/// check.
 pub fn encode_seal(seal: &v1::Seal) -> Vec<u8> {
-    seal.encode_to_vec()
+    let mut payload = seal.encode_to_vec();
+    payload.extend_from_slice(&hash::checksum(&payload).to_le_bytes());
+    payload
 }
 
-/// Reads the payload of a seal frame; `None` when it is too long, unreadable, or names another hand-off than its header.
+/// Reads the payload of a seal frame; `None` when it is too long, unreadable, changed on its way, or names another hand-off
+/// than its header.
 pub fn parse_seal(handoff: HandoffId, payload: &[u8]) -> Option<v1::Seal> {
     if payload.len() > MAX_SEAL_BYTES {
         return None;
     }
-    let seal = v1::Seal::decode(payload).ok()?;
+    let (message, checksum) = payload.split_last_chunk::<8>()?;
+    if hash::checksum(message) != u64::from_le_bytes(*checksum) {
+        return None;
+    }
+    let seal = v1::Seal::decode(message).ok()?;
     (seal.handoff_id == handoff.0).then_some(seal)
 }
 
@@ -232,13 +244,18 @@ mod tests {
         }
 
         #[test]
-        fn a_seal_round_trips_under_its_own_id_only(id in any::<[u8; 16]>(), sums in prop::collection::vec(any::<u64>(), 0..9)) {
+        fn a_seal_round_trips_under_its_own_id_only(id in any::<[u8; 16]>(), sums in prop::collection::vec(any::<u64>(), 0..9), bit in any::<usize>(),
+        ) {
             let seal = v1::Seal { handoff_id: id.to_vec(), checksums: sums, ..Default::default() };
             let bytes = encode_seal(&seal);
             let mut other = id;
             other[0] ^= 1;
             prop_assert_eq!(parse_seal(HandoffId(id), &bytes), Some(seal));
             prop_assert_eq!(parse_seal(HandoffId(other), &bytes), None);
+            let mut flipped = bytes.clone();
+            flipped[bit / 8 % bytes.len()] ^= 1 << (bit % 8);
+            prop_assert_eq!(parse_seal(HandoffId(id), &flipped), None);
+            prop_assert_eq!(parse_seal(HandoffId(id), &bytes[..bit % bytes.len()]), None);
         }
     }
 }

@@ -86,6 +86,12 @@ macro_rules! conformance {
             another_build_is_incompatible
             dropping_the_receiving_end_midway_returns_its_blocks
             dropping_the_sending_end_midway_ends_the_receiving_one
+            blocks_arrive_in_units
+            a_unit_out_of_order_is_refused
+            a_missing_unit_is_incomplete
+            keep_alives_carry_a_slow_handoff_beyond_its_lease
+            silence_for_the_lease_ends_a_handoff
+            an_unused_grant_expires_without_a_waiter
             the_sender_dies
             the_receiver_dies
         );)*

@@ -6,8 +6,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 use prost::Message;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{
@@ -23,6 +25,8 @@ const LEASE: Duration = Duration::from_secs(30);
 /// One keepalive interval, and much patience with a busy machine; far below the lease.
 const BOUND: Duration = Duration::from_secs(8);
 const ROUNDS: u8 = 2;
+/// Of writers of an abandoned hand-off.
+const GRACE: Duration = Duration::from_millis(500);
 
 /// Starts a line of the peer among those of the test harness.
 const SAYS: &str = "peer says ";
@@ -45,6 +49,37 @@ async fn a_sender_killed_over_shm() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_killed_over_tcp() {
     sender_killed(UcxProfile::Tcp).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sender_frozen_over_shm() {
+    sender_frozen(UcxProfile::Shm).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sender_frozen_over_tcp() {
+    sender_frozen(UcxProfile::Tcp).await;
+}
+
+/// SIGSTOP in the middle: no connection breaks, and no write ends. Now and then all has arrived before the signal.
+async fn sender_frozen(profile: UcxProfile) {
+    let Some((transport, _)) = start_with(UcxConfig { grace: GRACE, ..UcxConfig::new(profile) }) else { return };
+    let counters = transport.counters();
+    for round in 0..ROUNDS {
+        let (owner, freed) = probe();
+        let incoming = accept(&transport, round, owner);
+        let peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+        received(&transport, 1).await;
+        peer.freeze();
+        drop(incoming);
+        let (quarantined, frozen) = (counters.quarantined_blocks.load(Relaxed), Instant::now());
+        in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
+        println!("{profile}: {quarantined} blocks were in quarantine for {:?}", frozen.elapsed());
+        // It wakes up among strangers, and what it still sends reaches nothing.
+        peer.thaw();
+        serve(&transport, profile, 100 + round).await;
+    }
+    println!("{profile}: {counters:?}");
 }
 
 async fn receiver_killed(profile: UcxProfile) {
@@ -79,27 +114,37 @@ async fn receiver_killed(profile: UcxProfile) {
 
 async fn sender_killed(profile: UcxProfile) {
     let Some((transport, _)) = start(profile) else { return };
-    let received = &transport.counters().received_bytes;
     for round in 0..ROUNDS {
         let (owner, freed) = probe();
         let incoming = accept(&transport, round, owner);
-        let before = received.load(Relaxed);
         let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
-        let some = async {
-            while received.load(Relaxed) < before + (4 << 20) {
-                tokio::task::yield_now().await;
-            }
-        };
-        assert!(tokio::time::timeout(BOUND, some).await.is_ok(), "stuck: {:?}", transport.counters());
+        received(&transport, 4 << 20).await;
         peer.kill();
         in_time(incoming.verified(expected())).await.expect_err("the seal never came");
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
     }
-    let incoming = accept(&transport, 100, Arc::new(()));
+    serve(&transport, profile, 100).await;
+}
+
+/// The next sender is served.
+async fn serve(transport: &UcxTransport, profile: UcxProfile, id: u8) {
+    let incoming = accept(transport, id, Arc::new(()));
     let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
     peer.say("seal");
     in_time(incoming.verified(expected())).await.expect("the next peer is served");
     assert_eq!(peer.line(), "acknowledged");
+}
+
+/// So many bytes more have arrived.
+async fn received(transport: &UcxTransport, bytes: u64) {
+    let counters = transport.counters();
+    let until = counters.received_bytes.load(Relaxed) + bytes;
+    let some = async {
+        while counters.received_bytes.load(Relaxed) < until {
+            tokio::task::yield_now().await;
+        }
+    };
+    assert!(tokio::time::timeout(BOUND, some).await.is_ok(), "stuck: {counters:?}");
 }
 
 /// The other process.
@@ -170,6 +215,19 @@ impl Peer {
         v1::Ticket::decode(unhex(&self.line()).as_slice()).expect("ticket")
     }
 
+    fn freeze(&self) {
+        self.signal(Signal::SIGSTOP);
+    }
+
+    fn thaw(&self) {
+        self.signal(Signal::SIGCONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.process.id() as i32);
+        nix::sys::signal::kill(pid, signal).expect("it lives");
+    }
+
     fn kill(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -184,9 +242,13 @@ impl Drop for Peer {
 
 /// `None`: there is no UCX here.
 fn start(profile: UcxProfile) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
+    start_with(UcxConfig::new(profile))
+}
+
+fn start_with(config: UcxConfig) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
     let words = u64::from(BLOCKS) * BLOCK_BYTES as u64 / 8;
     let arena = Arena::new((0..words).map(AtomicU64::new).collect(), BLOCK_BYTES);
-    match UcxTransport::start(arena.clone(), UcxConfig::new(profile)) {
+    match UcxTransport::start(arena.clone(), config) {
         Ok(transport) => Some((transport, arena)),
         Err(error) => {
             println!("skipped: {error}");

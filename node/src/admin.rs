@@ -111,6 +111,10 @@ fn handoffs(text: &mut Text, node: &Node) {
     text.sample(&[], counters.protocol_errors.load(Relaxed) as f64);
     text.family("tandem_kv_lost_peers_total", "counter", "KV peers lost.");
     text.sample(&[], counters.lost_peers.load(Relaxed) as f64);
+    text.family("tandem_kv_fenced_peers_total", "counter", "KV peers cut off because a write of theirs did not end.");
+    text.sample(&[], counters.fenced_peers.load(Relaxed) as f64);
+    text.family("tandem_kv_quarantined_blocks", "gauge", "KV blocks of ended hand-offs that a writer may still touch.");
+    text.sample(&[], counters.quarantined_blocks.load(Relaxed) as f64);
 }
 
 /// What only the sending side knows.

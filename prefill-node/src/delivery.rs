@@ -132,7 +132,7 @@ impl<'a> Delivery<'a> {
 
     /// Ready when the client was told its first token.
     async fn computed(&mut self) -> Result<(), Error> {
-        let computed = self.kv.wait_for(|kv| kv.first.is_some()).await;
+        let computed = self.kv.wait_for(|kv| kv.told).await;
         computed.map(|_| ()).map_err(|_| Error::new(ErrorKind::Internal, "the computation is gone"))
     }
 }

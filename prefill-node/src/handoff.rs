@@ -32,6 +32,8 @@ pub struct Kv {
     pub forward: Option<TraceContext>,
     /// Set at the end of the computation, when the client was told.
     pub first: Option<First>,
+    /// The client was told its first token, wherever the blocks are now.
+    pub told: bool,
 }
 
 /// The end of a prompt's computation.

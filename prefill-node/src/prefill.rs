@@ -110,7 +110,7 @@ impl Prefill<'_> {
             let lease = self.reserve(&mut wanted).await?;
             let cached_tokens = lease.cached_tokens();
             let progress = Progress { tokens: cached_tokens, layers: 0 };
-            kv.send_replace(Kv { lease: Some(lease.clone()), progress, ..Kv::default() });
+            kv.send_replace(Kv { lease: Some(lease.clone()), progress, told: told.is_some(), ..Kv::default() });
             let Sampled { first, logprob, top } = self.forward(lease, kv, trace).await?;
             if let Some(told) = told {
                 check_same(told, first.token)?;
@@ -130,9 +130,9 @@ impl Prefill<'_> {
             }
             told = Some(first.token);
             // Only now: a delivery must not overtake the first token.
-            kv.send_modify(|kv| kv.first = Some(first));
+            kv.send_modify(|kv| (kv.first, kv.told) = (Some(first), true));
             self.pressed(&mut wanted).await;
-            kv.send_replace(Kv::default());
+            kv.send_replace(Kv { told: true, ..Kv::default() });
             trace.event("blocks.yielded", clock::now(), []);
             until(&mut wanted, true).await;
             queued = clock::now();

@@ -2,14 +2,15 @@
 //!
 //! - [`api`]: the border between the edges and the flow; start reading here.
 //! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
-//! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline.
+//! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and another pair of nodes
+//!   when one fails.
 //! - [`select`]: which pair of nodes; pure.
-//! - [`membership`]: the node table, and the gRPC service that fills it.
+//! - [`membership`]: the node table, the gRPC service that fills it, circuit breakers, and the fence before dead incarnations.
 //! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
 //! - [`traces`], [`metrics`]: what happened, for people.
 //! - [`config`]: flags, resolved once.
 //!
-//! The router never sees a KV block: tickets pass through it as opaque bytes.
+//! The router never sees a KV block: tickets pass through it, and all that it reads there is the hand-off's id.
 #![forbid(unsafe_code)]
 
 pub mod api;

@@ -7,14 +7,17 @@ use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::{Cluster, Options};
 use tonic::Code;
 
+/// The router's default: with one pair of nodes every one of them hands over damaged KV.
+const ATTEMPTS: usize = 4;
+
 async fn damaged(transport: &'static str, flag: &str) -> anyhow::Result<()> {
     let options = Options { transport, prefill_args: words(flag), ..Options::default() };
     let mut cluster = Cluster::start(options).await?;
     let failure = cluster.answer(ask(text("The capital of France is"), 12)).await.expect_err("damaged KV was decoded");
     let code = failure.status.code();
     assert!(matches!(code, Code::DataLoss | Code::Aborted | Code::Unavailable), "{failure}");
-    // The first token is prefill's own; a second one would be decoded from damaged KV.
-    assert!(failure.tokens.len() <= 1, "{failure}");
+    // The first token of each attempt is prefill's own; one more would be decoded from damaged KV.
+    assert!(failure.tokens.len() <= ATTEMPTS, "{failure}");
     // The client hears of the refusal from whichever leg reports first, which may be before decode counted it.
     let counted = async {
         while metric(&cluster.decode, "tandem_handoff_refusals_total").await? < 1.0 {}

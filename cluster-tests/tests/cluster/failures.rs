@@ -1,10 +1,14 @@
 //! Nodes die, hang and come back; clients leave. The rest lives on and every block comes home.
 use std::time::Duration;
 
-use tandem_cluster_tests::client::{ask, rest, text, token_ids};
+use tandem_cluster_tests::client::{ask, metric, rest, text, token_ids};
+use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::{Answer, Cluster, Failure, Options};
+use tandem_proto::v1::generate_response::Event;
 use tokio::time::{Instant, timeout};
 use tonic::Code;
+
+type Stream = tonic::Streaming<tandem_proto::v1::GenerateResponse>;
 
 /// From the death of a node to the error at the client. An idle machine needs milliseconds; the bound is for cores that
 /// also compile.
@@ -40,13 +44,89 @@ fn typed(since: Instant, outcome: Result<Result<Answer, Failure>, tokio::time::e
     }
 }
 
-#[tokio::test]
-async fn decode_dies_while_streaming() -> anyhow::Result<()> {
-    let mut cluster = Cluster::start(Options::default()).await?;
-    let mut stream = cluster.open(long_answer()).await?;
-    for _ in 0..4 {
-        stream.message().await?;
+/// A router that gives up soon when no other node comes.
+fn impatient() -> Options {
+    Options { router_args: words("--replan-ms 1000"), ..Options::default() }
+}
+
+/// An answer that is long enough to be interrupted, as it is undisturbed.
+async fn undisturbed(cluster: &Cluster) -> anyhow::Result<(tandem_proto::v1::GenerateRequest, Answer)> {
+    let mut request = long_answer();
+    request.max_tokens = Some(64);
+    let answer = cluster.answer(request.clone()).await?;
+    Ok((request, answer))
+}
+
+/// The next `tokens` tokens and their text.
+async fn first(stream: &mut Stream, tokens: usize) -> anyhow::Result<(Vec<u32>, String)> {
+    let (mut ids, mut text) = (Vec::new(), String::new());
+    while ids.len() < tokens {
+        match stream.message().await?.and_then(|message| message.event) {
+            Some(Event::Token(token)) => {
+                assert_eq!(token.index as usize, ids.len());
+                ids.push(token.token_id);
+                text += &token.text;
+            }
+            other => anyhow::bail!("a token was expected, not {other:?}"),
+        }
     }
+    Ok((ids, text))
+}
+
+/// The rest of an interrupted stream is what it would have been.
+async fn goes_on(stream: Stream, begun: (Vec<u32>, String), expected: &Answer) -> anyhow::Result<()> {
+    let rest = timeout(LONG, rest(stream)).await??;
+    assert_eq!([begun.0, rest.tokens].concat(), expected.tokens, "no token lost, none twice");
+    assert_eq!(begun.1 + &rest.text, expected.text);
+    let timings = rest.finish.timings.unwrap_or_default();
+    assert!(timings.replans >= 1, "{timings:?}");
+    println!("{} re-plans, longest pause {:.0} ms", timings.replans, timings.longest_gap_ms);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_stream_goes_on_when_its_decode_node_dies_and_is_restarted() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(Options::default()).await?;
+    let (request, expected) = undisturbed(&cluster).await?;
+    let mut stream = cluster.open(request).await?;
+    let begun = first(&mut stream, 4).await?;
+    cluster.restart_decode().await?;
+    goes_on(stream, begun, &expected).await?;
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_stream_goes_on_when_its_decode_node_freezes_and_wakes() -> anyhow::Result<()> {
+    let cluster = Cluster::start(Options::default()).await?;
+    let (request, expected) = undisturbed(&cluster).await?;
+    let mut stream = cluster.open(request).await?;
+    let begun = first(&mut stream, 4).await?;
+    cluster.decode.freeze();
+    let given_up = cluster.registered(1).await;
+    cluster.decode.wake();
+    given_up?;
+    goes_on(stream, begun, &expected).await?;
+    reborn(&cluster).await?;
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+/// The decode node is back, as another than the one that was declared dead.
+async fn reborn(cluster: &Cluster) -> anyhow::Result<()> {
+    cluster.registered(2).await?;
+    let old = cluster.decode.ready("incarnation").to_owned();
+    let nodes = cluster.nodes().await?;
+    assert!(nodes.iter().all(|node| node.incarnation != old), "{old} is dead: {nodes:#?}");
+    assert_eq!(metric(&cluster.decode, "tandem_incarnations_total").await?, 2.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn decode_dies_while_streaming_and_nobody_comes() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(impatient()).await?;
+    let mut stream = cluster.open(long_answer()).await?;
+    first(&mut stream, 4).await?;
     let killed = Instant::now();
     cluster.decode.kill();
     // Tokens were sent: the client must not take the same request for safe to repeat.
@@ -62,21 +142,26 @@ async fn decode_dies_while_streaming() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn prefill_dies_while_computing() -> anyhow::Result<()> {
+async fn prefill_dies_while_computing_and_is_restarted() -> anyhow::Result<()> {
     let mut cluster = Cluster::start(Options::default()).await?;
-    let (outcome, killed) = {
-        let answer = cluster.answer(long_prompt());
-        let mut answer = std::pin::pin!(answer);
-        tokio::select! {
-            early = &mut answer => panic!("the prompt was too short for this test: {early:?}"),
-            busy = cluster.busy("prefill", LONG) => { busy?; }
-        }
-        let killed = Instant::now();
-        let pid = nix::unistd::Pid::from_raw(cluster.prefill.pid().try_into()?);
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL)?;
-        (timeout(TOLD, answer).await, killed)
-    };
-    typed(killed, outcome, &[Code::Unavailable]);
+    let stream = cluster.open(long_prompt()).await?;
+    cluster.busy("prefill", LONG).await?;
+    cluster.restart_prefill().await?;
+    let answer = timeout(LONG * 2, rest(stream)).await??;
+    assert!(answer.finish.timings.unwrap_or_default().replans >= 1);
+    assert_eq!(answer.tokens, cluster.answer(long_prompt()).await?.tokens);
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn prefill_dies_while_computing_and_nobody_comes() -> anyhow::Result<()> {
+    let mut cluster = Cluster::start(impatient()).await?;
+    let stream = cluster.open(long_prompt()).await?;
+    cluster.busy("prefill", LONG).await?;
+    let killed = Instant::now();
+    cluster.prefill.kill();
+    typed(killed, timeout(TOLD, rest(stream)).await, &[Code::Unavailable]);
     assert!(cluster.router.is_alive() && cluster.decode.is_alive());
     cluster.restart_prefill().await?;
     works(&cluster).await?;
@@ -104,18 +189,16 @@ async fn prefill_dies_while_decode_streams() -> anyhow::Result<()> {
 #[tokio::test]
 async fn a_frozen_decode_node_is_given_up() -> anyhow::Result<()> {
     const LEASE_AND_MORE: Duration = Duration::from_secs(15);
-    let cluster = Cluster::start(Options::default()).await?;
+    let cluster = Cluster::start(impatient()).await?;
     let mut stream = cluster.open(long_answer()).await?;
-    for _ in 0..4 {
-        stream.message().await?;
-    }
+    first(&mut stream, 4).await?;
     let frozen = Instant::now();
     cluster.decode.freeze();
     let outcome = timeout(LEASE_AND_MORE, rest(stream)).await;
     cluster.decode.wake();
     typed(frozen, outcome, &[Code::Aborted, Code::Unavailable]);
     // It says that it is back, and is used again.
-    cluster.registered(2).await?;
+    reborn(&cluster).await?;
     cluster.idle(LONG).await?;
     works(&cluster).await?;
     Ok(())
@@ -154,11 +237,7 @@ async fn clients_that_leave_free_their_blocks() -> anyhow::Result<()> {
 async fn clients_that_leave_at_any_moment_free_their_blocks() -> anyhow::Result<()> {
     const CLIENTS: u64 = 48;
     const LAST_MOMENT_MS: u64 = 1500;
-    let cluster = Cluster::start(Options {
-        router_args: tandem_cluster_tests::cluster::words("--max-inflight 3"),
-        ..Options::default()
-    })
-    .await?;
+    let cluster = Cluster::start(Options { router_args: words("--max-inflight 3"), ..Options::default() }).await?;
     let prompt: Vec<u32> = (0..592).map(|index| 100 + index % 7919).collect();
     let body =
         serde_json::json!({ "prompt": prompt, "max_tokens": 200, "stream": true, "ignore_eos": true }).to_string();

@@ -21,6 +21,8 @@ use crate::moment::{Moment, Size};
 /// From the fault to the client's end: detection (a lease of one second), the silence that the fault lasts, the prompt
 /// again, the rest of the answer, on cores that ten fleets share.
 const ENDS: Duration = Duration::from_secs(30);
+/// To make two nodes busy.
+const MAX_FILLERS: usize = 6;
 /// From there until every block is back.
 const BACK: Duration = Duration::from_secs(10);
 
@@ -92,13 +94,7 @@ impl Cell {
     async fn strike(self, fleet: &mut Fleet, reference: &Reference) -> anyhow::Result<Report> {
         let moment = self.setting.moment;
         fleet.repair().await.context("before the fault")?;
-        let mut fillers = Vec::new();
-        // One after the other: the router then gives each a node of its own.
-        for (count, size) in (1..=fleet.nodes()).zip(std::iter::repeat(moment.fillers())) {
-            let Some(size) = size else { break };
-            fillers.push((Client::stream(fleet, size, self.seed() + count), size, self.seed() + count));
-            moment.prepared(fleet, count).await?;
-        }
+        let fillers = self.fill(fleet).await?;
         let before = fleet.sum(Role::Decode).await;
         let mut client = self.client(fleet)?;
         moment.reached(fleet, before).await?;
@@ -129,6 +125,25 @@ impl Cell {
             ended.compare(&undisturbed)?;
         }
         Ok(Report { cell: self, seen: expected.as_str(), pause: ended.pause, ended: ended_after, back, problem: None })
+    }
+
+    /// Makes the nodes busy, one after the other. Two requests may meet on a node whose last report was older than the
+    /// first of them: then the other node gets a third one.
+    async fn fill(self, fleet: &Fleet) -> anyhow::Result<Vec<(Client, Size, u32)>> {
+        let (moment, mut fillers) = (self.setting.moment, Vec::new());
+        let Some(size) = moment.fillers() else { return Ok(fillers) };
+        for nodes in 1..=fleet.nodes() {
+            loop {
+                let seed = self.seed() + 1 + fillers.len() as u32;
+                fillers.push((Client::stream(fleet, size, seed), size, seed));
+                match moment.prepared(fleet, nodes).await {
+                    Err(error) if fillers.len() >= MAX_FILLERS => return Err(error),
+                    Err(_) => {}
+                    Ok(()) => break,
+                }
+            }
+        }
+        Ok(fillers)
     }
 
     fn client(self, fleet: &Fleet) -> anyhow::Result<Client> {

@@ -7,6 +7,8 @@ use tokio::time::{Instant, sleep};
 
 /// Reaching a moment takes a second or two on idle cores.
 const REACHED: Duration = Duration::from_secs(40);
+/// So does a node to take up work that nothing holds up.
+const PREPARED: Duration = Duration::from_millis(1500);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Tokens of a decoding answer before the fault.
 const SOME_TOKENS: f64 = 4.0;
@@ -87,15 +89,15 @@ impl Moment {
     pub async fn prepared(self, fleet: &Fleet, fillers: u32) -> anyhow::Result<()> {
         let busy = |role| async move { fleet.sum(role).await.running >= f64::from(fillers) };
         match self {
-            Self::Queued => until("prefill nodes compute", || busy(Role::Prefill)).await,
-            Self::Sealed => until("decode nodes generate", || busy(Role::Decode)).await,
+            Self::Queued => until("prefill nodes compute", PREPARED, || busy(Role::Prefill)).await,
+            Self::Sealed => until("decode nodes generate", PREPARED, || busy(Role::Decode)).await,
             Self::Computing | Self::Pushing | Self::Decoding => Ok(()),
         }
     }
 
     /// Waits until the request is there; `before` is what the decode nodes said before it came.
     pub async fn reached(self, fleet: &Fleet, before: Counts) -> anyhow::Result<()> {
-        until(self.as_str(), || async move {
+        until(self.as_str(), REACHED, || async move {
             let (prefill, decode) = tokio::join!(fleet.sum(Role::Prefill), fleet.sum(Role::Decode));
             match self {
                 Self::Queued => prefill.waiting >= 1.0,
@@ -109,10 +111,10 @@ impl Moment {
     }
 }
 
-async fn until<F: Future<Output = bool>>(what: &str, holds: impl Fn() -> F) -> anyhow::Result<()> {
+async fn until<F: Future<Output = bool>>(what: &str, within: Duration, holds: impl Fn() -> F) -> anyhow::Result<()> {
     let start = Instant::now();
     while !holds().await {
-        anyhow::ensure!(start.elapsed() < REACHED, "not within {REACHED:?}: {what}");
+        anyhow::ensure!(start.elapsed() < within, "not within {within:?}: {what}");
         sleep(LOOK_EVERY).await;
     }
     Ok(())

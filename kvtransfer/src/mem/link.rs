@@ -1,6 +1,6 @@
 //! One connection of a `MemNetwork`: a queue of frames, and the task that carries them to the receiver's registry. Frames that
 //! were queued arrive even when the sender has let go of them meanwhile; their blocks are kept for so long.
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -8,11 +8,11 @@ use tandem_proto::HandoffId;
 use tokio::sync::mpsc;
 
 use super::weather::{Fate, Frame, Window};
-use super::{Link, MemFaults, MemNetwork};
+use super::{Link, MemFaults, MemNetwork, gone};
 use crate::arena::{Arena, Run};
 use crate::error::TransferError;
 use crate::outgoing::SendLink;
-use crate::registry::Claim;
+use crate::registry::PeerLink;
 use crate::session::PeerId;
 use crate::transport::{BlockOwner, Faults};
 use crate::wire::DataHeader;
@@ -45,7 +45,7 @@ impl MemLink {
 
     async fn queue(&self, frame: Queued) -> Result<(), TransferError> {
         self.network.link(self.peer)?;
-        self.frames.send(frame).await.map_err(|_| TransferError::peer_gone("the KV peer is gone"))
+        self.frames.send(frame).await.map_err(|_| gone())
     }
 }
 
@@ -94,8 +94,8 @@ impl Carrier {
             }
         }
         match self.travel(Frame::Close).await {
-            Ok(Fate::Severed) => self.network.cut(self.peer),
-            Ok(_) => self.network.disconnect(self.peer),
+            Ok(Fate::Severed) => self.network.lose(self.peer),
+            Ok(_) => self.network.cut_off(self.peer),
             Err(_) => {}
         }
     }
@@ -110,7 +110,7 @@ impl Carrier {
         let fate = self.travel(kind).await?;
         let Fate::Arrived { flip, truncate } = fate else {
             if fate == Fate::Severed {
-                self.network.cut(self.peer);
+                self.network.lose(self.peer);
             }
             return Ok(());
         };
@@ -172,7 +172,7 @@ impl Carrier {
                 let chunk = &mut scratch[..chunk];
                 self.arena.gather(runs, sent, chunk);
                 chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
-                link.copy(&claim, to.at + offset, chunk)?;
+                link.write(&claim, to.at + offset, chunk)?;
                 offset += chunk.len();
                 sent += chunk.len();
             }
@@ -187,17 +187,5 @@ impl Carrier {
             Some(weather) => weather.pass(link.sender.address, link.receiver.address, window).await,
             None => tokio::task::yield_now().await,
         }
-    }
-}
-
-impl Link {
-    /// Writes a piece, unless the connection was cut.
-    fn copy(&self, claim: &Claim, at: usize, bytes: &[u8]) -> Result<(), TransferError> {
-        let cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
-        if *cut {
-            return Err(TransferError::peer_gone("the KV peer is gone"));
-        }
-        claim.arena().write(at, bytes);
-        Ok(())
     }
 }

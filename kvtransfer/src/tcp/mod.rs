@@ -23,8 +23,8 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::outgoing::{PendingAnswers, SendLink};
-use crate::registry::{AnswerLink, Registry};
-use crate::session::PeerId;
+use crate::registry::{PeerLink, Registry};
+use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::tcp::connection::Connection;
 use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
 use crate::wire::{Answer, DataHeader, Header};
@@ -41,6 +41,8 @@ pub struct TcpConfig {
     pub connect_timeout: Duration,
     /// A peer that takes or sends nothing for so long in the middle of a frame is dead.
     pub stall_timeout: Duration,
+    /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its connection is.
+    pub grace: Duration,
     /// Faults of what this node sends.
     pub faults: Faults,
     /// Where peers connect to, as host:port, when that is not where this node listens (a published container port).
@@ -52,6 +54,7 @@ impl Default for TcpConfig {
         Self {
             connect_timeout: Duration::from_secs(2),
             stall_timeout: Duration::from_secs(5),
+            grace: DEFAULT_GRACE,
             faults: Faults::default(),
             advertise: None,
         }
@@ -97,9 +100,10 @@ impl TcpTransport {
             .map_err(|error| io(format!("KV over TCP cannot listen on {address}: {error}")))?;
         let address = listener.local_addr()?;
         let peers = Peers::default();
+        let registry = Registry::new(arena, Arc::default(), Box::new(peers.clone()), config.grace);
         let shared = Arc::new(Shared {
             config,
-            registry: Registry::new(arena, Arc::default(), Box::new(peers.clone())),
+            registry,
             pending: Arc::default(),
             peers,
             dialled: Mutex::default(),
@@ -268,11 +272,19 @@ impl Drop for Attached {
     }
 }
 
-impl AnswerLink for Peers {
+impl PeerLink for Peers {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
         let connection = lock(&self.0).get(&peer).cloned();
         if let Some(connection) = connection {
             connection.queue().send_now(Header::Answer(handoff, answer));
+        }
+    }
+
+    /// Its reading thread, which alone writes for it, ends at once: `Attached` fences.
+    fn cut_off(&self, peer: PeerId) {
+        let connection = lock(&self.0).get(&peer).cloned();
+        if let Some(connection) = connection {
+            connection.close();
         }
     }
 }

@@ -62,6 +62,8 @@ pub(super) enum Command {
     Seal { handoff: HandoffId, payload: Vec<u8> },
     /// Tell the receiver that nothing more comes.
     Cancel { handoff: HandoffId },
+    /// Close a peer whose writes overstay.
+    CutOff { endpoint: EndpointId },
     /// Tell the sender how it ended.
     Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
 }
@@ -200,7 +202,7 @@ impl Driver {
         match posted {
             Ok(Posted::Done) => self.finished(on, work, true),
             Ok(Posted::Pending(request)) => {
-                // A frozen sender may wake and go on writing into shared memory: giving it up would not free the blocks.
+                // A sender on this host is slow when the host is; its hand-off has a lease, and its writes a grace.
                 let waits = matches!(work, Work::Receive { .. }) && self.config.profile == UcxProfile::Shm;
                 let deadline = (!waits).then(|| Instant::now() + self.config.stall_timeout);
                 self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
@@ -269,6 +271,7 @@ impl Driver {
                 }
                 Command::Seal { handoff, payload } => self.seal(handoff, payload),
                 Command::Cancel { handoff } => self.cancel(handoff),
+                Command::CutOff { endpoint } => self.cut_off(endpoint),
                 Command::Answer { endpoint, handoff, answer } => self.answer(endpoint, handoff, answer),
             }
         }
@@ -344,7 +347,6 @@ impl Driver {
             // A block may be so long that it needs what is kept back.
             self.sending.return_credit();
             (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
-            self.shared.registry.expire();
             self.receiving.sweep(now);
             self.give_up_unwelcome(now);
             for endpoint in self.operations.overdue(now) {
@@ -353,7 +355,7 @@ impl Driver {
             }
         }
         if self.probe.as_mut().is_some_and(|probe| !probe.progress(now)) {
-            self.start_anew();
+            self.start_anew("a lost KV peer has jammed it");
             return true;
         }
         let closed = self.endpoints.take_closed(now);
@@ -399,6 +401,19 @@ impl Driver {
         drop(held.claims);
     }
 
+    /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts as
+    /// possible (`let_go` kept it in quarantine) ends with the worker.
+    fn cut_off(&mut self, endpoint: EndpointId) {
+        let message = "its writes into abandoned KV blocks did not end";
+        if self.endpoints.has(endpoint) {
+            self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
+        } else if self.operations.is_busy(endpoint) {
+            self.start_anew(message);
+        } else {
+            self.shared.registry.fence(endpoint.into());
+        }
+    }
+
     fn start_probe(&mut self, now: Instant) {
         if self.probe.is_none() {
             let probe = Probe::start(&self.context, &self.shared.address(), now);
@@ -408,15 +423,15 @@ impl Driver {
 
     /// The worker is deaf: takes leave of every peer, and goes on with a new worker at a new address. Tickets of the old
     /// one lead nowhere and fail at their senders.
-    fn start_anew(&mut self) {
-        tracing::error!("a lost KV peer has jammed the UCX worker: it is replaced, and open KV hand-offs end");
+    fn start_anew(&mut self, why: &str) {
+        tracing::error!("the UCX worker is replaced, and open KV hand-offs end: {why}");
         self.probe = None;
         self.cancel_all();
         self.refuse_all();
         self.flush();
         let mut ids = self.endpoints.all();
         ids.extend(std::mem::take(&mut self.closed).into_iter().map(|closed| closed.id));
-        let why = TransferError::peer_gone("the KV transport was jammed by a lost peer, and started anew");
+        let why = TransferError::peer_gone(format!("the KV transport started anew: {why}"));
         for id in &ids {
             self.shared.pending.peer_gone((*id).into(), &why);
             self.sending.forget(*id, &why);
@@ -426,17 +441,22 @@ impl Driver {
             Ok(replaced) => replaced,
             Err(error) => {
                 tracing::error!(%error, "UCX gives no new worker: KV transfers end");
-                self.shared
-                    .failure
-                    .get_or_init(|| format!("a lost peer jammed it, and it gave no new worker: {error}"));
+                self.shared.failure.get_or_init(|| format!("{why}, and it gave no new worker: {error}"));
                 self.shared.queue.close();
                 return;
             }
         };
         self.shared.set_address(address);
-        self.endpoints.reset(worker.clone());
-        // The last owner of the old worker, which ends every write into the arena.
-        self.worker = worker;
+        let endpoints = self.endpoints.reset(worker.clone());
+        let old = std::mem::replace(&mut self.worker, worker);
+        if self.config.profile == UcxProfile::Tcp {
+            // As in `shut_down`. Nobody calls its progress any more, and only that writes into the arena.
+            std::mem::forget((endpoints, old));
+        } else {
+            // The last owner of the old worker, which ends every write into the arena.
+            drop(endpoints);
+            drop(old);
+        }
         inbox::take(Vec::new());
         self.operations.clear();
         for id in ids {

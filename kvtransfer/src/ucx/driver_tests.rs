@@ -5,8 +5,8 @@ use tandem_proto::Incarnation;
 
 use super::*;
 use crate::incoming::Incoming;
-use crate::registry::{AnswerLink, Claim};
-use crate::session::PeerId;
+use crate::registry::{Claim, PeerLink};
+use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::transport::{Grant, Held};
 use crate::wire::Units;
 
@@ -14,8 +14,10 @@ const LEASE: Duration = Duration::from_secs(60);
 
 struct Nobody;
 
-impl AnswerLink for Nobody {
+impl PeerLink for Nobody {
     fn answer(&self, _: PeerId, _: HandoffId, _: Answer) {}
+
+    fn cut_off(&self, _: PeerId) {}
 }
 
 /// `None`: there is no UCX here.
@@ -27,7 +29,7 @@ fn driver_with(config: UcxConfig) -> Option<Driver> {
     let api = Api::load(None).ok()?;
     let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
     let shared = Shared {
-        registry: Registry::new(arena.clone(), Arc::default(), Box::new(Nobody)),
+        registry: Registry::new(arena.clone(), Arc::default(), Box::new(Nobody), DEFAULT_GRACE),
         arena,
         pending: Arc::default(),
         queue: Queue::new().expect("eventfd"),
@@ -35,6 +37,11 @@ fn driver_with(config: UcxConfig) -> Option<Driver> {
         failure: Arc::default(),
     };
     Some(Driver::open(api, config, "test".to_owned(), shared).expect("UCX is there"))
+}
+
+/// Grants start a task that watches their leases.
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime")
 }
 
 /// A grant whose only range is claimed by `peer`, and the owner of its blocks.
@@ -59,20 +66,22 @@ fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
 
 #[test]
 fn a_receive_that_fails_after_its_endpoint_was_let_go_frees_its_blocks() {
-    let Some(mut driver) = driver() else { return };
+    let (runtime, Some(mut driver)) = (runtime(), driver()) else { return };
+    let _entered = runtime.enter();
     let gone = EndpointId(77);
     let (incoming, claim, owner) = claimed(&driver, gone);
     driver.shared.registry.cancelled_by(gone.into(), HandoffId([1; 16]));
-    assert_eq!(driver.shared.registry.quarantined(), 1);
+    assert_eq!(driver.shared.registry.quarantined().handoffs, 1);
     driver.finished(gone, Work::Receive { claim, target: Vec::new() }, false);
-    assert_eq!(driver.shared.registry.quarantined(), 0);
+    assert_eq!(driver.shared.registry.quarantined().handoffs, 0);
     assert_eq!(Arc::strong_count(&owner), 1);
     drop(incoming);
 }
 
 #[test]
 fn a_receive_that_fails_before_that_waits_for_the_others_of_its_endpoint() {
-    let Some(mut driver) = driver() else { return };
+    let (runtime, Some(mut driver)) = (runtime(), driver()) else { return };
+    let _entered = runtime.enter();
     let closed = EndpointId(77);
     let (incoming, claim, owner) = claimed(&driver, closed);
     driver.closed.push(Closed { id: closed, confirmed: true, loss: Loss::Dead });

@@ -31,15 +31,17 @@ mod tests {
     use super::*;
     use crate::arena::Arena;
     use crate::error::TransferErrorKind;
-    use crate::registry::{AnswerLink, Registry};
-    use crate::session::PeerId;
+    use crate::registry::{PeerLink, Registry};
+    use crate::session::{DEFAULT_GRACE, PeerId};
     use crate::transport::{Grant, Held, Transport};
     use crate::wire::Answer;
 
     struct Nobody;
 
-    impl AnswerLink for Nobody {
+    impl PeerLink for Nobody {
         fn answer(&self, _: PeerId, _: HandoffId, _: Answer) {}
+
+        fn cut_off(&self, _: PeerId) {}
     }
 
     fn arena() -> Arc<Arena> {
@@ -49,7 +51,7 @@ mod tests {
     #[tokio::test]
     async fn a_panic_of_the_driver_ends_every_wait_for_it() {
         let shared = Shared {
-            registry: Registry::new(arena(), Arc::default(), Box::new(Nobody)),
+            registry: Registry::new(arena(), Arc::default(), Box::new(Nobody), DEFAULT_GRACE),
             arena: arena(),
             pending: Arc::default(),
             queue: Queue::new().expect("eventfd"),

@@ -121,12 +121,10 @@ impl Endpoints {
         Ok(id)
     }
 
-    /// Starts anew on another worker: every endpoint is gone. Ids go on, none is used twice.
-    pub(super) fn reset(&mut self, worker: Rc<Worker>) {
-        self.open.clear();
-        self.by_address.clear();
-        self.closing.clear();
-        self.worker = worker;
+    /// Starts anew on another worker, and returns all that belongs to the old one. Ids go on, none is used twice.
+    pub(super) fn reset(&mut self, worker: Rc<Worker>) -> Self {
+        let (credit_bytes, last_id) = (self.credit_bytes, self.last_id);
+        std::mem::replace(self, Self { last_id, ..Self::new(worker, credit_bytes) })
     }
 
     /// Open and closing ones.

@@ -45,7 +45,7 @@ use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
-use crate::registry::{AnswerLink, Registry};
+use crate::registry::{PeerLink, Registry};
 use crate::session::PeerId;
 use crate::transport::{BlockOwner, Grant, Transport, check_ticket};
 use crate::wire::{Answer, DataHeader};
@@ -69,8 +69,8 @@ impl UcxTransport {
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
         let build_id = format!("ucx-{}/{}", api.version, config.profile);
         let queue = Queue::new()?;
-        let link = Box::new(UcxAnswerLink { queue: queue.clone() });
-        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link);
+        let link = Box::new(UcxPeerLink { queue: queue.clone() });
+        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
         let shared = Shared {
             arena,
             registry,
@@ -163,14 +163,19 @@ fn shut_down() -> TransferError {
     TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down")
 }
 
-struct UcxAnswerLink {
+struct UcxPeerLink {
     queue: Arc<Queue<Command>>,
 }
 
-impl AnswerLink for UcxAnswerLink {
+impl PeerLink for UcxPeerLink {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
         // After shutdown there is nobody to tell.
         let _ = self.queue.send_now(Command::Answer { endpoint: EndpointId(peer.0), handoff, answer });
+    }
+
+    fn cut_off(&self, peer: PeerId) {
+        // After shutdown it is fenced.
+        let _ = self.queue.send_now(Command::CutOff { endpoint: EndpointId(peer.0) });
     }
 }
 

@@ -3,6 +3,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::session::DEFAULT_GRACE;
 use crate::transport::Faults;
 
 /// Shared memory without CMA is a ring: the sender copies in, the receiver copies out. UCX's own 64 fragments of 8 KiB take
@@ -50,6 +51,9 @@ pub struct UcxConfig {
     pub credit_bytes: usize,
     /// An operation that takes longer means that its peer is lost: UCX itself would wait for ever for a frozen one.
     pub stall_timeout: Duration,
+    /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its endpoint is closed by force; and
+    /// if that does not end them, the whole worker is replaced, which does.
+    pub grace: Duration,
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,
 }
@@ -68,6 +72,7 @@ impl UcxConfig {
             max_range_bytes: 1 << 20,
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(5),
+            grace: DEFAULT_GRACE,
             faults: Faults::default(),
         }
     }

@@ -104,7 +104,8 @@ impl Driver {
             self.post_frame(endpoint, Header::Welcome(hello.handoff), Vec::new());
         } else {
             // Told, or it would wait for its lease.
-            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::Cancelled));
+            self.shared.registry.counters().count_refusal(Refusal::Overloaded);
+            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::Overloaded));
             self.post_frame(endpoint, answer, Vec::new());
         }
     }

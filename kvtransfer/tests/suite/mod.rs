@@ -1,5 +1,6 @@
 //! The conformance cases, generic over a constructor of a pair of transports, and the little world they run in.
 mod faults;
+mod progress;
 mod transfers;
 
 use std::future::Future;
@@ -8,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 pub use faults::*;
+pub use progress::*;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -74,9 +76,12 @@ pub struct HandOff {
 
 impl HandOff {
     pub fn new(pair: &Pair, from: Vec<u32>, to: Vec<u32>, lease: Duration) -> Self {
-        let id = HandoffId::random(&mut rand::rng());
         let (owner, received) = Probe::new();
-        let grant = grant(id, to.clone(), owner, lease);
+        Self::granted(pair, grant(HandoffId::random(&mut rand::rng()), to, owner, lease), from, received)
+    }
+
+    fn granted(pair: &Pair, grant: Grant, from: Vec<u32>, received: oneshot::Receiver<()>) -> Self {
+        let to = grant.blocks.clone();
         let incoming = pair.receiver.accept(grant).expect("accept");
         let hashes = (0..to.len() as u64).map(|i| i * 31 + 7).collect();
         Self { ticket: incoming.ticket(), incoming, from, to, hashes, received }
@@ -107,6 +112,10 @@ pub fn grant(handoff: HandoffId, blocks: Vec<u32>, owner: Arc<Probe>, lease: Dur
         owner,
         lease,
     }
+}
+
+pub fn grant_in_units(blocks: Vec<u32>, units: u8, owner: Arc<Probe>, lease: Duration) -> Grant {
+    Grant { units, ..grant(HandoffId::random(&mut rand::rng()), blocks, owner, lease) }
 }
 
 /// Pushes everything and seals with `seal`, while the receiver waits.

@@ -117,7 +117,9 @@ pub async fn an_expired_lease_is_refused(make: MakePair) {
         outgoing.push(0, &handoff.from, Arc::new(())).await?;
         outgoing.seal(seal).await
     };
-    assert_eq!(prompt(refused).await.expect_err("late").refusal, Some(Refusal::Expired));
+    let refusal = prompt(refused).await.expect_err("late").refusal;
+    // The frame may find it expired, or over already.
+    assert!(matches!(refusal, Some(Refusal::Expired | Refusal::Used)), "{refusal:?}");
     let expected = handoff.expected();
     assert!(prompt(handoff.incoming.verified(expected)).await.is_err());
     prompt(handoff.received).await.expect("blocks back");
