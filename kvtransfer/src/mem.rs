@@ -19,6 +19,7 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::TransferError;
+use crate::mutation::Mutation;
 use crate::outgoing::PendingAnswers;
 use crate::registry::{Claim, PeerLink, Registry};
 use crate::session::{DEFAULT_GRACE, PeerId};
@@ -47,6 +48,7 @@ pub struct MemNetwork {
     state: Arc<Mutex<NetworkState>>,
     /// `None`: frames arrive at once and unharmed.
     weather: Option<Arc<dyn Weather>>,
+    mutation: Mutation,
 }
 
 #[derive(Default)]
@@ -108,7 +110,7 @@ impl MemTransport {
         let address = state.last_id;
         let node = Arc::new(Node {
             address,
-            registry: Registry::new(arena, Arc::default(), Box::new(network.clone()), grace),
+            registry: Registry::mutated(arena, Arc::default(), Box::new(network.clone()), grace, network.mutation),
             pending: Arc::default(),
             dead: AtomicBool::new(false),
         });
@@ -189,7 +191,13 @@ impl Transport for MemTransport {
 impl MemNetwork {
     /// A network whose frames live through `weather`.
     pub fn under(weather: Arc<dyn Weather>) -> Self {
-        Self { state: Arc::default(), weather: Some(weather) }
+        Self { weather: Some(weather), ..Self::default() }
+    }
+
+    /// The same with a bug in each of its receivers.
+    #[doc(hidden)]
+    pub fn mutated(self, mutation: Mutation) -> Self {
+        Self { mutation, ..self }
     }
 
     /// Hand-offs under way.
@@ -261,5 +269,4 @@ impl PeerLink for MemNetwork {
 
 fn gone() -> TransferError {
     TransferError::peer_gone("the KV peer is gone")
-    }
 }

@@ -78,15 +78,17 @@ pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint
     let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
     loop {
         let lost = tokio::select! {
-            error = link.session(&node) => error,
+            biased;
             () = stop.cancelled() => return,
+            error = link.session(&node) => error,
         };
         link.lost(&lost);
         let pause = jitter.random_range(link.backoff / 2..=link.backoff);
         link.backoff = (link.backoff * 2).min(LONGEST_BACKOFF);
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
+            biased;
             () = stop.cancelled() => return,
+            () = tokio::time::sleep(pause) => {}
         }
     }
 }
@@ -169,7 +171,7 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
     let mut told = false;
     loop {
         let sent = tokio::select! {
-            _ = ticks.tick() => send(&reports, Report::Load(node.load())),
+            biased;
             () = node.work.draining(), if !told => {
                 told = true;
                 send(&reports, Report::Draining(Draining {}))
@@ -179,6 +181,7 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
                 Ok(None) => Err(unavailable("it closed the stream")),
                 Err(status) => Err(status.into()),
             },
+            _ = ticks.tick() => send(&reports, Report::Load(node.load())),
         };
         if let Err(error) = sent {
             return error;

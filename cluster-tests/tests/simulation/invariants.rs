@@ -95,7 +95,7 @@ pub fn of_rest(node: &NodeProcess) -> Vec<Violation> {
     };
     [
         left("blocks leased", pool.total() - pool.free()),
-        left("hand-offs in quarantine", registry.quarantined()),
+        left("hand-offs in quarantine", registry.quarantined().handoffs),
         left("hand-offs", registry.handoffs()),
         left("calls", node.node.work.in_flight()),
         left("tasks", node.process.tasks().saturating_sub(IDLE_TASKS)),

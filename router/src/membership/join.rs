@@ -51,6 +51,7 @@ impl Session {
         let _ = replies.try_send(Ok(accepted));
         self.why = loop {
             tokio::select! {
+                biased;
                 why = self.node.died() => {
                     let gone = Error::new(ErrorKind::Aborted, format!("the router gave this node up: {why}"));
                     let _ = replies.try_send(Err(gone.into()));
