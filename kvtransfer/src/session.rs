@@ -89,6 +89,8 @@ pub struct Ended {
 /// All grants of a node.
 pub struct Sessions {
     live: HashMap<HandoffId, Session>,
+    /// Ever.
+    offered: u64,
     used: UsedIds,
     grace: Duration,
     quarantined: Quarantined,
@@ -119,6 +121,8 @@ pub struct Offer {
 }
 
 struct Session {
+    /// Later offers have larger ones.
+    number: u64,
     state: State,
     offer: Offer,
     /// Of each block, the unit that comes next.
@@ -149,7 +153,7 @@ impl Sessions {
     #[doc(hidden)]
     pub fn mutated(grace: Duration, mutation: Mutation) -> Self {
         let (live, used, quarantined) = (HashMap::new(), UsedIds::default(), Quarantined::default());
-        Self { live, used, grace, quarantined, mutation }
+        Self { live, offered: 0, used, grace, quarantined, mutation }
     }
 
     /// Registers a grant.
@@ -163,7 +167,9 @@ impl Sessions {
         if !self.used.insert(id) {
             return Err(Refusal::Used);
         }
+        self.offered += 1;
         let session = Session {
+            number: self.offered,
             state: State::Offered,
             next_unit: vec![0; offer.blocks.len()],
             deadline: now + offer.lease,
@@ -351,11 +357,12 @@ impl Sessions {
         self.quarantined
     }
 
-    /// In an order that is always the same.
+    /// In the order in which they were offered.
     fn ids(&self, which: impl Fn(&Session) -> bool) -> Vec<HandoffId> {
-        let mut ids: Vec<_> = self.live.iter().filter(|(_, session)| which(session)).map(|(id, _)| *id).collect();
-        ids.sort_unstable_by_key(|id| id.0);
-        ids
+        let chosen = self.live.iter().filter(|(_, session)| which(session));
+        let mut ids: Vec<_> = chosen.map(|(id, session)| (session.number, *id)).collect();
+        ids.sort_unstable_by_key(|(number, _)| *number);
+        ids.into_iter().map(|(_, id)| id).collect()
     }
 
     /// Finds a hand-off that `peer` may act on, and binds it to its first peer.

@@ -3,13 +3,12 @@
 //! status, the services' own code) is what the real cluster runs.
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
 use http_body::{Body as _, Frame};
-use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::Status;
@@ -31,37 +30,41 @@ const WINDOW_FRAMES: usize = 16;
 /// The way between two processes.
 #[derive(Clone)]
 pub struct Link {
-    state: Arc<watch::Sender<LinkState>>,
-    /// Of calls that were dropped: how late the other side hears of it, besides the latency.
-    late_cancels: Arc<Mutex<VecDeque<Duration>>>,
+    state: Arc<Mutex<LinkState>>,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Default)]
 struct LinkState {
     latency: Duration,
     cut: bool,
+    /// What waits for the cut to heal, by its coming. (A `watch` would wake it in an order of its own choice.)
+    stuck: Vec<Waker>,
+    /// Of calls that were dropped: how late the other side hears of it, besides the latency.
+    late_cancels: VecDeque<Duration>,
 }
 
 impl Link {
     pub fn new(latency: Duration) -> Self {
-        Self { state: Arc::new(watch::Sender::new(LinkState { latency, cut: false })), late_cancels: Arc::default() }
+        Self { state: Arc::new(Mutex::new(LinkState { latency, ..LinkState::default() })) }
     }
 
     pub fn set_latency(&self, latency: Duration) {
-        self.state.send_modify(|state| state.latency = latency);
+        self.lock().latency = latency;
     }
 
     pub fn set_cut(&self, cut: bool) {
-        self.state.send_modify(|state| state.cut = cut);
+        let mut state = self.lock();
+        state.cut = cut;
+        state.stuck.drain(..).for_each(Waker::wake);
     }
 
     /// The next call that is dropped is heard of so late.
     pub fn delay_cancel(&self, by: Duration) {
-        self.late_cancels.lock().unwrap_or_else(PoisonError::into_inner).push_back(by);
+        self.lock().late_cancels.push_back(by);
     }
 
     fn arrival(&self) -> Instant {
-        Instant::now() + self.state.borrow().latency
+        Instant::now() + self.lock().latency
     }
 
     /// Ready when what arrives `at` has arrived.
@@ -69,13 +72,24 @@ impl Link {
         if at > Instant::now() {
             tokio::time::sleep_until(at).await;
         }
-        let mut state = self.state.subscribe();
-        let whole = tokio::time::timeout(KEEP_ALIVE, state.wait_for(|state| !state.cut)).await.is_ok();
-        if whole { Ok(()) } else { Err(Status::unavailable("the connection timed out")) }
+        let whole = std::future::poll_fn(|context| {
+            let mut state = self.lock();
+            if !state.cut {
+                return Poll::Ready(());
+            }
+            state.stuck.push(context.waker().clone());
+            Poll::Pending
+        });
+        let timed_out = |_| Status::unavailable("the connection timed out");
+        tokio::time::timeout(KEEP_ALIVE, whole).await.map_err(timed_out)
     }
 
     fn cancel_delay(&self) -> Duration {
-        self.late_cancels.lock().unwrap_or_else(PoisonError::into_inner).pop_front().unwrap_or_default()
+        self.lock().late_cancels.pop_front().unwrap_or_default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

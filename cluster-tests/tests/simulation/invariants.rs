@@ -8,6 +8,7 @@ use tandem_proto::{ErrorKind, v1};
 use crate::client::{End, Outcome};
 use crate::node::{IDLE_TASKS, MAX_CALLS, NodeProcess};
 use crate::oracle::Expected;
+use crate::router::RouterProcess;
 use crate::schedule::{Client, Request, Schedule};
 
 /// A request ends so long after its deadline at the latest.
@@ -52,7 +53,7 @@ pub fn of_outcomes(schedule: &Schedule, expected: &[Expected], outcomes: &[Outco
     for outcome in outcomes {
         let (request, expected) = (&schedule.requests[outcome.request], &expected[outcome.request]);
         found.extend(tokens(outcome, expected));
-        found.extend(end(outcome, expected));
+        found.extend(end(outcome, expected, schedule.faults.is_empty()));
         found.extend(in_time(outcome, request));
         found.extend(tiled(outcome));
     }
@@ -105,6 +106,14 @@ pub fn of_rest(node: &NodeProcess) -> Vec<Violation> {
     .collect()
 }
 
+/// Of a router whose nodes all run.
+pub fn of_membership(schedule: &Schedule, router: &RouterProcess) -> Option<Violation> {
+    let totals = router.service.membership().totals();
+    let (got, want) = ((totals.prefill_nodes, totals.decode_nodes), (schedule.prefill_nodes, schedule.decode_nodes));
+    let all = (got.0 as usize, got.1 as usize) == want;
+    (!all).then(|| Violation::new(7, format!("the router knows {got:?} nodes of {want:?}")))
+}
+
 /// Of the KV network when nobody has anything to send.
 pub fn of_network(network: &MemNetwork) -> Option<Violation> {
     let open = network.connections();
@@ -119,7 +128,7 @@ fn tokens(outcome: &Outcome, expected: &Expected) -> Option<Violation> {
     })
 }
 
-fn end(outcome: &Outcome, expected: &Expected) -> Option<Violation> {
+fn end(outcome: &Outcome, expected: &Expected, calm: bool) -> Option<Violation> {
     let broken = |what: String| Some(Violation::new(2, format!("request {}: {what}", outcome.request)));
     match &outcome.end {
         End::Broken(what) => broken(what.clone()),
@@ -127,17 +136,17 @@ fn end(outcome: &Outcome, expected: &Expected) -> Option<Violation> {
             let (got, want) = (outcome.tokens.len(), expected.tokens.len());
             broken(format!("{reason:?} after {got} tokens instead of {:?} after {want}", expected.reason))
         }
-        End::Failed(error) if !excusable(error.kind, outcome.tokens.is_empty()) => broken(format!("failed: {error:?}")),
+        End::Failed(error) if !excusable(error.kind, outcome.tokens.is_empty(), calm) => broken(format!("{error:?}")),
         _ => None,
     }
 }
 
-/// Errors that the world can cause; any other one is a bug.
-fn excusable(kind: ErrorKind, nothing_sent: bool) -> bool {
+/// Errors that the clients or, unless it is `calm`, the world can cause; any other one is a bug.
+fn excusable(kind: ErrorKind, nothing_sent: bool, calm: bool) -> bool {
     match kind {
         ErrorKind::DeadlineExceeded | ErrorKind::Overloaded => true,
-        ErrorKind::Unavailable => nothing_sent,
-        ErrorKind::Aborted => !nothing_sent,
+        ErrorKind::Unavailable => nothing_sent && !calm,
+        ErrorKind::Aborted => !nothing_sent && !calm,
         _ => false,
     }
 }

@@ -1,7 +1,7 @@
 //! Whole clusters in one thread and in virtual time: the real router, nodes and KV registry, random work, random faults, one
 //! seed a run. `cargo test --release -p tandem-cluster-tests --test simulation -- --seeds 10000`.
 //!
-//! [`schedule`] draws a run, [`world`] lives it, [`invariants`] judges it. [`process`], [`channel`] and [`data_plane`] are what a
+//! [`schedule`] draws a run, [`world`] lives it, [`invariants`] judges it, [`tally`] counts. [`process`], [`channel`] and [`data_plane`] are what a
 //! machine and its networks are here; [`node`], [`router`] and [`client`] are who lives there; [`oracle`] knows every answer.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed expectation is the failure message of a test")]
 mod channel;
@@ -15,9 +15,9 @@ mod oracle;
 mod process;
 mod router;
 mod schedule;
+mod tally;
 mod world;
 
-use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,13 +25,19 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use tandem_kvtransfer::mem::MemNetwork;
+use tandem_kvtransfer::mutation::Mutation;
 use tandem_router::text::ModelText;
 
 use schedule::Schedule;
+use tally::Tally;
 use world::Report;
 
 /// Runs of a plain `cargo test`.
-const FEW_SEEDS: u64 = 40;
+const FEW_SEEDS: u64 = 30;
+/// Runs within which every planted bug must have shown.
+const MUTATION_SEEDS: u64 = 500;
+/// The planted bugs.
+const MUTATIONS: [Mutation; 3] = [Mutation::FreeEarly, Mutation::SkipChecksum, Mutation::ForgetFence];
 /// Seeds that once failed.
 const REGRESSIONS: [u64; 0] = [];
 
@@ -53,6 +59,9 @@ struct Args {
     /// Go on after a failing seed.
     #[arg(long)]
     keep_going: bool,
+    /// Look for planted bugs only: how many of the runs each of them shows in.
+    #[arg(long)]
+    mutations: bool,
     /// Run every seed twice, and count those that do the same both times.
     #[arg(long)]
     twice: bool,
@@ -67,10 +76,38 @@ fn main() -> ExitCode {
     if let Some(seed) = args.seed {
         return show(seed, &text);
     }
+    if args.mutations {
+        return count_mutants(&args, &text);
+    }
     let seeds = REGRESSIONS.into_iter().chain(args.first..args.first + args.seeds);
     let sums = run_all(&seeds.collect::<Vec<_>>(), &args, &text);
     sums.print();
-    if sums.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let caught = MUTATIONS.into_iter().all(|mutation| is_caught(mutation, &text));
+    if sums.failed.is_empty() && caught { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Whether a planted bug shows, and in which run first.
+fn is_caught(mutation: Mutation, text: &Arc<ModelText>) -> bool {
+    for seed in 0..MUTATION_SEEDS {
+        if let Some(violation) = simulate(seed, text, mutation).violations.first() {
+            println!("{mutation:?} is caught by seed {seed}: {violation}");
+            return true;
+        }
+    }
+    println!("{mutation:?} is NOT caught within {MUTATION_SEEDS} runs");
+    false
+}
+
+fn count_mutants(args: &Args, text: &Arc<ModelText>) -> ExitCode {
+    let mut all = true;
+    for mutation in MUTATIONS {
+        let caught = (args.first..args.first + args.seeds)
+            .filter_map(|seed| Some((seed, simulate(seed, text, mutation).violations.first()?.invariant)))
+            .collect::<Vec<_>>();
+        println!("{mutation:?}: caught by {} of {} runs: {caught:?}", caught.len(), args.seeds);
+        all &= !caught.is_empty();
+    }
+    if all { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// What many runs came to.
@@ -79,7 +116,7 @@ struct Sums {
     runs: u64,
     failed: Vec<u64>,
     same: u64,
-    outcomes: BTreeMap<&'static str, u64>,
+    tally: Tally,
     virtual_time: Duration,
     took: Duration,
 }
@@ -93,8 +130,8 @@ fn run_all(seeds: &[u64], args: &Args, text: &Arc<ModelText>) -> Sums {
                 while !stop.load(Ordering::Relaxed)
                     && let Some(seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed) as usize)
                 {
-                    let report = simulate(*seed, text);
-                    let same = args.twice && simulate(*seed, text).log.digest() == report.log.digest();
+                    let report = simulate(*seed, text, Mutation::None);
+                    let same = args.twice && simulate(*seed, text, Mutation::None).log.digest() == report.log.digest();
                     if !report.violations.is_empty() {
                         explain(*seed, &report);
                         stop.fetch_or(!args.keep_going, Ordering::Relaxed);
@@ -111,14 +148,14 @@ fn run_all(seeds: &[u64], args: &Args, text: &Arc<ModelText>) -> Sums {
 }
 
 /// One run, on this thread.
-fn simulate(seed: u64, text: &Arc<ModelText>) -> Report {
+fn simulate(seed: u64, text: &Arc<ModelText>, mutation: Mutation) -> Report {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-    let network = |data_plane| MemNetwork::under(Arc::new(data_plane));
+    let network = |data_plane| MemNetwork::under(Arc::new(data_plane)).mutated(mutation);
     runtime.expect("a runtime").block_on(world::run(Schedule::draw(seed), text.clone(), network))
 }
 
 fn show(seed: u64, text: &Arc<ModelText>) -> ExitCode {
-    let report = simulate(seed, text);
+    let report = simulate(seed, text, Mutation::None);
     println!("seed {seed}\n{}", Schedule::draw(seed));
     report.log.lines().iter().for_each(|line| println!("{line}"));
     for outcome in &report.outcomes {
@@ -126,7 +163,8 @@ fn show(seed: u64, text: &Arc<ModelText>) -> ExitCode {
             println!("request {}: {:?} {}", outcome.request, error.kind, error.message);
         }
     }
-    let again = simulate(seed, text);
+    print!("{}", report.tally);
+    let again = simulate(seed, text, Mutation::None);
     println!("digest {:016x}, again {:016x}", report.log.digest(), again.log.digest());
     if report.violations.is_empty() {
         return ExitCode::SUCCESS;
@@ -152,22 +190,15 @@ impl Sums {
         if !report.violations.is_empty() {
             self.failed.push(seed);
         }
-        for outcome in &report.outcomes {
-            *self.outcomes.entry(outcome.label()).or_default() += 1;
-        }
+        self.tally.add(&report.tally);
     }
 
     fn print(&self) {
         let per_run = self.took.as_secs_f64() * 1e3 / self.runs.max(1) as f64;
-        println!(
-            "\n{} runs, {} failed; {:.1} virtual hours in {:.1} s, {per_run:.1} ms a run",
-            self.runs,
-            self.failed.len(),
-            self.virtual_time.as_secs_f64() / 3600.0,
-            self.took.as_secs_f64()
-        );
-        let all: u64 = self.outcomes.values().sum();
-        println!("{all} requests: {:?}", self.outcomes);
+        let (failed, minutes) = (self.failed.len(), self.virtual_time.as_secs_f64() / 60.0);
+        let took = self.took.as_secs_f64();
+        println!("\n{} runs, {failed} failed; {minutes:.1} virtual minutes in {took:.1} s, {per_run:.1} ms a run", self.runs);
+        print!("{}", self.tally);
         if self.same > 0 {
             println!("{} of {} runs did the same when run twice", self.same, self.runs);
         }

@@ -144,7 +144,8 @@ impl NodeProcess {
         self.transport.kill();
     }
 
-    /// SIGTERM: as `Running::drain` of a node process does it. False when work was left at the bound.
+    /// SIGTERM: as `Running::drain` of a node process does it; the caller ends the process. False when work was left at the
+    /// bound.
     pub async fn drain(&self) -> bool {
         self.node.work.drain();
         let drained = async {
@@ -152,6 +153,7 @@ impl NodeProcess {
             self.process.runs().await;
         };
         let drained = tokio::select! {
+            biased;
             drained = tokio::time::timeout(DRAIN_TIMEOUT, drained) => drained.is_ok(),
             // Killed meanwhile.
             () = self.process.died() => true,
@@ -159,7 +161,6 @@ impl NodeProcess {
         self.stop.cancel();
         // The router sees its stream end before the process does.
         tokio::time::sleep(Duration::from_millis(50)).await;
-        self.kill();
         drained
     }
 }

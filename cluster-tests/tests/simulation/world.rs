@@ -18,6 +18,7 @@ use crate::node::{NodeProcess, Surroundings};
 use crate::oracle::{self, Expected};
 use crate::router::{self, Directory, RouterProcess};
 use crate::schedule::{Fault, NodeName, Schedule};
+use crate::tally::Tally;
 
 /// Nodes have joined by then, and clients begin to ask.
 const WARM_UP: Duration = Duration::from_millis(200);
@@ -32,6 +33,7 @@ pub struct Report {
     pub log: Log,
     pub outcomes: Vec<Outcome>,
     pub violations: Vec<Violation>,
+    pub tally: Tally,
     /// Virtual time.
     pub lasted: Duration,
 }
@@ -52,6 +54,7 @@ struct State {
     nodes: BTreeMap<NodeName, Arc<NodeProcess>>,
     lives: u64,
     violations: Vec<Violation>,
+    tally: Tally,
 }
 
 /// Runs a schedule. Needs a runtime of one thread with a paused clock.
@@ -68,8 +71,10 @@ pub async fn run(schedule: Schedule, text: Arc<ModelText>, network: impl FnOnce(
     violations.extend(invariants::of_outcomes(&world.schedule, &expected, &outcomes));
     violations.extend(invariants::of_healed(&world.schedule, &expected, &more));
     let log = world.log.clone();
-    world.end();
-    Report { log, outcomes, violations, lasted: begin.elapsed() }
+    let mut tally = world.end();
+    tally.schedule(&world.schedule);
+    tally.outcomes(&outcomes);
+    Report { log, outcomes, violations, tally, lasted: begin.elapsed() }
 }
 
 impl World {
@@ -154,6 +159,7 @@ impl World {
             let nodes: Vec<_> = self.lock().nodes.values().cloned().collect();
             let mut found: Vec<_> = nodes.iter().flat_map(|node| invariants::of_rest(node)).collect();
             found.extend(invariants::of_network(&self.around.network));
+            found.extend(self.router().and_then(|router| invariants::of_membership(&self.schedule, &router)));
             if found.is_empty() {
                 return;
             }
@@ -171,14 +177,16 @@ impl World {
         match fault {
             Fault::Kill(name, lasts) => {
                 if let Some(node) = self.take(name) {
-                    node.kill();
+                    self.kill(&node);
                     sleep(lasts).await;
                     self.start_node(name);
                 }
             }
             Fault::Drain(name, lasts) => {
                 if let Some(node) = self.take(name) {
-                    if !node.drain().await {
+                    let drained = node.drain().await;
+                    self.kill(&node);
+                    if !drained {
                         self.lock().violations.push(Violation::new(4, format!("{name} did not drain")));
                     }
                     sleep(lasts).await;
@@ -247,9 +255,15 @@ impl World {
         self.lock().nodes.remove(&name)
     }
 
-    fn end(&self) {
+    fn end(&self) -> Tally {
         let nodes = std::mem::take(&mut self.lock().nodes);
-        nodes.into_values().for_each(|node| node.kill());
+        nodes.into_values().for_each(|node| self.kill(&node));
+        std::mem::take(&mut self.lock().tally)
+    }
+
+    fn kill(&self, node: &NodeProcess) {
+        self.lock().tally.node(node);
+        node.kill();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
