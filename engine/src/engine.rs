@@ -1,57 +1,66 @@
-//! The thread that owns executor and scheduler, and the handle to it. The handle validates and queues; the thread
-//! steps. It blocks on its inbox while there is nothing to run, and it never waits for a reader: a stream has room for
-//! every event that its sequence can have.
+//! The worker that owns executor and scheduler, what drives it, and the handle to it. The handle validates and queues;
+//! the worker steps. It rests while there is nothing to run, and it never waits for a reader: a stream has room for every
+//! event that its sequence can have.
+//!
+//! Two drivers: a thread of its own ([`Engine::start`]), and a future whose steps take tokio's time instead of the
+//! machine's ([`Engine::stepped`], in [`stepper`]), for many engines in one simulated cluster. They differ in where they
+//! wait and whose clock they read.
+mod stepper;
+
 use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
-use crate::executor::{EngineSpec, Executor};
+use crate::executor::{Batch, EngineSpec, Executor};
 use crate::logits::Logits;
 use crate::sampler::Sampled;
 use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
 use crate::sequence::{SequenceEvent, SequenceRequest};
 use crate::step_model::{StepCost, StepModel, StepShape};
 
-/// The inbox is allocated at once; a longer queue would only outlive its callers' deadlines.
+pub use stepper::Stepper;
+
+/// A longer queue would only outlive its callers' deadlines.
 const MAX_INBOX: usize = 1 << 16;
 
-/// Handle to one engine thread; clones are cheap. Dropping the last one shuts the engine down.
+/// Handle to one engine; clones are cheap. Dropping the last one shuts the engine down.
 #[derive(Clone)]
 pub struct Engine(Arc<Inner>);
 
 struct Inner {
-    inbox: SyncSender<Message>,
+    inbox: mpsc::Sender<Message>,
     shared: Arc<Shared>,
     spec: EngineSpec,
     pool: BlockPool,
     arena: Arc<[AtomicU64]>,
+    /// `None` when it is driven otherwise, or has ended.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What handle, thread and streams all see.
+/// What handle, worker and streams all see.
 #[derive(Debug)]
 struct Shared {
     /// One permit for each sequence that may wait to run.
     queue: Arc<Semaphore>,
     queue_limit: usize,
-    /// Given tokens that the thread has not taken out of the inbox.
+    /// Given tokens that the worker has not taken out of the inbox.
     inbox_tokens: AtomicUsize,
-    /// As of the thread's last step.
+    /// As of the worker's last step.
     scheduled_tokens: AtomicUsize,
     running_tokens: AtomicUsize,
     running: AtomicUsize,
     cost: Mutex<StepCost>,
     stop: AtomicBool,
-    /// Why the thread has ended; set before it lets go of its streams.
+    /// Why the worker has ended; set before it lets go of its streams.
     stopped: OnceLock<String>,
 }
 
@@ -66,7 +75,7 @@ struct Submission {
     client: Client,
 }
 
-/// The thread's end of a stream.
+/// The worker's end of a stream.
 struct Client {
     events: mpsc::Sender<SequenceEvent>,
     /// Held while the sequence waits.
@@ -97,35 +106,22 @@ pub struct EngineLoad {
 impl Engine {
     /// Starts the thread. Should the system refuse one, the engine is there but stopped, and says so on `submit`.
     pub fn start(executor: Box<dyn Executor>, config: SchedulerConfig) -> Self {
-        let (spec, arena) = (executor.spec().clone(), executor.arena());
-        let queue_limit = config.inbox.clamp(1, MAX_INBOX);
-        // Everyone who sends a submission holds a queue permit; one more place is for a wake-up.
-        let (inbox, receiver) = sync_channel(queue_limit + 1);
-        let shared = Arc::new(Shared {
-            queue: Arc::new(Semaphore::new(queue_limit)),
-            queue_limit,
-            inbox_tokens: AtomicUsize::new(0),
-            scheduled_tokens: AtomicUsize::new(0),
-            running_tokens: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
-            cost: Mutex::default(),
-            stop: AtomicBool::new(false),
-            stopped: OnceLock::new(),
-        });
-        let worker = Worker {
-            scheduler: Scheduler::new(&config, &spec),
-            executor,
-            logits: Logits::default(),
-            model: StepModel::default(),
-            clients: HashMap::new(),
-            inbox: receiver,
-            shared: Arc::clone(&shared),
-            next_seq: 0,
-        };
+        let (mut inner, worker) = Inner::new(executor, config);
         let spawned = std::thread::Builder::new().name("engine".into()).spawn(move || worker.live());
-        let thread = spawned.map_err(|error| shared.stopped.set(format!("no thread: {error}"))).ok();
-        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
-        Self(Arc::new(Inner { inbox, shared, spec, pool, arena, thread: Mutex::new(thread) }))
+        let thread = spawned.map_err(|error| inner.shared.stopped.set(format!("no thread: {error}"))).ok();
+        inner.thread = Mutex::new(thread);
+        Self(Arc::new(inner))
+    }
+
+    /// An engine without a thread: it computes while somebody polls [`Stepper::run`]. A step's time is `step_time` of its
+    /// shape, in tokio's clock, whatever the executor takes.
+    pub fn stepped(
+        executor: Box<dyn Executor>,
+        config: SchedulerConfig,
+        step_time: impl Fn(StepShape) -> Duration + Send + Sync + 'static,
+    ) -> (Self, Stepper) {
+        let (inner, worker) = Inner::new(executor, config);
+        (Self(Arc::new(inner)), Stepper::new(worker, step_time))
     }
 
     /// What the engine serves.
@@ -164,7 +160,7 @@ impl Engine {
             shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
             match refused {
                 TrySendError::Full(_) => overloaded(),
-                TrySendError::Disconnected(_) => EngineError::Stopped(shared.stop_reason()),
+                TrySendError::Closed(_) => EngineError::Stopped(shared.stop_reason()),
             }
         })?;
         Ok(SequenceStream { events, shared: Arc::clone(shared), ended: false })
@@ -192,17 +188,47 @@ impl Engine {
         self.0.shared.stopped.get().map(String::as_str)
     }
 
-    /// Ends the thread after its present step and waits for that; sequences that are not finished fail. A node that
-    /// drains waits for [`Engine::load`] to be empty first.
+    /// Ends the worker after its present step, and waits for its thread to do so if it has one; sequences that are not
+    /// finished fail. A node that drains waits for [`Engine::load`] to be empty first.
     pub fn shutdown(&self) {
         self.0.shutdown();
     }
 }
 
 impl Inner {
+    fn new(executor: Box<dyn Executor>, config: SchedulerConfig) -> (Self, Worker) {
+        let (spec, arena) = (executor.spec().clone(), executor.arena());
+        let queue_limit = config.inbox.clamp(1, MAX_INBOX);
+        // Everyone who sends a submission holds a queue permit; one more place is for a wake-up.
+        let (inbox, receiver) = mpsc::channel(queue_limit + 1);
+        let shared = Arc::new(Shared {
+            queue: Arc::new(Semaphore::new(queue_limit)),
+            queue_limit,
+            inbox_tokens: AtomicUsize::new(0),
+            scheduled_tokens: AtomicUsize::new(0),
+            running_tokens: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            cost: Mutex::default(),
+            stop: AtomicBool::new(false),
+            stopped: OnceLock::new(),
+        });
+        let worker = Worker {
+            scheduler: Scheduler::new(&config, &spec),
+            executor,
+            logits: Logits::default(),
+            model: StepModel::default(),
+            clients: HashMap::new(),
+            inbox: receiver,
+            shared: Arc::clone(&shared),
+            next_seq: 0,
+        };
+        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
+        (Self { inbox, shared, spec, pool, arena, thread: Mutex::default() }, worker)
+    }
+
     fn shutdown(&self) {
         self.shared.stop.store(true, Ordering::Release);
-        // A full inbox needs no wake-up: the thread is awake and looks at the flag before its next step.
+        // A full inbox needs no wake-up: the worker is awake and looks at the flag before its next step.
         let _ = self.inbox.try_send(Message::Wake);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if thread.is_some_and(|thread| thread.join().is_err()) {
@@ -219,7 +245,7 @@ impl Drop for Inner {
 
 impl Shared {
     fn stop_reason(&self) -> String {
-        self.stopped.get().cloned().unwrap_or_else(|| "its thread is gone".into())
+        self.stopped.get().cloned().unwrap_or_else(|| "its worker is gone".into())
     }
 }
 
@@ -238,14 +264,14 @@ impl SequenceStream {
             return None;
         }
         let event = self.events.recv().await;
-        // Without an end from the thread, the thread itself has ended.
+        // Without an end from the worker, the worker itself has ended.
         let event = event.unwrap_or_else(|| SequenceEvent::Failed(EngineError::Stopped(self.shared.stop_reason())));
         self.ended = event.is_last();
         Some(event)
     }
 }
 
-/// What the engine thread owns. Field order is drop order: leases are back before the streams end.
+/// What steps. Field order is drop order: leases are back before the streams end.
 struct Worker {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
@@ -253,7 +279,7 @@ struct Worker {
     logits: Logits,
     model: StepModel,
     clients: HashMap<Seq, Client>,
-    inbox: Receiver<Message>,
+    inbox: mpsc::Receiver<Message>,
     shared: Arc<Shared>,
     next_seq: Seq,
 }
@@ -265,31 +291,43 @@ impl Worker {
             Ok(()) => "it was shut down".to_owned(),
             Err(panic) => format!("a step panicked: {}", panic_message(&*panic)),
         };
+        self.stopped(reason);
+    }
+
+    /// The thread's loop: blocks on the inbox while there is nothing to run.
+    fn run(&mut self) {
+        loop {
+            if self.scheduler.is_idle() {
+                match self.inbox.blocking_recv() {
+                    Some(message) => self.take(message),
+                    None => return,
+                }
+            }
+            if !self.take_waiting() {
+                return;
+            }
+            if let Some(batch) = self.plan(Instant::now()) {
+                let begin = Instant::now();
+                let outcome = self.execute(&batch);
+                self.conclude(batch, outcome, begin.elapsed(), Instant::now());
+            }
+        }
+    }
+
+    /// Takes what is in the inbox. False when the engine shall stop.
+    fn take_waiting(&mut self) -> bool {
+        while let Ok(message) = self.inbox.try_recv() {
+            self.take(message);
+        }
+        !self.shared.stop.load(Ordering::Acquire)
+    }
+
+    fn stopped(&mut self, reason: String) {
         tracing::info!(reason, "the engine stops");
         let _ = self.shared.stopped.set(reason);
         self.shared.running.store(0, Ordering::Relaxed);
         self.shared.scheduled_tokens.store(0, Ordering::Relaxed);
         self.shared.running_tokens.store(0, Ordering::Relaxed);
-    }
-
-    fn run(&mut self) {
-        while self.receive() {
-            self.step();
-        }
-    }
-
-    /// Takes what is in the inbox; blocks while there is nothing to run. False when the engine shall stop.
-    fn receive(&mut self) -> bool {
-        if self.scheduler.is_idle() {
-            match self.inbox.recv() {
-                Ok(message) => self.take(message),
-                Err(_) => return false,
-            }
-        }
-        while let Ok(message) = self.inbox.try_recv() {
-            self.take(message);
-        }
-        !self.shared.stop.load(Ordering::Acquire)
     }
 
     fn take(&mut self, message: Message) {
@@ -304,34 +342,34 @@ impl Worker {
         }
     }
 
-    fn step(&mut self) {
-        let now = Instant::now();
+    /// Who leaves, who starts, and the next step, if there is one.
+    fn plan(&mut self, now: Instant) -> Option<Batch> {
         let gone = |seq| self.clients.get(&seq).is_none_or(|client| client.events.is_closed());
         let decisions = self.scheduler.admit(now, gone);
         self.apply(decisions, now);
-        let batch = self.scheduler.plan();
-        if batch.items.is_empty() {
-            return;
-        }
-        let begin = Instant::now();
+        Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
+    }
+
+    /// Computes a step; who wants to hears of its layers while it runs.
+    fn execute(&mut self, batch: &Batch) -> Result<(), EngineError> {
         let Self { executor, logits, clients, .. } = self;
-        let last_chunks = batch.items.iter().filter(|item| item.wants_logits);
-        let curious: Vec<&Client> = last_chunks
-            .filter_map(|item| clients.get(&item.seq))
-            .filter(|client| !client.report_layers.is_empty())
-            .collect();
-        let outcome = executor.execute(&batch, logits, &mut |layers| {
-            curious.iter().for_each(|client| client.tell_layers(layers));
-        });
+        let curious = curious(clients, batch);
+        executor.execute(batch, logits, &mut |layers| {
+            curious.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
+        })
+    }
+
+    /// The end of a step, at `now`.
+    fn conclude(&mut self, batch: Batch, outcome: Result<(), EngineError>, took: Duration, now: Instant) {
         match &outcome {
-            Ok(_) => self.learn(StepShape::of(&batch), begin.elapsed()),
+            Ok(()) => self.learn(StepShape::of(&batch), took),
             Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
         let (outcome, mut decisions) = (outcome.map(|()| &self.logits), Vec::new());
         self.executor.install(&mut || decisions = self.scheduler.resolve(&batch, outcome.clone()));
         // Who is told of an end finds the blocks back.
         drop(batch);
-        self.apply(decisions, Instant::now());
+        self.apply(decisions, now);
     }
 
     fn learn(&mut self, shape: StepShape, took: Duration) {
@@ -360,6 +398,13 @@ impl Worker {
     }
 }
 
+/// Who wants to hear of the layers of a step: of those whose last chunk it is.
+fn curious<'a>(clients: &'a HashMap<Seq, Client>, batch: &Batch) -> Vec<&'a Client> {
+    let last_chunks = batch.items.iter().filter(|item| item.wants_logits);
+    let clients = last_chunks.filter_map(|item| clients.get(&item.seq));
+    clients.filter(|client| !client.report_layers.is_empty()).collect()
+}
+
 impl Client {
     fn tell(&mut self, decision: Decision, at: Instant) {
         match decision {
@@ -385,9 +430,9 @@ impl Client {
     }
 
     /// Called in the middle of a step: the channel's send is what orders the step's writes before the reader's reads.
-    fn tell_layers(&self, layers: usize) {
+    fn tell_layers(&self, layers: usize, at: Instant) {
         if self.report_layers.contains(&layers) {
-            self.send(SequenceEvent::LayersDone { layers, at: Instant::now() });
+            self.send(SequenceEvent::LayersDone { layers, at });
         }
     }
 

@@ -6,8 +6,7 @@
 //! extrapolate wildly). Kinds are powers of two of tokens and of context; each keeps its last few steps. The fit
 //! minimizes the sum of *relative absolute* errors (reweighted least squares), under which a few steps that the system
 //! interrupted do not count, and keeps the coefficients from being negative, so that predictions grow with the work.
-use std::collections::HashMap;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::executor::Batch;
 
@@ -65,8 +64,9 @@ impl StepCost {
 /// The steps kept, and the coefficients that fit them.
 #[derive(Debug, Default)]
 pub struct StepModel {
-    /// By the bits of tokens and of context: at most a few hundred kinds exist.
-    kinds: HashMap<(u32, u32), VecDeque<Sample>>,
+    /// By the bits of tokens and of context: at most a few hundred kinds exist. Ordered, so that sums of floats are alike
+    /// from run to run.
+    kinds: BTreeMap<(u32, u32), VecDeque<Sample>>,
     steps: u64,
     cost: StepCost,
 }

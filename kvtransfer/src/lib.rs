@@ -7,7 +7,7 @@
 //! - [`delivery`]: the sender's side of a hand-off as a pure state machine.
 //! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has landed
 //!   (`landing`) while the rest is on its way.
-//! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one.
+//! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one; [`hashing`]: on which thread.
 //! - [`wire`]: the 32-byte header that every frame of every backend starts with.
 //! - [`arena`]: KV memory as atomic words, copied in and out without `unsafe`.
 //! - [`error`], [`counters`]: what went wrong, and how often.
@@ -22,9 +22,12 @@ mod clock;
 pub mod counters;
 pub mod delivery;
 pub mod error;
+pub mod hashing;
 pub mod incoming;
 mod landing;
 pub mod mem;
+#[doc(hidden)]
+pub mod mutation;
 pub mod outgoing;
 pub mod registry;
 pub mod seal;

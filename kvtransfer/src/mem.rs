@@ -1,6 +1,13 @@
 //! A network inside one process: hand-offs between arenas by plain copies, with faults on request. The oracle that the
 //! other backends are compared with; it keeps every rule, since the rules are not its own.
-use std::collections::HashMap;
+//!
+//! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the network,
+//! as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`].
+mod link;
+mod raw;
+mod weather;
+
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -9,16 +16,18 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 
-use crate::arena::{Arena, Run};
+use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::TransferError;
-use crate::outgoing::{PendingAnswers, SendLink};
-use crate::registry::{PeerLink, Registry};
+use crate::mutation::Mutation;
+use crate::outgoing::PendingAnswers;
+use crate::registry::{Claim, PeerLink, Registry};
 use crate::session::{DEFAULT_GRACE, PeerId};
-use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
-use crate::wire::{Answer, DataHeader, Header};
-
-const SCRATCH_BYTES: usize = 64 << 10;
+use crate::transport::{Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
+use crate::wire::Answer;
+use link::MemLink;
+pub use raw::RawLink;
+pub use weather::{Fate, Frame, Weather, Window};
 
 /// Faults of one node's sending side.
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,12 +46,16 @@ pub struct MemFaults {
 #[derive(Clone, Default)]
 pub struct MemNetwork {
     state: Arc<Mutex<NetworkState>>,
+    /// `None`: frames arrive at once and unharmed.
+    weather: Option<Arc<dyn Weather>>,
+    mutation: Mutation,
 }
 
 #[derive(Default)]
 struct NetworkState {
-    nodes: HashMap<u64, Weak<Node>>,
-    links: HashMap<PeerId, Link>,
+    nodes: BTreeMap<u64, Weak<Node>>,
+    /// Ordered: who is told first of a death is the same in each run.
+    links: BTreeMap<PeerId, Link>,
     last_id: u64,
 }
 
@@ -56,6 +69,16 @@ struct Link {
 }
 
 impl Link {
+    /// Writes a piece, unless the connection was cut.
+    fn write(&self, claim: &Claim, at: usize, bytes: &[u8]) -> Result<(), TransferError> {
+        let cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
+        if *cut {
+            return Err(gone());
+        }
+        claim.arena().write(at, bytes);
+        Ok(())
+    }
+
     /// Both ends learn that the other one is gone, after the last write.
     fn end(&self, peer: PeerId) {
         *self.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
@@ -65,6 +88,7 @@ impl Link {
 }
 
 struct Node {
+    address: u64,
     registry: Arc<Registry>,
     pending: Arc<PendingAnswers>,
     dead: AtomicBool,
@@ -73,7 +97,6 @@ struct Node {
 /// A node of a [`MemNetwork`].
 pub struct MemTransport {
     network: MemNetwork,
-    address: u64,
     node: Arc<Node>,
     faults: MemFaults,
 }
@@ -81,18 +104,24 @@ pub struct MemTransport {
 impl MemTransport {
     /// Joins `network` with an arena.
     pub fn new(network: &MemNetwork, arena: Arc<Arena>, faults: MemFaults) -> Arc<Self> {
-        let link = Box::new(network.clone());
-        let node = Arc::new(Node {
-            registry: Registry::new(arena, Arc::default(), link, faults.grace.unwrap_or(DEFAULT_GRACE)),
-            pending: Arc::default(),
-            dead: AtomicBool::new(false),
-        });
+        let grace = faults.grace.unwrap_or(DEFAULT_GRACE);
         let mut state = network.lock();
         state.last_id += 1;
         let address = state.last_id;
+        let node = Arc::new(Node {
+            address,
+            registry: Registry::mutated(arena, Arc::default(), Box::new(network.clone()), grace, network.mutation),
+            pending: Arc::default(),
+            dead: AtomicBool::new(false),
+        });
         state.nodes.insert(address, Arc::downgrade(&node));
         drop(state);
-        Arc::new(Self { network: network.clone(), address, node, faults })
+        Arc::new(Self { network: network.clone(), node, faults })
+    }
+
+    /// The grants that are out, and the hand-offs in quarantine, for tests.
+    pub fn registry(&self) -> &Arc<Registry> {
+        &self.node.registry
     }
 
     /// A connection to the node at `address` on which a test says what it likes.
@@ -107,13 +136,12 @@ impl MemTransport {
     pub fn kill(&self) {
         self.node.dead.store(true, Ordering::SeqCst);
         let mut state = self.network.lock();
-        state.nodes.remove(&self.address);
+        state.nodes.remove(&self.node.address);
         let touches = |link: &Link| Arc::ptr_eq(&link.sender, &self.node) || Arc::ptr_eq(&link.receiver, &self.node);
-        let cut: Vec<_> = state.links.extract_if(|_, link| touches(link)).collect();
+        let cut: Vec<_> = state.links.iter().filter(|(_, link)| touches(link)).map(|(peer, _)| *peer).collect();
         drop(state);
-        for (peer, link) in cut {
-            link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-            link.end(peer);
+        for peer in cut {
+            self.network.lose(peer);
         }
     }
 }
@@ -131,7 +159,7 @@ impl Transport for MemTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.address.to_le_bytes().to_vec()
+        self.node.address.to_le_bytes().to_vec()
     }
 
     fn failed(&self) -> Option<String> {
@@ -151,8 +179,8 @@ impl Transport for MemTransport {
             let arena = self.node.registry.arena();
             let checked = check_ticket(ticket, &self.info(), arena)?;
             let peer = self.network.connect(&self.node, &ticket.address)?;
-            let link = MemLink { network: self.network.clone(), peer, arena: arena.clone(), faults: self.faults };
-            // From here on the link's Drop disconnects.
+            // From here on the link's end disconnects.
+            let link = MemLink::open(self.network.clone(), peer, arena.clone(), self.faults);
             let answer = self.node.pending.register(peer, checked.handoff)?;
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
         }
@@ -161,6 +189,22 @@ impl Transport for MemTransport {
 }
 
 impl MemNetwork {
+    /// A network whose frames live through `weather`.
+    pub fn under(weather: Arc<dyn Weather>) -> Self {
+        Self { weather: Some(weather), ..Self::default() }
+    }
+
+    /// The same with a bug in each of its receivers.
+    #[doc(hidden)]
+    pub fn mutated(self, mutation: Mutation) -> Self {
+        Self { mutation, ..self }
+    }
+
+    /// Hand-offs under way.
+    pub fn connections(&self) -> usize {
+        self.lock().links.len()
+    }
+
     fn connect(&self, sender: &Arc<Node>, address: &[u8]) -> Result<PeerId, TransferError> {
         let gone = || TransferError::peer_gone("no KV node has this address");
         let address = u64::from_le_bytes(address.try_into().map_err(|_| gone())?);
@@ -179,6 +223,15 @@ impl MemNetwork {
         self.lock().links.get(&peer).cloned().ok_or_else(gone)
     }
 
+    /// The connection is lost for both ends, by nobody's wish.
+    fn lose(&self, peer: PeerId) {
+        let link = self.lock().links.remove(&peer);
+        if let Some(link) = link {
+            link.receiver.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
+            link.end(peer);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, NetworkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -186,9 +239,24 @@ impl MemNetwork {
 
 impl PeerLink for MemNetwork {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
-        if let Ok(link) = self.link(peer) {
+        let Ok(link) = self.link(peer) else { return };
+        let Some(weather) = self.weather.clone() else {
             link.sender.pending.answer(peer, handoff, answer);
-        }
+            return;
+        };
+        let (network, from, to) = (self.clone(), link.receiver.address, link.sender.address);
+        tokio::spawn(async move {
+            match weather.travel(from, to, Frame::Answer).await {
+                Fate::Lost => {}
+                Fate::Severed => network.lose(peer),
+                // A connection that ended meanwhile carries no answer.
+                Fate::Arrived { .. } => {
+                    if network.link(peer).is_ok() {
+                        link.sender.pending.answer(peer, handoff, answer);
+                    }
+                }
+            }
+        });
     }
 
     fn cut_off(&self, peer: PeerId) {
@@ -201,142 +269,4 @@ impl PeerLink for MemNetwork {
 
 fn gone() -> TransferError {
     TransferError::peer_gone("the KV peer is gone")
-}
-
-struct MemLink {
-    network: MemNetwork,
-    peer: PeerId,
-    arena: Arc<Arena>,
-    faults: MemFaults,
-}
-
-impl MemLink {
-    async fn copy(&mut self, range: DataHeader, runs: &[Run]) -> Result<(), TransferError> {
-        if !self.faults.delay.is_zero() {
-            tokio::time::sleep(self.faults.delay).await;
-        }
-        let Link { receiver, cut, .. } = self.network.link(self.peer)?;
-        let faults = std::mem::take(&mut self.faults.send);
-        let bytes: usize = runs.iter().map(|run| run.bytes).sum();
-        let len = bytes - if faults.truncate_push { 8 } else { 0 };
-        // A refusal reaches this hand-off through its answer.
-        let Ok(claim) = receiver.registry.claim(self.peer, range, len as u64) else { return Ok(()) };
-        let mut scratch = vec![0; SCRATCH_BYTES];
-        let mut sent = 0;
-        for to in claim.runs() {
-            let mut offset = 0;
-            while offset < to.bytes {
-                let chunk = &mut scratch[..SCRATCH_BYTES.min(to.bytes - offset)];
-                self.arena.gather(runs, sent, chunk);
-                chunk[0] ^= u8::from(faults.flip_byte && sent == 0);
-                let cut = cut.lock().unwrap_or_else(PoisonError::into_inner);
-                if *cut {
-                    return Err(gone());
-                }
-                claim.arena().write(to.at + offset, chunk);
-                drop(cut);
-                offset += chunk.len();
-                sent += chunk.len();
-            }
-            tokio::task::yield_now().await;
-        }
-        claim.written();
-        Ok(())
-    }
-}
-
-impl SendLink for MemLink {
-    fn max_range_bytes(&self) -> usize {
-        1 << 20
-    }
-
-    fn push(
-        &mut self,
-        range: DataHeader,
-        runs: Vec<Run>,
-        owner: BlockOwner,
-    ) -> BoxFuture<'_, Result<(), TransferError>> {
-        async move {
-            let copied = self.copy(range, &runs).await;
-            drop(owner);
-            copied
-        }
-        .boxed()
-    }
-
-    fn keep_alive(&mut self, handoff: HandoffId) -> BoxFuture<'_, Result<(), TransferError>> {
-        let link = self.network.link(self.peer);
-        async move {
-            link?.receiver.registry.keep_alive(self.peer, handoff);
-            Ok(())
-        }
-        .boxed()
-    }
-
-    fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) -> BoxFuture<'_, Result<(), TransferError>> {
-        async move {
-            let receiver = self.network.link(self.peer)?.receiver;
-            if !self.faults.drop_seal {
-                receiver.registry.seal(self.peer, handoff, &payload);
-            }
-            Ok(())
-        }
-        .boxed()
-    }
-
-    fn cancel(&mut self, handoff: HandoffId) {
-        if let Ok(link) = self.network.link(self.peer) {
-            link.receiver.registry.cancelled_by(self.peer, handoff);
-        }
-    }
-}
-
-/// Frames as bytes, unchecked; closed when dropped. What cannot be read closes it too.
-pub struct RawLink {
-    network: MemNetwork,
-    peer: PeerId,
-}
-
-impl RawLink {
-    /// The receiver reads a frame.
-    ///
-    /// # Errors
-    /// `PeerGone` when the link is closed.
-    pub fn send(&self, header: &[u8], payload: &[u8]) -> Result<(), TransferError> {
-        let Link { receiver, cut, .. } = self.network.link(self.peer)?;
-        let registry = &receiver.registry;
-        match Header::parse(header) {
-            Some(Header::Data(range)) => {
-                // A refusal needs no more: there is nothing to discard.
-                let Ok(claim) = registry.claim(self.peer, range, payload.len() as u64) else { return Ok(()) };
-                let (mut rest, cut) = (payload, cut.lock().unwrap_or_else(PoisonError::into_inner));
-                for run in claim.runs().iter().take_while(|_| !*cut) {
-                    let (now, later) = rest.split_at(run.bytes);
-                    claim.arena().write(run.at, now);
-                    rest = later;
-                }
-                claim.written();
-            }
-            Some(Header::Seal(handoff)) => registry.seal(self.peer, handoff, payload),
-            Some(Header::Cancel(handoff)) if payload.is_empty() => registry.cancelled_by(self.peer, handoff),
-            Some(Header::KeepAlive(handoff)) if payload.is_empty() => registry.keep_alive(self.peer, handoff),
-            _ => {
-                registry.violation();
-                self.network.cut_off(self.peer);
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for RawLink {
-    fn drop(&mut self) {
-        self.network.cut_off(self.peer);
-    }
-}
-
-impl Drop for MemLink {
-    fn drop(&mut self) {
-        self.network.cut_off(self.peer);
-    }
 }

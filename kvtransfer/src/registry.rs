@@ -13,8 +13,10 @@ use tokio::sync::{Notify, Semaphore, oneshot};
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
+use crate::hashing;
 use crate::incoming::{Arrival, Incoming};
 use crate::landing::Landing;
+use crate::mutation::Mutation;
 use crate::session::{Arrived, Ended, Offer, PeerId, Quarantined, Rejected, Sessions};
 use crate::transport::Grant;
 use crate::wire::{Answer, DataHeader, parse_seal};
@@ -41,6 +43,7 @@ pub struct Registry {
     /// A deadline may have come that is earlier than the timer's.
     rearm: Arc<Notify>,
     hashing: Arc<Semaphore>,
+    mutation: Mutation,
 }
 
 struct Table {
@@ -58,9 +61,25 @@ struct Waiter {
 impl Registry {
     /// An empty registry over `arena`. Writers of an aborted hand-off have `grace` to end; then their peer is cut off.
     pub fn new(arena: Arc<Arena>, counters: Arc<Counters>, link: Box<dyn PeerLink>, grace: Duration) -> Arc<Self> {
-        let table = Table { sessions: Sessions::new(grace), waiters: HashMap::new(), has_timer: false };
+        Self::mutated(arena, counters, link, grace, Mutation::None)
+    }
+
+    /// One with a bug.
+    #[doc(hidden)]
+    pub fn mutated(
+        arena: Arc<Arena>,
+        counters: Arc<Counters>,
+        link: Box<dyn PeerLink>,
+        grace: Duration,
+        mutation: Mutation,
+    ) -> Arc<Self> {
+        let table = Table { sessions: Sessions::mutated(grace, mutation), waiters: HashMap::new(), has_timer: false };
         let (rearm, hashing) = (Arc::default(), Arc::new(Semaphore::new(MAX_HASHING)));
-        Arc::new(Self { arena, counters, link, table: table.into(), rearm, hashing })
+        Arc::new(Self { arena, counters, link, table: table.into(), rearm, hashing, mutation })
+    }
+
+    pub(crate) fn mutation(&self) -> Mutation {
+        self.mutation
     }
 
     /// The arena that claims write to.
@@ -76,6 +95,11 @@ impl Registry {
     /// What waits for a writer to end, now.
     pub fn quarantined(&self) -> Quarantined {
         self.lock().sessions.quarantined()
+    }
+
+    /// Hand-offs that are granted or in quarantine, now.
+    pub fn handoffs(&self) -> usize {
+        self.lock().sessions.len()
     }
 
     /// `Transport::accept` of every backend.
@@ -213,10 +237,14 @@ impl Registry {
     /// Runs on a thread that may block, not many at once.
     pub(crate) async fn hash<T: Send + 'static>(
         &self,
+        bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, TransferError> {
-        let place = self.hashing.clone().acquire_owned().await;
-        let done = tokio::task::spawn_blocking(move || {
+        let place = match hashing::is_little(bytes) {
+            true => None,
+            false => self.hashing.clone().acquire_owned().await.ok(),
+        };
+        let done = hashing::start(bytes, move || {
             let _place = place;
             work()
         });

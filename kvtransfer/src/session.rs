@@ -17,11 +17,13 @@
 //! off ([`Sessions::overstayed`]), again and again until it is fenced.
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, v1};
 
 use crate::error::Refusal;
+use crate::mutation::Mutation;
 use crate::transport::BlockOwner;
 use crate::wire::DataHeader;
 
@@ -87,9 +89,12 @@ pub struct Ended {
 /// All grants of a node.
 pub struct Sessions {
     live: HashMap<HandoffId, Session>,
+    /// Ever.
+    offered: u64,
     used: UsedIds,
     grace: Duration,
     quarantined: Quarantined,
+    mutation: Mutation,
 }
 
 /// What is in quarantine now.
@@ -116,6 +121,8 @@ pub struct Offer {
 }
 
 struct Session {
+    /// Later offers have larger ones.
+    number: u64,
     state: State,
     offer: Offer,
     /// Of each block, the unit that comes next.
@@ -127,6 +134,8 @@ struct Session {
     writers: u32,
     /// Aborted with writers: counted in `Sessions::quarantined`.
     quarantined: bool,
+    /// By [`Mutation::ForgetFence`]: over, and open.
+    forgotten: bool,
     /// Units of all blocks that nobody claimed yet.
     unclaimed: u64,
     seal: Option<v1::Seal>,
@@ -138,7 +147,13 @@ struct Session {
 impl Sessions {
     /// None. Writers of an aborted hand-off have `grace` to end.
     pub fn new(grace: Duration) -> Self {
-        Self { live: HashMap::new(), used: UsedIds::default(), grace, quarantined: Quarantined::default() }
+        Self::mutated(grace, Mutation::None)
+    }
+
+    #[doc(hidden)]
+    pub fn mutated(grace: Duration, mutation: Mutation) -> Self {
+        let (live, used, quarantined) = (HashMap::new(), UsedIds::default(), Quarantined::default());
+        Self { live, offered: 0, used, grace, quarantined, mutation }
     }
 
     /// Registers a grant.
@@ -152,7 +167,9 @@ impl Sessions {
         if !self.used.insert(id) {
             return Err(Refusal::Used);
         }
+        self.offered += 1;
         let session = Session {
+            number: self.offered,
             state: State::Offered,
             next_unit: vec![0; offer.blocks.len()],
             deadline: now + offer.lease,
@@ -160,6 +177,7 @@ impl Sessions {
             peer: None,
             writers: 0,
             quarantined: false,
+            forgotten: false,
             seal: None,
             bytes: 0,
             first_arrival: None,
@@ -264,6 +282,9 @@ impl Sessions {
     /// Ends a hand-off from this side. `None` when it is already over.
     pub fn abort(&mut self, handoff: HandoffId, now: Instant) -> Option<Ended> {
         let session = self.live.get_mut(&handoff).filter(|session| session.state != State::Aborted)?;
+        if self.mutation != Mutation::None && session.mutate(self.mutation, now) {
+            return Some(Ended { peer: session.peer, quarantined: false });
+        }
         session.state = State::Aborted;
         session.quarantined = session.writers > 0;
         session.deadline = now + self.grace;
@@ -321,16 +342,27 @@ impl Sessions {
         self.live.get(&handoff).map(|session| session.state)
     }
 
+    /// Hand-offs that are not over, or in quarantine.
+    pub fn len(&self) -> usize {
+        self.live.values().filter(|session| !session.forgotten).count()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// In quarantine now.
     pub fn quarantined(&self) -> Quarantined {
         self.quarantined
     }
 
-    /// In an order that is always the same.
+    /// In the order in which they were offered.
     fn ids(&self, which: impl Fn(&Session) -> bool) -> Vec<HandoffId> {
-        let mut ids: Vec<_> = self.live.iter().filter(|(_, session)| which(session)).map(|(id, _)| *id).collect();
-        ids.sort_unstable_by_key(|id| id.0);
-        ids
+        let chosen = self.live.iter().filter(|(_, session)| which(session));
+        let mut ids: Vec<_> = chosen.map(|(id, session)| (session.number, *id)).collect();
+        ids.sort_unstable_by_key(|(number, _)| *number);
+        ids.into_iter().map(|(_, id)| id).collect()
     }
 
     /// Finds a hand-off that `peer` may act on, and binds it to its first peer.
@@ -387,6 +419,20 @@ pub struct Pieces {
 }
 
 impl Session {
+    /// What a bug does instead of, or before, an abort. Whether it is instead.
+    #[cold]
+    fn mutate(&mut self, mutation: Mutation, now: Instant) -> bool {
+        let forgets = mutation == Mutation::ForgetFence && self.peer.is_some();
+        if forgets || mutation == Mutation::FreeEarly {
+            self.offer.owner = Arc::new(());
+        }
+        if forgets {
+            self.forgotten = true;
+            self.deadline = now + Duration::from_secs(3600);
+        }
+        forgets
+    }
+
     fn claim(&mut self, range: DataHeader, len: u64, now: Instant) -> Result<Pieces, Refusal> {
         let (first, count) = (range.first as usize, range.count as usize);
         let end = first.checked_add(count).filter(|end| count > 0 && *end <= self.offer.blocks.len());

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use tandem_kvtransfer::mem::{Fate, Frame, MemFaults, MemNetwork, MemTransport, Weather, Window};
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::wire::{DataHeader, Header, Units};
 use tandem_kvtransfer::{Arena, Counters, Grant, Held, Incoming, TransferErrorKind, Transport};
@@ -60,19 +62,31 @@ async fn is_freed_after_the_grace(incoming: Incoming, freed: oneshot::Receiver<(
     assert_eq!((counters.quarantined_handoffs.load(Relaxed), counters.fenced_peers.load(Relaxed)), (1, 1));
 }
 
+/// Frames arrive; writing never goes on.
+struct Stuck;
+
+impl Weather for Stuck {
+    fn travel(&self, _: u64, _: u64, _: Frame) -> BoxFuture<'static, Fate> {
+        std::future::ready(Fate::UNHARMED).boxed()
+    }
+
+    fn pass(&self, _: u64, _: u64, _: Window) -> BoxFuture<'static, ()> {
+        std::future::pending().boxed()
+    }
+}
+
 #[tokio::test]
 async fn a_stalled_copy_over_mem() {
-    let network = MemNetwork::default();
+    let network = MemNetwork::under(Arc::new(Stuck));
     let receiver = MemTransport::new(&network, arena(), MemFaults { grace: Some(GRACE), ..MemFaults::default() });
     let sender = MemTransport::new(&network, arena(), MemFaults::default());
     let (incoming, freed) = accept(&*receiver);
     let mut outgoing = sender.open(&incoming.ticket()).await.expect("open");
-    // Polled once, it stands in the middle of its copy, and is not told that it is over.
-    let mut pushing = Box::pin(outgoing.push(0, &[0, 1], Arc::new(())));
-    assert!(futures::poll!(&mut pushing).is_pending());
-    is_freed_after_the_grace(incoming, freed, &receiver.counters()).await;
-    let error = tokio::time::timeout(PROMPT, pushing).await.expect("in time").expect_err("over");
-    assert_eq!(error.kind, TransferErrorKind::Cancelled);
+    let counters = receiver.counters();
+    outgoing.push(0, &[0, 1], Arc::new(())).await.expect("queued");
+    until("the range is claimed", || counters.open_writes.load(Relaxed) > 0).await;
+    is_freed_after_the_grace(incoming, freed, &counters).await;
+    assert_eq!(outgoing.ended().await.kind, TransferErrorKind::Cancelled);
 }
 
 /// A byte now and then keeps a socket from timing out.

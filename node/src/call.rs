@@ -42,7 +42,7 @@ where
     let (sender, receiver) = mpsc::channel(EVENTS);
     let running = body(Events { sender: sender.clone() });
     let life_over = call.life_over();
-    tokio::spawn(async move {
+    call.tasks().spawn(async move {
         let result = tokio::select! {
             biased;
             // Leaving this block drops `running`, whatever it waits for.

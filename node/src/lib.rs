@@ -5,7 +5,8 @@
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`admin`]: `/health` and `/metrics`.
-//! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`handoffs`]: counts of KV hand-offs.
+//! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
+//!   of KV hand-offs.
 //! - [`call`]: one streaming call as a task that dies with its client.
 //! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
 //!   it fails.
@@ -20,6 +21,7 @@ pub mod membership;
 pub mod node;
 pub mod request;
 pub mod serve;
+pub mod tasks;
 pub mod trace;
 pub mod work;
 

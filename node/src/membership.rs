@@ -5,7 +5,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rand::Rng;
+use futures::future::BoxFuture;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{Draining, NodeReport, RouterReport};
@@ -14,8 +16,11 @@ use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::Streaming;
+use tonic::body::Body;
 use tonic::transport::Endpoint;
+use tonic::{Status, Streaming};
+use tower::ServiceExt;
+use tower::util::BoxCloneSyncService;
 
 use crate::node::Node;
 
@@ -27,10 +32,50 @@ const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 
+/// Carries calls to the router.
+pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
+
+/// How the router is reached.
+#[derive(Clone)]
+pub enum RouterWay {
+    /// Over the network.
+    Network(Endpoint),
+    /// In this process, for simulations and tests: what connects.
+    InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, Status>> + Send + Sync>),
+}
+
+impl RouterWay {
+    async fn connect(&self) -> Result<Calls, Error> {
+        let lost = |error: &dyn std::error::Error| unavailable(with_causes(error));
+        match self {
+            Self::Network(endpoint) => {
+                let channel = endpoint.connect().await.map_err(|error| lost(&error))?;
+                Ok(Calls::new(channel.map_err(|error| Status::from_error(Box::new(error)))))
+            }
+            Self::InProcess(connect) => connect().await.map_err(|error| lost(&error)),
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Network(endpoint) => endpoint.uri().to_string(),
+            Self::InProcess(_) => "in this process".to_owned(),
+        }
+    }
+}
+
+impl From<Endpoint> for RouterWay {
+    fn from(endpoint: Endpoint) -> Self {
+        Self::Network(endpoint)
+    }
+}
+
 /// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a router
 /// may come back at any time.
-pub async fn stay_joined(node: Arc<Node>, router: Endpoint, endpoint: String, stop: CancellationToken) {
-    let mut link = Link { router, endpoint, state: State::New, backoff: FIRST_BACKOFF };
+pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint: String, stop: CancellationToken) {
+    let mut link = Link { router: router.into(), endpoint, state: State::New, backoff: FIRST_BACKOFF };
+    // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each run.
+    let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
     loop {
         let lost = tokio::select! {
             biased;
@@ -38,7 +83,7 @@ pub async fn stay_joined(node: Arc<Node>, router: Endpoint, endpoint: String, st
             error = link.session(&node) => error,
         };
         link.lost(&lost);
-        let pause = rand::rng().random_range(link.backoff / 2..=link.backoff);
+        let pause = jitter.random_range(link.backoff / 2..=link.backoff);
         link.backoff = (link.backoff * 2).min(LONGEST_BACKOFF);
         tokio::select! {
             biased;
@@ -49,7 +94,7 @@ pub async fn stay_joined(node: Arc<Node>, router: Endpoint, endpoint: String, st
 }
 
 struct Link {
-    router: Endpoint,
+    router: RouterWay,
     endpoint: String,
     state: State,
     backoff: Duration,
@@ -85,14 +130,14 @@ impl Link {
     async fn join(&self, node: &Node) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
         let register = node.registration(self.endpoint.clone());
         let incarnation = register.incarnation;
-        let channel = self.router.connect().await.map_err(|error| unavailable(with_causes(&error)))?;
+        let channel = self.router.connect().await?;
         let (reports, outbox) = mpsc::channel(REPORTS);
         send(&reports, Report::Register(register))?;
         let answer = async {
             let mut client = MembershipClient::new(channel);
             let mut inbound = client.join(ReceiverStream::new(outbox)).await?.into_inner();
             let hello = inbound.message().await?;
-            Ok::<_, tonic::Status>((inbound, hello))
+            Ok::<_, Status>((inbound, hello))
         };
         let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
         let (inbound, hello) = answered?;
@@ -103,7 +148,7 @@ impl Link {
     }
 
     fn joined(&mut self) {
-        tracing::info!(router = %self.router.uri(), "joined the router");
+        tracing::info!(router = self.router.name(), "joined the router");
         self.state = State::Joined;
         self.backoff = FIRST_BACKOFF;
     }
@@ -111,7 +156,7 @@ impl Link {
     fn lost(&mut self, error: &Error) {
         let state = State::Lost(error.kind);
         if self.state != state {
-            tracing::warn!(router = %self.router.uri(), "no router, trying again: {error}");
+            tracing::warn!(router = self.router.name(), "no router, trying again: {error}");
             self.state = state;
         }
     }
@@ -127,7 +172,6 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
     loop {
         let sent = tokio::select! {
             biased;
-            _ = ticks.tick() => send(&reports, Report::Load(node.load())),
             () = node.work.draining(), if !told => {
                 told = true;
                 send(&reports, Report::Draining(Draining {}))
@@ -137,6 +181,7 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
                 Ok(None) => Err(unavailable("it closed the stream")),
                 Err(status) => Err(status.into()),
             },
+            _ = ticks.tick() => send(&reports, Report::Load(node.load())),
         };
         if let Err(error) = sent {
             return error;

@@ -52,7 +52,51 @@ pub struct Node {
     lives: AtomicU64,
 }
 
+/// What a node is made of, for those who bring their own: a simulation brings an engine without a thread.
+pub struct Parts {
+    /// See [`Node`]; so for those below.
+    pub role: Role,
+    /// Its name.
+    pub node_id: String,
+    /// Drawn by the caller.
+    pub incarnation: Incarnation,
+    /// Over `arena`.
+    pub engine: Engine,
+    /// The engine's.
+    pub arena: Arc<Arena>,
+    /// Over `arena`.
+    pub transport: Arc<dyn Transport>,
+    /// Where spans go.
+    pub exporter: Exporter,
+    /// With the limit of calls, and where they run.
+    pub work: Work,
+    /// Tokens of one of the engine's steps at most.
+    pub max_step_tokens: usize,
+    /// Sequences that run at once, as the router is told.
+    pub max_running: usize,
+}
+
 impl Node {
+    /// A node of these parts.
+    pub fn of(parts: Parts) -> Arc<Self> {
+        let Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, .. } = parts;
+        let spans = SpanSink { service: service_name(role), instance: node_id.clone(), exporter };
+        Arc::new(Self {
+            role,
+            node_id,
+            engine,
+            arena,
+            transport,
+            spans,
+            work,
+            handoffs: Handoffs::default(),
+            max_step_tokens: parts.max_step_tokens,
+            max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
+            incarnation: AtomicU64::new(incarnation.0),
+            lives: AtomicU64::new(1),
+        })
+    }
+
     /// Loads the model, starts engine, transport and exporter. `faults` are the transport's, for demonstrations.
     ///
     /// # Errors
@@ -81,19 +125,17 @@ impl Node {
         let engine = Engine::start(executor, scheduler(config));
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let transport = open(arena.clone()).context("no KV transport")?;
-        Ok(Arc::new(Self {
+        Ok(Self::of(Parts {
             role: config.role,
-            spans: SpanSink { service, instance: node_id.clone(), exporter },
             node_id,
             engine,
             arena,
             transport,
+            exporter,
             work: Work::new(config.max_calls),
-            handoffs: Handoffs::default(),
             max_step_tokens: config.max_step_tokens,
-            max_running: u32::try_from(config.max_running).unwrap_or(u32::MAX),
-            incarnation: AtomicU64::new(incarnation.0),
-            lives: AtomicU64::new(1),
+            max_running: config.max_running,
+            incarnation,
         }))
     }
 

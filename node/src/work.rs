@@ -9,6 +9,8 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
+use crate::tasks::Tasks;
+
 /// The node's calls. Clones are handles on the same ones.
 #[derive(Clone, Debug)]
 pub struct Work {
@@ -20,6 +22,7 @@ struct Inner {
     permits: Arc<Semaphore>,
     limit: usize,
     tracker: TaskTracker,
+    tasks: Tasks,
     draining: CancellationToken,
     /// Cancelled and replaced when the router declares this life of the node dead.
     life: Mutex<CancellationToken>,
@@ -50,10 +53,16 @@ const DECLARED_DEAD: usize = 11;
 impl Work {
     /// At most `limit` calls at once.
     pub fn new(limit: usize) -> Self {
+        Self::on(Tasks::default(), limit)
+    }
+
+    /// At most `limit` calls at once, which run on `tasks`.
+    pub fn on(tasks: Tasks, limit: usize) -> Self {
         let inner = Inner {
             permits: Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS))),
             limit,
             tracker: TaskTracker::new(),
+            tasks,
             draining: CancellationToken::new(),
             life: Mutex::default(),
             outcomes: Default::default(),
@@ -86,6 +95,11 @@ impl Work {
     /// A token, nothing that a panic could leave half-way.
     fn life(&self) -> std::sync::MutexGuard<'_, CancellationToken> {
         self.inner.life.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where calls run.
+    pub fn tasks(&self) -> &Tasks {
+        &self.inner.tasks
     }
 
     /// Calls in flight.
@@ -143,6 +157,11 @@ pub struct Call {
 }
 
 impl Call {
+    /// Where this one runs.
+    pub fn tasks(&self) -> Tasks {
+        self.work.tasks().clone()
+    }
+
     /// Ready when the life of the node that this call belongs to is over.
     pub fn life_over(&self) -> WaitForCancellationFutureOwned {
         self.life.clone().cancelled_owned()

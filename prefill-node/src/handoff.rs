@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvLease;
+use tandem_kvtransfer::hashing::{self, Hashing};
 use tandem_kvtransfer::transport::check_identity;
 use tandem_kvtransfer::{Manifest, Outgoing, Receipt, TransferError};
 use tandem_node::{CheckedRequest, Node, Trace};
@@ -250,14 +251,15 @@ impl Pushing<'_> {
     }
 
     /// Hashes a piece where blocking is allowed. The lease keeps the blocks meanwhile, whoever else lets go.
-    fn hash(&mut self, piece: &Piece, lease: &Arc<KvLease>) -> Result<tokio::task::JoinHandle<Manifest>, Failed> {
+    fn hash(&mut self, piece: &Piece, lease: &Arc<KvLease>) -> Result<Hashing<Manifest>, Failed> {
         let (arena, units) = (self.sender.node.arena.clone(), self.ticket.units.clamp(1, u8::MAX.into()) as u8);
         let granted = lease.blocks().get(self.held..self.held + self.ticket.blocks as usize);
         let granted = granted.ok_or_else(|| broken("the lease is shorter than the prompt"))?;
         let mut manifest = self.manifest.take().unwrap_or_else(|| Manifest::new(arena, granted.to_vec(), units));
         let blocks = index(piece.blocks.start - self.held)..index(piece.blocks.end - self.held);
         let (units, lease) = (piece.units.clone(), lease.clone());
-        Ok(tokio::task::spawn_blocking(move || {
+        let bytes = piece.blocks.len() * self.sender.node.arena.block_bytes();
+        Ok(hashing::start(bytes, move || {
             manifest.cover(blocks, units);
             drop(lease);
             manifest

@@ -9,6 +9,7 @@
 pub mod breaker;
 pub mod fence;
 pub mod join;
+mod reach;
 mod table;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -19,10 +20,12 @@ use serde_json::json;
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Endpoint;
 
 use crate::select::{Candidate, Need, NoPair, Role, Wish};
 use breaker::Circuit;
+pub use reach::Calls;
+use reach::{Reach, Reaching};
 use table::{Share, Table};
 
 /// Nodes at most; the next one is refused.
@@ -53,8 +56,7 @@ pub struct Node {
     pub role: Role,
     /// What it said when it registered.
     pub info: v1::Register,
-    endpoint: Endpoint,
-    channel: OnceLock<Channel>,
+    reach: Reach,
     dead: CancellationToken,
     why: OnceLock<String>,
 }
@@ -66,8 +68,8 @@ impl Node {
     }
 
     /// The connection to the node, made at the first call on it. Needs a tokio runtime.
-    pub fn channel(&self) -> Channel {
-        self.channel.get_or_init(|| self.endpoint.connect_lazy()).clone()
+    pub fn calls(&self) -> Calls {
+        self.reach.calls()
     }
 
     /// Waits for the node's death, and says what it died of.
@@ -76,9 +78,8 @@ impl Node {
         self.why.get().cloned().unwrap_or_default()
     }
 
-    fn new(session: u64, role: Role, info: v1::Register, endpoint: Endpoint) -> Self {
-        let (channel, why) = (OnceLock::new(), OnceLock::new());
-        Self { session, role, info, endpoint, channel, dead: CancellationToken::new(), why }
+    fn new(session: u64, role: Role, info: v1::Register, reach: Reach) -> Self {
+        Self { session, role, info, reach, dead: CancellationToken::new(), why: OnceLock::new() }
     }
 
     fn end(&self, why: &str) {
@@ -97,6 +98,7 @@ pub struct Membership {
     changed: Arc<watch::Sender<()>>,
     expected: Expected,
     lease: Duration,
+    reaching: Reaching,
 }
 
 /// A pair of nodes for one request, with the work booked on both until this is dropped.
@@ -173,13 +175,19 @@ pub struct Breakers {
 impl Membership {
     /// An empty table. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
-        let table = Table::new(breaker::Settings::default());
-        Self { table: Arc::new(Mutex::new(table)), changed: Arc::default(), expected, lease }
+        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default())));
+        Self { table, changed: Arc::default(), expected, lease, reaching: Reaching::default() }
     }
 
     /// An empty table with other settings for the nodes' circuit breakers.
     pub fn with_breakers(self, settings: breaker::Settings) -> Self {
         Self { table: Arc::new(Mutex::new(Table::new(settings))), ..self }
+    }
+
+    /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is. For
+    /// simulations and tests.
+    pub fn in_process(self, find: impl Fn(&v1::Register) -> Calls + Send + Sync + 'static) -> Self {
+        Self { reaching: Reaching::InProcess(Arc::new(find)), ..self }
     }
 
     /// Silence after which a node is dead.
@@ -194,7 +202,8 @@ impl Membership {
     /// incarnation that was, `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
-        let node = lock(&self.table).insert(|session| Node::new(session, role, info, endpoint), now);
+        let reach = self.reaching.reach(&info, endpoint);
+        let node = lock(&self.table).insert(|session| Node::new(session, role, info, reach), now);
         self.changed.send_replace(());
         node
     }

@@ -4,5 +4,6 @@ mod lifecycle;
 mod prefix;
 mod progress;
 mod roles;
+mod stepped;
 mod stress;
 mod support;

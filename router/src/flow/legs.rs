@@ -32,7 +32,7 @@ impl PrefillLeg {
         let start = v1::PrefillCommand { command: Some(prefill_command::Command::Start(spec)) };
         // The channel is new and has room.
         let _ = commands.try_send(start);
-        let mut client = v1::prefill_client::PrefillClient::new(node.channel())
+        let mut client = v1::prefill_client::PrefillClient::new(node.calls())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
@@ -73,7 +73,7 @@ impl DecodeLeg {
         // Room for both commands that a request ever sends.
         let (commands, outbound) = mpsc::channel(2);
         let _ = commands.try_send(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
-        let mut client = v1::decode_client::DecodeClient::new(node.channel())
+        let mut client = v1::decode_client::DecodeClient::new(node.calls())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {

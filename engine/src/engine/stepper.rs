@@ -1,0 +1,64 @@
+//! Drives an engine's worker as a future: it waits for messages and for the end of a step in tokio's time. Under a paused
+//! clock a step takes exactly its time, whatever the machine does. Knows nothing of what a step is: see the worker.
+use std::time::{Duration, Instant};
+
+use tokio::time;
+
+use super::{Worker, curious};
+use crate::error::EngineError;
+use crate::executor::Batch;
+use crate::step_model::StepShape;
+
+/// The driver of one engine without a thread, see [`Engine::stepped`](super::Engine::stepped). Dropping it is the
+/// worker's sudden end: all its sequences fail.
+pub struct Stepper {
+    worker: Worker,
+    step_time: Box<dyn Fn(StepShape) -> Duration + Send + Sync>,
+}
+
+impl Stepper {
+    pub(super) fn new(worker: Worker, step_time: impl Fn(StepShape) -> Duration + Send + Sync + 'static) -> Self {
+        Self { worker, step_time: Box::new(step_time) }
+    }
+
+    /// Steps until the engine is shut down or its last handle is dropped. The KV of a step is written at its beginning,
+    /// its tokens are told at its end.
+    pub async fn run(mut self) {
+        while self.receive().await {
+            let Some(batch) = self.worker.plan(now()) else { continue };
+            let takes = (self.step_time)(StepShape::of(&batch));
+            let outcome = self.compute(&batch, takes).await;
+            self.worker.conclude(batch, outcome, takes, now());
+        }
+        self.worker.stopped("it was shut down".to_owned());
+    }
+
+    /// Writes everything at once, and then lets time pass layer by layer.
+    async fn compute(&mut self, batch: &Batch, takes: Duration) -> Result<(), EngineError> {
+        let Worker { executor, logits, clients, .. } = &mut self.worker;
+        let (begin, layers) = (time::Instant::now(), u32::try_from(executor.spec().layers).unwrap_or(u32::MAX));
+        let outcome = executor.execute(batch, logits, &mut |_| {});
+        for layer in 1..=layers {
+            time::sleep_until(begin + takes * layer / layers).await;
+            if outcome.is_ok() {
+                curious(clients, batch).into_iter().for_each(|client| client.tell_layers(layer as usize, now()));
+            }
+        }
+        outcome
+    }
+
+    /// As the thread's: waits while there is nothing to run. False when the engine shall stop.
+    async fn receive(&mut self) -> bool {
+        if self.worker.scheduler.is_idle() {
+            match self.worker.inbox.recv().await {
+                Some(message) => self.worker.take(message),
+                None => return false,
+            }
+        }
+        self.worker.take_waiting()
+    }
+}
+
+fn now() -> Instant {
+    time::Instant::now().into_std()
+}

@@ -1,0 +1,55 @@
+//! An engine without a thread gives the same tokens as one with, at the times that its steps take.
+use std::time::Duration;
+
+use tandem_engine::{Engine, EngineError, SequenceEvent};
+
+use crate::support::*;
+
+const STEP: Duration = Duration::from_millis(10);
+
+#[tokio::test]
+async fn steps_take_virtual_time_and_give_the_same_tokens() {
+    let threaded = engine(LIMITS);
+    let expected = generate(&threaded, request(&threaded, prompt(20, 3), 4)).await;
+    // From here on; a thread knows nothing of it.
+    tokio::time::pause();
+    let (stepped, stepper) = Engine::stepped(simulated(64), LIMITS, |_| STEP);
+    let running = tokio::spawn(stepper.run());
+    let begin = tokio::time::Instant::now();
+    assert_eq!(generate(&stepped, request(&stepped, prompt(20, 3), 4)).await, expected);
+    assert_eq!(begin.elapsed(), 4 * STEP, "one step for the prompt and its token, three more");
+    assert!((stepped.load().step_cost.base_ms - 10.0).abs() < 1.0, "{:?}", stepped.load().step_cost);
+    drop(stepped);
+    running.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stepper_that_goes_fails_its_sequences_and_returns_their_blocks() {
+    let (engine, stepper) = Engine::stepped(simulated(64), LIMITS, |_| STEP);
+    let running = tokio::spawn(stepper.run());
+    let mut stream = engine.submit(request(&engine, prompt(20, 3), 4)).unwrap();
+    assert!(matches!(stream.next().await, Some(SequenceEvent::Started { .. })));
+    running.abort();
+    let end = loop {
+        match stream.next().await {
+            Some(SequenceEvent::Failed(error)) => break error,
+            Some(_) => {}
+            None => panic!("no end"),
+        }
+    };
+    assert!(matches!(end, EngineError::Stopped(_)), "{end}");
+    drop(stream);
+    assert_eq!(engine.pool().free(), 64);
+}
+
+#[tokio::test(start_paused = true)]
+async fn shutdown_ends_it_after_its_present_step() {
+    let (engine, stepper) = Engine::stepped(simulated(64), LIMITS, |_| STEP);
+    let running = tokio::spawn(stepper.run());
+    let mut stream = engine.submit(request(&engine, prompt(20, 3), 400)).unwrap();
+    stream.next().await;
+    engine.shutdown();
+    running.await.unwrap();
+    assert_eq!(engine.stopped(), Some("it was shut down"));
+    assert!(matches!(engine.submit(request(&engine, prompt(4, 1), 1)), Err(EngineError::Stopped(_))));
+}
