@@ -243,6 +243,7 @@ pub(super) mod tests {
             transport,
             span_id,
             held_blocks: 0,
+            copying_ms: 1.0,
         };
         decode(decode_event::Event::Verified(verified))
     }
