@@ -115,10 +115,10 @@ async fn receivers_killed(profile: UcxProfile, kills: u32) {
             push(&mut outgoing, 8 + kill % 64..BLOCKS, &owner).await?;
             outgoing.seal(seal(&arena, &ticket)).await
         };
-        in_time(rest).await.expect_err("nobody is there");
+        in_lease(rest).await.expect_err("nobody is there");
         drop(owner);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
-        notices.note(killed.elapsed());
+        notices.note(killed.elapsed(), || format!("receiver {kill}: {:?}", transport.counters()));
         if kill + 1 == kills || kills == KILLS {
             serve_receiver(&transport, &arena, profile, 1000 + kill).await;
         }
@@ -147,9 +147,11 @@ async fn senders_killed(profile: UcxProfile, kills: u32) {
         received(&transport, u64::from(1 + kill % 24) << 20).await;
         let killed = Instant::now();
         peer.kill();
-        in_time(incoming.verified(expected())).await.expect_err("the seal never came");
+        let open_writes = transport.counters().open_writes.load(Relaxed);
+        in_lease(incoming.verified(expected())).await.expect_err("the seal never came");
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
-        notices.note(killed.elapsed());
+        notices
+            .note(killed.elapsed(), || format!("sender {kill}, {open_writes} writes open: {:?}", transport.counters()));
         if kill + 1 == kills || kills == KILLS {
             serve(&transport, profile, 1000 + kill).await;
         }
@@ -162,7 +164,11 @@ async fn senders_killed(profile: UcxProfile, kills: u32) {
 struct Notices(Vec<Duration>);
 
 impl Notices {
-    fn note(&mut self, notice: Duration) {
+    /// `told` says more about those that took long.
+    fn note(&mut self, notice: Duration, told: impl FnOnce() -> String) {
+        if notice > BOUND {
+            println!("noticed after {notice:?}: {}", told());
+        }
         self.0.push(notice);
     }
 
@@ -170,8 +176,9 @@ impl Notices {
         self.0.sort();
         let (kills, worst) = (self.0.len(), self.0.last().copied().unwrap_or_default());
         let median = self.0.get(kills / 2).copied().unwrap_or_default();
+        let by_lease = self.0.iter().filter(|notice| **notice > BOUND).count();
         println!(
-            "{profile}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst); the survivor lives"
+            "{profile}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst); {by_lease} late"
         );
     }
 }
@@ -344,6 +351,11 @@ fn expected() -> Expected {
 fn probe() -> (BlockOwner, oneshot::Receiver<()>) {
     let (sender, dropped) = oneshot::channel::<()>();
     (Arc::new(std::sync::Mutex::new(sender)), dropped)
+}
+
+/// UCX overlooks a death now and then; the lease does not.
+async fn in_lease<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(LEASE + BOUND, future).await.expect("not even the lease ended it")
 }
 
 async fn in_time<F: Future>(future: F) -> F::Output {
