@@ -63,10 +63,6 @@ impl Process {
         self.dead.is_cancelled()
     }
 
-    pub fn is_frozen(&self) -> bool {
-        self.lock().frozen && !self.is_dead()
-    }
-
     /// Tasks that live.
     pub fn tasks(&self) -> usize {
         self.lock().tasks.len()
