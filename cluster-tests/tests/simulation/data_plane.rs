@@ -128,7 +128,7 @@ impl Weather for DataPlane {
         let Some((_, receiver)) = state.pair(from, to) else { return std::future::ready(()).boxed() };
         let ms = match window {
             Window::Writing if state.troubled(Trouble::Slow) => state.rng.random_range(1..150),
-            Window::Writing => state.rng.random_range(0..=1),
+            Window::Writing => state.rng.random_range(0..=4),
             Window::Written => 0,
         };
         let end = Instant::now() + Duration::from_millis(ms);

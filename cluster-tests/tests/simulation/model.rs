@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tandem_engine::SimulatedConfig;
+use tandem_engine::{SimulatedConfig, StepShape};
 use tandem_router::text::ModelText;
 
 use crate::schedule::VOCABULARY;
@@ -26,7 +26,17 @@ pub fn text() -> Arc<ModelText> {
     Arc::new(ModelText::load(file.path()).expect("a usable model file"))
 }
 
-/// An engine's arena and pace. Its steps take `step_time` of this in virtual time; the executor itself does not wait.
+/// What a step takes in virtual time.
+pub fn step_time(shape: StepShape) -> Duration {
+    let pace = SimulatedConfig {
+        step_delay: Duration::from_millis(4),
+        token_delay: Duration::from_micros(250),
+        ..SimulatedConfig::default()
+    };
+    pace.step_time(shape)
+}
+
+/// An engine's arena. Its executor itself never waits.
 pub fn engine(text: &ModelText, blocks: usize) -> SimulatedConfig {
     SimulatedConfig {
         identity: text.digest,
@@ -37,9 +47,7 @@ pub fn engine(text: &ModelText, blocks: usize) -> SimulatedConfig {
         block_bytes: BLOCK_TOKENS * LAYERS * 8,
         layers: LAYERS,
         blocks,
-        step_delay: Duration::from_millis(4),
-        token_delay: Duration::from_micros(250),
-        context_delay: Duration::ZERO,
+        ..SimulatedConfig::default()
     }
 }
 

@@ -65,20 +65,14 @@ impl NodeProcess {
     pub fn start(name: NodeName, life: u64, schedule: &Schedule, around: &Surroundings, link: Link) -> Arc<Self> {
         let process = Process::default();
         let config = model::engine(&around.text, schedule.blocks(name));
-        // The executor itself takes no time: the stepper does.
-        let instant = tandem_engine::SimulatedConfig {
-            step_delay: Duration::ZERO,
-            token_delay: Duration::ZERO,
-            ..config.clone()
-        };
-        let executor = SimulatedExecutor::new(&instant).expect("a valid configuration");
+        let executor = SimulatedExecutor::new(&config).expect("a valid configuration");
         let limits = SchedulerConfig {
             max_running: schedule.max_running,
             max_step_tokens: schedule.max_step_tokens,
             inbox: MAX_CALLS,
             prefix_caching: true,
         };
-        let (engine, stepper) = Engine::stepped(Box::new(executor), limits, move |shape| config.step_time(shape));
+        let (engine, stepper) = Engine::stepped(Box::new(executor), limits, model::step_time);
         process.spawn(stepper.run());
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let faults = MemFaults::default();

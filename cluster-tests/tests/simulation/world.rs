@@ -215,13 +215,16 @@ impl World {
             Fault::LateCancels(name) => {
                 (0..8).for_each(|_| self.links[&name].delay_cancel(Duration::from_millis(300)));
             }
-            Fault::CutData(one, other, lasts) => self.around.data_plane.cut(one, other, lasts),
-            Fault::SlowData(lasts) => self.around.data_plane.trouble(Trouble::Slow, lasts),
-            Fault::Flip(lasts) => self.around.data_plane.trouble(Trouble::Flip, lasts),
-            Fault::Truncate(lasts) => self.around.data_plane.trouble(Trouble::Truncate, lasts),
-            Fault::LoseSeals(lasts) => self.around.data_plane.trouble(Trouble::LoseSeals, lasts),
-            Fault::LoseCancels(lasts) => self.around.data_plane.trouble(Trouble::LoseCancels, lasts),
-            Fault::Sever(lasts) => self.around.data_plane.trouble(Trouble::Sever, lasts),
+            Fault::CutData(one, other, lasts) => {
+                self.around.data_plane.cut(one, other, lasts);
+                sleep(lasts).await;
+            }
+            Fault::SlowData(lasts) => self.trouble(Trouble::Slow, lasts).await,
+            Fault::Flip(lasts) => self.trouble(Trouble::Flip, lasts).await,
+            Fault::Truncate(lasts) => self.trouble(Trouble::Truncate, lasts).await,
+            Fault::LoseSeals(lasts) => self.trouble(Trouble::LoseSeals, lasts).await,
+            Fault::LoseCancels(lasts) => self.trouble(Trouble::LoseCancels, lasts).await,
+            Fault::Sever(lasts) => self.trouble(Trouble::Sever, lasts).await,
             Fault::KillRouter(lasts) => {
                 let router = self.around.router.lock().unwrap_or_else(PoisonError::into_inner).take();
                 if let Some(router) = router {
@@ -232,6 +235,11 @@ impl World {
                 }
             }
         }
+    }
+
+    async fn trouble(&self, what: Trouble, lasts: Duration) {
+        self.around.data_plane.trouble(what, lasts);
+        tokio::time::sleep(lasts).await;
     }
 
     fn start_router(&self) {
