@@ -12,7 +12,7 @@ use crate::router::RouterProcess;
 use crate::schedule::{Client, Request, Schedule};
 
 /// A request ends so long after its deadline at the latest.
-const AFTER_DEADLINE: Duration = Duration::from_millis(100);
+const AFTER_DEADLINE: Duration = Duration::from_millis(5);
 /// Child spans leave no larger gap.
 const TILED_MS: f64 = 0.01;
 
@@ -49,25 +49,26 @@ impl fmt::Display for Violation {
 
 /// Of what the clients saw.
 pub fn of_outcomes(schedule: &Schedule, expected: &[Expected], outcomes: &[Outcome]) -> Vec<Violation> {
-    let mut found = Vec::new();
-    for outcome in outcomes {
-        let (request, expected) = (&schedule.requests[outcome.request], &expected[outcome.request]);
-        found.extend(tokens(outcome, expected));
-        found.extend(end(outcome, expected, schedule.faults.is_empty()));
-        found.extend(in_time(outcome, request));
-        found.extend(tiled(outcome));
-    }
-    found
+    let calm = schedule.faults.is_empty();
+    let request = |outcome: &Outcome| &schedule.requests[outcome.request];
+    outcomes.iter().flat_map(|outcome| of_outcome(outcome, request(outcome), expected, calm)).collect()
 }
 
-/// Of requests that nothing disturbed.
+/// Of requests that nothing disturbed, each [`patient`].
 pub fn of_healed(schedule: &Schedule, expected: &[Expected], outcomes: &[Outcome]) -> Vec<Violation> {
     let unanswered = outcomes.iter().filter(|outcome| !matches!(outcome.end, End::Finished { .. }));
     let mut found: Vec<_> = unanswered
         .map(|outcome| Violation::new(7, format!("request {}: {:?}", outcome.request, outcome.end)))
         .collect();
-    found.extend(of_outcomes(schedule, expected, outcomes));
+    let request = |outcome: &Outcome| patient(&schedule.requests[outcome.request]);
+    found.extend(outcomes.iter().flat_map(|outcome| of_outcome(outcome, &request(outcome), expected, true)));
     found
+}
+
+fn of_outcome(outcome: &Outcome, request: &Request, expected: &[Expected], calm: bool) -> Vec<Violation> {
+    let expected = &expected[outcome.request];
+    let found = [tokens(outcome, expected), end(outcome, expected, calm), in_time(outcome, request), tiled(outcome)];
+    found.into_iter().flatten().collect()
 }
 
 /// The same request by a client that waits.
