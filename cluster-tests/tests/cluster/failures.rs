@@ -297,3 +297,33 @@ async fn nodes_drain_on_sigterm() -> anyhow::Result<()> {
     assert!(cluster.router.ended(LONG).await?.success());
     Ok(())
 }
+
+/// A prompt that nobody waits for any more holds the next one up no longer than the chunk at hand.
+#[tokio::test]
+async fn a_prompt_whose_client_left_delays_the_next_by_one_chunk_at_most() -> anyhow::Result<()> {
+    const CHUNK: Duration = Duration::from_millis(256);
+    const CHUNKS_LEFT: u32 = 6;
+    // 256 tokens of a millisecond: simulated, so that the times are the same on busy cores.
+    let prefill_args = words("--simulated-token-us 1000 --max-num-batched-tokens 256");
+    let cluster = Cluster::start(Options { simulated: true, prefill_args, ..Options::default() }).await?;
+    let prompt =
+        |tokens: u32, salt: u32| token_ids((0..tokens).map(|index| 100 + salt + index % 7919).collect::<Vec<_>>());
+    let ttft =
+        |answer: Answer| Duration::from_secs_f64(answer.finish.timings.map_or(0.0, |timings| timings.ttft_ms) / 1e3);
+    let alone = ttft(cluster.answer(ask(prompt(16, 1), 2)).await?);
+    {
+        let left = cluster.answer(ask(prompt(2000, 2), 2));
+        tokio::select! {
+            early = left => panic!("the prompt was too short for this test: {early:?}"),
+            busy = cluster.busy("prefill", LONG) => { busy?; }
+        }
+    }
+    let next = ttft(cluster.answer(ask(prompt(16, 3), 2)).await?);
+    let delay = next.saturating_sub(alone);
+    println!(
+        "TTFT alone {alone:.1?}, after a client left its 2000 tokens {next:.1?}: {delay:.1?} more, a chunk takes {CHUNK:.1?}"
+    );
+    // Several chunks were left to compute; what is more than one is the machine's.
+    assert!(delay < CHUNK * (CHUNKS_LEFT / 2), "{delay:?}");
+    Ok(())
+}
