@@ -21,6 +21,8 @@ use crate::moment::{Moment, Size};
 /// From the fault to the client's end: detection (a lease of one second), the silence that the fault lasts, the prompt
 /// again, the rest of the answer, on cores that ten fleets share.
 const ENDS: Duration = Duration::from_secs(30);
+/// To see one at its moment.
+const MOST_REQUESTS: u32 = 4;
 /// To make two nodes busy.
 const MAX_FILLERS: usize = 6;
 /// From there until every block is back.
@@ -95,9 +97,7 @@ impl Cell {
         let moment = self.setting.moment;
         fleet.repair().await.context("before the fault")?;
         let fillers = self.fill(fleet).await?;
-        let before = fleet.sum(Role::Decode).await;
-        let mut client = self.client(fleet)?;
-        moment.reached(fleet, before).await?;
+        let (mut client, seed) = self.bring(fleet).await?;
 
         let struck = Instant::now();
         self.victim.suffers(self.fault, fleet, &client).await?;
@@ -116,10 +116,10 @@ impl Cell {
         let back = fleet.settled(BACK).await?;
         if expected == Expected::Whole {
             let undisturbed = match client {
-                Client::Stream(_) => undisturbed(reference, moment.request(), self.seed()).await?,
+                Client::Stream(_) => undisturbed(reference, moment.request(), seed).await?,
                 Client::Program(_) => {
                     fleet.repair().await.context("after the fault")?;
-                    timeout(ENDS, self.client(fleet)?.end()).await??.output
+                    timeout(ENDS, self.client(fleet, seed)?.end()).await??.output
                 }
             };
             ended.compare(&undisturbed)?;
@@ -146,10 +146,27 @@ impl Cell {
         Ok(fillers)
     }
 
-    fn client(self, fleet: &Fleet) -> anyhow::Result<Client> {
+    /// A client whose request is at its moment, and the seed of its prompt. A moment may pass between two looks when the
+    /// cores are busy: then another request is brought there.
+    async fn bring(self, fleet: &Fleet) -> anyhow::Result<(Client, u32)> {
+        for attempt in 1.. {
+            let (before, seed) = (fleet.sum(Role::Decode).await, self.seed() + 10 * attempt);
+            let mut client = self.client(fleet, seed)?;
+            tokio::select! {
+                biased;
+                reached = self.setting.moment.reached(fleet, before) => return reached.map(|()| (client, seed)),
+                () = client.gone() => {
+                    ensure!(attempt < MOST_REQUESTS, "the moment passed {attempt} times unseen");
+                }
+            }
+        }
+        bail!("no request was brought to its moment")
+    }
+
+    fn client(self, fleet: &Fleet, seed: u32) -> anyhow::Result<Client> {
         match self.victim {
-            Victim::Client => Client::program(fleet, self.setting.moment.request(), self.seed()),
-            _ => Ok(Client::stream(fleet, self.setting.moment.request(), self.seed())),
+            Victim::Client => Client::program(fleet, self.setting.moment.request(), seed),
+            _ => Ok(Client::stream(fleet, self.setting.moment.request(), seed)),
         }
     }
 
@@ -230,6 +247,14 @@ impl Client {
             && let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
         {
             let _ = kill(Pid::from_raw(pid), signal);
+        }
+    }
+
+    /// Ready when its answer is over; of a program nothing is read here that [`Client::end`] would miss.
+    async fn gone(&mut self) {
+        match self {
+            Self::Stream(task) => drop(task.await),
+            Self::Program(child) => drop(child.wait().await),
         }
     }
 
