@@ -33,9 +33,9 @@ use tally::Tally;
 use world::Report;
 
 /// Runs of a plain `cargo test`.
-const FEW_SEEDS: u64 = 30;
+const FEW_SEEDS: u64 = 20;
 /// Runs within which every planted bug must have shown.
-const MUTATION_SEEDS: u64 = 500;
+const MUTATION_SEEDS: u64 = 200;
 /// The planted bugs.
 const MUTATIONS: [Mutation; 3] = [Mutation::FreeEarly, Mutation::SkipChecksum, Mutation::ForgetFence];
 /// Seeds that once failed.
