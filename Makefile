@@ -21,7 +21,8 @@ up: setup build ## A local cluster until Ctrl-C
 test: setup ## Format, lints, build, all tests (some start real clusters)
 	cargo fmt --check
 	cargo clippy --release --all-targets --locked -- -D warnings
-	cargo build --release --locked
+	# With the tests: their features of shared libraries (tokio's paused clock) make it one build, not two.
+	cargo build --release --locked --workspace --bins --tests --examples
 	cargo test --release --locked --workspace
 
 lint: ## Format and lints; licences and advisories where cargo-deny is installed

@@ -120,9 +120,9 @@ impl Received {
         self.verified.verified_at.saturating_duration_since(self.computed.max(self.start))
     }
 
-    /// 10⁹ bytes a second, over the copy.
+    /// 10⁹ bytes a second, while bytes were moving.
     pub fn gbps(&self) -> f64 {
-        self.verified.bytes as f64 / self.copy().as_nanos().max(1) as f64
+        self.verified.bytes as f64 / self.verified.copying.as_nanos().max(1) as f64
     }
 
     /// What the router is told; `span` is that of the copy.
@@ -133,6 +133,7 @@ impl Received {
             transfer_ms: ms(self.copy()),
             verify_ms: ms(self.verify()),
             held_blocks: self.held_blocks,
+            copying_ms: ms(self.verified.copying),
             transport: node.transport.info().name,
             span_id: span.span_id.to_vec(),
         }
@@ -196,6 +197,7 @@ mod tests {
             blocks: 1,
             first_arrival: arrived,
             last_arrival: arrived,
+            copying: Duration::ZERO,
             verified_at: arrived,
         };
         let posted = granted + Duration::from_millis(2);

@@ -79,6 +79,7 @@ impl Incoming {
             blocks: self.blocks.len() as u32,
             first_arrival: arrived.first_arrival,
             last_arrival: arrived.last_arrival,
+            copying: arrived.copying,
             verified_at: clock::now(),
             seal: arrived.seal,
         })

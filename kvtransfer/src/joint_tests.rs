@@ -351,14 +351,16 @@ impl World {
                 self.peer.0 += 1;
             }
             Some(Fault::SenderLeaves) => self.give_up_sending(),
-            Some(Fault::ReceiverLeaves) => {
-                if self.sessions.abort(ID, self.now).is_some() {
-                    self.aborted = true;
-                    self.answer(Answer::Refused(Refusal::Cancelled));
-                }
-            }
+            Some(Fault::ReceiverLeaves) => self.give_up_receiving(),
         }
         self.after(delay, Event::Frame { peer: self.peer, header, payload, write });
+    }
+
+    fn give_up_receiving(&mut self) {
+        if self.sessions.abort(ID, self.now).is_some() {
+            self.aborted = true;
+            self.answer(Answer::Refused(Refusal::Cancelled));
+        }
     }
 
     fn answer(&mut self, answer: Answer) {

@@ -66,6 +66,8 @@ pub struct Arrived {
     pub first_arrival: Instant,
     /// Last range's last byte.
     pub last_arrival: Instant,
+    /// Time in which some range was being written: what is left of the whole when a sender waits for its computation.
+    pub copying: Duration,
 }
 
 /// A frame that was not accepted.
@@ -142,6 +144,9 @@ struct Session {
     bytes: u64,
     first_arrival: Option<Instant>,
     last_arrival: Option<Instant>,
+    copying: Duration,
+    /// Begin of the time in which there have been writers without a break.
+    copying_since: Instant,
 }
 
 impl Sessions {
@@ -182,6 +187,8 @@ impl Sessions {
             bytes: 0,
             first_arrival: None,
             last_arrival: None,
+            copying: Duration::ZERO,
+            copying_since: now,
             offer,
         };
         self.live.insert(id, session);
@@ -208,6 +215,9 @@ impl Sessions {
         }
         session.bytes += session.range_bytes(range);
         session.last_arrival = Some(now);
+        if session.writers == 0 {
+            session.copying += now.saturating_duration_since(session.copying_since);
+        }
         session.extend(now);
         session.arrived(now)
     }
@@ -450,6 +460,9 @@ impl Session {
         }
         next.fill(units.end);
         self.unclaimed -= count as u64 * units.len() as u64;
+        if self.writers == 0 {
+            self.copying_since = now;
+        }
         self.writers += 1;
         self.state = State::Writing;
         self.first_arrival.get_or_insert(now);
@@ -479,6 +492,7 @@ impl Session {
             bytes: self.bytes,
             first_arrival: self.first_arrival.unwrap_or(now),
             last_arrival: self.last_arrival.unwrap_or(now),
+            copying: self.copying,
         })
     }
 }

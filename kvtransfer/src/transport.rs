@@ -125,6 +125,8 @@ pub struct Verified {
     pub first_arrival: Instant,
     /// Last range's last byte.
     pub last_arrival: Instant,
+    /// Time in which bytes were moving: less than the whole when they waited for the sender's computation.
+    pub copying: Duration,
     /// After the checks.
     pub verified_at: Instant,
 }

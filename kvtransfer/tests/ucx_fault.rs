@@ -24,7 +24,9 @@ const PUSH_BLOCKS: usize = 4;
 const LEASE: Duration = Duration::from_secs(30);
 /// One keepalive interval, and much patience with a busy machine; far below the lease.
 const BOUND: Duration = Duration::from_secs(8);
-const ROUNDS: u8 = 2;
+const ROUNDS: u32 = 2;
+/// Of the long form.
+const KILLS: u32 = 100;
 /// Of writers of an abandoned hand-off.
 const GRACE: Duration = Duration::from_millis(500);
 
@@ -33,22 +35,32 @@ const SAYS: &str = "peer says ";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_receiver_killed_over_shm() {
-    receiver_killed(UcxProfile::Shm).await;
+    receivers_killed(UcxProfile::Shm, ROUNDS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_receiver_killed_over_tcp() {
-    receiver_killed(UcxProfile::Tcp).await;
+    receivers_killed(UcxProfile::Tcp, ROUNDS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_killed_over_shm() {
-    sender_killed(UcxProfile::Shm).await;
+    senders_killed(UcxProfile::Shm, ROUNDS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_killed_over_tcp() {
-    sender_killed(UcxProfile::Tcp).await;
+    senders_killed(UcxProfile::Tcp, ROUNDS).await;
+}
+
+/// `cargo test -p tandem-kvtransfer --test ucx_fault -- --ignored --nocapture a_hundred`: minutes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long form of the four above"]
+async fn a_hundred_kills_of_each_over_shm_and_tcp() {
+    for profile in [UcxProfile::Shm, UcxProfile::Tcp] {
+        senders_killed(profile, KILLS).await;
+        receivers_killed(profile, KILLS).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -77,57 +89,102 @@ async fn sender_frozen(profile: UcxProfile) {
         println!("{profile}: {quarantined} blocks were in quarantine for {:?}", frozen.elapsed());
         // It wakes up among strangers, and what it still sends reaches nothing.
         peer.thaw();
-        serve(&transport, profile, 100 + round).await;
+        serve(&transport, profile, 1000 + round).await;
     }
     println!("{profile}: {counters:?}");
 }
 
-async fn receiver_killed(profile: UcxProfile) {
+/// Each in the middle of a hand-off; after each the next receiver is served.
+async fn receivers_killed(profile: UcxProfile, kills: u32) {
     let Some((transport, arena)) = start(profile) else { return };
-    for round in 0..ROUNDS {
-        let mut peer = Peer::start(&[&profile.to_string(), "receive", &round.to_string()]);
+    let mut notices = Notices::default();
+    for kill in 0..kills {
+        let mut peer = Peer::start(&[&profile.to_string(), "receive", &kill.to_string()]);
         let ticket = peer.ticket();
         let mut outgoing = transport.open(&ticket).await.expect("open");
         // Connected, and with most of it under way.
         let (first, arrived) = probe();
         push(&mut outgoing, 0..4, &first).await.expect("the peer is alive");
         let (owner, freed) = probe();
-        push(&mut outgoing, 4..40, &owner).await.expect("the peer is alive");
+        push(&mut outgoing, 4..8 + kill % 64, &owner).await.expect("the peer is alive");
         drop(first);
         in_time(arrived).await.expect_err("the first range has arrived: its owner was dropped");
+        let killed = Instant::now();
         peer.kill();
         let rest = async {
-            push(&mut outgoing, 40..BLOCKS, &owner).await?;
+            push(&mut outgoing, 8 + kill % 64..BLOCKS, &owner).await?;
             outgoing.seal(seal(&arena, &ticket)).await
         };
-        in_time(rest).await.expect_err("nobody is there");
+        in_lease(rest).await.expect_err("nobody is there");
         drop(owner);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
+        notices.note(killed.elapsed(), || format!("receiver {kill}: {:?}", transport.counters()));
+        if kill + 1 == kills || kills == KILLS {
+            serve_receiver(&transport, &arena, profile, 1000 + kill).await;
+        }
     }
-    let mut peer = Peer::start(&[&profile.to_string(), "receive", "100"]);
+    notices.print("receivers", profile);
+}
+
+/// The next receiver is served.
+async fn serve_receiver(transport: &UcxTransport, arena: &Arena, profile: UcxProfile, id: u32) {
+    let mut peer = Peer::start(&[&profile.to_string(), "receive", &id.to_string()]);
     let ticket = peer.ticket();
-    let mut outgoing = transport.open(&ticket).await.expect("open");
-    push(&mut outgoing, 0..BLOCKS, &(Arc::new(()) as BlockOwner)).await.expect("push");
-    in_time(outgoing.seal(seal(&arena, &ticket))).await.expect("the next peer is served");
+    let mut outgoing = in_time(transport.open(&ticket)).await.expect("open");
+    in_time(push(&mut outgoing, 0..BLOCKS, &(Arc::new(()) as BlockOwner))).await.expect("push");
+    in_time(outgoing.seal(seal(arena, &ticket))).await.expect("the next peer is served");
     assert_eq!(peer.line(), "verified");
 }
 
-async fn sender_killed(profile: UcxProfile) {
+/// Each in the middle of a hand-off; after each the next sender is served.
+async fn senders_killed(profile: UcxProfile, kills: u32) {
     let Some((transport, _)) = start(profile) else { return };
-    for round in 0..ROUNDS {
+    let mut notices = Notices::default();
+    for kill in 0..kills {
         let (owner, freed) = probe();
-        let incoming = accept(&transport, round, owner);
+        let incoming = accept(&transport, kill, owner);
         let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
-        received(&transport, 4 << 20).await;
+        received(&transport, u64::from(1 + kill % 24) << 20).await;
+        let killed = Instant::now();
         peer.kill();
-        in_time(incoming.verified(expected())).await.expect_err("the seal never came");
+        let open_writes = transport.counters().open_writes.load(Relaxed);
+        in_lease(incoming.verified(expected())).await.expect_err("the seal never came");
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
+        notices
+            .note(killed.elapsed(), || format!("sender {kill}, {open_writes} writes open: {:?}", transport.counters()));
+        if kill + 1 == kills || kills == KILLS {
+            serve(&transport, profile, 1000 + kill).await;
+        }
     }
-    serve(&transport, profile, 100).await;
+    notices.print("senders", profile);
+}
+
+/// From a kill to the error and the blocks.
+#[derive(Default)]
+struct Notices(Vec<Duration>);
+
+impl Notices {
+    /// `told` says more about those that took long.
+    fn note(&mut self, notice: Duration, told: impl FnOnce() -> String) {
+        if notice > BOUND {
+            println!("noticed after {notice:?}: {}", told());
+        }
+        self.0.push(notice);
+    }
+
+    fn print(mut self, who: &str, profile: UcxProfile) {
+        self.0.sort();
+        let (kills, worst) = (self.0.len(), self.0.last().copied().unwrap_or_default());
+        let median = self.0.get(kills / 2).copied().unwrap_or_default();
+        let by_lease = self.0.iter().filter(|notice| **notice > BOUND).count();
+        println!(
+            "{profile}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst); {by_lease} late"
+        );
+    }
 }
 
 /// The next sender is served.
-async fn serve(transport: &UcxTransport, profile: UcxProfile, id: u8) {
+async fn serve(transport: &UcxTransport, profile: UcxProfile, id: u32) {
     let incoming = accept(transport, id, Arc::new(()));
     let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
     peer.say("seal");
@@ -257,9 +314,11 @@ fn start_with(config: UcxConfig) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
     }
 }
 
-fn accept(transport: &UcxTransport, id: u8, owner: BlockOwner) -> Incoming {
+fn accept(transport: &UcxTransport, id: u32, owner: BlockOwner) -> Incoming {
+    let mut handoff = [9; 16];
+    handoff[..4].copy_from_slice(&id.to_le_bytes());
     let grant = Grant {
-        handoff: HandoffId([id; 16]),
+        handoff: HandoffId(handoff),
         prefill_incarnation: Incarnation(1),
         decode_incarnation: Incarnation(2),
         compatibility_digest: 3,
@@ -292,6 +351,11 @@ fn expected() -> Expected {
 fn probe() -> (BlockOwner, oneshot::Receiver<()>) {
     let (sender, dropped) = oneshot::channel::<()>();
     (Arc::new(std::sync::Mutex::new(sender)), dropped)
+}
+
+/// UCX overlooks a death now and then; the lease does not.
+async fn in_lease<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(LEASE + BOUND, future).await.expect("not even the lease ended it")
 }
 
 async fn in_time<F: Future>(future: F) -> F::Output {

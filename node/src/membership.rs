@@ -39,7 +39,7 @@ pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, 
 #[derive(Clone)]
 pub enum RouterWay {
     /// Over the network.
-    Network(Endpoint),
+    Network(Box<Endpoint>),
     /// In this process, for simulations and tests: what connects.
     InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, Status>> + Send + Sync>),
 }
@@ -66,7 +66,7 @@ impl RouterWay {
 
 impl From<Endpoint> for RouterWay {
     fn from(endpoint: Endpoint) -> Self {
-        Self::Network(endpoint)
+        Self::Network(Box::new(endpoint))
     }
 }
 

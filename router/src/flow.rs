@@ -272,8 +272,8 @@ impl Run {
                 Err(failure) => return Ok(End::Failed(failure)),
             };
             match step {
-                // The last two are failures, which the attempt has told.
-                Step::Wait | Step::Undelivered(_) | Step::Spent => {}
+                // The attempt itself has acted on the last three.
+                Step::Wait | Step::LetGo | Step::Undelivered(_) | Step::Spent => {}
                 Step::Deliver(ticket) => attempt.deliver(ticket),
                 Step::Verified => {
                     attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv));

@@ -27,7 +27,7 @@ struct Args {
     #[arg(long, value_delimiter = ',', default_values = ["ucx", "tcp"])]
     transports: Vec<String>,
     /// Fleets at a time.
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 10)]
     jobs: usize,
     /// Only cells whose name (fault/victim/moment) contains this.
     #[arg(default_value = "")]

@@ -157,10 +157,7 @@ impl http_body::Body for Carried {
     type Data = Chunk;
     type Error = Status;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Chunk>, Status>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Chunk>, Status>>> {
         if self.gone.iter_mut().any(|gone| gone.as_mut().poll(context).is_ready()) {
             self.ended = true;
             self.frames.clear();

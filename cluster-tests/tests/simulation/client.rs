@@ -25,7 +25,10 @@ pub struct Outcome {
 /// How it ended.
 #[derive(Debug)]
 pub enum End {
-    Finished { reason: v1::FinishReason, timings: Box<v1::Timings> },
+    Finished {
+        reason: v1::FinishReason,
+        timings: Box<v1::Timings>,
+    },
     /// Refused at once, or failed later.
     Failed(Error),
     /// The client left.

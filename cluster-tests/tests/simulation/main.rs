@@ -197,7 +197,10 @@ impl Sums {
         let per_run = self.took.as_secs_f64() * 1e3 / self.runs.max(1) as f64;
         let (failed, minutes) = (self.failed.len(), self.virtual_time.as_secs_f64() / 60.0);
         let took = self.took.as_secs_f64();
-        println!("\n{} runs, {failed} failed; {minutes:.1} virtual minutes in {took:.1} s, {per_run:.1} ms a run", self.runs);
+        println!(
+            "\n{} runs, {failed} failed; {minutes:.1} virtual minutes in {took:.1} s, {per_run:.1} ms a run",
+            self.runs
+        );
         print!("{}", self.tally);
         if self.same > 0 {
             println!("{} of {} runs did the same when run twice", self.same, self.runs);

@@ -183,7 +183,8 @@ impl Schedule {
             8 => Fault::CutControl(node, ms(rng, 20..3000)),
             9 => Fault::SlowControl(node, ms(rng, 100..1000)),
             10 => {
-                let (prefill, decode) = (rng.random_range(0..self.prefill_nodes), rng.random_range(0..self.decode_nodes));
+                let (prefill, decode) =
+                    (rng.random_range(0..self.prefill_nodes), rng.random_range(0..self.decode_nodes));
                 Fault::CutData(NodeName::Prefill(prefill), NodeName::Decode(decode), ms(rng, 20..2500))
             }
             11..=13 => Fault::SlowData(ms(rng, 300..2500)),

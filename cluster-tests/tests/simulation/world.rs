@@ -82,7 +82,8 @@ impl World {
         let data_plane = DataPlane::new(schedule.seed);
         let (directory, router) = (Directory::default(), Arc::default());
         let around = Surroundings { text, network: network(data_plane.clone()), data_plane, router };
-        let links = schedule.nodes().enumerate().map(|(i, name)| (name, Link::new(Duration::from_millis(i as u64 % 3))));
+        let links =
+            schedule.nodes().enumerate().map(|(i, name)| (name, Link::new(Duration::from_millis(i as u64 % 3))));
         let world = Self {
             links: links.collect(),
             around,

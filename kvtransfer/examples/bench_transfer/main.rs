@@ -1,11 +1,12 @@
 //! How fast hand-offs move bytes, beside what bounds them, measured in turns so that a busy machine disturbs both alike:
 //! UCX shared memory beside memcpy of equally cold memory, our tcp beside a plain blocking socket loop, and UCX on one
-//! hot buffer beside `ucx_perftest`. Prints markdown; medians.
+//! hot buffer beside `ucx_perftest`; and how fast one core verifies. Prints markdown; medians.
 //!
 //! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
 mod baseline;
 mod cores;
 mod handoffs;
+mod verify;
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -42,7 +43,7 @@ struct Args {
     #[arg(long, default_value_t = 1024)]
     hot_kib: usize,
     /// Parts to run.
-    #[arg(long, value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned(), "hot".to_owned()])]
+    #[arg(long, value_delimiter = ',', default_values_t = ["shm", "tcp", "hot", "verify"].map(str::to_owned))]
     parts: Vec<String>,
 }
 
@@ -55,7 +56,8 @@ fn main() -> anyhow::Result<()> {
             // Its sending threads start when it connects, from the runtime's.
             "tcp" => on_core(0, || runtime()?.block_on(tcp(&args)))?,
             "hot" => runtime()?.block_on(hot(&args))?,
-            other => anyhow::bail!("no part is called {other}; there are shm, tcp and hot"),
+            "verify" => on_core(0, || verify(&args))?,
+            other => anyhow::bail!("no part is called {other}; there are shm, tcp, hot and verify"),
         }
     }
     Ok(())
@@ -164,6 +166,20 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
                 kib(range_bytes)
             );
         }
+    }
+    Ok(())
+}
+
+fn verify(args: &Args) -> anyhow::Result<()> {
+    let words = noise(args.arena_mib << 20);
+    println!("\n### Verification on one core (XXH3-64, GB/s)\n");
+    println!("| block | warm | cold {} MiB arena | cold, unit by unit |\n|---|---|---|---|", args.arena_mib);
+    for block_bytes in args.range_kib.iter().map(|kib| kib << 10) {
+        let rates: Vec<_> =
+            (0..args.samples).map(|_| verify::measure(&words, block_bytes, args.transfer_mib << 20)).collect();
+        let rate = |of: fn(&verify::Rates) -> f64| median(rates.iter().map(of).collect());
+        let (warm, cold, cold_units) = (rate(|r| r.warm), rate(|r| r.cold), rate(|r| r.cold_units));
+        println!("| {} | {warm:.2} | {cold:.2} | {cold_units:.2} |", kib(block_bytes));
     }
     Ok(())
 }

@@ -118,10 +118,8 @@ impl Carrier {
         match frame {
             Queued::Data { range, runs, .. } => {
                 let asked = std::mem::take(&mut self.faults.send);
-                let faults = Faults {
-                    flip_byte: asked.flip_byte || flip,
-                    truncate_push: asked.truncate_push || truncate,
-                };
+                let faults =
+                    Faults { flip_byte: asked.flip_byte || flip, truncate_push: asked.truncate_push || truncate };
                 self.write(&link, range, &runs, faults).await
             }
             Queued::Seal { .. } if self.faults.drop_seal => Ok(()),
@@ -151,13 +149,7 @@ impl Carrier {
         }
     }
 
-    async fn write(
-        &self,
-        link: &Link,
-        range: DataHeader,
-        runs: &[Run],
-        faults: Faults,
-    ) -> Result<(), TransferError> {
+    async fn write(&self, link: &Link, range: DataHeader, runs: &[Run], faults: Faults) -> Result<(), TransferError> {
         let bytes: usize = runs.iter().map(|run| run.bytes).sum();
         let len = bytes - if faults.truncate_push { 8 } else { 0 };
         // A refusal reaches this hand-off through its answer.

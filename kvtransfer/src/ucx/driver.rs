@@ -202,9 +202,8 @@ impl Driver {
         match posted {
             Ok(Posted::Done) => self.finished(on, work, true),
             Ok(Posted::Pending(request)) => {
-                // A sender on this host is slow when the host is; its hand-off has a lease, and its writes a grace.
-                let waits = matches!(work, Work::Receive { .. }) && self.config.profile == UcxProfile::Shm;
-                let deadline = (!waits).then(|| Instant::now() + self.config.stall_timeout);
+                // UCX overlooks a death now and then, and a frozen peer always.
+                let deadline = Some(Instant::now() + self.config.stall_timeout);
                 self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
             }
             Err(error) => {

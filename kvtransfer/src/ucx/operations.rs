@@ -34,7 +34,7 @@ impl OperationId {
 /// One send or receive in flight.
 pub(super) struct Operation {
     pub(super) endpoint: EndpointId,
-    /// The endpoint is given up when it is not over by then; `None`: it may take as long as the peer lives.
+    /// The endpoint is given up when it is not over by then; `None`: that has happened, and did not end it.
     pub(super) deadline: Option<Instant>,
     pub(super) request: Option<Request>,
     pub(super) work: Work,

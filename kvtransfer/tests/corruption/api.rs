@@ -133,12 +133,12 @@ impl Attackers {
             }
             "unit outside the block" => {
                 let finer = v1::Ticket { units: u32::from(UNITS) * 2, ..ticket.clone() };
-                return in_units(sender, &finer, &[0..1], blocks, seal).await;
+                return in_units(sender, &finer, &[0..1, 1..2], blocks, seal).await;
             }
             "unit out of order" => return in_units(sender, ticket, &[1..2, 0..1], blocks, seal).await,
             "unit twice" => return in_units(sender, ticket, &[0..2, 1..3], blocks, seal).await,
             "block twice" => return in_units(sender, ticket, &[0..UNITS, 0..UNITS], blocks, seal).await,
-            "seal before its blocks" => return in_units(sender, ticket, &[0..UNITS - 1], blocks, seal).await,
+            "seal before its blocks" => return in_units(sender, ticket, &[0..1, 1..UNITS - 1], blocks, seal).await,
             "seal of another hand-off" => seal.handoff_id = self.old.handoff_id.clone(),
             "stale prefill incarnation" => seal.prefill_incarnation = rng.random(),
             "stale decode incarnation" => seal.decode_incarnation = rng.random(),

@@ -145,6 +145,7 @@ impl Attempt {
                 self.decode_works = true;
                 self.route.succeeded(Role::Decode);
             }
+            Step::LetGo => self.prefill.stop(),
             Step::Undelivered(error) => return Err(Failure::undelivered(error.clone())),
             Step::Spent => {
                 let error = Error::new(ErrorKind::Unavailable, "its KV went to a decode node that failed");

@@ -31,6 +31,8 @@ pub enum Step {
     Finished(FinishReason),
     /// Prefill could not hand over, and keeps the KV for another ticket.
     Undelivered(Error),
+    /// Prefill keeps KV for another ticket that nobody needs: decode has verified what prefill takes for lost.
+    LetGo,
     /// Prefill is done, with a hand-off that is of no use any more.
     Spent,
 }
@@ -110,6 +112,7 @@ impl Exchange {
                 self.delivered = Some(delivered);
                 Ok(Step::Wait)
             }
+            Some(prefill_event::Event::Undelivered(_)) if self.verified.is_some() => Ok(Step::LetGo),
             Some(prefill_event::Event::Undelivered(undelivered)) if !self.is_current(&undelivered.handoff_id) => {
                 Ok(Step::Wait)
             }
@@ -240,6 +243,7 @@ pub(super) mod tests {
             transport,
             span_id,
             held_blocks: 0,
+            copying_ms: 1.0,
         };
         decode(decode_event::Event::Verified(verified))
     }
@@ -303,6 +307,17 @@ pub(super) mod tests {
         assert_eq!(exchange.on_decode(verified()).unwrap(), Step::Verified);
         assert_eq!(exchange.on_prefill(delivered_to("d1", vec![])).unwrap(), Step::Wait);
         assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+    }
+
+    #[test]
+    fn what_decode_has_verified_is_not_undelivered() {
+        let mut exchange = Exchange::new(3);
+        exchange.on_decode(reserved()).unwrap();
+        exchange.on_prefill(first_token(7, None)).unwrap();
+        exchange.on_decode(verified()).unwrap();
+        // The acknowledgement was lost on its way.
+        assert_eq!(exchange.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap(), Step::LetGo);
+        assert_eq!(exchange.on_prefill(delivered(vec![])).unwrap(), Step::Wait);
     }
 
     #[test]

@@ -353,9 +353,9 @@ fn smoothness(tokens: &[Instant]) -> f64 {
     on_time as f64 / tokens.len() as f64
 }
 
-/// 10⁹ bytes a second; 0 when no time was measured.
+/// 10⁹ bytes a second while bytes were moving; 0 when no time was measured.
 fn gigabytes_per_second(kv: &v1::Verified) -> f64 {
-    if kv.transfer_ms > 0.0 { kv.bytes as f64 / kv.transfer_ms / 1e6 } else { 0.0 }
+    if kv.copying_ms > 0.0 { kv.bytes as f64 / kv.copying_ms / 1e6 } else { 0.0 }
 }
 
 fn ms(duration: Duration) -> f64 {

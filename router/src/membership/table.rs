@@ -26,6 +26,8 @@ pub(super) struct Table {
     entries: BTreeMap<u64, Entry>,
     last_session: u64,
     turn: usize,
+    /// When [`Table::expire`] was last called.
+    watched: Option<Instant>,
     fence: Fence,
     breakers: Settings,
     /// Breakers that opened, of prefill and of decode nodes.
@@ -47,7 +49,7 @@ struct Entry {
 impl Table {
     pub fn new(breakers: Settings) -> Self {
         let (entries, fence) = (BTreeMap::new(), Fence::default());
-        Self { entries, last_session: 0, turn: 0, fence, breakers, opened: [0; 2] }
+        Self { entries, last_session: 0, turn: 0, watched: None, fence, breakers, opened: [0; 2] }
     }
 
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
@@ -136,7 +138,17 @@ impl Table {
     }
 
     /// Whether any was silent for too long.
+    /// Time in which nobody called this does not count as silence: then the router itself stood still, and what its nodes
+    /// have said meanwhile waits in its sockets.
     pub fn expire(&mut self, now: Instant, lease: Duration) -> bool {
+        let unwatched = now.saturating_duration_since(self.watched.replace(now).unwrap_or(now));
+        if unwatched > lease / 2 {
+            tracing::warn!(
+                stalled_ms = unwatched.as_millis() as u64,
+                "the router stood still; its nodes have that time"
+            );
+            self.entries.values_mut().for_each(|entry| entry.heard = now.min(entry.heard + unwatched));
+        }
         let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
         for session in &sessions {

@@ -48,6 +48,25 @@ fn silence_longer_than_the_lease_is_death() {
 }
 
 #[test]
+fn a_router_that_stood_still_does_not_blame_its_nodes() {
+    let (membership, start) = (membership(), Instant::now());
+    let node = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    let mut now = start;
+    let mut watch = |from: Duration, until: Duration| {
+        now = start + from;
+        while now <= start + until {
+            membership.expire(now);
+            now += LEASE / 10;
+        }
+    };
+    watch(Duration::ZERO, LEASE / 2);
+    watch(LEASE * 4, LEASE * 4 + LEASE / 3);
+    assert!(!dead(&node), "nobody listened for most of the time");
+    watch(LEASE * 4 + LEASE / 3, LEASE * 5);
+    assert!(dead(&node), "and now it is silent");
+}
+
+#[test]
 fn a_new_incarnation_replaces_the_old_one() {
     let (membership, now) = (membership(), Instant::now());
     let old = membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
