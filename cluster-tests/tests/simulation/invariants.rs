@@ -12,7 +12,7 @@ use crate::router::RouterProcess;
 use crate::schedule::{Client, Request, Schedule};
 
 /// A request ends so long after its deadline at the latest.
-const AFTER_DEADLINE: Duration = Duration::from_millis(100);
+const AFTER_DEADLINE: Duration = Duration::from_millis(5);
 /// Child spans leave no larger gap.
 const TILED_MS: f64 = 0.01;
 
@@ -49,15 +49,12 @@ impl fmt::Display for Violation {
 
 /// Of what the clients saw.
 pub fn of_outcomes(schedule: &Schedule, expected: &[Expected], outcomes: &[Outcome]) -> Vec<Violation> {
-    let mut found = Vec::new();
-    for outcome in outcomes {
+    let calm = schedule.faults.is_empty();
+    let found = outcomes.iter().flat_map(|outcome| {
         let (request, expected) = (&schedule.requests[outcome.request], &expected[outcome.request]);
-        found.extend(tokens(outcome, expected));
-        found.extend(end(outcome, expected, schedule.faults.is_empty()));
-        found.extend(in_time(outcome, request));
-        found.extend(tiled(outcome));
-    }
-    found
+        of_outcome(request, expected, outcome, calm)
+    });
+    found.collect()
 }
 
 /// Of requests that nothing disturbed.
@@ -66,8 +63,17 @@ pub fn of_healed(schedule: &Schedule, expected: &[Expected], outcomes: &[Outcome
     let mut found: Vec<_> = unanswered
         .map(|outcome| Violation::new(7, format!("request {}: {:?}", outcome.request, outcome.end)))
         .collect();
-    found.extend(of_outcomes(schedule, expected, outcomes));
+    found.extend(outcomes.iter().flat_map(|outcome| {
+        let request = patient(&schedule.requests[outcome.request]);
+        of_outcome(&request, &expected[outcome.request], outcome, true)
+    }));
     found
+}
+
+fn of_outcome(request: &Request, expected: &Expected, outcome: &Outcome, calm: bool) -> Vec<Violation> {
+    let found =
+        [tokens(outcome, expected), end(outcome, expected, calm), in_time(outcome, request), tiled(outcome)];
+    found.into_iter().flatten().collect()
 }
 
 /// The same request by a client that waits.
@@ -158,8 +164,9 @@ fn in_time(outcome: &Outcome, request: &Request) -> Option<Violation> {
     };
     let bound = request.deadline + AFTER_DEADLINE + reading;
     (outcome.took > bound).then(|| {
-        let (took, deadline) = (outcome.took, request.deadline);
-        Violation::new(4, format!("request {} took {took:?}, its deadline was {deadline:?}", outcome.request))
+        let (took, deadline, at, client) = (outcome.took, request.deadline, request.at, request.client);
+        let what = format!("came at {at:?} ({client:?}) and took {took:?}, its deadline was {deadline:?}");
+        Violation::new(4, format!("request {} {what}", outcome.request))
     })
 }
 
