@@ -166,6 +166,10 @@ fn show(seed: u64, text: &Arc<ModelText>) -> ExitCode {
     print!("{}", report.tally);
     let again = simulate(seed, text, Mutation::None);
     println!("digest {:016x}, again {:016x}", report.log.digest(), again.log.digest());
+    let (first, second) = (report.log.lines(), again.log.lines());
+    if let Some((one, other)) = first.iter().zip(&second).find(|(one, other)| one != other) {
+        println!("the second run differs first where it says `{other}` instead of `{one}`");
+    }
     if report.violations.is_empty() {
         return ExitCode::SUCCESS;
     }
