@@ -208,6 +208,17 @@ impl Schedule {
         }
     }
 
+    /// Whether so much goes wrong that a request may fail of it: one node or way that is lost is no excuse.
+    pub fn excuses(&self) -> bool {
+        use Fault::*;
+        match &self.faults[..] {
+            [] => false,
+            [(_, Kill(..) | Freeze(..) | Drain(..) | CutControl(..) | SlowControl(..))] => false,
+            [(_, CutData(..) | SlowData(_) | LateCancels(_))] => false,
+            _ => true,
+        }
+    }
+
     /// All nodes.
     pub fn nodes(&self) -> impl Iterator<Item = NodeName> + use<> {
         (0..self.prefill_nodes).map(NodeName::Prefill).chain((0..self.decode_nodes).map(NodeName::Decode))
