@@ -2,31 +2,42 @@
 //! ticket holds blocks here while it waits for blocks on a decode node; a request that has its ticket holds blocks there
 //! while it waits for blocks here. When both kinds meet, the first gives way: its blocks are dropped, and its prompt is
 //! computed again once its ticket is there. So whoever holds a ticket gets blocks in the end.
-use tokio::sync::watch;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::sync::Notify;
 
 /// How many requests that have a ticket wait for blocks. One per node; clones are handles on the same count.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Pressure {
-    waiting: watch::Sender<usize>,
+    inner: Arc<Inner>,
 }
 
-impl Default for Pressure {
-    fn default() -> Self {
-        Self { waiting: watch::Sender::new(0) }
-    }
+#[derive(Debug, Default)]
+struct Inner {
+    waiting: AtomicUsize,
+    /// Tells those who give way in the order in which they came.
+    felt: Notify,
 }
 
 impl Pressure {
     /// Counts one such request until the guard is dropped.
     pub fn add(&self) -> PressureGuard {
-        self.waiting.send_modify(|waiting| *waiting += 1);
+        self.inner.waiting.fetch_add(1, Ordering::AcqRel);
+        self.inner.felt.notify_waiters();
         PressureGuard { pressure: self.clone() }
     }
 
     /// Ready when there is such a request.
     pub async fn felt(&self) {
-        // The sender lives in `self`: the channel cannot be closed.
-        let _ = self.waiting.subscribe().wait_for(|waiting| *waiting > 0).await;
+        loop {
+            // Before the look: what comes behind it is not missed.
+            let told = self.inner.felt.notified();
+            if self.inner.waiting.load(Ordering::Acquire) > 0 {
+                return;
+            }
+            told.await;
+        }
     }
 }
 
@@ -38,7 +49,7 @@ pub struct PressureGuard {
 
 impl Drop for PressureGuard {
     fn drop(&mut self) {
-        self.pressure.waiting.send_modify(|waiting| *waiting -= 1);
+        self.pressure.inner.waiting.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -12,6 +12,7 @@ use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+use crate::flow::admission::Counts;
 use crate::flow::{self, Admission, Limits};
 use crate::membership::Membership;
 use crate::metrics::{Metrics, Seen};
@@ -231,6 +232,11 @@ impl Service {
             spans_dropped: flow.exporter.dropped(),
         };
         flow.metrics.text(accept, &seen)
+    }
+
+    /// Requests that run and wait.
+    pub fn counts(&self) -> Counts {
+        self.flow.admission.counts()
     }
 
     /// The node table.

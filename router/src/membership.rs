@@ -18,7 +18,8 @@ use tandem_telemetry::clock;
 
 use serde_json::json;
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
-use tokio::sync::watch;
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
@@ -95,7 +96,7 @@ impl Node {
 pub struct Membership {
     table: Arc<Mutex<Table>>,
     /// Nodes came or went.
-    changed: Arc<watch::Sender<()>>,
+    changed: Arc<Notify>,
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
@@ -204,7 +205,7 @@ impl Membership {
         let (role, endpoint) = check(&info, &self.expected)?;
         let reach = self.reaching.reach(&info, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, reach), now);
-        self.changed.send_replace(());
+        self.changed.notify_waiters();
         node
     }
 
@@ -221,7 +222,7 @@ impl Membership {
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
         lock(&self.table).leave(session, why);
-        self.changed.send_replace(());
+        self.changed.notify_waiters();
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
@@ -232,7 +233,7 @@ impl Membership {
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
         if lock(&self.table).expire(now, self.lease) {
-            self.changed.send_replace(());
+            self.changed.notify_waiters();
         }
     }
 
@@ -245,9 +246,9 @@ impl Membership {
         }
     }
 
-    /// Tells when nodes come and go: what happened before this call is known to the receiver.
-    pub fn changes(&self) -> watch::Receiver<()> {
-        self.changed.subscribe()
+    /// Ready when nodes have come or gone since this call. Who waits longest is told first.
+    pub fn changed(&self) -> Notified<'_> {
+        self.changed.notified()
     }
 
     /// Picks the pair for a request and books its work on both nodes.

@@ -80,7 +80,7 @@ impl State {
     }
 
     fn latency(&mut self, frame: Frame) -> Duration {
-        let slow = self.troubled(Trouble::Slow);
+        let slow = self.strikes(Trouble::Slow, 0.3);
         let ms = match frame {
             // As UCX and tcp do with an end that they do not hear of.
             Frame::Close if self.troubled(Trouble::LoseCancels) => self.rng.random_range(100..1500),
@@ -127,7 +127,8 @@ impl Weather for DataPlane {
         let mut state = self.lock();
         let Some((_, receiver)) = state.pair(from, to) else { return std::future::ready(()).boxed() };
         let ms = match window {
-            Window::Writing if state.troubled(Trouble::Slow) => state.rng.random_range(1..150),
+            // Some linger while others overtake them: a late writer meets blocks that have another owner by then.
+            Window::Writing if state.strikes(Trouble::Slow, 0.3) => state.rng.random_range(20..400),
             Window::Writing => state.rng.random_range(0..=4),
             Window::Written => 0,
         };

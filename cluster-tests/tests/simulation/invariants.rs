@@ -1,5 +1,6 @@
 //! What must hold, whatever happens: DESIGN's invariants as far as one run can show them. Each finding says which one broke.
 use std::fmt;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use tandem_kvtransfer::mem::MemNetwork;
@@ -8,6 +9,7 @@ use tandem_proto::{ErrorKind, v1};
 use crate::client::{End, Outcome};
 use crate::node::{IDLE_TASKS, MAX_CALLS, NodeProcess};
 use crate::oracle::Expected;
+use crate::process::Process;
 use crate::router::RouterProcess;
 use crate::schedule::{Client, Request, Schedule};
 
@@ -49,9 +51,12 @@ impl fmt::Display for Violation {
 
 /// Of what the clients saw.
 pub fn of_outcomes(schedule: &Schedule, expected: &[Expected], outcomes: &[Outcome]) -> Vec<Violation> {
-    let calm = schedule.faults.is_empty();
-    let request = |outcome: &Outcome| &schedule.requests[outcome.request];
-    outcomes.iter().flat_map(|outcome| of_outcome(outcome, request(outcome), expected, calm)).collect()
+    let calm = !schedule.excuses();
+    let found = outcomes.iter().flat_map(|outcome| {
+        let (request, expected) = (&schedule.requests[outcome.request], &expected[outcome.request]);
+        of_outcome(request, expected, outcome, calm)
+    });
+    found.collect()
 }
 
 /// Of requests that nothing disturbed, each [`patient`].
@@ -60,13 +65,14 @@ pub fn of_healed(schedule: &Schedule, expected: &[Expected], outcomes: &[Outcome
     let mut found: Vec<_> = unanswered
         .map(|outcome| Violation::new(7, format!("request {}: {:?}", outcome.request, outcome.end)))
         .collect();
-    let request = |outcome: &Outcome| patient(&schedule.requests[outcome.request]);
-    found.extend(outcomes.iter().flat_map(|outcome| of_outcome(outcome, &request(outcome), expected, true)));
+    found.extend(outcomes.iter().flat_map(|outcome| {
+        let request = patient(&schedule.requests[outcome.request]);
+        of_outcome(&request, &expected[outcome.request], outcome, true)
+    }));
     found
 }
 
-fn of_outcome(outcome: &Outcome, request: &Request, expected: &[Expected], calm: bool) -> Vec<Violation> {
-    let expected = &expected[outcome.request];
+fn of_outcome(request: &Request, expected: &Expected, outcome: &Outcome, calm: bool) -> Vec<Violation> {
     let found = [tokens(outcome, expected), end(outcome, expected, calm), in_time(outcome, request), tiled(outcome)];
     found.into_iter().flatten().collect()
 }
@@ -89,9 +95,29 @@ pub fn of_limits(node: &NodeProcess) -> Vec<Violation> {
     found
 }
 
+/// Of a router at any time.
+pub fn of_queue(schedule: &Schedule, router: &RouterProcess) -> Option<Violation> {
+    let counts = router.service.counts();
+    let within = counts.inflight <= schedule.max_inflight as usize && counts.queued <= schedule.max_queue;
+    (!within).then(|| Violation::new(5, format!("the router: {counts:?}")))
+}
+
+/// Of a router that has nothing to do.
+pub fn of_idle(router: &RouterProcess) -> Option<Violation> {
+    let counts = router.service.counts();
+    (counts.inflight + counts.queued > 0).then(|| Violation::new(3, format!("the router: {counts:?}")))
+}
+
+/// Of a process that was killed.
+pub fn of_dead(process: &Process) -> Option<Violation> {
+    let left = process.tasks();
+    (left > 0).then(|| Violation::new(3, format!("a dead process has {left} tasks left")))
+}
+
 /// Of a node that has nothing to do.
 pub fn of_rest(node: &NodeProcess) -> Vec<Violation> {
     let (pool, registry) = (node.node.engine.pool(), node.transport.registry());
+    let open_writes = registry.counters().open_writes.load(Relaxed);
     let left = |what: &str, count: usize| {
         (count > 0).then(|| Violation::new(3, format!("{}: {count} {what} left", node.name)))
     };
@@ -99,6 +125,7 @@ pub fn of_rest(node: &NodeProcess) -> Vec<Violation> {
         left("blocks leased", pool.total() - pool.free()),
         left("hand-offs in quarantine", registry.quarantined().handoffs),
         left("hand-offs", registry.handoffs()),
+        left("writes", open_writes as usize),
         left("calls", node.node.work.in_flight()),
         left("tasks", node.process.tasks().saturating_sub(IDLE_TASKS)),
     ]
@@ -159,8 +186,9 @@ fn in_time(outcome: &Outcome, request: &Request) -> Option<Violation> {
     };
     let bound = request.deadline + AFTER_DEADLINE + reading;
     (outcome.took > bound).then(|| {
-        let (took, deadline) = (outcome.took, request.deadline);
-        Violation::new(4, format!("request {} took {took:?}, its deadline was {deadline:?}", outcome.request))
+        let (took, deadline, at, client) = (outcome.took, request.deadline, request.at, request.client);
+        let what = format!("came at {at:?} ({client:?}) and took {took:?}, its deadline was {deadline:?}");
+        Violation::new(4, format!("request {} {what}", outcome.request))
     })
 }
 

@@ -33,13 +33,13 @@ use tally::Tally;
 use world::Report;
 
 /// Runs of a plain `cargo test`.
-const FEW_SEEDS: u64 = 30;
+const FEW_SEEDS: u64 = 20;
 /// Runs within which every planted bug must have shown.
-const MUTATION_SEEDS: u64 = 500;
+const MUTATION_SEEDS: u64 = 200;
 /// The planted bugs.
 const MUTATIONS: [Mutation; 3] = [Mutation::FreeEarly, Mutation::SkipChecksum, Mutation::ForgetFence];
-/// Seeds that once failed.
-const REGRESSIONS: [u64; 0] = [];
+/// Seeds that failed once, of the code or of a planted bug: they always run.
+const REGRESSIONS: [u64; 6] = [13, 16, 18, 52, 1700, 9699];
 
 /// Simulated runs of whole clusters.
 #[derive(Parser)]
@@ -65,9 +65,11 @@ struct Args {
     /// Run every seed twice, and count those that do the same both times.
     #[arg(long)]
     twice: bool,
-    /// Given by cargo to filter tests; ignored.
+    /// The test runner's own, which mean nothing here.
     #[arg(hide = true)]
     _filter: Vec<String>,
+    #[arg(long, hide = true)]
+    nocapture: bool,
 }
 
 fn main() -> ExitCode {
@@ -166,6 +168,10 @@ fn show(seed: u64, text: &Arc<ModelText>) -> ExitCode {
     print!("{}", report.tally);
     let again = simulate(seed, text, Mutation::None);
     println!("digest {:016x}, again {:016x}", report.log.digest(), again.log.digest());
+    let (first, second) = (report.log.lines(), again.log.lines());
+    if let Some((one, other)) = first.iter().zip(&second).find(|(one, other)| one != other) {
+        println!("the second run differs first where it says `{other}` instead of `{one}`");
+    }
     if report.violations.is_empty() {
         return ExitCode::SUCCESS;
     }

@@ -176,7 +176,7 @@ impl Schedule {
 
     fn draw_fault(&self, rng: &mut StdRng, node: NodeName) -> Fault {
         let ms = |rng: &mut StdRng, range| Duration::from_millis(rng.random_range(range));
-        match rng.random_range(0..18) {
+        match rng.random_range(0..20) {
             0..=2 => Fault::Kill(node, ms(rng, 50..1500)),
             3..=5 => Fault::Freeze(node, ms(rng, 20..2500)),
             6..=7 => Fault::Drain(node, ms(rng, 10..500)),
@@ -187,12 +187,12 @@ impl Schedule {
                     (rng.random_range(0..self.prefill_nodes), rng.random_range(0..self.decode_nodes));
                 Fault::CutData(NodeName::Prefill(prefill), NodeName::Decode(decode), ms(rng, 20..2500))
             }
-            11 => Fault::SlowData(ms(rng, 100..1500)),
-            12 => Fault::Flip(ms(rng, 50..500)),
-            13 => Fault::Truncate(ms(rng, 50..500)),
-            14 => Fault::LoseSeals(ms(rng, 50..500)),
-            15 => Fault::LoseCancels(ms(rng, 100..1500)),
-            16 => match rng.random_bool(0.5) {
+            11..=13 => Fault::SlowData(ms(rng, 300..2500)),
+            14 => Fault::Flip(ms(rng, 50..500)),
+            15 => Fault::Truncate(ms(rng, 50..500)),
+            16 => Fault::LoseSeals(ms(rng, 50..500)),
+            17 => Fault::LoseCancels(ms(rng, 100..1500)),
+            18 => match rng.random_bool(0.5) {
                 true => Fault::Sever(ms(rng, 50..500)),
                 false => Fault::LateCancels(node),
             },
@@ -205,6 +205,17 @@ impl Schedule {
             NodeName::Prefill(rng.random_range(0..self.prefill_nodes))
         } else {
             NodeName::Decode(rng.random_range(0..self.decode_nodes))
+        }
+    }
+
+    /// Whether so much goes wrong that a request may fail of it: one node or way that is lost is no excuse.
+    pub fn excuses(&self) -> bool {
+        use Fault::*;
+        match &self.faults[..] {
+            [] => false,
+            [(_, Kill(..) | Freeze(..) | Drain(..) | CutControl(..) | SlowControl(..))] => false,
+            [(_, CutData(..) | SlowData(_) | LateCancels(_))] => false,
+            _ => true,
         }
     }
 
@@ -240,8 +251,8 @@ fn draw_request(rng: &mut StdRng, at: Duration, prompt: Prompt) -> Request {
     }
     let client = match rng.random_range(0..20) {
         0 => Client::LeavesAfter(rng.random_range(1..=8)),
-        1..=2 => Client::LeavesIn(Duration::from_millis(rng.random_range(1..200))),
-        3 => Client::Slow(Duration::from_millis(rng.random_range(1..60))),
+        1..=3 => Client::LeavesIn(Duration::from_millis(rng.random_range(1..300))),
+        4 => Client::Slow(Duration::from_millis(rng.random_range(1..60))),
         _ => Client::Patient,
     };
     let deadline = match rng.random_bool(0.15) {

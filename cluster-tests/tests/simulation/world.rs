@@ -16,6 +16,7 @@ use crate::invariants::{self, Violation};
 use crate::log::Log;
 use crate::node::{NodeProcess, Surroundings};
 use crate::oracle::{self, Expected};
+use crate::process::Process;
 use crate::router::{self, Directory, RouterProcess};
 use crate::schedule::{Fault, NodeName, Schedule};
 use crate::tally::Tally;
@@ -52,6 +53,8 @@ pub struct World {
 #[derive(Default)]
 struct State {
     nodes: BTreeMap<NodeName, Arc<NodeProcess>>,
+    /// Processes of earlier lives.
+    dead: Vec<Process>,
     lives: u64,
     violations: Vec<Violation>,
     tally: Tally,
@@ -150,6 +153,11 @@ impl World {
             let mut state = self.lock();
             let found: Vec<_> = state.nodes.values().flat_map(|node| invariants::of_limits(node)).collect();
             state.violations.extend(found);
+            drop(state);
+            if let Some(router) = self.router() {
+                let found = invariants::of_queue(&self.schedule, &router);
+                self.lock().violations.extend(found);
+            }
         }
     }
 
@@ -157,10 +165,7 @@ impl World {
     async fn settle(&self) {
         let bound = Instant::now() + SETTLED_WITHIN;
         loop {
-            let nodes: Vec<_> = self.lock().nodes.values().cloned().collect();
-            let mut found: Vec<_> = nodes.iter().flat_map(|node| invariants::of_rest(node)).collect();
-            found.extend(invariants::of_network(&self.around.network));
-            found.extend(self.router().and_then(|router| invariants::of_membership(&self.schedule, &router)));
+            let found = self.left();
             if found.is_empty() {
                 return;
             }
@@ -170,6 +175,20 @@ impl World {
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
+    }
+
+    /// What a cluster at rest must not have.
+    fn left(&self) -> Vec<Violation> {
+        let state = self.lock();
+        let mut found: Vec<_> = state.nodes.values().flat_map(|node| invariants::of_rest(node)).collect();
+        found.extend(state.dead.iter().filter_map(invariants::of_dead));
+        drop(state);
+        found.extend(invariants::of_network(&self.around.network));
+        if let Some(router) = self.router() {
+            found.extend(invariants::of_idle(&router));
+            found.extend(invariants::of_membership(&self.schedule, &router));
+        }
+        found
     }
 
     async fn strike(&self, fault: Fault) {
@@ -229,6 +248,7 @@ impl World {
                 let router = self.around.router.lock().unwrap_or_else(PoisonError::into_inner).take();
                 if let Some(router) = router {
                     router.process.kill();
+                    self.lock().dead.push(router.process.clone());
                     drop(router);
                     sleep(lasts).await;
                     self.start_router();
@@ -271,7 +291,10 @@ impl World {
     }
 
     fn kill(&self, node: &NodeProcess) {
-        self.lock().tally.node(node);
+        let mut state = self.lock();
+        state.tally.node(node);
+        state.dead.push(node.process.clone());
+        drop(state);
         node.kill();
     }
 

@@ -7,12 +7,16 @@ use crate::support::*;
 
 const STEP: Duration = Duration::from_millis(10);
 
-#[tokio::test]
+/// By an engine with a thread, which knows nothing of paused time.
+fn by_a_thread(len: usize, max_new_tokens: u32) -> Vec<u32> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let engine = engine(LIMITS);
+    runtime.block_on(generate(&engine, request(&engine, prompt(len, 3), max_new_tokens)))
+}
+
+#[tokio::test(start_paused = true)]
 async fn steps_take_virtual_time_and_give_the_same_tokens() {
-    let threaded = engine(LIMITS);
-    let expected = generate(&threaded, request(&threaded, prompt(20, 3), 4)).await;
-    // From here on; a thread knows nothing of it.
-    tokio::time::pause();
+    let expected = std::thread::spawn(|| by_a_thread(20, 4)).join().unwrap();
     let (stepped, stepper) = Engine::stepped(simulated(64), LIMITS, |_| STEP);
     let running = tokio::spawn(stepper.run());
     let begin = tokio::time::Instant::now();

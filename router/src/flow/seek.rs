@@ -28,10 +28,10 @@ pub async fn pair(
     wish: Wish,
     retry: Retry,
 ) -> Result<Route, NoPair> {
-    let mut changes = membership.changes();
     let mut waiting = None;
     loop {
-        changes.mark_unchanged();
+        // Before the look: what changes behind it is not missed.
+        let changed = membership.changed();
         let now = clock::now();
         let look_again = match membership.route(tokens.prompt, tokens.max, &wish, now) {
             Ok(route) if route.is_sound() || now >= retry.second_choice => return Ok(route),
@@ -41,6 +41,6 @@ pub async fn pair(
         };
         waiting.get_or_insert_with(|| metrics.waits_for_node());
         // Whichever it was, the table is asked again.
-        let _ = timeout_at(look_again.into(), changes.changed()).await;
+        let _ = timeout_at(look_again.into(), changed).await;
     }
 }
