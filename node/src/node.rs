@@ -9,7 +9,7 @@ use tandem_engine::candle::{LlamaExecutor, ModelConfig};
 use tandem_engine::models::checkpoint::Checkpoint;
 use tandem_engine::models::config::LlamaConfig;
 use tandem_engine::ops::kv::KvLayout;
-use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, memory};
+use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost, memory};
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
@@ -203,8 +203,15 @@ impl Node {
             waiting: count(self.work.in_flight().saturating_sub(load.running)),
             queued_tokens: load.queued_tokens as u64,
             free_blocks: count(load.free_blocks),
+            running_tokens: load.running_tokens as u64,
+            cached_blocks: count(load.cached_blocks),
+            step_cost: Some(step_cost(load.step_cost)),
         }
     }
+}
+
+fn step_cost(cost: StepCost) -> v1::StepCost {
+    v1::StepCost { base_ms: cost.base_ms, token_ms: cost.token_ms, context_ms: cost.context_ms }
 }
 
 /// "prefill" or "decode".

@@ -51,7 +51,12 @@ impl Membership for FakeRouter {
                         let _ = answers.send(Err(Error::new(ErrorKind::DeclaredDead, "dead").into())).await;
                         return;
                     }
-                    let hello = RouterReport { accepted_incarnation, report_interval_ms: 10, lease_ms: 1000 };
+                    let hello = RouterReport {
+                        accepted_incarnation,
+                        report_interval_ms: 10,
+                        lease_ms: 1000,
+                        kv_snapshot: false,
+                    };
                     let _ = answers.send(Ok(hello)).await;
                 }
                 if seen.send(report).await.is_err() {

@@ -166,6 +166,7 @@ impl Record {
             decode_instance: decode,
             replans: self.replan_count(),
             longest_gap_ms: self.gaps().max().map_or(0.0, ms),
+            predicted_ttft_ms: 0.0,
         }
     }
 

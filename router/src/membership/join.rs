@@ -46,6 +46,7 @@ impl Session {
             accepted_incarnation: self.node.info.incarnation,
             report_interval_ms: REPORT_INTERVAL.min(self.membership.lease() / 3).as_millis() as u32,
             lease_ms: u32::try_from(self.membership.lease().as_millis()).unwrap_or(u32::MAX),
+            kv_snapshot: false,
         };
         // The channel is empty and has room.
         let _ = replies.try_send(Ok(accepted));
@@ -73,8 +74,8 @@ impl Session {
             Some(Report::Load(load)) => self.membership.report(self.node.session, &load, clock::now()),
             Some(Report::Draining(_)) => self.membership.draining(self.node.session, clock::now()),
             Some(Report::Register(_)) => return Err("it registered twice on one stream"),
-            // A report of a later version.
-            None => {}
+            // What the node has cached is of no use here yet, nor is a report of a later version.
+            Some(Report::KvEvents(_)) | None => {}
         }
         Ok(())
     }
