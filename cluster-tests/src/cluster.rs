@@ -1,5 +1,9 @@
 //! A router with its nodes. One cluster at a time in a test process: the tests measure times, and cores are few.
+use std::net::TcpListener;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -193,10 +197,24 @@ pub fn model() -> anyhow::Result<PathBuf> {
     Ok(model)
 }
 
-/// A port that was free a moment ago.
+/// Below those that the system gives to outgoing connections (32,768 and up): such a connection cannot take one before its
+/// user listens there.
+const PORTS: Range<u16> = 12_000..32_000;
+
+/// A port that is free now and is not given out again soon.
 ///
 /// # Errors
-/// The system has none.
+/// Nobody can listen on any of many.
 pub fn free_port() -> std::io::Result<u16> {
-    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| rand::random::<u16>().into());
+    let mut last = None;
+    for _ in 0..100 {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = PORTS.start + number % (PORTS.end - PORTS.start);
+        match TcpListener::bind(("127.0.0.1", port)) {
+            Ok(_) => return Ok(port),
+            Err(error) => last = Some(error),
+        }
+    }
+    Err(last.unwrap_or_else(|| std::io::ErrorKind::AddrInUse.into()))
 }

@@ -8,6 +8,7 @@
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
+//! - [`turns`]: a second turn moves only what is missing.
 
 mod bad_input;
 mod corruption;
@@ -17,3 +18,4 @@ mod sampling;
 mod streams;
 mod tool;
 mod traces;
+mod turns;

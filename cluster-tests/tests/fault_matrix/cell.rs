@@ -96,8 +96,7 @@ impl Cell {
     async fn strike(self, fleet: &mut Fleet, reference: &Reference) -> anyhow::Result<Report> {
         let moment = self.setting.moment;
         fleet.repair().await.context("before the fault")?;
-        let fillers = self.fill(fleet).await?;
-        let (mut client, seed) = self.bring(fleet).await?;
+        let (mut client, seed, fillers) = self.bring(fleet, reference).await?;
 
         let struck = Instant::now();
         self.victim.suffers(self.fault, fleet, &client).await?;
@@ -105,13 +104,9 @@ impl Cell {
         let ended_after = struck.elapsed();
         let expected = self.victim.expects(self.fault);
         ended.check(expected)?;
-        for (mut filler, size, seed) in fillers {
-            let ended = timeout(ENDS, filler.end()).await.context("another request has no end")??;
-            let expected = if self.victim == Victim::Client { Expected::Whole } else { expected };
-            ended.check(expected).context("another request")?;
-            if expected == Expected::Whole {
-                ended.compare(&undisturbed(reference, size, seed).await?).context("another request")?;
-            }
+        let expected_of_others = if self.victim == Victim::Client { Expected::Whole } else { expected };
+        for filler in fillers {
+            filler.check(expected_of_others, reference).await.context("another request")?;
         }
         let back = fleet.settled(BACK).await?;
         if expected == Expected::Whole {
@@ -129,13 +124,13 @@ impl Cell {
 
     /// Makes the nodes busy, one after the other. Two requests may meet on a node whose last report was older than the
     /// first of them: then the other node gets a third one.
-    async fn fill(self, fleet: &Fleet) -> anyhow::Result<Vec<(Client, Size, u32)>> {
+    async fn fill(self, fleet: &Fleet, seed: u32) -> anyhow::Result<Vec<Filler>> {
         let (moment, mut fillers) = (self.setting.moment, Vec::new());
         let Some(size) = moment.fillers() else { return Ok(fillers) };
         for nodes in 1..=fleet.nodes() {
             loop {
-                let seed = self.seed() + 1 + fillers.len() as u32;
-                fillers.push((Client::stream(fleet, size, seed), size, seed));
+                let seed = seed + 1 + fillers.len() as u32;
+                fillers.push(Filler { client: Client::stream(fleet, size, seed), size, seed });
                 match moment.prepared(fleet, nodes).await {
                     Err(error) if fillers.len() >= MAX_FILLERS => return Err(error),
                     Err(_) => {}
@@ -146,18 +141,23 @@ impl Cell {
         Ok(fillers)
     }
 
-    /// A client whose request is at its moment, and the seed of its prompt. A moment may pass between two looks when the
-    /// cores are busy: then another request is brought there.
-    async fn bring(self, fleet: &Fleet) -> anyhow::Result<(Client, u32)> {
+    /// A client whose request is at its moment, the seed of its prompt, and the others that hold it there. A moment may
+    /// pass between two looks when the cores are busy: then another request is brought there.
+    async fn bring(self, fleet: &Fleet, reference: &Reference) -> anyhow::Result<(Client, u32, Vec<Filler>)> {
         for attempt in 1.. {
-            let (before, seed) = (fleet.sum(Role::Decode).await, self.seed() + 10 * attempt);
+            let seed = self.seed() + 10 * attempt;
+            let fillers = self.fill(fleet, seed).await?;
+            let before = fleet.sum(Role::Decode).await;
             let mut client = self.client(fleet, seed)?;
             tokio::select! {
                 biased;
-                reached = self.setting.moment.reached(fleet, before) => return reached.map(|()| (client, seed)),
+                reached = self.setting.moment.reached(fleet, before) => return reached.map(|()| (client, seed, fillers)),
                 () = client.gone() => {
                     ensure!(attempt < MOST_REQUESTS, "the moment passed {attempt} times unseen");
                 }
+            }
+            for filler in fillers {
+                filler.check(Expected::Whole, reference).await.context("before the fault")?;
             }
         }
         bail!("no request was brought to its moment")
@@ -185,6 +185,24 @@ pub enum Client {
     Stream(JoinHandle<anyhow::Result<Ended>>),
     /// `tandem generate`, which can be killed.
     Program(tokio::process::Child),
+}
+
+/// A request that makes a node busy.
+struct Filler {
+    client: Client,
+    size: Size,
+    seed: u32,
+}
+
+impl Filler {
+    /// Waits for its end. It may have been over before the fault: then its answer is whole.
+    async fn check(mut self, expected: Expected, reference: &Reference) -> anyhow::Result<()> {
+        let ended = timeout(ENDS, self.client.end()).await.context("no end")??;
+        if ended.error.is_none() {
+            return ended.compare(&undisturbed(reference, self.size, self.seed).await?);
+        }
+        ended.check(expected)
+    }
 }
 
 /// How a request ended for its client.

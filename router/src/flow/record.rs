@@ -234,7 +234,7 @@ impl Record {
         if let Some(kv) = &self.verified {
             let exposed_ms = ms(self.timeline.length(Phase::Transfer));
             span = with_kv(span, kv)
-                .attr("tandem.kv.blocks_reused", 0_u32)
+                .attr("tandem.kv.blocks_reused", kv.held_blocks)
                 .attr("tandem.kv.exposed_ms", exposed_ms)
                 .attr("tandem.kv.hidden_ms", (kv.transfer_ms - exposed_ms).max(0.0));
         }

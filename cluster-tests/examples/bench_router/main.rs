@@ -1,0 +1,103 @@
+//! What the router adds to a request, and how many tokens one core of it streams: `make bench-router`.
+//!
+//! The nodes are simulated: a step takes a millisecond, so what is measured is the way and not the model. *direct* is a
+//! client that drives both nodes itself, over gRPC, as the router would. The other routers proxy an OpenAI server, which
+//! is our router with its nodes; what they add is measured against a client of that server. All take turns in one run.
+mod direct;
+mod load;
+mod peers;
+mod table;
+mod way;
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use direct::Direct;
+use peers::Peer;
+use tandem_cluster_tests::cluster::words;
+use tandem_cluster_tests::{Cluster, Options};
+use way::Way;
+
+/// `make bench-router`
+#[derive(Parser)]
+struct Args {
+    /// Times that every way has its turn
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Seconds of a turn
+    #[arg(long, default_value_t = 5.0)]
+    seconds: f64,
+    /// Requests a second, at random moments (Poisson)
+    #[arg(long, default_value_t = 200.0)]
+    rate: f64,
+    /// Streams at once, for the tokens of a core
+    #[arg(long, default_value_t = 64)]
+    streams: usize,
+    /// Python with `sglang-router` and `vllm-router`, to measure them as well
+    #[arg(long)]
+    python: Option<PathBuf>,
+}
+
+/// One way to the nodes, and who is in it.
+struct Subject {
+    name: &'static str,
+    way: Way,
+    /// Whose processor time counts.
+    router: Option<u32>,
+    /// Place in the list of the way without this router.
+    without: Option<usize>,
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let cluster = Cluster::start(Options {
+        simulated: true,
+        node_args: words("--simulated-step-us 1000 --kv-blocks 8192 --max-num-seqs 256 --no-prefix-caching"),
+        router_args: words("--max-inflight 4096"),
+        ..Options::default()
+    })
+    .await?;
+    let http = cluster.router.url("http");
+    let model = served_model(&http).await?;
+    let peers = match &args.python {
+        Some(python) => peers::start(python, &http, cluster.dir()).await?,
+        None => Vec::new(),
+    };
+    let subjects = subjects(&cluster, &http, &model, &peers).await?;
+    let mut latencies: Vec<Vec<load::Latencies>> = subjects.iter().map(|_| Vec::new()).collect();
+    let mut streams: Vec<Vec<load::Streamed>> = subjects.iter().map(|_| Vec::new()).collect();
+    for round in 0..args.rounds {
+        for (index, subject) in subjects.iter().enumerate() {
+            eprintln!("round {} of {}: {}", round + 1, args.rounds, subject.name);
+            latencies[index].push(load::open_loop(&subject.way, args.rate, args.seconds, round as u64).await?);
+            if let Some(router) = subject.router {
+                streams[index].push(load::streams(&subject.way, args.streams, args.seconds, router).await?);
+            }
+        }
+    }
+    table::latency(&subjects, &latencies);
+    println!();
+    table::streaming(&subjects, &streams);
+    Ok(())
+}
+
+async fn subjects(cluster: &Cluster, http: &str, model: &str, peers: &[Peer]) -> anyhow::Result<Vec<Subject>> {
+    let router = Some(cluster.router.pid());
+    let over_http = |url: &str| Way::http(url, model);
+    let mut subjects = vec![
+        Subject { name: "direct", way: Way::Direct(Direct::connect(cluster).await?), router: None, without: None },
+        Subject { name: "tandem, gRPC", way: Way::grpc(cluster).await?, router, without: Some(0) },
+        Subject { name: "tandem, HTTP", way: over_http(http)?, router, without: Some(0) },
+    ];
+    for peer in peers {
+        let way = over_http(&peer.url)?;
+        subjects.push(Subject { name: peer.name, way, router: Some(peer.pid()), without: Some(2) });
+    }
+    Ok(subjects)
+}
+
+async fn served_model(http: &str) -> anyhow::Result<String> {
+    let models: serde_json::Value = reqwest::get(format!("{http}/v1/models")).await?.json().await?;
+    Ok(models["data"][0]["id"].as_str().unwrap_or_default().to_owned())
+}
