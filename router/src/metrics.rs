@@ -21,7 +21,7 @@ use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, Totals};
-use crate::select::Role;
+use crate::select::{Plan, Role};
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
@@ -50,6 +50,11 @@ struct NodeRole {
 struct Replanned {
     node_role: &'static str,
     cause: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Planned {
+    plan: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -94,6 +99,7 @@ struct Own {
     inflight: Gauge,
     queued: Gauge,
     nodes: Family<NodeRole, Gauge>,
+    plans: Family<Planned, Counter>,
     replans: Family<Replanned, Counter>,
     replan_exhausted: Family<Exhausted, Counter>,
     waiting_for_node: Gauge,
@@ -175,7 +181,12 @@ impl Metrics {
         self.own.kv_bytes.inc_by(kv.bytes);
     }
 
-    /// A request goes on with another pair after this failure.
+    /// An attempt of a request got the nodes of such a plan.
+    pub fn planned(&self, plan: Plan) {
+        self.own.plans.get_or_create(&Planned { plan: plan.as_str() }).inc();
+    }
+
+    /// A request goes on with other nodes after this failure.
     pub fn replanned(&self, failure: &Failure) {
         let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
         self.own.replans.get_or_create(&of).inc();
@@ -223,6 +234,7 @@ impl Own {
             inflight: Gauge::default(),
             queued: Gauge::default(),
             nodes: Family::default(),
+            plans: Family::default(),
             replans: Family::default(),
             replan_exhausted: Family::default(),
             waiting_for_node: Gauge::default(),
@@ -246,7 +258,8 @@ impl Own {
         registry.register("tandem_inflight_requests", "Requests that run", own.inflight.clone());
         registry.register("tandem_queued_requests", "Requests that wait for admission", own.queued.clone());
         registry.register("tandem_nodes", "Registered nodes", own.nodes.clone());
-        registry.register("tandem_replans", "Requests that went on with another pair of nodes", own.replans.clone());
+        registry.register("tandem_plans", "Attempts by the kind of their plan", own.plans.clone());
+        registry.register("tandem_replans", "Requests that went on with other nodes", own.replans.clone());
         registry.register(
             "tandem_replan_exhausted",
             "Requests that failed because attempts or time were used up",

@@ -1,13 +1,17 @@
-//! Which pair of nodes gets a request. Pure: the cluster as values in, one pair and every candidate's terms out. Time,
-//! sockets and the node table belong to [`crate::membership`], which calls this under its lock.
+//! Which nodes get a request. Pure: the cluster as values in, one plan and every candidate's terms out. Time, sockets and
+//! the node table belong to [`crate::membership`], which calls this under its lock.
 //!
-//! The score of a pair is the sum of two loads, each in "batches ahead": how much work stands before this request on
+//! A plan is a pair (a prefill node computes the prompt and hands its KV to a decode node), or local: one decode node
+//! computes the prompt, too. [`LocalPrefill`] says which kinds there may be.
+//!
+//! The score of a plan is the sum of two loads, each in "batches ahead": how much work stands before this request on
 //! the prefill node and on the decode node. Work that was routed after a node's last report is counted as if the node
 //! had reported it, so that a burst between two reports spreads.
 //!
 //! Before the score come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
 //! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is
-//! perhaps broken is still better than none, so a request is never refused while a node of each role is there.
+//! perhaps broken is still better than none, so a request is never refused while the nodes of a plan are there. Between
+//! the kinds, a pair comes before a local plan of the same ranks.
 
 /// Tokens that count as one batch ahead on a prefill node: a usual step budget of chunked prefill.
 const BATCH_TOKENS: f64 = 512.0;
@@ -31,6 +35,36 @@ impl Role {
         match self {
             Self::Prefill => "prefill",
             Self::Decode => "decode",
+        }
+    }
+}
+
+/// Whether decode nodes may compute prompts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalPrefill {
+    /// Pairs only.
+    Never,
+    /// No pairs: every decode node computes the prompts of its own requests (aggregated serving).
+    Always,
+    /// Both kinds of plan.
+    Auto,
+}
+
+/// The kind of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Plan {
+    /// A prefill node computes the prompt, a decode node takes over.
+    Pair,
+    /// The decode node computes the prompt, too.
+    Local,
+}
+
+impl Plan {
+    /// For labels and spans.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pair => "pair",
+            Self::Local => "local",
         }
     }
 }
@@ -119,29 +153,30 @@ pub struct Avoid {
 }
 
 impl Avoid {
-    fn names(&self, prefill: u64, decode: u64) -> bool {
-        self.nodes.iter().any(|node| [prefill, decode].contains(node)) || self.pairs.contains(&(prefill, decode))
+    fn names(&self, prefill: Option<u64>, decode: u64) -> bool {
+        let is_part = |node: &u64| decode == *node || prefill == Some(*node);
+        self.nodes.iter().any(is_part) || prefill.is_some_and(|prefill| self.pairs.contains(&(prefill, decode)))
     }
 }
 
-/// A pair that could take the request, and why it is as good as it is.
+/// Nodes that could take the request, and why they are as good as they are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Table key of the prefill node.
-    pub prefill: u64,
+    /// Table key of the prefill node; `None` in a local plan.
+    pub prefill: Option<u64>,
     /// Table key of the decode node.
     pub decode: u64,
-    /// Name of the prefill node.
-    pub prefill_id: String,
+    /// Name of the prefill node; `None` in a local plan.
+    pub prefill_id: Option<String>,
     /// Name of the decode node.
     pub decode_id: String,
-    /// Batches ahead on the prefill node.
+    /// Batches ahead on the node that computes the prompt.
     pub prefill_load: f64,
     /// Share of the decode node's batch that is taken.
     pub decode_load: f64,
     /// Blocks that the decode node lacks now.
     pub blocks_short: u32,
-    /// The circuit breaker of one of the two is shut.
+    /// The circuit breaker of one of its nodes is shut.
     pub shut: bool,
     /// It failed this request before.
     pub avoided: bool,
@@ -150,6 +185,11 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// Its kind.
+    pub fn plan(&self) -> Plan {
+        if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
+    }
+
     /// Whether nothing but load speaks against it.
     pub fn is_sound(&self) -> bool {
         !self.shut && !self.avoided
@@ -161,7 +201,7 @@ impl Candidate {
     }
 }
 
-/// Why no pair was chosen.
+/// Why nothing was chosen.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoPair {
     /// No node of this role is there, or all of them are draining.
@@ -170,8 +210,8 @@ pub enum NoPair {
     /// There are nodes of both roles, but none that fit together.
     #[error("no prefill and decode node with the same compatibility digest and transport build are available")]
     Incompatible,
-    /// No compatible pair could ever hold the request.
-    #[error("the request needs {blocks} KV blocks ({tokens} tokens); no available pair of nodes can hold them")]
+    /// No plan's nodes could ever hold the request.
+    #[error("the request needs {blocks} KV blocks ({tokens} tokens); no available node or pair of nodes can hold them")]
     TooLarge {
         /// Blocks needed.
         blocks: u32,
@@ -185,13 +225,31 @@ pub enum NoPair {
 ///
 /// # Errors
 /// [`NoPair`], the first reason that holds.
-pub fn select(nodes: &[NodeView], need: &Need, wish: &Wish, turn: usize) -> Result<Vec<Candidate>, NoPair> {
+pub fn select(
+    nodes: &[NodeView],
+    need: &Need,
+    wish: &Wish,
+    local: LocalPrefill,
+    turn: usize,
+) -> Result<Vec<Candidate>, NoPair> {
+    let mut candidates = candidates(nodes, need, wish, local)?;
+    candidates.sort_by(|a, b| (&a.prefill_id, &a.decode_id).cmp(&(&b.prefill_id, &b.decode_id)));
+    let start = turn % candidates.len();
+    candidates.rotate_left(start);
+    let ranks = |of: &Candidate| (of.shut, of.avoided, !of.kept, of.plan() == Plan::Local);
+    candidates.sort_by(|a, b| ranks(a).cmp(&ranks(b)).then(a.score().total_cmp(&b.score())));
+    candidates.truncate(MAX_CANDIDATES);
+    Ok(candidates)
+}
+
+/// All plans whose nodes could hold the request; at least one.
+fn candidates(nodes: &[NodeView], need: &Need, wish: &Wish, local: LocalPrefill) -> Result<Vec<Candidate>, NoPair> {
     let available = |role| {
         let takes = |node: &&NodeView| node.role == role && (!node.draining || wish.keep == Some(node.session));
         nodes.iter().filter(takes).collect::<Vec<_>>()
     };
     let (prefills, decodes) = (available(Role::Prefill), available(Role::Decode));
-    if prefills.is_empty() {
+    if prefills.is_empty() && local == LocalPrefill::Never {
         return Err(NoPair::NoNode(Role::Prefill));
     }
     if decodes.is_empty() {
@@ -199,21 +257,30 @@ pub fn select(nodes: &[NodeView], need: &Need, wish: &Wish, turn: usize) -> Resu
     }
     let pairs =
         || prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d))).filter(|(p, d)| compatible(p, d));
-    if pairs().next().is_none() {
+    if local == LocalPrefill::Never && pairs().next().is_none() {
         return Err(NoPair::Incompatible);
     }
-    let mut candidates: Vec<_> =
-        pairs().filter(|(p, d)| fits(p, d, need)).map(|(p, d)| candidate(p, d, need, wish)).collect();
+    let mut candidates = Vec::new();
+    if local != LocalPrefill::Always {
+        candidates.extend(pairs().filter(|(p, d)| fits(p, d, need)).map(|(p, d)| candidate(Some(p), d, need, wish)));
+    }
+    if local != LocalPrefill::Never {
+        let alone = decodes.iter().filter(|decode| fits_whole(decode, need));
+        candidates.extend(alone.map(|decode| candidate(None, decode, need, wish)));
+    }
     if candidates.is_empty() {
         return Err(NoPair::TooLarge { blocks: need.total_blocks(), tokens: need.total_tokens });
     }
-    candidates.sort_by(|a, b| (&a.prefill_id, &a.decode_id).cmp(&(&b.prefill_id, &b.decode_id)));
-    let start = turn % candidates.len();
-    candidates.rotate_left(start);
-    let ranks = |pair: &Candidate| (pair.shut, pair.avoided, !pair.kept);
-    candidates.sort_by(|a, b| ranks(a).cmp(&ranks(b)).then(a.score().total_cmp(&b.score())));
-    candidates.truncate(MAX_CANDIDATES);
     Ok(candidates)
+}
+
+/// Whether the nodes of a plan are there that take new work.
+pub fn is_served(nodes: &[NodeView], local: LocalPrefill) -> bool {
+    let of = |role| nodes.iter().filter(move |node| node.role == role && !node.draining);
+    match local {
+        LocalPrefill::Never => of(Role::Prefill).any(|prefill| of(Role::Decode).any(|d| compatible(prefill, d))),
+        LocalPrefill::Always | LocalPrefill::Auto => of(Role::Decode).next().is_some(),
+    }
 }
 
 /// Whether these two may hand a request over.
@@ -224,25 +291,32 @@ pub fn compatible(prefill: &NodeView, decode: &NodeView) -> bool {
 fn fits(prefill: &NodeView, decode: &NodeView, need: &Need) -> bool {
     need.prompt_blocks() <= prefill.total_blocks
         && need.prompt_tokens <= prefill.max_context_tokens
-        && need.total_blocks() <= decode.total_blocks
-        && need.total_tokens <= decode.max_context_tokens
+        && fits_whole(decode, need)
 }
 
-fn candidate(prefill: &NodeView, decode: &NodeView, need: &Need, wish: &Wish) -> Candidate {
-    let kept = wish.keep == Some(prefill.session);
-    let tokens_ahead = prefill.reported.tokens.saturating_add(prefill.routed.tokens);
-    let requests_ahead = requests(prefill) / f64::from(prefill.max_running.max(1));
+fn fits_whole(decode: &NodeView, need: &Need) -> bool {
+    need.total_blocks() <= decode.total_blocks && need.total_tokens <= decode.max_context_tokens
+}
+
+/// Without a prefill node it is local.
+fn candidate(prefill: Option<&NodeView>, decode: &NodeView, need: &Need, wish: &Wish) -> Candidate {
+    let key = prefill.map(|prefill| prefill.session);
+    let kept = key.is_some() && wish.keep == key;
+    let computes = prefill.unwrap_or(decode);
+    let tokens_ahead = computes.reported.tokens.saturating_add(computes.routed.tokens);
+    // A decode node's requests count once, below.
+    let requests_ahead = prefill.map_or(0.0, |node| requests(node) / f64::from(node.max_running.max(1)));
     let free = decode.free_blocks.saturating_sub(decode.routed.blocks);
     Candidate {
-        prefill: prefill.session,
+        prefill: key,
         decode: decode.session,
-        prefill_id: prefill.node_id.clone(),
+        prefill_id: prefill.map(|prefill| prefill.node_id.clone()),
         decode_id: decode.node_id.clone(),
         prefill_load: tokens_ahead as f64 / BATCH_TOKENS + requests_ahead,
         decode_load: requests(decode) / f64::from(decode.max_running.max(1)),
         blocks_short: need.total_blocks().saturating_sub(free),
-        shut: (prefill.shut && !kept) || decode.shut,
-        avoided: wish.avoid.names(prefill.session, decode.session),
+        shut: prefill.is_some_and(|prefill| prefill.shut && !kept) || decode.shut,
+        avoided: wish.avoid.names(key, decode.session),
         kept,
     }
 }
@@ -253,6 +327,7 @@ fn requests(node: &NodeView) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use super::LocalPrefill::{Always, Auto, Never};
     use super::*;
 
     const NEED: Need = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16 };
@@ -280,8 +355,8 @@ mod tests {
     }
 
     fn chosen(nodes: &[NodeView]) -> (u64, u64) {
-        let best = &select(nodes, &NEED, &Wish::default(), 0).unwrap()[0];
-        (best.prefill, best.decode)
+        let best = &select(nodes, &NEED, &Wish::default(), Never, 0).unwrap()[0];
+        (best.prefill.unwrap(), best.decode)
     }
 
     #[test]
@@ -290,7 +365,7 @@ mod tests {
         nodes[0].reported.tokens = 4_000;
         nodes[3].reported.requests = 3;
         assert_eq!(chosen(&nodes), (2, 3));
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0).unwrap().len(), 4);
+        assert_eq!(select(&nodes, &NEED, &Wish::default(), Never, 0).unwrap().len(), 4);
     }
 
     #[test]
@@ -308,7 +383,7 @@ mod tests {
         nodes[2].routed.blocks = 2;
         nodes[3].reported.requests = 7;
         assert_eq!(chosen(&nodes), (1, 4));
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0).unwrap()[3].blocks_short, 1);
+        assert_eq!(select(&nodes, &NEED, &Wish::default(), Never, 0).unwrap()[3].blocks_short, 1);
     }
 
     #[test]
@@ -316,8 +391,8 @@ mod tests {
         let nodes = cluster();
         let pairs: std::collections::HashSet<_> = (0..4)
             .map(|turn| {
-                let best = &select(&nodes, &NEED, &Wish::default(), turn).unwrap()[0];
-                (best.prefill, best.decode)
+                let best = &select(&nodes, &NEED, &Wish::default(), Never, turn).unwrap()[0];
+                (best.prefill.unwrap(), best.decode)
             })
             .collect();
         assert_eq!(pairs.len(), 4);
@@ -327,15 +402,15 @@ mod tests {
     fn never_pairs_what_does_not_fit_together() {
         let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
         nodes[0].compatibility_digest = 8;
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0), Err(NoPair::Incompatible));
+        assert_eq!(select(&nodes, &NEED, &Wish::default(), Never, 0), Err(NoPair::Incompatible));
         nodes[0].compatibility_digest = 7;
         nodes[0].transport.1 = "2".into();
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0), Err(NoPair::Incompatible));
+        assert_eq!(select(&nodes, &NEED, &Wish::default(), Never, 0), Err(NoPair::Incompatible));
     }
 
     fn wished(nodes: &[NodeView], wish: Wish) -> (u64, u64) {
-        let best = &select(nodes, &NEED, &wish, 0).unwrap()[0];
-        (best.prefill, best.decode)
+        let best = &select(nodes, &NEED, &wish, Never, 0).unwrap()[0];
+        (best.prefill.unwrap(), best.decode)
     }
 
     #[test]
@@ -357,7 +432,7 @@ mod tests {
         let mut shut = cluster();
         shut[3].shut = true;
         assert_eq!(wished(&shut, nothing_but(vec![3], vec![])).1, 3, "a shut breaker is the worse sign");
-        assert!(!select(&nodes[1..3], &NEED, &nothing_but(vec![3], vec![]), 0).unwrap()[0].is_sound());
+        assert!(!select(&nodes[1..3], &NEED, &nothing_but(vec![3], vec![]), Never, 0).unwrap()[0].is_sound());
     }
 
     #[test]
@@ -377,15 +452,76 @@ mod tests {
         let mut nodes = cluster();
         nodes[2].draining = true;
         nodes[3].draining = true;
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0), Err(NoPair::NoNode(Role::Decode)));
-        assert_eq!(select(&[], &NEED, &Wish::default(), 0), Err(NoPair::NoNode(Role::Prefill)));
+        assert_eq!(select(&nodes, &NEED, &Wish::default(), Never, 0), Err(NoPair::NoNode(Role::Decode)));
+        assert_eq!(select(&[], &NEED, &Wish::default(), Never, 0), Err(NoPair::NoNode(Role::Prefill)));
     }
 
     #[test]
     fn a_request_that_fits_nowhere_is_told_so() {
         let need = Need { total_tokens: 65 * 16, ..NEED };
-        let refusal = select(&cluster(), &need, &Wish::default(), 0).unwrap_err();
+        let refusal = select(&cluster(), &need, &Wish::default(), Never, 0).unwrap_err();
         assert_eq!(refusal, NoPair::TooLarge { blocks: 65, tokens: 1040 });
         assert!(refusal.to_string().contains("65 KV blocks"));
+    }
+
+    fn plans(nodes: &[NodeView], wish: &Wish, local: LocalPrefill) -> Vec<(Option<u64>, u64)> {
+        let candidates = select(nodes, &NEED, wish, local, 0).unwrap();
+        candidates.iter().map(|candidate| (candidate.prefill, candidate.decode)).collect()
+    }
+
+    #[test]
+    fn aggregated_takes_the_least_loaded_decode_node() {
+        let mut nodes = cluster();
+        nodes[2].routed.tokens = 100;
+        assert_eq!(plans(&nodes, &Wish::default(), Always), [(None, 4), (None, 3)]);
+        nodes[3].reported.requests = 7;
+        assert_eq!(plans(&nodes[2..], &Wish::default(), Always), [(None, 3), (None, 4)]);
+        assert_eq!(select(&nodes[..2], &NEED, &Wish::default(), Always, 0), Err(NoPair::NoNode(Role::Decode)));
+        let avoid = Avoid { nodes: vec![3], pairs: vec![] };
+        assert_eq!(plans(&nodes, &Wish { keep: None, avoid }, Always)[0], (None, 4));
+    }
+
+    #[test]
+    fn auto_prefers_a_pair_and_goes_local_where_there_is_no_sound_one() {
+        let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
+        nodes[0].reported.tokens = 1_000_000;
+        let (pair, local) = ((Some(1), 3), (None, 3));
+        assert_eq!(plans(&nodes, &Wish::default(), Auto), [pair, local]);
+        let avoid = |nodes, pairs| Wish { keep: None, avoid: Avoid { nodes, pairs } };
+        assert_eq!(plans(&nodes, &avoid(vec![1], vec![]), Auto), [local, pair]);
+        assert_eq!(
+            plans(&nodes, &avoid(vec![], vec![(1, 3)]), Auto),
+            [local, pair],
+            "a pair's fault is not the node's"
+        );
+        assert_eq!(plans(&nodes, &avoid(vec![3], vec![]), Auto), [pair, local]);
+        nodes[0].shut = true;
+        assert_eq!(plans(&nodes, &Wish::default(), Auto), [local, pair]);
+        nodes[0].draining = true;
+        assert_eq!(plans(&nodes, &Wish::default(), Auto), [local]);
+        assert_eq!(plans(&nodes, &Wish { keep: Some(1), ..Wish::default() }, Auto), [pair, local]);
+        (nodes[0].draining, nodes[0].compatibility_digest) = (false, 8);
+        assert_eq!(plans(&nodes, &Wish::default(), Auto), [local]);
+    }
+
+    #[test]
+    fn a_cluster_serves_when_the_nodes_of_a_plan_are_there() {
+        let mut nodes = cluster();
+        assert!([Never, Always, Auto].into_iter().all(|local| is_served(&nodes, local)));
+        let alone = &nodes[2..];
+        assert_eq!([Never, Always, Auto].map(|local| is_served(alone, local)), [false, true, true]);
+        (nodes[2].draining, nodes[3].draining) = (true, true);
+        assert_eq!([Never, Always, Auto].map(|local| is_served(&nodes, local)), [false; 3]);
+    }
+
+    #[test]
+    fn a_local_plan_needs_room_on_one_node_only() {
+        let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
+        nodes[0].total_blocks = 2;
+        assert_eq!(plans(&nodes, &Wish::default(), Auto), [(None, 3)]);
+        let refused = select(&nodes, &NEED, &Wish::default(), Never, 0);
+        assert_eq!(refused, Err(NoPair::TooLarge { blocks: 13, tokens: 200 }));
+        nodes[1].total_blocks = 2;
+        assert_eq!(select(&nodes, &NEED, &Wish::default(), Auto, 0), refused);
     }
 }

@@ -9,12 +9,28 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
 use super::breaker::{Breaker, Settings};
 use super::fence::Fence;
 use super::{Breakers, MAX_NODES, Node, Totals};
-use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Wish, Work};
+use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
+
+/// A plan with its work booked: what becomes a [`super::Route`].
+#[derive(Debug)]
+pub(super) struct Booked {
+    pub prefill: Option<Booking>,
+    pub decode: Booking,
+    /// The chosen one first.
+    pub candidates: Vec<Candidate>,
+}
+
+/// A node of a plan, and what is booked on it.
+#[derive(Debug)]
+pub(super) struct Booking {
+    pub node: Arc<Node>,
+    pub share: Share,
+}
 
 /// Work booked on a node. It counts until the node's next report, which includes it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
-    pub session: u64,
+    session: u64,
     epoch: u64,
     work: Work,
     /// The breaker's one request while it is half-open; until the verdict.
@@ -157,30 +173,25 @@ impl Table {
         !sessions.is_empty()
     }
 
-    #[expect(clippy::type_complexity, reason = "the parts of one Route, which the caller joins to the table's handle")]
-    pub fn route(
-        &mut self,
-        need: &Need,
-        wish: &Wish,
-        now: Instant,
-    ) -> Result<(Arc<Node>, Arc<Node>, Vec<Candidate>, [Share; 2]), NoPair> {
+    pub fn route(&mut self, need: &Need, wish: &Wish, local: LocalPrefill, now: Instant) -> Result<Booked, NoPair> {
         self.turn = self.turn.wrapping_add(1);
-        let candidates = select::select(&self.views(now), need, wish, self.turn)?;
-        let (prefill_session, decode_session) = (candidates[0].prefill, candidates[0].decode);
-        let prefill_work = Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
-        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks() };
-        let (prefill, prefill_share) = self.book(prefill_session, prefill_work, now)?;
-        let (decode, decode_share) = self.book(decode_session, decode_work, now)?;
-        Ok((prefill, decode, candidates, [prefill_share, decode_share]))
+        let candidates = select::select(&self.views(now), need, wish, local, self.turn)?;
+        let best = candidates.first().ok_or(NoPair::Incompatible)?;
+        let (plan, decode, prompt_tokens) = (best.plan(), best.decode, u64::from(need.prompt_tokens));
+        let prefill_work = Work { requests: 1, tokens: prompt_tokens, blocks: need.prompt_blocks() };
+        let tokens = if plan == Plan::Local { prompt_tokens } else { 0 };
+        let decode_work = Work { requests: 1, tokens, blocks: need.total_blocks() };
+        let prefill = best.prefill.map(|prefill| self.book(prefill, prefill_work, now)).transpose()?;
+        Ok(Booked { prefill, decode: self.book(decode, decode_work, now)?, candidates })
     }
 
-    fn book(&mut self, session: u64, work: Work, now: Instant) -> Result<(Arc<Node>, Share), NoPair> {
+    fn book(&mut self, session: u64, work: Work, now: Instant) -> Result<Booking, NoPair> {
         let entry = self.entries.get_mut(&session).ok_or(NoPair::Incompatible)?;
         entry.routed.requests += work.requests;
         entry.routed.tokens += work.tokens;
         entry.routed.blocks = entry.routed.blocks.saturating_add(work.blocks);
         let probe = entry.breaker.begin(now);
-        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work, probe }))
+        Ok(Booking { node: Arc::clone(&entry.node), share: Share { session, epoch: entry.epoch, work, probe } })
     }
 
     /// The node did its part for this request.
@@ -202,12 +213,13 @@ impl Table {
     }
 
     /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
-    pub fn unbook(&mut self, shares: &[Share]) {
+    pub fn unbook<'a>(&mut self, shares: impl IntoIterator<Item = &'a Share>) {
         for share in shares {
-            if let Some(entry) = self.entries.get_mut(&share.session).filter(|_| share.probe) {
+            let Some(entry) = self.entries.get_mut(&share.session) else { continue };
+            if share.probe {
                 entry.breaker.unproven();
             }
-            if let Some(entry) = self.entries.get_mut(&share.session).filter(|entry| entry.epoch == share.epoch) {
+            if entry.epoch == share.epoch {
                 let routed = &mut entry.routed;
                 routed.requests = routed.requests.saturating_sub(share.work.requests);
                 routed.tokens = routed.tokens.saturating_sub(share.work.tokens);
@@ -216,10 +228,8 @@ impl Table {
         }
     }
 
-    pub fn has_pair(&self, now: Instant) -> bool {
-        let views = self.views(now);
-        let of = |role| views.iter().filter(move |view| view.role == role && !view.draining);
-        of(Role::Prefill).any(|prefill| of(Role::Decode).any(|decode| select::compatible(prefill, decode)))
+    pub fn has_pair(&self, local: LocalPrefill, now: Instant) -> bool {
+        select::is_served(&self.views(now), local)
     }
 
     pub fn totals(&self) -> Totals {

@@ -30,6 +30,10 @@ fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair
     membership.route(prompt, max, &Wish::default(), Instant::now())
 }
 
+fn prefill_of(route: &Route) -> u64 {
+    route.prefill.as_ref().expect("a pair").session
+}
+
 fn dead(node: &Node) -> bool {
     node.dead.is_cancelled()
 }
@@ -117,7 +121,7 @@ fn all_nodes_have_one_block_size() {
     assert_eq!(route.candidates[0].blocks_short, 0);
     assert_eq!(membership.json()["nodes"][0]["block_tokens"], 64);
     // The last node of the old size may come back with another.
-    membership.leave(route.prefill.session, "it left");
+    membership.leave(prefill_of(&route), "it left");
     membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap();
 }
 
@@ -149,11 +153,11 @@ fn bookings_spread_a_burst_and_go_with_their_request() {
         membership.register(register(id, role, 1), now).unwrap();
     }
     let (first, second) = (route(&membership, 100, 10).unwrap(), route(&membership, 100, 10).unwrap());
-    assert_ne!(first.prefill.session, second.prefill.session);
-    let busy = first.prefill.session;
+    assert_ne!(prefill_of(&first), prefill_of(&second));
+    let busy = prefill_of(&first);
     drop(second);
     // The first one's work is still booked, the second one's is not.
-    assert_ne!(route(&membership, 100, 10).unwrap().prefill.session, busy);
+    assert_ne!(prefill_of(&route(&membership, 100, 10).unwrap()), busy);
     // A report replaces the booking, and the drop of a replaced booking takes nothing away.
     membership.report(busy, &v1::Load::default(), now);
     drop(first);

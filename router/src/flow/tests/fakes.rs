@@ -61,7 +61,6 @@ impl v1::prefill_server::Prefill for FakeNode {
 #[tonic::async_trait]
 impl v1::decode_server::Decode for FakeNode {
     type GenerateStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
-    type LocalStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
 
     async fn generate(
         &self,
@@ -71,10 +70,6 @@ impl v1::decode_server::Decode for FakeNode {
         let call = Call { commands: request.into_inner(), events };
         self.decode.send(call).await.map_err(|_| Status::internal("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(outbound)))
-    }
-
-    async fn local(&self, _: Request<v1::RequestSpec>) -> Result<Response<Self::LocalStream>, Status> {
-        Err(Status::unimplemented("not in these tests"))
     }
 }
 
