@@ -246,7 +246,12 @@ impl Run {
         let (tokens, wish) = (self.progress.tokens(), Wish::default());
         let routed = self.shared.membership.route(tokens.prompt, tokens.max, &wish, now);
         let route = routed.map_err(|why| refusal(&why))?;
-        self.record.chosen = Some(Chosen { nodes: Names::of(&route), candidates: route.candidates.clone(), at: now });
+        self.record.chosen = Some(Chosen {
+            nodes: Names::of(&route),
+            candidates: route.candidates.clone(),
+            choice: *self.shared.membership.choice(),
+            at: now,
+        });
         self.shared.metrics.planned(route.plan());
         Ok(route)
     }

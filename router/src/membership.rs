@@ -7,6 +7,7 @@
 //! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
 //! requests is alive, but tried last for a while ([`breaker`]).
 pub mod breaker;
+mod entry;
 pub mod fence;
 pub mod join;
 mod reach;
@@ -23,11 +24,12 @@ use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
-use crate::select::{Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
+use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
+use entry::Share;
 pub use reach::Calls;
 use reach::{Reach, Reaching};
-use table::{Booked, Share, Table};
+use table::{Booked, Table};
 
 /// Nodes at most; the next one is refused.
 pub const MAX_NODES: usize = 1024;
@@ -100,7 +102,7 @@ pub struct Membership {
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
-    local: LocalPrefill,
+    choice: select::Settings,
 }
 
 /// The nodes of one request, with the work booked on them until this is dropped.
@@ -145,6 +147,19 @@ impl Route {
         lock(&self.table).failed(share, now);
     }
 
+    /// The first token is here: the prompt is computed. Only the first call counts.
+    pub fn computed(&mut self, now: Instant) {
+        let share = share_of(Role::Prefill, &mut self.prefill_share, &mut self.decode_share);
+        lock(&self.table).computed(share, now);
+    }
+
+    /// Decode has verified the prefill node's KV.
+    pub fn handed_off(&self, kv: &v1::Verified) {
+        if let (Some(prefill), decode) = self.sessions() {
+            lock(&self.table).handed_off((prefill, decode), kv);
+        }
+    }
+
     /// The node of `role`. In a local plan decode has both.
     pub fn node(&self, role: Role) -> &Arc<Node> {
         match (role, &self.prefill) {
@@ -163,7 +178,7 @@ fn share_of<'a>(role: Role, prefill: &'a mut Option<Share>, decode: &'a mut Shar
 
 impl Drop for Route {
     fn drop(&mut self) {
-        lock(&self.table).unbook(self.prefill_share.iter().chain([&self.decode_share]));
+        lock(&self.table).unbook(self.prefill_share.iter().chain([&self.decode_share]), clock::now());
     }
 }
 
@@ -197,13 +212,23 @@ impl Membership {
     /// An empty table for pairs. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default())));
-        let (reaching, local) = (Reaching::default(), LocalPrefill::Never);
-        Self { table, changed: Arc::default(), expected, lease, reaching, local }
+        let (reaching, choice) = (Reaching::default(), select::Settings::default());
+        Self { table, changed: Arc::default(), expected, lease, reaching, choice }
     }
 
     /// The same, with decode nodes that compute prompts, too.
     pub fn with_local_prefill(self, local: LocalPrefill) -> Self {
-        Self { local, ..self }
+        Self { choice: select::Settings { local, ..self.choice }, ..self }
+    }
+
+    /// The same, with another rule for the choice of nodes.
+    pub fn with_choice(self, choice: select::Settings) -> Self {
+        Self { choice, ..self }
+    }
+
+    /// The rule by which nodes are chosen.
+    pub fn choice(&self) -> &select::Settings {
+        &self.choice
     }
 
     /// An empty table with other settings for the nodes' circuit breakers.
@@ -285,7 +310,7 @@ impl Membership {
         let mut table = lock(&self.table);
         let total_tokens = prompt_tokens.saturating_add(max_tokens);
         let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens() };
-        let Booked { prefill, decode, candidates } = table.route(&need, wish, self.local, now)?;
+        let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
         let (decode, decode_share) = (decode.node, decode.share);
@@ -294,7 +319,7 @@ impl Membership {
 
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
     pub fn has_pair(&self) -> bool {
-        lock(&self.table).has_pair(self.local, clock::now())
+        lock(&self.table).has_pair(self.choice.local)
     }
 
     /// Sums over all nodes.

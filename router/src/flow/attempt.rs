@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use tandem_proto::{Error, ErrorKind, v1};
+use tandem_telemetry::clock;
 
 use super::again::Sought;
 use super::exchange::{Exchange, Step};
@@ -46,6 +47,8 @@ pub struct Attempt {
     prefill: Option<PrefillLeg>,
     prefill_open: bool,
     decode: DecodeSide,
+    /// The first token of this attempt was here.
+    computed: bool,
     /// Decode has shown that it works.
     decode_works: bool,
 }
@@ -62,7 +65,8 @@ impl Attempt {
         let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
         let prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
         let decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
-        Self { prefill_open: prefill.is_some(), route, exchange, basis, prefill, decode, decode_works: false }
+        let prefill_open = prefill.is_some();
+        Self { route, exchange, basis, prefill, prefill_open, decode, computed: false, decode_works: false }
     }
 
     /// Whether the prefill call can serve another decode node after `failure`: it is open and has not handed over.
@@ -139,8 +143,15 @@ impl Attempt {
 
     /// What a step says of the nodes that made it.
     fn taken(&mut self, role: Role, step: Step) -> Result<Happening, Failure> {
+        if matches!(step, Step::Token { .. }) && !self.computed {
+            self.computed = true;
+            self.route.computed(clock::now());
+        }
         match &step {
-            Step::Verified => self.route.succeeded(Role::Prefill),
+            Step::Verified => {
+                self.route.succeeded(Role::Prefill);
+                self.exchange.verified.iter().for_each(|kv| self.route.handed_off(kv));
+            }
             Step::Token { finished: Some(_), .. } if role == Role::Prefill => self.route.succeeded(Role::Prefill),
             Step::Token { .. } | Step::Finished(_) if role == Role::Decode && !self.decode_works => {
                 self.decode_works = true;

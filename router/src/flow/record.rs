@@ -7,7 +7,7 @@ use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
 
 use super::timeline::{Phase, Timeline};
 use crate::membership::Route;
-use crate::select::{Candidate, Plan, Role};
+use crate::select::{self, Candidate, Plan, Role};
 
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
@@ -80,6 +80,8 @@ pub struct Chosen {
     pub nodes: Names,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
+    /// The rule by which it was chosen.
+    pub choice: select::Settings,
     /// When.
     pub at: Instant,
 }
@@ -145,6 +147,20 @@ impl Record {
         self.timeline.end_of(Phase::Prefill).map(|at| at - self.timeline.received())
     }
 
+    /// What the choice expected of the time from the end of the queue to the first token. `None` where the node had measured
+    /// nothing to tell by.
+    pub fn predicted_ttft_ms(&self) -> Option<f64> {
+        let choice = self.chosen.as_ref()?.candidates.first()?;
+        choice.measured.then(|| choice.ttft_ms())
+    }
+
+    /// The same, beside what it was, in milliseconds; of requests that had their first token where they were sent first.
+    pub fn predicted_and_actual_ttft_ms(&self) -> Option<(f64, f64)> {
+        let undisturbed = self.replans.iter().all(|replan| replan.phase > Phase::Prefill);
+        let actual = self.ttft()?.saturating_sub(self.timeline.length(Phase::Queue));
+        self.predicted_ttft_ms().filter(|_| undisturbed).map(|predicted_ms| (predicted_ms, ms(actual)))
+    }
+
     /// From the request to its end.
     pub fn e2e(&self) -> Duration {
         self.ended.max(self.timeline.last()) - self.timeline.received()
@@ -195,7 +211,7 @@ impl Record {
             decode_instance: name(Names::decode),
             replans: self.replan_count(),
             longest_gap_ms: self.gaps().max().map_or(0.0, ms),
-            predicted_ttft_ms: 0.0,
+            predicted_ttft_ms: self.predicted_ttft_ms().unwrap_or(0.0),
         }
     }
 
@@ -253,8 +269,13 @@ impl Record {
         let Identities { root, parent, .. } = self.identities;
         let mut span = SpanBuilder::new(format!("{} {}", self.api, self.model), Kind::Server, root, parent)
             .attr("tandem.request_id", self.request_id.as_str())
-            .attr("tandem.route.policy", "least_loaded")
             .attr("tandem.replans", self.replan_count());
+        if let Some(chosen) = &self.chosen {
+            span = span.attr("tandem.route.policy", chosen.choice.policy.as_str());
+        }
+        if let Some(predicted_ms) = self.predicted_ttft_ms() {
+            span = span.attr("tandem.predicted_ttft_ms", predicted_ms);
+        }
         if let Some(nodes) = self.nodes() {
             span = span
                 .attr("tandem.route.plan", nodes.plan().as_str())
@@ -331,24 +352,36 @@ pub fn reason_text(reason: v1::FinishReason) -> &'static str {
 }
 
 fn routed(mut span: SpanBuilder, chosen: &Chosen) -> SpanBuilder {
-    for candidate in &chosen.candidates {
+    for (place, candidate) in chosen.candidates.iter().enumerate() {
         let prefill = candidate.prefill_id.as_ref().unwrap_or(&candidate.decode_id);
+        let terms = &candidate.terms;
         span = span.event(
             "candidate",
             chosen.at,
             [
+                ("tandem.route.chosen", Value::from(place == 0)),
                 ("tandem.route.plan", Value::from(candidate.plan().as_str())),
-                ("tandem.prefill.instance", Value::from(prefill.as_str())),
-                ("tandem.decode.instance", Value::from(candidate.decode_id.as_str())),
-                ("tandem.route.prefill_load", Value::from(candidate.prefill_load)),
-                ("tandem.route.decode_load", Value::from(candidate.decode_load)),
+                ("tandem.prefill.instance", Value::from(&**prefill)),
+                ("tandem.decode.instance", Value::from(&*candidate.decode_id)),
+                ("tandem.route.wait_prefill_ms", Value::from(terms.wait_prefill_ms)),
+                ("tandem.route.prefill_ms", Value::from(terms.prefill_ms)),
+                ("tandem.route.exposed_ms", Value::from(terms.exposed_ms)),
+                ("tandem.route.wait_decode_ms", Value::from(terms.wait_decode_ms)),
+                ("tandem.route.step_ms", Value::from(terms.step_ms)),
+                ("tandem.route.harm_ms", Value::from(terms.harm_ms)),
+                ("tandem.route.total_ms", Value::from(candidate.total_ms)),
+                ("tandem.route.ttft_ms", Value::from(candidate.ttft_ms())),
+                ("tandem.route.cached_tokens", Value::from(candidate.cached_tokens)),
                 ("tandem.route.blocks_short", Value::from(candidate.blocks_short)),
+                ("tandem.route.measured", Value::from(candidate.measured)),
                 ("tandem.route.breaker_shut", Value::from(candidate.shut)),
-                ("tandem.route.score", Value::from(candidate.score())),
+                ("tandem.route.avoided", Value::from(candidate.avoided)),
             ],
         );
     }
     span.attr("tandem.route.candidates", chosen.candidates.len())
+        .attr("tandem.route.policy", chosen.choice.policy.as_str())
+        .attr("tandem.route.step_weight", chosen.choice.step_weight())
 }
 
 fn replanned(span: SpanBuilder, replan: &Replanned) -> SpanBuilder {

@@ -148,6 +148,39 @@ fn check_contiguous(trace: &Value) {
 }
 
 #[tokio::test]
+async fn what_was_predicted_stands_beside_what_came() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let step_cost = Some(v1::StepCost { base_ms: 4.0, token_ms: 0.5, context_ms: 0.0 });
+    let load = v1::Load { free_blocks: 64, step_cost, ..v1::Load::default() };
+    for node in [&cluster.prefill.node, &cluster.decode.node] {
+        cluster.service.membership().report(node.session, &load, clock::now());
+    }
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'H').await;
+    decode.send(finished(Length, vec![])).await;
+    let (_, _, end) = read(stream).await;
+    let Ok(GenerationEvent::Finish { timings, trace_id, .. }) = end else { panic!("{end:?}") };
+    // Twenty tokens in one step.
+    assert!((timings.predicted_ttft_ms - 14.0).abs() < 1e-9, "{timings:?}");
+    let trace = cluster.service.trace_json(&trace_id).unwrap();
+    let route = spans(&trace).find(|span| span["name"] == "route").unwrap();
+    assert_eq!(route["attributes"]["tandem.route.policy"], "joint");
+    let told = &route["events"].as_array().unwrap()[0]["attributes"];
+    assert_eq!((&told["tandem.route.chosen"], &told["tandem.route.prefill_ms"]), (&true.into(), &14.0.into()));
+    assert_eq!((&told["tandem.route.measured"], &told["tandem.route.cached_tokens"]), (&true.into(), &0.into()));
+    // 4.5 ms a step, at ten times its length.
+    assert_eq!((&told["tandem.route.step_ms"], &told["tandem.route.total_ms"]), (&4.5.into(), &59.0.into()));
+    let root = spans(&trace).find(|span| span["name"] == "chat fake").unwrap();
+    assert_eq!(root["attributes"]["tandem.predicted_ttft_ms"], 14.0);
+    let metrics = cluster.service.metrics_text(None).1;
+    for name in ["tandem_prediction_error_ms_count", "tandem_prediction_error_ratio_count"] {
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{metrics}"));
+        assert!(line.contains("plan=\"pair\"") && line.ends_with(" 1"), "{line}");
+    }
+}
+
+#[tokio::test]
 async fn one_token_needs_no_hand_off() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let stream = cluster.service.generate(GenerationRequest { max_tokens: 1, ..request() }).unwrap();
