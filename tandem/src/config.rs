@@ -22,6 +22,8 @@ pub enum Config {
     Chat(Chat),
     /// Draw a trace.
     Trace(Trace),
+    /// Explain a choice of nodes.
+    Explain(Explain),
 }
 
 /// A local cluster.
@@ -140,6 +142,14 @@ pub struct Trace {
     pub width: usize,
 }
 
+/// Why one request went where it went.
+pub struct Explain {
+    /// The router's HTTP URL.
+    pub url: String,
+    /// Trace id, or `last`.
+    pub id: String,
+}
+
 impl Config {
     /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
@@ -172,6 +182,8 @@ enum Command {
     Chat(ChatArgs),
     /// Draw the timeline of a request
     Trace(TraceArgs),
+    /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
+    Explain(ExplainArgs),
 }
 
 #[derive(Args)]
@@ -354,6 +366,24 @@ struct TraceArgs {
     width: usize,
 }
 
+#[derive(Args)]
+struct ExplainArgs {
+    /// Trace id, or `last`
+    #[arg(default_value = "last")]
+    id: String,
+    /// The router's HTTP address [default: that of the running `tandem up`]
+    #[arg(long, visible_alias = "http", value_name = "URL")]
+    url: Option<String>,
+}
+
+/// The router's HTTP URL: as given, or that of the running `tandem up`.
+fn http_url(url: Option<String>, state: &std::path::Path) -> anyhow::Result<String> {
+    match url {
+        Some(url) => Ok(with_scheme(&url)),
+        None => Ok(state::load(state)?.http),
+    }
+}
+
 impl Command {
     fn resolve(self, state: PathBuf) -> anyhow::Result<Config> {
         Ok(match self {
@@ -366,12 +396,9 @@ impl Command {
                 Config::Chat(Chat { options: sampling.resolve(&state)?, message, system })
             }
             Self::Trace(TraceArgs { id, url, width }) => {
-                let url = match url {
-                    Some(url) => with_scheme(&url),
-                    None => state::load(&state)?.http,
-                };
-                Config::Trace(Trace { url, id, width })
+                Config::Trace(Trace { url: http_url(url, &state)?, id, width })
             }
+            Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
         })
     }
 }
