@@ -1,10 +1,13 @@
 //! How long the choice of nodes takes, and whether that grows linearly: medians over random clusters of 10, 100 and 1,000
-//! nodes, half of each role, for prompts of 2,000 tokens. `cargo bench -p tandem-router --bench select`.
+//! nodes, half of each role, for prompts of 2,000 tokens. Once the choice alone, once with the node table around it: views
+//! brought up to date, the plan's work booked and given back. `cargo bench -p tandem-router --bench select`.
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tandem_proto::v1;
+use tandem_router::membership::{Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::cost::StepCost;
 use tandem_router::select::policy::Policy;
@@ -29,11 +32,71 @@ fn main() {
                 (Policy::Joint, LocalPrefill::Auto) => "joint, local",
                 _ => policy.as_str(),
             };
-            let (median, p99) = measure(nodes, &settings);
-            let (median_us, p99_us) = (micros(median), micros(p99));
-            println!("{nodes:>6} {name:>14} {median_us:>12.2} {p99_us:>12.2} {:>14.1}", median_us * 1e3 / nodes as f64);
+            tell(nodes, name, measure(nodes, &settings));
         }
+        tell(nodes, "with the table", measure_table(nodes));
     }
+}
+
+fn tell(nodes: usize, name: &str, (median, p99): (Duration, Duration)) {
+    let (median_us, p99_us) = (micros(median), micros(p99));
+    println!("{nodes:>6} {name:>14} {median_us:>12.2} {p99_us:>12.2} {:>14.1}", median_us * 1e3 / nodes as f64);
+}
+
+/// The same through the node table.
+fn measure_table(count: usize) -> (Duration, Duration) {
+    let membership = table(count);
+    let wish = Wish::default();
+    let mut times = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        let route = membership.route(NEED.prompt_tokens, 256, &wish, start);
+        drop(black_box(route).expect("every node can take the request"));
+        times.push(start.elapsed());
+    }
+    times.sort_unstable();
+    (times[ROUNDS / 2], times[ROUNDS * 99 / 100])
+}
+
+fn table(count: usize) -> Membership {
+    let settings = Settings { local: LocalPrefill::Auto, ..Settings::default() };
+    let expected = Expected { model_digest: 1, eos_token_id: 0 };
+    let membership = Membership::new(expected, Duration::from_secs(3)).with_local_prefill(settings.local);
+    let (mut rng, now) = (StdRng::seed_from_u64(count as u64), Instant::now());
+    for index in 0..count {
+        let view = node(index, &mut rng);
+        let role = if view.role == Role::Prefill { v1::Role::Prefill } else { v1::Role::Decode };
+        let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() };
+        let registered = membership.register(
+            v1::Register {
+                node_id: view.node_id.to_string(),
+                role: role.into(),
+                incarnation: view.session,
+                compatibility_digest: 1,
+                model_digest: 1,
+                endpoint: "http://127.0.0.1:1".into(),
+                transport: Some(transport),
+                total_blocks: view.total_blocks,
+                block_tokens: NEED.block_tokens,
+                max_context_tokens: view.max_context_tokens,
+                max_running: view.max_running,
+                max_batched_tokens: view.max_step_tokens,
+                ..v1::Register::default()
+            },
+            now,
+        );
+        let StepCost { base_ms, token_ms, context_ms } = view.step_cost;
+        let load = v1::Load {
+            running: view.running,
+            queued_tokens: rng.random_range(0..8_000),
+            free_blocks: view.free_blocks,
+            running_tokens: view.reported.context,
+            step_cost: Some(v1::StepCost { base_ms, token_ms, context_ms }),
+            ..v1::Load::default()
+        };
+        membership.report(registered.expect("accepted").session, &load, now);
+    }
+    membership
 }
 
 /// Median and 99th percentile of one choice.

@@ -267,7 +267,7 @@ impl Run {
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {
-                    self.go_on(attempt, sought)?;
+                    self.go_on(attempt, *sought)?;
                     continue;
                 }
                 Err(failure) => return Ok(End::Failed(failure)),

@@ -32,7 +32,7 @@ pub enum Happening {
     /// A node said something in order.
     Step(Step),
     /// The search that [`Attempt::seek_decode`] began ended.
-    Sought(Sought),
+    Sought(Box<Sought>),
 }
 
 /// The legs of a request.
@@ -112,7 +112,7 @@ impl Attempt {
                 let step = tokio::select! {
                     biased;
                     why = route.node(Role::Prefill).died() => return Err(died(Role::Prefill, &why)),
-                    found = search => return Ok(Happening::Sought(found)),
+                    found = search => return Ok(Happening::Sought(Box::new(found))),
                     event = said(prefill) => on_prefill(exchange, event)?,
                 };
                 return self.taken(Role::Prefill, step);

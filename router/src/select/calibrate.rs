@@ -115,17 +115,25 @@ impl Links {
 }
 
 /// See the head of this file.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Factor {
     /// Natural logarithm of the factor: twice as long and half as long are equally far off.
     log: f64,
+    /// Of that, the factor: it is asked for with every request.
+    value: f64,
     count: u32,
+}
+
+impl Default for Factor {
+    fn default() -> Self {
+        Self { log: 0.0, value: 1.0, count: 0 }
+    }
 }
 
 impl Factor {
     /// What predictions are multiplied by.
     pub fn value(&self) -> f64 {
-        self.log.exp()
+        self.value
     }
 
     /// A prompt took `actual_ms` where the uncorrected prediction was `model_ms`.
@@ -138,6 +146,7 @@ impl Factor {
         let off = (ratio.ln() - self.log).clamp(-WILD, WILD);
         let share = (1.0 / f64::from(self.count)).max(SETTLED);
         self.log = (self.log + share * off).clamp(FACTOR.start().ln(), FACTOR.end().ln());
+        self.value = self.log.exp();
     }
 }
 

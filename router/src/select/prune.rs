@@ -126,6 +126,14 @@ fn insert<T>(list: &mut Vec<T>, item: T, limit: usize, worse: impl Fn(&T, &T) ->
 struct Group<'a> {
     prefills: Best<'a, PrefillTerms>,
     decodes: Best<'a, DecodeTerms>,
+    /// By role: it has nodes that take work.
+    has: [bool; 2],
+}
+
+impl Group<'_> {
+    fn of(limit: usize) -> Self {
+        Self { prefills: Best::of(limit), decodes: Best::of(limit), has: [false; 2] }
+    }
 }
 
 /// The request, and everything by which its plans are scored.
@@ -149,37 +157,20 @@ impl<'a> Scorer<'a> {
     pub fn field(&self, nodes: &'a [NodeView]) -> Field<'a> {
         let limit = SHORT + self.wish.avoid.nodes.len() + self.wish.avoid.pairs.len();
         let mut groups: Vec<Group<'a>> = Vec::new();
-        let (mut available, mut members): ([bool; 2], Vec<[bool; 2]>) = ([false; 2], Vec::new());
         let mut locals = Best::of(limit);
         let places = self.places(nodes);
         for role in [Role::Prefill, Role::Decode] {
-            let mut place = 0;
-            for node in
-                in_turn(nodes, self.settings.policy, self.turn).filter(|node| node.role == role && self.takes(node))
-            {
-                let group = node.group as usize;
-                if groups.len() <= group {
-                    let empty = || Group { prefills: Best::of(limit), decodes: Best::of(limit) };
-                    groups.resize_with(group + 1, empty);
-                    members.resize(group + 1, [false; 2]);
+            let of_role = |node: &&NodeView| node.role == role && self.takes(node);
+            let nodes = in_turn(nodes, self.settings.policy, self.turn).filter(of_role);
+            for (place, node) in nodes.enumerate() {
+                let number = node.group as usize;
+                if groups.len() <= number {
+                    groups.resize_with(number + 1, || Group::of(limit));
                 }
-                available[role as usize] = true;
-                members[group][role as usize] = true;
-                let of = (place, places[role as usize]);
-                place += 1;
-                if !self.fits(node) {
-                    continue;
-                }
-                match role {
-                    Role::Prefill => groups[group].prefills.offer(self.prefill(node, of)),
-                    Role::Decode => {
-                        let hidden_ms = groups[group].prefills.best.first().map_or(0.0, |best| best.terms.first_ms());
-                        let side = self.decode(node, of, hidden_ms);
-                        groups[group].decodes.offer(side);
-                        if self.settings.local != LocalPrefill::Never {
-                            locals.offer(self.local(side));
-                        }
-                    }
+                let group = &mut groups[number];
+                group.has[role as usize] = true;
+                if self.fits(node) {
+                    self.offer(node, (place, places[role as usize]), group, &mut locals);
                 }
             }
         }
@@ -188,7 +179,30 @@ impl<'a> Scorer<'a> {
             groups.iter().for_each(|group| self.pairs(group, &mut plans));
         }
         plans.extend(locals.all().map(|side| self.local_plan(side)));
-        Field { plans, available, compatible: members.contains(&[true; 2]) }
+        let available = [Role::Prefill, Role::Decode].map(|role| groups.iter().any(|group| group.has[role as usize]));
+        Field { plans, available, compatible: groups.iter().any(|group| group.has == [true; 2]) }
+    }
+
+    /// Puts the node on its group's short list, and on that of those who may compute prompts themselves. Decode nodes come
+    /// behind all prefill nodes, whose best then says how long a wait is hidden.
+    fn offer(
+        &self,
+        node: &'a NodeView,
+        place: (usize, usize),
+        group: &mut Group<'a>,
+        locals: &mut Best<'a, (DecodeTerms, LocalTerms)>,
+    ) {
+        match node.role {
+            Role::Prefill => group.prefills.offer(self.prefill(node, place)),
+            Role::Decode => {
+                let hidden_ms = group.prefills.best.first().map_or(0.0, |best| best.terms.first_ms());
+                let side = self.decode(node, place, hidden_ms);
+                group.decodes.offer(side);
+                if self.settings.local != LocalPrefill::Never {
+                    locals.offer(self.local(side));
+                }
+            }
+        }
     }
 
     /// Nodes by role, for those who take turns.
