@@ -8,6 +8,7 @@ use clap::Parser;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::membership::breaker;
+use crate::select::LocalPrefill;
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -46,6 +47,10 @@ struct Flags {
     /// Time that a request may spend without progress after failures, waiting for nodes included
     #[arg(long, default_value_t = 30_000)]
     replan_ms: u32,
+    /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there: aggregated
+    /// serving), `auto` (where no sound prefill node is available)
+    #[arg(long, default_value = "auto", value_name = "auto|never|always")]
+    local_prefill: LocalPrefill,
     /// A node that fails so many requests in a row is tried last, for --breaker-open-ms
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     breaker_failures: u32,
@@ -74,6 +79,8 @@ pub struct Config {
     pub limits: Limits,
     /// Silence after which a node is dead.
     pub lease: Duration,
+    /// Whether decode nodes compute prompts.
+    pub local_prefill: LocalPrefill,
     /// When a node is tried last.
     pub breakers: breaker::Settings,
     /// Bound of the drain.
@@ -105,6 +112,7 @@ impl From<Flags> for Config {
                 ..Limits::default()
             },
             lease: millis(flags.lease_ms),
+            local_prefill: flags.local_prefill,
             breakers: breaker::Settings { failures: flags.breaker_failures, open: millis(flags.breaker_open_ms) },
             drain: millis(flags.drain_ms),
         }
@@ -126,7 +134,18 @@ mod tests {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }
-        for wrong in [["--lease-ms", "0"], ["--max-inflight", "0"], ["--http", "nowhere"], ["--unknown", "1"]] {
+        assert_eq!(config.local_prefill, LocalPrefill::Auto);
+        for (word, mode) in [("never", LocalPrefill::Never), ("always", LocalPrefill::Always)] {
+            let flags = Flags::try_parse_from(["r", "--model", "m.gguf", "--local-prefill", word]).unwrap();
+            assert_eq!(Config::from(flags).local_prefill, mode);
+        }
+        for wrong in [
+            ["--local-prefill", "sometimes"],
+            ["--lease-ms", "0"],
+            ["--max-inflight", "0"],
+            ["--http", "nowhere"],
+            ["--unknown", "1"],
+        ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }

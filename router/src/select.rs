@@ -12,6 +12,7 @@
 //! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is
 //! perhaps broken is still better than none, so a request is never refused while the nodes of a plan are there. Between
 //! the kinds, a pair comes before a local plan of the same ranks.
+use std::str::FromStr;
 
 /// Tokens that count as one batch ahead on a prefill node: a usual step budget of chunked prefill.
 const BATCH_TOKENS: f64 = 512.0;
@@ -48,6 +49,20 @@ pub enum LocalPrefill {
     Always,
     /// Both kinds of plan.
     Auto,
+}
+
+impl FromStr for LocalPrefill {
+    type Err = String;
+
+    /// From the flag `--local-prefill`.
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "never" => Ok(Self::Never),
+            "always" => Ok(Self::Always),
+            "auto" => Ok(Self::Auto),
+            _ => Err("it is `auto`, `never` or `always`".to_owned()),
+        }
+    }
 }
 
 /// The kind of a plan.
