@@ -59,9 +59,8 @@ fn measure_table(count: usize) -> (Duration, Duration) {
 }
 
 fn table(count: usize) -> Membership {
-    let settings = Settings { local: LocalPrefill::Auto, ..Settings::default() };
     let expected = Expected { model_digest: 1, eos_token_id: 0 };
-    let membership = Membership::new(expected, Duration::from_secs(3)).with_local_prefill(settings.local);
+    let membership = Membership::new(expected, Duration::from_secs(3)).with_local_prefill(LocalPrefill::Auto);
     let (mut rng, now) = (StdRng::seed_from_u64(count as u64), Instant::now());
     for index in 0..count {
         let view = node(index, &mut rng);
@@ -141,6 +140,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
         prefill_factor: rng.random_range(0.8..1.3),
         backlog_ms: rng.random_range(0.0..500.0),
+        computes_prompts: true,
         cached_blocks_of_prompt: if rng.random_bool(CACHED) { rng.random_range(1..125) } else { 0 },
     }
 }

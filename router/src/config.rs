@@ -8,8 +8,8 @@ use clap::Parser;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::membership::breaker;
-use crate::select;
 use crate::select::policy::Policy;
+use crate::select::{self, LocalPrefill};
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -48,6 +48,10 @@ struct Flags {
     /// Time that a request may spend without progress after failures, waiting for nodes included
     #[arg(long, default_value_t = 30_000)]
     replan_ms: u32,
+    /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there: aggregated
+    /// serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
+    #[arg(long, default_value = "auto", value_name = "auto|never|always")]
+    local_prefill: LocalPrefill,
     /// A node that fails so many requests in a row is tried last, for --breaker-open-ms
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     breaker_failures: u32,
@@ -127,7 +131,7 @@ impl From<Flags> for Config {
                 ttft_objective_ms: flags.ttft_objective_ms.into(),
                 tpot_objective_ms: flags.tpot_objective_ms.into(),
                 near_optimal: f64::from(flags.near_optimal_percent) / 100.0,
-                ..select::Settings::default()
+                local: flags.local_prefill,
             },
             drain: millis(flags.drain_ms),
         }
@@ -159,7 +163,18 @@ mod tests {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }
-        for wrong in [["--lease-ms", "0"], ["--max-inflight", "0"], ["--http", "nowhere"], ["--unknown", "1"]] {
+        assert_eq!(config.choice.local, LocalPrefill::Auto);
+        for (word, mode) in [("never", LocalPrefill::Never), ("always", LocalPrefill::Always)] {
+            let flags = Flags::try_parse_from(["r", "--model", "m.gguf", "--local-prefill", word]).unwrap();
+            assert_eq!(Config::from(flags).choice.local, mode);
+        }
+        for wrong in [
+            ["--local-prefill", "sometimes"],
+            ["--lease-ms", "0"],
+            ["--max-inflight", "0"],
+            ["--http", "nowhere"],
+            ["--unknown", "1"],
+        ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }

@@ -221,9 +221,9 @@ impl Membership {
         Self { choice: select::Settings { local, ..self.choice }, ..self }
     }
 
-    /// The same, with another rule for the choice of nodes; where prompts may be computed stays as it was.
+    /// The same, with another rule for the choice of nodes, local prefill included.
     pub fn with_choice(self, choice: select::Settings) -> Self {
-        Self { choice: select::Settings { local: self.choice.local, ..choice }, ..self }
+        Self { choice, ..self }
     }
 
     /// The rule by which nodes are chosen.

@@ -16,14 +16,15 @@
 //! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is
 //! perhaps broken is still better than none, so a request is never refused while nodes are there that could take it.
 //!
-//! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them. [`prune`]
-//! keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort.
+//! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among the
+//! pairs if there are any: a prompt on a decode node is also in the way of those who come after it. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort.
 pub mod backlog;
 pub mod calibrate;
 pub mod cost;
 pub mod policy;
 pub mod prune;
 
+use std::str::FromStr;
 use std::sync::Arc;
 
 use calibrate::Links;
@@ -103,6 +104,8 @@ pub struct NodeView {
     pub step_cost: StepCost,
     /// By how much its prompts take longer than that says.
     pub prefill_factor: f64,
+    /// It has computed prompts since it is here: its steps with prompts are among those that it has measured.
+    pub computes_prompts: bool,
     /// Until it has computed the prompts that it has, milliseconds.
     pub backlog_ms: f64,
     /// Blocks at the head of this request's prompt that it holds.
@@ -134,6 +137,20 @@ pub enum LocalPrefill {
     Always,
     /// Both kinds of plan.
     Auto,
+}
+
+impl FromStr for LocalPrefill {
+    type Err = String;
+
+    /// From the flag `--local-prefill`.
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "never" => Ok(Self::Never),
+            "always" => Ok(Self::Always),
+            "auto" => Ok(Self::Auto),
+            _ => Err("it is `auto`, `never` or `always`".to_owned()),
+        }
+    }
 }
 
 /// The kind of a plan.
@@ -362,7 +379,11 @@ pub fn select(
     turn: u64,
 ) -> Result<Vec<Candidate>, NoPair> {
     let unmeasured = unmeasured(cluster.nodes);
-    let scorer = Scorer { need, wish, settings, links: cluster.links, turn, unmeasured };
+    let prompts = match settings.local {
+        LocalPrefill::Never => None,
+        LocalPrefill::Always | LocalPrefill::Auto => mean(cluster.nodes, Role::Prefill),
+    };
+    let scorer = Scorer { need, wish, settings, links: cluster.links, turn, unmeasured, prompts };
     let Field { mut plans, available, compatible } = scorer.field(cluster.nodes);
     if plans.is_empty() {
         let missing = |role: Role| !available[role as usize];
@@ -407,7 +428,12 @@ fn near_best(plans: &[Scored<'_>], settings: &Settings, turn: u64) -> usize {
     let best = &plans[0];
     let enough = best.score * (1.0 + settings.near_optimal) + SAME_MS;
     let near = |plan: &&Scored<'_>| plan.ranks() == best.ranks() && plan.score <= enough;
-    of_two(plans.iter().take_while(near).count(), turn, |index| plans[index].requests())
+    let near = plans.iter().take_while(near).count();
+    let mut equal: Vec<usize> = (0..near).filter(|index| plans[*index].prefill.is_some()).collect();
+    if equal.is_empty() {
+        equal.extend(0..near);
+    }
+    equal[of_two(equal.len(), turn, |index| plans[equal[index]].requests())]
 }
 
 /// By role, what steps cost where nothing is measured: the mean of the role's other nodes, or of the other role's.
@@ -415,12 +441,14 @@ fn unmeasured(nodes: &[NodeView]) -> [StepCost; 2] {
     if nodes.iter().all(|node| node.step_cost.is_measured()) {
         return [cost::UNMEASURED; 2];
     }
-    let mean = |role: Role| {
-        let of_role = nodes.iter().filter(|node| node.role == role).map(|node| &node.step_cost);
-        StepCost::mean(of_role.filter(|cost| cost.is_measured()))
-    };
-    let [prefill, decode] = [Role::Prefill, Role::Decode].map(mean);
+    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| mean(nodes, role));
     [prefill.or(decode), decode.or(prefill)].map(|cost| cost.unwrap_or(cost::UNMEASURED))
+}
+
+/// Of the nodes of `role` that have measured their steps.
+fn mean(nodes: &[NodeView], role: Role) -> Option<StepCost> {
+    let of_role = nodes.iter().filter(|node| node.role == role).map(|node| &node.step_cost);
+    StepCost::mean(of_role.filter(|cost| cost.is_measured()))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
 mod choices;
 mod fakes;
+mod local;
 mod replans;
 
 use futures::StreamExt;
@@ -132,16 +133,22 @@ fn spans(trace: &Value) -> impl Iterator<Item = &Value> {
 }
 
 fn check_contiguous(trace: &Value) {
+    check_phases(trace, &["queue", "route", "prefill", "transfer", "decode"]);
+}
+
+/// The phases tile the root span, and the first three of them TTFT.
+fn check_phases(trace: &Value, names: &[&str]) {
     let of_router = |name: &str| {
         let is_it = |span: &&Value| span["service"] == "tandem-router" && span["name"] == name;
         let span = spans(trace).find(is_it).unwrap_or_else(|| panic!("no span {name}"));
         (span["start_unix_ns"].as_u64().unwrap(), span["end_unix_ns"].as_u64().unwrap(), span)
     };
     let root = of_router("chat fake");
-    let phases = ["queue", "route", "prefill", "transfer", "decode"].map(of_router);
+    let phases: Vec<_> = names.iter().copied().map(of_router).collect();
     assert!(phases.windows(2).all(|pair| pair[1].0 - pair[0].1 == 1_000), "one microsecond apart");
     assert!(phases.iter().all(|(start, end, span)| start <= end && span["parent_span_id"] == root.2["span_id"]));
-    assert_eq!((phases[0].0, phases[4].1), (root.0, root.1.min(phases[4].1)));
+    let end = phases[phases.len() - 1].1;
+    assert_eq!((phases[0].0, end), (root.0, root.1.min(end)));
     let ttft_ms = root.2["attributes"]["tandem.ttft_ms"].as_f64().unwrap();
     let parts_ms: f64 = phases[..3].iter().map(|(start, end, _)| (end - start) as f64 / 1e6).sum();
     assert!((ttft_ms - parts_ms).abs() <= (ttft_ms * 0.01).max(0.003), "{ttft_ms} {parts_ms}");

@@ -89,6 +89,7 @@ impl Entry {
             routed: Work::default(),
             step_cost: StepCost::default(),
             prefill_factor: 1.0,
+            computes_prompts: false,
             backlog_ms: 0.0,
             cached_blocks_of_prompt: 0,
         }
@@ -129,6 +130,7 @@ impl Entry {
         view.shut = !self.breaker.admits(now);
         view.backlog_ms = self.backlog.wait_ms(now);
         view.prefill_factor = self.factor.value();
+        view.computes_prompts = self.factor.has_seen();
         view.cached_blocks_of_prompt = 0;
     }
 

@@ -136,6 +136,11 @@ impl Factor {
         self.value
     }
 
+    /// Whether a prompt was observed.
+    pub fn has_seen(&self) -> bool {
+        self.count > 0
+    }
+
     /// A prompt took `actual_ms` where the uncorrected prediction was `model_ms`.
     pub fn observe(&mut self, model_ms: f64, actual_ms: f64) {
         let ratio = actual_ms / model_ms;

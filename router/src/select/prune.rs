@@ -150,6 +150,9 @@ pub struct Scorer<'a> {
     pub turn: u64,
     /// Of nodes that have measured no step, by role.
     pub unmeasured: [StepCost; 2],
+    /// How the prefill nodes' steps cost in the mean: so a prompt is predicted on a decode node that has not computed one. Its
+    /// own steps of single tokens say nothing of what a prompt costs.
+    pub prompts: Option<StepCost>,
 }
 
 impl<'a> Scorer<'a> {
@@ -254,7 +257,9 @@ impl<'a> Scorer<'a> {
     }
 
     fn local(&self, side: Side<'a, DecodeTerms>) -> Side<'a, (DecodeTerms, LocalTerms)> {
-        let local = cost::local(side.node, self.cost(side.node), self.need);
+        let of_others = self.prompts.as_ref().filter(|_| !side.node.computes_prompts);
+        let cost = of_others.unwrap_or_else(|| self.cost(side.node));
+        let local = cost::local(side.node, cost, self.need);
         let score = match self.settings.policy {
             Policy::Joint => self.local_terms(&side.terms, &local).total_ms(self.settings),
             _ => side.score,

@@ -25,6 +25,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         routed: Work::default(),
         step_cost: COST,
         prefill_factor: 1.0,
+        computes_prompts: true,
         backlog_ms: 0.0,
         cached_blocks_of_prompt: 0,
     }
@@ -265,6 +266,31 @@ fn local_prefill_where_it_costs_less() {
     assert_eq!(best(&nodes), local, "four tokens harm nobody much");
     nodes[0].backlog_ms = 0.0;
     assert_eq!(best(&nodes), local, "a short suffix of a cached prompt");
+}
+
+#[test]
+fn a_pair_is_taken_where_a_local_plan_is_no_better() {
+    let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
+    nodes[1].cached_blocks_of_prompt = 6;
+    nodes[0].cached_blocks_of_prompt = 6;
+    let told = candidates(&nodes, &Wish::default(), Auto).unwrap();
+    assert!(told[0].total_ms >= told[1].total_ms && (told[0].prefill, told[1].prefill) == (Some(1), None));
+}
+
+#[test]
+fn prompts_on_a_node_that_computed_none_cost_what_they_cost_elsewhere() {
+    let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
+    // From steps of single tokens a node cannot tell what a token of a prompt costs.
+    nodes[1].step_cost = StepCost { base_ms: 2.5, token_ms: 0.0, context_ms: 0.0 };
+    nodes[1].computes_prompts = false;
+    nodes[0].backlog_ms = 10.0;
+    let local_ms = |nodes: &[NodeView]| {
+        let told = candidates(nodes, &Wish::default(), Auto).unwrap();
+        told.iter().find(|candidate| candidate.prefill.is_none()).unwrap().terms.prefill_ms
+    };
+    assert!((50.0..60.0).contains(&local_ms(&nodes)));
+    nodes[1].computes_prompts = true;
+    assert!(local_ms(&nodes) < 3.0, "its own measurements, once they are about prompts");
 }
 
 #[test]
