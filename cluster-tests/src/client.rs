@@ -5,10 +5,12 @@ use anyhow::Context;
 use serde_json::Value;
 use tandem_proto::v1;
 use tandem_proto::v1::decode_client::DecodeClient;
+use tandem_proto::v1::decode_command::Command as DecodeCommand;
 use tandem_proto::v1::decode_event::Event as DecodeEvent;
 use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
+use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
 use crate::cluster::Cluster;
@@ -79,6 +81,7 @@ pub async fn decoded(mut stream: Streaming<v1::DecodeEvent>) -> anyhow::Result<(
     let (mut tokens, mut kv_bytes) = (Vec::new(), 0);
     while let Some(message) = stream.message().await? {
         match message.event {
+            Some(DecodeEvent::FirstToken(first)) => tokens.push(first.token_id),
             Some(DecodeEvent::Token(token)) => tokens.push(token.token_id),
             Some(DecodeEvent::Verified(verified)) => kv_bytes = verified.bytes,
             Some(DecodeEvent::Finished(_)) => return Ok((tokens, kv_bytes)),
@@ -86,6 +89,17 @@ pub async fn decoded(mut stream: Streaming<v1::DecodeEvent>) -> anyhow::Result<(
         }
     }
     anyhow::bail!("the stream ended without its last message")
+}
+
+/// The tokens of an answer from this decode node alone.
+///
+/// # Errors
+/// Those of the node.
+pub async fn local_tokens(mut node: DecodeClient<Channel>, spec: v1::RequestSpec) -> anyhow::Result<Vec<u32>> {
+    let local = Some(v1::LocalPrefill::default());
+    let start = v1::DecodeStart { spec: Some(spec), local, ..v1::DecodeStart::default() };
+    let start = v1::DecodeCommand { command: Some(DecodeCommand::Start(start)) };
+    Ok(decoded(node.generate(tokio_stream::iter([start])).await?.into_inner()).await?.0)
 }
 
 /// A greedy request.
@@ -136,8 +150,7 @@ impl Cluster {
     /// # Errors
     /// The node's status, or tokens that end without `finished`.
     pub async fn local_tokens(&self, spec: v1::RequestSpec) -> anyhow::Result<Vec<u32>> {
-        let mut client = DecodeClient::connect(self.decode.url("grpc")).await?;
-        Ok(decoded(client.local(spec).await?.into_inner()).await?.0)
+        local_tokens(DecodeClient::connect(self.decode.url("grpc")).await?, spec).await
     }
 
     /// The nodes as the router sees them.

@@ -18,7 +18,7 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::service::Routes;
 use tonic::transport::{Channel, Server};
 
-use crate::client::decoded;
+use crate::client::{decoded, local_tokens};
 use crate::cluster::model;
 
 /// A decode node's reservation ends after it.
@@ -85,7 +85,7 @@ impl Pair {
     /// # Errors
     /// Those of the node.
     pub async fn local_tokens(&self, spec: v1::RequestSpec) -> anyhow::Result<Vec<u32>> {
-        Ok(decoded(self.to_decode.clone().local(spec).await?.into_inner()).await?.0)
+        local_tokens(self.to_decode.clone(), spec).await
     }
 }
 

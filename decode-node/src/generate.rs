@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use prost::Message;
-use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest};
+use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest, SequenceStream};
 use tandem_kvtransfer::Incoming;
 use tandem_node::call::Events;
 use tandem_node::request::{context, top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::decode_event::Event;
-use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, RequestSpec, Reserved, Token};
-use tandem_proto::{Error, ErrorKind, Incarnation};
+use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, FirstToken, Reserved, Token};
+use tandem_proto::{Error, ErrorKind, Incarnation, TraceContext};
 use tandem_telemetry::{Kind, clock};
 
 use crate::handoff::{self, Received};
@@ -23,11 +23,11 @@ const ROUTERS_WORD: Duration = Duration::from_secs(1);
 /// A reader at 100 ms a token, the router's measure of smoothness, notices a longer gap.
 const STALL: Duration = Duration::from_millis(100);
 
-/// Serves one call of `Decode.Generate` until its last event.
+/// Serves one call until its last event.
 ///
 /// # Errors
 /// What the call's status will be.
-pub async fn disaggregated(
+pub async fn serve(
     node: Arc<Node>,
     start: DecodeStart,
     lease: Duration,
@@ -39,25 +39,16 @@ pub async fn disaggregated(
     let request = CheckedRequest::check(spec, node.engine.spec())?;
     let mut trace = node.trace();
     let generate = Generate { node: &node, request: &request, events: &events };
-    let grant = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease, accepted };
-    let running = generate.disaggregated(grant, &start.route_traceparent, &mut stop, &mut trace);
+    let running = async {
+        match start.local {
+            Some(local) => generate.local(accepted, &local.traceparent, &mut stop, &mut trace).await,
+            None => {
+                let terms = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease, accepted };
+                generate.disaggregated(terms, &start.route_traceparent, &mut stop, &mut trace).await
+            }
+        }
+    };
     let result = until_deadline(request.deadline, running).await;
-    if let Err(error) = &result {
-        trace.fail(&error.message);
-    }
-    result
-}
-
-/// Serves one call of `Decode.Local`: the whole request here.
-///
-/// # Errors
-/// What the call's status will be.
-pub async fn local(node: Arc<Node>, spec: RequestSpec, events: Events<DecodeEvent>) -> Result<(), Error> {
-    let accepted = clock::now();
-    let request = CheckedRequest::check(spec, node.engine.spec())?;
-    let mut trace = node.trace();
-    let generate = Generate { node: &node, request: &request, events: &events };
-    let result = until_deadline(request.deadline, generate.local(accepted, &mut trace)).await;
     if let Err(error) = &result {
         trace.fail(&error.message);
     }
@@ -84,12 +75,12 @@ impl Generate<'_> {
         stop: &mut Stop,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let route = if route.is_empty() { self.request.parent } else { context(route) };
+        let route = self.parent(route);
         trace.open("kv.reserve", Kind::Internal, route, terms.accepted);
         let lease = tokio::select! {
             biased;
             lease = self.reserve() => lease?,
-            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, 0, clock::now(), trace).await,
+            () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, clock::now(), trace).await,
         };
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
         let (ticket, granted) = (incoming.ticket(), clock::now());
@@ -102,7 +93,7 @@ impl Generate<'_> {
         self.send(Event::Reserved(Reserved { blocks, held_blocks, ticket: ticket.encode_to_vec() })).await?;
         let Some(received) = self.receive(incoming, granted, stop, trace).await? else {
             trace.discard();
-            return self.finish(v1::FinishReason::Stop, 0, clock::now(), trace).await;
+            return self.finish(v1::FinishReason::Stop, clock::now(), trace).await;
         };
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
@@ -110,7 +101,7 @@ impl Generate<'_> {
         let first_token = received.verified.seal.first_token;
         self.node.work.count_tokens(self.request.prompt.len(), 1);
         if let Some(reason) = self.request.finished_by(first_token) {
-            return self.finish(reason, 0, verified_at, trace).await;
+            return self.finish(reason, verified_at, trace).await;
         }
         self.decode(self.request.after_first(first_token, lease), verified_at, stop, trace).await
     }
@@ -137,10 +128,64 @@ impl Generate<'_> {
         }
     }
 
-    async fn local(&self, accepted: Instant, trace: &mut Trace) -> Result<(), Error> {
-        let lease = self.reserve().await?;
-        self.node.work.count_tokens(self.request.prompt.len(), 0);
-        self.decode(self.request.from_prompt(lease, self.request.max_tokens), accepted, &mut Stop::never(), trace).await
+    /// The whole request here. Its first half has the spans that it would have on a prefill node.
+    async fn local(&self, accepted: Instant, parent: &str, stop: &mut Stop, trace: &mut Trace) -> Result<(), Error> {
+        let server = trace.open("prefill", Kind::Server, self.parent(parent), accepted);
+        trace.attr("tandem.request_id", self.request.id.as_str());
+        trace.attr("tandem.prompt_tokens", self.request.prompt.len());
+        trace.open("prefill.queue", Kind::Internal, server, accepted);
+        let lease = tokio::select! {
+            biased;
+            lease = self.reserve() => lease?,
+            _ = stop.said() => return self.finish(v1::FinishReason::Stop, clock::now(), trace).await,
+        };
+        let cached_tokens = u32::try_from(lease.cached_tokens()).unwrap_or(u32::MAX);
+        let mut sequence = self.node.engine.submit(self.request.from_prompt(lease, self.request.max_tokens))?;
+        let first = tokio::select! {
+            biased;
+            first = self.read(&mut sequence, cached_tokens, server, trace) => Some(first?),
+            _ = stop.said() => None,
+        };
+        let Some(first) = first else {
+            return self.finish(v1::FinishReason::Stop, clock::now(), trace).await;
+        };
+        self.open_decode(first, trace);
+        self.relay(sequence, first, stop, trace).await
+    }
+
+    /// Reads the prompt and sends the first token; returns when that was computed.
+    async fn read(
+        &self,
+        sequence: &mut SequenceStream,
+        cached_tokens: u32,
+        server: TraceContext,
+        trace: &mut Trace,
+    ) -> Result<Instant, Error> {
+        while let Some(event) = sequence.next().await {
+            match event {
+                SequenceEvent::Started { at } => {
+                    trace.close(at);
+                    trace.open("prefill.forward", Kind::Internal, server, at);
+                    trace.attr("tandem.cached_tokens", cached_tokens);
+                }
+                // Nobody asked.
+                SequenceEvent::LayersDone { .. } => {}
+                SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
+                SequenceEvent::Token { id, logprob, top, at } => {
+                    // The forward pass, and the span of the prompt's half of the call.
+                    trace.close(at);
+                    trace.close(at);
+                    self.node.work.count_tokens(self.request.prompt.len(), 1);
+                    let top_logprobs = top_logprobs(top);
+                    let first = FirstToken { token_id: id, logprob, finished: None, cached_tokens, top_logprobs };
+                    self.send(Event::FirstToken(first)).await?;
+                    return Ok(at);
+                }
+                SequenceEvent::Finished { .. } => break,
+                SequenceEvent::Failed(error) => return Err(error.into()),
+            }
+        }
+        Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
     }
 
     /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. What
@@ -149,7 +194,7 @@ impl Generate<'_> {
         self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await
     }
 
-    /// Runs the sequence and sends its tokens, one message a step.
+    /// Runs a sequence whose prompt is verified.
     async fn decode(
         &self,
         sequence: SequenceRequest,
@@ -157,15 +202,26 @@ impl Generate<'_> {
         stop: &mut Stop,
         trace: &mut Trace,
     ) -> Result<(), Error> {
+        let server = self.open_decode(start, trace);
+        trace.open("decode.queue", Kind::Internal, server, start);
+        self.relay(self.node.engine.submit(sequence)?, start, stop, trace).await
+    }
+
+    fn open_decode(&self, start: Instant, trace: &mut Trace) -> TraceContext {
         let server = trace.open("decode", Kind::Server, self.request.parent, start);
         trace.attr("tandem.request_id", self.request.id.as_str());
-        trace.open("decode.queue", Kind::Internal, server, start);
-        // The first token of a whole request here is not late after another one.
-        let (mut tokens, mut last) = (0_u32, (sequence.computed > 0).then_some(start));
-        // Of a prompt that came by a hand-off, the prefill node says what was cached.
-        let whole = sequence.computed < self.request.prompt.len();
-        let cached_tokens = if whole { u32::try_from(sequence.lease.cached_tokens()).unwrap_or(u32::MAX) } else { 0 };
-        let mut sequence = self.node.engine.submit(sequence)?;
+        server
+    }
+
+    /// Sends the tokens behind the first one, which was there at `last`, one message a step.
+    async fn relay(
+        &self,
+        mut sequence: SequenceStream,
+        mut last: Instant,
+        stop: &mut Stop,
+        trace: &mut Trace,
+    ) -> Result<(), Error> {
+        let mut tokens = 0_u32;
         loop {
             let event = tokio::select! {
                 biased;
@@ -174,7 +230,7 @@ impl Generate<'_> {
                     drop(sequence);
                     let now = clock::now();
                     trace.event("stopped", now, [("tokens", tokens.into())]);
-                    return self.finish(v1::FinishReason::Stop, cached_tokens, now, trace).await;
+                    return self.finish(v1::FinishReason::Stop, now, trace).await;
                 }
                 event = sequence.next() => event,
             };
@@ -188,8 +244,8 @@ impl Generate<'_> {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
-                    stalled(trace, "engine", last.unwrap_or(at), at);
-                    (tokens, last) = (tokens + 1, Some(at));
+                    stalled(trace, "engine", last, at);
+                    (tokens, last) = (tokens + 1, at);
                     self.node.work.count_tokens(0, 1);
                     let sending = clock::now();
                     let token = Token { token_id: id, logprob, top_logprobs: top_logprobs(top) };
@@ -198,7 +254,7 @@ impl Generate<'_> {
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
-                    return self.finish(wire(reason), cached_tokens, at, trace).await;
+                    return self.finish(wire(reason), at, trace).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),
             }
@@ -206,15 +262,14 @@ impl Generate<'_> {
         Err(Error::new(ErrorKind::Internal, "the engine ended the sequence without a reason"))
     }
 
-    async fn finish(
-        &self,
-        reason: v1::FinishReason,
-        cached_tokens: u32,
-        at: Instant,
-        trace: &mut Trace,
-    ) -> Result<(), Error> {
+    async fn finish(&self, reason: v1::FinishReason, at: Instant, trace: &mut Trace) -> Result<(), Error> {
         let spans = trace.finish(at);
-        self.send(Event::Finished(Finished { reason: reason.into(), spans, cached_tokens })).await
+        self.send(Event::Finished(Finished { reason: reason.into(), spans })).await
+    }
+
+    /// The span that `traceparent` names; without it that of the request.
+    fn parent(&self, traceparent: &str) -> TraceContext {
+        if traceparent.is_empty() { self.request.parent } else { context(traceparent) }
     }
 
     async fn send(&self, event: Event) -> Result<(), Error> {

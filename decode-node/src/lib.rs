@@ -1,8 +1,8 @@
 //! The decode node: grants room for a prompt's KV, verifies what arrives, and generates the answer from its second
-//! token on. Nothing that was not computed here or verified is ever read.
+//! token on; or does all of a request by itself. Nothing that was not computed here or verified is ever read.
 //!
 //! - [`service`]: the gRPC service, and what a call's messages mean.
-//! - [`generate`]: the way of one request: reserve, receive, decode; and the local way, without a prefill node.
+//! - [`generate`]: the way of one request: reserve, receive, decode; and the local way, prompt included.
 //! - [`handoff`]: joins engine and KV transport: the grant of what the prefix cache has not, and what its seal must say.
 #![forbid(unsafe_code)]
 

@@ -6,7 +6,7 @@ use tandem_node::Node;
 use tandem_node::call::{self, EventStream};
 use tandem_proto::v1::decode_command::Command;
 use tandem_proto::v1::decode_server::{self, DecodeServer};
-use tandem_proto::v1::{DecodeCommand, DecodeEvent, DecodeStart, DecodeStop, RequestSpec};
+use tandem_proto::v1::{DecodeCommand, DecodeEvent, DecodeStart, DecodeStop};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tonic::server::NamedService;
 use tonic::service::Routes;
@@ -35,7 +35,6 @@ pub struct DecodeService {
 #[tonic::async_trait]
 impl decode_server::Decode for DecodeService {
     type GenerateStream = EventStream<DecodeEvent>;
-    type LocalStream = EventStream<DecodeEvent>;
 
     async fn generate(
         &self,
@@ -45,14 +44,8 @@ impl decode_server::Decode for DecodeService {
         let (node, lease, mut commands) = (self.node.clone(), self.lease, request.into_inner());
         Ok(Response::new(call::spawn(call, |events| async move {
             let start = start(&mut commands).await?;
-            generate::disaggregated(node, start, lease, events, Stop::from_router(commands)).await
+            generate::serve(node, start, lease, events, Stop::from_router(commands)).await
         })))
-    }
-
-    async fn local(&self, request: Request<RequestSpec>) -> Result<Response<Self::LocalStream>, Status> {
-        let call = self.node.work.begin()?;
-        let (node, spec) = (self.node.clone(), request.into_inner());
-        Ok(Response::new(call::spawn(call, |events| generate::local(node, spec, events))))
     }
 }
 
@@ -76,11 +69,6 @@ pub struct Stop {
 impl Stop {
     fn from_router(commands: Streaming<DecodeCommand>) -> Self {
         Self { commands: Some(commands), said: None }
-    }
-
-    /// For calls that cannot be stopped, only cancelled.
-    pub fn never() -> Self {
-        Self { commands: None, said: None }
     }
 
     /// Ready once it was said, and from then on. A router that closes its side has not said it. Cancel-safe.

@@ -191,6 +191,7 @@ impl Node {
             max_context_tokens: count(spec.max_context_tokens),
             max_running: self.max_running,
             eos_token_id: spec.eos_token_id,
+            max_batched_tokens: count(self.max_step_tokens),
         }
     }
 

@@ -8,6 +8,8 @@ use clap::Parser;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::membership::breaker;
+use crate::select::policy::Policy;
+use crate::select::{self, LocalPrefill};
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -46,12 +48,28 @@ struct Flags {
     /// Time that a request may spend without progress after failures, waiting for nodes included
     #[arg(long, default_value_t = 30_000)]
     replan_ms: u32,
+    /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there: aggregated
+    /// serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
+    #[arg(long, default_value = "auto", value_name = "auto|never|always")]
+    local_prefill: LocalPrefill,
     /// A node that fails so many requests in a row is tried last, for --breaker-open-ms
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     breaker_failures: u32,
     /// How long such a node is tried last; doubles, up to 30 s, each time that it fails again
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
     breaker_open_ms: u32,
+    /// How the nodes of a request are chosen
+    #[arg(long, value_enum, default_value_t)]
+    policy: Policy,
+    /// Time to the first token that users call good: weighs first tokens against the others in the joint policy
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
+    ttft_objective_ms: u32,
+    /// Time per further token that users call good
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
+    tpot_objective_ms: u32,
+    /// Choices that cost at most so much more than the best are as good as equal: the emptier of two of them is taken
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(0..=100))]
+    near_optimal_percent: u32,
     /// How long running requests may take to end after SIGTERM
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
@@ -76,6 +94,8 @@ pub struct Config {
     pub lease: Duration,
     /// When a node is tried last.
     pub breakers: breaker::Settings,
+    /// How nodes are chosen.
+    pub choice: select::Settings,
     /// Bound of the drain.
     pub drain: Duration,
 }
@@ -106,6 +126,13 @@ impl From<Flags> for Config {
             },
             lease: millis(flags.lease_ms),
             breakers: breaker::Settings { failures: flags.breaker_failures, open: millis(flags.breaker_open_ms) },
+            choice: select::Settings {
+                policy: flags.policy,
+                ttft_objective_ms: flags.ttft_objective_ms.into(),
+                tpot_objective_ms: flags.tpot_objective_ms.into(),
+                near_optimal: f64::from(flags.near_optimal_percent) / 100.0,
+                local: flags.local_prefill,
+            },
             drain: millis(flags.drain_ms),
         }
     }
@@ -122,11 +149,32 @@ mod tests {
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
-        for wrong in [["--max-attempts", "0"], ["--max-attempts", "17"], ["--breaker-failures", "0"]] {
+        assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
+        let chosen = ["r", "--model", "m.gguf", "--policy", "round-robin", "--tpot-objective-ms", "50"];
+        let config: Config = Flags::try_parse_from(chosen).unwrap().into();
+        assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::RoundRobin, 20.0));
+        for wrong in [
+            ["--tpot-objective-ms", "0"],
+            ["--policy", "best"],
+            ["--max-attempts", "0"],
+            ["--max-attempts", "17"],
+            ["--breaker-failures", "0"],
+        ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }
-        for wrong in [["--lease-ms", "0"], ["--max-inflight", "0"], ["--http", "nowhere"], ["--unknown", "1"]] {
+        assert_eq!(config.choice.local, LocalPrefill::Auto);
+        for (word, mode) in [("never", LocalPrefill::Never), ("always", LocalPrefill::Always)] {
+            let flags = Flags::try_parse_from(["r", "--model", "m.gguf", "--local-prefill", word]).unwrap();
+            assert_eq!(Config::from(flags).choice.local, mode);
+        }
+        for wrong in [
+            ["--local-prefill", "sometimes"],
+            ["--lease-ms", "0"],
+            ["--max-inflight", "0"],
+            ["--http", "nowhere"],
+            ["--unknown", "1"],
+        ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }

@@ -1,12 +1,12 @@
-//! One request, from admission to the last token. This file is the orchestration: it moves events between a pair of nodes
-//! and one client, gives the request to another pair when a node fails, and decides nothing that can be decided elsewhere.
+//! One request, from admission to the last token. This file is the orchestration: it moves events between the nodes of a
+//! plan and one client, gives the request to others when a node fails, and decides nothing that can be decided elsewhere.
 //! Every wait in it is bounded by the request's deadline, by [`Limits::silence`], by [`Limits::replan`], or by a node's
 //! death.
 //!
 //! - [`check`]: what a request must be (pure). [`admission`]: who may start.
 //! - [`progress`]: the request and its answer so far (pure).
-//! - [`attempt`]: a pair and the calls to it; [`legs`]: the calls; [`exchange`]: what they may say (pure).
-//! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its pair.
+//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say (pure).
+//! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its nodes.
 //! - [`timeline`]: the phases that the client waits for (pure). [`record`]: timings and spans (pure).
 pub mod admission;
 pub mod again;
@@ -33,7 +33,7 @@ pub use admission::Admission;
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
-use crate::select::{NoPair, Wish};
+use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
 use crate::traces::Traces;
 use admission::{Entry, Slot};
@@ -41,7 +41,7 @@ use attempt::{Attempt, Happening};
 use exchange::{Exchange, Step};
 use legs::Rest;
 use progress::Progress;
-use record::{Chosen, Identities, Record};
+use record::{Chosen, Identities, Names, Record};
 use replan::{Failure, Replan};
 use timeline::{Phase, Timeline};
 
@@ -247,11 +247,12 @@ impl Run {
         let routed = self.shared.membership.route(tokens.prompt, tokens.max, &wish, now);
         let route = routed.map_err(|why| refusal(&why))?;
         self.record.chosen = Some(Chosen {
-            prefill: route.prefill.info.node_id.clone(),
-            decode: route.decode.info.node_id.clone(),
+            nodes: Names::of(&route),
             candidates: route.candidates.clone(),
+            choice: *self.shared.membership.choice(),
             at: now,
         });
+        self.shared.metrics.planned(route.plan());
         Ok(route)
     }
 
@@ -266,7 +267,7 @@ impl Run {
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {
-                    self.go_on(attempt, sought)?;
+                    self.go_on(attempt, *sought)?;
                     continue;
                 }
                 Err(failure) => return Ok(End::Failed(failure)),
@@ -317,13 +318,28 @@ impl Run {
 
     /// The client has another token. That ends an outage unless decode is still being sought.
     fn progressed(&mut self, attempt: &Attempt) {
-        if self.progress.sent.len() == 1 {
+        let first = self.progress.sent.len() == 1;
+        if first {
             self.cached_tokens = attempt.exchange.cached_tokens;
+        }
+        if attempt.route.plan() == Plan::Local {
+            self.nothing_to_transfer(first);
         }
         if !attempt.seeks_decode() {
             self.replan.progressed(clock::now());
         }
         self.verified(&attempt.exchange);
+    }
+
+    /// The node that sent the token goes on by itself. Where an attempt before it sent the first one, the client has
+    /// waited for KV till now.
+    fn nothing_to_transfer(&mut self, first: bool) {
+        let timeline = &mut self.record.timeline;
+        match timeline.phase() {
+            Phase::Transfer if first => timeline.skip_phase(),
+            Phase::Transfer => timeline.end_phase(clock::now()),
+            _ => {}
+        }
     }
 
     /// The transfer is over for the client when decode has verified *and* the first token is out.
@@ -406,7 +422,7 @@ fn no_pair(shared: &Shared) -> Error {
     // The cheapest request: its refusal is about the nodes alone.
     match shared.membership.route(1, 1, &Wish::default(), clock::now()) {
         Err(why) => refusal(&why),
-        Ok(_) => Error::new(ErrorKind::Unavailable, "no pair of nodes was available; one has just come: try again"),
+        Ok(_) => Error::new(ErrorKind::Unavailable, "no nodes were available; some have just come: try again"),
     }
 }
 

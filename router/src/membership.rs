@@ -7,6 +7,7 @@
 //! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
 //! requests is alive, but tried last for a while ([`breaker`]).
 pub mod breaker;
+mod entry;
 pub mod fence;
 pub mod join;
 mod reach;
@@ -23,11 +24,12 @@ use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
-use crate::select::{Candidate, Need, NoPair, Role, Wish};
+use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
+use entry::Share;
 pub use reach::Calls;
 use reach::{Reach, Reaching};
-use table::{Share, Table};
+use table::{Booked, Table};
 
 /// Nodes at most; the next one is refused.
 pub const MAX_NODES: usize = 1024;
@@ -100,50 +102,83 @@ pub struct Membership {
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
+    choice: select::Settings,
 }
 
-/// A pair of nodes for one request, with the work booked on both until this is dropped.
+/// The nodes of one request, with the work booked on them until this is dropped.
 #[derive(Debug)]
 pub struct Route {
-    /// Computes the prompt.
-    pub prefill: Arc<Node>,
+    /// Computes the prompt; `None` in a local plan, where decode does.
+    pub prefill: Option<Arc<Node>>,
     /// Generates.
     pub decode: Arc<Node>,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
-    /// By role.
-    shares: [Share; 2],
+    prefill_share: Option<Share>,
+    decode_share: Share,
     table: Arc<Mutex<Table>>,
 }
 
 impl Route {
-    /// Whether nothing but load spoke against this pair.
+    /// The kind of plan.
+    pub fn plan(&self) -> Plan {
+        if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
+    }
+
+    /// Table keys of prefill and decode node.
+    pub fn sessions(&self) -> (Option<u64>, u64) {
+        (self.prefill.as_ref().map(|prefill| prefill.session), self.decode.session)
+    }
+
+    /// Whether nothing but load spoke against these nodes.
     pub fn is_sound(&self) -> bool {
         self.candidates.first().is_some_and(Candidate::is_sound)
     }
 
     /// The node of `role` did its part.
     pub fn succeeded(&mut self, role: Role) {
-        lock(&self.table).succeeded(&mut self.shares[role as usize]);
+        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
+        lock(&self.table).succeeded(share);
     }
 
     /// The node of `role` failed.
     pub fn failed(&mut self, role: Role, now: Instant) {
-        lock(&self.table).failed(&mut self.shares[role as usize], now);
+        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
+        lock(&self.table).failed(share, now);
     }
 
-    /// The node of `role`.
-    pub fn node(&self, role: Role) -> &Arc<Node> {
-        match role {
-            Role::Prefill => &self.prefill,
-            Role::Decode => &self.decode,
+    /// The first token is here: the prompt is computed. Only the first call counts.
+    pub fn computed(&mut self, now: Instant) {
+        let share = share_of(Role::Prefill, &mut self.prefill_share, &mut self.decode_share);
+        lock(&self.table).computed(share, now);
+    }
+
+    /// Decode has verified the prefill node's KV.
+    pub fn handed_off(&self, kv: &v1::Verified) {
+        if let (Some(prefill), decode) = self.sessions() {
+            lock(&self.table).handed_off((prefill, decode), kv);
         }
+    }
+
+    /// The node of `role`. In a local plan decode has both.
+    pub fn node(&self, role: Role) -> &Arc<Node> {
+        match (role, &self.prefill) {
+            (Role::Prefill, Some(prefill)) => prefill,
+            _ => &self.decode,
+        }
+    }
+}
+
+fn share_of<'a>(role: Role, prefill: &'a mut Option<Share>, decode: &'a mut Share) -> &'a mut Share {
+    match (role, prefill) {
+        (Role::Prefill, Some(prefill)) => prefill,
+        _ => decode,
     }
 }
 
 impl Drop for Route {
     fn drop(&mut self) {
-        lock(&self.table).unbook(&self.shares);
+        lock(&self.table).unbook(self.prefill_share.iter().chain([&self.decode_share]), clock::now());
     }
 }
 
@@ -174,10 +209,26 @@ pub struct Breakers {
 }
 
 impl Membership {
-    /// An empty table. Nodes that do not match `expected` are refused.
+    /// An empty table for pairs. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default())));
-        Self { table, changed: Arc::default(), expected, lease, reaching: Reaching::default() }
+        let (reaching, choice) = (Reaching::default(), select::Settings::default());
+        Self { table, changed: Arc::default(), expected, lease, reaching, choice }
+    }
+
+    /// The same, with decode nodes that compute prompts, too.
+    pub fn with_local_prefill(self, local: LocalPrefill) -> Self {
+        Self { choice: select::Settings { local, ..self.choice }, ..self }
+    }
+
+    /// The same, with another rule for the choice of nodes, local prefill included.
+    pub fn with_choice(self, choice: select::Settings) -> Self {
+        Self { choice, ..self }
+    }
+
+    /// The rule by which nodes are chosen.
+    pub fn choice(&self) -> &select::Settings {
+        &self.choice
     }
 
     /// An empty table with other settings for the nodes' circuit breakers.
@@ -251,7 +302,7 @@ impl Membership {
         self.changed.notified()
     }
 
-    /// Picks the pair for a request and books its work on both nodes.
+    /// Picks the nodes for a request and books its work on them.
     ///
     /// # Errors
     /// [`NoPair`].
@@ -259,14 +310,16 @@ impl Membership {
         let mut table = lock(&self.table);
         let total_tokens = prompt_tokens.saturating_add(max_tokens);
         let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens() };
-        let (prefill, decode, candidates, shares) = table.route(&need, wish, now)?;
+        let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
-        Ok(Route { prefill, decode, candidates, shares, table: Arc::clone(&self.table) })
+        let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
+        let (decode, decode_share) = (decode.node, decode.share);
+        Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table: Arc::clone(&self.table) })
     }
 
-    /// Whether a compatible pair is there that takes new work.
+    /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
     pub fn has_pair(&self) -> bool {
-        lock(&self.table).has_pair(clock::now())
+        lock(&self.table).has_pair(self.choice.local)
     }
 
     /// Sums over all nodes.

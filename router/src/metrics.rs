@@ -21,11 +21,15 @@ use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, Totals};
-use crate::select::Role;
+use crate::select::{Plan, Role};
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0];
+/// Of how far a prediction is off.
+const ERROR_MS: [f64; 15] = [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4];
+/// The same, as a share of what it was.
+const ERROR_RATIO: [f64; 12] = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0];
 const TOKENS: [f64; 14] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
 const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -53,6 +57,11 @@ struct Replanned {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Planned {
+    plan: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Exhausted {
     bound: &'static str,
 }
@@ -71,6 +80,8 @@ struct Exemplar {
 }
 
 type Traced = HistogramWithExemplars<Exemplar>;
+/// A histogram for each kind of plan.
+type ByPlan = Family<Planned, Histogram, fn() -> Histogram>;
 
 /// Handle to the router's metrics.
 #[derive(Clone)]
@@ -94,6 +105,9 @@ struct Own {
     inflight: Gauge,
     queued: Gauge,
     nodes: Family<NodeRole, Gauge>,
+    plans: Family<Planned, Counter>,
+    prediction_error_ms: ByPlan,
+    prediction_error_ratio: ByPlan,
     replans: Family<Replanned, Counter>,
     replan_exhausted: Family<Exhausted, Counter>,
     waiting_for_node: Gauge,
@@ -175,7 +189,12 @@ impl Metrics {
         self.own.kv_bytes.inc_by(kv.bytes);
     }
 
-    /// A request goes on with another pair after this failure.
+    /// An attempt of a request got the nodes of such a plan.
+    pub fn planned(&self, plan: Plan) {
+        self.own.plans.get_or_create(&Planned { plan: plan.as_str() }).inc();
+    }
+
+    /// A request goes on with other nodes after this failure.
     pub fn replanned(&self, failure: &Failure) {
         let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
         self.own.replans.get_or_create(&of).inc();
@@ -223,6 +242,9 @@ impl Own {
             inflight: Gauge::default(),
             queued: Gauge::default(),
             nodes: Family::default(),
+            plans: Family::default(),
+            prediction_error_ms: ByPlan::new_with_constructor(|| Histogram::new(ERROR_MS)),
+            prediction_error_ratio: ByPlan::new_with_constructor(|| Histogram::new(ERROR_RATIO)),
             replans: Family::default(),
             replan_exhausted: Family::default(),
             waiting_for_node: Gauge::default(),
@@ -246,7 +268,18 @@ impl Own {
         registry.register("tandem_inflight_requests", "Requests that run", own.inflight.clone());
         registry.register("tandem_queued_requests", "Requests that wait for admission", own.queued.clone());
         registry.register("tandem_nodes", "Registered nodes", own.nodes.clone());
-        registry.register("tandem_replans", "Requests that went on with another pair of nodes", own.replans.clone());
+        registry.register("tandem_plans", "Attempts by the kind of their plan", own.plans.clone());
+        registry.register(
+            "tandem_prediction_error_ms",
+            "By how many milliseconds the predicted time to the first token was off, the queue left out",
+            own.prediction_error_ms.clone(),
+        );
+        registry.register(
+            "tandem_prediction_error_ratio",
+            "The same as a share of the time that it was",
+            own.prediction_error_ratio.clone(),
+        );
+        registry.register("tandem_replans", "Requests that went on with other nodes", own.replans.clone());
         registry.register(
             "tandem_replan_exhausted",
             "Requests that failed because attempts or time were used up",
@@ -274,6 +307,13 @@ impl Own {
         }
         if let Some(ttft) = record.ttft() {
             self.ttft.observe(seconds(ttft), exemplar(), None);
+        }
+        if let (Some((predicted_ms, actual_ms)), Some(nodes)) = (record.predicted_and_actual_ttft_ms(), record.nodes())
+        {
+            let of = Planned { plan: nodes.plan().as_str() };
+            let off_ms = (predicted_ms - actual_ms).abs();
+            self.prediction_error_ms.get_or_create(&of).observe(off_ms);
+            self.prediction_error_ratio.get_or_create(&of).observe(off_ms / actual_ms.max(f64::MIN_POSITIVE));
         }
         if let Some(gap) = record.gaps().next() {
             self.handoff_gap.observe(seconds(gap));

@@ -1,20 +1,41 @@
-//! Which pair of nodes gets a request. Pure: the cluster as values in, one pair and every candidate's terms out. Time,
-//! sockets and the node table belong to [`crate::membership`], which calls this under its lock.
+//! Which nodes get a request. Pure: the cluster as values in, the plan and every candidate's terms out. Time, sockets and
+//! the node table belong to [`crate::membership`], which calls this under its lock.
 //!
-//! The score of a pair is the sum of two loads, each in "batches ahead": how much work stands before this request on
-//! the prefill node and on the decode node. Work that was routed after a node's last report is counted as if the node
-//! had reported it, so that a burst between two reports spreads.
+//! A plan is a pair, a prefill and a decode node, or *local prefill*: the decode node computes the prompt itself. The joint
+//! policy takes the plan with the least predicted cost, over all pairs that fit together and all local ones:
 //!
-//! Before the score come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
+//! `wait for prefill + prefill + exposed transfer + wait for decode + harm + step · (TTFT objective / TPOT objective)`
+//!
+//! All but the last are milliseconds that a client waits once, for its first or its second token. The step comes again with
+//! each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives: it is the
+//! cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. [`Terms`] says what each term is, [`cost`]
+//! how it is predicted, [`calibrate`] what predictions learn, [`backlog`] how a queue is worked off between two reports. Work
+//! that was routed after a node's last report counts as if the node had reported it.
+//!
+//! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
 //! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is
-//! perhaps broken is still better than none, so a request is never refused while a node of each role is there.
+//! perhaps broken is still better than none, so a request is never refused while nodes are there that could take it.
+//!
+//! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among the
+//! pairs if there are any: a prompt on a decode node is also in the way of those who come after it. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort.
+pub mod backlog;
+pub mod calibrate;
+pub mod cost;
+pub mod policy;
+pub mod prune;
 
-/// Tokens that count as one batch ahead on a prefill node: a usual step budget of chunked prefill.
-const BATCH_TOKENS: f64 = 512.0;
-/// Added when a decode node has no room now: the request would wait for another one to end.
-const NO_ROOM: f64 = 1.0;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use calibrate::Links;
+use cost::StepCost;
+use policy::{Policy, of_two};
+use prune::{Field, Scored, Scorer};
+
 /// Candidates whose terms are told at most.
 const MAX_CANDIDATES: usize = 16;
+/// Below this difference of costs nothing is predicted, in milliseconds.
+const SAME_MS: f64 = 0.01;
 
 /// What a node does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,21 +65,21 @@ pub struct Work {
     pub tokens: u64,
     /// KV blocks.
     pub blocks: u32,
+    /// Positions in the KV of the running batch.
+    pub context: u64,
 }
 
-/// One node as the selection sees it.
+/// One node as the selection sees it. The table keeps these up to date, so that a request copies none of them.
 #[derive(Clone, Debug)]
 pub struct NodeView {
     /// Key of the node in the table.
     pub session: u64,
-    /// For people, and for a stable order.
-    pub node_id: String,
+    /// For people.
+    pub node_id: Arc<str>,
     /// What it does.
     pub role: Role,
-    /// Nodes with different digests never pair.
-    pub compatibility_digest: u64,
-    /// Transport backend and build: both ends must have the same.
-    pub transport: (String, String),
+    /// Nodes pair within a group: their compatibility digest, transport backend and build are the same. Small numbers.
+    pub group: u32,
     /// Blocks of its arena.
     pub total_blocks: u32,
     /// Blocks free at its last report.
@@ -67,14 +88,131 @@ pub struct NodeView {
     pub max_context_tokens: u32,
     /// Sequences of one batch.
     pub max_running: u32,
+    /// Tokens of one step; 0: it did not say.
+    pub max_step_tokens: u32,
     /// Takes no new work.
     pub draining: bool,
     /// Its circuit breaker lets nothing pass now.
     pub shut: bool,
+    /// Of the reported requests, those in the running batch.
+    pub running: u32,
     /// Requests and tokens of its last report.
     pub reported: Work,
     /// Routed to it since then.
     pub routed: Work,
+    /// How long its steps take; all zero before it has measured one.
+    pub step_cost: StepCost,
+    /// By how much its prompts take longer than that says.
+    pub prefill_factor: f64,
+    /// It has computed prompts since it is here: its steps with prompts are among those that it has measured.
+    pub computes_prompts: bool,
+    /// Until it has computed the prompts that it has, milliseconds.
+    pub backlog_ms: f64,
+    /// Blocks at the head of this request's prompt that it holds.
+    pub cached_blocks_of_prompt: u32,
+}
+
+impl NodeView {
+    /// Reported and routed since.
+    pub fn requests(&self) -> f64 {
+        f64::from(self.reported.requests) + f64::from(self.routed.requests)
+    }
+
+    /// Positions that its batch will read. Requests that wait for their KV are not in what is reported: they count like the
+    /// mean of those that run, or like this request's prompt where none runs.
+    pub fn context_tokens(&self, need: &Need) -> f64 {
+        let waiting = f64::from(self.reported.requests.saturating_sub(self.running));
+        let reported = self.reported.context as f64;
+        let each = if self.running > 0 { reported / f64::from(self.running) } else { f64::from(need.prompt_tokens) };
+        reported + waiting * each + self.routed.context as f64
+    }
+}
+
+/// Whether decode nodes may compute prompts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalPrefill {
+    /// Pairs only.
+    Never,
+    /// No pairs: every decode node computes the prompts of its own requests (aggregated serving).
+    Always,
+    /// Both kinds of plan.
+    Auto,
+}
+
+impl FromStr for LocalPrefill {
+    type Err = String;
+
+    /// From the flag `--local-prefill`.
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "never" => Ok(Self::Never),
+            "always" => Ok(Self::Always),
+            "auto" => Ok(Self::Auto),
+            _ => Err("it is `auto`, `never` or `always`".to_owned()),
+        }
+    }
+}
+
+/// The kind of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Plan {
+    /// A prefill node computes the prompt, a decode node takes over.
+    Pair,
+    /// The decode node computes the prompt, too.
+    Local,
+}
+
+impl Plan {
+    /// For labels and spans.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pair => "pair",
+            Self::Local => "local",
+        }
+    }
+}
+
+/// What the operator wants of the choice.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// What is best.
+    pub policy: Policy,
+    /// The time to the first token that users call good, milliseconds, above 0.
+    pub ttft_objective_ms: f64,
+    /// The time per further token that users call good, milliseconds, above 0.
+    pub tpot_objective_ms: f64,
+    /// Plans that cost at most so much more than the best one, as a share of it, are as good as equal.
+    pub near_optimal: f64,
+    /// Whether decode nodes may compute prompts.
+    pub local: LocalPrefill,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            policy: Policy::Joint,
+            ttft_objective_ms: 1000.0,
+            tpot_objective_ms: 100.0,
+            near_optimal: 0.05,
+            local: LocalPrefill::Never,
+        }
+    }
+}
+
+impl Settings {
+    /// Milliseconds of TTFT that one of TPOT is worth.
+    pub fn step_weight(&self) -> f64 {
+        self.ttft_objective_ms / self.tpot_objective_ms
+    }
+}
+
+/// The cluster as it is now.
+#[derive(Clone, Copy, Debug)]
+pub struct Cluster<'a> {
+    /// All nodes.
+    pub nodes: &'a [NodeView],
+    /// The ways between them.
+    pub links: &'a Links,
 }
 
 /// What a request needs.
@@ -118,30 +256,53 @@ pub struct Avoid {
     pub pairs: Vec<(u64, u64)>,
 }
 
-impl Avoid {
-    fn names(&self, prefill: u64, decode: u64) -> bool {
-        self.nodes.iter().any(|node| [prefill, decode].contains(node)) || self.pairs.contains(&(prefill, decode))
+/// What a plan is predicted to cost, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Terms {
+    /// The prompts before it on the prefill node.
+    pub wait_prefill_ms: f64,
+    /// Computing what is not cached of the prompt.
+    pub prefill_ms: f64,
+    /// The part of the KV transfer that outlasts the prefill.
+    pub exposed_ms: f64,
+    /// Until the decode node takes it: of a pair, the part that outlasts the prefill.
+    pub wait_decode_ms: f64,
+    /// One step of the decode node with this request in its batch.
+    pub step_ms: f64,
+    /// What the decode node's running streams wait for a local prefill, all together.
+    pub harm_ms: f64,
+}
+
+impl Terms {
+    /// All of it, in milliseconds of TTFT.
+    pub fn total_ms(&self, settings: &Settings) -> f64 {
+        let once = self.wait_prefill_ms + self.prefill_ms + self.exposed_ms + self.wait_decode_ms + self.harm_ms;
+        once + settings.step_weight() * self.step_ms
     }
 }
 
-/// A pair that could take the request, and why it is as good as it is.
+/// A plan that could take the request, and why it is as good as it is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Table key of the prefill node.
-    pub prefill: u64,
+    /// Table key of the prefill node; `None`: the decode node computes the prompt.
+    pub prefill: Option<u64>,
     /// Table key of the decode node.
     pub decode: u64,
     /// Name of the prefill node.
-    pub prefill_id: String,
+    pub prefill_id: Option<Arc<str>>,
     /// Name of the decode node.
-    pub decode_id: String,
-    /// Batches ahead on the prefill node.
-    pub prefill_load: f64,
-    /// Share of the decode node's batch that is taken.
-    pub decode_load: f64,
+    pub decode_id: Arc<str>,
+    /// What it is predicted to cost.
+    pub terms: Terms,
+    /// All terms by the objectives' weights, milliseconds.
+    pub total_ms: f64,
+    /// Prompt tokens that need no computing.
+    pub cached_tokens: u32,
     /// Blocks that the decode node lacks now.
     pub blocks_short: u32,
-    /// The circuit breaker of one of the two is shut.
+    /// The node that computes the prompt has measured its steps: the prediction is one.
+    pub measured: bool,
+    /// The circuit breaker of one of its nodes is shut.
     pub shut: bool,
     /// It failed this request before.
     pub avoided: bool,
@@ -155,13 +316,37 @@ impl Candidate {
         !self.shut && !self.avoided
     }
 
-    /// Smaller is better.
-    pub fn score(&self) -> f64 {
-        self.prefill_load + self.decode_load + if self.blocks_short > 0 { NO_ROOM } else { 0.0 }
+    /// Its kind.
+    pub fn plan(&self) -> Plan {
+        if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
+    }
+
+    /// From the choice to the first token, milliseconds. Of a pair the first token comes from the prefill node, whatever
+    /// decode still waits for.
+    pub fn ttft_ms(&self) -> f64 {
+        let Terms { wait_prefill_ms, prefill_ms, wait_decode_ms, .. } = self.terms;
+        prefill_ms + if self.prefill.is_some() { wait_prefill_ms } else { wait_decode_ms }
+    }
+
+    fn of(plan: &Scored<'_>, settings: &Settings) -> Self {
+        Self {
+            prefill: plan.prefill.map(|node| node.session),
+            decode: plan.decode.session,
+            prefill_id: plan.prefill.map(|node| Arc::clone(&node.node_id)),
+            decode_id: Arc::clone(&plan.decode.node_id),
+            terms: plan.terms,
+            total_ms: plan.terms.total_ms(settings),
+            cached_tokens: plan.cached_tokens,
+            blocks_short: plan.blocks_short,
+            measured: plan.prefill.unwrap_or(plan.decode).step_cost.is_measured(),
+            shut: plan.shut,
+            avoided: plan.avoided,
+            kept: plan.kept,
+        }
     }
 }
 
-/// Why no pair was chosen.
+/// Why nothing was chosen.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoPair {
     /// No node of this role is there, or all of them are draining.
@@ -171,7 +356,7 @@ pub enum NoPair {
     #[error("no prefill and decode node with the same compatibility digest and transport build are available")]
     Incompatible,
     /// No compatible pair could ever hold the request.
-    #[error("the request needs {blocks} KV blocks ({tokens} tokens); no available pair of nodes can hold them")]
+    #[error("the request needs {blocks} KV blocks ({tokens} tokens); no available node or pair of nodes can hold them")]
     TooLarge {
         /// Blocks needed.
         blocks: u32,
@@ -180,212 +365,91 @@ pub enum NoPair {
     },
 }
 
-/// The candidates, best first: the first one is the choice. Equal ones are taken in turn. The node that is to be kept is a
-/// candidate even if it takes nothing new: the request is no news to it.
+/// The best candidates: the choice first, the others behind it, the best first. `turn` counts requests, and is all the
+/// chance that there is: the same arguments choose the same. A node that is to be kept is a candidate even if it takes
+/// nothing new: the request is no news to it.
 ///
 /// # Errors
 /// [`NoPair`], the first reason that holds.
-pub fn select(nodes: &[NodeView], need: &Need, wish: &Wish, turn: usize) -> Result<Vec<Candidate>, NoPair> {
-    let available = |role| {
-        let takes = |node: &&NodeView| node.role == role && (!node.draining || wish.keep == Some(node.session));
-        nodes.iter().filter(takes).collect::<Vec<_>>()
+pub fn select(
+    cluster: &Cluster<'_>,
+    need: &Need,
+    wish: &Wish,
+    settings: &Settings,
+    turn: u64,
+) -> Result<Vec<Candidate>, NoPair> {
+    let unmeasured = unmeasured(cluster.nodes);
+    let prompts = match settings.local {
+        LocalPrefill::Never => None,
+        LocalPrefill::Always | LocalPrefill::Auto => mean(cluster.nodes, Role::Prefill),
     };
-    let (prefills, decodes) = (available(Role::Prefill), available(Role::Decode));
-    if prefills.is_empty() {
-        return Err(NoPair::NoNode(Role::Prefill));
+    let scorer = Scorer { need, wish, settings, links: cluster.links, turn, unmeasured, prompts };
+    let Field { mut plans, available, compatible } = scorer.field(cluster.nodes);
+    if plans.is_empty() {
+        let missing = |role: Role| !available[role as usize];
+        return Err(match settings.local {
+            LocalPrefill::Never if missing(Role::Prefill) => NoPair::NoNode(Role::Prefill),
+            _ if missing(Role::Decode) => NoPair::NoNode(Role::Decode),
+            LocalPrefill::Never if !compatible => NoPair::Incompatible,
+            _ => NoPair::TooLarge { blocks: need.total_blocks(), tokens: need.total_tokens },
+        });
     }
-    if decodes.is_empty() {
-        return Err(NoPair::NoNode(Role::Decode));
+    let ranks = |plan: &Scored<'_>| (plan.ranks(), settings.policy != Policy::Joint && plan.prefill.is_none());
+    let order = |a: &Scored<'_>, b: &Scored<'_>| ranks(a).cmp(&ranks(b)).then(a.score.total_cmp(&b.score));
+    if plans.len() > MAX_CANDIDATES {
+        plans.select_nth_unstable_by(MAX_CANDIDATES - 1, order);
+        plans.truncate(MAX_CANDIDATES);
     }
-    let pairs =
-        || prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d))).filter(|(p, d)| compatible(p, d));
-    if pairs().next().is_none() {
-        return Err(NoPair::Incompatible);
-    }
-    let mut candidates: Vec<_> =
-        pairs().filter(|(p, d)| fits(p, d, need)).map(|(p, d)| candidate(p, d, need, wish)).collect();
-    if candidates.is_empty() {
-        return Err(NoPair::TooLarge { blocks: need.total_blocks(), tokens: need.total_tokens });
-    }
-    candidates.sort_by(|a, b| (&a.prefill_id, &a.decode_id).cmp(&(&b.prefill_id, &b.decode_id)));
-    let start = turn % candidates.len();
-    candidates.rotate_left(start);
-    let ranks = |pair: &Candidate| (pair.shut, pair.avoided, !pair.kept);
-    candidates.sort_by(|a, b| ranks(a).cmp(&ranks(b)).then(a.score().total_cmp(&b.score())));
-    candidates.truncate(MAX_CANDIDATES);
-    Ok(candidates)
+    plans.sort_by(order);
+    let chosen = near_best(&plans, settings, turn);
+    plans[..=chosen].rotate_right(1);
+    Ok(plans.iter().map(|plan| Candidate::of(plan, settings)).collect())
 }
 
-/// Whether these two may hand a request over.
-pub fn compatible(prefill: &NodeView, decode: &NodeView) -> bool {
-    prefill.compatibility_digest == decode.compatibility_digest && prefill.transport == decode.transport
-}
-
-fn fits(prefill: &NodeView, decode: &NodeView, need: &Need) -> bool {
-    need.prompt_blocks() <= prefill.total_blocks
-        && need.prompt_tokens <= prefill.max_context_tokens
-        && need.total_blocks() <= decode.total_blocks
-        && need.total_tokens <= decode.max_context_tokens
-}
-
-fn candidate(prefill: &NodeView, decode: &NodeView, need: &Need, wish: &Wish) -> Candidate {
-    let kept = wish.keep == Some(prefill.session);
-    let tokens_ahead = prefill.reported.tokens.saturating_add(prefill.routed.tokens);
-    let requests_ahead = requests(prefill) / f64::from(prefill.max_running.max(1));
-    let free = decode.free_blocks.saturating_sub(decode.routed.blocks);
-    Candidate {
-        prefill: prefill.session,
-        decode: decode.session,
-        prefill_id: prefill.node_id.clone(),
-        decode_id: decode.node_id.clone(),
-        prefill_load: tokens_ahead as f64 / BATCH_TOKENS + requests_ahead,
-        decode_load: requests(decode) / f64::from(decode.max_running.max(1)),
-        blocks_short: need.total_blocks().saturating_sub(free),
-        shut: (prefill.shut && !kept) || decode.shut,
-        avoided: wish.avoid.names(prefill.session, decode.session),
-        kept,
+/// Whether the nodes of a plan are there that take new work.
+pub fn is_served(nodes: &[NodeView], local: LocalPrefill) -> bool {
+    let of = |role| nodes.iter().filter(move |node| node.role == role && !node.draining);
+    match local {
+        LocalPrefill::Never => {
+            let mut groups: Vec<u32> = of(Role::Prefill).map(|node| node.group).collect();
+            groups.sort_unstable();
+            groups.dedup();
+            of(Role::Decode).any(|node| groups.binary_search(&node.group).is_ok())
+        }
+        LocalPrefill::Always | LocalPrefill::Auto => of(Role::Decode).next().is_some(),
     }
 }
 
-fn requests(node: &NodeView) -> f64 {
-    f64::from(node.reported.requests) + f64::from(node.routed.requests)
+/// Which of the sorted `plans` is taken: the best one, or one that is as good as equal. Baselines take the best.
+fn near_best(plans: &[Scored<'_>], settings: &Settings, turn: u64) -> usize {
+    if settings.policy != Policy::Joint {
+        return 0;
+    }
+    let best = &plans[0];
+    let enough = best.score * (1.0 + settings.near_optimal) + SAME_MS;
+    let near = |plan: &&Scored<'_>| plan.ranks() == best.ranks() && plan.score <= enough;
+    let near = plans.iter().take_while(near).count();
+    let mut equal: Vec<usize> = (0..near).filter(|index| plans[*index].prefill.is_some()).collect();
+    if equal.is_empty() {
+        equal.extend(0..near);
+    }
+    equal[of_two(equal.len(), turn, |index| plans[equal[index]].requests())]
+}
+
+/// By role, what steps cost where nothing is measured: the mean of the role's other nodes, or of the other role's.
+fn unmeasured(nodes: &[NodeView]) -> [StepCost; 2] {
+    if nodes.iter().all(|node| node.step_cost.is_measured()) {
+        return [cost::UNMEASURED; 2];
+    }
+    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| mean(nodes, role));
+    [prefill.or(decode), decode.or(prefill)].map(|cost| cost.unwrap_or(cost::UNMEASURED))
+}
+
+/// Of the nodes of `role` that have measured their steps.
+fn mean(nodes: &[NodeView], role: Role) -> Option<StepCost> {
+    let of_role = nodes.iter().filter(|node| node.role == role).map(|node| &node.step_cost);
+    StepCost::mean(of_role.filter(|cost| cost.is_measured()))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const NEED: Need = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16 };
-
-    fn node(session: u64, role: Role) -> NodeView {
-        NodeView {
-            session,
-            node_id: format!("{}{session}", role.as_str()),
-            role,
-            compatibility_digest: 7,
-            transport: ("mem".into(), "1".into()),
-            total_blocks: 64,
-            free_blocks: 64,
-            max_context_tokens: 8192,
-            max_running: 8,
-            draining: false,
-            shut: false,
-            reported: Work::default(),
-            routed: Work::default(),
-        }
-    }
-
-    fn cluster() -> Vec<NodeView> {
-        vec![node(1, Role::Prefill), node(2, Role::Prefill), node(3, Role::Decode), node(4, Role::Decode)]
-    }
-
-    fn chosen(nodes: &[NodeView]) -> (u64, u64) {
-        let best = &select(nodes, &NEED, &Wish::default(), 0).unwrap()[0];
-        (best.prefill, best.decode)
-    }
-
-    #[test]
-    fn takes_the_least_loaded_of_each_role() {
-        let mut nodes = cluster();
-        nodes[0].reported.tokens = 4_000;
-        nodes[3].reported.requests = 3;
-        assert_eq!(chosen(&nodes), (2, 3));
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0).unwrap().len(), 4);
-    }
-
-    #[test]
-    fn work_routed_since_the_report_counts() {
-        let mut nodes = cluster();
-        nodes[0].routed.tokens = 100;
-        nodes[2].routed.requests = 1;
-        assert_eq!(chosen(&nodes), (2, 4));
-    }
-
-    #[test]
-    fn prefers_a_decode_node_with_room() {
-        let mut nodes = cluster();
-        nodes[2].free_blocks = 14;
-        nodes[2].routed.blocks = 2;
-        nodes[3].reported.requests = 7;
-        assert_eq!(chosen(&nodes), (1, 4));
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0).unwrap()[3].blocks_short, 1);
-    }
-
-    #[test]
-    fn equal_pairs_take_turns() {
-        let nodes = cluster();
-        let pairs: std::collections::HashSet<_> = (0..4)
-            .map(|turn| {
-                let best = &select(&nodes, &NEED, &Wish::default(), turn).unwrap()[0];
-                (best.prefill, best.decode)
-            })
-            .collect();
-        assert_eq!(pairs.len(), 4);
-    }
-
-    #[test]
-    fn never_pairs_what_does_not_fit_together() {
-        let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
-        nodes[0].compatibility_digest = 8;
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0), Err(NoPair::Incompatible));
-        nodes[0].compatibility_digest = 7;
-        nodes[0].transport.1 = "2".into();
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0), Err(NoPair::Incompatible));
-    }
-
-    fn wished(nodes: &[NodeView], wish: Wish) -> (u64, u64) {
-        let best = &select(nodes, &NEED, &wish, 0).unwrap()[0];
-        (best.prefill, best.decode)
-    }
-
-    #[test]
-    fn a_shut_node_is_the_last_resort() {
-        let mut nodes = cluster();
-        nodes[0].shut = true;
-        nodes[1].reported.tokens = 1_000_000;
-        assert_eq!(chosen(&nodes).0, 2);
-        nodes[1].shut = true;
-        assert_eq!(chosen(&nodes).0, 1, "no pair without one: load decides");
-    }
-
-    #[test]
-    fn what_failed_the_request_is_avoided_where_it_can_be() {
-        let nodes = cluster();
-        let nothing_but = |nodes, pairs| Wish { keep: None, avoid: Avoid { nodes, pairs } };
-        assert_eq!(wished(&nodes, nothing_but(vec![1, 3], vec![])), (2, 4));
-        assert_eq!(wished(&nodes, nothing_but(vec![], vec![(1, 3), (1, 4), (2, 3)])), (2, 4));
-        let mut shut = cluster();
-        shut[3].shut = true;
-        assert_eq!(wished(&shut, nothing_but(vec![3], vec![])).1, 3, "a shut breaker is the worse sign");
-        assert!(!select(&nodes[1..3], &NEED, &nothing_but(vec![3], vec![]), 0).unwrap()[0].is_sound());
-    }
-
-    #[test]
-    fn the_prompt_stays_where_it_is_unless_that_failed() {
-        let mut nodes = cluster();
-        nodes[0].reported.tokens = 1_000_000;
-        (nodes[0].draining, nodes[0].shut) = (true, true);
-        let keep = |avoid| Wish { keep: Some(1), avoid };
-        assert_eq!(wished(&nodes, keep(Avoid::default())).0, 1);
-        assert_eq!(wished(&nodes, keep(Avoid { nodes: vec![], pairs: vec![(1, 3)] })), (1, 4));
-        nodes.pop();
-        assert_eq!(wished(&nodes, keep(Avoid { nodes: vec![], pairs: vec![(1, 3)] })), (2, 3));
-    }
-
-    #[test]
-    fn says_which_role_is_missing() {
-        let mut nodes = cluster();
-        nodes[2].draining = true;
-        nodes[3].draining = true;
-        assert_eq!(select(&nodes, &NEED, &Wish::default(), 0), Err(NoPair::NoNode(Role::Decode)));
-        assert_eq!(select(&[], &NEED, &Wish::default(), 0), Err(NoPair::NoNode(Role::Prefill)));
-    }
-
-    #[test]
-    fn a_request_that_fits_nowhere_is_told_so() {
-        let need = Need { total_tokens: 65 * 16, ..NEED };
-        let refusal = select(&cluster(), &need, &Wish::default(), 0).unwrap_err();
-        assert_eq!(refusal, NoPair::TooLarge { blocks: 65, tokens: 1040 });
-        assert!(refusal.to_string().contains("65 KV blocks"));
-    }
-}
+mod tests;

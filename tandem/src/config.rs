@@ -22,11 +22,13 @@ pub enum Config {
     Chat(Chat),
     /// Draw a trace.
     Trace(Trace),
+    /// Explain a choice of nodes.
+    Explain(Explain),
 }
 
 /// A local cluster.
 pub struct Up {
-    /// Prefill nodes.
+    /// Prefill nodes; 0 when every decode node computes its own prompts.
     pub prefill: usize,
     /// Decode nodes.
     pub decode: usize,
@@ -140,6 +142,14 @@ pub struct Trace {
     pub width: usize,
 }
 
+/// Why one request went where it went.
+pub struct Explain {
+    /// The router's HTTP URL.
+    pub url: String,
+    /// Trace id, or `last`.
+    pub id: String,
+}
+
 impl Config {
     /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
@@ -172,16 +182,22 @@ enum Command {
     Chat(ChatArgs),
     /// Draw the timeline of a request
     Trace(TraceArgs),
+    /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
+    Explain(ExplainArgs),
 }
 
 #[derive(Args)]
 struct UpArgs {
-    /// Prefill nodes
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
-    prefill: u16,
-    /// Decode nodes
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
-    decode: u16,
+    /// Prefill nodes [default: 1, with --aggregated 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
+    prefill: Option<u16>,
+    /// Decode nodes [default: 1, with --aggregated 2: as many nodes as without]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    decode: Option<u16>,
+    /// No prefill nodes: every decode node computes the prompts of its own requests. For comparison: the CPUs of both
+    /// roles go to the decode nodes, so that `--aggregated --decode 2` has those of `--prefill 1 --decode 1`
+    #[arg(long)]
+    aggregated: bool,
     /// Address of the OpenAI HTTP API (port 0: any free one)
     #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
     http: String,
@@ -354,6 +370,24 @@ struct TraceArgs {
     width: usize,
 }
 
+#[derive(Args)]
+struct ExplainArgs {
+    /// Trace id, or `last`
+    #[arg(default_value = "last")]
+    id: String,
+    /// The router's HTTP address [default: that of the running `tandem up`]
+    #[arg(long, visible_alias = "http", value_name = "URL")]
+    url: Option<String>,
+}
+
+/// The router's HTTP URL: as given, or that of the running `tandem up`.
+fn http_url(url: Option<String>, state: &std::path::Path) -> anyhow::Result<String> {
+    match url {
+        Some(url) => Ok(with_scheme(&url)),
+        None => Ok(state::load(state)?.http),
+    }
+}
+
 impl Command {
     fn resolve(self, state: PathBuf) -> anyhow::Result<Config> {
         Ok(match self {
@@ -366,18 +400,27 @@ impl Command {
                 Config::Chat(Chat { options: sampling.resolve(&state)?, message, system })
             }
             Self::Trace(TraceArgs { id, url, width }) => {
-                let url = match url {
-                    Some(url) => with_scheme(&url),
-                    None => state::load(&state)?.http,
-                };
-                Config::Trace(Trace { url, id, width })
+                Config::Trace(Trace { url: http_url(url, &state)?, id, width })
             }
+            Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
         })
     }
 }
 
 impl UpArgs {
+    /// Prefill and decode nodes.
+    fn nodes(&self) -> anyhow::Result<(usize, usize)> {
+        let (prefill, decode) = match (self.aggregated, self.prefill) {
+            (false, Some(0)) => anyhow::bail!("--prefill 0: without prefill nodes a cluster is --aggregated"),
+            (true, Some(1..)) => anyhow::bail!("--aggregated: there are no prefill nodes; leave --prefill out"),
+            (false, prefill) => (prefill.unwrap_or(1), self.decode.unwrap_or(1)),
+            (true, _) => (0, self.decode.unwrap_or(2)),
+        };
+        Ok((prefill.into(), decode.into()))
+    }
+
     fn resolve(self, state: PathBuf) -> anyhow::Result<Up> {
+        let (prefill, decode) = self.nodes()?;
         let model = match (self.model, self.cache) {
             (Some(model), _) => model,
             (None, Some(cache)) => cache.join(DEFAULT_MODEL),
@@ -399,11 +442,14 @@ impl UpArgs {
         let (shared_args, mut node_args) = self.pass.to_args();
         node_args.extend(["--model".to_owned(), model.display().to_string()]);
         let mut router_args = self.pass.router_arg;
+        if self.aggregated {
+            router_args.extend(["--local-prefill".to_owned(), "always".to_owned()]);
+        }
         router_args
             .extend(self.pass.served_model_name.into_iter().flat_map(|name| ["--served-model-name".into(), name]));
         Ok(Up {
-            prefill: self.prefill.into(),
-            decode: self.decode.into(),
+            prefill,
+            decode,
             http: self.http,
             grpc: self.grpc,
             model,
@@ -547,6 +593,25 @@ mod tests {
         assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
+    }
+
+    #[test]
+    fn an_aggregated_cluster_has_decode_nodes_only() {
+        let model = tempfile::NamedTempFile::new().unwrap();
+        let up = |flags: &str| {
+            let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
+            let line = CommandLine::try_parse_from(line.chain(flags.split_whitespace()))?;
+            let Config::Up(up) = line.command.resolve("/nowhere/state".into())? else { panic!("not `up`") };
+            anyhow::Ok((up.prefill, up.decode, up.router_args.join(" ")))
+        };
+        let (always, never) = ("--local-prefill always".to_owned(), String::new());
+        assert_eq!(up("").unwrap(), (1, 1, never.clone()));
+        assert_eq!(up("--prefill 2 --decode 3").unwrap(), (2, 3, never));
+        assert_eq!(up("--aggregated").unwrap(), (0, 2, always.clone()));
+        assert_eq!(up("--aggregated --prefill 0 --decode 4").unwrap(), (0, 4, always));
+        assert!(up("--prefill 0").unwrap_err().to_string().contains("--aggregated"));
+        assert!(up("--aggregated --prefill 1").unwrap_err().to_string().contains("no prefill nodes"));
+        assert!(up("--decode 0").is_err());
     }
 
     #[test]

@@ -6,12 +6,13 @@
 //! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`state`] tells
 //!   the other commands where the cluster is.
 //! - [`generate`] and [`chat`]: the gRPC client.
-//! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure).
+//! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 #![forbid(unsafe_code)]
 
 mod chat;
 mod config;
 mod cores;
+mod explain;
 mod generate;
 mod launch;
 mod state;
@@ -41,5 +42,6 @@ async fn run(config: anyhow::Result<Config>) -> anyhow::Result<()> {
         Config::Generate(ask) => generate::run(ask).await,
         Config::Chat(chat) => chat::run(chat).await,
         Config::Trace(trace) => trace::run(trace).await,
+        Config::Explain(explain) => explain::run(explain).await,
     }
 }

@@ -44,6 +44,26 @@ pub struct Span {
     /// Absent or empty: ok.
     #[serde(default, deserialize_with = "text_or_null")]
     pub error: String,
+    /// In the order in which they were told.
+    #[serde(default)]
+    pub events: Vec<Event>,
+}
+
+impl Span {
+    /// Milliseconds from start to end.
+    pub fn length_ms(&self) -> f64 {
+        self.end_unix_ns.saturating_sub(self.start_unix_ns) as f64 / 1e6
+    }
+}
+
+/// Something that happened within a span.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct Event {
+    /// What.
+    pub name: String,
+    /// By name.
+    #[serde(default)]
+    pub attributes: BTreeMap<String, Value>,
 }
 
 /// Fetches and draws.
@@ -51,16 +71,24 @@ pub struct Span {
 /// # Errors
 /// No router, no such trace.
 pub async fn run(config: config::Trace) -> anyhow::Result<()> {
-    let url = format!("{}/api/traces/{}", config.url, config.id);
-    let response = reqwest::get(&url).await.with_context(|| format!("no router answers at {}", config.url))?;
+    let trace = fetch(&config.url, &config.id).await?;
+    print!("trace {}\n{}", trace.trace_id, waterfall::render(&trace.spans, config.width));
+    Ok(())
+}
+
+/// The trace `id` (32 hexadecimal digits, or `last`) of the router at `url`.
+///
+/// # Errors
+/// No router, no such trace.
+pub async fn fetch(url: &str, id: &str) -> anyhow::Result<Trace> {
+    let of_trace = format!("{url}/api/traces/{id}");
+    let response = reqwest::get(&of_trace).await.with_context(|| format!("no router answers at {url}"))?;
     let status = response.status();
     let body = response.bytes().await?;
     if !status.is_success() {
-        bail!("{url}: {status}: {}", String::from_utf8_lossy(&body));
+        bail!("{of_trace}: {status}: {}", String::from_utf8_lossy(&body));
     }
-    let trace: Trace = serde_json::from_slice(&body).with_context(|| format!("{url} did not answer with a trace"))?;
-    print!("trace {}\n{}", trace.trace_id, waterfall::render(&trace.spans, config.width));
-    Ok(())
+    serde_json::from_slice(&body).with_context(|| format!("{of_trace} did not answer with a trace"))
 }
 
 fn text_or_null<'de, D: Deserializer<'de>>(input: D) -> Result<String, D::Error> {

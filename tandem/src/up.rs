@@ -270,6 +270,7 @@ fn router_recipe(config: &Up, programs: &Path) -> Recipe {
 
 fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) -> Vec<Recipe> {
     let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
+    // The CPUs are split by the number of nodes, whatever their roles.
     let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
     let cpus = cores_of(config, wrappers, names.len());
     let recipe = |((role, name), cpus): ((&str, String), Vec<usize>)| {

@@ -39,6 +39,7 @@ impl RouterProcess {
             let node = nodes.get(&register.endpoint).and_then(Weak::upgrade);
             node.map_or_else(nobody, |node| node.calls(router.clone()))
         });
+        let membership = membership.with_local_prefill(schedule.local_prefill);
         process.spawn(membership.clone().watch());
         let limits = Limits {
             max_inflight: schedule.max_inflight,

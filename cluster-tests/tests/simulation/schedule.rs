@@ -7,6 +7,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1::Sampling;
+use tandem_router::select::LocalPrefill;
 
 /// Tokens of the model; 0 ends an answer.
 pub const VOCABULARY: u32 = 96;
@@ -29,6 +30,7 @@ pub struct Schedule {
     /// The router's.
     pub max_inflight: u32,
     pub max_queue: usize,
+    pub local_prefill: LocalPrefill,
     /// By arrival.
     pub requests: Vec<Request>,
     /// By time.
@@ -123,6 +125,13 @@ impl Schedule {
             max_step_tokens: *[16, 32, 64].choose(&mut rng).unwrap_or(&32),
             max_inflight: rng.random_range(8..=40),
             max_queue: rng.random_range(4..=32),
+            // Of eight runs one is aggregated and one mixed; drawn from no random number, so that the others stay what
+            // they were before there was a choice.
+            local_prefill: match seed % 8 {
+                6 => LocalPrefill::Auto,
+                7 => LocalPrefill::Always,
+                _ => LocalPrefill::Never,
+            },
             requests: Vec::new(),
             faults: Vec::new(),
         };
@@ -291,6 +300,7 @@ impl fmt::Display for NodeName {
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { prefill_nodes, decode_nodes, prefill_blocks, decode_blocks, max_running, .. } = self;
+        writeln!(f, "  local prefill: {:?}", self.local_prefill)?;
         writeln!(
             f,
             "  {prefill_nodes} prefill nodes of {prefill_blocks} blocks, {decode_nodes} decode nodes of {decode_blocks}, \

@@ -42,6 +42,8 @@ impl Tally {
             self.count("requests", outcome.label(), 1);
             if let End::Finished { timings, .. } = &outcome.end {
                 self.count("requests", "finished after a re-plan", u64::from(timings.replans > 0));
+                let local = timings.prefill_instance == timings.decode_instance;
+                self.count("requests", "finished locally", u64::from(local));
             }
         }
     }

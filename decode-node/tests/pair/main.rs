@@ -2,5 +2,6 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 
 mod handoff;
+mod local;
 mod nodes;
 mod serving;

@@ -27,6 +27,7 @@ use tonic::transport::{Channel, Server};
 use tonic::{Status, Streaming};
 
 pub const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+pub const PREFILL_TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b8-01";
 pub const LEASE: Duration = Duration::from_secs(20);
 
 #[derive(Parser)]
@@ -69,6 +70,7 @@ impl Pair {
             spec: Some(spec.clone()),
             prefill_incarnation: self.prefill.incarnation().0,
             route_traceparent: TRACEPARENT.to_owned(),
+            local: None,
         };
         DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }
     }
@@ -102,8 +104,21 @@ impl Pair {
         Ok(answer)
     }
 
+    /// The decode call of a local plan. It can be stopped as long as the sender is there.
+    pub async fn open_local(
+        &mut self,
+        spec: &RequestSpec,
+    ) -> Result<(mpsc::Sender<DecodeCommand>, Streaming<DecodeEvent>), Status> {
+        let local = Some(v1::LocalPrefill { traceparent: PREFILL_TRACEPARENT.to_owned() });
+        let start = DecodeStart { spec: Some(spec.clone()), local, ..DecodeStart::default() };
+        let (commands, outbox) = mpsc::channel(2);
+        commands.send(DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }).await.unwrap();
+        Ok((commands, self.to_decode.generate(ReceiverStream::new(outbox)).await?.into_inner()))
+    }
+
+    /// The same request by the decode node alone.
     pub async fn local(&mut self, spec: &RequestSpec) -> Result<Answer, Status> {
-        let mut stream = self.to_decode.local(spec.clone()).await?.into_inner();
+        let (_, mut stream) = self.open_local(spec).await?;
         let mut answer = Answer::default();
         collect(&mut stream, &mut answer).await?;
         Ok(answer)
@@ -248,11 +263,14 @@ pub fn deliver(ticket: Vec<u8>) -> PrefillCommand {
 pub async fn collect(stream: &mut Streaming<DecodeEvent>, answer: &mut Answer) -> Result<(), Status> {
     while let Some(event) = stream.message().await? {
         match event.event {
+            Some(DecodeEventKind::FirstToken(first)) => {
+                answer.tokens.push(first.token_id);
+                answer.cached_tokens = first.cached_tokens;
+            }
             Some(DecodeEventKind::Token(token)) => answer.tokens.push(token.token_id),
             Some(DecodeEventKind::Verified(verified)) => answer.verified = Some(verified),
             Some(DecodeEventKind::Finished(finished)) => {
                 answer.reason = finished.reason;
-                answer.cached_tokens += finished.cached_tokens;
                 answer.spans.extend(finished.spans);
                 return Ok(());
             }

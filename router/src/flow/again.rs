@@ -1,5 +1,5 @@
 //! From a failure of a node to the next attempt: what [`replan`](super::replan) decides is done here. The nodes are blamed,
-//! the legs dropped or kept, the search for the next pair is awaited, and all of it noted for metrics and trace.
+//! the legs dropped or kept, the search for the next plan is awaited, and all of it noted for metrics and trace.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -7,7 +7,7 @@ use tandem_proto::{Error, v1};
 use tandem_telemetry::clock;
 
 use super::attempt::{Attempt, Search};
-use super::record::Replanned;
+use super::record::{Names, Replanned};
 use super::replan::{Bound, Failure, Retry, Verdict};
 use super::timeline::Phase;
 use super::{Limits, Run, legs, seek};
@@ -22,7 +22,7 @@ pub struct Setback {
     phase: Phase,
 }
 
-/// How the search for another pair ended.
+/// How the search for other nodes ended.
 pub struct Sought {
     setback: Setback,
     found: Result<Route, NoPair>,
@@ -36,8 +36,8 @@ impl Run {
     pub(super) async fn again(&mut self, mut attempt: Attempt, failure: Failure) -> Result<Attempt, Error> {
         let (now, phase) = (clock::now(), self.record.timeline.phase());
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
-        let verdict = self.replan.failed(&failure, attempt.pair(), now);
-        let keep = attempt.keeps_prefill(&failure).then_some(attempt.route.prefill.session);
+        let verdict = self.replan.failed(&failure, attempt.route.sessions(), now);
+        let keep = attempt.route.sessions().0.filter(|_| attempt.keeps_prefill(&failure));
         let setback = Setback { node: attempt.route.node(failure.role).clone(), failure, at: now, phase };
         let told = self.told(&setback);
         tracing::info!(request = self.record.request_id, error = told.message, ?verdict, "attempt failed");
@@ -60,17 +60,17 @@ impl Run {
     fn search(&self, setback: Setback, keep: Option<u64>, retry: Retry) -> Search {
         let (membership, metrics) = (self.shared.membership.clone(), self.shared.metrics.clone());
         let wish = Wish { keep, avoid: self.replan.avoid().clone() };
-        let seeking = seek::pair(membership, metrics, self.progress.tokens(), wish, retry);
+        let seeking = seek::nodes(membership, metrics, self.progress.tokens(), wish, retry);
         Box::pin(async move { Sought { found: seeking.await, setback } })
     }
 
-    /// The search beside a prefill call ended: with a decode node for that call, or with another pair.
+    /// The search beside a prefill call ended: with a decode node for that call, or with another plan.
     ///
     /// # Errors
     /// There was none.
     pub(super) fn go_on(&mut self, attempt: &mut Attempt, sought: Sought) -> Result<(), Error> {
         let route = self.found(sought)?;
-        if route.prefill.session == attempt.route.prefill.session {
+        if route.sessions().0 == attempt.route.sessions().0 {
             let start = self.decode_start(&route, attempt.basis);
             attempt.take_decode(route, start);
         } else {
@@ -79,7 +79,7 @@ impl Run {
         Ok(())
     }
 
-    /// The next attempt has a pair, if it was found.
+    /// The next attempt has its nodes, if they were found.
     fn found(&mut self, sought: Sought) -> Result<Route, Error> {
         let Sought { setback, found } = sought;
         let route = found.map_err(|why| {
@@ -96,8 +96,9 @@ impl Run {
             role: failure.role,
             node: node.info.node_id.clone(),
             cause: failure.cause.as_str(),
-            pair: [&route.prefill, &route.decode].map(|node| node.info.node_id.clone()),
+            nodes: Names::of(&route),
         });
+        self.shared.metrics.planned(route.plan());
         Ok(route)
     }
 
@@ -119,27 +120,29 @@ impl Run {
         Error { message: format!("{} ({gave_up})", told.message), ..told }
     }
 
-    /// Both legs, for what is left of the answer.
+    /// All legs, for what is left of the answer.
     pub(super) fn open(&self, route: Route) -> Attempt {
         let basis = self.progress.sent.len();
-        let prompt = self.spec(Phase::Prefill, basis);
+        let prompt = route.prefill.is_some().then(|| self.spec(Phase::Prefill, basis));
         let start = self.decode_start(&route, basis);
         Attempt::open(route, prompt, start, basis)
     }
 
     fn decode_start(&self, route: &Route, basis: usize) -> v1::DecodeStart {
+        let now = self.record.timeline.phase();
+        let local = || v1::LocalPrefill { traceparent: self.record.identities.of(now.max(Phase::Prefill)).to_string() };
         v1::DecodeStart {
             spec: Some(self.spec(Phase::Decode, basis)),
-            prefill_incarnation: route.prefill.info.incarnation,
-            route_traceparent: self.record.identities.of(self.record.timeline.phase()).to_string(),
+            prefill_incarnation: route.prefill.as_ref().map_or(0, |prefill| prefill.info.incarnation),
+            route_traceparent: self.record.identities.of(now).to_string(),
+            local: route.prefill.is_none().then(local),
         }
     }
 
     /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`, or of
     /// the later one in which it is opened.
     fn spec(&self, phase: Phase, basis: usize) -> v1::RequestSpec {
-        let now = self.record.timeline.phase();
-        let parent = if now as usize > phase as usize { now } else { phase };
+        let parent = self.record.timeline.phase().max(phase);
         self.progress.spec(basis, self.record.identities.of(parent), self.deadline)
     }
 }

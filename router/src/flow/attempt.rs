@@ -1,6 +1,8 @@
-//! One attempt at an answer: a pair of nodes, the call to each, and what they have said. It turns everything that can
-//! happen to the pair into one [`Happening`] or one [`Failure`], and decides nothing: whether there is another attempt is
-//! [`super::replan`]'s matter. Dropping it cancels both calls, and with them the work on both nodes.
+//! One attempt at an answer: the nodes of a plan, the call to each, and what they have said. It turns everything that can
+//! happen to them into one [`Happening`] or one [`Failure`], and decides nothing: whether there is another attempt is
+//! [`super::replan`]'s matter. Dropping it cancels its calls, and with them the work on the nodes.
+//!
+//! A local plan has a decode leg only, which brings the first token, too.
 //!
 //! Decode may fail while prefill is still worth something. Then the attempt lives on with a *search* in the place of the
 //! decode leg ([`Attempt::seek_decode`]), and prefill's events are taken meanwhile.
@@ -10,13 +12,14 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use tandem_proto::{Error, ErrorKind, v1};
+use tandem_telemetry::clock;
 
 use super::again::Sought;
 use super::exchange::{Exchange, Step};
 use super::legs::{DecodeLeg, PrefillLeg, Rest};
 use super::replan::{Cause, Failure};
 use crate::membership::Route;
-use crate::select::Role;
+use crate::select::{Plan, Role};
 
 /// How long a finished answer waits for the prefill node's last message, which carries its spans.
 const LAST_SPANS: Duration = Duration::from_millis(50);
@@ -29,20 +32,23 @@ pub enum Happening {
     /// A node said something in order.
     Step(Step),
     /// The search that [`Attempt::seek_decode`] began ended.
-    Sought(Sought),
+    Sought(Box<Sought>),
 }
 
-/// Both legs of a request.
+/// The legs of a request.
 pub struct Attempt {
-    /// The pair.
+    /// The nodes.
     pub route: Route,
-    /// What both have said.
+    /// What they have said.
     pub exchange: Exchange,
     /// Tokens that the client had when the prompt of this attempt was made.
     pub basis: usize,
-    prefill: PrefillLeg,
+    /// `None` in a local plan.
+    prefill: Option<PrefillLeg>,
     prefill_open: bool,
     decode: DecodeSide,
+    /// The first token of this attempt was here.
+    computed: bool,
     /// Decode has shown that it works.
     decode_works: bool,
 }
@@ -53,17 +59,14 @@ enum DecodeSide {
 }
 
 impl Attempt {
-    /// Opens both legs at once. `basis` tokens of the answer are in the prompt of `start`.
-    pub fn open(route: Route, prompt: v1::RequestSpec, start: v1::DecodeStart, basis: usize) -> Self {
-        let exchange = Exchange::new(prompt.max_tokens);
-        let prefill = PrefillLeg::open(&route.prefill, prompt);
+    /// Opens all legs at once. `prompt` is for the prefill node, if the plan has one; `basis` tokens of the answer are in
+    /// the prompt of `start`.
+    pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
+        let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
+        let prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
         let decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
-        Self { route, exchange, basis, prefill, prefill_open: true, decode, decode_works: false }
-    }
-
-    /// Table keys of the pair.
-    pub fn pair(&self) -> (u64, u64) {
-        (self.route.prefill.session, self.route.decode.session)
+        let prefill_open = prefill.is_some();
+        Self { route, exchange, basis, prefill, prefill_open, decode, computed: false, decode_works: false }
     }
 
     /// Whether the prefill call can serve another decode node after `failure`: it is open and has not handed over.
@@ -92,10 +95,12 @@ impl Attempt {
 
     /// Hands decode's ticket to prefill.
     pub fn deliver(&self, ticket: Vec<u8>) {
-        self.prefill.deliver(ticket);
+        if let Some(prefill) = &self.prefill {
+            prefill.deliver(ticket);
+        }
     }
 
-    /// Waits for what happens next. Cancel-safe. A pair that says nothing for `silence` has failed.
+    /// Waits for what happens next. Cancel-safe. An attempt that says nothing for `silence` has failed.
     ///
     /// # Errors
     /// The failure that ends this attempt.
@@ -106,9 +111,9 @@ impl Attempt {
             DecodeSide::Sought(search) => {
                 let step = tokio::select! {
                     biased;
-                    why = route.prefill.died() => return Err(died(Role::Prefill, &why)),
-                    found = search => return Ok(Happening::Sought(found)),
-                    event = prefill.events.next() => on_prefill(exchange, event)?,
+                    why = route.node(Role::Prefill).died() => return Err(died(Role::Prefill, &why)),
+                    found = search => return Ok(Happening::Sought(Box::new(found))),
+                    event = said(prefill) => on_prefill(exchange, event)?,
                 };
                 return self.taken(Role::Prefill, step);
             }
@@ -116,8 +121,8 @@ impl Attempt {
         let (role, step) = tokio::select! {
             biased;
             why = route.decode.died() => return Err(died(Role::Decode, &why)),
-            why = route.prefill.died(), if exchange.needs_prefill() => return Err(died(Role::Prefill, &why)),
-            event = prefill.events.next(), if *prefill_open => match event {
+            why = route.node(Role::Prefill).died(), if exchange.needs_prefill() => return Err(died(Role::Prefill, &why)),
+            event = said(prefill), if *prefill_open => match event {
                 // Decode has all it needs: what is missing now is only prefill's report.
                 None | Some(Err(_)) if !exchange.needs_prefill() => {
                     tracing::debug!(ended = ?event, "prefill leg ended");
@@ -129,7 +134,7 @@ impl Attempt {
             event = leg.events.next(), if exchange.takes_decode() => {
                 let event = event.unwrap_or_else(|| Err(too_early())).map_err(Error::from);
                 let step = event.and_then(|event| exchange.on_decode(event));
-                (Role::Decode, step.map_err(|error| Failure::of_leg(Role::Decode, error))?)
+                (Role::Decode, step.map_err(|error| of_decode(route.plan(), error))?)
             }
             () = tokio::time::sleep(silence) => return Err(self.silent(silence)),
         };
@@ -138,14 +143,21 @@ impl Attempt {
 
     /// What a step says of the nodes that made it.
     fn taken(&mut self, role: Role, step: Step) -> Result<Happening, Failure> {
+        if matches!(step, Step::Token { .. }) && !self.computed {
+            self.computed = true;
+            self.route.computed(clock::now());
+        }
         match &step {
-            Step::Verified => self.route.succeeded(Role::Prefill),
+            Step::Verified => {
+                self.route.succeeded(Role::Prefill);
+                self.exchange.verified.iter().for_each(|kv| self.route.handed_off(kv));
+            }
             Step::Token { finished: Some(_), .. } if role == Role::Prefill => self.route.succeeded(Role::Prefill),
             Step::Token { .. } | Step::Finished(_) if role == Role::Decode && !self.decode_works => {
                 self.decode_works = true;
                 self.route.succeeded(Role::Decode);
             }
-            Step::LetGo => self.prefill.stop(),
+            Step::LetGo => self.stop_prefill(),
             Step::Undelivered(error) => return Err(Failure::undelivered(error.clone())),
             Step::Spent => {
                 let error = Error::new(ErrorKind::Unavailable, "its KV went to a decode node that failed");
@@ -165,33 +177,57 @@ impl Attempt {
     /// Prefill's last message carries its spans and is nearly always there already.
     pub async fn last_spans(&mut self) {
         let Self { exchange, prefill, .. } = self;
+        if prefill.is_none() {
+            return;
+        }
         let last = async {
             while exchange.delivered.is_none()
-                && let Some(Ok(event)) = prefill.events.next().await
+                && let Some(Ok(event)) = said(prefill).await
                 && exchange.on_prefill(event).is_ok()
             {}
         };
         let _ = tokio::time::timeout(LAST_SPANS, last).await;
     }
 
-    /// The answer is complete without more tokens: both nodes end their work well. `whole`: prefill's token was all of it.
+    /// The answer is complete without more tokens: the nodes end their work well. `whole`: prefill's token was all of it.
     pub async fn stop(mut self, whole: bool) -> (Rest, Vec<v1::Span>) {
         if let DecodeSide::Leg(leg) = &self.decode {
             leg.stop(whole || !self.exchange.hands_off());
         }
         if !self.exchange.hands_off() {
-            self.prefill.stop();
+            self.stop_prefill();
         }
         if whole {
             self.last_spans().await;
         }
         let Self { exchange, prefill, prefill_open, decode, .. } = self;
-        let prefill = (prefill_open && exchange.delivered.is_none()).then_some(prefill);
+        let prefill = prefill.filter(|_| prefill_open && exchange.delivered.is_none());
         let decode = match decode {
             DecodeSide::Leg(leg) => Some(leg),
             DecodeSide::Sought(_) => None,
         };
         (Rest { prefill, decode }, exchange.spans)
+    }
+
+    fn stop_prefill(&self) {
+        if let Some(prefill) = &self.prefill {
+            prefill.stop();
+        }
+    }
+}
+
+/// The prefill node's next event; without one there is none, ever.
+async fn said(prefill: &mut Option<PrefillLeg>) -> Option<Result<v1::PrefillEvent, tonic::Status>> {
+    match prefill {
+        Some(leg) => leg.events.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+fn of_decode(plan: Plan, error: Error) -> Failure {
+    match plan {
+        Plan::Pair => Failure::of_leg(Role::Decode, error),
+        Plan::Local => Failure::of_local(error),
     }
 }
 

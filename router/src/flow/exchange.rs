@@ -7,6 +7,8 @@ use prost::Message;
 use tandem_proto::v1::{self, FinishReason, decode_event, prefill_event};
 use tandem_proto::{Error, ErrorKind};
 
+use crate::select::Plan;
+
 /// What to do after an event.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
@@ -37,9 +39,10 @@ pub enum Step {
     Spent,
 }
 
-/// The state of one hand-off as the router sees it.
-#[derive(Debug, Default)]
+/// The state of one attempt as the router sees it: of its hand-off, unless the plan is local.
+#[derive(Debug)]
 pub struct Exchange {
+    plan: Plan,
     /// Tokens that may be generated.
     max_tokens: u32,
     tokens: u32,
@@ -49,7 +52,7 @@ pub struct Exchange {
     whole: bool,
     /// The hand-off that decode waits for; empty where its ticket does not say.
     handoff: Option<Vec<u8>>,
-    /// Prompt tokens that prefill did not have to compute.
+    /// Prompt tokens that did not have to be computed.
     pub cached_tokens: u32,
     /// What decode said when it had checked the KV.
     pub verified: Option<v1::Verified>,
@@ -60,14 +63,25 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// A hand-off that has not begun.
-    pub fn new(max_tokens: u32) -> Self {
-        Self { max_tokens, ..Self::default() }
+    /// Nothing was said.
+    pub fn new(plan: Plan, max_tokens: u32) -> Self {
+        Self {
+            plan,
+            max_tokens,
+            tokens: 0,
+            first: false,
+            whole: false,
+            handoff: None,
+            cached_tokens: 0,
+            verified: None,
+            delivered: None,
+            spans: Vec::new(),
+        }
     }
 
     /// Whether decode's next event may be taken: its tokens wait until prefill's first one is out.
     pub fn takes_decode(&self) -> bool {
-        self.verified.is_none() || self.first
+        self.plan == Plan::Local || self.verified.is_none() || self.first
     }
 
     /// Whether the prefill node can hand off: it has decode's ticket.
@@ -78,7 +92,8 @@ impl Exchange {
     /// Whether the prefill node has still something to do for this request. Its acknowledged delivery and decode's
     /// verification travel on two connections: whichever arrives first ends its part.
     pub fn needs_prefill(&self) -> bool {
-        !self.first || (self.verified.is_none() && self.delivered.is_none())
+        let done = self.first && (self.verified.is_some() || self.delivered.is_some());
+        self.plan == Plan::Pair && !done
     }
 
     /// Decode failed before it had verified the KV: another one will reserve.
@@ -92,14 +107,10 @@ impl Exchange {
     /// `Internal` for one that is out of order.
     pub fn on_prefill(&mut self, event: v1::PrefillEvent) -> Result<Step, Error> {
         match event.event {
-            Some(prefill_event::Event::FirstToken(_)) if self.first => Err(disorder("a second first token")),
             Some(prefill_event::Event::FirstToken(first)) => {
-                self.first = true;
-                self.cached_tokens = first.cached_tokens;
                 let finished = first.finished.map(|_| reason(first.finished()));
                 self.whole = finished.is_some();
-                let v1::FirstToken { token_id, logprob, top_logprobs, .. } = first;
-                self.token(v1::Token { token_id, logprob, top_logprobs }, finished)
+                self.first(first, finished)
             }
             Some(prefill_event::Event::Delivered(_)) if !self.first => {
                 Err(disorder("the end of the delivery before the first token"))
@@ -128,28 +139,59 @@ impl Exchange {
     /// # Errors
     /// `Internal` for one that is out of order.
     pub fn on_decode(&mut self, event: v1::DecodeEvent) -> Result<Step, Error> {
-        match event.event {
-            Some(decode_event::Event::Reserved(_)) if self.handoff.is_some() => Err(disorder("a second reservation")),
-            Some(decode_event::Event::Reserved(reserved)) => {
+        let Some(event) = event.event else { return Ok(Step::Wait) };
+        match self.plan {
+            Plan::Pair => self.on_handed_over(event),
+            Plan::Local => self.on_local(event),
+        }
+    }
+
+    fn on_handed_over(&mut self, event: decode_event::Event) -> Result<Step, Error> {
+        match event {
+            decode_event::Event::Reserved(_) if self.handoff.is_some() => Err(disorder("a second reservation")),
+            decode_event::Event::Reserved(reserved) => {
                 let ticket = v1::Ticket::decode(reserved.ticket.as_slice());
                 self.handoff = Some(ticket.map(|ticket| ticket.handoff_id).unwrap_or_default());
                 Ok(Step::Deliver(reserved.ticket))
             }
-            Some(decode_event::Event::Verified(_)) if self.handoff.is_none() || self.verified.is_some() => {
+            decode_event::Event::Verified(_) if self.handoff.is_none() || self.verified.is_some() => {
                 Err(disorder("a verification out of order"))
             }
-            Some(decode_event::Event::Verified(verified)) => {
+            decode_event::Event::Verified(verified) => {
                 self.verified = Some(verified);
                 Ok(Step::Verified)
             }
-            Some(_) if self.verified.is_none() => Err(disorder("output before it had verified the KV")),
-            Some(decode_event::Event::Token(token)) => self.token(token, None),
-            Some(decode_event::Event::Finished(mut finished)) => {
-                self.spans.append(&mut finished.spans);
-                Ok(Step::Finished(reason(finished.reason())))
-            }
-            None => Ok(Step::Wait),
+            decode_event::Event::FirstToken(_) => Err(disorder("a first token, which is prefill's to send")),
+            _ if self.verified.is_none() => Err(disorder("output before it had verified the KV")),
+            decode_event::Event::Token(token) => self.token(token, None),
+            decode_event::Event::Finished(finished) => Ok(self.finished(finished)),
         }
+    }
+
+    fn on_local(&mut self, event: decode_event::Event) -> Result<Step, Error> {
+        match event {
+            decode_event::Event::Reserved(_) | decode_event::Event::Verified(_) => {
+                Err(disorder("word of a hand-off, which a local request has not"))
+            }
+            decode_event::Event::FirstToken(first) => self.first(first, None),
+            _ if !self.first => Err(disorder("output before the first token")),
+            decode_event::Event::Token(token) => self.token(token, None),
+            decode_event::Event::Finished(finished) => Ok(self.finished(finished)),
+        }
+    }
+
+    fn first(&mut self, first: v1::FirstToken, finished: Option<FinishReason>) -> Result<Step, Error> {
+        if std::mem::replace(&mut self.first, true) {
+            return Err(disorder("a second first token"));
+        }
+        let v1::FirstToken { token_id, logprob, top_logprobs, cached_tokens, .. } = first;
+        self.cached_tokens = cached_tokens;
+        self.token(v1::Token { token_id, logprob, top_logprobs }, finished)
+    }
+
+    fn finished(&mut self, mut finished: v1::Finished) -> Step {
+        self.spans.append(&mut finished.spans);
+        Step::Finished(reason(finished.reason()))
     }
 
     /// Whether prefill speaks of the hand-off that decode waits for. A node that does not say which one has had but one.
@@ -253,12 +295,17 @@ pub(super) mod tests {
     }
 
     pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {
-        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans, cached_tokens: 0 }))
+        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans }))
+    }
+
+    pub fn local_first(token_id: u32, cached_tokens: u32) -> v1::DecodeEvent {
+        let first = v1::FirstToken { token_id, cached_tokens, ..v1::FirstToken::default() };
+        decode(decode_event::Event::FirstToken(first))
     }
 
     #[test]
     fn the_order_of_a_good_hand_off() {
-        let mut exchange = Exchange::new(3);
+        let mut exchange = Exchange::new(Plan::Pair, 3);
         assert_eq!(exchange.on_decode(reserved()).unwrap(), Step::Deliver(ticket("d0")));
         assert_eq!(
             exchange.on_prefill(first_token(7, None)).unwrap(),
@@ -275,7 +322,7 @@ pub(super) mod tests {
 
     #[test]
     fn decode_waits_for_the_first_token() {
-        let mut exchange = Exchange::new(3);
+        let mut exchange = Exchange::new(Plan::Pair, 3);
         exchange.on_decode(reserved()).unwrap();
         exchange.on_decode(verified()).unwrap();
         assert!(!exchange.takes_decode());
@@ -285,7 +332,7 @@ pub(super) mod tests {
 
     #[test]
     fn unverified_output_is_never_taken() {
-        let mut exchange = Exchange::new(3);
+        let mut exchange = Exchange::new(Plan::Pair, 3);
         exchange.on_decode(reserved()).unwrap();
         assert_eq!(exchange.on_decode(token(8)).unwrap_err().kind, ErrorKind::Internal);
         assert!(exchange.on_decode(finished(FinishReason::Stop, vec![])).is_err());
@@ -293,7 +340,7 @@ pub(super) mod tests {
 
     #[test]
     fn another_decode_takes_over_what_prefill_has() {
-        let mut exchange = Exchange::new(3);
+        let mut exchange = Exchange::new(Plan::Pair, 3);
         exchange.on_decode(reserved()).unwrap();
         exchange.on_prefill(first_token(7, None)).unwrap();
         let step = exchange.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap();
@@ -311,7 +358,7 @@ pub(super) mod tests {
 
     #[test]
     fn what_decode_has_verified_is_not_undelivered() {
-        let mut exchange = Exchange::new(3);
+        let mut exchange = Exchange::new(Plan::Pair, 3);
         exchange.on_decode(reserved()).unwrap();
         exchange.on_prefill(first_token(7, None)).unwrap();
         exchange.on_decode(verified()).unwrap();
@@ -323,7 +370,7 @@ pub(super) mod tests {
     #[test]
     fn a_delivery_to_a_decode_that_is_gone_leaves_nothing_to_deliver() {
         for reserved_again in [false, true] {
-            let mut exchange = Exchange::new(3);
+            let mut exchange = Exchange::new(Plan::Pair, 3);
             exchange.on_decode(reserved()).unwrap();
             exchange.on_prefill(first_token(7, None)).unwrap();
             exchange.decode_lost();
@@ -338,7 +385,7 @@ pub(super) mod tests {
 
     #[test]
     fn repeated_and_surplus_events_are_errors() {
-        let mut exchange = Exchange::new(1);
+        let mut exchange = Exchange::new(Plan::Pair, 1);
         assert!(exchange.on_decode(verified()).is_err());
         exchange.on_decode(reserved()).unwrap();
         assert!(exchange.on_decode(reserved()).is_err());
@@ -347,5 +394,33 @@ pub(super) mod tests {
         assert!(exchange.on_prefill(first_token(7, None)).is_err());
         exchange.on_decode(verified()).unwrap();
         assert!(exchange.on_decode(token(8)).is_err());
+    }
+
+    #[test]
+    fn a_local_answer_is_decodes_alone() {
+        let mut exchange = Exchange::new(Plan::Local, 3);
+        assert!(exchange.takes_decode() && !exchange.needs_prefill());
+        assert!(matches!(exchange.on_decode(local_first(7, 16)).unwrap(), Step::Token { id: 7, finished: None, .. }));
+        assert_eq!(exchange.cached_tokens, 16);
+        assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+        let end = exchange.on_decode(finished(FinishReason::Stop, vec![v1::Span::default()])).unwrap();
+        assert_eq!((end, exchange.spans.len()), (Step::Finished(FinishReason::Stop), 1));
+    }
+
+    #[test]
+    fn the_two_kinds_of_answer_do_not_mix() {
+        for wrong in [reserved(), verified(), token(8), finished(FinishReason::Stop, vec![])] {
+            let mut local = Exchange::new(Plan::Local, 3);
+            assert_eq!(local.on_decode(wrong).unwrap_err().kind, ErrorKind::Internal);
+        }
+        let mut local = Exchange::new(Plan::Local, 2);
+        local.on_decode(local_first(7, 0)).unwrap();
+        assert!(local.on_decode(local_first(7, 0)).is_err());
+        local.on_decode(token(8)).unwrap();
+        assert!(local.on_decode(token(9)).is_err(), "more than were asked for");
+        let mut pair = Exchange::new(Plan::Pair, 3);
+        pair.on_decode(reserved()).unwrap();
+        pair.on_decode(verified()).unwrap();
+        assert!(pair.on_decode(local_first(7, 0)).is_err());
     }
 }

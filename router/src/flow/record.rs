@@ -6,7 +6,8 @@ use tandem_proto::{Error, TraceContext, v1};
 use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
 
 use super::timeline::{Phase, Timeline};
-use crate::select::{Candidate, Role};
+use crate::membership::Route;
+use crate::select::{self, Candidate, Plan, Role};
 
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
@@ -42,25 +43,55 @@ impl Identities {
     }
 }
 
-/// The pair that was chosen.
+/// Names of the nodes of a plan.
+#[derive(Clone, Debug)]
+pub struct Names {
+    prefill: Option<String>,
+    decode: String,
+}
+
+impl Names {
+    /// Of the nodes of `route`.
+    pub fn of(route: &Route) -> Self {
+        let prefill = route.prefill.as_ref().map(|prefill| prefill.info.node_id.clone());
+        Self { prefill, decode: route.decode.info.node_id.clone() }
+    }
+
+    /// Of the node that computes the prompt: in a local plan the one that generates.
+    pub fn prefill(&self) -> &str {
+        self.prefill.as_ref().unwrap_or(&self.decode)
+    }
+
+    /// Of the node that generates.
+    pub fn decode(&self) -> &str {
+        &self.decode
+    }
+
+    /// The kind of plan.
+    pub fn plan(&self) -> Plan {
+        if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
+    }
+}
+
+/// The nodes that were chosen.
 #[derive(Clone, Debug)]
 pub struct Chosen {
-    /// Node that computes the prompt.
-    pub prefill: String,
-    /// Node that generates.
-    pub decode: String,
+    /// Their names.
+    pub nodes: Names,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
+    /// The rule by which it was chosen.
+    pub choice: select::Settings,
     /// When.
     pub at: Instant,
 }
 
-/// A re-plan that found another pair.
+/// A re-plan that found nodes to go on with.
 #[derive(Clone, Debug)]
 pub struct Replanned {
     /// When the attempt before it failed.
     pub at: Instant,
-    /// From then to the new pair.
+    /// From then to the new plan.
     pub search: Duration,
     /// The phase in which it was: the pause is part of it.
     pub phase: Phase,
@@ -70,8 +101,8 @@ pub struct Replanned {
     pub node: String,
     /// Label of the cause.
     pub cause: &'static str,
-    /// Names of the new pair.
-    pub pair: [String; 2],
+    /// Names of the new ones.
+    pub nodes: Names,
 }
 
 /// One request, as it ended.
@@ -95,7 +126,7 @@ pub struct Record {
     pub timeline: Timeline,
     /// When each token was in the client's stream.
     pub tokens: Vec<Instant>,
-    /// The first pair, once chosen.
+    /// The first plan, once chosen.
     pub chosen: Option<Chosen>,
     /// What came after it, in order.
     pub replans: Vec<Replanned>,
@@ -116,6 +147,20 @@ impl Record {
         self.timeline.end_of(Phase::Prefill).map(|at| at - self.timeline.received())
     }
 
+    /// What the choice expected of the time from the end of the queue to the first token. `None` where the node had measured
+    /// nothing to tell by.
+    pub fn predicted_ttft_ms(&self) -> Option<f64> {
+        let choice = self.chosen.as_ref()?.candidates.first()?;
+        choice.measured.then(|| choice.ttft_ms())
+    }
+
+    /// The same, beside what it was, in milliseconds; of requests that had their first token where they were sent first.
+    pub fn predicted_and_actual_ttft_ms(&self) -> Option<(f64, f64)> {
+        let undisturbed = self.replans.iter().all(|replan| replan.phase > Phase::Prefill);
+        let actual = self.ttft()?.saturating_sub(self.timeline.length(Phase::Queue));
+        self.predicted_ttft_ms().filter(|_| undisturbed).map(|predicted_ms| (predicted_ms, ms(actual)))
+    }
+
     /// From the request to its end.
     pub fn e2e(&self) -> Duration {
         self.ended.max(self.timeline.last()) - self.timeline.received()
@@ -128,14 +173,14 @@ impl Record {
         (*last - *first).checked_div(gaps)
     }
 
-    /// Gaps between tokens; the first one is the hand-off's.
+    /// Gaps between tokens; the first one is the hand-off's, if there was one.
     pub fn gaps(&self) -> impl Iterator<Item = Duration> {
         self.tokens.windows(2).map(|pair| pair[1] - pair[0])
     }
 
-    /// Names of the pair that had the request last, prefill first.
-    pub fn pair(&self) -> Option<[&str; 2]> {
-        self.chosen.as_ref().map(|_| self.pair_in(Phase::Decode))
+    /// The nodes that had the request last.
+    pub fn nodes(&self) -> Option<&Names> {
+        self.nodes_in(Phase::Decode)
     }
 
     fn replan_count(&self) -> u32 {
@@ -146,7 +191,7 @@ impl Record {
     pub fn timings(&self) -> v1::Timings {
         let phase = |phase| ms(self.timeline.length(phase));
         let kv = self.verified.as_ref();
-        let [prefill, decode] = self.pair().unwrap_or_default().map(str::to_owned);
+        let name = |of: fn(&Names) -> &str| self.nodes().map(of).unwrap_or_default().to_owned();
         v1::Timings {
             queue_ms: phase(Phase::Queue),
             route_ms: phase(Phase::Route),
@@ -162,11 +207,11 @@ impl Record {
             kv_blocks: kv.map_or(0, |kv| kv.blocks),
             kv_transport: kv.map(|kv| kv.transport.clone()).unwrap_or_default(),
             kv_gbps: kv.map_or(0.0, gigabytes_per_second),
-            prefill_instance: prefill,
-            decode_instance: decode,
+            prefill_instance: name(Names::prefill),
+            decode_instance: name(Names::decode),
             replans: self.replan_count(),
             longest_gap_ms: self.gaps().max().map_or(0.0, ms),
-            predicted_ttft_ms: 0.0,
+            predicted_ttft_ms: self.predicted_ttft_ms().unwrap_or(0.0),
         }
     }
 
@@ -195,22 +240,21 @@ impl Record {
         };
         let root = Some(self.identities.root.span_id);
         let span = SpanBuilder::new(phase.as_str(), kind, self.identities.of(phase), root);
-        match (phase, &self.chosen, &self.verified) {
-            (Phase::Route, Some(chosen), _) => routed(span, chosen),
-            (Phase::Prefill, Some(_), _) => span.attr("tandem.prefill.instance", self.pair_in(Phase::Prefill)[0]),
-            (Phase::Decode, Some(_), _) => span
-                .attr("tandem.decode.instance", self.pair_in(Phase::Decode)[1])
+        match (phase, &self.chosen, self.nodes_in(phase), &self.verified) {
+            (Phase::Route, Some(chosen), ..) => routed(span, chosen),
+            (Phase::Prefill, _, Some(nodes), _) => span.attr("tandem.prefill.instance", nodes.prefill()),
+            (Phase::Decode, _, Some(nodes), _) => span
+                .attr("tandem.decode.instance", nodes.decode())
                 .attr("tandem.tokens", self.tokens.len().saturating_sub(1)),
-            (Phase::Transfer, _, Some(kv)) => self.with_copy(with_kv(span, kv), kv),
+            (Phase::Transfer, .., Some(kv)) => self.with_copy(with_kv(span, kv), kv),
             _ => span,
         }
     }
 
-    /// The pair with which `phase` ended: what was re-planned later is none of its business.
-    fn pair_in(&self, phase: Phase) -> [&str; 2] {
-        let until = self.replans.iter().rfind(|replan| replan.phase as usize <= phase as usize);
-        let first = || self.chosen.as_ref().map(|chosen| [chosen.prefill.as_str(), chosen.decode.as_str()]);
-        until.map(|replan| replan.pair.each_ref().map(String::as_str)).or_else(first).unwrap_or_default()
+    /// The nodes with which `phase` ended: what was re-planned later is none of its business.
+    fn nodes_in(&self, phase: Phase) -> Option<&Names> {
+        let until = self.replans.iter().rfind(|replan| replan.phase <= phase).map(|replan| &replan.nodes);
+        until.or(self.chosen.as_ref().map(|chosen| &chosen.nodes))
     }
 
     /// The exposed tail points to the whole copy, decode's span.
@@ -225,10 +269,18 @@ impl Record {
         let Identities { root, parent, .. } = self.identities;
         let mut span = SpanBuilder::new(format!("{} {}", self.api, self.model), Kind::Server, root, parent)
             .attr("tandem.request_id", self.request_id.as_str())
-            .attr("tandem.route.policy", "least_loaded")
             .attr("tandem.replans", self.replan_count());
-        if let Some([prefill, decode]) = self.pair() {
-            span = span.attr("tandem.prefill.instance", prefill).attr("tandem.decode.instance", decode);
+        if let Some(chosen) = &self.chosen {
+            span = span.attr("tandem.route.policy", chosen.choice.policy.as_str());
+        }
+        if let Some(predicted_ms) = self.predicted_ttft_ms() {
+            span = span.attr("tandem.predicted_ttft_ms", predicted_ms);
+        }
+        if let Some(nodes) = self.nodes() {
+            span = span
+                .attr("tandem.route.plan", nodes.plan().as_str())
+                .attr("tandem.prefill.instance", nodes.prefill())
+                .attr("tandem.decode.instance", nodes.decode());
         }
         span = self.replans.iter().fold(span, replanned);
         if let Some(kv) = &self.verified {
@@ -300,26 +352,40 @@ pub fn reason_text(reason: v1::FinishReason) -> &'static str {
 }
 
 fn routed(mut span: SpanBuilder, chosen: &Chosen) -> SpanBuilder {
-    for candidate in &chosen.candidates {
+    for (place, candidate) in chosen.candidates.iter().enumerate() {
+        let prefill = candidate.prefill_id.as_ref().unwrap_or(&candidate.decode_id);
+        let terms = &candidate.terms;
         span = span.event(
             "candidate",
             chosen.at,
             [
-                ("tandem.prefill.instance", Value::from(candidate.prefill_id.as_str())),
-                ("tandem.decode.instance", Value::from(candidate.decode_id.as_str())),
-                ("tandem.route.prefill_load", Value::from(candidate.prefill_load)),
-                ("tandem.route.decode_load", Value::from(candidate.decode_load)),
+                ("tandem.route.chosen", Value::from(place == 0)),
+                ("tandem.route.plan", Value::from(candidate.plan().as_str())),
+                ("tandem.prefill.instance", Value::from(&**prefill)),
+                ("tandem.decode.instance", Value::from(&*candidate.decode_id)),
+                ("tandem.route.wait_prefill_ms", Value::from(terms.wait_prefill_ms)),
+                ("tandem.route.prefill_ms", Value::from(terms.prefill_ms)),
+                ("tandem.route.exposed_ms", Value::from(terms.exposed_ms)),
+                ("tandem.route.wait_decode_ms", Value::from(terms.wait_decode_ms)),
+                ("tandem.route.step_ms", Value::from(terms.step_ms)),
+                ("tandem.route.harm_ms", Value::from(terms.harm_ms)),
+                ("tandem.route.total_ms", Value::from(candidate.total_ms)),
+                ("tandem.route.ttft_ms", Value::from(candidate.ttft_ms())),
+                ("tandem.route.cached_tokens", Value::from(candidate.cached_tokens)),
                 ("tandem.route.blocks_short", Value::from(candidate.blocks_short)),
+                ("tandem.route.measured", Value::from(candidate.measured)),
                 ("tandem.route.breaker_shut", Value::from(candidate.shut)),
-                ("tandem.route.score", Value::from(candidate.score())),
+                ("tandem.route.avoided", Value::from(candidate.avoided)),
             ],
         );
     }
     span.attr("tandem.route.candidates", chosen.candidates.len())
+        .attr("tandem.route.policy", chosen.choice.policy.as_str())
+        .attr("tandem.route.step_weight", chosen.choice.step_weight())
 }
 
 fn replanned(span: SpanBuilder, replan: &Replanned) -> SpanBuilder {
-    let [prefill, decode] = &replan.pair;
+    let nodes = &replan.nodes;
     span.event(
         "replan",
         replan.at,
@@ -329,8 +395,9 @@ fn replanned(span: SpanBuilder, replan: &Replanned) -> SpanBuilder {
             ("tandem.replan.cause", Value::from(replan.cause)),
             ("tandem.replan.phase", Value::from(replan.phase.as_str())),
             ("tandem.replan.search_ms", Value::from(ms(replan.search))),
-            ("tandem.prefill.instance", Value::from(prefill.as_str())),
-            ("tandem.decode.instance", Value::from(decode.as_str())),
+            ("tandem.route.plan", Value::from(nodes.plan().as_str())),
+            ("tandem.prefill.instance", Value::from(nodes.prefill())),
+            ("tandem.decode.instance", Value::from(nodes.decode())),
         ],
     )
 }

@@ -77,6 +77,15 @@ impl Failure {
         Self { role, cause, error }
     }
 
+    /// The one node of a local plan ended its call with `error`: there is no other whose fault it could be.
+    pub fn of_local(error: Error) -> Self {
+        let failure = Self::of_leg(Role::Decode, error);
+        match failure.cause {
+            Cause::Undelivered | Cause::Refused => Self { cause: Cause::Failed, ..failure },
+            _ => failure,
+        }
+    }
+
     /// The prefill node could not hand over, and keeps the KV.
     pub fn undelivered(error: Error) -> Self {
         let refused = matches!(error.kind, ErrorKind::Corrupt | ErrorKind::Incompatible);
@@ -165,17 +174,21 @@ impl Replan {
         &self.avoid
     }
 
-    /// The attempt on this (prefill, decode) pair failed.
-    pub fn failed(&mut self, failure: &Failure, pair: (u64, u64), now: Instant) -> Verdict {
+    /// The attempt on these (prefill, decode) nodes failed; without prefill the plan was local.
+    pub fn failed(&mut self, failure: &Failure, nodes: (Option<u64>, u64), now: Instant) -> Verdict {
         let since = *self.since.get_or_insert(now);
+        let (prefill, decode) = nodes;
         let node = match failure.role {
-            Role::Prefill => pair.0,
-            Role::Decode => pair.1,
+            Role::Prefill => prefill.unwrap_or(decode),
+            Role::Decode => decode,
         };
         match failure.cause {
             Cause::Request => return Verdict::Hopeless,
             Cause::Died | Cause::Failed | Cause::Silent | Cause::Overloaded => self.avoid.nodes.push(node),
-            Cause::Undelivered | Cause::Refused => self.avoid.pairs.push(pair),
+            Cause::Undelivered | Cause::Refused => match prefill {
+                Some(prefill) => self.avoid.pairs.push((prefill, decode)),
+                None => self.avoid.nodes.push(decode),
+            },
             Cause::Spent => {}
         }
         let until = since + self.within.saturating_sub(self.spent);
@@ -224,12 +237,12 @@ mod tests {
         let now = Instant::now();
         let mut replan = Replan::new(4, WITHIN);
         for pause in [50, 100, 200] {
-            let verdict = replan.failed(&failure(Role::Decode, ErrorKind::Unavailable), (1, 2), now);
+            let verdict = replan.failed(&failure(Role::Decode, ErrorKind::Unavailable), (Some(1), 2), now);
             let retry = Retry { second_choice: now + ms(pause), until: now + WITHIN };
             assert_eq!(verdict, Verdict::Retry(retry));
             replan.began();
         }
-        let verdict = replan.failed(&failure(Role::Prefill, ErrorKind::Unavailable), (1, 2), now);
+        let verdict = replan.failed(&failure(Role::Prefill, ErrorKind::Unavailable), (Some(1), 2), now);
         assert_eq!(verdict, Verdict::Exhausted(Bound::Attempts));
         assert_eq!(replan.avoid().nodes, [2, 2, 2, 1]);
     }
@@ -239,16 +252,16 @@ mod tests {
         let start = Instant::now();
         let mut replan = Replan::new(16, WITHIN);
         let died = Failure { cause: Cause::Died, ..failure(Role::Decode, ErrorKind::Unavailable) };
-        assert!(matches!(replan.failed(&died, (1, 2), start), Verdict::Retry(_)));
+        assert!(matches!(replan.failed(&died, (Some(1), 2), start), Verdict::Retry(_)));
         replan.progressed(start + ms(10_000));
         // Ten seconds are spent; the hour in which tokens came is not.
         let later = start + Duration::from_secs(3600);
-        let Verdict::Retry(retry) = replan.failed(&died, (1, 2), later) else { panic!("time is left") };
+        let Verdict::Retry(retry) = replan.failed(&died, (Some(1), 2), later) else { panic!("time is left") };
         assert_eq!(retry.until, later + ms(20_000));
         // The second failure of one outage does not start it anew.
-        let again = replan.failed(&died, (1, 2), later + ms(19_999));
+        let again = replan.failed(&died, (Some(1), 2), later + ms(19_999));
         assert!(matches!(again, Verdict::Retry(retry) if retry.until == later + ms(20_000)));
-        assert_eq!(replan.failed(&died, (1, 2), later + ms(20_000)), Verdict::Exhausted(Bound::Time));
+        assert_eq!(replan.failed(&died, (Some(1), 2), later + ms(20_000)), Verdict::Exhausted(Bound::Time));
     }
 
     #[test]
@@ -256,7 +269,7 @@ mod tests {
         for kind in [ErrorKind::InvalidArgument, ErrorKind::DeadlineExceeded] {
             let mut replan = Replan::new(4, WITHIN);
             let failure = failure(Role::Decode, kind);
-            assert_eq!(replan.failed(&failure, (1, 2), Instant::now()), Verdict::Hopeless);
+            assert_eq!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Hopeless);
             assert!(failure.blamed().is_empty() && *replan.avoid() == Avoid::default());
         }
     }
@@ -265,7 +278,7 @@ mod tests {
     fn overload_is_avoided_and_not_blamed() {
         let mut replan = Replan::new(4, WITHIN);
         let failure = failure(Role::Decode, ErrorKind::Overloaded);
-        assert!(matches!(replan.failed(&failure, (1, 2), Instant::now()), Verdict::Retry(_)));
+        assert!(matches!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Retry(_)));
         assert!(failure.blamed().is_empty());
         assert_eq!(replan.avoid().nodes, [2]);
     }
@@ -279,10 +292,25 @@ mod tests {
             Failure::undelivered(Error::new(ErrorKind::Unavailable, "x")),
         ] {
             let mut replan = Replan::new(4, WITHIN);
-            assert!(matches!(replan.failed(&failure, (1, 2), Instant::now()), Verdict::Retry(_)));
+            assert!(matches!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Retry(_)));
             assert_eq!((replan.avoid().nodes.len(), replan.avoid().pairs.as_slice()), (0, [(1, 2)].as_slice()));
             assert_eq!(failure.blamed(), [Role::Prefill, Role::Decode]);
         }
+    }
+
+    #[test]
+    fn what_fails_alone_has_nobody_else_to_blame() {
+        for kind in [ErrorKind::Corrupt, ErrorKind::Cancelled, ErrorKind::Unavailable] {
+            let mut replan = Replan::new(4, WITHIN);
+            let failure = Failure::of_local(Error::new(kind, "x"));
+            assert!(matches!(replan.failed(&failure, (None, 2), Instant::now()), Verdict::Retry(_)));
+            assert_eq!(
+                (failure.blamed(), replan.avoid().nodes.as_slice()),
+                ([Role::Decode].as_slice(), [2].as_slice())
+            );
+        }
+        let overloaded = Failure::of_local(Error::new(ErrorKind::Overloaded, "x"));
+        assert!(overloaded.blamed().is_empty());
     }
 
     const KINDS: [ErrorKind; 6] = [
@@ -306,7 +334,7 @@ mod tests {
             let (mut now, mut waited) = (Instant::now(), Duration::ZERO);
             for (kind, wait_ms, found, progress) in steps {
                 let role = if kind % 2 == 0 { Role::Prefill } else { Role::Decode };
-                match replan.failed(&failure(role, KINDS[kind]), (1, 2), now) {
+                match replan.failed(&failure(role, KINDS[kind]), (Some(1), 2), now) {
                     Verdict::Hopeless => prop_assert!(false, "another attempt may be different"),
                     Verdict::Exhausted(Bound::Attempts) => {
                         prop_assert_eq!(replan.attempts(), max_attempts);

@@ -1,4 +1,4 @@
-//! The search for the pair of the next attempt: at once if a sound one is there, else when nodes come or go, else a pair
+//! The search for the nodes of the next attempt: at once if a sound plan is there, else when nodes come or go, else a plan
 //! that failed before, after a pause; never beyond its bound. It sleeps in between: the node table tells when to look again.
 use tandem_telemetry::clock;
 use tokio::time::timeout_at;
@@ -17,11 +17,11 @@ pub struct Tokens {
     pub max: u32,
 }
 
-/// Finds a pair by the terms of `retry`.
+/// Finds a plan's nodes by the terms of `retry`.
 ///
 /// # Errors
-/// Why there was none when the time was over.
-pub async fn pair(
+/// Why there were none when the time was over.
+pub async fn nodes(
     membership: Membership,
     metrics: Metrics,
     tokens: Tokens,

@@ -1,6 +1,7 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
 mod choices;
 mod fakes;
+mod local;
 mod replans;
 
 use futures::StreamExt;
@@ -132,19 +133,58 @@ fn spans(trace: &Value) -> impl Iterator<Item = &Value> {
 }
 
 fn check_contiguous(trace: &Value) {
+    check_phases(trace, &["queue", "route", "prefill", "transfer", "decode"]);
+}
+
+/// The phases tile the root span, and the first three of them TTFT.
+fn check_phases(trace: &Value, names: &[&str]) {
     let of_router = |name: &str| {
         let is_it = |span: &&Value| span["service"] == "tandem-router" && span["name"] == name;
         let span = spans(trace).find(is_it).unwrap_or_else(|| panic!("no span {name}"));
         (span["start_unix_ns"].as_u64().unwrap(), span["end_unix_ns"].as_u64().unwrap(), span)
     };
     let root = of_router("chat fake");
-    let phases = ["queue", "route", "prefill", "transfer", "decode"].map(of_router);
+    let phases: Vec<_> = names.iter().copied().map(of_router).collect();
     assert!(phases.windows(2).all(|pair| pair[1].0 - pair[0].1 == 1_000), "one microsecond apart");
     assert!(phases.iter().all(|(start, end, span)| start <= end && span["parent_span_id"] == root.2["span_id"]));
-    assert_eq!((phases[0].0, phases[4].1), (root.0, root.1.min(phases[4].1)));
+    let end = phases[phases.len() - 1].1;
+    assert_eq!((phases[0].0, end), (root.0, root.1.min(end)));
     let ttft_ms = root.2["attributes"]["tandem.ttft_ms"].as_f64().unwrap();
     let parts_ms: f64 = phases[..3].iter().map(|(start, end, _)| (end - start) as f64 / 1e6).sum();
     assert!((ttft_ms - parts_ms).abs() <= (ttft_ms * 0.01).max(0.003), "{ttft_ms} {parts_ms}");
+}
+
+#[tokio::test]
+async fn what_was_predicted_stands_beside_what_came() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let step_cost = Some(v1::StepCost { base_ms: 4.0, token_ms: 0.5, context_ms: 0.0 });
+    let load = v1::Load { free_blocks: 64, step_cost, ..v1::Load::default() };
+    for node in [&cluster.prefill.node, &cluster.decode.node] {
+        cluster.service.membership().report(node.session, &load, clock::now());
+    }
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'H').await;
+    decode.send(finished(Length, vec![])).await;
+    let (_, _, end) = read(stream).await;
+    let Ok(GenerationEvent::Finish { timings, trace_id, .. }) = end else { panic!("{end:?}") };
+    // Twenty tokens in one step.
+    assert!((timings.predicted_ttft_ms - 14.0).abs() < 1e-9, "{timings:?}");
+    let trace = cluster.service.trace_json(&trace_id).unwrap();
+    let route = spans(&trace).find(|span| span["name"] == "route").unwrap();
+    assert_eq!(route["attributes"]["tandem.route.policy"], "joint");
+    let told = &route["events"].as_array().unwrap()[0]["attributes"];
+    assert_eq!((&told["tandem.route.chosen"], &told["tandem.route.prefill_ms"]), (&true.into(), &14.0.into()));
+    assert_eq!((&told["tandem.route.measured"], &told["tandem.route.cached_tokens"]), (&true.into(), &0.into()));
+    // 4.5 ms a step, at ten times its length.
+    assert_eq!((&told["tandem.route.step_ms"], &told["tandem.route.total_ms"]), (&4.5.into(), &59.0.into()));
+    let root = spans(&trace).find(|span| span["name"] == "chat fake").unwrap();
+    assert_eq!(root["attributes"]["tandem.predicted_ttft_ms"], 14.0);
+    let metrics = cluster.service.metrics_text(None).1;
+    for name in ["tandem_prediction_error_ms_count", "tandem_prediction_error_ratio_count"] {
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{metrics}"));
+        assert!(line.contains("plan=\"pair\"") && line.ends_with(" 1"), "{line}");
+    }
 }
 
 #[tokio::test]

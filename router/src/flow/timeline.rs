@@ -8,16 +8,16 @@
 //! - `route`: → the pair is chosen and both legs' first message is handed to their calls. The reservation itself
 //!   (`kv.reserve`, decode's child of this span) may end later, because prefill does not wait for it;
 //! - `prefill`: → the first token is in the client's stream. TTFT ends here, so queue + route + prefill = TTFT;
-//! - `transfer`: → decode has verified the KV: the part of the transfer that no compute hid;
+//! - `transfer`: → decode has verified the KV: the part of the transfer that no compute hid. A local plan has none;
 //! - `decode`: → the end of the answer.
 use std::time::{Duration, Instant};
 
 /// What the client waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     /// Admission.
     Queue,
-    /// Choice of the pair.
+    /// Choice of the nodes.
     Route,
     /// The first token.
     Prefill,
@@ -48,26 +48,36 @@ impl Phase {
 #[derive(Clone, Debug)]
 pub struct Timeline {
     received: Instant,
-    ends: Vec<Instant>,
+    /// In order; those that were skipped left out.
+    ends: Vec<(Phase, Instant)>,
+    /// Phases that ended or were skipped.
+    over: usize,
 }
 
 impl Timeline {
     /// The request came.
     pub fn new(received: Instant) -> Self {
-        Self { received, ends: Vec::with_capacity(PHASES.len()) }
+        Self { received, ends: Vec::with_capacity(PHASES.len()), over: 0 }
     }
 
     /// The current phase ends now, at the earliest a microsecond after the one before it. Decode is the last phase:
     /// marks beyond it are ignored.
     pub fn end_phase(&mut self, at: Instant) {
-        if self.ends.len() < PHASES.len() {
-            self.ends.push(at.max(self.last() + GAP));
+        if self.over < PHASES.len() {
+            self.ends.push((self.phase(), at.max(self.last() + GAP)));
+            self.over += 1;
         }
+    }
+
+    /// The current phase does not take place: the next one begins where the one before it ended. Decode, the last one,
+    /// cannot be skipped.
+    pub fn skip_phase(&mut self) {
+        self.over += usize::from(self.over + 1 < PHASES.len());
     }
 
     /// The phase that has not ended.
     pub fn phase(&self) -> Phase {
-        PHASES[self.ends.len().min(PHASES.len() - 1)]
+        PHASES[self.over.min(PHASES.len() - 1)]
     }
 
     /// When the request came.
@@ -77,28 +87,25 @@ impl Timeline {
 
     /// The last mark.
     pub fn last(&self) -> Instant {
-        self.ends.last().copied().unwrap_or(self.received)
+        self.ends.last().map_or(self.received, |(_, end)| *end)
     }
 
-    /// Start of TTFT to the end of `phase`; `None` while it runs.
+    /// When `phase` ended; `None` while it runs, and for one that was skipped.
     pub fn end_of(&self, phase: Phase) -> Option<Instant> {
-        self.ends.get(phase as usize).copied()
+        self.ends.iter().find(|(ended, _)| *ended == phase).map(|(_, end)| *end)
     }
 
     /// How long the client waited for `phase`; zero if it did not end.
     pub fn length(&self, phase: Phase) -> Duration {
-        let index = phase as usize;
-        let start = if index == 0 { Some(self.received) } else { self.ends.get(index - 1).copied() };
-        match (start, self.ends.get(index)) {
-            (Some(start), Some(end)) => *end - start,
-            _ => Duration::ZERO,
-        }
+        let Some(index) = self.ends.iter().position(|(ended, _)| *ended == phase) else { return Duration::ZERO };
+        let start = index.checked_sub(1).map_or(self.received, |before| self.ends[before].1);
+        self.ends[index].1 - start
     }
 
     /// Start and end of every phase that ended, in order.
     pub fn spans(&self) -> impl Iterator<Item = (Phase, Instant, Instant)> {
-        let starts = std::iter::once(self.received).chain(self.ends.iter().map(|end| *end + GAP));
-        PHASES.into_iter().zip(starts).zip(&self.ends).map(|((phase, start), end)| (phase, start, *end))
+        let starts = std::iter::once(self.received).chain(self.ends.iter().map(|(_, end)| *end + GAP));
+        self.ends.iter().zip(starts).map(|((phase, end), start)| (*phase, start, *end))
     }
 }
 
@@ -147,5 +154,25 @@ mod tests {
         assert_eq!((timeline.phase(), timeline.length(Phase::Queue)), (Phase::Queue, Duration::ZERO));
         timeline.end_phase(Instant::now());
         assert_eq!((timeline.phase(), timeline.end_of(Phase::Route)), (Phase::Route, None));
+    }
+
+    #[test]
+    fn a_skipped_phase_leaves_no_gap() {
+        let start = Instant::now();
+        let mut timeline = Timeline::new(start);
+        for at in [3, 4, 30] {
+            timeline.end_phase(start + ms(at));
+        }
+        timeline.skip_phase();
+        timeline.skip_phase();
+        assert_eq!(timeline.phase(), Phase::Decode, "the last one cannot be skipped");
+        timeline.end_phase(start + ms(90));
+        timeline.end_phase(start + ms(91));
+        let spans: Vec<_> = timeline.spans().collect();
+        let phases: Vec<Phase> = spans.iter().map(|(phase, ..)| *phase).collect();
+        assert_eq!(phases, [Phase::Queue, Phase::Route, Phase::Prefill, Phase::Decode]);
+        assert!(spans.windows(2).all(|pair| pair[1].1 - pair[0].2 == GAP));
+        assert_eq!((timeline.length(Phase::Transfer), timeline.length(Phase::Decode)), (ms(0), ms(60)));
+        assert_eq!((timeline.end_of(Phase::Transfer), timeline.end_of(Phase::Decode)), (None, Some(start + ms(90))));
     }
 }

@@ -1,31 +1,43 @@
-//! The table's state machine: entries, bookings, verdicts, expiry. Synchronous; the lock around it is in [`super`].
-use std::collections::BTreeMap;
+//! The table's state machine: who is there, bookings, verdicts, expiry. Synchronous; the lock around it is in [`super`]. What
+//! is known of one node is [`super::entry`]'s.
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
 use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
 
 use super::breaker::{Breaker, Settings};
+use super::entry::{Entry, Prompt, Share};
 use super::fence::Fence;
 use super::{Breakers, MAX_NODES, Node, Totals};
-use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Wish, Work};
+use crate::select::calibrate::Links;
+use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
 
-/// Work booked on a node. It counts until the node's next report, which includes it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Share {
-    pub session: u64,
-    epoch: u64,
-    work: Work,
-    /// The breaker's one request while it is half-open; until the verdict.
-    probe: bool,
+/// A plan with its work booked: what becomes a [`super::Route`].
+#[derive(Debug)]
+pub(super) struct Booked {
+    pub prefill: Option<Booking>,
+    pub decode: Booking,
+    /// The chosen one first.
+    pub candidates: Vec<Candidate>,
+}
+
+/// A node of a plan, and what is booked on it.
+#[derive(Debug)]
+pub(super) struct Booking {
+    pub node: Arc<Node>,
+    pub share: Share,
 }
 
 #[derive(Debug)]
 pub(super) struct Table {
     entries: BTreeMap<u64, Entry>,
+    /// What the choice sees of each entry, in the same order: by session.
+    views: Vec<NodeView>,
+    links: Links,
     last_session: u64,
-    turn: usize,
+    /// Requests routed so far: the choice's only chance, so that a run can be repeated.
+    turn: u64,
     /// When [`Table::expire`] was last called.
     watched: Option<Instant>,
     fence: Fence,
@@ -34,22 +46,19 @@ pub(super) struct Table {
     opened: [u64; 2],
 }
 
-#[derive(Debug)]
-struct Entry {
-    node: Arc<Node>,
-    load: v1::Load,
-    routed: Work,
-    /// Reports taken so far.
-    epoch: u64,
-    heard: Instant,
-    draining: bool,
-    breaker: Breaker,
-}
-
 impl Table {
     pub fn new(breakers: Settings) -> Self {
-        let (entries, fence) = (BTreeMap::new(), Fence::default());
-        Self { entries, last_session: 0, turn: 0, watched: None, fence, breakers, opened: [0; 2] }
+        Self {
+            entries: BTreeMap::new(),
+            views: Vec::new(),
+            links: Links::default(),
+            last_session: 0,
+            turn: 0,
+            watched: None,
+            fence: Fence::default(),
+            breakers,
+            opened: [0; 2],
+        }
     }
 
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
@@ -72,12 +81,44 @@ impl Table {
             None => {}
         }
         self.last_session = node.session;
-        let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
-        let routed = Work::default();
-        let breaker = Breaker::new(self.breakers);
-        let entry = Entry { node: Arc::clone(&node), load, routed, epoch: 0, heard: now, draining: false, breaker };
+        let group = self.group(&node.info);
+        let entry = Entry::new(Arc::clone(&node), Breaker::new(self.breakers), now);
+        // Sessions only grow: the last one stays the last.
+        self.views.push(entry.view(group));
         self.entries.insert(node.session, entry);
         Ok(node)
+    }
+
+    /// The number of those with which such a node pairs: that of another one like it, or the smallest that is free.
+    fn group(&self, info: &v1::Register) -> u32 {
+        let kind = |info: &v1::Register| {
+            let transport = info.transport.as_ref().map(|t| (t.backend.clone(), t.build_id.clone()));
+            (info.compatibility_digest, transport)
+        };
+        let wanted = kind(info);
+        let mut nodes = self.entries.values().zip(&self.views);
+        if let Some((_, view)) = nodes.find(|(entry, _)| kind(&entry.node.info) == wanted) {
+            return view.group;
+        }
+        let taken: BTreeSet<u32> = self.views.iter().map(|view| view.group).collect();
+        (0..).find(|group| !taken.contains(group)).unwrap_or_default()
+    }
+
+    fn of(&mut self, session: u64) -> Option<(&mut Entry, &mut NodeView)> {
+        let entry = self.entries.get_mut(&session)?;
+        let place = self.views.binary_search_by_key(&session, |view| view.session).ok()?;
+        Some((entry, &mut self.views[place]))
+    }
+
+    /// Takes the node out, and all that was only of use with it.
+    fn take(&mut self, session: u64) -> Option<Entry> {
+        let entry = self.entries.remove(&session)?;
+        if let Ok(place) = self.views.binary_search_by_key(&session, |view| view.session) {
+            let group = self.views.remove(place).group;
+            let last = self.views.iter().all(|view| view.group != group);
+            self.links.remove(session, last.then_some(group));
+        }
+        Some(entry)
     }
 
     /// A node of another block size would never be part of a pair: say so now, and not at each request.
@@ -97,25 +138,21 @@ impl Table {
     }
 
     pub fn report(&mut self, session: u64, load: &v1::Load, now: Instant) {
-        if let Some(entry) = self.entries.get_mut(&session) {
-            let free_blocks = load.free_blocks.min(entry.node.info.total_blocks);
-            entry.load = v1::Load { free_blocks, ..*load };
-            entry.routed = Work::default();
-            entry.epoch += 1;
-            entry.heard = now;
+        if let Some((entry, view)) = self.of(session) {
+            entry.report(view, load, now);
         }
     }
 
     pub fn draining(&mut self, session: u64, now: Instant) {
-        if let Some(entry) = self.entries.get_mut(&session) {
-            entry.draining = true;
+        if let Some((entry, view)) = self.of(session) {
+            view.draining = true;
             entry.heard = now;
         }
     }
 
     /// The node's death: its incarnation does not come back.
     pub fn remove(&mut self, session: u64, why: &str) {
-        if let Some(entry) = self.entries.remove(&session) {
+        if let Some(entry) = self.take(session) {
             self.fence.declare(entry.node.incarnation());
             entry.node.end(why);
         }
@@ -124,16 +161,17 @@ impl Table {
     /// The node's stream ended. A draining node has said so beforehand and its calls end by themselves: their last
     /// events may still be on the way on another connection, so they are not told of a death.
     pub fn leave(&mut self, session: u64, why: &str) {
-        match self.entries.get(&session) {
-            Some(entry) if entry.draining => {
-                tracing::info!(node = entry.node.info.node_id, incarnation = %entry.node.incarnation(), "node drained");
-                self.entries.remove(&session);
+        let draining = self.of(session).is_some_and(|(_, view)| view.draining);
+        match draining.then(|| self.take(session)).flatten() {
+            Some(Entry { node, .. }) => {
+                tracing::info!(node = node.info.node_id, incarnation = %node.incarnation(), "node drained");
             }
-            _ => self.remove(session, why),
+            None => self.remove(session, why),
         }
     }
 
     pub fn clear(&mut self, why: &str) {
+        self.views.clear();
         std::mem::take(&mut self.entries).into_values().for_each(|entry| entry.node.end(why));
     }
 
@@ -157,30 +195,58 @@ impl Table {
         !sessions.is_empty()
     }
 
-    #[expect(clippy::type_complexity, reason = "the parts of one Route, which the caller joins to the table's handle")]
     pub fn route(
         &mut self,
         need: &Need,
         wish: &Wish,
+        settings: &select::Settings,
         now: Instant,
-    ) -> Result<(Arc<Node>, Arc<Node>, Vec<Candidate>, [Share; 2]), NoPair> {
+    ) -> Result<Booked, NoPair> {
         self.turn = self.turn.wrapping_add(1);
-        let candidates = select::select(&self.views(now), need, wish, self.turn)?;
-        let (prefill_session, decode_session) = (candidates[0].prefill, candidates[0].decode);
-        let prefill_work = Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
-        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks() };
-        let (prefill, prefill_share) = self.book(prefill_session, prefill_work, now)?;
-        let (decode, decode_share) = self.book(decode_session, decode_work, now)?;
-        Ok((prefill, decode, candidates, [prefill_share, decode_share]))
+        self.refresh(now);
+        let cluster = Cluster { nodes: &self.views, links: &self.links };
+        let candidates = select::select(&cluster, need, wish, settings, self.turn)?;
+        let best = candidates.first().ok_or(NoPair::Incompatible)?;
+        let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
+        // A node that is kept has the prompt.
+        let (prompt, tokens) = (Prompt::of(best, now), if best.kept { 0 } else { uncached });
+        let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), context: 0 };
+        let context = u64::from(need.prompt_tokens);
+        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks(), context };
+        let (prefill, decode) = match (best.plan(), best.prefill) {
+            (Plan::Pair, Some(prefill)) => {
+                let prefill = self.book(prefill, prefill_work, prompt, now)?;
+                (Some(prefill), self.book(best.decode, decode_work, None, now)?)
+            }
+            _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, prompt, now)?),
+        };
+        Ok(Booked { prefill, decode, candidates })
     }
 
-    fn book(&mut self, session: u64, work: Work, now: Instant) -> Result<(Arc<Node>, Share), NoPair> {
-        let entry = self.entries.get_mut(&session).ok_or(NoPair::Incompatible)?;
-        entry.routed.requests += work.requests;
-        entry.routed.tokens += work.tokens;
-        entry.routed.blocks = entry.routed.blocks.saturating_add(work.blocks);
-        let probe = entry.breaker.begin(now);
-        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work, probe }))
+    /// The views as they are at `now`.
+    fn refresh(&mut self, now: Instant) {
+        self.entries.values().zip(&mut self.views).for_each(|(entry, view)| entry.refresh(view, now));
+    }
+
+    fn book(&mut self, session: u64, work: Work, prompt: Option<Prompt>, now: Instant) -> Result<Booking, NoPair> {
+        let (entry, view) = self.of(session).ok_or(NoPair::Incompatible)?;
+        let share = entry.book(view, work, prompt, now);
+        Ok(Booking { node: Arc::clone(&entry.node), share })
+    }
+
+    /// The first token of the prompt that was booked with `share` is here.
+    pub fn computed(&mut self, share: &mut Share, now: Instant) {
+        if let Some((entry, view)) = self.of(share.session) {
+            entry.computed(view, share, now);
+        }
+    }
+
+    /// Decode has verified the KV that came from `pair`.
+    pub fn handed_off(&mut self, pair: (u64, u64), kv: &v1::Verified) {
+        if let Some((_, view)) = self.of(pair.1) {
+            let group = view.group;
+            self.links.observe(pair, group, kv.bytes, kv.blocks, kv.copying_ms);
+        }
     }
 
     /// The node did its part for this request.
@@ -202,24 +268,18 @@ impl Table {
     }
 
     /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
-    pub fn unbook(&mut self, shares: &[Share]) {
+    pub fn unbook<'a>(&mut self, shares: impl IntoIterator<Item = &'a Share>, now: Instant) {
         for share in shares {
-            if let Some(entry) = self.entries.get_mut(&share.session).filter(|_| share.probe) {
+            let Some((entry, view)) = self.of(share.session) else { continue };
+            if share.probe {
                 entry.breaker.unproven();
             }
-            if let Some(entry) = self.entries.get_mut(&share.session).filter(|entry| entry.epoch == share.epoch) {
-                let routed = &mut entry.routed;
-                routed.requests = routed.requests.saturating_sub(share.work.requests);
-                routed.tokens = routed.tokens.saturating_sub(share.work.tokens);
-                routed.blocks = routed.blocks.saturating_sub(share.work.blocks);
-            }
+            entry.unbook(view, share, now);
         }
     }
 
-    pub fn has_pair(&self, now: Instant) -> bool {
-        let views = self.views(now);
-        let of = |role| views.iter().filter(move |view| view.role == role && !view.draining);
-        of(Role::Prefill).any(|prefill| of(Role::Decode).any(|decode| select::compatible(prefill, decode)))
+    pub fn has_pair(&self, local: LocalPrefill) -> bool {
+        select::is_served(&self.views, local)
     }
 
     pub fn totals(&self) -> Totals {
@@ -244,65 +304,13 @@ impl Table {
     }
 
     pub fn json(&self, now: Instant) -> serde_json::Value {
-        let mut entries: Vec<&Entry> = self.entries.values().collect();
-        entries.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
-        entries.into_iter().map(|entry| entry.json(now)).collect()
-    }
-
-    fn views(&self, now: Instant) -> Vec<NodeView> {
-        self.entries.values().map(|entry| entry.view(now)).collect()
+        let mut nodes: Vec<(&Entry, &NodeView)> = self.entries.values().zip(&self.views).collect();
+        nodes.sort_by(|a, b| a.1.node_id.cmp(&b.1.node_id));
+        nodes.into_iter().map(|(entry, view)| entry.json(view, now)).collect()
     }
 }
 
 fn declared_dead(node: &Node) -> Error {
     let message = format!("node `{}`: this incarnation ({}) was declared dead", node.info.node_id, node.incarnation());
     Error::new(ErrorKind::DeclaredDead, message)
-}
-
-impl Entry {
-    fn view(&self, now: Instant) -> NodeView {
-        let info = &self.node.info;
-        let transport = info.transport.clone().unwrap_or_default();
-        NodeView {
-            session: self.node.session,
-            node_id: info.node_id.clone(),
-            role: self.node.role,
-            compatibility_digest: info.compatibility_digest,
-            transport: (transport.backend, transport.build_id),
-            total_blocks: info.total_blocks,
-            free_blocks: self.load.free_blocks,
-            max_context_tokens: info.max_context_tokens,
-            max_running: info.max_running,
-            draining: self.draining,
-            shut: !self.breaker.admits(now),
-            reported: Work {
-                requests: self.load.running.saturating_add(self.load.waiting),
-                tokens: self.load.queued_tokens,
-                blocks: 0,
-            },
-            routed: self.routed,
-        }
-    }
-
-    fn json(&self, now: Instant) -> serde_json::Value {
-        let info = &self.node.info;
-        json!({
-            "id": info.node_id,
-            "role": self.node.role.as_str(),
-            "incarnation": self.node.incarnation().to_string(),
-            "endpoint": info.endpoint,
-            "transport": info.transport.as_ref().map_or("", |transport| &transport.name),
-            "transport_build": info.transport.as_ref().map_or("", |transport| &transport.build_id),
-            "compatibility_digest": format!("{:016x}", info.compatibility_digest),
-            "model": info.model_name,
-            "draining": self.draining,
-            "breaker": self.breaker.circuit(now).as_str(),
-            "free_blocks": self.load.free_blocks,
-            "total_blocks": info.total_blocks,
-            "block_tokens": info.block_tokens,
-            "running": self.load.running,
-            "waiting": self.load.waiting,
-            "queued_tokens": self.load.queued_tokens,
-        })
-    }
 }

@@ -23,11 +23,16 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         max_context_tokens: 1024,
         max_running: 8,
         eos_token_id: 2,
+        max_batched_tokens: 512,
     }
 }
 
 fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair> {
     membership.route(prompt, max, &Wish::default(), Instant::now())
+}
+
+fn prefill_of(route: &Route) -> u64 {
+    route.prefill.as_ref().expect("a pair").session
 }
 
 fn dead(node: &Node) -> bool {
@@ -117,7 +122,7 @@ fn all_nodes_have_one_block_size() {
     assert_eq!(route.candidates[0].blocks_short, 0);
     assert_eq!(membership.json()["nodes"][0]["block_tokens"], 64);
     // The last node of the old size may come back with another.
-    membership.leave(route.prefill.session, "it left");
+    membership.leave(prefill_of(&route), "it left");
     membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap();
 }
 
@@ -149,11 +154,11 @@ fn bookings_spread_a_burst_and_go_with_their_request() {
         membership.register(register(id, role, 1), now).unwrap();
     }
     let (first, second) = (route(&membership, 100, 10).unwrap(), route(&membership, 100, 10).unwrap());
-    assert_ne!(first.prefill.session, second.prefill.session);
-    let busy = first.prefill.session;
+    assert_ne!(prefill_of(&first), prefill_of(&second));
+    let busy = prefill_of(&first);
     drop(second);
     // The first one's work is still booked, the second one's is not.
-    assert_ne!(route(&membership, 100, 10).unwrap().prefill.session, busy);
+    assert_ne!(prefill_of(&route(&membership, 100, 10).unwrap()), busy);
     // A report replaces the booking, and the drop of a replaced booking takes nothing away.
     membership.report(busy, &v1::Load::default(), now);
     drop(first);
@@ -238,4 +243,107 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
     probe.succeeded(Role::Decode);
     assert_eq!(route(&[good], later).decode.session, bad);
     assert!(membership.breakers(later).nodes.iter().all(|(_, _, circuit)| *circuit == Circuit::Closed));
+}
+
+/// What a node reports that has measured its steps: 10 ms and 1 ms a token.
+fn measured(queued_tokens: u64) -> v1::Load {
+    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, context_ms: 0.0 });
+    v1::Load { free_blocks: 64, queued_tokens, step_cost, ..v1::Load::default() }
+}
+
+/// A prefill and a decode node that have measured their steps.
+fn measured_pair(start: Instant) -> (Membership, Arc<Node>, Arc<Node>) {
+    let membership = membership();
+    let prefill = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    let decode = membership.register(register("d", v1::Role::Decode, 1), start).unwrap();
+    for node in [&prefill, &decode] {
+        membership.report(node.session, &measured(0), start);
+    }
+    (membership, prefill, decode)
+}
+
+fn at(start: Instant, millis: u64) -> Instant {
+    start + Duration::from_millis(millis)
+}
+
+#[test]
+fn a_queue_is_predicted_from_the_report_and_worked_off_by_time() {
+    let start = Instant::now();
+    let (membership, prefill, _) = measured_pair(start);
+    let terms = |now| membership.route(100, 10, &Wish::default(), now).unwrap().candidates[0].terms;
+    let idle = terms(start);
+    assert!(idle.wait_prefill_ms == 0.0 && (idle.prefill_ms - 110.0).abs() < 1e-6, "{idle:?}");
+    membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
+    assert!((terms(start).wait_prefill_ms - 210.0).abs() < 1e-6);
+    assert!((terms(at(start, 150)).wait_prefill_ms - 60.0).abs() < 1e-6);
+    // What is routed counts at once, and only as long as its request is there.
+    let first = membership.route(100, 10, &Wish::default(), at(start, 150)).unwrap();
+    assert!((terms(at(start, 150)).wait_prefill_ms - 170.0).abs() < 1e-6);
+    drop(first);
+    assert!(terms(at(start, 400)).wait_prefill_ms < 1e-6);
+}
+
+#[test]
+fn first_tokens_teach_how_long_prompts_really_take() {
+    let start = Instant::now();
+    let (membership, ..) = measured_pair(start);
+    let mut now = start;
+    for _ in 0..40 {
+        let mut route = membership.route(100, 10, &Wish::default(), now).unwrap();
+        now += Duration::from_millis(165);
+        route.computed(now);
+        // Only the first call counts.
+        route.computed(now + LEASE);
+    }
+    let predicted_ms = membership.route(100, 10, &Wish::default(), now).unwrap().candidates[0].ttft_ms();
+    assert!((predicted_ms / 165.0 - 1.0).abs() < 0.05, "{predicted_ms}");
+    assert!((membership.json()["nodes"][1]["prefill_factor"].as_f64().unwrap() - 1.5).abs() < 0.1);
+}
+
+#[test]
+fn a_late_prompt_makes_those_behind_it_late() {
+    let start = Instant::now();
+    let (membership, ..) = measured_pair(start);
+    let mut routes: Vec<_> = (0..2).map(|_| membership.route(100, 10, &Wish::default(), start).unwrap()).collect();
+    assert!((routes[1].candidates[0].ttft_ms() - 220.0).abs() < 1e-6);
+    let now = at(start, 140);
+    routes[0].computed(now);
+    // Thirty milliseconds late: the next one begins now. Its wait is known, and the node a little slower.
+    let third = membership.route(100, 10, &Wish::default(), now).unwrap();
+    let wait_ms = third.candidates[0].terms.wait_prefill_ms;
+    assert!((wait_ms - 110.0).abs() < 1e-6, "{wait_ms}");
+}
+
+#[test]
+fn verified_hand_offs_teach_the_speed_of_a_way() {
+    let start = Instant::now();
+    let (membership, ..) = measured_pair(start);
+    let route = |now| membership.route(96, 10, &Wish::default(), now).unwrap();
+    let first = route(start);
+    assert_eq!(first.candidates[0].terms.exposed_ms, 0.0, "nothing is known");
+    let kv = v1::Verified { bytes: 6_000, blocks: 6, copying_ms: 600.0, ..v1::Verified::default() };
+    first.handed_off(&kv);
+    drop(first);
+    let next = route(start);
+    let terms = next.candidates[0].terms;
+    assert!((terms.exposed_ms - (600.0 - terms.prefill_ms)).abs() < 1e-6, "{terms:?}");
+}
+
+#[test]
+fn nodes_of_one_kind_are_a_group_and_the_numbers_are_used_again() {
+    let (membership, now) = (membership(), Instant::now());
+    let mut lives = 0;
+    let mut of_kind = |id: &str, role, compatibility_digest| {
+        lives += 1;
+        v1::Register { compatibility_digest, ..register(id, role, lives) }
+    };
+    let old = membership.register(of_kind("p", v1::Role::Prefill, 5), now).unwrap();
+    membership.register(of_kind("d", v1::Role::Decode, 6), now).unwrap();
+    assert!(!membership.has_pair());
+    assert_eq!(route(&membership, 10, 10).unwrap_err(), NoPair::Incompatible);
+    membership.leave(old.session, "it left");
+    membership.register(of_kind("q", v1::Role::Prefill, 7), now).unwrap();
+    assert!(!membership.has_pair(), "the number that is free is not the decode node's");
+    membership.register(of_kind("r", v1::Role::Prefill, 6), now).unwrap();
+    assert_eq!(route(&membership, 10, 10).unwrap().candidates.len(), 1);
 }

@@ -10,6 +10,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::*;
 use crate::api::Service;
 use crate::membership::{Expected, Node};
+use crate::select::LocalPrefill;
 
 type Replies<E> = mpsc::Sender<Result<E, Status>>;
 
@@ -61,7 +62,6 @@ impl v1::prefill_server::Prefill for FakeNode {
 #[tonic::async_trait]
 impl v1::decode_server::Decode for FakeNode {
     type GenerateStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
-    type LocalStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
 
     async fn generate(
         &self,
@@ -71,10 +71,6 @@ impl v1::decode_server::Decode for FakeNode {
         let call = Call { commands: request.into_inner(), events };
         self.decode.send(call).await.map_err(|_| Status::internal("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(outbound)))
-    }
-
-    async fn local(&self, _: Request<v1::RequestSpec>) -> Result<Response<Self::LocalStream>, Status> {
-        Err(Status::unimplemented("not in these tests"))
     }
 }
 
@@ -164,11 +160,16 @@ async fn join(
     (service.membership().register(info, Instant::now()).expect("accepted"), prefill_calls, decode_calls)
 }
 
-/// A router without nodes.
+/// A router without nodes, for pairs.
 pub fn router(limits: Limits) -> Service {
+    router_of(limits, LocalPrefill::Never)
+}
+
+/// A router without nodes.
+pub fn router_of(limits: Limits, local: LocalPrefill) -> Service {
     let model = Arc::new(model());
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
-    let membership = Membership::new(expected, Duration::from_secs(3));
+    let membership = Membership::new(expected, Duration::from_secs(3)).with_local_prefill(local);
     Service::new(model, membership, Exporter::disabled(), limits, "router-test".into())
 }
 

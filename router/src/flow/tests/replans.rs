@@ -7,13 +7,13 @@ use crate::api::Service;
 const SOON: Duration = Duration::from_secs(10);
 
 /// What `/metrics` says of the one series whose line contains all of `parts`.
-fn metric(service: &Service, parts: &[&str]) -> u64 {
+pub fn metric(service: &Service, parts: &[&str]) -> u64 {
     let text = service.metrics_text(None).1;
     let line = text.lines().find(|line| !line.starts_with('#') && parts.iter().all(|part| line.contains(part)));
     line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
 }
 
-async fn until(what: &str, holds: impl Fn() -> bool) {
+pub async fn until(what: &str, holds: impl Fn() -> bool) {
     let waiting = async {
         while !holds() {
             tokio::task::yield_now().await;
@@ -22,13 +22,13 @@ async fn until(what: &str, holds: impl Fn() -> bool) {
     tokio::time::timeout(SOON, waiting).await.unwrap_or_else(|_| panic!("not in time: {what}"));
 }
 
-fn breaker(service: &Service, id: &str) -> String {
+pub fn breaker(service: &Service, id: &str) -> String {
     let cluster = service.cluster_json();
     let node = cluster["nodes"].as_array().unwrap().iter().find(|node| node["id"] == id).unwrap();
     node["breaker"].as_str().unwrap().to_owned()
 }
 
-fn ids(text: &str) -> Vec<u32> {
+pub fn ids(text: &str) -> Vec<u32> {
     text.chars().map(id).collect()
 }
 

@@ -1,0 +1,212 @@
+//! One node of the table: what it reported, what was routed to it since, and what of that the choice of nodes sees. Time is
+//! an argument. The view itself lies beside the others in one row, see [`super::table`]; this file alone writes its loads.
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::json;
+use tandem_proto::v1;
+
+use super::Node;
+use super::breaker::Breaker;
+use crate::select::backlog::Backlog;
+use crate::select::calibrate::Factor;
+use crate::select::cost::{self, StepCost};
+use crate::select::{Candidate, NodeView, Role, Work};
+
+/// A node, without its view.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub node: Arc<Node>,
+    pub load: v1::Load,
+    /// Reports taken so far.
+    pub epoch: u64,
+    pub heard: Instant,
+    pub breaker: Breaker,
+    /// The prompts that it has to compute.
+    backlog: Backlog,
+    /// How far predictions of its prompts are off.
+    factor: Factor,
+}
+
+/// Work booked on a node. It counts until the node's next report, which includes it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Share {
+    pub session: u64,
+    epoch: u64,
+    work: Work,
+    /// `None` where the node computes none for this request, or has done so.
+    prompt: Option<Prompt>,
+    /// The breaker's one request while it is half-open; until the verdict.
+    pub probe: bool,
+}
+
+/// A prompt that a node is to compute, as it was predicted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Prompt {
+    wait_ms: f64,
+    prefill_ms: f64,
+    /// The same without the node's factor; `None`: it was a guess.
+    model_ms: Option<f64>,
+    routed: Instant,
+    done: Instant,
+}
+
+impl Prompt {
+    /// What `candidate` predicts, unless its node has the prompt already.
+    pub fn of(candidate: &Candidate, now: Instant) -> Option<Self> {
+        if candidate.kept {
+            return None;
+        }
+        let prefill_ms = candidate.terms.prefill_ms;
+        let model_ms = candidate.measured.then_some(prefill_ms);
+        Some(Self { wait_ms: candidate.ttft_ms() - prefill_ms, prefill_ms, model_ms, routed: now, done: now })
+    }
+}
+
+impl Entry {
+    pub fn new(node: Arc<Node>, breaker: Breaker, now: Instant) -> Self {
+        let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
+        Self { node, load, epoch: 0, heard: now, breaker, backlog: Backlog::new(now), factor: Factor::default() }
+    }
+
+    /// The view of a node that has just registered.
+    pub fn view(&self, group: u32) -> NodeView {
+        let info = &self.node.info;
+        NodeView {
+            session: self.node.session,
+            node_id: info.node_id.as_str().into(),
+            role: self.node.role,
+            group,
+            total_blocks: info.total_blocks,
+            free_blocks: info.total_blocks,
+            max_context_tokens: info.max_context_tokens,
+            max_running: info.max_running,
+            max_step_tokens: info.max_batched_tokens,
+            draining: false,
+            shut: false,
+            running: 0,
+            reported: Work::default(),
+            routed: Work::default(),
+            step_cost: StepCost::default(),
+            prefill_factor: 1.0,
+            computes_prompts: false,
+            backlog_ms: 0.0,
+            cached_blocks_of_prompt: 0,
+        }
+    }
+
+    /// Takes a report: what was routed before it is in it.
+    pub fn report(&mut self, view: &mut NodeView, load: &v1::Load, now: Instant) {
+        let free_blocks = load.free_blocks.min(self.node.info.total_blocks);
+        self.load = v1::Load { free_blocks, ..*load };
+        self.epoch += 1;
+        self.heard = now;
+        view.free_blocks = free_blocks;
+        view.running = load.running;
+        view.reported = Work {
+            requests: load.running.saturating_add(load.waiting),
+            tokens: load.queued_tokens,
+            blocks: 0,
+            context: load.running_tokens,
+        };
+        view.routed = Work::default();
+        view.step_cost = StepCost::reported(load.step_cost.as_ref());
+        self.backlog.reported(now, self.queued_ms(view));
+    }
+
+    /// How long the prompts take that the node reported.
+    fn queued_ms(&self, view: &NodeView) -> f64 {
+        let cost = if view.step_cost.is_measured() { view.step_cost } else { cost::UNMEASURED };
+        let (tokens, prompts, computed) = match view.role {
+            Role::Prefill => (view.reported.tokens, view.reported.requests, view.reported.context),
+            // Each of its streams has one token that is known and not computed. What else is queued are prompts of its own.
+            Role::Decode => (view.reported.tokens.saturating_sub(view.running.into()), 1, 0),
+        };
+        cost.queue_ms(tokens, prompts, computed, cost::step_tokens(view)) * self.factor.value()
+    }
+
+    /// Brings up to date what depends on the time, and forgets what the last request's prompt had here.
+    pub fn refresh(&self, view: &mut NodeView, now: Instant) {
+        view.shut = !self.breaker.admits(now);
+        view.backlog_ms = self.backlog.wait_ms(now);
+        view.prefill_factor = self.factor.value();
+        view.computes_prompts = self.factor.has_seen();
+        view.cached_blocks_of_prompt = 0;
+    }
+
+    pub fn book(&mut self, view: &mut NodeView, work: Work, prompt: Option<Prompt>, now: Instant) -> Share {
+        let routed = &mut view.routed;
+        routed.requests = routed.requests.saturating_add(work.requests);
+        routed.tokens = routed.tokens.saturating_add(work.tokens);
+        routed.blocks = routed.blocks.saturating_add(work.blocks);
+        routed.context = routed.context.saturating_add(work.context);
+        let factor = self.factor.value();
+        let prompt = prompt.map(|prompt| Prompt {
+            model_ms: prompt.model_ms.map(|ms| ms / factor),
+            done: self.backlog.add(now, prompt.prefill_ms),
+            ..prompt
+        });
+        Share { session: view.session, epoch: self.epoch, work, prompt, probe: self.breaker.begin(now) }
+    }
+
+    /// Takes a booking back, where no report has replaced it yet.
+    pub fn unbook(&mut self, view: &mut NodeView, share: &Share, now: Instant) {
+        if self.epoch != share.epoch {
+            return;
+        }
+        let (routed, work) = (&mut view.routed, &share.work);
+        routed.requests = routed.requests.saturating_sub(work.requests);
+        routed.tokens = routed.tokens.saturating_sub(work.tokens);
+        routed.blocks = routed.blocks.saturating_sub(work.blocks);
+        routed.context = routed.context.saturating_sub(work.context);
+        if let Some(prompt) = &share.prompt {
+            self.backlog.take_back(now, prompt.prefill_ms);
+        }
+    }
+
+    /// The node has computed the prompt of this booking: its first token is here. Says how good the prediction was, where
+    /// the request had not to wait for longer than it was computed: else the wait's error would be taken for the
+    /// computation's.
+    pub fn computed(&mut self, view: &mut NodeView, share: &mut Share, now: Instant) {
+        let Some(prompt) = share.prompt.take() else { return };
+        if self.epoch == share.epoch {
+            view.routed.tokens = view.routed.tokens.saturating_sub(share.work.tokens);
+            share.work.tokens = 0;
+            self.backlog.done(now, prompt.done);
+        }
+        let took_ms = now.saturating_duration_since(prompt.routed).as_secs_f64() * 1e3 - prompt.wait_ms;
+        if let Some(model_ms) = prompt.model_ms.filter(|_| prompt.wait_ms <= prompt.prefill_ms) {
+            self.factor.observe(model_ms, took_ms);
+        }
+    }
+
+    pub fn json(&self, view: &NodeView, now: Instant) -> serde_json::Value {
+        let info = &self.node.info;
+        json!({
+            "id": info.node_id,
+            "role": self.node.role.as_str(),
+            "incarnation": self.node.incarnation().to_string(),
+            "endpoint": info.endpoint,
+            "transport": info.transport.as_ref().map_or("", |transport| &transport.name),
+            "transport_build": info.transport.as_ref().map_or("", |transport| &transport.build_id),
+            "compatibility_digest": format!("{:016x}", info.compatibility_digest),
+            "model": info.model_name,
+            "draining": view.draining,
+            "breaker": self.breaker.circuit(now).as_str(),
+            "free_blocks": self.load.free_blocks,
+            "cached_blocks": self.load.cached_blocks,
+            "total_blocks": info.total_blocks,
+            "block_tokens": info.block_tokens,
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "queued_tokens": self.load.queued_tokens,
+            "backlog_ms": self.backlog.wait_ms(now),
+            "step_cost": {
+                "base_ms": view.step_cost.base_ms,
+                "token_ms": view.step_cost.token_ms,
+                "context_ms": view.step_cost.context_ms,
+            },
+            "prefill_factor": self.factor.value(),
+        })
+    }
+}

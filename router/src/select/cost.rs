@@ -1,0 +1,323 @@
+//! The terms of a prediction, in milliseconds, each a pure function of one node and one request. What is put together from
+//! them stands in [`super::prune`], which scores pairs; where their coefficients come from: nodes measure their steps,
+//! [`super::calibrate`] the ways between nodes and how far these predictions are off.
+//!
+//! A step takes `base + token · tokens + context · positions` (the nodes' own model, `engine/src/step_model.rs`). From it:
+//!
+//! - **prefill**: the tokens of the prompt that the node has not cached, in chunks of the node's step budget: a base for each
+//!   chunk, each token, and all positions that they attend to;
+//! - **wait for prefill**: the prompts before this one, as [`super::backlog`] keeps them (prefill nodes are first come, first
+//!   served);
+//! - **step**: one step of the decode node's batch with this request in it, at the context that it starts with;
+//! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no longer
+//!   slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
+//! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these: each
+//!   of them waits for what the prompt adds to the steps.
+use super::{Need, NodeView};
+
+/// Of a node whose step budget is not known: a usual one.
+const STEP_TOKENS: u32 = 512;
+/// Where no node of any role has measured a step yet. Its size only matters against waits and transfers, of which then
+/// little is known either; requests spread by it because work that was routed counts.
+pub const UNMEASURED: StepCost = StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.0001 };
+/// A millisecond that a running stream waits for somebody else's prompt counts like one that this request waits.
+const STREAM_WEIGHT: f64 = 1.0;
+
+/// How long a node's steps take: `base + token · tokens + context · positions` milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepCost {
+    /// Of every step, milliseconds.
+    pub base_ms: f64,
+    /// Of each token, milliseconds.
+    pub token_ms: f64,
+    /// Of each position attended to, milliseconds.
+    pub context_ms: f64,
+}
+
+impl StepCost {
+    /// What a node reports; anything but positive numbers counts as nothing measured.
+    pub fn reported(cost: Option<&tandem_proto::v1::StepCost>) -> Self {
+        let cost = cost.copied().unwrap_or_default();
+        let sound = |ms: f64| if ms.is_finite() { ms.clamp(0.0, 1e6) } else { 0.0 };
+        Self { base_ms: sound(cost.base_ms), token_ms: sound(cost.token_ms), context_ms: sound(cost.context_ms) }
+    }
+
+    /// Whether a step was measured at all.
+    pub fn is_measured(&self) -> bool {
+        self.base_ms + self.token_ms + self.context_ms > 0.0
+    }
+
+    /// `None` of none.
+    pub fn mean<'a>(costs: impl Iterator<Item = &'a Self>) -> Option<Self> {
+        let (mut sum, mut count) = (Self::default(), 0.0);
+        for cost in costs {
+            sum.base_ms += cost.base_ms;
+            sum.token_ms += cost.token_ms;
+            sum.context_ms += cost.context_ms;
+            count += 1.0;
+        }
+        let Self { base_ms, token_ms, context_ms } = sum;
+        let share = |ms: f64| ms / count;
+        (count > 0.0).then(|| Self {
+            base_ms: share(base_ms),
+            token_ms: share(token_ms),
+            context_ms: share(context_ms),
+        })
+    }
+
+    /// Milliseconds of a step of so many tokens that attend to so many positions.
+    pub fn step_ms(&self, tokens: f64, positions: f64) -> f64 {
+        self.base_ms + self.token_ms * tokens + self.context_ms * positions
+    }
+
+    /// What `tokens` behind `cached` others add to the steps that compute them.
+    fn tokens_ms(&self, cached: u64, tokens: u64) -> f64 {
+        self.token_ms * tokens as f64 + self.context_ms * positions(cached, tokens)
+    }
+
+    /// Milliseconds of prompts that a node reports as queued: `tokens` of `prompts` prompts of equal length, of which
+    /// `computed` positions are in its KV already.
+    pub fn queue_ms(&self, tokens: u64, prompts: u32, computed: u64, step_tokens: u32) -> f64 {
+        if tokens == 0 {
+            return 0.0;
+        }
+        let prompts = u64::from(prompts.max(1)).min(tokens);
+        let (each, steps) = (tokens as f64 / prompts as f64, tokens.div_ceil(u64::from(step_tokens.max(1))));
+        let positions = tokens as f64 * (each + 1.0) / 2.0 + each * computed as f64;
+        self.base_ms * steps as f64 + self.token_ms * tokens as f64 + self.context_ms * positions
+    }
+}
+
+/// Positions that `tokens` attend to behind `cached` others, themselves included.
+pub fn positions(cached: u64, tokens: u64) -> f64 {
+    let (cached, tokens) = (cached as f64, tokens as f64);
+    tokens * cached + tokens * (tokens + 1.0) / 2.0
+}
+
+/// What computing the prompt on a prefill node takes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PrefillTerms {
+    /// Before it begins, milliseconds.
+    pub wait_ms: f64,
+    /// From then to the first token, milliseconds.
+    pub prefill_ms: f64,
+    /// Prompt tokens that need no computing.
+    pub cached_tokens: u32,
+}
+
+impl PrefillTerms {
+    /// Of a node that has the prompt already: it is no news to it.
+    pub const KEPT: Self = Self { wait_ms: 0.0, prefill_ms: 0.0, cached_tokens: 0 };
+
+    /// To the first token.
+    pub fn first_ms(&self) -> f64 {
+        self.wait_ms + self.prefill_ms
+    }
+}
+
+/// What generating on a decode node takes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DecodeTerms {
+    /// Until it can take the request with full speed, milliseconds from now.
+    pub wait_ms: f64,
+    /// Its step with this request in the batch, milliseconds.
+    pub step_ms: f64,
+    /// Blocks of the prompt that it does not hold: they would travel.
+    pub missing_blocks: u32,
+    /// Blocks that it lacks now.
+    pub short_blocks: u32,
+}
+
+/// What computing the prompt on the decode node itself takes, beside [`DecodeTerms`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LocalTerms {
+    /// From its begin to the first token, milliseconds.
+    pub prefill_ms: f64,
+    /// What the running streams wait for it, milliseconds, all streams together.
+    pub harm_ms: f64,
+    /// Prompt tokens that need no computing.
+    pub cached_tokens: u32,
+}
+
+/// Prompt tokens of which `node` holds the KV. The last one is always computed: its logits are the first token.
+pub fn cached_tokens(node: &NodeView, need: &Need) -> u32 {
+    let full = need.prompt_tokens.saturating_sub(1) / need.block_tokens;
+    node.cached_blocks_of_prompt.min(full).saturating_mul(need.block_tokens)
+}
+
+/// The prompt on prefill node `node`, whose steps cost `cost`.
+pub fn prefill(node: &NodeView, cost: &StepCost, need: &Need) -> PrefillTerms {
+    let cached_tokens = cached_tokens(node, need);
+    let tokens = need.prompt_tokens.saturating_sub(cached_tokens);
+    let steps = tokens.div_ceil(step_tokens(node));
+    let compute_ms = cost.base_ms * f64::from(steps) + cost.tokens_ms(cached_tokens.into(), tokens.into());
+    PrefillTerms { wait_ms: node.backlog_ms, prefill_ms: compute_ms * node.prefill_factor, cached_tokens }
+}
+
+/// The answer on decode node `node`, whose steps cost `cost`.
+pub fn decode(node: &NodeView, cost: &StepCost, need: &Need) -> DecodeTerms {
+    let requests = node.requests();
+    let rows = (requests + 1.0).min(f64::from(node.max_running.max(1)));
+    // Who waits for the batch has a context too, of which only the sum of the running ones is reported.
+    let context = (node.context_tokens(need) + f64::from(need.prompt_tokens)) * rows / (requests + 1.0);
+    let step_ms = cost.step_ms(rows, context);
+    let free = node.free_blocks.saturating_sub(node.routed.blocks);
+    let short_blocks = need.total_blocks().saturating_sub(free);
+    let held = node.cached_blocks_of_prompt.min(need.prompt_blocks());
+    DecodeTerms {
+        wait_ms: room_ms(node, need, short_blocks, step_ms).max(node.backlog_ms),
+        step_ms,
+        missing_blocks: need.prompt_blocks() - held,
+        short_blocks,
+    }
+}
+
+/// The prompt on decode node `node`, whose steps cost `cost`.
+pub fn local(node: &NodeView, cost: &StepCost, need: &Need) -> LocalTerms {
+    let cached_tokens = cached_tokens(node, need);
+    let tokens = need.prompt_tokens.saturating_sub(cached_tokens);
+    let streams = node.requests().min(f64::from(node.max_running.max(1)));
+    let budget = (f64::from(step_tokens(node)) - streams).max(1.0);
+    let steps = (f64::from(tokens) / budget).ceil();
+    let added_ms = cost.tokens_ms(cached_tokens.into(), tokens.into()) * node.prefill_factor;
+    let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * node.prefill_factor;
+    LocalTerms { prefill_ms: added_ms + running_ms, harm_ms: STREAM_WEIGHT * streams * added_ms, cached_tokens }
+}
+
+/// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate at
+/// most is what they reserved and have not filled: of `n` of them, ends spread evenly over twice the mean, so the k-th
+/// comes after `k / (n + 1)` of it. Answers that stop early only make it sooner.
+fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64 {
+    let requests = node.requests();
+    let over = (requests + 1.0 - f64::from(node.max_running.max(1))).max(0.0);
+    if short_blocks == 0 && over == 0.0 {
+        return 0.0;
+    }
+    let used = f64::from(node.total_blocks.saturating_sub(node.free_blocks).saturating_add(node.routed.blocks));
+    let holders = requests.max(1.0);
+    let ends = (f64::from(short_blocks) / (used / holders).max(1.0)).ceil().max(over).min(holders);
+    let filled = node.context_tokens(need);
+    let mean_left = ((used * f64::from(need.block_tokens) - filled) / holders).max(1.0);
+    2.0 * mean_left * ends / (holders + 1.0) * step_ms
+}
+
+/// Tokens of one of `node`'s steps.
+pub fn step_tokens(node: &NodeView) -> u32 {
+    if node.max_step_tokens == 0 { STEP_TOKENS } else { node.max_step_tokens }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{NEED, node};
+    use super::super::{Role, Work};
+    use super::*;
+
+    const COST: StepCost = StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.01 };
+
+    #[test]
+    fn positions_are_those_of_the_step_model() {
+        assert_eq!(positions(0, 4), 10.0);
+        assert_eq!(positions(10, 1), 11.0);
+        assert_eq!(positions(10, 2), 23.0);
+    }
+
+    #[test]
+    fn a_prompt_costs_its_chunks_its_tokens_and_its_positions() {
+        let mut prefill_node = node(1, Role::Prefill);
+        (prefill_node.max_step_tokens, prefill_node.backlog_ms) = (40, 7.0);
+        let terms = prefill(&prefill_node, &COST, &NEED);
+        assert_eq!(terms.wait_ms, 7.0);
+        assert!((terms.prefill_ms - (3.0 * 2.0 + 50.0 + 0.01 * 5050.0)).abs() < 1e-9, "{terms:?}");
+        prefill_node.cached_blocks_of_prompt = 4;
+        let terms = prefill(&prefill_node, &COST, &NEED);
+        assert_eq!(terms.cached_tokens, 64);
+        assert!((terms.prefill_ms - (2.0 + 18.0 + 0.01 * (36.0 * 64.0 + 666.0))).abs() < 1e-9, "{terms:?}");
+        prefill_node.prefill_factor = 2.0;
+        assert!((prefill(&prefill_node, &COST, &NEED).prefill_ms - 2.0 * terms.prefill_ms).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_last_token_of_a_cached_prompt_is_computed() {
+        let mut prefill_node = node(1, Role::Prefill);
+        prefill_node.cached_blocks_of_prompt = 100;
+        let need = Need { prompt_tokens: 96, ..NEED };
+        assert_eq!(prefill(&prefill_node, &COST, &need).cached_tokens, 80);
+        assert_eq!(cached_tokens(&prefill_node, &Need { prompt_tokens: 0, ..NEED }), 0);
+    }
+
+    #[test]
+    fn a_step_grows_with_the_batch_and_its_context() {
+        let mut decode_node = node(3, Role::Decode);
+        let alone = decode(&decode_node, &COST, &NEED);
+        assert!((alone.step_ms - (2.0 + 0.5 + 1.0)).abs() < 1e-9);
+        decode_node.reported = Work { requests: 2, context: 300, ..Work::default() };
+        decode_node.running = 1;
+        // The second request is not running yet: it will have a context like the first one's.
+        let busy = decode(&decode_node, &COST, &NEED);
+        assert!((busy.step_ms - (2.0 + 1.5 + 0.01 * 700.0)).abs() < 1e-9, "{busy:?}");
+        decode_node.routed = Work { requests: 1, context: 50, ..Work::default() };
+        assert!((decode(&decode_node, &COST, &NEED).step_ms - (2.0 + 2.0 + 0.01 * 750.0)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_full_node_waits_for_ends() {
+        let mut decode_node = node(3, Role::Decode);
+        assert_eq!(decode(&decode_node, &COST, &NEED).wait_ms, 0.0);
+        // 60 of 64 blocks held by 3 requests that have filled 660 of their 960 positions: 100 left of each.
+        (decode_node.free_blocks, decode_node.running) = (4, 3);
+        decode_node.reported = Work { requests: 3, context: 660, ..Work::default() };
+        let terms = decode(&decode_node, &COST, &NEED);
+        assert_eq!(terms.short_blocks, 9);
+        assert!((terms.wait_ms - 2.0 * 100.0 / 4.0 * terms.step_ms).abs() < 1e-9, "{terms:?}");
+        // Blocks enough, but no place in the batch.
+        (decode_node.free_blocks, decode_node.max_running) = (64, 3);
+        assert!(decode(&decode_node, &COST, &NEED).wait_ms > 0.0);
+        decode_node.max_running = 4;
+        assert_eq!(decode(&decode_node, &COST, &NEED).wait_ms, 0.0);
+    }
+
+    #[test]
+    fn a_local_prompt_harms_every_stream() {
+        let mut decode_node = node(3, Role::Decode);
+        let alone = local(&decode_node, &COST, &NEED);
+        assert_eq!(alone.harm_ms, 0.0);
+        assert!((alone.prefill_ms - (2.0 + 50.0 + 50.5)).abs() < 1e-9, "{alone:?}");
+        decode_node.running = 2;
+        decode_node.reported = Work { requests: 2, context: 200, ..Work::default() };
+        let busy = local(&decode_node, &COST, &NEED);
+        assert!((busy.harm_ms - 2.0 * 100.5).abs() < 1e-9, "{busy:?}");
+        assert!((busy.prefill_ms - (100.5 + 2.0 + 1.0 + 2.0)).abs() < 1e-9, "{busy:?}");
+        decode_node.cached_blocks_of_prompt = 6;
+        assert!((local(&decode_node, &COST, &NEED).harm_ms - 2.0 * (2.0 + 0.01 * 394.0)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn blocks_that_decode_holds_do_not_travel() {
+        let mut decode_node = node(3, Role::Decode);
+        assert_eq!(decode(&decode_node, &COST, &NEED).missing_blocks, 7);
+        decode_node.cached_blocks_of_prompt = 5;
+        assert_eq!(decode(&decode_node, &COST, &NEED).missing_blocks, 2);
+        decode_node.cached_blocks_of_prompt = 50;
+        assert_eq!(decode(&decode_node, &COST, &NEED).missing_blocks, 0);
+    }
+
+    #[test]
+    fn a_queue_is_computed_prompt_after_prompt() {
+        assert_eq!(COST.queue_ms(0, 3, 100, 512), 0.0);
+        let one = COST.queue_ms(100, 1, 0, 512);
+        assert!((one - (2.0 + 50.0 + 50.5)).abs() < 1e-9);
+        let two = COST.queue_ms(200, 2, 0, 100);
+        assert!((two - 2.0 * one).abs() < 1e-9);
+        assert!(COST.queue_ms(100, 1, 1000, 512) > one);
+    }
+
+    #[test]
+    fn what_is_no_number_is_not_measured() {
+        let cost =
+            |ms| StepCost::reported(Some(&tandem_proto::v1::StepCost { base_ms: ms, token_ms: ms, context_ms: ms }));
+        for wrong in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
+            assert!(!cost(wrong).is_measured(), "{wrong}");
+        }
+        assert!(cost(0.1).is_measured() && !StepCost::reported(None).is_measured());
+    }
+}

@@ -1,0 +1,264 @@
+//! `tandem explain`: why a request went where it went. Reads the candidates from the trace's `route` span, each with the
+//! milliseconds that the router predicted, and puts what then happened beside the prediction. Drawing is pure.
+//!
+//! Next: [`crate::trace`], which fetches.
+use std::fmt::Write;
+
+use serde_json::Value;
+
+use crate::config;
+use crate::trace::{self, Event, Span, Trace};
+
+/// Columns of the table: heading and attribute of the candidate.
+const TERMS: [(&str, &str); 6] = [
+    ("wait p", "wait_prefill_ms"),
+    ("prefill", "prefill_ms"),
+    ("exposed", "exposed_ms"),
+    ("wait d", "wait_decode_ms"),
+    ("step", "step_ms"),
+    ("harm", "harm_ms"),
+];
+/// Longer names are cut.
+const WIDEST_PLAN: usize = 48;
+
+/// Fetches and explains.
+///
+/// # Errors
+/// No router, no such trace, or no choice in it.
+pub async fn run(config: config::Explain) -> anyhow::Result<()> {
+    let trace = trace::fetch(&config.url, &config.id).await?;
+    print!("{}", render(&trace).map_err(anyhow::Error::msg)?);
+    Ok(())
+}
+
+/// The explanation, with a newline at the end.
+///
+/// # Errors
+/// What is missing in the trace, in words.
+fn render(trace: &Trace) -> Result<String, &'static str> {
+    let route =
+        find(trace, "route").ok_or("the trace has no `route` span: the request ended before nodes were chosen")?;
+    let candidates: Vec<Candidate> = route.events.iter().filter_map(Candidate::read).collect();
+    let chosen = candidates.iter().position(|candidate| candidate.chosen);
+    let chosen = chosen.ok_or("the `route` span names no chosen candidate: is the router older than this program?")?;
+    let root = trace.spans.iter().find(|span| span.span_id == route.parent_span_id);
+    let policy = root.and_then(|root| root.attributes.get("tandem.route.policy")?.as_str()).unwrap_or("unknown");
+    let mut out = format!("trace {}\npolicy {policy}, candidates in predicted milliseconds\n\n", trace.trace_id);
+    table(&mut out, &candidates);
+    verdict(&mut out, &candidates, chosen, route);
+    if let Some(root) = root {
+        compare(&mut out, &candidates[chosen], root, trace);
+    }
+    Ok(out)
+}
+
+/// A plan as the router told of it.
+struct Candidate {
+    name: String,
+    chosen: bool,
+    local: bool,
+    terms: [f64; TERMS.len()],
+    ttft_ms: f64,
+    total_ms: f64,
+    cached_tokens: f64,
+    /// What speaks against it beside its cost.
+    remarks: Vec<&'static str>,
+}
+
+impl Candidate {
+    fn read(event: &Event) -> Option<Self> {
+        if event.name != "candidate" {
+            return None;
+        }
+        let attribute = |name: &str| event.attributes.get(&format!("tandem.route.{name}"));
+        let number = |name: &str| attribute(name).and_then(Value::as_f64);
+        let flag = |name: &str| attribute(name).and_then(Value::as_bool).unwrap_or(false);
+        let node = |role: &str| event.attributes.get(&format!("tandem.{role}.instance")).and_then(Value::as_str);
+        let local = attribute("plan").and_then(Value::as_str) == Some("local");
+        let decode = node("decode")?;
+        let name = if local { format!("{decode} alone") } else { format!("{} → {decode}", node("prefill")?) };
+        let remarks = [
+            (flag("breaker_shut"), "breaker open"),
+            (flag("avoided"), "failed this request before"),
+            (number("blocks_short").is_some_and(|blocks| blocks > 0.0), "no room now"),
+            (!flag("measured"), "a guess: no step measured yet"),
+        ];
+        Some(Self {
+            name,
+            chosen: flag("chosen"),
+            local,
+            terms: TERMS.map(|(_, name)| number(name).unwrap_or(0.0)),
+            ttft_ms: number("ttft_ms")?,
+            total_ms: number("total_ms")?,
+            cached_tokens: number("cached_tokens").unwrap_or(0.0),
+            remarks: remarks.into_iter().filter_map(|(holds, remark)| holds.then_some(remark)).collect(),
+        })
+    }
+
+    fn term(&self, name: &str) -> f64 {
+        TERMS.iter().zip(self.terms).find(|((_, of), _)| *of == name).map_or(0.0, |(_, ms)| ms)
+    }
+}
+
+fn table(out: &mut String, candidates: &[Candidate]) {
+    let width = candidates.iter().map(|candidate| candidate.name.chars().count()).max().unwrap_or(0);
+    let width = width.clamp("plan".len(), WIDEST_PLAN);
+    let _ = write!(out, "  {:width$}", "plan");
+    TERMS.iter().for_each(|(heading, _)| {
+        let _ = write!(out, " {heading:>9}");
+    });
+    let _ = writeln!(out, " {:>9} {:>9} {:>10}", "cached", "TTFT", "total");
+    for candidate in candidates {
+        let mark = if candidate.chosen { '*' } else { ' ' };
+        let name: String = candidate.name.chars().take(width).collect();
+        let _ = write!(out, "{mark} {name:width$}");
+        candidate.terms.iter().for_each(|ms| {
+            let _ = write!(out, " {ms:>9.2}");
+        });
+        let Candidate { cached_tokens, ttft_ms, total_ms, .. } = candidate;
+        let _ = write!(out, " {cached_tokens:>9.0} {ttft_ms:>9.2} {total_ms:>10.2}");
+        let remarks = candidate.remarks.join(", ");
+        let _ = if remarks.is_empty() { writeln!(out) } else { writeln!(out, "  {remarks}") };
+    }
+}
+
+/// What the others would have cost.
+fn verdict(out: &mut String, candidates: &[Candidate], chosen: usize, route: &Span) {
+    let weight = route.attributes.get("tandem.route.step_weight").and_then(Value::as_f64);
+    if let Some(weight) = weight {
+        let _ = writeln!(out, "\ntotal = the waits, prefill, exposed and harm + {weight:.1} × step");
+    }
+    let choice = &candidates[chosen];
+    let others = candidates.iter().enumerate().filter(|(index, _)| *index != chosen).map(|(_, other)| other);
+    let Some(best) = others.min_by(|a, b| a.total_ms.total_cmp(&b.total_ms)) else {
+        let _ = writeln!(out, "chosen: {}; there was nothing else", choice.name);
+        return;
+    };
+    let more_ms = best.total_ms - choice.total_ms;
+    let percent = if choice.total_ms > 0.0 { more_ms.abs() / choice.total_ms * 100.0 } else { 0.0 };
+    let than = if more_ms < 0.0 { "less" } else { "more" };
+    let _ = writeln!(
+        out,
+        "chosen: {}; the next best, {}, would have cost {:.2} ms {than} ({percent:.1} %)",
+        choice.name,
+        best.name,
+        more_ms.abs(),
+    );
+}
+
+/// The prediction beside what happened.
+fn compare(out: &mut String, choice: &Candidate, root: &Span, trace: &Trace) {
+    let number = |name: &str| root.attributes.get(name).and_then(Value::as_f64);
+    let Some(ttft_ms) = number("tandem.ttft_ms") else {
+        let _ = writeln!(out, "\nno first token: nothing to compare the prediction with");
+        return;
+    };
+    let length = |name: &str| find(trace, name).map(Span::length_ms);
+    let actual_ms = ttft_ms - length("queue").unwrap_or(0.0);
+    let wait = if choice.local { "wait_decode_ms" } else { "wait_prefill_ms" };
+    let (waited, computed) = (length("prefill.queue"), length("prefill.forward"));
+    let rest = waited.zip(computed).map(|(waited, computed)| actual_ms - waited - computed);
+    let _ = writeln!(out, "\n{:28} {:>12} {:>12}", "", "predicted", "actual");
+    let mut row = |name: &str, predicted: Option<f64>, actual: Option<f64>| {
+        let cell = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2} ms"));
+        let _ = writeln!(out, "{name:28} {:>12} {:>12}", cell(predicted), cell(actual));
+    };
+    row("TTFT without the queue", Some(choice.ttft_ms), Some(actual_ms));
+    row("  wait on the node", Some(choice.term(wait)), waited);
+    row("  prefill", Some(choice.term("prefill_ms")), computed);
+    row("  route, calls, sending", None, rest);
+    if !choice.local {
+        row("exposed transfer", Some(choice.term("exposed_ms")), length("transfer"));
+    }
+    row("time per further token", Some(choice.term("step_ms")), number("tandem.tpot_ms"));
+    let off_ms = choice.ttft_ms - actual_ms;
+    let percent = if actual_ms > 0.0 { off_ms / actual_ms * 100.0 } else { 0.0 };
+    let _ = writeln!(out, "\nthe prediction of TTFT was off by {off_ms:+.2} ms ({percent:+.1} %)");
+    if number("tandem.replans").is_some_and(|replans| replans > 0.0) {
+        let _ = writeln!(out, "the request went on elsewhere after a failure: the comparison is with both attempts");
+    }
+}
+
+fn find<'a>(trace: &'a Trace, name: &str) -> Option<&'a Span> {
+    trace.spans.iter().find(|span| span.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn event(prefill: &str, decode: &str, chosen: bool, prefill_ms: f64, total_ms: f64) -> Value {
+        let plan = if prefill == decode { "local" } else { "pair" };
+        json!({ "name": "candidate", "unix_ns": 1, "attributes": {
+            "tandem.route.plan": plan, "tandem.prefill.instance": prefill, "tandem.decode.instance": decode,
+            "tandem.route.chosen": chosen, "tandem.route.wait_prefill_ms": 3.0, "tandem.route.prefill_ms": prefill_ms,
+            "tandem.route.step_ms": 2.5, "tandem.route.cached_tokens": 64, "tandem.route.ttft_ms": prefill_ms + 3.0,
+            "tandem.route.total_ms": total_ms, "tandem.route.measured": true,
+            "tandem.route.breaker_shut": prefill == "p1",
+        }})
+    }
+
+    fn trace(events: Vec<Value>) -> Trace {
+        let span = |name: &str, id: &str, parent: &str, ms: u64| json!({ "name": name, "span_id": id, "parent_span_id": parent, "start_unix_ns": 0, "end_unix_ns": ms * 1_000_000 });
+        let mut root = span("chat m", "01", "", 200);
+        root["attributes"] = json!({ "tandem.route.policy": "joint", "tandem.ttft_ms": 62.0, "tandem.tpot_ms": 3.0 });
+        let mut route = span("route", "02", "01", 1);
+        (route["events"], route["attributes"]) = (json!(events), json!({ "tandem.route.step_weight": 10.0 }));
+        let spans = vec![
+            route,
+            span("queue", "03", "01", 2),
+            span("prefill.queue", "04", "09", 4),
+            span("prefill.forward", "05", "09", 50),
+            span("transfer", "06", "01", 1),
+            root,
+        ];
+        serde_json::from_value(json!({ "trace_id": "ab", "spans": spans })).unwrap()
+    }
+
+    #[test]
+    fn the_choice_the_others_and_what_happened() {
+        let events = vec![
+            event("p0", "d0", true, 45.0, 73.0),
+            event("p1", "d0", false, 45.0, 80.3),
+            event("d0", "d0", false, 45.0, 140.0),
+        ];
+        let text = render(&trace(events)).unwrap();
+        let line = |start: &str| {
+            let found = text.lines().find(|line| line.trim_start().starts_with(start));
+            found.unwrap_or_else(|| panic!("{start}\n{text}")).split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        assert!(text.starts_with("trace ab\npolicy joint"));
+        assert_eq!(line("* p0 → d0"), "* p0 → d0 3.00 45.00 0.00 0.00 2.50 0.00 64 48.00 73.00");
+        assert!(line("p1 → d0").ends_with("80.30 breaker open"));
+        assert!(line("d0 alone").ends_with("140.00"));
+        assert!(line("chosen: p0 → d0").ends_with("p1 → d0, would have cost 7.30 ms more (10.0 %)"));
+        assert_eq!(line("TTFT without"), "TTFT without the queue 48.00 ms 60.00 ms");
+        assert_eq!(line("wait on the node"), "wait on the node 3.00 ms 4.00 ms");
+        assert_eq!(line("prefill "), "prefill 45.00 ms 50.00 ms");
+        assert_eq!(line("route, calls"), "route, calls, sending - 6.00 ms");
+        assert_eq!(line("exposed transfer"), "exposed transfer 0.00 ms 1.00 ms");
+        assert_eq!(line("time per further"), "time per further token 2.50 ms 3.00 ms");
+        assert!(line("the prediction").ends_with("off by -12.00 ms (-20.0 %)"));
+    }
+
+    #[test]
+    fn one_candidate_and_a_cheaper_other_are_said_so() {
+        let text = render(&trace(vec![event("p0", "d0", true, 1.0, 10.0)])).unwrap();
+        assert!(text.contains("there was nothing else"));
+        let near = vec![event("p0", "d0", true, 1.0, 10.0), event("p1", "d0", false, 1.0, 9.8)];
+        assert!(render(&trace(near)).unwrap().contains("would have cost 0.20 ms less (2.0 %)"));
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let none = Trace { trace_id: "ab".into(), spans: Vec::new() };
+        assert!(render(&none).unwrap_err().contains("no `route` span"));
+        let strange = json!({ "name": "candidate", "attributes": { "tandem.route.chosen": true } });
+        assert!(render(&trace(vec![strange])).unwrap_err().contains("no chosen candidate"));
+        let mut failed = trace(vec![event("p0", "d0", true, 1.0, 10.0)]);
+        failed.spans.last_mut().unwrap().attributes.remove("tandem.ttft_ms");
+        assert!(render(&failed).unwrap().contains("no first token"));
+    }
+}
