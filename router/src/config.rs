@@ -7,7 +7,7 @@ use clap::Parser;
 
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
-use crate::membership::breaker;
+use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -52,6 +52,10 @@ struct Flags {
     /// How long such a node is tried last; doubles, up to 30 s, each time that it fails again
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
     breaker_open_ms: u32,
+    /// KV blocks of which the router knows the nodes that have them cached; about 45 bytes each, the least recently used are
+    /// forgotten
+    #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
+    index_blocks: u32,
     /// How long running requests may take to end after SIGTERM
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
@@ -76,6 +80,8 @@ pub struct Config {
     pub lease: Duration,
     /// When a node is tried last.
     pub breakers: breaker::Settings,
+    /// Blocks in the prefix index at most.
+    pub index_blocks: usize,
     /// Bound of the drain.
     pub drain: Duration,
 }
@@ -106,6 +112,7 @@ impl From<Flags> for Config {
             },
             lease: millis(flags.lease_ms),
             breakers: breaker::Settings { failures: flags.breaker_failures, open: millis(flags.breaker_open_ms) },
+            index_blocks: flags.index_blocks as usize,
             drain: millis(flags.drain_ms),
         }
     }
@@ -122,7 +129,10 @@ mod tests {
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
-        for wrong in [["--max-attempts", "0"], ["--max-attempts", "17"], ["--breaker-failures", "0"]] {
+        assert_eq!(config.index_blocks, 4_000_000);
+        for wrong in
+            [["--index-blocks", "0"], ["--max-attempts", "0"], ["--max-attempts", "17"], ["--breaker-failures", "0"]]
+        {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
         }

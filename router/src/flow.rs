@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 pub use admission::Admission;
 
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
-use crate::membership::{Membership, Route};
+use crate::membership::{Ask, Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Wish};
 use crate::text::{ModelText, TextStream};
@@ -43,6 +43,7 @@ use legs::Rest;
 use progress::Progress;
 use record::{Chosen, Identities, Record};
 use replan::{Failure, Replan};
+use seek::Tokens;
 use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
@@ -243,8 +244,7 @@ impl Run {
 
     fn route(&mut self) -> Result<Route, Error> {
         let now = clock::now();
-        let (tokens, wish) = (self.progress.tokens(), Wish::default());
-        let routed = self.shared.membership.route(tokens.prompt, tokens.max, &wish, now);
+        let routed = self.shared.membership.route(self.tokens().ask(), &Wish::default(), now);
         let route = routed.map_err(|why| refusal(&why))?;
         self.record.chosen = Some(Chosen {
             prefill: route.prefill.info.node_id.clone(),
@@ -253,6 +253,12 @@ impl Run {
             at: now,
         });
         Ok(route)
+    }
+
+    /// What is left to do, as nodes are chosen for it.
+    fn tokens(&self) -> Tokens {
+        let membership = &self.shared.membership;
+        self.progress.tokens(membership.model_digest(), membership.block_tokens())
     }
 
     /// Moves events until the answer is complete or the attempt fails.
@@ -404,7 +410,8 @@ impl Run {
 
 fn no_pair(shared: &Shared) -> Error {
     // The cheapest request: its refusal is about the nodes alone.
-    match shared.membership.route(1, 1, &Wish::default(), clock::now()) {
+    match shared.membership.route(Ask { prompt_tokens: 1, max_tokens: 1, hashes: &[] }, &Wish::default(), clock::now())
+    {
         Err(why) => refusal(&why),
         Ok(_) => Error::new(ErrorKind::Unavailable, "no pair of nodes was available; one has just come: try again"),
     }

@@ -9,6 +9,8 @@
 //! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is
 //! perhaps broken is still better than none, so a request is never refused while a node of each role is there.
 
+use tandem_proto::SequenceHash;
+
 /// Tokens that count as one batch ahead on a prefill node: a usual step budget of chunked prefill.
 const BATCH_TOKENS: f64 = 512.0;
 /// Added when a decode node has no room now: the request would wait for another one to end.
@@ -75,20 +77,25 @@ pub struct NodeView {
     pub reported: Work,
     /// Routed to it since then.
     pub routed: Work,
+    /// Leading blocks of the request's prompt whose KV it has and would not compute again.
+    pub cached_blocks_of_prompt: u32,
 }
 
 /// What a request needs.
 #[derive(Clone, Copy, Debug)]
-pub struct Need {
+pub struct Need<'a> {
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Prompt and all tokens that may be generated.
     pub total_tokens: u32,
     /// Tokens of a block.
     pub block_tokens: u32,
+    /// Sequence hashes of the prompt's blocks that a cache can spare a node; of these
+    /// [`NodeView::cached_blocks_of_prompt`] are there.
+    pub hashes: &'a [SequenceHash],
 }
 
-impl Need {
+impl Need<'_> {
     /// Blocks of the prompt: what the prefill node holds.
     pub fn prompt_blocks(&self) -> u32 {
         self.prompt_tokens.div_ceil(self.block_tokens)
@@ -185,7 +192,7 @@ pub enum NoPair {
 ///
 /// # Errors
 /// [`NoPair`], the first reason that holds.
-pub fn select(nodes: &[NodeView], need: &Need, wish: &Wish, turn: usize) -> Result<Vec<Candidate>, NoPair> {
+pub fn select(nodes: &[NodeView], need: &Need<'_>, wish: &Wish, turn: usize) -> Result<Vec<Candidate>, NoPair> {
     let available = |role| {
         let takes = |node: &&NodeView| node.role == role && (!node.draining || wish.keep == Some(node.session));
         nodes.iter().filter(takes).collect::<Vec<_>>()
@@ -221,14 +228,14 @@ pub fn compatible(prefill: &NodeView, decode: &NodeView) -> bool {
     prefill.compatibility_digest == decode.compatibility_digest && prefill.transport == decode.transport
 }
 
-fn fits(prefill: &NodeView, decode: &NodeView, need: &Need) -> bool {
+fn fits(prefill: &NodeView, decode: &NodeView, need: &Need<'_>) -> bool {
     need.prompt_blocks() <= prefill.total_blocks
         && need.prompt_tokens <= prefill.max_context_tokens
         && need.total_blocks() <= decode.total_blocks
         && need.total_tokens <= decode.max_context_tokens
 }
 
-fn candidate(prefill: &NodeView, decode: &NodeView, need: &Need, wish: &Wish) -> Candidate {
+fn candidate(prefill: &NodeView, decode: &NodeView, need: &Need<'_>, wish: &Wish) -> Candidate {
     let kept = wish.keep == Some(prefill.session);
     let tokens_ahead = prefill.reported.tokens.saturating_add(prefill.routed.tokens);
     let requests_ahead = requests(prefill) / f64::from(prefill.max_running.max(1));
@@ -255,7 +262,7 @@ fn requests(node: &NodeView) -> f64 {
 mod tests {
     use super::*;
 
-    const NEED: Need = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16 };
+    const NEED: Need<'static> = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16, hashes: &[] };
 
     fn node(session: u64, role: Role) -> NodeView {
         NodeView {
@@ -272,6 +279,7 @@ mod tests {
             shut: false,
             reported: Work::default(),
             routed: Work::default(),
+            cached_blocks_of_prompt: 0,
         }
     }
 

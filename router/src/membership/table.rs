@@ -1,4 +1,5 @@
-//! The table's state machine: entries, bookings, verdicts, expiry. Synchronous; the lock around it is in [`super`].
+//! The table's state machine: entries, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the lock around
+//! it is in [`super`].
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
 use super::breaker::{Breaker, Settings};
 use super::fence::Fence;
 use super::{Breakers, MAX_NODES, Node, Totals};
+use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Wish, Work};
 
 /// Work booked on a node. It counts until the node's next report, which includes it.
@@ -32,6 +34,8 @@ pub(super) struct Table {
     breakers: Settings,
     /// Breakers that opened, of prefill and of decode nodes.
     opened: [u64; 2],
+    /// Of the nodes in `entries`, by session.
+    index: PrefixIndex,
 }
 
 #[derive(Debug)]
@@ -47,9 +51,19 @@ struct Entry {
 }
 
 impl Table {
-    pub fn new(breakers: Settings) -> Self {
+    pub fn new(breakers: Settings, index: PrefixIndex) -> Self {
         let (entries, fence) = (BTreeMap::new(), Fence::default());
-        Self { entries, last_session: 0, turn: 0, watched: None, fence, breakers, opened: [0; 2] }
+        Self { entries, last_session: 0, turn: 0, watched: None, fence, breakers, opened: [0; 2], index }
+    }
+
+    /// For nodes that register from now on.
+    pub fn set_breakers(&mut self, breakers: Settings) {
+        self.breakers = breakers;
+    }
+
+    /// Before nodes register.
+    pub fn set_index(&mut self, index: PrefixIndex) {
+        self.index = index;
     }
 
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
@@ -106,6 +120,13 @@ impl Table {
         }
     }
 
+    /// Takes what a node tells of its cache. What a node that is gone told last is ignored.
+    pub fn kv_events(&mut self, session: u64, events: &v1::KvEvents, now: Instant) -> Result<(), Gap> {
+        let Some(entry) = self.entries.get_mut(&session) else { return Ok(()) };
+        entry.heard = now;
+        self.index.apply(session, events)
+    }
+
     pub fn draining(&mut self, session: u64, now: Instant) {
         if let Some(entry) = self.entries.get_mut(&session) {
             entry.draining = true;
@@ -116,6 +137,7 @@ impl Table {
     /// The node's death: its incarnation does not come back.
     pub fn remove(&mut self, session: u64, why: &str) {
         if let Some(entry) = self.entries.remove(&session) {
+            self.index.remove(session);
             self.fence.declare(entry.node.incarnation());
             entry.node.end(why);
         }
@@ -128,13 +150,17 @@ impl Table {
             Some(entry) if entry.draining => {
                 tracing::info!(node = entry.node.info.node_id, incarnation = %entry.node.incarnation(), "node drained");
                 self.entries.remove(&session);
+                self.index.remove(session);
             }
             _ => self.remove(session, why),
         }
     }
 
     pub fn clear(&mut self, why: &str) {
-        std::mem::take(&mut self.entries).into_values().for_each(|entry| entry.node.end(why));
+        for (session, entry) in std::mem::take(&mut self.entries) {
+            self.index.remove(session);
+            entry.node.end(why);
+        }
     }
 
     /// Whether any was silent for too long.
@@ -160,12 +186,13 @@ impl Table {
     #[expect(clippy::type_complexity, reason = "the parts of one Route, which the caller joins to the table's handle")]
     pub fn route(
         &mut self,
-        need: &Need,
+        need: &Need<'_>,
         wish: &Wish,
         now: Instant,
     ) -> Result<(Arc<Node>, Arc<Node>, Vec<Candidate>, [Share; 2]), NoPair> {
         self.turn = self.turn.wrapping_add(1);
-        let candidates = select::select(&self.views(now), need, wish, self.turn)?;
+        let nodes = self.views_for(need, now);
+        let candidates = select::select(&nodes, need, wish, self.turn)?;
         let (prefill_session, decode_session) = (candidates[0].prefill, candidates[0].decode);
         let prefill_work = Work { requests: 1, tokens: u64::from(need.prompt_tokens), blocks: need.prompt_blocks() };
         let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks() };
@@ -246,7 +273,23 @@ impl Table {
     pub fn json(&self, now: Instant) -> serde_json::Value {
         let mut entries: Vec<&Entry> = self.entries.values().collect();
         entries.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
-        entries.into_iter().map(|entry| entry.json(now)).collect()
+        entries.into_iter().map(|entry| entry.json(self.index.blocks_of(entry.node.session), now)).collect()
+    }
+
+    pub fn index(&self) -> IndexTotals {
+        self.index.totals()
+    }
+
+    /// The nodes as they stand to a request.
+    pub fn views_for(&mut self, need: &Need<'_>, now: Instant) -> Vec<NodeView> {
+        let mut views = self.views(now);
+        let mut cached = self.index.matches(need.hashes);
+        cached.sort_unstable();
+        for view in &mut views {
+            let found = cached.binary_search_by_key(&view.session, |(session, _)| *session);
+            view.cached_blocks_of_prompt = found.map_or(0, |found| cached[found].1);
+        }
+        views
     }
 
     fn views(&self, now: Instant) -> Vec<NodeView> {
@@ -281,10 +324,11 @@ impl Entry {
                 blocks: 0,
             },
             routed: self.routed,
+            cached_blocks_of_prompt: 0,
         }
     }
 
-    fn json(&self, now: Instant) -> serde_json::Value {
+    fn json(&self, indexed_blocks: u32, now: Instant) -> serde_json::Value {
         let info = &self.node.info;
         json!({
             "id": info.node_id,
@@ -298,6 +342,8 @@ impl Entry {
             "draining": self.draining,
             "breaker": self.breaker.circuit(now).as_str(),
             "free_blocks": self.load.free_blocks,
+            "cached_blocks": self.load.cached_blocks,
+            "indexed_blocks": indexed_blocks,
             "total_blocks": info.total_blocks,
             "block_tokens": info.block_tokens,
             "running": self.load.running,

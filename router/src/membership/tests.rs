@@ -27,7 +27,11 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
 }
 
 fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair> {
-    membership.route(prompt, max, &Wish::default(), Instant::now())
+    membership.route(ask(prompt, max), &Wish::default(), Instant::now())
+}
+
+fn ask(prompt_tokens: u32, max_tokens: u32) -> Ask<'static> {
+    Ask { prompt_tokens, max_tokens, hashes: &[] }
 }
 
 fn dead(node: &Node) -> bool {
@@ -209,7 +213,7 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
         membership.register(register(id, role, 1), start).unwrap();
     }
     let wish = |avoid: &[u64]| Wish { avoid: Avoid { nodes: avoid.to_vec(), pairs: vec![] }, ..Wish::default() };
-    let route = |avoid: &[u64], now| membership.route(100, 10, &wish(avoid), now).unwrap();
+    let route = |avoid: &[u64], now| membership.route(ask(100, 10), &wish(avoid), now).unwrap();
     let (bad, good) = {
         let first = route(&[], start);
         let bad = first.decode.session;
@@ -238,4 +242,49 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
     probe.succeeded(Role::Decode);
     assert_eq!(route(&[good], later).decode.session, bad);
     assert!(membership.breakers(later).nodes.iter().all(|(_, _, circuit)| *circuit == Circuit::Closed));
+}
+
+fn stored(first: u64, snapshot: bool, hashes: &[SequenceHash]) -> v1::KvEvents {
+    v1::KvEvents { first, snapshot, hashes: hashes.to_vec(), removed: Vec::new() }
+}
+
+#[test]
+fn the_cached_blocks_of_a_node_go_with_it() {
+    let (membership, now) = (membership().with_index_blocks(5), Instant::now());
+    let prefill = membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
+    let decode = membership.register(register("d", v1::Role::Decode, 2), now).unwrap();
+    membership.kv_events(prefill.session, &stored(0, true, &[1, 2, 3]), now).unwrap();
+    membership.kv_events(decode.session, &stored(0, true, &[1, 2]), now).unwrap();
+    let cached = |membership: &Membership| -> Vec<u32> {
+        let need = Need { prompt_tokens: 100, total_tokens: 110, block_tokens: 16, hashes: &[1, 2, 3, 4] };
+        let views = lock(&membership.table).views_for(&need, now);
+        views.iter().map(|view| view.cached_blocks_of_prompt).collect()
+    };
+    assert_eq!(cached(&membership), [3, 2]);
+    let shown = membership.json();
+    assert_eq!((&shown["index"]["blocks"], &shown["index"]["limit"]), (&json!(3), &json!(5)));
+    assert_eq!((&shown["nodes"][0]["indexed_blocks"], &shown["nodes"][1]["indexed_blocks"]), (&json!(2), &json!(3)));
+    let gap = membership.kv_events(prefill.session, &stored(9, false, &[7]), now).unwrap_err();
+    assert_eq!((gap.expected, gap.found, membership.index().gaps), (Some(3), 9, 1));
+    // Another life of it, death by its stream's end, and a drained one's leave: what they held is gone at once.
+    let next = membership.register(register("p", v1::Role::Prefill, 3), now).unwrap();
+    assert_eq!((cached(&membership), membership.index().blocks), (vec![2, 0], 2));
+    membership.kv_events(prefill.session, &stored(0, true, &[1]), now).unwrap();
+    membership.kv_events(next.session, &stored(0, true, &[1]), now).unwrap();
+    assert_eq!(cached(&membership), [2, 1], "what comes late from a dead one is ignored");
+    membership.leave(decode.session, "it left");
+    assert_eq!(cached(&membership), [1]);
+    membership.draining(next.session, now);
+    membership.leave(next.session, "it left");
+    assert_eq!((cached(&membership), membership.index().blocks), (vec![], 0));
+}
+
+#[test]
+fn a_node_that_tells_of_its_cache_is_not_silent() {
+    let (membership, start) = (membership(), Instant::now());
+    let node = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    membership.kv_events(node.session, &stored(0, true, &[]), start + LEASE).unwrap();
+    membership.expire(start + LEASE);
+    membership.expire(start + LEASE * 2);
+    assert!(!dead(&node));
 }
