@@ -1,4 +1,4 @@
-//! The prefix index at the size of a large cluster: 1,000 nodes and as many hashes as it may hold. Prints medians.
+//! The prefix index at the size of a large cluster: 1,000 nodes and up to as many hashes as it may hold. Prints medians.
 //! `cargo bench -p tandem-router --bench index`
 //!
 //! A look-up's time is mostly memory: "cold" rows go through prompts in turn, whose entries are in no cache by then; "hot"
@@ -12,7 +12,6 @@ use tandem_proto::{SequenceHash, v1};
 use tandem_router::index::PrefixIndex;
 
 const NODES: u64 = 1_000;
-const HASHES: usize = 4_000_000;
 /// Of a prompt.
 const BLOCKS: usize = 1_000;
 /// So many prompts of a kind, far from each other.
@@ -22,42 +21,19 @@ const MESSAGE: usize = 1_024;
 const RUNS: usize = 2_001;
 
 fn main() {
-    let mut cluster = Cluster::new();
-    println!(
-        "{NODES} nodes, {} hashes; prompts of {BLOCKS} blocks; median and 99th percentile",
-        cluster.index.totals().blocks
-    );
-    let nobody: Vec<Prompt> = (0..PROMPTS).map(|i| hashes(90_000 + i, BLOCKS)).collect();
-    let three = cluster.prompts(10_000, |node, i| if node % 333 == i % 333 { BLOCKS } else { 0 });
-    let system = cluster.prompts(20_000, |node, i| {
-        if node % 500 == i {
-            BLOCKS
-        } else if node % 2 == 0 {
-            64
-        } else {
-            0
-        }
-    });
-    let ten =
-        cluster.prompts(30_000, |node, i| if node % 100 == i { (node as usize / 100 + 1) * BLOCKS / 10 } else { 0 });
-    let all = cluster.prompts(40_000, |_, i| if i < 4 { BLOCKS } else { 0 });
-    let staircase = cluster.prompts(50_000, |node, i| if i < 4 { node as usize + 1 } else { 0 });
-
-    println!("\nlook-up (PrefixIndex::matches)");
-    cluster.look_up("nobody holds it", &nobody, 0);
-    cluster.look_up("4 nodes hold all of it", &three, 4);
-    cluster.look_up("2 hold all, 500 its first 64 blocks", &system, 500);
-    cluster.look_up("10 nodes, each 100 blocks more", &ten, 10);
-    cluster.look_up("all 1,000 hold all of it", &all[..4], 1_000);
-    cluster.look_up("1,000 nodes, each one block more", &staircase[..4], 1_000);
-
-    println!("\nchanges (PrefixIndex::apply, {MESSAGE} of them in a message)");
-    cluster.messages();
-    println!("\na node's death (PrefixIndex::remove)");
-    cluster.deaths();
-
+    for hashes in [500_000, 4_000_000] {
+        let mut cluster = Cluster::new(hashes);
+        println!("{NODES} nodes, {hashes} hashes; prompts of {BLOCKS} blocks; median and 99th percentile");
+        println!("\nlook-up (PrefixIndex::matches)");
+        cluster.look_ups();
+        println!("\nchanges (PrefixIndex::apply, {MESSAGE} of them in a message)");
+        cluster.messages();
+        println!("\na node's death (PrefixIndex::remove)");
+        cluster.deaths();
+        println!();
+    }
     let tokens: Vec<u32> = (0..BLOCKS as u32 * 16).collect();
-    println!("\nhashes of a prompt, once for each attempt");
+    println!("hashes of a prompt, once for each attempt");
     row("16,000 tokens", 1, time(201, || drop(black_box(sequence_hashes(7, black_box(&tokens), 16)))));
 }
 
@@ -77,14 +53,13 @@ struct Cluster {
     index: PrefixIndex,
     /// Number of each node's next change.
     next: Vec<u64>,
-    evictions: u64,
 }
 
 impl Cluster {
     /// Each node holds blocks of its own; together they fill the index but for what the prompts need.
-    fn new() -> Self {
-        let mut cluster = Self { index: PrefixIndex::new(HASHES, 0x5eed), next: vec![0; NODES as usize], evictions: 0 };
-        let own = (HASHES - 5 * PROMPTS as usize * BLOCKS) / NODES as usize;
+    fn new(limit: usize) -> Self {
+        let mut cluster = Self { index: PrefixIndex::new(limit, 0x5eed), next: vec![0; NODES as usize] };
+        let own = (limit - 5 * PROMPTS as usize * BLOCKS) / NODES as usize;
         for node in 0..NODES {
             cluster.tell(node, true, &hashes(node, own), false);
         }
@@ -113,6 +88,26 @@ impl Cluster {
         prompts
     }
 
+    fn look_ups(&mut self) {
+        let nobody: Vec<Prompt> = (0..PROMPTS).map(|i| hashes(90_000 + i, BLOCKS)).collect();
+        let few = self.prompts(10_000, |node, i| if node % 250 == i { BLOCKS } else { 0 });
+        let system = self.prompts(20_000, |node, i| match node {
+            _ if node % 500 == i => BLOCKS,
+            _ if node % 2 == 0 => 64,
+            _ => 0,
+        });
+        let ten =
+            self.prompts(30_000, |node, i| if node % 100 == i { (node as usize / 100 + 1) * BLOCKS / 10 } else { 0 });
+        let all = self.prompts(40_000, |_, i| if i < 4 { BLOCKS } else { 0 });
+        let staircase = self.prompts(50_000, |node, i| if i < 4 { node as usize + 1 } else { 0 });
+        self.look_up("nobody holds it", &nobody, 0);
+        self.look_up("4 nodes hold all of it", &few, 4);
+        self.look_up("2 hold all, 500 its first 64 blocks", &system, 500);
+        self.look_up("10 nodes, each 100 blocks more", &ten, 10);
+        self.look_up("all 1,000 hold all of it", &all[..4], 1_000);
+        self.look_up("1,000 nodes, each one block more", &staircase[..4], 1_000);
+    }
+
     fn look_up(&mut self, name: &str, prompts: &[Prompt], nodes: usize) {
         assert!(prompts.iter().all(|prompt| self.index.matches(prompt).len().abs_diff(nodes) <= 2), "{name}");
         let mut turn = 0;
@@ -139,14 +134,13 @@ impl Cluster {
             let times = time(fresh.len(), || self.tell(node, false, messages.next().unwrap(), removed));
             row(name, MESSAGE, times);
         }
-        self.evictions = self.index.totals().evicted - before;
-        assert!(self.evictions > 100_000, "the index was full");
+        assert!(self.index.totals().evicted - before > 100_000, "the index was full");
     }
 
     fn deaths(&mut self) {
         let mut nodes = 500..NODES;
         let times = time(101, || self.index.remove(nodes.next().unwrap()));
-        row("3,700 blocks of its own, parts of prompts", 1, times);
+        row("of its own blocks and parts of prompts", 1, times);
     }
 }
 

@@ -13,8 +13,10 @@
 //! sets are bounded by an eighth of it. Worst case 24 bytes a hash, 11 to 22 for its place, 27 for its share of the sets.
 //! To forget is always safe: a node's later `removed` of such a hash changes nothing.
 //!
-//! **One owner.** It lives in the node table, under its one lock. `cargo bench -p tandem-router --bench index` measures what
-//! that costs (docs/benchmarks/router.md).
+//! **One owner.** It lives in the node table, under its one lock. Measured (docs/benchmarks/router.md; 1,000 nodes, 4,000,000
+//! hashes): a look-up of 1,000 blocks 6 to 8 µs when they are in a cache, 24 to 39 µs when not, a change 0.06 to 0.31 µs, a
+//! message of 1,024 new hashes 0.3 ms, a node's death 25 µs. 1,000 nodes that cache 100 new blocks a second each hold the lock 3 % of
+//! the time: shards or a lock of its own would buy nothing yet.
 mod entries;
 mod holders;
 mod places;
@@ -193,7 +195,8 @@ impl PrefixIndex {
         let known = self.walked.len() as u32;
         let left = holders.unwrap_or_default();
         matches.extend(members(&left).map(|node| (self.streams[usize::from(node)].session, known)));
-        self.touch_walked();
+        // The prompt's beginning is the last to be forgotten.
+        self.entries.touch_all(&self.walked);
         matches
     }
 
@@ -366,15 +369,6 @@ impl PrefixIndex {
             let hash = *hashes.get(i)?;
             self.places.find_from(firsts[i], mixed[i], |id| self.entries.get(id).hash == hash)
         })
-    }
-
-    /// The prompt's beginning is the last to be forgotten.
-    fn touch_walked(&mut self) {
-        let mut newer = None;
-        for id in &self.walked {
-            self.entries.touch(*id, newer);
-            newer = Some(*id);
-        }
     }
 }
 

@@ -64,13 +64,13 @@ impl Entries {
                 id
             }
         };
-        self.link(id, newer);
+        self.link(id, id, newer.unwrap_or(NONE));
         self.len += 1;
         id
     }
 
     pub fn remove(&mut self, id: u32) -> Entry {
-        self.unlink(id);
+        self.unlink(id, id);
         let entry = &mut self.slab[id as usize];
         let removed = *entry;
         (entry.set, entry.older) = (NONE, self.unused);
@@ -81,10 +81,38 @@ impl Entries {
 
     /// It was used now; or, with `newer`, right before that one.
     pub fn touch(&mut self, id: u32, newer: Option<u32>) {
-        let is_there = newer.unwrap_or(NONE) == self.slab[id as usize].newer;
-        if !is_there && newer != Some(id) {
-            self.unlink(id);
-            self.link(id, newer);
+        if newer != Some(id) {
+            self.touch_run(id, id, newer);
+        }
+    }
+
+    /// These were used now, the first of them last. What stands together in this order already, as the blocks of a prompt
+    /// do that was asked for before, moves in one step.
+    pub fn touch_all(&mut self, ids: &[u32]) {
+        let mut newer = None;
+        let mut rest = ids;
+        while let [first, others @ ..] = rest {
+            let (mut last, mut others) = (*first, others);
+            while let [next, behind @ ..] = others
+                && self.slab[*next as usize].newer == last
+                && newer != Some(*next)
+            {
+                (last, others) = (*next, behind);
+            }
+            rest = others;
+            if newer != Some(*first) {
+                self.touch_run(*first, last, newer);
+            }
+            newer = Some(last);
+        }
+    }
+
+    /// `newer` is none of the run.
+    fn touch_run(&mut self, first: u32, last: u32, newer: Option<u32>) {
+        let newer = newer.unwrap_or(NONE);
+        if newer != self.slab[first as usize].newer {
+            self.unlink(first, last);
+            self.link(first, last, newer);
         }
     }
 
@@ -93,17 +121,17 @@ impl Entries {
         (self.oldest != NONE).then_some(self.oldest)
     }
 
-    fn link(&mut self, id: u32, newer: Option<u32>) {
-        let newer = newer.unwrap_or(NONE);
-        let older = if newer == NONE { self.newest } else { self.slab[newer as usize].older };
-        let entry = &mut self.slab[id as usize];
-        (entry.newer, entry.older) = (newer, older);
-        *self.older_of(newer) = id;
-        *self.newer_of(older) = id;
+    /// Puts a run, from its newest to its oldest, behind `newer`.
+    fn link(&mut self, first: u32, last: u32, newer: u32) {
+        let older = *self.older_of(newer);
+        self.slab[first as usize].newer = newer;
+        self.slab[last as usize].older = older;
+        *self.older_of(newer) = first;
+        *self.newer_of(older) = last;
     }
 
-    fn unlink(&mut self, id: u32) {
-        let Entry { newer, older, .. } = self.slab[id as usize];
+    fn unlink(&mut self, first: u32, last: u32) {
+        let (newer, older) = (self.slab[first as usize].newer, self.slab[last as usize].older);
         *self.older_of(newer) = older;
         *self.newer_of(older) = newer;
     }
@@ -160,6 +188,24 @@ mod tests {
         assert!(entries.at(second).is_none());
         assert_eq!(entries.add(5, 0, None), second, "places are used again");
         assert_eq!((order(&entries), entries.slots()), (vec![5, 3, 1, 4], 4));
+    }
+
+    #[test]
+    fn what_stands_together_moves_together() {
+        let mut entries = Entries::new();
+        let ids: Vec<u32> = (0..6).map(|hash| entries.add(hash, 0, None)).collect();
+        assert_eq!(order(&entries), [5, 4, 3, 2, 1, 0]);
+        entries.touch_all(&[ids[3], ids[2], ids[0]]);
+        assert_eq!(order(&entries), [3, 2, 0, 5, 4, 1]);
+        entries.touch_all(&[ids[3], ids[2], ids[0], ids[5]]);
+        assert_eq!(order(&entries), [3, 2, 0, 5, 4, 1]);
+        // Whatever comes twice.
+        for twice in [[4, 1, 4, 1], [1, 1, 4, 4], [0, 5, 0, 3], [2, 2, 2, 2]] {
+            entries.touch_all(&twice.map(|i| ids[i]));
+            order(&entries);
+        }
+        entries.touch_all(&[]);
+        assert_eq!(order(&entries).len(), 6);
     }
 
     #[test]
