@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tandem_proto::SequenceHash;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use crate::error::EngineError;
 use crate::prefix_cache::{CacheUpdate, PrefixCache};
@@ -29,6 +29,8 @@ struct Inner {
     block_tokens: usize,
     prefix_caching: bool,
     state: Mutex<State>,
+    /// Blocks entered the cache. For one reader.
+    published: Notify,
 }
 
 struct State {
@@ -83,7 +85,8 @@ impl BlockPool {
             next_waiter: 0,
         };
         let block_tokens = block_tokens.max(1);
-        Self(Arc::new(Inner { total: ids as usize, block_tokens, prefix_caching, state: Mutex::new(state) }))
+        let (total, state, published) = (ids as usize, Mutex::new(state), Notify::new());
+        Self(Arc::new(Inner { total, block_tokens, prefix_caching, state, published }))
     }
 
     /// Blocks of the pool: empty, cached and leased.
@@ -114,6 +117,12 @@ impl BlockPool {
     /// What has entered and left the cache since event `from`, see [`CacheUpdate`].
     pub fn cache_events(&self, from: u64) -> CacheUpdate {
         self.0.state().cache.events_since(from)
+    }
+
+    /// Ready when blocks have entered the cache since this was last ready; for one reader of
+    /// [`BlockPool::cache_events`]. What leaves the cache does not wake it: it can wait.
+    pub async fn cache_grew(&self) {
+        self.0.published.notified().await;
     }
 
     /// Takes `n` blocks now, behind everyone who already waits in [`BlockPool::reserve`].
@@ -327,10 +336,15 @@ impl KvLease {
         }
         let mut state = self.pool.state();
         let blocks = self.blocks.iter().skip(first);
+        let mut grew = false;
         for (&block, &hash) in blocks.zip(hashes) {
-            state.cache.insert(hash, block);
+            grew |= state.cache.insert(hash, block);
         }
         self.read_only.fetch_max((first + hashes.len()).min(self.blocks.len()), Ordering::AcqRel);
+        drop(state);
+        if grew {
+            self.pool.published.notify_one();
+        }
     }
 
     /// Whether the blocks are ids of `pool`.
@@ -527,7 +541,11 @@ mod tests {
         let pool = BlockPool::new(8, 16);
         let hashes = sequence_hashes(0, &[5; 64], 16);
         let first = pool.try_reserve(4).unwrap();
+        let mut grew = Box::pin(pool.cache_grew());
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(grew.as_mut().poll(&mut context).is_pending());
         first.publish(0, &hashes);
+        assert!(grew.as_mut().poll(&mut context).is_ready());
         assert_eq!((first.cached_tokens(), first.read_only_tokens()), (0, 64));
         let shared = |tokens| {
             let lease = pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens }).unwrap();

@@ -4,7 +4,8 @@
 //! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena.
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
-//! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`admin`]: `/health` and `/metrics`.
+//! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`kv_feed`]: what it
+//!   is told of the prefix cache. [`admin`]: `/health` and `/metrics`.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
 //!   of KV hand-offs.
 //! - [`call`]: one streaming call as a task that dies with its client.
@@ -16,6 +17,7 @@ pub mod admin;
 pub mod call;
 pub mod config;
 pub mod handoffs;
+pub mod kv_feed;
 pub mod kv_memory;
 pub mod membership;
 pub mod node;

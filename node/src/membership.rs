@@ -1,19 +1,22 @@
-//! The node's side of the one stream to the router: register, report load, say when draining. The stream may be lost
+//! The node's side of the one stream to the router: register, report load and what the prefix cache holds ([`KvFeed`]), say when
+//! draining. The stream may be lost
 //! and opened again any number of times; to a router that has not declared it dead (a new one) the node is the same
 //! incarnation as before. A router that has refuses that incarnation: then the node's life is over and it joins as another
 //! one, without its running work ([`Node::begin_new_life`]).
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tandem_engine::prefix_cache::CacheUpdate;
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{Draining, NodeReport, RouterReport};
 use tandem_proto::{Error, ErrorKind};
+use tandem_telemetry::clock;
 use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
@@ -22,10 +25,16 @@ use tonic::{Status, Streaming};
 use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
 
+use crate::kv_feed::KvFeed;
 use crate::node::Node;
 
 /// Reports that may wait for a slow connection; more means that it is stuck.
 const REPORTS: usize = 8;
+/// Messages about the cache that may wait beside them. More are not sent before there is room: that the connection is slow
+/// for them is no reason to take it for stuck.
+const KV_MESSAGES: usize = 8;
+/// The cache's changes are collected for so long: the router hears of a block about then. They go with each report, too.
+const KV_INTERVAL: Duration = Duration::from_millis(20);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(10);
 const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
@@ -131,7 +140,7 @@ impl Link {
         let register = node.registration(self.endpoint.clone());
         let incarnation = register.incarnation;
         let channel = self.router.connect().await?;
-        let (reports, outbox) = mpsc::channel(REPORTS);
+        let (reports, outbox) = mpsc::channel(REPORTS + KV_MESSAGES);
         send(&reports, Report::Register(register))?;
         let answer = async {
             let mut client = MembershipClient::new(channel);
@@ -169,6 +178,10 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let mut told = false;
+    let mut kv = KvFeed::default();
+    // When the cache's changes are to be told, if there are some.
+    let mut kv_due = None;
+    let read = |from| node.engine.pool().cache_events(from);
     loop {
         let sent = tokio::select! {
             biased;
@@ -177,15 +190,52 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
                 send(&reports, Report::Draining(Draining {}))
             }
             message = inbound.message() => match message {
-                Ok(Some(_)) => Ok(()),
+                Ok(Some(message)) => {
+                    if message.kv_snapshot {
+                        kv.start_over();
+                        kv_due = Some(in_kv_interval());
+                    }
+                    Ok(())
+                }
                 Ok(None) => Err(unavailable("it closed the stream")),
                 Err(status) => Err(status.into()),
             },
-            _ = ticks.tick() => send(&reports, Report::Load(node.load())),
+            _ = ticks.tick() => tell_cache(&reports, &mut kv, read).and_then(|rest| {
+                kv_due = rest.then(in_kv_interval);
+                send(&reports, Report::Load(node.load()))
+            }),
+            () = until(kv_due) => {
+                tell_cache(&reports, &mut kv, read).map(|rest| kv_due = rest.then(in_kv_interval))
+            }
+            () = node.engine.pool().cache_grew(), if kv_due.is_none() => {
+                kv_due = Some(in_kv_interval());
+                Ok(())
+            }
         };
         if let Err(error) = sent {
             return error;
         }
+    }
+}
+
+/// Sends what has changed in the cache, as far as there is room; whether some of it may be left.
+fn tell_cache(reports: &Reports, kv: &mut KvFeed, read: impl Fn(u64) -> CacheUpdate) -> Result<bool, Error> {
+    while reports.capacity() > REPORTS {
+        let Some(events) = kv.next(&read) else { return Ok(false) };
+        send(reports, Report::KvEvents(events))?;
+    }
+    Ok(true)
+}
+
+fn in_kv_interval() -> Instant {
+    clock::now() + KV_INTERVAL
+}
+
+/// Ready then; never, if that is never.
+async fn until(due: Option<Instant>) {
+    match due {
+        Some(due) => sleep_until(due.into()).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -210,4 +260,44 @@ fn with_causes(error: &dyn std::error::Error) -> String {
         cause = source.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use tandem_engine::prefix_cache::PrefixCache;
+
+    use super::*;
+    use crate::kv_feed::MOST_HASHES;
+
+    #[test]
+    fn a_large_cache_does_not_make_a_slow_stream_a_stuck_one() {
+        let mut cache = PrefixCache::default();
+        for block in 0..12 * MOST_HASHES as u32 {
+            cache.insert(u64::from(block) + 1, block);
+        }
+        let (reports, mut stream) = mpsc::channel(REPORTS + KV_MESSAGES);
+        let mut kv = KvFeed::default();
+        let mut tell = || tell_cache(&reports, &mut kv, |from| cache.events_since(from)).unwrap();
+        // Nobody reads: the cache leaves all the room to the reports that they had.
+        assert!(tell() && tell());
+        for _ in 0..REPORTS {
+            send(&reports, Report::Draining(Draining {})).unwrap();
+        }
+        assert!(tell());
+        let stuck = send(&reports, Report::Draining(Draining {})).unwrap_err();
+        assert!(stuck.message.contains("stuck"), "{stuck}");
+        let mut seen = Vec::new();
+        let mut read = |stream: &mut mpsc::Receiver<NodeReport>| {
+            while let Ok(NodeReport { report: Some(report) }) = stream.try_recv() {
+                if let Report::KvEvents(events) = report {
+                    seen.push((events.snapshot, events.first as usize, events.hashes.len()));
+                }
+            }
+        };
+        read(&mut stream);
+        assert!(!tell(), "now there is room for the rest");
+        read(&mut stream);
+        let parts: Vec<_> = (0..12).map(|part| (part == 0, part * MOST_HASHES, MOST_HASHES)).collect();
+        assert_eq!(seen, parts);
+    }
 }

@@ -5,16 +5,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
+use tandem_engine::{Prefix, SamplingParams, SequenceRequest};
 use tandem_kvtransfer::transport::Faults;
 use tandem_node::call::Events;
 use tandem_node::membership::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
+use tandem_proto::hash::sequence_hashes;
 use tandem_proto::v1::membership_server::{Membership, MembershipServer};
 use tandem_proto::v1::node_report::Report;
-use tandem_proto::v1::{NodeReport, Register, Role, RouterReport};
+use tandem_proto::v1::{KvEvents, NodeReport, Register, Role, RouterReport};
 use tandem_proto::{Error, ErrorKind, Incarnation};
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
@@ -33,6 +35,8 @@ struct Cli {
 struct FakeRouter {
     seen: mpsc::Sender<Report>,
     dead: Arc<AtomicU64>,
+    /// It lost count of the node's cache.
+    lost_count: Arc<Notify>,
 }
 
 #[tonic::async_trait]
@@ -42,8 +46,19 @@ impl Membership for FakeRouter {
     async fn join(&self, request: Request<Streaming<NodeReport>>) -> Result<Response<Self::JoinStream>, Status> {
         let (seen, dead, mut reports) = (self.seen.clone(), self.dead.clone(), request.into_inner());
         let (answers, outbox) = mpsc::channel(1);
+        let lost_count = self.lost_count.clone();
         tokio::spawn(async move {
-            while let Ok(Some(NodeReport { report: Some(report) })) = reports.message().await {
+            loop {
+                let report = tokio::select! {
+                    report = reports.message() => match report {
+                        Ok(Some(NodeReport { report: Some(report) })) => report,
+                        _ => return,
+                    },
+                    () = lost_count.notified() => {
+                        let _ = answers.send(Ok(RouterReport { kv_snapshot: true, ..RouterReport::default() })).await;
+                        continue;
+                    }
+                };
                 if let Report::Register(register) = &report {
                     let accepted_incarnation = register.incarnation;
                     if accepted_incarnation == dead.load(Ordering::Relaxed) {
@@ -69,12 +84,17 @@ impl Membership for FakeRouter {
 }
 
 async fn serve(listener: TcpListener, stop: CancellationToken) -> mpsc::Receiver<Report> {
-    serve_but(listener, stop, Arc::default()).await
+    serve_but(listener, stop, Arc::default(), Arc::default()).await
 }
 
-async fn serve_but(listener: TcpListener, stop: CancellationToken, dead: Arc<AtomicU64>) -> mpsc::Receiver<Report> {
+async fn serve_but(
+    listener: TcpListener,
+    stop: CancellationToken,
+    dead: Arc<AtomicU64>,
+    lost_count: Arc<Notify>,
+) -> mpsc::Receiver<Report> {
     let (seen, reports) = mpsc::channel(4);
-    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, dead }));
+    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, dead, lost_count }));
     tokio::spawn(async move {
         tokio::select! {
             served = server.serve_with_incoming(TcpListenerStream::new(listener)) => served.unwrap(),
@@ -138,7 +158,7 @@ async fn an_incarnation_that_was_declared_dead_ends_its_calls_and_comes_back_as_
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let first = node.incarnation();
     let (stop, dead) = (CancellationToken::new(), Arc::new(AtomicU64::new(first.0)));
-    let mut reports = serve_but(listener, CancellationToken::new(), dead).await;
+    let mut reports = serve_but(listener, CancellationToken::new(), dead, Arc::default()).await;
     let lease = Arc::new(node.engine.pool().try_reserve(3).unwrap());
     let held = Arc::downgrade(&lease);
     let mut call = tandem_node::call::spawn(node.work.begin().unwrap(), |_events: Events<()>| async move {
@@ -156,6 +176,79 @@ async fn an_incarnation_that_was_declared_dead_ends_its_calls_and_comes_back_as_
     assert!(held.upgrade().is_none(), "what the call held is back");
     assert_eq!(node.lives(), 2);
     while !matches!(reports.recv().await, Some(Report::Load(load)) if load.free_blocks == 7 && load.waiting == 0) {}
+    stop.cancel();
+    joined.await.unwrap();
+}
+
+/// Has the engine read a prompt of `blocks` full blocks that begins with `start`; the hashes of these.
+async fn read_prompt(node: &Node, start: u32, blocks: usize) -> Vec<u64> {
+    let (pool, spec) = (node.engine.pool(), node.engine.spec());
+    let tokens: Vec<u32> = (0..=blocks as u32 * 16).map(|i| start + i % 3).collect();
+    let hashes = sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
+    let prefix = Prefix { hashes: &hashes, tokens: tokens.len() };
+    let lease = pool.reserve_prefix(pool.blocks_for(tokens.len() + 1), prefix).await.unwrap();
+    let mut stream = node
+        .engine
+        .submit(SequenceRequest {
+            id: "a prompt".to_owned(),
+            prompt_len: tokens.len(),
+            tokens,
+            computed: lease.cached_tokens(),
+            lease: Arc::new(lease),
+            max_new_tokens: 1,
+            sampling: SamplingParams::GREEDY,
+            ignore_eos: true,
+            stop_token_ids: Vec::new(),
+            deadline: None,
+            priority: 0,
+            report_layers: Vec::new(),
+        })
+        .unwrap();
+    while stream.next().await.is_some() {}
+    hashes[..blocks].to_vec()
+}
+
+async fn kv_events(reports: &mut mpsc::Receiver<Report>) -> KvEvents {
+    loop {
+        if let Report::KvEvents(events) = reports.recv().await.unwrap() {
+            return events;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tells_what_its_cache_holds_from_a_snapshot_on() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let config = config(listener.local_addr().unwrap());
+    let node = Node::start(&config, Faults::default()).await.unwrap();
+    let before = read_prompt(&node, 5, 2).await;
+    let (stop, lost_count) = (CancellationToken::new(), Arc::new(Notify::new()));
+    let mut reports = serve_but(listener, CancellationToken::new(), Arc::default(), lost_count.clone()).await;
+    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
+
+    registered(&mut reports).await;
+    let Some(Report::KvEvents(mut snapshot)) = reports.recv().await else { panic!("before the first load") };
+    snapshot.hashes.sort_unstable();
+    let mut expected = before.clone();
+    expected.sort_unstable();
+    assert_eq!((snapshot.first, snapshot.snapshot, &snapshot.hashes), (0, true, &expected));
+    assert!(matches!(reports.recv().await, Some(Report::Load(_))));
+
+    let more = read_prompt(&node, 9, 2).await;
+    let events = kv_events(&mut reports).await;
+    assert_eq!((events.first, events.snapshot, events.hashes), (2, false, more.clone()));
+    assert!(events.removed.is_empty());
+
+    // Seven blocks in all: what is cached has to go.
+    drop(node.engine.pool().try_reserve(7).unwrap());
+    let events = kv_events(&mut reports).await;
+    assert_eq!((events.first, events.hashes.len(), events.removed), (4, 4, vec![0b1111]));
+
+    let last = read_prompt(&node, 20, 1).await;
+    assert_eq!(kv_events(&mut reports).await.hashes, last);
+    lost_count.notify_one();
+    let again = kv_events(&mut reports).await;
+    assert_eq!((again.first, again.snapshot, again.hashes), (9, true, last));
     stop.cancel();
     joined.await.unwrap();
 }

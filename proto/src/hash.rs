@@ -3,6 +3,8 @@
 //! the control plane's identities guard against people.
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use crate::BLOCK_TOKENS;
+
 /// `seq[0] = H(salt ‖ tok[0])`, `seq[i] = H(seq[i-1] ‖ tok[i])`: names a block together with everything before it.
 pub type SequenceHash = u64;
 
@@ -25,7 +27,23 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes)
 }
 
+/// What a block of [`crate::BLOCK_TOKENS`] needs. One call over contiguous bytes is several times faster than the same hash in pieces.
+const CHAIN_BYTES: usize = 8 + 4 * BLOCK_TOKENS[BLOCK_TOKENS.len() - 1];
+
 fn chain(previous: u64, block: &[u32]) -> SequenceHash {
+    let mut buffer = [0; CHAIN_BYTES];
+    match buffer.get_mut(..8 + 4 * block.len()) {
+        Some(bytes) => {
+            bytes[..8].copy_from_slice(&previous.to_le_bytes());
+            let tokens = bytes[8..].chunks_exact_mut(4).zip(block);
+            tokens.for_each(|(bytes, token)| bytes.copy_from_slice(&token.to_le_bytes()));
+            xxh3_64(bytes)
+        }
+        None => chain_in_pieces(previous, block),
+    }
+}
+
+fn chain_in_pieces(previous: u64, block: &[u32]) -> SequenceHash {
     let mut hasher = Xxh3::new();
     hasher.update(&previous.to_le_bytes());
     for token in block {
@@ -47,6 +65,13 @@ mod tests {
             let cut = cut.min(tokens.len()) / 16 * 16;
             let prefix = sequence_hashes(7, &tokens[..cut], 16);
             prop_assert_eq!(&whole[..prefix.len()], &prefix[..]);
+        }
+
+        #[test]
+        fn a_block_has_one_hash_however_it_is_computed(
+            previous: u64, tokens in prop::collection::vec(any::<u32>(), 0..300),
+        ) {
+            prop_assert_eq!(chain(previous, &tokens), chain_in_pieces(previous, &tokens));
         }
 
         #[test]

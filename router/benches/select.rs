@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1;
-use tandem_router::membership::{Expected, Membership};
+use tandem_router::membership::{Ask, Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::cost::StepCost;
 use tandem_router::select::policy::Policy;
 use tandem_router::select::{Cluster, LocalPrefill, Need, NodeView, Role, Settings, Wish, Work, select};
 
-const NEED: Need = Need { prompt_tokens: 2_000, total_tokens: 2_256, block_tokens: 16 };
+const NEED: Need<'static> = Need { prompt_tokens: 2_000, total_tokens: 2_256, block_tokens: 16, hashes: &[] };
 const NODES: [usize; 3] = [10, 100, 1_000];
 /// The share of nodes that hold some of the prompt.
 const CACHED: f64 = 0.2;
@@ -46,11 +46,12 @@ fn tell(nodes: usize, name: &str, (median, p99): (Duration, Duration)) {
 /// The same through the node table.
 fn measure_table(count: usize) -> (Duration, Duration) {
     let membership = table(count);
+    let ask = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
     let wish = Wish::default();
     let mut times = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        let route = membership.route(NEED.prompt_tokens, 256, &wish, start);
+        let route = membership.route(ask, &wish, start);
         drop(black_box(route).expect("every node can take the request"));
         times.push(start.elapsed());
     }
@@ -103,6 +104,7 @@ fn measure(count: usize, settings: &Settings) -> (Duration, Duration) {
     let mut rng = StdRng::seed_from_u64(count as u64);
     let mut nodes: Vec<NodeView> = (0..count).map(|index| node(index, &mut rng)).collect();
     let links = links(count, &mut rng);
+    let ask = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
     let wish = Wish::default();
     let mut times = Vec::with_capacity(ROUNDS);
     for turn in 0..ROUNDS as u64 {

@@ -230,6 +230,7 @@ impl Service {
             breakers: flow.membership.breakers(clock::now()),
             requests: flow.admission.counts(),
             spans_dropped: flow.exporter.dropped(),
+            index: flow.membership.index(),
         };
         flow.metrics.text(accept, &seen)
     }

@@ -7,7 +7,7 @@ use clap::Parser;
 
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
-use crate::membership::breaker;
+use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;
 use crate::select::{self, LocalPrefill};
 
@@ -70,6 +70,10 @@ struct Flags {
     /// Choices that cost at most so much more than the best are as good as equal: the emptier of two of them is taken
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(0..=100))]
     near_optimal_percent: u32,
+    /// KV blocks of which the router knows the nodes that have them cached; about 45 bytes each, the least recently used are
+    /// forgotten
+    #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
+    index_blocks: u32,
     /// How long running requests may take to end after SIGTERM
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
@@ -96,6 +100,8 @@ pub struct Config {
     pub breakers: breaker::Settings,
     /// How nodes are chosen.
     pub choice: select::Settings,
+    /// Blocks in the prefix index at most.
+    pub index_blocks: usize,
     /// Bound of the drain.
     pub drain: Duration,
 }
@@ -133,6 +139,7 @@ impl From<Flags> for Config {
                 near_optimal: f64::from(flags.near_optimal_percent) / 100.0,
                 local: flags.local_prefill,
             },
+            index_blocks: flags.index_blocks as usize,
             drain: millis(flags.drain_ms),
         }
     }
@@ -150,12 +157,14 @@ mod tests {
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
+        assert_eq!(config.index_blocks, 4_000_000);
         let chosen = ["r", "--model", "m.gguf", "--policy", "round-robin", "--tpot-objective-ms", "50"];
         let config: Config = Flags::try_parse_from(chosen).unwrap().into();
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::RoundRobin, 20.0));
         for wrong in [
             ["--tpot-objective-ms", "0"],
             ["--policy", "best"],
+            ["--index-blocks", "0"],
             ["--max-attempts", "0"],
             ["--max-attempts", "17"],
             ["--breaker-failures", "0"],

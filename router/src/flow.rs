@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 pub use admission::Admission;
 
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
-use crate::membership::{Membership, Route};
+use crate::membership::{Ask, Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
@@ -43,6 +43,7 @@ use legs::Rest;
 use progress::Progress;
 use record::{Chosen, Identities, Names, Record};
 use replan::{Failure, Replan};
+use seek::Tokens;
 use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
@@ -243,8 +244,7 @@ impl Run {
 
     fn route(&mut self) -> Result<Route, Error> {
         let now = clock::now();
-        let (tokens, wish) = (self.progress.tokens(), Wish::default());
-        let routed = self.shared.membership.route(tokens.prompt, tokens.max, &wish, now);
+        let routed = self.shared.membership.route(self.tokens().ask(), &Wish::default(), now);
         let route = routed.map_err(|why| refusal(&why))?;
         self.record.chosen = Some(Chosen {
             nodes: Names::of(&route),
@@ -254,6 +254,12 @@ impl Run {
         });
         self.shared.metrics.planned(route.plan());
         Ok(route)
+    }
+
+    /// What is left to do, as nodes are chosen for it.
+    fn tokens(&self) -> Tokens {
+        let membership = &self.shared.membership;
+        self.progress.tokens(membership.model_digest(), membership.block_tokens())
     }
 
     /// Moves events until the answer is complete or the attempt fails.
@@ -420,7 +426,8 @@ impl Run {
 
 fn no_pair(shared: &Shared) -> Error {
     // The cheapest request: its refusal is about the nodes alone.
-    match shared.membership.route(1, 1, &Wish::default(), clock::now()) {
+    match shared.membership.route(Ask { prompt_tokens: 1, max_tokens: 1, hashes: &[] }, &Wish::default(), clock::now())
+    {
         Err(why) => refusal(&why),
         Ok(_) => Error::new(ErrorKind::Unavailable, "no nodes were available; some have just come: try again"),
     }

@@ -4,7 +4,7 @@
 //! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
 //! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and another pair of nodes
 //!   when one fails.
-//! - [`select`]: which pair of nodes; pure.
+//! - [`select`]: which pair of nodes; pure. [`index`]: which node has which blocks in its cache; pure.
 //! - [`membership`]: the node table, the gRPC service that fills it, circuit breakers, and the fence before dead incarnations.
 //! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
 //! - [`traces`], [`metrics`]: what happened, for people.
@@ -18,6 +18,7 @@ pub mod config;
 pub mod flow;
 pub mod grpc;
 pub mod http;
+pub mod index;
 pub mod membership;
 pub mod metrics;
 pub mod select;

@@ -18,12 +18,13 @@ use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
 use serde_json::json;
-use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, v1};
+use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
+use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
 use entry::Share;
@@ -32,7 +33,9 @@ use reach::{Reach, Reaching};
 use table::{Booked, Table};
 
 /// Nodes at most; the next one is refused.
-pub const MAX_NODES: usize = 1024;
+pub const MAX_NODES: usize = MOST_NODES;
+/// Blocks of which it is known who has them cached, where nothing else is said.
+pub const DEFAULT_INDEX_BLOCKS: usize = 4_000_000;
 /// How often a node reports.
 pub const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -103,6 +106,17 @@ pub struct Membership {
     lease: Duration,
     reaching: Reaching,
     choice: select::Settings,
+}
+
+/// What a request asks for, of whichever nodes.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens to generate at most.
+    pub max_tokens: u32,
+    /// Sequence hashes of the prompt's blocks that a cache can spare a node, see [`Membership::block_tokens`].
+    pub hashes: &'a [SequenceHash],
 }
 
 /// The nodes of one request, with the work booked on them until this is dropped.
@@ -211,7 +225,8 @@ pub struct Breakers {
 impl Membership {
     /// An empty table for pairs. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
-        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default())));
+        let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
+        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         Self { table, changed: Arc::default(), expected, lease, reaching, choice }
     }
@@ -233,7 +248,14 @@ impl Membership {
 
     /// An empty table with other settings for the nodes' circuit breakers.
     pub fn with_breakers(self, settings: breaker::Settings) -> Self {
-        Self { table: Arc::new(Mutex::new(Table::new(settings))), ..self }
+        lock(&self.table).set_breakers(settings);
+        self
+    }
+
+    /// An empty table that knows who has cached at most so many blocks.
+    pub fn with_index_blocks(self, blocks: usize) -> Self {
+        lock(&self.table).set_index(PrefixIndex::new(blocks, rand::random()));
+        self
     }
 
     /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is. For
@@ -263,6 +285,14 @@ impl Membership {
     /// Takes a load report.
     pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
         lock(&self.table).report(session, load, now);
+    }
+
+    /// Takes what a node tells of its cache.
+    ///
+    /// # Errors
+    /// [`Gap`]: the node is to be asked for a snapshot, once.
+    pub fn kv_events(&self, session: u64, events: &v1::KvEvents, now: Instant) -> Result<(), Gap> {
+        lock(&self.table).kv_events(session, events, now)
     }
 
     /// The node takes no new work from now on.
@@ -306,15 +336,26 @@ impl Membership {
     ///
     /// # Errors
     /// [`NoPair`].
-    pub fn route(&self, prompt_tokens: u32, max_tokens: u32, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
+    pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
+        let Ask { prompt_tokens, max_tokens, hashes } = ask;
         let mut table = lock(&self.table);
         let total_tokens = prompt_tokens.saturating_add(max_tokens);
-        let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens() };
+        let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens(), hashes };
         let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
         let (decode, decode_share) = (decode.node, decode.share);
         Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table: Arc::clone(&self.table) })
+    }
+
+    /// Tokens of a block on every node, for [`Ask::hashes`]. Hashes over another size match nothing.
+    pub fn block_tokens(&self) -> u32 {
+        lock(&self.table).block_tokens()
+    }
+
+    /// Salt of the sequence hashes.
+    pub fn model_digest(&self) -> u64 {
+        self.expected.model_digest
     }
 
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
@@ -327,6 +368,11 @@ impl Membership {
         lock(&self.table).totals()
     }
 
+    /// What is known of the nodes' caches.
+    pub fn index(&self) -> IndexTotals {
+        lock(&self.table).index()
+    }
+
     /// The state of all circuit breakers at `now`.
     pub fn breakers(&self, now: Instant) -> Breakers {
         lock(&self.table).breakers(now)
@@ -334,7 +380,13 @@ impl Membership {
 
     /// The nodes as `/debug/cluster` shows them, by name.
     pub fn json(&self) -> serde_json::Value {
-        json!({ "lease_ms": self.lease.as_millis() as u64, "nodes": lock(&self.table).json(clock::now()) })
+        let table = lock(&self.table);
+        let IndexTotals { blocks, limit, evicted, gaps } = table.index();
+        json!({
+            "lease_ms": self.lease.as_millis() as u64,
+            "index": { "blocks": blocks, "limit": limit, "evicted": evicted, "gaps": gaps },
+            "nodes": table.json(clock::now()),
+        })
     }
 }
 

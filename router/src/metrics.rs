@@ -19,6 +19,7 @@ use crate::flow::admission::Counts;
 use crate::flow::record::{Record, reason_text};
 use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
+use crate::index::IndexTotals;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, Totals};
 use crate::select::{Plan, Role};
@@ -114,6 +115,9 @@ struct Own {
     breaker_state: Family<NodeInstance, Gauge>,
     breaker_opened: Family<NodeRole, Counter>,
     spans_dropped: Counter,
+    index_blocks: Gauge,
+    index_evicted: Counter,
+    index_gaps: Counter,
 }
 
 /// A request that waits for a node; counted until it is dropped.
@@ -137,6 +141,8 @@ pub struct Seen {
     pub requests: Counts,
     /// Spans that no collector took.
     pub spans_dropped: u64,
+    /// What is known of the nodes' caches.
+    pub index: IndexTotals,
 }
 
 #[derive(Clone)]
@@ -251,6 +257,9 @@ impl Own {
             breaker_state: Family::default(),
             breaker_opened: Family::default(),
             spans_dropped: Counter::default(),
+            index_blocks: Gauge::default(),
+            index_evicted: Counter::default(),
+            index_gaps: Counter::default(),
         };
         registry.register("tandem_requests", "Requests by outcome", own.requests.clone());
         registry.register("tandem_ttft_seconds", "Request accepted to first token sent", own.ttft.clone());
@@ -297,6 +306,9 @@ impl Own {
         );
         registry.register("tandem_breaker_opened", "Circuit breakers that opened", own.breaker_opened.clone());
         registry.register("tandem_spans_dropped", "Spans that no collector took", own.spans_dropped.clone());
+        registry.register("tandem_index_blocks", "KV blocks known to be cached somewhere", own.index_blocks.clone());
+        registry.register("tandem_index_evicted", "Blocks forgotten by the full index", own.index_evicted.clone());
+        registry.register("tandem_index_gaps", "Gaps in nodes' streams of cache events", own.index_gaps.clone());
         own
     }
 
@@ -328,7 +340,7 @@ impl Own {
     }
 
     fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, requests, spans_dropped } = seen;
+        let Seen { nodes, breakers, requests, spans_dropped, index } = seen;
         self.inflight.set(whole(requests.inflight));
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
@@ -347,8 +359,11 @@ impl Own {
             let counter = self.breaker_opened.get_or_create(&NodeRole { node_role: role.as_str() });
             counter.inner().store(breakers.opened[role as usize], Ordering::Relaxed);
         }
-        // The exporter counts; this only shows it.
+        // Others count; this only shows it.
         self.spans_dropped.inner().store(*spans_dropped, Ordering::Relaxed);
+        self.index_blocks.set(whole(index.blocks));
+        self.index_evicted.inner().store(index.evicted, Ordering::Relaxed);
+        self.index_gaps.inner().store(index.gaps, Ordering::Relaxed);
     }
 }
 
@@ -480,7 +495,8 @@ mod tests {
         let breakers = Breakers { nodes: vec![(Role::Decode, "d0".into(), Circuit::Open)], opened: [0, 3] };
         metrics.replan_exhausted(Bound::Time);
         let _waits = metrics.waits_for_node();
-        metrics.text(accept, &Seen { breakers, ..Seen::default() }).1
+        let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
+        metrics.text(accept, &Seen { breakers, index, ..Seen::default() }).1
     }
 
     #[test]
@@ -497,6 +513,9 @@ mod tests {
             "tandem_breaker_state{role=\"router\",instance=\"r0\",node_role=\"decode\",node_instance=\"d0\"} 2",
             "tandem_breaker_opened_total{role=\"router\",instance=\"r0\",node_role=\"decode\"} 3",
             "tandem_replan_exhausted_total{role=\"router\",instance=\"r0\",bound=\"time\"} 1",
+            "tandem_index_blocks{role=\"router\",instance=\"r0\"} 5",
+            "tandem_index_evicted_total{role=\"router\",instance=\"r0\"} 2",
+            "tandem_index_gaps_total{role=\"router\",instance=\"r0\"} 1",
             "tandem_waiting_for_node_requests{role=\"router\",instance=\"r0\"} 1",
             "tandem_ttft_seconds_bucket{role=\"router\",instance=\"r0\",le=\"0.025\"} 1",
         ] {

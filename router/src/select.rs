@@ -32,6 +32,8 @@ use cost::StepCost;
 use policy::{Policy, of_two};
 use prune::{Field, Scored, Scorer};
 
+use tandem_proto::SequenceHash;
+
 /// Candidates whose terms are told at most.
 const MAX_CANDIDATES: usize = 16;
 /// Below this difference of costs nothing is predicted, in milliseconds.
@@ -108,7 +110,7 @@ pub struct NodeView {
     pub computes_prompts: bool,
     /// Until it has computed the prompts that it has, milliseconds.
     pub backlog_ms: f64,
-    /// Blocks at the head of this request's prompt that it holds.
+    /// Leading blocks of the request's prompt whose KV it has and would not compute again.
     pub cached_blocks_of_prompt: u32,
 }
 
@@ -217,16 +219,19 @@ pub struct Cluster<'a> {
 
 /// What a request needs.
 #[derive(Clone, Copy, Debug)]
-pub struct Need {
+pub struct Need<'a> {
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Prompt and all tokens that may be generated.
     pub total_tokens: u32,
     /// Tokens of a block.
     pub block_tokens: u32,
+    /// Sequence hashes of the prompt's blocks that a cache can spare a node; of these
+    /// [`NodeView::cached_blocks_of_prompt`] are there.
+    pub hashes: &'a [SequenceHash],
 }
 
-impl Need {
+impl Need<'_> {
     /// Blocks of the prompt: what the prefill node holds.
     pub fn prompt_blocks(&self) -> u32 {
         self.prompt_tokens.div_ceil(self.block_tokens)

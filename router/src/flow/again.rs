@@ -60,7 +60,7 @@ impl Run {
     fn search(&self, setback: Setback, keep: Option<u64>, retry: Retry) -> Search {
         let (membership, metrics) = (self.shared.membership.clone(), self.shared.metrics.clone());
         let wish = Wish { keep, avoid: self.replan.avoid().clone() };
-        let seeking = seek::nodes(membership, metrics, self.progress.tokens(), wish, retry);
+        let seeking = seek::nodes(membership, metrics, self.tokens(), wish, retry);
         Box::pin(async move { Sought { found: seeking.await, setback } })
     }
 

@@ -1,8 +1,10 @@
 //! A request and the answer so far: what is left to do, for whoever goes on with it. Pure. A node that takes over gets the
 //! prompt and the tokens that the client has, told apart by their number, so that it chooses the next token as the node
 //! before it would have.
+use std::borrow::Cow;
 use std::time::Instant;
 
+use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{TraceContext, v1};
 use tandem_telemetry::clock;
 
@@ -29,12 +31,21 @@ impl Progress {
         Self { request, sent: Vec::new(), stop_token_ids, eos: model.eos }
     }
 
-    /// Of what is left of the answer, for the room that it needs.
-    pub fn tokens(&self) -> Tokens {
+    /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks of
+    /// `block_tokens`, hashed with `salt`.
+    pub fn tokens(&self, salt: u64, block_tokens: u32) -> Tokens {
         let count = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
+        let prompt = match self.sent.as_slice() {
+            [] => Cow::Borrowed(&self.request.prompt_ids),
+            sent => Cow::Owned([&self.request.prompt_ids, sent].concat()),
+        };
+        // A node always computes the last token, whose logits give the next one: its block is never all reused.
+        let block_tokens = block_tokens.max(1) as usize;
+        let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
         Tokens {
-            prompt: count(self.request.prompt_ids.len() + self.sent.len()),
+            prompt: count(prompt.len()),
             max: self.request.max_tokens.saturating_sub(count(self.sent.len())),
+            hashes: sequence_hashes(salt, &prompt[..reusable], block_tokens),
         }
     }
 
@@ -64,5 +75,41 @@ impl Progress {
             return Some(v1::FinishReason::Stop);
         }
         (self.sent.len() >= self.request.max_tokens as usize).then_some(v1::FinishReason::Length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn progress(prompt: u32, sent: u32) -> Progress {
+        let request = GenerationRequest {
+            request_id: String::new(),
+            prompt_ids: (0..prompt).collect(),
+            max_tokens: 100,
+            sampling: v1::Sampling::default(),
+            ignore_eos: false,
+            stop_token_ids: Vec::new(),
+            stop: Vec::new(),
+            deadline: None,
+            parent: None,
+            received: clock::now(),
+            api: "test",
+        };
+        Progress { request, sent: (prompt..prompt + sent).collect(), stop_token_ids: Vec::new(), eos: 2 }
+    }
+
+    #[test]
+    fn the_hashes_are_those_of_the_blocks_that_a_node_would_reuse() {
+        let all: Vec<u32> = (0..96).collect();
+        let hashes = sequence_hashes(7, &all, 16);
+        for (prompt, sent, blocks) in
+            [(0, 0, 0), (1, 0, 0), (16, 0, 0), (17, 0, 1), (32, 0, 1), (33, 0, 2), (20, 60, 4)]
+        {
+            let tokens = progress(prompt, sent).tokens(7, 16);
+            assert_eq!((tokens.prompt, tokens.max), (prompt + sent, 100 - sent));
+            assert_eq!(tokens.hashes, hashes[..blocks], "{prompt} and {sent} tokens");
+        }
+        assert_eq!(progress(64, 0).tokens(7, 32).hashes, sequence_hashes(7, &all[..32], 32));
     }
 }

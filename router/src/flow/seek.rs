@@ -1,20 +1,30 @@
 //! The search for the nodes of the next attempt: at once if a sound plan is there, else when nodes come or go, else a plan
 //! that failed before, after a pause; never beyond its bound. It sleeps in between: the node table tells when to look again.
+use tandem_proto::SequenceHash;
 use tandem_telemetry::clock;
 use tokio::time::timeout_at;
 
 use super::replan::Retry;
-use crate::membership::{Membership, Route};
+use crate::membership::{Ask, Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Wish};
 
 /// Tokens of prompt and answer for which room is sought.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Tokens {
     /// Of the prompt, with what was generated before.
     pub prompt: u32,
     /// Still to be generated at most.
     pub max: u32,
+    /// See [`Ask::hashes`].
+    pub hashes: Vec<SequenceHash>,
+}
+
+impl Tokens {
+    /// As the node table is asked.
+    pub fn ask(&self) -> Ask<'_> {
+        Ask { prompt_tokens: self.prompt, max_tokens: self.max, hashes: &self.hashes }
+    }
 }
 
 /// Finds a plan's nodes by the terms of `retry`.
@@ -33,7 +43,7 @@ pub async fn nodes(
         // Before the look: what changes behind it is not missed.
         let changed = membership.changed();
         let now = clock::now();
-        let look_again = match membership.route(tokens.prompt, tokens.max, &wish, now) {
+        let look_again = match membership.route(tokens.ask(), &wish, now) {
             Ok(route) if route.is_sound() || now >= retry.second_choice => return Ok(route),
             Ok(_) => retry.second_choice,
             Err(none) if now >= retry.until => return Err(none),

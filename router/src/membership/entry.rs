@@ -180,7 +180,7 @@ impl Entry {
         }
     }
 
-    pub fn json(&self, view: &NodeView, now: Instant) -> serde_json::Value {
+    pub fn json(&self, view: &NodeView, indexed_blocks: u32, now: Instant) -> serde_json::Value {
         let info = &self.node.info;
         json!({
             "id": info.node_id,
@@ -195,6 +195,7 @@ impl Entry {
             "breaker": self.breaker.circuit(now).as_str(),
             "free_blocks": self.load.free_blocks,
             "cached_blocks": self.load.cached_blocks,
+            "indexed_blocks": indexed_blocks,
             "total_blocks": info.total_blocks,
             "block_tokens": info.block_tokens,
             "running": self.load.running,

@@ -42,14 +42,8 @@ struct Session {
 
 impl Session {
     async fn run(mut self, mut reports: Reports, replies: Replies) {
-        let accepted = v1::RouterReport {
-            accepted_incarnation: self.node.info.incarnation,
-            report_interval_ms: REPORT_INTERVAL.min(self.membership.lease() / 3).as_millis() as u32,
-            lease_ms: u32::try_from(self.membership.lease().as_millis()).unwrap_or(u32::MAX),
-            kv_snapshot: false,
-        };
         // The channel is empty and has room.
-        let _ = replies.try_send(Ok(accepted));
+        let _ = replies.try_send(Ok(self.reply(false)));
         self.why = loop {
             tokio::select! {
                 biased;
@@ -60,7 +54,7 @@ impl Session {
                 }
                 () = replies.closed() => break "its stream was closed",
                 report = reports.message() => match report {
-                    Ok(Some(report)) => if let Err(why) = self.take(report) { break why },
+                    Ok(Some(report)) => if let Err(why) = self.take(report, &replies) { break why },
                     Ok(None) => break "it left",
                     Err(_) => break "its stream was cut",
                 }
@@ -68,14 +62,32 @@ impl Session {
         };
     }
 
-    fn take(&self, report: v1::NodeReport) -> Result<(), &'static str> {
+    fn reply(&self, kv_snapshot: bool) -> v1::RouterReport {
+        v1::RouterReport {
+            accepted_incarnation: self.node.info.incarnation,
+            report_interval_ms: REPORT_INTERVAL.min(self.membership.lease() / 3).as_millis() as u32,
+            lease_ms: u32::try_from(self.membership.lease().as_millis()).unwrap_or(u32::MAX),
+            kv_snapshot,
+        }
+    }
+
+    fn take(&self, report: v1::NodeReport, replies: &Replies) -> Result<(), &'static str> {
         use v1::node_report::Report;
+        let session = self.node.session;
         match report.report {
-            Some(Report::Load(load)) => self.membership.report(self.node.session, &load, clock::now()),
-            Some(Report::Draining(_)) => self.membership.draining(self.node.session, clock::now()),
+            Some(Report::Load(load)) => self.membership.report(session, &load, clock::now()),
+            Some(Report::Draining(_)) => self.membership.draining(session, clock::now()),
             Some(Report::Register(_)) => return Err("it registered twice on one stream"),
-            // What the node has cached is of no use here yet, nor is a report of a later version.
-            Some(Report::KvEvents(_)) | None => {}
+            Some(Report::KvEvents(events)) => {
+                if let Err(gap) = self.membership.kv_events(session, &events, clock::now()) {
+                    tracing::warn!(node = self.node.info.node_id, %gap, "asks for a snapshot of its cache");
+                    // The next gap comes behind a snapshot at the earliest: a node that read what was sent left room.
+                    let asked = replies.try_send(Ok(self.reply(true)));
+                    return asked.map_err(|_| "it does not read its stream");
+                }
+            }
+            // A report of a later version.
+            None => {}
         }
         Ok(())
     }

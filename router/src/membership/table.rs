@@ -1,15 +1,16 @@
-//! The table's state machine: who is there, bookings, verdicts, expiry. Synchronous; the lock around it is in [`super`]. What
-//! is known of one node is [`super::entry`]'s.
+//! The table's state machine: who is there, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the lock
+//! around it is in [`super`]. What is known of one node is [`super::entry`]'s.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
+use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
 
 use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Prompt, Share};
 use super::fence::Fence;
 use super::{Breakers, MAX_NODES, Node, Totals};
+use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
 
@@ -44,10 +45,12 @@ pub(super) struct Table {
     breakers: Settings,
     /// Breakers that opened, of prefill and of decode nodes.
     opened: [u64; 2],
+    /// Of the nodes in `entries`, by session.
+    index: PrefixIndex,
 }
 
 impl Table {
-    pub fn new(breakers: Settings) -> Self {
+    pub fn new(breakers: Settings, index: PrefixIndex) -> Self {
         Self {
             entries: BTreeMap::new(),
             views: Vec::new(),
@@ -58,7 +61,18 @@ impl Table {
             fence: Fence::default(),
             breakers,
             opened: [0; 2],
+            index,
         }
+    }
+
+    /// For nodes that register from now on.
+    pub fn set_breakers(&mut self, breakers: Settings) {
+        self.breakers = breakers;
+    }
+
+    /// Before nodes register.
+    pub fn set_index(&mut self, index: PrefixIndex) {
+        self.index = index;
     }
 
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
@@ -113,6 +127,7 @@ impl Table {
     /// Takes the node out, and all that was only of use with it.
     fn take(&mut self, session: u64) -> Option<Entry> {
         let entry = self.entries.remove(&session)?;
+        self.index.remove(session);
         if let Ok(place) = self.views.binary_search_by_key(&session, |view| view.session) {
             let group = self.views.remove(place).group;
             let last = self.views.iter().all(|view| view.group != group);
@@ -141,6 +156,13 @@ impl Table {
         if let Some((entry, view)) = self.of(session) {
             entry.report(view, load, now);
         }
+    }
+
+    /// Takes what a node tells of its cache. What a node that is gone told last is ignored.
+    pub fn kv_events(&mut self, session: u64, events: &v1::KvEvents, now: Instant) -> Result<(), Gap> {
+        let Some(entry) = self.entries.get_mut(&session) else { return Ok(()) };
+        entry.heard = now;
+        self.index.apply(session, events)
     }
 
     pub fn draining(&mut self, session: u64, now: Instant) {
@@ -172,7 +194,10 @@ impl Table {
 
     pub fn clear(&mut self, why: &str) {
         self.views.clear();
-        std::mem::take(&mut self.entries).into_values().for_each(|entry| entry.node.end(why));
+        for (session, entry) in std::mem::take(&mut self.entries) {
+            self.index.remove(session);
+            entry.node.end(why);
+        }
     }
 
     /// Whether any was silent for too long.
@@ -197,13 +222,14 @@ impl Table {
 
     pub fn route(
         &mut self,
-        need: &Need,
+        need: &Need<'_>,
         wish: &Wish,
         settings: &select::Settings,
         now: Instant,
     ) -> Result<Booked, NoPair> {
         self.turn = self.turn.wrapping_add(1);
         self.refresh(now);
+        self.look_up(need.hashes);
         let cluster = Cluster { nodes: &self.views, links: &self.links };
         let candidates = select::select(&cluster, need, wish, settings, self.turn)?;
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
@@ -226,6 +252,24 @@ impl Table {
     /// The views as they are at `now`.
     fn refresh(&mut self, now: Instant) {
         self.entries.values().zip(&mut self.views).for_each(|(entry, view)| entry.refresh(view, now));
+    }
+
+    /// What each node holds of the prompt with these blocks.
+    fn look_up(&mut self, hashes: &[SequenceHash]) {
+        for (session, blocks) in self.index.matches(hashes) {
+            // In the order of their sessions.
+            if let Ok(place) = self.views.binary_search_by_key(&session, |view| view.session) {
+                self.views[place].cached_blocks_of_prompt = blocks;
+            }
+        }
+    }
+
+    /// What each node holds of such a prompt, by session.
+    #[cfg(test)]
+    pub fn cached_of(&mut self, hashes: &[SequenceHash], now: Instant) -> Vec<u32> {
+        self.refresh(now);
+        self.look_up(hashes);
+        self.views.iter().map(|view| view.cached_blocks_of_prompt).collect()
     }
 
     fn book(&mut self, session: u64, work: Work, prompt: Option<Prompt>, now: Instant) -> Result<Booking, NoPair> {
@@ -306,7 +350,12 @@ impl Table {
     pub fn json(&self, now: Instant) -> serde_json::Value {
         let mut nodes: Vec<(&Entry, &NodeView)> = self.entries.values().zip(&self.views).collect();
         nodes.sort_by(|a, b| a.1.node_id.cmp(&b.1.node_id));
-        nodes.into_iter().map(|(entry, view)| entry.json(view, now)).collect()
+        let json = |(entry, view): (&Entry, &NodeView)| entry.json(view, self.index.blocks_of(view.session), now);
+        nodes.into_iter().map(json).collect()
+    }
+
+    pub fn index(&self) -> IndexTotals {
+        self.index.totals()
     }
 }
 

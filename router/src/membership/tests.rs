@@ -28,7 +28,11 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
 }
 
 fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair> {
-    membership.route(prompt, max, &Wish::default(), Instant::now())
+    membership.route(ask(prompt, max), &Wish::default(), Instant::now())
+}
+
+fn ask(prompt_tokens: u32, max_tokens: u32) -> Ask<'static> {
+    Ask { prompt_tokens, max_tokens, hashes: &[] }
 }
 
 fn prefill_of(route: &Route) -> u64 {
@@ -214,7 +218,7 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
         membership.register(register(id, role, 1), start).unwrap();
     }
     let wish = |avoid: &[u64]| Wish { avoid: Avoid { nodes: avoid.to_vec(), pairs: vec![] }, ..Wish::default() };
-    let route = |avoid: &[u64], now| membership.route(100, 10, &wish(avoid), now).unwrap();
+    let route = |avoid: &[u64], now| membership.route(ask(100, 10), &wish(avoid), now).unwrap();
     let (bad, good) = {
         let first = route(&[], start);
         let bad = first.decode.session;
@@ -270,14 +274,14 @@ fn at(start: Instant, millis: u64) -> Instant {
 fn a_queue_is_predicted_from_the_report_and_worked_off_by_time() {
     let start = Instant::now();
     let (membership, prefill, _) = measured_pair(start);
-    let terms = |now| membership.route(100, 10, &Wish::default(), now).unwrap().candidates[0].terms;
+    let terms = |now| membership.route(ask(100, 10), &Wish::default(), now).unwrap().candidates[0].terms;
     let idle = terms(start);
     assert!(idle.wait_prefill_ms == 0.0 && (idle.prefill_ms - 110.0).abs() < 1e-6, "{idle:?}");
     membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
     assert!((terms(start).wait_prefill_ms - 210.0).abs() < 1e-6);
     assert!((terms(at(start, 150)).wait_prefill_ms - 60.0).abs() < 1e-6);
     // What is routed counts at once, and only as long as its request is there.
-    let first = membership.route(100, 10, &Wish::default(), at(start, 150)).unwrap();
+    let first = membership.route(ask(100, 10), &Wish::default(), at(start, 150)).unwrap();
     assert!((terms(at(start, 150)).wait_prefill_ms - 170.0).abs() < 1e-6);
     drop(first);
     assert!(terms(at(start, 400)).wait_prefill_ms < 1e-6);
@@ -289,13 +293,13 @@ fn first_tokens_teach_how_long_prompts_really_take() {
     let (membership, ..) = measured_pair(start);
     let mut now = start;
     for _ in 0..40 {
-        let mut route = membership.route(100, 10, &Wish::default(), now).unwrap();
+        let mut route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
         now += Duration::from_millis(165);
         route.computed(now);
         // Only the first call counts.
         route.computed(now + LEASE);
     }
-    let predicted_ms = membership.route(100, 10, &Wish::default(), now).unwrap().candidates[0].ttft_ms();
+    let predicted_ms = membership.route(ask(100, 10), &Wish::default(), now).unwrap().candidates[0].ttft_ms();
     assert!((predicted_ms / 165.0 - 1.0).abs() < 0.05, "{predicted_ms}");
     assert!((membership.json()["nodes"][1]["prefill_factor"].as_f64().unwrap() - 1.5).abs() < 0.1);
 }
@@ -304,12 +308,12 @@ fn first_tokens_teach_how_long_prompts_really_take() {
 fn a_late_prompt_makes_those_behind_it_late() {
     let start = Instant::now();
     let (membership, ..) = measured_pair(start);
-    let mut routes: Vec<_> = (0..2).map(|_| membership.route(100, 10, &Wish::default(), start).unwrap()).collect();
+    let mut routes: Vec<_> = (0..2).map(|_| membership.route(ask(100, 10), &Wish::default(), start).unwrap()).collect();
     assert!((routes[1].candidates[0].ttft_ms() - 220.0).abs() < 1e-6);
     let now = at(start, 140);
     routes[0].computed(now);
     // Thirty milliseconds late: the next one begins now. Its wait is known, and the node a little slower.
-    let third = membership.route(100, 10, &Wish::default(), now).unwrap();
+    let third = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
     let wait_ms = third.candidates[0].terms.wait_prefill_ms;
     assert!((wait_ms - 110.0).abs() < 1e-6, "{wait_ms}");
 }
@@ -318,7 +322,7 @@ fn a_late_prompt_makes_those_behind_it_late() {
 fn verified_hand_offs_teach_the_speed_of_a_way() {
     let start = Instant::now();
     let (membership, ..) = measured_pair(start);
-    let route = |now| membership.route(96, 10, &Wish::default(), now).unwrap();
+    let route = |now| membership.route(ask(96, 10), &Wish::default(), now).unwrap();
     let first = route(start);
     assert_eq!(first.candidates[0].terms.exposed_ms, 0.0, "nothing is known");
     let kv = v1::Verified { bytes: 6_000, blocks: 6, copying_ms: 600.0, ..v1::Verified::default() };
@@ -346,4 +350,47 @@ fn nodes_of_one_kind_are_a_group_and_the_numbers_are_used_again() {
     assert!(!membership.has_pair(), "the number that is free is not the decode node's");
     membership.register(of_kind("r", v1::Role::Prefill, 6), now).unwrap();
     assert_eq!(route(&membership, 10, 10).unwrap().candidates.len(), 1);
+}
+
+fn stored(first: u64, snapshot: bool, hashes: &[SequenceHash]) -> v1::KvEvents {
+    v1::KvEvents { first, snapshot, hashes: hashes.to_vec(), removed: Vec::new() }
+}
+
+#[test]
+fn the_cached_blocks_of_a_node_go_with_it() {
+    let (membership, now) = (membership().with_index_blocks(5), Instant::now());
+    let prefill = membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
+    let decode = membership.register(register("d", v1::Role::Decode, 2), now).unwrap();
+    membership.kv_events(prefill.session, &stored(0, true, &[1, 2, 3]), now).unwrap();
+    membership.kv_events(decode.session, &stored(0, true, &[1, 2]), now).unwrap();
+    let cached = |membership: &Membership| -> Vec<u32> {
+        lock(&membership.table).cached_of(&[1, 2, 3, 4], now)
+    };
+    assert_eq!(cached(&membership), [3, 2]);
+    let shown = membership.json();
+    assert_eq!((&shown["index"]["blocks"], &shown["index"]["limit"]), (&json!(3), &json!(5)));
+    assert_eq!((&shown["nodes"][0]["indexed_blocks"], &shown["nodes"][1]["indexed_blocks"]), (&json!(2), &json!(3)));
+    let gap = membership.kv_events(prefill.session, &stored(9, false, &[7]), now).unwrap_err();
+    assert_eq!((gap.expected, gap.found, membership.index().gaps), (Some(3), 9, 1));
+    // Another life of it, death by its stream's end, and a drained one's leave: what they held is gone at once.
+    let next = membership.register(register("p", v1::Role::Prefill, 3), now).unwrap();
+    assert_eq!((cached(&membership), membership.index().blocks), (vec![2, 0], 2));
+    membership.kv_events(prefill.session, &stored(0, true, &[1]), now).unwrap();
+    membership.kv_events(next.session, &stored(0, true, &[1]), now).unwrap();
+    assert_eq!(cached(&membership), [2, 1], "what comes late from a dead one is ignored");
+    membership.leave(decode.session, "it left");
+    assert_eq!(cached(&membership), [1]);
+    membership.draining(next.session, now);
+    membership.leave(next.session, "it left");
+    assert_eq!((cached(&membership), membership.index().blocks), (vec![], 0));
+}
+
+#[test]
+fn a_node_that_tells_of_its_cache_is_not_silent() {
+    let (membership, start) = (membership(), Instant::now());
+    let node = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    membership.kv_events(node.session, &stored(0, true, &[]), start + LEASE).unwrap();
+    membership.expire(start + LEASE);
+    membership.expire(start + LEASE * 2);
+    assert!(!dead(&node));
 }

@@ -139,7 +139,7 @@ impl Group<'_> {
 /// The request, and everything by which its plans are scored.
 pub struct Scorer<'a> {
     /// What is needed.
-    pub need: &'a Need,
+    pub need: &'a Need<'a>,
     /// What an earlier attempt asks for.
     pub wish: &'a Wish,
     /// The operator's.

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use super::LocalPrefill::{Always, Auto, Never};
 use super::*;
 
-pub(super) const NEED: Need = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16 };
+pub(super) const NEED: Need<'static> = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16, hashes: &[] };
 const COST: StepCost = StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.001 };
 
 pub(super) fn node(session: u64, role: Role) -> NodeView {
