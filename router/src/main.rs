@@ -50,9 +50,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let exporter = Exporter::start("tandem-router", &instance, config.otlp_endpoint.clone())?;
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
-    let membership = Membership::new(expected, config.lease)
-        .with_breakers(config.breakers)
-        .with_index_blocks(config.index_blocks);
+    let membership =
+        Membership::new(expected, config.lease).with_breakers(config.breakers).with_index_blocks(config.index_blocks);
     let service = Service::new(model, membership.clone(), exporter.clone(), config.limits.clone(), instance);
     let health = tonic_health::server::HealthReporter::new();
 
