@@ -34,14 +34,13 @@ async fn an_aggregated_cluster_answers_token_for_token_as_a_disaggregated_one() 
         let cluster = Cluster::start(of(local_prefill)).await?;
         for request in requests() {
             let answer = cluster.answer(request).await?;
-            let Answer { finish, tokens, .. } = &answer;
             let timings = timings(&answer);
             let local = timings.prefill_instance == timings.decode_instance;
             assert_eq!(local, local_prefill == "always", "{timings:?}");
-            assert_eq!(timings.kv_bytes == 0, local || tokens.len() == 1, "{timings:?}");
+            assert_eq!(timings.kv_bytes == 0, local || answer.tokens.len() == 1, "{timings:?}");
             let parts = timings.queue_ms + timings.route_ms + timings.prefill_ms;
             assert!((parts - timings.ttft_ms).abs() < 0.01, "{timings:?}");
-            answers.push((answer.tokens, answer.text, finish.reason));
+            answers.push((answer.tokens, answer.text, answer.finish.reason));
         }
         cluster.idle(Duration::from_secs(10)).await?;
     }
