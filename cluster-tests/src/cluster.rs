@@ -27,6 +27,8 @@ pub struct Options {
     pub transport: &'static str,
     /// Nodes without a model: for tests in which the tokens do not matter.
     pub simulated: bool,
+    /// The router's `--local-prefill`. `never` unless the test is about it: every request is handed off.
+    pub local_prefill: &'static str,
     /// Flags for the nodes.
     pub node_args: Vec<String>,
     /// Flags for prefill nodes.
@@ -42,6 +44,7 @@ impl Default for Options {
         Self {
             transport: "ucx",
             simulated: false,
+            local_prefill: "never",
             node_args: words("--threads 1 --kv-blocks 1024"),
             prefill_args: Vec::new(),
             decode_args: Vec::new(),
@@ -80,6 +83,7 @@ impl Cluster {
         let dir = tempfile::tempdir()?;
         let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
         args.push(model()?.display().to_string());
+        args.extend(["--local-prefill".to_owned(), options.local_prefill.to_owned()]);
         args.extend(options.router_args.iter().cloned());
         let router = Process::start("router", "tandem-router", &args, dir.path()).await?;
         let (prefill, decode) = futures::try_join!(

@@ -324,6 +324,8 @@ impl Fleet {
 async fn start_router(options: &FleetOptions, logs: &Path) -> anyhow::Result<Process> {
     let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
     args.push(model()?.display().to_string());
+    // What these runs are about is the hand-off.
+    args.extend(words("--local-prefill never"));
     args.extend(words(&options.router_args));
     Process::start("router", "tandem-router", &args, logs).await
 }

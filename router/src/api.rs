@@ -168,7 +168,7 @@ impl Service {
     ///
     /// # Errors
     /// `InvalidArgument` for a request that can never be answered, `Overloaded` when the queue is full, `Unavailable`
-    /// when no pair of nodes is there or the router is draining.
+    /// when the nodes of no plan are there or the router is draining.
     pub fn generate(&self, request: GenerationRequest) -> Result<GenerationStream, Error> {
         let (sender, events) = mpsc::channel(flow::CLIENT_QUEUE_EVENTS);
         let cancel = CancellationToken::new();
@@ -202,7 +202,7 @@ impl Service {
         &self.flow.model
     }
 
-    /// Whether a request could start now: a compatible pair of nodes is there.
+    /// Whether a request could start now: a compatible pair of nodes is there, or a decode node that may prefill.
     pub fn ready(&self) -> bool {
         let flow = &self.flow;
         !flow.admission.is_closed() && flow.membership.has_pair()

@@ -51,7 +51,7 @@ pub fn routes(service: &Service, health: HealthReporter) -> anyhow::Result<Route
     Ok(routes.routes())
 }
 
-/// Keeps the health of `Inference` in step with the cluster: serving while a pair of nodes is there. Ends never.
+/// Keeps the health of `Inference` in step with the cluster: serving while the nodes of a plan are there. Ends never.
 pub async fn follow_health(service: Service, health: HealthReporter) {
     let mut ticks = tokio::time::interval(HEALTH_INTERVAL);
     let mut told = None;

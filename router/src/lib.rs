@@ -2,9 +2,9 @@
 //!
 //! - [`api`]: the border between the edges and the flow; start reading here.
 //! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
-//! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and another pair of nodes
+//! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and other nodes
 //!   when one fails.
-//! - [`select`]: which pair of nodes; pure. [`index`]: which node has which blocks in its cache; pure.
+//! - [`select`]: which nodes; pure. [`index`]: which node has which blocks in its cache; pure.
 //! - [`membership`]: the node table, the gRPC service that fills it, circuit breakers, and the fence before dead incarnations.
 //! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
 //! - [`traces`], [`metrics`]: what happened, for people.

@@ -30,6 +30,7 @@ pub fn render(spans: &[Span], width: usize) -> String {
     let mut out = format!("{} spans of {} in {:.1} ms\n\n", spans.len(), services.join(", "), ms(end - start));
     bars(&mut out, &rows, (start, end), width.max(MIN_WIDTH));
     breakdown(&mut out, root, spans);
+    plan(&mut out, root);
     transfer(&mut out, root, spans);
     pace(&mut out, root);
     out
@@ -109,6 +110,15 @@ fn breakdown(out: &mut String, root: &Span, spans: &[Span]) {
         let _ = writeln!(out, "  {phase:<10} {part:>9.2} ms {:>6.1} %", percent(part));
     }
     let _ = writeln!(out, "  {:<10} {sum:>9.2} ms {:>6.1} % of TTFT", "sum", percent(sum));
+}
+
+/// Says why there is no transfer.
+fn plan(out: &mut String, root: &Span) {
+    let attribute = |key: &str| root.attributes.get(key).and_then(Value::as_str);
+    if attribute("tandem.route.plan") == Some("local") {
+        let node = attribute("tandem.decode.instance").unwrap_or("");
+        let _ = writeln!(out, "\nlocal: one node computed the prompt and the answer: {node}");
+    }
 }
 
 fn transfer(out: &mut String, root: &Span, spans: &[Span]) {
@@ -245,6 +255,20 @@ mod tests {
         ] {
             assert!(text.contains(part), "no {part:?} in\n{text}");
         }
+    }
+
+    #[test]
+    fn a_local_request_has_no_transfer() {
+        let mut root = span("chat m", "r", "", (0, 100));
+        root.attributes.insert("tandem.ttft_ms".into(), 50.0.into());
+        root.attributes.insert("tandem.route.plan".into(), "local".into());
+        root.attributes.insert("tandem.decode.instance".into(), "decode-1".into());
+        let phases = [("queue", "a", (0, 2)), ("route", "b", (2, 5)), ("prefill", "p", (5, 50))];
+        let mut spans: Vec<Span> = phases.into_iter().map(|(name, id, at)| span(name, id, "r", at)).collect();
+        spans.extend([span("prefill", "q", "p", (6, 50)), span("decode", "d", "r", (50, 100)), root]);
+        let text = render(&spans, 110);
+        assert!(text.contains("local: one node computed the prompt and the answer: decode-1\n"), "{text}");
+        assert!(text.contains("sum            50.00 ms  100.0 % of TTFT") && !text.contains("transfer"), "{text}");
     }
 
     #[test]

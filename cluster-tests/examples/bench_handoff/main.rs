@@ -92,7 +92,7 @@ impl Cluster {
         dir: &Path,
     ) -> anyhow::Result<Self> {
         let (here, there) = shaped.map_or(("127.0.0.1", "127.0.0.1"), Shaped::addresses);
-        let mut flags = words(&format!("--http {here}:0 --grpc {here}:0 --model"));
+        let mut flags = words(&format!("--http {here}:0 --grpc {here}:0 --local-prefill never --model"));
         flags.push(model()?.display().to_string());
         let router = Process::start(&format!("{push}-router"), "tandem-router", &flags, dir).await?;
         let node = |address: &str, role: &str, own: &str| {

@@ -5,6 +5,7 @@
 //! - [`corruption`]: damaged KV is refused.
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`traces`]: one tree of spans whose parts add up.
+//! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
@@ -14,6 +15,7 @@ mod bad_input;
 mod corruption;
 mod failures;
 mod first_light;
+mod local;
 mod sampling;
 mod streams;
 mod tool;

@@ -50,6 +50,23 @@ async fn all_gone(pids: &[u64]) -> bool {
 }
 
 #[tokio::test]
+async fn an_aggregated_cluster_is_one_flag_away() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let mut tandem = up(dir.path(), &["--simulated", "--aggregated"]).await?;
+    let state = dir.path().join("state.json");
+    assert_eq!(children(dir.path())?.len(), 3, "a router and as many nodes as without the flag");
+    let (ok, _, figures) = said(&state, &["generate", "--max-tokens", "8", "--ignore-eos", "Hello"]).await?;
+    assert!(ok, "{figures}");
+    let (ok, drawn, error) = said(&state, &["trace", "last"]).await?;
+    assert!(ok && drawn.contains("local: one node computed the prompt and the answer"), "{drawn}{error}");
+    assert!(!drawn.contains("transfer") && !drawn.contains("kv."), "{drawn}");
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
 async fn simulated_nodes_serve_in_the_name_of_the_model() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;

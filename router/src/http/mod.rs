@@ -111,12 +111,12 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
     }
 }
 
-/// 200 as soon as one compatible pair of nodes can serve.
+/// 200 as soon as the nodes of a plan are there: a compatible pair or, with local prefill, a decode node.
 async fn health(State(service): State<Service>) -> Result<Response, ApiError> {
     if service.ready() {
         return Ok(Json(json!({"status": "ok"})).into_response());
     }
-    let reason = "no pair of a prefill and a decode node is ready, or the router is draining";
+    let reason = "no node or pair of nodes is ready to serve, or the router is draining";
     Err(Error::new(ErrorKind::Unavailable, reason).into())
 }
 
