@@ -5,11 +5,12 @@
 //!
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A dead
 //! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
-//! requests is alive, but tried last for a while ([`breaker`]).
+//! requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when there may be some.
 pub mod breaker;
 pub mod fence;
 pub mod join;
 mod reach;
+mod room;
 mod table;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,6 +24,7 @@ use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
+use crate::admission::queue::{Ahead, Ask};
 use crate::select::{Candidate, Need, NoPair, Role, Wish};
 use breaker::Circuit;
 pub use reach::Calls;
@@ -97,6 +99,7 @@ pub struct Membership {
     table: Arc<Mutex<Table>>,
     /// Nodes came or went.
     changed: Arc<Notify>,
+    freed: Freed,
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
@@ -114,6 +117,25 @@ pub struct Route {
     /// By role.
     shares: [Share; 2],
     table: Arc<Mutex<Table>>,
+    freed: Freed,
+}
+
+/// Told when nodes may have room that they had not. Whoever listens may ask the table: its lock is not held meanwhile.
+#[derive(Clone, Default)]
+struct Freed(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
+
+impl Freed {
+    fn tell(&self) {
+        if let Some(listener) = self.0.get() {
+            listener();
+        }
+    }
+}
+
+impl std::fmt::Debug for Freed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Freed")
+    }
 }
 
 impl Route {
@@ -132,6 +154,12 @@ impl Route {
         lock(&self.table).failed(&mut self.shares[role as usize], now);
     }
 
+    /// The prompt is computed: its prefill node can take another one.
+    pub fn prefilled(&mut self) {
+        lock(&self.table).release(&mut self.shares[Role::Prefill as usize]);
+        self.freed.tell();
+    }
+
     /// The node of `role`.
     pub fn node(&self, role: Role) -> &Arc<Node> {
         match role {
@@ -143,7 +171,8 @@ impl Route {
 
 impl Drop for Route {
     fn drop(&mut self) {
-        lock(&self.table).unbook(&self.shares);
+        lock(&self.table).unbook(&mut self.shares);
+        self.freed.tell();
     }
 }
 
@@ -177,7 +206,7 @@ impl Membership {
     /// An empty table. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default())));
-        Self { table, changed: Arc::default(), expected, lease, reaching: Reaching::default() }
+        Self { table, changed: Arc::default(), freed: Freed::default(), expected, lease, reaching: Reaching::default() }
     }
 
     /// An empty table with other settings for the nodes' circuit breakers.
@@ -206,23 +235,27 @@ impl Membership {
         let reach = self.reaching.reach(&info, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, reach), now);
         self.changed.notify_waiters();
+        self.freed.tell();
         node
     }
 
     /// Takes a load report.
     pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
         lock(&self.table).report(session, load, now);
+        self.freed.tell();
     }
 
     /// The node takes no new work from now on.
     pub fn draining(&self, session: u64, now: Instant) {
         lock(&self.table).draining(session, now);
+        self.freed.tell();
     }
 
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
         lock(&self.table).leave(session, why);
         self.changed.notify_waiters();
+        self.freed.tell();
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
@@ -232,8 +265,10 @@ impl Membership {
 
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
-        if lock(&self.table).expire(now, self.lease) {
+        let expired = lock(&self.table).expire(now, self.lease);
+        if expired {
             self.changed.notify_waiters();
+            self.freed.tell();
         }
     }
 
@@ -261,7 +296,20 @@ impl Membership {
         let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens() };
         let (prefill, decode, candidates, shares) = table.route(&need, wish, now)?;
         drop(table);
-        Ok(Route { prefill, decode, candidates, shares, table: Arc::clone(&self.table) })
+        Ok(Route { prefill, decode, candidates, shares, table: Arc::clone(&self.table), freed: self.freed.clone() })
+    }
+
+    /// Whether the nodes have room for a request that need not wait there, or only with `node_queue` others; without nodes that
+    /// could ever hold it there is: then [`Self::route`] says why not.
+    pub fn has_room(&self, ask: &Ask, ahead: &Ahead, node_queue: u32) -> bool {
+        lock(&self.table).has_room(ask, ahead, node_queue)
+    }
+
+    /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.
+    pub fn when_freed(&self, listener: impl Fn() + Send + Sync + 'static) {
+        if self.freed.0.set(Box::new(listener)).is_err() {
+            tracing::warn!("two queues before one table of nodes: the second one is not told of room");
+        }
     }
 
     /// Whether a compatible pair is there that takes new work.

@@ -46,6 +46,22 @@ pub struct Work {
     pub blocks: u32,
 }
 
+impl Work {
+    /// More of it.
+    pub fn add(&mut self, other: &Self) {
+        self.requests = self.requests.saturating_add(other.requests);
+        self.tokens = self.tokens.saturating_add(other.tokens);
+        self.blocks = self.blocks.saturating_add(other.blocks);
+    }
+
+    /// Less of it.
+    pub fn sub(&mut self, other: &Self) {
+        self.requests = self.requests.saturating_sub(other.requests);
+        self.tokens = self.tokens.saturating_sub(other.tokens);
+        self.blocks = self.blocks.saturating_sub(other.blocks);
+    }
+}
+
 /// One node as the selection sees it.
 #[derive(Clone, Debug)]
 pub struct NodeView {

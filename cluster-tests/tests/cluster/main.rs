@@ -5,6 +5,7 @@
 //! - [`corruption`]: damaged KV is refused.
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`traces`]: one tree of spans whose parts add up.
+//! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
@@ -13,6 +14,7 @@ mod bad_input;
 mod corruption;
 mod failures;
 mod first_light;
+mod overload;
 mod sampling;
 mod streams;
 mod tool;

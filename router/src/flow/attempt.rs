@@ -138,6 +138,10 @@ impl Attempt {
 
     /// What a step says of the nodes that made it.
     fn taken(&mut self, role: Role, step: Step) -> Result<Happening, Failure> {
+        // A verified hand-off says so too, where the first token came in an earlier attempt.
+        if matches!(step, Step::Verified) || (matches!(step, Step::Token { .. }) && role == Role::Prefill) {
+            self.route.prefilled();
+        }
         match &step {
             Step::Verified => self.route.succeeded(Role::Prefill),
             Step::Token { finished: Some(_), .. } if role == Role::Prefill => self.route.succeeded(Role::Prefill),

@@ -53,7 +53,7 @@ impl Progress {
             deadline_unix_ns: clock().unix_ns(deadline),
             traceparent: parent.to_string(),
             output_tokens,
-            priority: 0,
+            priority: request.priority,
         }
     }
 

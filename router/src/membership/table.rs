@@ -8,7 +8,9 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, v1};
 
 use super::breaker::{Breaker, Settings};
 use super::fence::Fence;
+use super::room::{Occupied, Wanted};
 use super::{Breakers, MAX_NODES, Node, Totals};
+use crate::admission::queue::{Ahead, Ask};
 use crate::select::{self, Candidate, Need, NoPair, NodeView, Role, Wish, Work};
 
 /// Work booked on a node. It counts until the node's next report, which includes it.
@@ -19,6 +21,8 @@ pub(super) struct Share {
     work: Work,
     /// The breaker's one request while it is half-open; until the verdict.
     probe: bool,
+    /// Whether the work is still on the node: until the route is dropped, or the prompt is computed.
+    held: bool,
 }
 
 #[derive(Debug)]
@@ -39,6 +43,8 @@ struct Entry {
     node: Arc<Node>,
     load: v1::Load,
     routed: Work,
+    /// Of all routes there are, whatever it reports.
+    held: Work,
     /// Reports taken so far.
     epoch: u64,
     heard: Instant,
@@ -73,9 +79,10 @@ impl Table {
         }
         self.last_session = node.session;
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
-        let routed = Work::default();
+        let (routed, held) = (Work::default(), Work::default());
         let breaker = Breaker::new(self.breakers);
-        let entry = Entry { node: Arc::clone(&node), load, routed, epoch: 0, heard: now, draining: false, breaker };
+        let entry =
+            Entry { node: Arc::clone(&node), load, routed, held, epoch: 0, heard: now, draining: false, breaker };
         self.entries.insert(node.session, entry);
         Ok(node)
     }
@@ -176,11 +183,10 @@ impl Table {
 
     fn book(&mut self, session: u64, work: Work, now: Instant) -> Result<(Arc<Node>, Share), NoPair> {
         let entry = self.entries.get_mut(&session).ok_or(NoPair::Incompatible)?;
-        entry.routed.requests += work.requests;
-        entry.routed.tokens += work.tokens;
-        entry.routed.blocks = entry.routed.blocks.saturating_add(work.blocks);
+        entry.routed.add(&work);
+        entry.held.add(&work);
         let probe = entry.breaker.begin(now);
-        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work, probe }))
+        Ok((Arc::clone(&entry.node), Share { session, epoch: entry.epoch, work, probe, held: true }))
     }
 
     /// The node did its part for this request.
@@ -201,17 +207,50 @@ impl Table {
         }
     }
 
+    /// The node has done its work for this request, but for what its next report says.
+    pub fn release(&mut self, share: &mut Share) {
+        if let Some(entry) = self.entries.get_mut(&share.session).filter(|_| share.held) {
+            entry.held.sub(&share.work);
+        }
+        share.held = false;
+    }
+
+    /// Whether the nodes have room for a request behind those that are `ahead` of it, so that it need not wait on one of them,
+    /// or only with `node_queue` others. A request that nobody could ever take finds room: its refusal is the flow's matter.
+    pub fn has_room(&self, ask: &Ask, ahead: &Ahead, node_queue: u32) -> bool {
+        let (prompt, block) = (ask.prompt_tokens, self.block_tokens());
+        let total = prompt.saturating_add(ask.max_tokens);
+        // Each of those before it has a block that is not full.
+        let blocks_ahead = u32::try_from(ahead.total_tokens.div_ceil(block.into())).unwrap_or(u32::MAX);
+        let wanted = Wanted {
+            blocks: total.div_ceil(block),
+            blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
+            requests_ahead: ahead.requests,
+            prompt_tokens_ahead: ahead.prompt_tokens,
+        };
+        let able = |role, tokens: u32| {
+            let takes = move |entry: &&Entry| {
+                let info = &entry.node.info;
+                let holds = tokens.div_ceil(block) <= info.total_blocks && tokens <= info.max_context_tokens;
+                entry.node.role == role && !entry.draining && holds
+            };
+            self.entries.values().filter(takes)
+        };
+        let (mut decodes, mut prefills) =
+            (able(Role::Decode, total).peekable(), able(Role::Prefill, prompt).peekable());
+        let decodes = decodes.peek().is_none() || decodes.any(|entry| entry.occupied().decodes(&wanted, node_queue));
+        decodes && (prefills.peek().is_none() || prefills.any(|entry| entry.occupied().prefills(&wanted, node_queue)))
+    }
+
     /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
-    pub fn unbook(&mut self, shares: &[Share]) {
+    pub fn unbook(&mut self, shares: &mut [Share]) {
         for share in shares {
+            self.release(share);
             if let Some(entry) = self.entries.get_mut(&share.session).filter(|_| share.probe) {
                 entry.breaker.unproven();
             }
             if let Some(entry) = self.entries.get_mut(&share.session).filter(|entry| entry.epoch == share.epoch) {
-                let routed = &mut entry.routed;
-                routed.requests = routed.requests.saturating_sub(share.work.requests);
-                routed.tokens = routed.tokens.saturating_sub(share.work.tokens);
-                routed.blocks = routed.blocks.saturating_sub(share.work.blocks);
+                entry.routed.sub(&share.work);
             }
         }
     }
@@ -260,6 +299,11 @@ fn declared_dead(node: &Node) -> Error {
 }
 
 impl Entry {
+    fn occupied(&self) -> Occupied<'_> {
+        let v1::Register { total_blocks, max_running, .. } = self.node.info;
+        Occupied { total_blocks, max_running, load: &self.load, routed: self.routed, held: self.held }
+    }
+
     fn view(&self, now: Instant) -> NodeView {
         let info = &self.node.info;
         let transport = info.transport.clone().unwrap_or_default();
