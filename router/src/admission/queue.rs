@@ -376,7 +376,7 @@ impl Queue {
             return Some(Refused { reason: Reason::QueueFull, retry_after: drained(), wait });
         }
         let own: usize = self.pools.iter().filter_map(|pool| pool.lanes.get(lane)).map(|lane| lane.waiting.len()).sum();
-        if self.bounds.tenants && own - 1 >= SHARE * (limit - waiting) {
+        if self.bounds.tenants && own > SHARE * (limit - waiting) {
             return Some(Refused { reason: Reason::TenantShare, retry_after: drained(), wait });
         }
         let ask = &self.pools[*pool].lanes.get(lane)?.waiting.get(key)?.ask;
