@@ -70,25 +70,20 @@ async fn a_prefill_node_gets_the_next_prompt_when_it_has_computed_one() {
 async fn urgent_requests_start_first_and_nodes_are_told() {
     let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
     let with = |id: &str, priority| GenerationRequest { request_id: id.into(), priority, ..request() };
-    let mut running = cluster.service.generate(with("first", 0)).unwrap();
+    let asked = [("first", 0), ("usual", 0), ("late", -2), ("urgent", 7)];
+    let mut streams: std::collections::BTreeMap<_, _> =
+        asked.into_iter().map(|(id, priority)| (id, cluster.service.generate(with(id, priority)).unwrap())).collect();
     let mut order = Vec::new();
-    let _others = [("usual", 0), ("late", -2), ("urgent", 7)]
-        .map(|(id, priority)| cluster.service.generate(with(id, priority)).unwrap());
-    for _ in 0..3 {
-        let (prefill, spec, decode, start) = cluster.legs().await;
+    for _ in asked {
+        let (_prefill, spec, decode, start) = cluster.legs().await;
         assert_eq!(start.spec.unwrap().priority, spec.priority);
+        // Its client leaves, and its slot goes to the next one.
+        drop(streams.remove(spec.request_id.as_str()));
+        decode.cancelled().await;
         order.push((spec.request_id, spec.priority));
-        if order.len() == 1 {
-            drop(running);
-        } else {
-            // The call's end fails the request; its slot goes to the next one.
-            decode.fail(Status::invalid_argument("the test wants the next one")).await;
-        }
-        drop((prefill, decode));
-        running = cluster.service.generate(with("last", -10)).unwrap();
     }
     let order: Vec<(&str, i32)> = order.iter().map(|(id, priority)| (id.as_str(), *priority)).collect();
-    assert_eq!(order, [("first", 0), ("urgent", 7), ("usual", 0)]);
+    assert_eq!(order, [("first", 0), ("urgent", 7), ("usual", 0), ("late", -2)]);
     let text = cluster.service.metrics_text(None).1;
     assert!(
         text.contains("tandem_queue_wait_seconds_count{role=\"router\",instance=\"router-test\",priority=\"7\"} 1"),
