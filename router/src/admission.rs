@@ -131,9 +131,12 @@ pub struct Entry {
 #[derive(Debug)]
 pub struct Slot(Place);
 
+/// Whether the nodes have room for a request behind those that are ahead of it.
+type HasRoom = Box<dyn Fn(&Ask, &Ahead) -> bool + Send + Sync>;
+
 struct Inner {
     state: Mutex<State>,
-    room: Box<dyn Fn(&Ask, &Ahead) -> bool + Send + Sync>,
+    room: HasRoom,
     closed: AtomicBool,
     /// Nobody runs or waits.
     empty: Notify,

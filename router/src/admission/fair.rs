@@ -103,12 +103,14 @@ impl<K: Ord + Clone> Fair<K> {
         if gone.is_empty() {
             gone.extend(idle().min_by_key(|(_, flow)| flow.used).map(|(key, _)| key.clone()));
         }
-        gone.iter().for_each(|key| drop(self.flows.remove(key)));
+        for key in &gone {
+            self.flows.remove(key);
+        }
         gone
     }
 
     /// Flows that are known.
-    pub fn len(&self) -> usize {
+    pub fn known(&self) -> usize {
         self.flows.len()
     }
 
@@ -165,7 +167,7 @@ mod tests {
         assert_eq!(fair.make_room(4), [1], "0 is in debt");
         fair.wants(&5, 1);
         assert_eq!(fair.make_room(4), [0], "now it is the least recently used");
-        assert_eq!(fair.len(), 3);
+        assert_eq!(fair.known(), 3);
     }
 
     #[test]

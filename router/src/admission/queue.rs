@@ -423,7 +423,7 @@ impl Class {
         for gone in self.order.make_room(MAX_TENANTS) {
             self.lanes.remove(&gone);
         }
-        if self.order.len() < MAX_TENANTS { Arc::clone(tenant) } else { Arc::from(OTHERS) }
+        if self.order.known() < MAX_TENANTS { Arc::clone(tenant) } else { Arc::from(OTHERS) }
     }
 
     /// Until half of what waits has started.
