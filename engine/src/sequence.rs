@@ -53,8 +53,7 @@ pub struct SequenceRequest {
     pub report_layers: Vec<usize>,
 }
 
-/// Bounds `SequenceRequest::priority`, and with it how long one sequence can hold another up.
-pub const MAX_PRIORITY: i32 = 10;
+pub use tandem_proto::MAX_PRIORITY;
 
 impl SequenceRequest {
     /// Tokens whose KV the lease must hold for a sequence of `len` tokens that may grow by `max_new_tokens`: all but

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest, TokenLogprob};
 use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{Error, ErrorKind, SequenceHash, TraceContext, v1};
+use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, SequenceHash, TraceContext, v1};
 use tandem_telemetry::clock;
 
 /// Bounds a request that came without a deadline.
@@ -28,6 +28,7 @@ pub struct CheckedRequest {
     sampling: SamplingParams,
     ignore_eos: bool,
     stop_token_ids: Vec<u32>,
+    priority: i32,
     eos_token_id: u32,
     max_context_tokens: usize,
 }
@@ -72,6 +73,7 @@ impl CheckedRequest {
             sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?,
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
+            priority: priority(spec.priority)?,
             eos_token_id: engine.eos_token_id,
             max_context_tokens: limit,
         })
@@ -129,7 +131,7 @@ impl CheckedRequest {
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
             deadline: Some(self.deadline),
-            priority: 0,
+            priority: self.priority,
             report_layers: Vec::new(),
         }
     }
@@ -159,6 +161,14 @@ fn deadline(unix_ns: u64) -> Result<Instant, Error> {
     }
     let deadline = clock().instant(unix_ns).unwrap_or(latest).min(latest);
     if deadline <= now { Err(too_late()) } else { Ok(deadline) }
+}
+
+fn priority(priority: i32) -> Result<i32, Error> {
+    if priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
+        let message = format!("priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}");
+        return Err(Error::invalid("priority", message));
+    }
+    Ok(priority)
 }
 
 fn too_late() -> Error {
@@ -211,7 +221,9 @@ mod tests {
 
     #[test]
     fn a_good_request_passes() {
-        let request = CheckedRequest::check(spec(), &engine()).unwrap();
+        let request = CheckedRequest::check(v1::RequestSpec { priority: -3, ..spec() }, &engine()).unwrap();
+        let lease = Arc::new(tandem_engine::BlockPool::new(8, 16).try_reserve(2).unwrap());
+        assert_eq!(request.from_prompt(lease, 1).priority, -3);
         assert_eq!(request.worst_case_kv_tokens(), 29);
         assert_eq!(request.hashes(&engine()).len(), 2);
         assert_eq!(request.finished_by(7), None);
@@ -276,6 +288,8 @@ mod tests {
             (v1::RequestSpec { prompt: vec![u32::MAX], ..spec() }, "prompt"),
             (v1::RequestSpec { max_tokens: 0, ..spec() }, "max_tokens"),
             (v1::RequestSpec { output_tokens: 20, ..spec() }, "output_tokens"),
+            (v1::RequestSpec { priority: 11, ..spec() }, "priority"),
+            (v1::RequestSpec { priority: i32::MIN, ..spec() }, "priority"),
             (v1::RequestSpec { output_tokens: u32::MAX, ..spec() }, "output_tokens"),
             (v1::RequestSpec { sampling: sampling(-1.0, 1.0), ..spec() }, "temperature"),
             (v1::RequestSpec { sampling: sampling(f32::NAN, 1.0), ..spec() }, "temperature"),

@@ -194,7 +194,8 @@ pub(crate) fn outcome(kind: ErrorKind) -> usize {
         ErrorKind::Cancelled => CANCELLED,
         ErrorKind::Incompatible => 8,
         ErrorKind::Corrupt => 9,
-        ErrorKind::Internal => 10,
+        // Nobody has keys here: the router asks clients for them.
+        ErrorKind::Internal | ErrorKind::Unauthenticated => 10,
         ErrorKind::DeclaredDead => DECLARED_DEAD,
     }
 }

@@ -22,6 +22,8 @@ pub enum ErrorKind {
     DeadlineExceeded,
     /// The caller went away.
     Cancelled,
+    /// The caller's API key is missing or unknown.
+    Unauthenticated,
     /// Two nodes that cannot work together.
     Incompatible,
     /// The router has declared this incarnation of a node dead: it goes on as a new one or not at all.
@@ -42,24 +44,26 @@ pub struct Error {
     pub message: String,
     /// The request field that is wrong, where there is one.
     pub param: Option<&'static str>,
+    /// Of `Overloaded`: when it is worth another try; [`RETRY_AFTER`] where nobody can tell.
+    pub retry_after: Option<Duration>,
 }
 
 /// Tells [`ErrorKind::DeclaredDead`] from the other failed preconditions on the wire: the type of a
 /// `google.rpc.PreconditionFailure` violation.
 const DECLARED_DEAD: &str = "INCARNATION_DECLARED_DEAD";
 
-/// Told to clients that are refused for load.
+/// Told to clients that are refused for load when it is not known how long that lasts.
 pub const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl Error {
     /// An error without a field.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), param: None }
+        Self { kind, message: message.into(), param: None, retry_after: None }
     }
 
     /// A wrong request field.
     pub fn invalid(param: &'static str, message: impl Into<String>) -> Self {
-        Self { kind: ErrorKind::InvalidArgument, message: message.into(), param: Some(param) }
+        Self { param: Some(param), ..Self::new(ErrorKind::InvalidArgument, message) }
     }
 }
 
@@ -69,7 +73,7 @@ impl From<Error> for Status {
             ErrorKind::InvalidArgument => Code::InvalidArgument,
             ErrorKind::NotFound => Code::NotFound,
             ErrorKind::Overloaded => {
-                let details = ErrorDetails::with_retry_info(Some(RETRY_AFTER));
+                let details = ErrorDetails::with_retry_info(Some(error.retry_after.unwrap_or(RETRY_AFTER)));
                 return Status::with_error_details(Code::ResourceExhausted, error.message, details);
             }
             ErrorKind::DeclaredDead => {
@@ -80,6 +84,7 @@ impl From<Error> for Status {
             ErrorKind::Aborted => Code::Aborted,
             ErrorKind::DeadlineExceeded => Code::DeadlineExceeded,
             ErrorKind::Cancelled => Code::Cancelled,
+            ErrorKind::Unauthenticated => Code::Unauthenticated,
             ErrorKind::Incompatible => Code::FailedPrecondition,
             ErrorKind::Corrupt => Code::DataLoss,
             ErrorKind::Internal => Code::Internal,
@@ -97,6 +102,7 @@ impl From<Status> for Error {
             Code::Aborted => ErrorKind::Aborted,
             Code::DeadlineExceeded => ErrorKind::DeadlineExceeded,
             Code::Cancelled => ErrorKind::Cancelled,
+            Code::Unauthenticated | Code::PermissionDenied => ErrorKind::Unauthenticated,
             Code::FailedPrecondition if declared_dead(&status) => ErrorKind::DeclaredDead,
             Code::FailedPrecondition => ErrorKind::Incompatible,
             Code::DataLoss => ErrorKind::Corrupt,
@@ -104,7 +110,8 @@ impl From<Status> for Error {
             // Transport errors arrive as Unknown or Unavailable: the peer is away.
             _ => ErrorKind::Unavailable,
         };
-        Self::new(kind, status.message())
+        let retry_after = status.get_details_retry_info().and_then(|info| info.retry_delay);
+        Self { retry_after, ..Self::new(kind, status.message()) }
     }
 }
 
@@ -128,6 +135,7 @@ mod tests {
             Aborted,
             DeadlineExceeded,
             Cancelled,
+            Unauthenticated,
             Incompatible,
             DeclaredDead,
             Corrupt,
@@ -143,5 +151,8 @@ mod tests {
         let status = Status::from(Error::new(ErrorKind::Overloaded, "full"));
         let info = status.get_details_retry_info().expect("retry info");
         assert_eq!(info.retry_delay, Some(RETRY_AFTER));
+        let told =
+            Error { retry_after: Some(Duration::from_millis(2500)), ..Error::new(ErrorKind::Overloaded, "full") };
+        assert_eq!(Error::from(Status::from(told.clone())), told);
     }
 }

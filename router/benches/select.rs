@@ -104,7 +104,6 @@ fn measure(count: usize, settings: &Settings) -> (Duration, Duration) {
     let mut rng = StdRng::seed_from_u64(count as u64);
     let mut nodes: Vec<NodeView> = (0..count).map(|index| node(index, &mut rng)).collect();
     let links = links(count, &mut rng);
-    let ask = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
     let wish = Wish::default();
     let mut times = Vec::with_capacity(ROUNDS);
     for turn in 0..ROUNDS as u64 {

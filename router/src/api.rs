@@ -12,8 +12,9 @@ use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::flow::admission::Counts;
-use crate::flow::{self, Admission, Limits};
+use crate::admission::keys::Keys;
+use crate::admission::{Admission, Counts, Tenant};
+use crate::flow::{self, Limits};
 use crate::membership::Membership;
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
@@ -48,6 +49,10 @@ pub struct GenerationRequest {
     pub stop_token_ids: Vec<u32>,
     /// Strings that end the answer.
     pub stop: Vec<String>,
+    /// Higher ones go first among the tenant's own, in the queue and on the nodes; 0 is usual, -10 to 10 are possible.
+    pub priority: i32,
+    /// Whose request it is.
+    pub tenant: Tenant,
     /// When the client stops waiting.
     pub deadline: Option<Instant>,
     /// The client's span.
@@ -140,6 +145,7 @@ impl Stream for GenerationStream {
 #[derive(Clone)]
 pub struct Service {
     flow: Arc<flow::Shared>,
+    keys: Keys,
 }
 
 impl Service {
@@ -151,24 +157,45 @@ impl Service {
         limits: Limits,
         instance: String,
     ) -> Self {
+        Self::with_keys(model, membership, exporter, limits, instance, Keys::default())
+    }
+
+    /// The same for clients with API keys.
+    pub fn with_keys(
+        model: Arc<ModelText>,
+        membership: Membership,
+        exporter: Exporter,
+        limits: Limits,
+        instance: String,
+        keys: Keys,
+    ) -> Self {
+        let admission = Admission::new(&limits, &membership, keys.required());
         let flow = flow::Shared {
             membership,
             exporter,
             traces: Traces::default(),
             metrics: Metrics::new(&model.model_name, &instance),
-            admission: Admission::new(&limits),
+            admission,
             limits,
             instance,
             model,
         };
-        Self { flow: Arc::new(flow) }
+        Self { flow: Arc::new(flow), keys }
+    }
+
+    /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
+    ///
+    /// # Errors
+    /// `Unauthenticated` where keys are needed and this is none, `InvalidArgument` for a tenant's name that is none.
+    pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
+        self.keys.tenant(authorization, name)
     }
 
     /// Starts a request. Nothing was sent to a node when this returns.
     ///
     /// # Errors
-    /// `InvalidArgument` for a request that can never be answered, `Overloaded` when the queue is full, `Unavailable`
-    /// when the nodes of no plan are there or the router is draining.
+    /// `InvalidArgument` for a request that can never be answered, `Overloaded` when it may not wait (with the time after which
+    /// it is worth another try), `Unavailable` when the nodes of no plan are there or the router is draining.
     pub fn generate(&self, request: GenerationRequest) -> Result<GenerationStream, Error> {
         let (sender, events) = mpsc::channel(flow::CLIENT_QUEUE_EVENTS);
         let cancel = CancellationToken::new();
@@ -229,6 +256,7 @@ impl Service {
             nodes: flow.membership.totals(),
             breakers: flow.membership.breakers(clock::now()),
             requests: flow.admission.counts(),
+            depths: flow.admission.depths(),
             spans_dropped: flow.exporter.dropped(),
             index: flow.membership.index(),
         };

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 
+use crate::admission::pools::Pools;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
@@ -30,9 +31,25 @@ struct Flags {
     /// OTLP/gRPC collector for spans, as http://host:port
     #[arg(long)]
     otlp_endpoint: Option<String>,
-    /// Requests that may wait for admission
+    /// Requests that may wait until there is a slot and room on the nodes; 0: whoever has a slot starts at once
     #[arg(long, default_value_t = 256)]
     max_queue: u16,
+    /// Requests that may wait on each node, which keeps it busy; the others wait here, in order. Where the nodes' room is
+    /// not to count, a large number
+    #[arg(long, default_value_t = 4)]
+    node_queue: u16,
+    /// Refuse requests (429) whose first token is predicted later than this; without it only those that would miss their
+    /// own deadline
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    max_ttft_ms: Option<u32>,
+    /// Classes of requests by prompt tokens, each with its share of slots and service, as
+    /// interactive=0-2048:3,document=2049-:1 [default: one for all]
+    #[arg(long)]
+    pools: Option<Pools>,
+    /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute": 60,
+    /// "tokens_per_minute": 10000, "max_priority": 0}]}; read again at SIGHUP. Health, metrics, traces and joining nodes need no key
+    #[arg(long)]
+    api_keys: Option<PathBuf>,
     /// Requests that may run at the same time
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
     max_inflight: u16,
@@ -94,6 +111,8 @@ pub struct Config {
     pub otlp_endpoint: Option<String>,
     /// Bounds of requests.
     pub limits: Limits,
+    /// File of API keys; without it nobody needs one.
+    pub api_keys: Option<PathBuf>,
     /// Silence after which a node is dead.
     pub lease: Duration,
     /// When a node is tried last.
@@ -125,11 +144,15 @@ impl From<Flags> for Config {
             limits: Limits {
                 max_inflight: flags.max_inflight.into(),
                 max_queue: flags.max_queue.into(),
+                node_queue: flags.node_queue.into(),
+                max_ttft: flags.max_ttft_ms.map(millis),
+                pools: flags.pools.unwrap_or_default(),
                 max_request: millis(flags.max_request_ms),
                 max_attempts: flags.max_attempts,
                 replan: millis(flags.replan_ms),
                 ..Limits::default()
             },
+            api_keys: flags.api_keys,
             lease: millis(flags.lease_ms),
             breakers: breaker::Settings { failures: flags.breaker_failures, open: millis(flags.breaker_open_ms) },
             choice: select::Settings {
@@ -153,6 +176,8 @@ mod tests {
     fn defaults_and_limits() {
         let config: Config = Flags::try_parse_from(["r", "--model", "m.gguf"]).unwrap().into();
         assert_eq!((config.limits.max_queue, config.limits.max_inflight), (256, 512));
+        assert_eq!((config.limits.node_queue, config.limits.max_ttft, config.api_keys), (4, None, None));
+        assert_eq!(config.limits.pools, Pools::default());
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
@@ -161,7 +186,15 @@ mod tests {
         let chosen = ["r", "--model", "m.gguf", "--policy", "round-robin", "--tpot-objective-ms", "50"];
         let config: Config = Flags::try_parse_from(chosen).unwrap().into();
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::RoundRobin, 20.0));
+        let shaped =
+            ["r", "--model", "m.gguf", "--max-ttft-ms", "2000", "--pools", "a=0-9,b=10-:2", "--node-queue", "0"];
+        let shaped: Config = Flags::try_parse_from(shaped).unwrap().into();
+        assert_eq!((shaped.limits.max_ttft, shaped.limits.node_queue), (Some(Duration::from_secs(2)), 0));
+        assert_eq!(shaped.limits.pools.of(10), 1);
         for wrong in [
+            ["--max-ttft-ms", "0"],
+            ["--pools", "a=1-"],
+            ["--node-queue", "-1"],
             ["--tpot-objective-ms", "0"],
             ["--policy", "best"],
             ["--index-blocks", "0"],

@@ -3,12 +3,11 @@
 //! Every wait in it is bounded by the request's deadline, by [`Limits::silence`], by [`Limits::replan`], or by a node's
 //! death.
 //!
-//! - [`check`]: what a request must be (pure). [`admission`]: who may start.
+//! - [`check`]: what a request must be (pure). [`crate::admission`]: who may start.
 //! - [`progress`]: the request and its answer so far (pure).
 //! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its nodes.
 //! - [`timeline`]: the phases that the client waits for (pure). [`record`]: timings and spans (pure).
-pub mod admission;
 pub mod again;
 pub mod attempt;
 pub mod check;
@@ -28,15 +27,14 @@ use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-pub use admission::Admission;
-
+use crate::admission::pools::Pools;
+use crate::admission::{Admission, Asked, Entry, Reason, Refusal, Slot};
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
 use crate::membership::{Ask, Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
 use crate::traces::Traces;
-use admission::{Entry, Slot};
 use attempt::{Attempt, Happening};
 use exchange::{Exchange, Step};
 use legs::Rest;
@@ -56,8 +54,14 @@ const STOPPED_SPANS: Duration = Duration::from_secs(1);
 pub struct Limits {
     /// Requests that run at the same time.
     pub max_inflight: u32,
-    /// Requests that wait for one of them to end.
+    /// Requests that wait until there is a slot and room on the nodes. 0: whoever has a slot starts.
     pub max_queue: usize,
+    /// Requests that may wait on each node, so that it is never idle; the others wait in the queue.
+    pub node_queue: u32,
+    /// A request whose first token is predicted later than this is refused.
+    pub max_ttft: Option<Duration>,
+    /// Classes of requests by prompt length.
+    pub pools: Pools,
     /// Deadline of a request that brings none.
     pub max_request: Duration,
     /// Neither leg says anything for so long: the attempt fails.
@@ -75,6 +79,9 @@ impl Default for Limits {
         Self {
             max_inflight: 512,
             max_queue: 256,
+            node_queue: 4,
+            max_ttft: None,
+            pools: Pools::default(),
             max_request: Duration::from_secs(600),
             silence: Duration::from_secs(120),
             max_attempts: 4,
@@ -116,9 +123,10 @@ pub fn start(
     client: Client,
     cancel: CancellationToken,
 ) -> Result<Identities, Error> {
+    let limit = request.received + shared.limits.max_request;
+    let deadline = request.deadline.map_or(limit, |deadline| deadline.min(limit));
     let entry = check::check(&request, &shared.model)
-        .and_then(|()| if shared.membership.has_pair() { Ok(()) } else { Err(no_pair(shared)) })
-        .and_then(|()| shared.admission.enter())
+        .and_then(|()| admit(shared, &request, deadline))
         .inspect_err(|error| shared.metrics.refused(error.kind))?;
     let identities = Identities::draw(request.parent, &mut rand::rng());
     let record = Record {
@@ -136,9 +144,8 @@ pub fn start(
         verified: None,
         ended: request.received,
     };
-    let limit = request.received + shared.limits.max_request;
     let run = Run {
-        deadline: request.deadline.map_or(limit, |deadline| deadline.min(limit)),
+        deadline,
         replan: Replan::new(shared.limits.max_attempts, shared.limits.replan),
         progress: Progress::new(request, &shared.model),
         shared: Arc::clone(shared),
@@ -150,6 +157,27 @@ pub fn start(
     };
     tokio::spawn(run.until_the_end(entry, cancel));
     Ok(identities)
+}
+
+/// A place in the queue, or why there is none.
+fn admit(shared: &Shared, request: &GenerationRequest, deadline: Instant) -> Result<Entry, Error> {
+    let asked = Asked {
+        tenant: request.tenant.clone(),
+        priority: request.priority,
+        prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
+        max_tokens: request.max_tokens,
+        deadline,
+        // The choice of the pair makes no prediction before the request is routed.
+        prefill: None,
+    };
+    let entered = match shared.membership.has_pair() {
+        true => shared.admission.enter(asked, clock::now()),
+        false => Err(Refusal { reason: Reason::NoPair, error: no_pair(shared) }),
+    };
+    entered.map_err(|Refusal { reason, error }| {
+        shared.metrics.turned_away(reason);
+        error
+    })
 }
 
 /// Why an answer ended well, and the text that was still held back.
@@ -220,7 +248,9 @@ impl Run {
     async fn answer(&mut self, entry: Entry) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
         self.record.timeline.end_phase(clock::now());
+        self.shared.metrics.waited(self.progress.request.priority, self.record.timeline.length(Phase::Queue));
         let route = self.route()?;
+        self.slot.iter().for_each(Slot::routed);
         let mut attempt = self.open(route);
         self.record.timeline.end_phase(clock::now());
         // One for all attempts: characters and stop strings go across their borders.
@@ -420,7 +450,9 @@ impl Run {
         if let Some(rest) = rest {
             self.shared.traces.complete(trace_id, rest.spans(STOPPED_SPANS).await);
         }
-        drop(self.slot);
+        if let Some(mut slot) = self.slot {
+            slot.used(u64::from(self.record.prompt_tokens) + u64::from(self.record.completion_tokens()));
+        }
     }
 }
 

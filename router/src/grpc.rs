@@ -15,6 +15,7 @@ use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
+use crate::admission::Tenant;
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, new_request_id};
 use crate::text::{ModelText, SpecialTokens};
 
@@ -81,7 +82,8 @@ impl v1::inference_server::Inference for Edge {
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Responses>, Status> {
         let received = clock::now();
         let (metadata, _, message) = request.into_parts();
-        let caller = Caller::read(&metadata, &message, received)?;
+        let mut caller = Caller::read(&metadata, &message, received)?;
+        caller.tenant = tenant(&self.service, &metadata)?;
         let n = message.n.max(1);
         if n > MAX_CHOICES {
             return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")).into());
@@ -120,6 +122,8 @@ impl Edge {
             ignore_eos: message.ignore_eos,
             stop_token_ids: message.stop_token_ids,
             stop: message.stop,
+            priority: message.priority,
+            tenant: caller.tenant.clone(),
             deadline: caller.deadline,
             parent: caller.parent,
             received,
@@ -133,6 +137,7 @@ struct Caller {
     request_id: String,
     parent: Option<TraceContext>,
     deadline: Option<Instant>,
+    tenant: Tenant,
 }
 
 impl Caller {
@@ -160,8 +165,15 @@ impl Caller {
             // The specification: what is not a traceparent starts a new trace.
             parent: text("traceparent").and_then(|parent| parent.parse().ok()),
             deadline: timeout.and_then(|timeout| received.checked_add(timeout)),
+            tenant: Tenant::default(),
         })
     }
+}
+
+/// Whose call it is, by its key or its own word.
+fn tenant(service: &Service, metadata: &MetadataMap) -> Result<Tenant, Error> {
+    let text = |key| metadata.get(key).and_then(|value| value.to_str().ok());
+    service.tenant(text("authorization"), text("x-tandem-tenant"))
 }
 
 /// <https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>: `TimeoutValue TimeoutUnit`.

@@ -2,6 +2,7 @@
 //!
 //! - [`api`]: the border between the edges and the flow; start reading here.
 //! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
+//! - [`admission`]: who may start: tenants, API keys, rates, the fair queue.
 //! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and other nodes
 //!   when one fails.
 //! - [`select`]: which nodes; pure. [`index`]: which node has which blocks in its cache; pure.
@@ -13,6 +14,7 @@
 //! The router never sees a KV block: tickets pass through it, and all that it reads there is the hand-off's id.
 #![forbid(unsafe_code)]
 
+pub mod admission;
 pub mod api;
 pub mod config;
 pub mod flow;

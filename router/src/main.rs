@@ -10,12 +10,13 @@ use std::time::Duration;
 use anyhow::Context;
 use futures::FutureExt;
 use tandem_ports::{Limits, Port, raise_descriptor_limit, serve_http};
+use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::config::Config;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::text::ModelText;
 use tandem_router::{grpc, http};
-use tandem_telemetry::Exporter;
+use tandem_telemetry::{Exporter, clock};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
@@ -43,6 +44,10 @@ async fn main() -> ExitCode {
 
 async fn run(config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
+    let keys = match &config.api_keys {
+        Some(path) => Keys::load(path, clock::now())?,
+        None => Keys::default(),
+    };
     let http_listener = listen("http", config.http).await?;
     let grpc_listener = listen("grpc", config.grpc).await?;
     let (http_address, grpc_address) = (http_listener.local_addr()?, grpc_listener.local_addr()?);
@@ -54,7 +59,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .with_breakers(config.breakers)
         .with_choice(config.choice)
         .with_index_blocks(config.index_blocks);
-    let service = Service::new(model, membership.clone(), exporter.clone(), config.limits.clone(), instance);
+    let limits = config.limits.clone();
+    let service = Service::with_keys(model, membership.clone(), exporter.clone(), limits, instance, keys.clone());
     let health = tonic_health::server::HealthReporter::new();
 
     let stop = CancellationToken::new();
@@ -63,7 +69,10 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let http_server =
         serve_http(Port::new(http_listener, Limits::default()), http::router(service.clone()), stop.clone());
     servers.spawn(http_server.map(Ok));
-    // These two end with the process.
+    // These end with the process.
+    if keys.required() {
+        tokio::spawn(reload_at_hangup(keys, signal(SignalKind::hangup())?));
+    }
     tokio::spawn(membership.clone().watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
     writeln!(std::io::stdout(), "ready http={http_address} grpc={grpc_address}").context("cannot write to stdout")?;
@@ -89,6 +98,16 @@ async fn run(config: Config) -> anyhow::Result<()> {
 
 async fn listen(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))
+}
+
+/// New keys work and old ones do not from the signal on.
+async fn reload_at_hangup(keys: Keys, mut hangups: Signal) {
+    while hangups.recv().await.is_some() {
+        match keys.reload(clock::now()) {
+            Ok(count) => tracing::info!(count, "API keys read again"),
+            Err(error) => tracing::error!(%error, "the old API keys stay"),
+        }
+    }
 }
 
 async fn load_model(config: &Config) -> anyhow::Result<Arc<ModelText>> {

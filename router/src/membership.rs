@@ -5,12 +5,13 @@
 //!
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A dead
 //! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
-//! requests is alive, but tried last for a while ([`breaker`]).
+//! requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when there may be some.
 pub mod breaker;
 mod entry;
 pub mod fence;
 pub mod join;
 mod reach;
+mod room;
 mod table;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,6 +25,7 @@ use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
+use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
@@ -102,6 +104,7 @@ pub struct Membership {
     table: Arc<Mutex<Table>>,
     /// Nodes came or went.
     changed: Arc<Notify>,
+    freed: Freed,
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
@@ -131,6 +134,25 @@ pub struct Route {
     prefill_share: Option<Share>,
     decode_share: Share,
     table: Arc<Mutex<Table>>,
+    freed: Freed,
+}
+
+/// Told when nodes may have room that they had not. Whoever listens may ask the table: its lock is not held meanwhile.
+#[derive(Clone, Default)]
+struct Freed(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
+
+impl Freed {
+    fn tell(&self) {
+        if let Some(listener) = self.0.get() {
+            listener();
+        }
+    }
+}
+
+impl std::fmt::Debug for Freed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Freed")
+    }
 }
 
 impl Route {
@@ -165,6 +187,15 @@ impl Route {
     pub fn computed(&mut self, now: Instant) {
         let share = share_of(Role::Prefill, &mut self.prefill_share, &mut self.decode_share);
         lock(&self.table).computed(share, now);
+        self.freed.tell();
+    }
+
+    /// The prefill node has nothing more to compute for this request: it can take another one.
+    pub fn prefilled(&mut self) {
+        if let Some(share) = &mut self.prefill_share {
+            lock(&self.table).release(share);
+            self.freed.tell();
+        }
     }
 
     /// Decode has verified the prefill node's KV.
@@ -192,7 +223,8 @@ fn share_of<'a>(role: Role, prefill: &'a mut Option<Share>, decode: &'a mut Shar
 
 impl Drop for Route {
     fn drop(&mut self) {
-        lock(&self.table).unbook(self.prefill_share.iter().chain([&self.decode_share]), clock::now());
+        lock(&self.table).unbook(self.prefill_share.iter_mut().chain([&mut self.decode_share]), clock::now());
+        self.freed.tell();
     }
 }
 
@@ -228,7 +260,7 @@ impl Membership {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
-        Self { table, changed: Arc::default(), expected, lease, reaching, choice }
+        Self { table, changed: Arc::default(), freed: Freed::default(), expected, lease, reaching, choice }
     }
 
     /// The same, with decode nodes that compute prompts, too.
@@ -279,12 +311,14 @@ impl Membership {
         let reach = self.reaching.reach(&info, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, reach), now);
         self.changed.notify_waiters();
+        self.freed.tell();
         node
     }
 
     /// Takes a load report.
     pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
         lock(&self.table).report(session, load, now);
+        self.freed.tell();
     }
 
     /// Takes what a node tells of its cache.
@@ -298,12 +332,14 @@ impl Membership {
     /// The node takes no new work from now on.
     pub fn draining(&self, session: u64, now: Instant) {
         lock(&self.table).draining(session, now);
+        self.freed.tell();
     }
 
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
         lock(&self.table).leave(session, why);
         self.changed.notify_waiters();
+        self.freed.tell();
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
@@ -313,8 +349,10 @@ impl Membership {
 
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
-        if lock(&self.table).expire(now, self.lease) {
+        let expired = lock(&self.table).expire(now, self.lease);
+        if expired {
             self.changed.notify_waiters();
+            self.freed.tell();
         }
     }
 
@@ -345,7 +383,21 @@ impl Membership {
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
         let (decode, decode_share) = (decode.node, decode.share);
-        Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table: Arc::clone(&self.table) })
+        let (table, freed) = (Arc::clone(&self.table), self.freed.clone());
+        Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table, freed })
+    }
+
+    /// Whether the nodes have room for a request that need not wait there, or only with `node_queue` others; without nodes that
+    /// could ever hold it there is: then [`Self::route`] says why not.
+    pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32) -> bool {
+        lock(&self.table).has_room(ask, ahead, self.choice.local, node_queue)
+    }
+
+    /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.
+    pub fn when_freed(&self, listener: impl Fn() + Send + Sync + 'static) {
+        if self.freed.0.set(Box::new(listener)).is_err() {
+            tracing::warn!("two queues before one table of nodes: the second one is not told of room");
+        }
     }
 
     /// Tokens of a block on every node, for [`Ask::hashes`]. Hashes over another size match nothing.

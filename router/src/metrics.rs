@@ -1,6 +1,8 @@
 //! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
 //! the scraper asks for it. Base units: seconds and bytes; labels `role` and `instance`. Beside our own names stand
 //! those of vLLM whose meaning is the same, because public dashboards read them.
+mod admission;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -15,7 +17,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tandem_proto::{Error, ErrorKind, v1};
 
-use crate::flow::admission::Counts;
+use crate::admission::{Counts, Reason};
 use crate::flow::record::{Record, reason_text};
 use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
@@ -23,6 +25,7 @@ use crate::index::IndexTotals;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, Totals};
 use crate::select::{Plan, Role};
+use admission::AdmissionMetrics;
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
@@ -89,6 +92,7 @@ type ByPlan = Family<Planned, Histogram, fn() -> Histogram>;
 pub struct Metrics {
     registry: Arc<Registry>,
     own: Own,
+    admission: AdmissionMetrics,
     vllm: Vllm,
 }
 
@@ -139,6 +143,8 @@ pub struct Seen {
     pub breakers: Breakers,
     /// Requests by state.
     pub requests: Counts,
+    /// Waiting ones by tenant.
+    pub depths: Vec<(Arc<str>, usize)>,
     /// Spans that no collector took.
     pub spans_dropped: u64,
     /// What is known of the nodes' caches.
@@ -170,15 +176,26 @@ impl Metrics {
     pub fn new(model_name: &str, instance: &str) -> Self {
         let mut registry = Registry::default();
         let who = [("role".into(), "router".into()), ("instance".into(), instance.to_owned().into())];
-        let own = Own::register(registry.sub_registry_with_labels(who.into_iter()));
+        let registered = registry.sub_registry_with_labels(who.into_iter());
+        let (own, admission) = (Own::register(registered), AdmissionMetrics::register(registered));
         let vllm =
             Vllm::register(registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())));
-        Self { registry: Arc::new(registry), own, vllm }
+        Self { registry: Arc::new(registry), own, admission, vllm }
     }
 
     /// A request that was refused before it started.
     pub fn refused(&self, kind: ErrorKind) {
         self.own.requests.get_or_create(&Outcome { outcome: outcome(kind) }).inc();
+    }
+
+    /// Why it was refused, where it was not the request's own fault.
+    pub fn turned_away(&self, reason: Reason) {
+        self.admission.refused(reason);
+    }
+
+    /// A request of this priority was admitted after so long.
+    pub fn waited(&self, priority: i32, wait: Duration) {
+        self.admission.waited(priority, wait);
     }
 
     /// A request that ended.
@@ -220,6 +237,7 @@ impl Metrics {
     /// The content type and the text for a scraper with this `Accept` header.
     pub fn text(&self, accept: Option<&str>, seen: &Seen) -> (&'static str, String) {
         self.own.set(seen);
+        self.admission.set(&seen.depths);
         self.vllm.set(&seen.nodes, seen.requests);
         let mut text = String::new();
         if encode(&mut text, &self.registry).is_err() {
@@ -340,7 +358,7 @@ impl Own {
     }
 
     fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, requests, spans_dropped, index } = seen;
+        let Seen { nodes, breakers, requests, spans_dropped, index, .. } = seen;
         self.inflight.set(whole(requests.inflight));
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
@@ -469,6 +487,7 @@ fn outcome(kind: ErrorKind) -> &'static str {
         ErrorKind::Aborted => "aborted",
         ErrorKind::DeadlineExceeded => "deadline_exceeded",
         ErrorKind::Cancelled => "cancelled",
+        ErrorKind::Unauthenticated => "unauthenticated",
         ErrorKind::Incompatible => "incompatible",
         ErrorKind::DeclaredDead => "declared_dead",
         ErrorKind::Corrupt => "corrupt",
@@ -495,8 +514,11 @@ mod tests {
         let breakers = Breakers { nodes: vec![(Role::Decode, "d0".into(), Circuit::Open)], opened: [0, 3] };
         metrics.replan_exhausted(Bound::Time);
         let _waits = metrics.waits_for_node();
+        metrics.turned_away(Reason::TenantShare);
+        metrics.waited(-3, Duration::from_millis(20));
+        let depths = vec![("team".into(), 7)];
         let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
-        metrics.text(accept, &Seen { breakers, index, ..Seen::default() }).1
+        metrics.text(accept, &Seen { breakers, index, depths, ..Seen::default() }).1
     }
 
     #[test]
@@ -517,6 +539,10 @@ mod tests {
             "tandem_index_evicted_total{role=\"router\",instance=\"r0\"} 2",
             "tandem_index_gaps_total{role=\"router\",instance=\"r0\"} 1",
             "tandem_waiting_for_node_requests{role=\"router\",instance=\"r0\"} 1",
+            "tandem_queue_depth{role=\"router\",instance=\"r0\",tenant=\"team\"} 7",
+            "tandem_refused_total{role=\"router\",instance=\"r0\",reason=\"tenant_share\"} 1",
+            "tandem_refused_total{role=\"router\",instance=\"r0\",reason=\"queue_full\"} 0",
+            "tandem_queue_wait_seconds_bucket{role=\"router\",instance=\"r0\",le=\"0.025\",priority=\"-3\"} 1",
             "tandem_ttft_seconds_bucket{role=\"router\",instance=\"r0\",le=\"0.025\"} 1",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}\n{text}");

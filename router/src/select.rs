@@ -71,6 +71,24 @@ pub struct Work {
     pub context: u64,
 }
 
+impl Work {
+    /// More of it.
+    pub fn add(&mut self, other: &Self) {
+        self.requests = self.requests.saturating_add(other.requests);
+        self.tokens = self.tokens.saturating_add(other.tokens);
+        self.blocks = self.blocks.saturating_add(other.blocks);
+        self.context = self.context.saturating_add(other.context);
+    }
+
+    /// Less of it.
+    pub fn sub(&mut self, other: &Self) {
+        self.requests = self.requests.saturating_sub(other.requests);
+        self.tokens = self.tokens.saturating_sub(other.tokens);
+        self.blocks = self.blocks.saturating_sub(other.blocks);
+        self.context = self.context.saturating_sub(other.context);
+    }
+}
+
 /// One node as the selection sees it. The table keeps these up to date, so that a request copies none of them.
 #[derive(Clone, Debug)]
 pub struct NodeView {

@@ -6,6 +6,7 @@
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`local`]: without a prefill node: aggregated, or because it died.
+//! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
@@ -16,6 +17,7 @@ mod corruption;
 mod failures;
 mod first_light;
 mod local;
+mod overload;
 mod sampling;
 mod streams;
 mod tool;

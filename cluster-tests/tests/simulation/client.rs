@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use tandem_proto::{Error, ErrorKind, v1};
+use tandem_router::admission::Tenant;
 use tandem_router::api::{GenerationEvent, GenerationRequest};
 use tandem_telemetry::clock;
 use tokio::time::Instant;
@@ -79,6 +80,8 @@ async fn read(
         ignore_eos: request.ignore_eos,
         stop_token_ids: request.stop_token_ids.clone(),
         stop: Vec::new(),
+        priority: 0,
+        tenant: Tenant::default(),
         deadline: Some(clock::now() + request.deadline),
         parent: None,
         received: clock::now(),

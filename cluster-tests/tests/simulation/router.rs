@@ -44,6 +44,8 @@ impl RouterProcess {
         let limits = Limits {
             max_inflight: schedule.max_inflight,
             max_queue: schedule.max_queue,
+            // Every other cluster waits on its nodes, so that their own queues are seen full too.
+            node_queue: if schedule.max_queue.is_multiple_of(2) { u32::from(u16::MAX) } else { 1 },
             max_request: Duration::from_secs(20),
             ..Limits::default()
         };

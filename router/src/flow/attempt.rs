@@ -147,6 +147,10 @@ impl Attempt {
             self.computed = true;
             self.route.computed(clock::now());
         }
+        // A verified hand-off says so too, where the first token came in an earlier attempt.
+        if matches!(step, Step::Verified) || (matches!(step, Step::Token { .. }) && role == Role::Prefill) {
+            self.route.prefilled();
+        }
         match &step {
             Step::Verified => {
                 self.route.succeeded(Role::Prefill);

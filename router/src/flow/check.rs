@@ -1,5 +1,5 @@
 //! What a request must be before it takes a place in the queue. Pure.
-use tandem_proto::Error;
+use tandem_proto::{Error, MAX_PRIORITY};
 
 use crate::api::{self, GenerationRequest};
 use crate::text::ModelText;
@@ -25,6 +25,13 @@ pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error
         let message =
             format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
         return Err(Error::invalid("max_tokens", message));
+    }
+    let most = request.tenant.terms().max_priority;
+    if request.priority < -MAX_PRIORITY || request.priority > most {
+        let (tenant, asked) = (request.tenant.name(), request.priority);
+        let message =
+            format!("priority must be -{MAX_PRIORITY} to {most} for tenant {tenant:?}, higher ones first, not {asked}");
+        return Err(Error::invalid("priority", message));
     }
     request.sampling.check(model.vocab_size())?;
     request.sampling.check_min_tokens(request.max_tokens)?;

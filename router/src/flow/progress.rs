@@ -64,7 +64,7 @@ impl Progress {
             deadline_unix_ns: clock().unix_ns(deadline),
             traceparent: parent.to_string(),
             output_tokens,
-            priority: 0,
+            priority: request.priority,
         }
     }
 
@@ -95,6 +95,8 @@ mod tests {
             parent: None,
             received: clock::now(),
             api: "test",
+            priority: 0,
+            tenant: crate::admission::tenant::Tenant::default(),
         };
         Progress { request, sent: (prompt..prompt + sent).collect(), stop_token_ids: Vec::new(), eos: 2 }
     }

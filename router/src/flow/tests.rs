@@ -3,12 +3,14 @@ mod choices;
 mod fakes;
 mod local;
 mod replans;
+mod shaping;
 
 use futures::StreamExt;
 use serde_json::Value;
 
 use super::exchange::tests::{delivered, finished, first_token, reserved, ticket, token, verified};
 use super::*;
+use crate::admission::Tenant;
 use crate::api::GenerationStream;
 use fakes::{Cluster, DecodeCall, PrefillCall, id};
 use tonic::Status;
@@ -28,6 +30,8 @@ fn request() -> GenerationRequest {
         ignore_eos: false,
         stop_token_ids: Vec::new(),
         stop: Vec::new(),
+        priority: 0,
+        tenant: Tenant::default(),
         deadline: None,
         parent: None,
         received: Instant::now(),
@@ -396,7 +400,7 @@ async fn overload_is_told_at_admission() {
 async fn wrong_requests_are_refused_by_field() {
     let service = fakes::router(Limits::default());
     type Change = fn(&mut GenerationRequest);
-    let cases: [(Change, &str); 13] = [
+    let cases: [(Change, &str); 14] = [
         (|r| r.prompt_ids.clear(), "prompt"),
         (|r| r.prompt_ids = vec![1; 256], "prompt"),
         (|r| r.prompt_ids = vec![96], "prompt"),
@@ -410,6 +414,7 @@ async fn wrong_requests_are_refused_by_field() {
         (|r| r.sampling.top_logprobs = 21, "top_logprobs"),
         (|r| r.sampling.min_tokens = 9, "min_tokens"),
         (|r| r.stop = vec![String::new()], "stop"),
+        (|r| r.priority = 11, "priority"),
     ];
     for (change, param) in cases {
         let mut wrong = request();

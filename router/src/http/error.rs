@@ -1,4 +1,6 @@
 //! Failures as OpenAI's clients expect them: `{"error": {message, type, param, code}}` with the right status.
+use std::time::Duration;
+
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
@@ -14,6 +16,8 @@ pub(super) struct ApiError {
     code: Option<&'static str>,
     message: String,
     param: Option<&'static str>,
+    /// Of 429 and 503.
+    retry_after: Duration,
 }
 
 impl ApiError {
@@ -50,7 +54,14 @@ impl ApiError {
     }
 
     fn refusal(status: StatusCode, code: &'static str, message: String) -> Self {
-        Self { status, error_type: "invalid_request_error", code: Some(code), message, param: None }
+        Self {
+            status,
+            error_type: "invalid_request_error",
+            code: Some(code),
+            message,
+            param: None,
+            retry_after: RETRY_AFTER,
+        }
     }
 }
 
@@ -71,11 +82,13 @@ impl From<Error> for ApiError {
                 "invalid_request_error",
                 Some("cancelled"),
             ),
+            ErrorKind::Unauthenticated => (StatusCode::UNAUTHORIZED, "invalid_request_error", Some("invalid_api_key")),
             ErrorKind::Aborted => (StatusCode::BAD_GATEWAY, "server_error", Some("aborted")),
             ErrorKind::Corrupt => (StatusCode::BAD_GATEWAY, "server_error", Some("corrupt_kv")),
             ErrorKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error")),
         };
-        Self { status, error_type, code, message: error.message, param: error.param }
+        let retry_after = error.retry_after.unwrap_or(RETRY_AFTER);
+        Self { status, error_type, code, message: error.message, param: error.param, retry_after }
     }
 }
 
@@ -83,10 +96,18 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.json())).into_response();
         if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER.as_secs().max(1)));
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(whole_seconds(self.retry_after)));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }
+}
+
+/// Rounded up, at least 1: a client that waits so long does not come too early.
+fn whole_seconds(duration: Duration) -> u64 {
+    (duration.as_secs() + u64::from(duration.subsec_nanos() > 0)).max(1)
 }
 
 #[cfg(test)]
@@ -99,6 +120,7 @@ mod tests {
             (ErrorKind::InvalidArgument, 400),
             (ErrorKind::NotFound, 404),
             (ErrorKind::Overloaded, 429),
+            (ErrorKind::Unauthenticated, 401),
             (ErrorKind::Unavailable, 503),
             (ErrorKind::Aborted, 502),
             (ErrorKind::DeadlineExceeded, 504),
@@ -109,6 +131,17 @@ mod tests {
             assert_eq!(response.status(), status, "{kind:?}");
             assert_eq!(response.headers().contains_key("retry-after"), [429, 503].contains(&status));
         }
+    }
+
+    #[test]
+    fn retry_after_is_rounded_up() {
+        for (millis, seconds) in [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")] {
+            let retry_after = Some(Duration::from_millis(millis));
+            let error = Error { retry_after, ..Error::new(ErrorKind::Overloaded, "full") };
+            assert_eq!(ApiError::from(error).into_response().headers()["retry-after"], seconds);
+        }
+        let unknown = ApiError::from(Error::new(ErrorKind::Unauthenticated, "who")).into_response();
+        assert_eq!(unknown.headers()["www-authenticate"], "Bearer");
     }
 
     #[test]

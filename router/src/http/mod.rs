@@ -3,8 +3,9 @@
 //!
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
 //! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent.
-//! - `error`: every failure in OpenAI's shape.
+//! - `error`: every failure in OpenAI's shape. `auth`: whose request it is.
 mod answer;
+mod auth;
 mod body;
 mod chat;
 mod completions;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -31,6 +32,7 @@ use serde_json::json;
 use tandem_proto::{Error, ErrorKind, TraceContext};
 
 use self::error::ApiError;
+use crate::admission::Tenant;
 use crate::api::{Service, new_request_id};
 
 /// Bytes of a request body at most.
@@ -43,17 +45,21 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// All HTTP routes of the router process.
 pub fn router(service: Service) -> axum::Router {
-    axum::Router::new()
-        .route("/health", get(health))
-        .route("/metrics", get(metrics))
+    let guarded = axum::Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/completions", post(completions::handle))
         .route("/v1/chat/completions", post(chat::handle))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
+        .route_layer(from_fn_with_state(service.clone(), auth::identify));
+    // What probes and people look at needs no key.
+    axum::Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
         .route("/debug/cluster", get(cluster))
         .route("/api/traces/{id}", get(trace))
+        .merge(guarded)
         .fallback(no_route)
         .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
         .layer(from_fn(with_request_id))
@@ -66,6 +72,8 @@ struct Caller {
     request_id: String,
     parent: Option<TraceContext>,
     timeout: Option<Duration>,
+    /// As [`auth::identify`] found out.
+    tenant: Tenant,
 }
 
 impl Caller {
@@ -93,7 +101,7 @@ async fn with_request_id(mut request: Request, next: Next) -> Response {
 fn caller(headers: &HeaderMap, request_id: &str) -> Result<Caller, Error> {
     // A malformed traceparent starts a new trace, as W3C asks.
     let parent = headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok());
-    Ok(Caller { request_id: request_id.to_owned(), parent, timeout: timeout(headers)? })
+    Ok(Caller { request_id: request_id.to_owned(), parent, timeout: timeout(headers)?, tenant: Tenant::default() })
 }
 
 fn request_id(headers: &HeaderMap) -> String {

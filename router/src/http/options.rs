@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use tandem_proto::sampling::MAX_TOP_LOGPROBS;
-use tandem_proto::{Error, v1};
+use tandem_proto::{Error, MAX_PRIORITY, v1};
 
 use super::Caller;
 use super::fields::{Fields, Neutral, one_or_many};
@@ -37,6 +37,8 @@ pub(super) struct Options {
     stop: Vec<String>,
     stop_token_ids: Vec<u32>,
     ignore_eos: bool,
+    /// Higher first, unlike the field.
+    priority: i32,
     /// Answers to each prompt.
     pub n: u32,
     /// Log probabilities with every token.
@@ -81,6 +83,7 @@ impl Options {
             stop: stop(fields)?,
             stop_token_ids: stop_token_ids(fields)?,
             ignore_eos: fields.flag("ignore_eos")?,
+            priority: priority(fields)?,
             n: choices(fields)?,
             logprobs: top_logprobs.is_some(),
             stream: fields.flag("stream")?,
@@ -100,6 +103,8 @@ impl Options {
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
             stop: self.stop.clone(),
+            priority: self.priority,
+            tenant: caller.tenant.clone(),
             deadline: caller.deadline(prompt.received),
             parent: caller.parent,
             received: prompt.received,
@@ -221,6 +226,17 @@ fn seed(fields: &Fields<'_>) -> Result<Option<u64>, Error> {
     }
 }
 
+/// vLLM's field, with vLLM's meaning: lower ones go first.
+fn priority(fields: &Fields<'_>) -> Result<i32, Error> {
+    match fields.get::<i32>("priority")? {
+        Some(asked) if asked.unsigned_abs() > MAX_PRIORITY.unsigned_abs() => {
+            let message = format!("priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}, lower ones first, not {asked}");
+            Err(Error::invalid("priority", message))
+        }
+        asked => Ok(-asked.unwrap_or(0)),
+    }
+}
+
 fn stop(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
     let stop = fields.raw("stop").map_or(Ok(Vec::new()), |raw| one_or_many("stop", raw))?;
     if stop.len() > MAX_STOP_STRINGS {
@@ -245,6 +261,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::admission::Tenant;
 
     fn parse(json: &str) -> Result<Options, Error> {
         Options::parse(&Fields::parse(json).unwrap(), Kind::Completion)
@@ -271,13 +288,14 @@ mod tests {
                 "stop": "END", "stop_token_ids": [4, 5], "ignore_eos": true, "stream": true, "unknown": [{}],
                 "stream_options": {"include_usage": true}, "return_token_ids": true, "n": 2, "best_of": 2, "min_p": 0.25,
                 "logit_bias": {"5": -100, "7": 1.5}, "repetition_penalty": 1.5, "presence_penalty": -2,
-                "frequency_penalty": 2, "min_tokens": 3, "logprobs": 4}"#,
+                "frequency_penalty": 2, "min_tokens": 3, "logprobs": 4, "priority": -4}"#,
         )
         .unwrap();
         assert!(options.stream && options.include_usage && !options.continuous_usage && options.return_token_ids);
         assert_eq!(options.max_tokens, Some(7));
         let received = Instant::now();
-        let caller = Caller { request_id: "r".into(), parent: None, timeout: Some(Duration::from_millis(1500)) };
+        let timeout = Some(Duration::from_millis(1500));
+        let caller = Caller { request_id: "r".into(), parent: None, timeout, tenant: Tenant::named("team").unwrap() };
         let prompt = Prompt { request_id: "r-0".into(), ids: vec![1, 2], max_tokens: 7, received };
         let request = options.request(&caller, prompt, 9, "chat");
         assert_eq!((request.request_id.as_str(), request.prompt_ids.len(), request.max_tokens), ("r-0", 2, 7));
@@ -302,11 +320,12 @@ mod tests {
         assert_eq!((request.stop, request.stop_token_ids), (vec!["END".to_owned()], vec![4, 5]));
         assert_eq!(request.deadline, Some(received + Duration::from_millis(1500)));
         assert!(request.ignore_eos);
+        assert_eq!((request.priority, &**request.tenant.name()), (4, "team"), "lower is more urgent in vLLM's field");
     }
 
     #[test]
     fn an_absent_seed_is_drawn_by_the_edge() {
-        let caller = Caller { request_id: "r".into(), parent: None, timeout: None };
+        let caller = Caller { request_id: "r".into(), parent: None, timeout: None, tenant: Tenant::default() };
         let prompt = Prompt { request_id: "r".into(), ids: vec![1], max_tokens: 1, received: Instant::now() };
         assert_eq!(parse("{}").unwrap().request(&caller, prompt, 9, "chat").sampling.seed, 9);
     }
@@ -322,6 +341,9 @@ mod tests {
             (r#"{"top_p": 0}"#, "top_p"),
             (r#"{"top_k": -2}"#, "top_k"),
             (r#"{"seed": 1.5}"#, "seed"),
+            (r#"{"priority": 11}"#, "priority"),
+            (r#"{"priority": -2147483648}"#, "priority"),
+            (r#"{"priority": "high"}"#, "priority"),
             (r#"{"stop": 5}"#, "stop"),
             (r#"{"stop": ["a", "b", "c", "d", "e"]}"#, "stop"),
             (r#"{"stop": [""]}"#, "stop"),

@@ -8,6 +8,7 @@ use tandem_proto::v1;
 
 use super::Node;
 use super::breaker::Breaker;
+use super::room::Occupied;
 use crate::select::backlog::Backlog;
 use crate::select::calibrate::Factor;
 use crate::select::cost::{self, StepCost};
@@ -22,6 +23,8 @@ pub(super) struct Entry {
     pub epoch: u64,
     pub heard: Instant,
     pub breaker: Breaker,
+    /// Of all routes there are, whatever it reports.
+    held: Work,
     /// The prompts that it has to compute.
     backlog: Backlog,
     /// How far predictions of its prompts are off.
@@ -36,6 +39,8 @@ pub(super) struct Share {
     work: Work,
     /// `None` where the node computes none for this request, or has done so.
     prompt: Option<Prompt>,
+    /// Whether the work is still on the node: until the route is dropped, or the prompt is computed.
+    held: bool,
     /// The breaker's one request while it is half-open; until the verdict.
     pub probe: bool,
 }
@@ -66,7 +71,8 @@ impl Prompt {
 impl Entry {
     pub fn new(node: Arc<Node>, breaker: Breaker, now: Instant) -> Self {
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
-        Self { node, load, epoch: 0, heard: now, breaker, backlog: Backlog::new(now), factor: Factor::default() }
+        let (backlog, factor) = (Backlog::new(now), Factor::default());
+        Self { node, load, epoch: 0, heard: now, breaker, held: Work::default(), backlog, factor }
     }
 
     /// The view of a node that has just registered.
@@ -135,18 +141,29 @@ impl Entry {
     }
 
     pub fn book(&mut self, view: &mut NodeView, work: Work, prompt: Option<Prompt>, now: Instant) -> Share {
-        let routed = &mut view.routed;
-        routed.requests = routed.requests.saturating_add(work.requests);
-        routed.tokens = routed.tokens.saturating_add(work.tokens);
-        routed.blocks = routed.blocks.saturating_add(work.blocks);
-        routed.context = routed.context.saturating_add(work.context);
+        view.routed.add(&work);
+        self.held.add(&work);
         let factor = self.factor.value();
         let prompt = prompt.map(|prompt| Prompt {
             model_ms: prompt.model_ms.map(|ms| ms / factor),
             done: self.backlog.add(now, prompt.prefill_ms),
             ..prompt
         });
-        Share { session: view.session, epoch: self.epoch, work, prompt, probe: self.breaker.begin(now) }
+        let probe = self.breaker.begin(now);
+        Share { session: view.session, epoch: self.epoch, work, prompt, held: true, probe }
+    }
+
+    /// The node has done its work for this request, but for what its next report says.
+    pub fn release(&mut self, share: &mut Share) {
+        if std::mem::take(&mut share.held) {
+            self.held.sub(&share.work);
+        }
+    }
+
+    /// What it has, as far as its room goes.
+    pub fn occupied(&self, view: &NodeView) -> Occupied<'_> {
+        let &NodeView { total_blocks, max_running, routed, .. } = view;
+        Occupied { total_blocks, max_running, load: &self.load, routed, held: self.held }
     }
 
     /// Takes a booking back, where no report has replaced it yet.
@@ -154,11 +171,7 @@ impl Entry {
         if self.epoch != share.epoch {
             return;
         }
-        let (routed, work) = (&mut view.routed, &share.work);
-        routed.requests = routed.requests.saturating_sub(work.requests);
-        routed.tokens = routed.tokens.saturating_sub(work.tokens);
-        routed.blocks = routed.blocks.saturating_sub(work.blocks);
-        routed.context = routed.context.saturating_sub(work.context);
+        view.routed.sub(&share.work);
         if let Some(prompt) = &share.prompt {
             self.backlog.take_back(now, prompt.prefill_ms);
         }
@@ -171,9 +184,12 @@ impl Entry {
         let Some(prompt) = share.prompt.take() else { return };
         if self.epoch == share.epoch {
             view.routed.tokens = view.routed.tokens.saturating_sub(share.work.tokens);
-            share.work.tokens = 0;
             self.backlog.done(now, prompt.done);
         }
+        if share.held {
+            self.held.tokens = self.held.tokens.saturating_sub(share.work.tokens);
+        }
+        share.work.tokens = 0;
         let took_ms = now.saturating_duration_since(prompt.routed).as_secs_f64() * 1e3 - prompt.wait_ms;
         if let Some(model_ms) = prompt.model_ms.filter(|_| prompt.wait_ms <= prompt.prefill_ms) {
             self.factor.observe(model_ms, took_ms);

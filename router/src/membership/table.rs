@@ -9,7 +9,9 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
 use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Prompt, Share};
 use super::fence::Fence;
+use super::room::Wanted;
 use super::{Breakers, MAX_NODES, Node, Totals};
+use crate::admission::queue::{Ahead, Ask};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
@@ -311,13 +313,50 @@ impl Table {
         }
     }
 
+    /// The node has done its work for this request, but for what its next report says.
+    pub fn release(&mut self, share: &mut Share) {
+        if let Some((entry, _)) = self.of(share.session) {
+            entry.release(share);
+        }
+    }
+
+    /// Whether the nodes have room for a request behind those that are `ahead` of it, so that it need not wait on one of them,
+    /// or only with `node_queue` others. A request that nobody could ever take finds room: its refusal is the flow's matter.
+    pub fn has_room(&self, ask: &Ask, ahead: &Ahead, local: LocalPrefill, node_queue: u32) -> bool {
+        let (prompt, block) = (ask.prompt_tokens, self.block_tokens());
+        let total = prompt.saturating_add(ask.max_tokens);
+        // Each of those before it has a block that is not full.
+        let blocks_ahead = u32::try_from(ahead.total_tokens.div_ceil(block.into())).unwrap_or(u32::MAX);
+        let wanted = Wanted {
+            blocks: total.div_ceil(block),
+            blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
+            requests_ahead: ahead.requests,
+            prompt_tokens_ahead: ahead.prompt_tokens,
+        };
+        let able = |role, tokens: u32| {
+            let takes = move |(_, view): &(&Entry, &NodeView)| {
+                let holds = tokens.div_ceil(block) <= view.total_blocks && tokens <= view.max_context_tokens;
+                view.role == role && !view.draining && holds
+            };
+            self.entries.values().zip(&self.views).filter(takes)
+        };
+        let (mut decodes, mut prefills) =
+            (able(Role::Decode, total).peekable(), able(Role::Prefill, prompt).peekable());
+        let decode_room =
+            decodes.peek().is_none() || decodes.any(|(entry, view)| entry.occupied(view).decodes(&wanted, node_queue));
+        let needs_prefill = local != LocalPrefill::Always && prefills.peek().is_some();
+        let mut prefill_room = || prefills.any(|(entry, view)| entry.occupied(view).prefills(&wanted, node_queue));
+        decode_room && (!needs_prefill || prefill_room())
+    }
+
     /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
-    pub fn unbook<'a>(&mut self, shares: impl IntoIterator<Item = &'a Share>, now: Instant) {
+    pub fn unbook<'a>(&mut self, shares: impl IntoIterator<Item = &'a mut Share>, now: Instant) {
         for share in shares {
             let Some((entry, view)) = self.of(share.session) else { continue };
             if share.probe {
                 entry.breaker.unproven();
             }
+            entry.release(share);
             entry.unbook(view, share, now);
         }
     }

@@ -1,0 +1,377 @@
+//! Who may start: the border between the flow and the admission queue. This file is the thin part, which has locks and
+//! wakes those who wait; what it decides is decided by pure state machines:
+//!
+//! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it moves.
+//! - [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
+//! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
+//!
+//! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what cannot run
+//! yet waits here, where it is in order and can be refused, and not on a node. The table of nodes tells when there is other
+//! room ([`Membership::when_freed`]). Refusals are made at the entry, before any work was spent.
+//!
+//! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is in.
+pub mod fair;
+pub mod keys;
+pub mod limiter;
+pub mod pace;
+pub mod pools;
+pub mod queue;
+pub mod tenant;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tandem_proto::{Error, ErrorKind};
+use tandem_telemetry::clock;
+use tokio::sync::{Notify, oneshot};
+
+use crate::flow::Limits;
+use crate::membership::Membership;
+use limiter::Exceeded;
+use queue::{Ahead, Ask, Bounds, Queue, Refused, Ticket, Turn};
+pub use tenant::Tenant;
+
+/// Why a request was refused before it started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Reason {
+    /// As many wait as may.
+    QueueFull,
+    /// As many of this tenant wait as may.
+    TenantShare,
+    /// A rate of the API key is used up.
+    RateLimit,
+    /// The first token would come after the request's deadline.
+    Deadline,
+    /// The first token would come later than `--max-ttft-ms`.
+    Objective,
+    /// The router is ending.
+    Draining,
+    /// There are no nodes to run it.
+    NoPair,
+}
+
+/// All of them, for metrics.
+pub const REASONS: [Reason; 7] = [
+    Reason::QueueFull,
+    Reason::TenantShare,
+    Reason::RateLimit,
+    Reason::Deadline,
+    Reason::Objective,
+    Reason::Draining,
+    Reason::NoPair,
+];
+
+impl Reason {
+    /// Label in metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::QueueFull => "queue_full",
+            Self::TenantShare => "tenant_share",
+            Self::RateLimit => "rate_limit",
+            Self::Deadline => "deadline",
+            Self::Objective => "objective",
+            Self::Draining => "draining",
+            Self::NoPair => "no_pair",
+        }
+    }
+}
+
+/// A refusal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// For metrics.
+    pub reason: Reason,
+    /// For the client.
+    pub error: Error,
+}
+
+/// A request that wants to start.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// Whose it is.
+    pub tenant: Tenant,
+    /// Higher goes first among the tenant's own.
+    pub priority: i32,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of the answer at most.
+    pub max_tokens: u32,
+    /// When it ends at the latest.
+    pub deadline: Instant,
+    /// From the start to the first token on the best nodes, where that is known.
+    pub prefill: Option<Duration>,
+}
+
+/// Requests by state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Admitted and not ended.
+    pub inflight: usize,
+    /// In the queue.
+    pub queued: usize,
+}
+
+/// Handle to the queue.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    inner: Arc<Inner>,
+}
+
+/// A place in the queue, or beyond it. Dropping it gives the place back.
+#[derive(Debug)]
+pub struct Entry {
+    place: Place,
+    /// `None`: it has started.
+    started: Option<oneshot::Receiver<()>>,
+}
+
+/// One running request. Dropping it lets the next one start.
+#[derive(Debug)]
+pub struct Slot(Place);
+
+/// Whether the nodes have room for a request behind those that are ahead of it.
+type HasRoom = Box<dyn Fn(&Ask, &Ahead) -> bool + Send + Sync>;
+
+struct Inner {
+    state: Mutex<State>,
+    room: HasRoom,
+    closed: AtomicBool,
+    /// Nobody runs or waits.
+    empty: Notify,
+    max_queue: usize,
+}
+
+#[derive(Debug)]
+struct State {
+    queue: Queue,
+    /// Of those who wait.
+    wake: HashMap<Ticket, oneshot::Sender<()>>,
+}
+
+#[derive(Debug)]
+struct Place {
+    inner: Arc<Inner>,
+    ticket: Ticket,
+    tenant: Tenant,
+    /// Tokens that were taken from its rates and not used yet.
+    unused: u64,
+}
+
+impl Admission {
+    /// An empty queue before the nodes of `membership`. Without a queue ([`Limits::max_queue`] 0) their room does not matter:
+    /// who has a slot starts.
+    pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
+        let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
+        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue);
+        let admission = Self::with_room(limits, several, room);
+        let queue = Arc::downgrade(&admission.inner);
+        membership.when_freed(move || {
+            if let Some(inner) = queue.upgrade() {
+                inner.change(|queue, room| queue.tick(clock::now(), room));
+            }
+        });
+        admission
+    }
+
+    /// The same before anything that has room.
+    pub fn with_room(
+        limits: &Limits,
+        several: bool,
+        room: impl Fn(&Ask, &Ahead) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        let bounds = Bounds {
+            max_inflight: limits.max_inflight as usize,
+            max_queue: limits.max_queue,
+            pools: limits.pools.clone(),
+            max_ttft: limits.max_ttft,
+            tenants: several,
+        };
+        let state = Mutex::new(State { queue: Queue::new(bounds), wake: HashMap::new() });
+        let (closed, empty) = (AtomicBool::default(), Notify::default());
+        Self { inner: Arc::new(Inner { state, room: Box::new(room), closed, empty, max_queue: limits.max_queue }) }
+    }
+
+    /// Takes a slot or a place in the queue.
+    ///
+    /// # Errors
+    /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that cannot be
+    /// kept; `Unavailable` when the router drains.
+    pub fn enter(&self, asked: Asked, now: Instant) -> Result<Entry, Refusal> {
+        if self.is_closed() {
+            let error = Error::new(ErrorKind::Unavailable, "the router is shutting down");
+            return Err(Refusal { reason: Reason::Draining, error });
+        }
+        let Asked { tenant, priority, prompt_tokens, max_tokens, deadline, prefill } = asked;
+        let (name, weight) = (Arc::clone(tenant.name()), tenant.terms().weight);
+        let ask = Ask { tenant: name, weight, priority, prompt_tokens, max_tokens, deadline, prefill };
+        let cost = ask.cost();
+        tenant.take(cost, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
+        let (started, receiver) = oneshot::channel();
+        let entered = self.inner.change_and(|queue, wake, room| {
+            let (entered, mut turn) = queue.enter(ask, now, room);
+            if let Ok(ticket) = entered {
+                wake.insert(ticket, started);
+            }
+            let at_once = entered.is_ok_and(|ticket| turn.start.contains(&ticket));
+            turn.start.retain(|ticket| entered != Ok(*ticket));
+            if let (Ok(ticket), true) = (entered, at_once) {
+                wake.remove(&ticket);
+            }
+            let counts = Counts { inflight: queue.inflight(), queued: queue.waiting() };
+            (turn, entered.map(|ticket| (ticket, at_once)).map_err(|refused| (refused, counts)))
+        });
+        match entered {
+            Ok((ticket, at_once)) => {
+                let place = Place { inner: Arc::clone(&self.inner), ticket, tenant, unused: cost };
+                Ok(Entry { place, started: (!at_once).then_some(receiver) })
+            }
+            Err((refused, counts)) => {
+                tenant.give_back(1, cost, now);
+                Err(self.inner.refusal(refused, counts, tenant.name()))
+            }
+        }
+    }
+
+    /// Whether [`Self::drain`] was called.
+    pub fn is_closed(&self) -> bool {
+        self.inner.closed.load(Ordering::Relaxed)
+    }
+
+    /// Requests by state, now.
+    pub fn counts(&self) -> Counts {
+        self.inner.counts()
+    }
+
+    /// Requests that wait, by tenant; tenants that are known and have none included.
+    pub fn depths(&self) -> Vec<(Arc<str>, usize)> {
+        self.inner.lock().queue.depths().into_iter().collect()
+    }
+
+    /// Lets nobody in any more and waits, no longer than `limit`, until everybody has left.
+    pub async fn drain(&self, limit: Duration) {
+        self.inner.closed.store(true, Ordering::Relaxed);
+        let all_left = async {
+            loop {
+                // Before the look: who leaves behind it is not missed.
+                let empty = self.inner.empty.notified();
+                if self.counts() == Counts::default() {
+                    return;
+                }
+                empty.await;
+            }
+        };
+        if tokio::time::timeout(limit, all_left).await.is_err() {
+            tracing::warn!(counts = ?self.counts(), "requests still run at the end of the drain");
+        }
+    }
+}
+
+impl Entry {
+    /// Waits for the slot. Dropping the future leaves the queue.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded`, without a message, when the deadline passed first.
+    pub async fn admitted(self) -> Result<Slot, Error> {
+        let Self { place, started } = self;
+        if let Some(started) = started
+            && started.await.is_err()
+        {
+            return Err(Error::new(ErrorKind::DeadlineExceeded, String::new()));
+        }
+        Ok(Slot(place))
+    }
+}
+
+impl Slot {
+    /// The request is booked on its nodes: what they have room for says so from now on.
+    pub fn routed(&self) {
+        self.0.inner.change(|queue, room| queue.routed(self.0.ticket, clock::now(), room));
+    }
+
+    /// It used so many tokens of prompt and answer: the others count for the tenant's rates no more.
+    pub fn used(&mut self, tokens: u64) {
+        self.0.unused = self.0.unused.saturating_sub(tokens);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let now = clock::now();
+        self.tenant.give_back(0, self.unused, now);
+        self.inner.change(|queue, room| queue.leave(self.ticket, now, room));
+        if self.inner.counts() == Counts::default() {
+            self.inner.empty.notify_waiters();
+        }
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        // No holder leaves the queue half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn counts(&self) -> Counts {
+        let state = self.lock();
+        Counts { inflight: state.queue.inflight(), queued: state.queue.waiting() }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Queue, queue::Room<'_>) -> Turn) {
+        self.change_and(|queue, _, room| (change(queue, room), ()));
+    }
+
+    /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
+    fn change_and<T>(
+        &self,
+        change: impl FnOnce(&mut Queue, &mut HashMap<Ticket, oneshot::Sender<()>>, queue::Room<'_>) -> (Turn, T),
+    ) -> T {
+        let mut state = self.lock();
+        let State { queue, wake } = &mut *state;
+        let (turn, result) = change(queue, wake, &mut |ask, ahead| (self.room)(ask, ahead));
+        for ticket in turn.start {
+            // Who has just left gives its slot back when its place is dropped.
+            wake.remove(&ticket).map(|started| started.send(()));
+        }
+        turn.expired.iter().for_each(|ticket| drop(wake.remove(ticket)));
+        result
+    }
+
+    fn refusal(&self, refused: Refused, counts: Counts, tenant: &str) -> Refusal {
+        let Counts { inflight, queued } = counts;
+        let wait_ms = refused.wait.map_or(0, |wait| wait.as_millis());
+        let message = match refused.reason {
+            Reason::TenantShare => {
+                let places = self.max_queue;
+                format!("{queued} of {places} requests wait, and as many of tenant {tenant:?} as may: try later")
+            }
+            Reason::Deadline => {
+                format!("{queued} requests wait: this one would start in {wait_ms} ms, too late for its deadline")
+            }
+            Reason::Objective => {
+                format!("{queued} requests wait: this one would start in {wait_ms} ms, which is too late: try later")
+            }
+            _ => format!("{inflight} requests are running and {queued} waiting: try later"),
+        };
+        let error = Error { retry_after: refused.retry_after, ..Error::new(ErrorKind::Overloaded, message) };
+        Refusal { reason: refused.reason, error }
+    }
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inner").field("counts", &self.counts()).finish_non_exhaustive()
+    }
+}
+
+fn too_fast(tenant: &str, exceeded: Exceeded) -> Refusal {
+    let Exceeded { what, per_minute, retry_after } = exceeded;
+    let message =
+        format!("tenant {tenant:?} may have {per_minute} {what} a minute: try again in {} ms", retry_after.as_millis());
+    let error = Error { retry_after: Some(retry_after), ..Error::new(ErrorKind::Overloaded, message) };
+    Refusal { reason: Reason::RateLimit, error }
+}
+
+#[cfg(test)]
+mod tests;

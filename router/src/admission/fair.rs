@@ -1,0 +1,206 @@
+//! Start-time fair queueing (Goyal, Vin and Cheng, 1996): who is next among flows that share one server, each with a weight.
+//! Pure. A flow has the virtual time at which its next piece of work may start; serving it moves that on by cost ÷ weight.
+//! The flow with the earliest start is next, and its start is the virtual time of all. So while two flows both wait, what
+//! each has had per weight differs by no more than the largest piece of each, and a flow that was away finds its place at
+//! the present time: it neither pays for others nor saves up.
+//!
+//! What waits in a flow, and in which order, belongs to [`super::queue`].
+use std::collections::BTreeMap;
+
+/// Virtual time: tokens per unit of weight, in steps of 1/2^20.
+type Virtual = u128;
+
+const SCALE: Virtual = 1 << 20;
+
+/// The flows that are known, by name.
+#[derive(Clone, Debug)]
+pub struct Fair<K> {
+    now: Virtual,
+    flows: BTreeMap<K, Flow>,
+    events: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Flow {
+    weight: u32,
+    /// When its next piece starts, in virtual time.
+    start: Virtual,
+    /// The event at which it began to wait: the order among equal starts.
+    since: u64,
+    waits: bool,
+    /// The last event that touched it.
+    used: u64,
+}
+
+impl<K> Default for Fair<K> {
+    fn default() -> Self {
+        Self { now: 0, flows: BTreeMap::new(), events: 0 }
+    }
+}
+
+impl<K: Ord + Clone> Fair<K> {
+    /// The flow has something to be served; a new one is taken in. `weight` counts from its next piece on.
+    pub fn wants(&mut self, key: &K, weight: u32) {
+        let (now, event) = (self.now, self.event());
+        let new = Flow { weight, start: now, since: event, waits: false, used: event };
+        let flow = self.flows.entry(key.clone()).or_insert(new);
+        (flow.weight, flow.used) = (weight.max(1), event);
+        if !flow.waits {
+            (flow.waits, flow.since, flow.start) = (true, event, flow.start.max(now));
+        }
+    }
+
+    /// The flow has nothing to be served any more.
+    pub fn rests(&mut self, key: &K) {
+        if let Some(flow) = self.flows.get_mut(key) {
+            flow.waits = false;
+        }
+    }
+
+    /// A piece of the flow is served.
+    pub fn serve(&mut self, key: &K, cost: u64) {
+        let event = self.event();
+        if let Some(flow) = self.flows.get_mut(key) {
+            self.now = self.now.max(flow.start);
+            flow.start = flow.start.max(self.now) + Virtual::from(cost.max(1)) * SCALE / Virtual::from(flow.weight);
+            (flow.since, flow.used) = (event, event);
+        }
+    }
+
+    /// The flows that wait, the next one first.
+    pub fn order(&self) -> Vec<K> {
+        let mut waiting: Vec<_> = self.flows.iter().filter(|(_, flow)| flow.waits).collect();
+        waiting.sort_by_key(|(_, flow)| (flow.start, flow.since));
+        waiting.into_iter().map(|(key, _)| key.clone()).collect()
+    }
+
+    /// How much of the work `waiting(other)` of the other waiting flows is served before a piece of `key` that has `ahead` of
+    /// its own flow before it.
+    pub fn work_before(&self, key: &K, ahead: u64, waiting: impl Fn(&K) -> u64) -> u64 {
+        let Some(flow) = self.flows.get(key) else { return 0 };
+        let start = flow.start.max(self.now) + Virtual::from(ahead) * SCALE / Virtual::from(flow.weight);
+        let others = self.flows.iter().filter(|(other, flow)| *other != key && flow.waits);
+        let before = |(other, flow): (&K, &Flow)| {
+            let share = start.saturating_sub(flow.start) * Virtual::from(flow.weight) / SCALE;
+            u64::try_from(share).unwrap_or(u64::MAX).min(waiting(other))
+        };
+        others.map(before).fold(0, u64::saturating_add)
+    }
+
+    /// Whether the flow is known.
+    pub fn knows(&self, key: &K) -> bool {
+        self.flows.contains_key(key)
+    }
+
+    /// Makes room for one more of `limit` flows: those that wait for nothing and owe nothing go, then the one that waits for
+    /// nothing and was used least recently. Says who went; nobody when all wait.
+    pub fn make_room(&mut self, limit: usize) -> Vec<K> {
+        if self.flows.len() < limit {
+            return Vec::new();
+        }
+        let idle = || self.flows.iter().filter(|(_, flow)| !flow.waits);
+        let mut gone: Vec<K> = idle().filter(|(_, flow)| flow.start <= self.now).map(|(key, _)| key.clone()).collect();
+        if gone.is_empty() {
+            gone.extend(idle().min_by_key(|(_, flow)| flow.used).map(|(key, _)| key.clone()));
+        }
+        for key in &gone {
+            self.flows.remove(key);
+        }
+        gone
+    }
+
+    /// Flows that are known.
+    pub fn known(&self) -> usize {
+        self.flows.len()
+    }
+
+    fn event(&mut self) -> u64 {
+        self.events += 1;
+        self.events
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn serve_next(fair: &mut Fair<u8>, cost: u64) -> u8 {
+        let next = fair.order()[0];
+        fair.serve(&next, cost);
+        next
+    }
+
+    #[test]
+    fn equal_flows_take_turns_and_weights_count() {
+        let mut fair = Fair::default();
+        fair.wants(&1, 1);
+        fair.wants(&2, 3);
+        let served: Vec<u8> = (0..40).map(|_| serve_next(&mut fair, 10)).collect();
+        assert_eq!(served.iter().filter(|key| **key == 2).count(), 30);
+    }
+
+    #[test]
+    fn who_comes_late_saves_nothing_up_and_who_leaves_keeps_its_debt() {
+        let mut fair = Fair::default();
+        fair.wants(&1, 1);
+        (0..100).for_each(|_| assert_eq!(serve_next(&mut fair, 10), 1));
+        fair.wants(&2, 1);
+        let served: Vec<u8> = (0..10).map(|_| serve_next(&mut fair, 10)).collect();
+        assert_eq!(served.iter().filter(|key| **key == 2).count(), 5, "{served:?}");
+        fair.serve(&2, 1000);
+        fair.rests(&2);
+        fair.wants(&2, 1);
+        assert_eq!(fair.order(), [1, 2]);
+    }
+
+    #[test]
+    fn room_is_made_by_those_who_lose_nothing() {
+        let mut fair = Fair::default();
+        for key in 0..4 {
+            fair.wants(&key, 1);
+        }
+        assert!(fair.make_room(4).is_empty(), "all wait");
+        fair.serve(&0, 100);
+        (0..2).for_each(|key| fair.rests(&key));
+        assert_eq!(fair.make_room(4), [1], "0 is in debt");
+        fair.wants(&5, 1);
+        assert_eq!(fair.make_room(4), [0], "now it is the least recently used");
+        assert_eq!(fair.known(), 3);
+    }
+
+    #[test]
+    fn what_is_served_before_a_piece() {
+        let mut fair = Fair::default();
+        fair.wants(&1, 1);
+        fair.wants(&2, 2);
+        assert_eq!(fair.work_before(&1, 0, |_| 1000), 0);
+        assert_eq!(fair.work_before(&1, 100, |_| 1000), 200);
+        assert_eq!(fair.work_before(&1, 100, |_| 50), 50);
+    }
+
+    proptest! {
+        /// The fairness bound of the head of this file, for all pairs of flows that wait all the time.
+        #[test]
+        fn backlogged_flows_have_their_share(
+            weights in prop::collection::vec(1u32..20, 2..6),
+            costs in prop::collection::vec(1u64..5000, 10..400),
+        ) {
+            let mut fair = Fair::default();
+            (0..).zip(&weights).for_each(|(key, weight)| fair.wants(&key, *weight));
+            let (mut had, mut largest) = (vec![0u64; weights.len()], vec![0u64; weights.len()]);
+            for cost in costs {
+                let key = usize::from(serve_next(&mut fair, cost));
+                had[key] += cost;
+                largest[key] = largest[key].max(cost);
+                for (a, b) in (0..weights.len()).flat_map(|a| (0..a).map(move |b| (a, b))) {
+                    let per_weight = |key: usize, tokens: &[u64]| tokens[key] as f64 / f64::from(weights[key]);
+                    let apart = (per_weight(a, &had) - per_weight(b, &had)).abs();
+                    let bound = per_weight(a, &largest) + per_weight(b, &largest) + 1e-3;
+                    prop_assert!(apart <= bound, "{apart} {bound} {had:?} {weights:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! API keys: the file that holds them, and which tenant a request's key makes it. A file of keys or their SHA-256, read at the
+//! start and again at every SIGHUP; a file that is wrong then changes nothing. Keys are kept and compared as digests, each
+//! comparison over all keys and all bytes, so that time says nothing about them.
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Instant;
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use tandem_proto::{Error, ErrorKind, MAX_PRIORITY};
+
+use super::limiter::Rates;
+use super::tenant::{MAX_WEIGHT, Tenant, Terms, check_name};
+
+/// Keys in one file at most: each request is compared with all of them.
+pub const MAX_KEYS: usize = 1024;
+/// Bytes of the file at most.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Characters of a key.
+const KEY_CHARACTERS: std::ops::RangeInclusive<usize> = 8..=256;
+
+/// Handle to the keys.
+#[derive(Clone, Debug, Default)]
+pub struct Keys(Option<Arc<Ring>>);
+
+#[derive(Debug)]
+struct Ring {
+    path: PathBuf,
+    keys: RwLock<Arc<Vec<Key>>>,
+}
+
+#[derive(Clone, Debug)]
+struct Key {
+    digest: [u8; 32],
+    tenant: Tenant,
+}
+
+/// The file could not be used; says which file, and what is wrong where.
+#[derive(Debug, thiserror::Error)]
+#[error("API keys in {}: {why}", .path.display())]
+pub struct KeysError {
+    path: PathBuf,
+    why: String,
+}
+
+/// The file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    keys: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    name: String,
+    key: Option<String>,
+    sha256: Option<String>,
+    #[serde(default = "one")]
+    weight: u32,
+    requests_per_minute: Option<u32>,
+    tokens_per_minute: Option<u32>,
+    #[serde(default = "most_urgent")]
+    max_priority: i32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn most_urgent() -> i32 {
+    MAX_PRIORITY
+}
+
+impl Keys {
+    /// Reads the file. Each tenant's buckets are full at `now`.
+    ///
+    /// # Errors
+    /// It cannot be read, is not the JSON that it should be, or holds no keys or ones that make no sense.
+    pub fn load(path: &Path, now: Instant) -> Result<Self, KeysError> {
+        let keys = read(path, now).map_err(|why| KeysError { path: path.to_owned(), why })?;
+        Ok(Self(Some(Arc::new(Ring { path: path.to_owned(), keys: RwLock::new(Arc::new(keys)) }))))
+    }
+
+    /// Reads the file again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys there
+    /// are.
+    ///
+    /// # Errors
+    /// As [`Self::load`]; the old keys stay.
+    pub fn reload(&self, now: Instant) -> Result<usize, KeysError> {
+        let Some(ring) = &self.0 else { return Ok(0) };
+        let mut keys = read(&ring.path, now).map_err(|why| KeysError { path: ring.path.clone(), why })?;
+        let mut current = ring.keys.write().unwrap_or_else(PoisonError::into_inner);
+        for key in &mut keys {
+            let same = |old: &&Key| old.tenant.name() == key.tenant.name() && old.tenant.terms() == key.tenant.terms();
+            if let Some(old) = current.iter().find(same) {
+                key.tenant = old.tenant.clone();
+            }
+        }
+        *current = Arc::new(keys);
+        Ok(current.len())
+    }
+
+    /// Whether clients need a key.
+    pub fn required(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Whose request it is, by its `authorization` header or metadata, or, where no keys are asked for, by the name that it
+    /// gives itself.
+    ///
+    /// # Errors
+    /// `Unauthenticated` for a key that is missing or unknown, `InvalidArgument` for a name that is none.
+    pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
+        let Some(ring) = &self.0 else {
+            return name.map_or_else(|| Ok(Tenant::default()), Tenant::named);
+        };
+        let missing =
+            || Error::new(ErrorKind::Unauthenticated, "an API key is needed: send `Authorization: Bearer KEY`");
+        let (scheme, key) = authorization.and_then(|value| value.split_once(' ')).ok_or_else(missing)?;
+        if !scheme.eq_ignore_ascii_case("bearer") || key.trim().is_empty() {
+            return Err(missing());
+        }
+        let keys = Arc::clone(&ring.keys.read().unwrap_or_else(PoisonError::into_inner));
+        let digest: [u8; 32] = Sha256::digest(key.trim()).into();
+        let found = keys.iter().fold(None, |found, key| if same(&key.digest, &digest) { Some(key) } else { found });
+        let unknown = || Error::new(ErrorKind::Unauthenticated, "this API key is not known here");
+        found.map(|key| key.tenant.clone()).ok_or_else(unknown)
+    }
+}
+
+/// In a time that does not depend on the bytes.
+fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+    std::hint::black_box(a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b))) == 0
+}
+
+fn read(path: &Path, now: Instant) -> Result<Vec<Key>, String> {
+    let size = std::fs::metadata(path).map_err(|error| error.to_string())?.len();
+    if size > MAX_FILE_BYTES {
+        return Err(format!("{size} bytes; {MAX_FILE_BYTES} at most"));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
+    parse(&text, now)
+}
+
+fn parse(text: &str, now: Instant) -> Result<Vec<Key>, String> {
+    let File { keys } = serde_json::from_str(text)
+        .map_err(|error| format!(r#"{error}; what is wanted is {{"keys": [{{"name": "NAME", "key": "KEY"}}, …]}}"#))?;
+    if keys.is_empty() || keys.len() > MAX_KEYS {
+        return Err(format!("{} keys; 1 to {MAX_KEYS} are possible", keys.len()));
+    }
+    let (mut names, mut digests) = (BTreeSet::new(), BTreeSet::new());
+    let key = |entry: Entry| {
+        let name = entry.name.clone();
+        let key = key(entry, now).map_err(|why| format!("key {name:?}: {why}"))?;
+        match (names.insert(name.clone()), digests.insert(key.digest)) {
+            (true, true) => Ok(key),
+            (false, _) => Err(format!("there are two keys of the name {name:?}")),
+            (_, false) => Err(format!("key {name:?} is another one's, too")),
+        }
+    };
+    keys.into_iter().map(key).collect()
+}
+
+fn key(entry: Entry, now: Instant) -> Result<Key, String> {
+    check_name(&entry.name)?;
+    let digest = match (&entry.key, &entry.sha256) {
+        (Some(key), None) => {
+            if !KEY_CHARACTERS.contains(&key.len()) || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+                return Err(format!("`key` must be {KEY_CHARACTERS:?} visible ASCII characters"));
+            }
+            Sha256::digest(key).into()
+        }
+        (None, Some(hex)) => from_hex(hex).ok_or("`sha256` must be 64 hexadecimal digits")?,
+        _ => return Err("give either `key` or `sha256`".to_owned()),
+    };
+    if !(1..=MAX_WEIGHT).contains(&entry.weight) {
+        return Err(format!("`weight` must be 1 to {MAX_WEIGHT}"));
+    }
+    if entry.max_priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
+        return Err(format!("`max_priority` must be -{MAX_PRIORITY} to {MAX_PRIORITY}"));
+    }
+    if entry.requests_per_minute == Some(0) || entry.tokens_per_minute == Some(0) {
+        return Err("a rate must be at least 1 a minute; leave it out for no limit".to_owned());
+    }
+    let rates = Rates { requests_per_minute: entry.requests_per_minute, tokens_per_minute: entry.tokens_per_minute };
+    let terms = Terms { weight: entry.weight, max_priority: entry.max_priority, rates };
+    Ok(Key { digest, tenant: Tenant::new(&entry.name, terms, Some(now)) })
+}
+
+fn from_hex(text: &str) -> Option<[u8; 32]> {
+    let digits: Vec<u32> = text.chars().map(|digit| digit.to_digit(16)).collect::<Option<_>>()?;
+    let bytes: Vec<u8> =
+        digits.chunks(2).map(|pair| pair.iter().fold(0, |byte, digit| byte << 4 | *digit as u8)).collect();
+    if digits.len() == 64 { bytes.try_into().ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = r#"{"keys": [
+        {"name": "alice", "key": "sk-alice-123", "weight": 4, "requests_per_minute": 2, "max_priority": 0},
+        {"name": "bob", "sha256": "2BB80D537B1DA3E38BD30361AA855686BDE0EACD7162FEF6A25FE97BF527A25B"}
+    ]}"#;
+
+    fn write(dir: &tempfile::TempDir, text: &str) -> PathBuf {
+        let path = dir.path().join("keys.json");
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    #[test]
+    fn keys_and_digests_find_their_tenant() {
+        let dir = tempfile::tempdir().unwrap();
+        let keys = Keys::load(&write(&dir, FILE), Instant::now()).unwrap();
+        let alice = keys.tenant(Some("Bearer sk-alice-123"), Some("bob")).unwrap();
+        assert_eq!((&**alice.name(), alice.terms().weight, alice.terms().max_priority), ("alice", 4, 0));
+        // Bob's key is the word "secret".
+        assert_eq!(&**keys.tenant(Some("bearer secret"), None).unwrap().name(), "bob");
+        for wrong in
+            [None, Some(""), Some("Bearer"), Some("Bearer "), Some("Basic sk-alice-123"), Some("Bearer sk-alice-12")]
+        {
+            assert_eq!(keys.tenant(wrong, Some("alice")).unwrap_err().kind, ErrorKind::Unauthenticated, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn without_keys_clients_name_themselves() {
+        let keys = Keys::default();
+        assert!(!keys.required());
+        assert_eq!(&**keys.tenant(Some("Bearer anything"), None).unwrap().name(), "default");
+        assert_eq!(&**keys.tenant(None, Some("team")).unwrap().name(), "team");
+        assert_eq!(keys.tenant(None, Some("a b")).unwrap_err().kind, ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn a_reload_keeps_rates_of_unchanged_tenants_and_a_wrong_file_changes_nothing() {
+        let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        let keys = Keys::load(&write(&dir, FILE), now).unwrap();
+        let alice = || keys.tenant(Some("Bearer sk-alice-123"), None);
+        assert_eq!((alice().unwrap().take(1, now), alice().unwrap().take(1, now)), (Ok(()), Ok(())));
+        write(&dir, "{");
+        assert!(keys.reload(now).unwrap_err().to_string().contains("keys.json"));
+        assert_eq!(alice().unwrap().take(1, now).unwrap_err().what, "requests");
+        write(&dir, FILE);
+        assert_eq!(keys.reload(now).unwrap(), 2);
+        assert_eq!(alice().unwrap().take(1, now).unwrap_err().what, "requests");
+        write(&dir, &FILE.replace("\"requests_per_minute\": 2", "\"requests_per_minute\": 3"));
+        keys.reload(now).unwrap();
+        assert_eq!(alice().unwrap().take(1, now), Ok(()));
+        write(&dir, r#"{"keys": [{"name": "carol", "key": "sk-carol-123"}]}"#);
+        keys.reload(now).unwrap();
+        assert_eq!(alice().unwrap_err().kind, ErrorKind::Unauthenticated);
+    }
+
+    #[test]
+    fn wrong_files_say_what_is_wrong() {
+        for (text, why) in [
+            ("", "EOF"),
+            ("[]", "keys"),
+            (r#"{"keys": []}"#, "0 keys"),
+            (r#"{"keys": [{"name": "a"}]}"#, "either `key` or `sha256`"),
+            (r#"{"keys": [{"name": "a", "key": "short"}]}"#, "8..=256"),
+            (r#"{"keys": [{"name": "a b", "key": "sk-12345678"}]}"#, "name"),
+            (r#"{"keys": [{"name": "a", "sha256": "12"}]}"#, "64 hexadecimal"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "weight": 0}]}"#, "weight"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "max_priority": 11}]}"#, "max_priority"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "tokens_per_minute": 0}]}"#, "rate"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "wieght": 1}]}"#, "wieght"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "a", "key": "sk-12345679"}]}"#, "two keys"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "b", "key": "sk-12345678"}]}"#, "another"),
+        ] {
+            let error = parse(text, Instant::now()).expect_err(text);
+            assert!(error.contains(why), "{text}: {error}");
+        }
+        let missing = Keys::load(Path::new("/nowhere/keys.json"), Instant::now()).unwrap_err();
+        assert!(missing.to_string().starts_with("API keys in /nowhere/keys.json: "), "{missing}");
+    }
+}

@@ -1,0 +1,451 @@
+//! The admission queue as a state machine: who may start, who waits, who is refused. Pure: time is an argument, what the nodes
+//! have room for is asked of the caller, and every call returns the tickets that may start now. Waking them, metrics and
+//! locks are [`super`]'s matter; rate limits come before it.
+//!
+//! **Order.** Three choices, each without starvation: between pools and between the tenants of a pool by start-time fair
+//! queueing over tokens of prompt and answer ([`Fair`]); within a tenant by priority, where a level is worth
+//! [`PLACES_A_LEVEL`] places of that tenant's later arrivals, as in the nodes' own queues; among equals first come, first
+//! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then all
+//! wait for it.
+//!
+//! **Bounds.** Slots; each pool's share of them; places in the queue. Once there are several tenants, one may hold no more
+//! than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however many of
+//! them want more, some places stay free for who comes new.
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Reason;
+use super::fair::Fair;
+use super::pace::Pace;
+use super::pools::Pools;
+
+/// What a level of priority is worth, see the head of this file.
+pub const PLACES_A_LEVEL: i64 = 32;
+/// Requests that may start before one that finds no room.
+pub const MAX_PASSES: u32 = 64;
+/// A tenant's places against the free ones.
+pub const SHARE: usize = 4;
+/// Tenants that are known at a time, in each pool; further ones share one place in the order.
+pub const MAX_TENANTS: usize = 256;
+/// The name of those that share.
+pub const OTHERS: &str = "(others)";
+/// First requests that are tried for room before all wait.
+const MAX_TRIED: usize = 8;
+/// No client is told to stay away for longer.
+const LONGEST_RETRY: Duration = Duration::from_secs(60);
+
+/// Names a request from its entry until it leaves.
+pub type Ticket = u64;
+
+/// A request, as far as the queue must know it.
+#[derive(Clone, Debug)]
+pub struct Ask {
+    /// Whose it is.
+    pub tenant: Arc<str>,
+    /// The tenant's share against the others' (≥ 1).
+    pub weight: u32,
+    /// Higher goes first among the tenant's own.
+    pub priority: i32,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of the answer at most.
+    pub max_tokens: u32,
+    /// It is of no use to anybody after this.
+    pub deadline: Instant,
+    /// From its start to its first token, as far as that is known.
+    pub prefill: Option<Duration>,
+}
+
+/// What has started and is not on any node yet: it will take room that still looks free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ahead {
+    /// Requests.
+    pub requests: u32,
+    /// Tokens of their prompts.
+    pub prompt_tokens: u64,
+    /// Tokens of prompts and answers.
+    pub total_tokens: u64,
+}
+
+/// The limits.
+#[derive(Clone, Debug)]
+pub struct Bounds {
+    /// Requests that run.
+    pub max_inflight: usize,
+    /// Requests that wait.
+    pub max_queue: usize,
+    /// Classes by prompt length.
+    pub pools: Pools,
+    /// First tokens predicted later than this are refused.
+    pub max_ttft: Option<Duration>,
+    /// There are several tenants; else that shows when a second one comes.
+    pub tenants: bool,
+}
+
+/// What a change leads to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// These may start now.
+    pub start: Vec<Ticket>,
+    /// The deadlines of these passed while they waited: they are out.
+    pub expired: Vec<Ticket>,
+}
+
+/// Why a request did not get in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// In one word.
+    pub reason: Reason,
+    /// When it is worth another try, if that can be told.
+    pub retry_after: Option<Duration>,
+    /// How long it would have waited, if that can be told.
+    pub wait: Option<Duration>,
+}
+
+/// Whether the nodes have room for a request behind those that are ahead of it.
+pub type Room<'a> = &'a mut dyn FnMut(&Ask, &Ahead) -> bool;
+
+/// See the head of this file.
+#[derive(Debug)]
+pub struct Queue {
+    bounds: Bounds,
+    pools: Vec<Class>,
+    /// The order of the pools.
+    between: Fair<usize>,
+    places: HashMap<Ticket, Place>,
+    deadlines: BTreeSet<(Instant, Ticket)>,
+    inflight: usize,
+    ahead: Ahead,
+    last: Ticket,
+    first_tenant: Option<Arc<str>>,
+}
+
+/// One pool.
+#[derive(Debug)]
+struct Class {
+    slots: usize,
+    share: u32,
+    inflight: usize,
+    waiting: usize,
+    /// The order of the lanes.
+    order: Fair<Arc<str>>,
+    lanes: BTreeMap<Arc<str>, Lane>,
+    pace: Pace,
+}
+
+/// What one tenant has waiting in one pool.
+#[derive(Debug, Default)]
+struct Lane {
+    /// By place, then by arrival.
+    waiting: BTreeMap<Key, Waiting>,
+    /// Tokens of all of them.
+    tokens: u64,
+    arrivals: i64,
+}
+
+type Key = (i64, Ticket);
+
+#[derive(Debug)]
+struct Waiting {
+    ask: Ask,
+    passes: u32,
+}
+
+#[derive(Debug)]
+enum Place {
+    Waiting { pool: usize, lane: Arc<str>, key: Key },
+    Running { pool: usize, ahead: Option<Ahead> },
+}
+
+impl Ask {
+    /// What it costs: tokens of prompt and answer.
+    pub fn cost(&self) -> u64 {
+        u64::from(self.prompt_tokens) + u64::from(self.max_tokens)
+    }
+
+    fn ahead(&self) -> Ahead {
+        Ahead { requests: 1, prompt_tokens: self.prompt_tokens.into(), total_tokens: self.cost() }
+    }
+}
+
+impl Queue {
+    /// Nobody is there.
+    pub fn new(bounds: Bounds) -> Self {
+        let slots = bounds.pools.slots(bounds.max_inflight);
+        let class = |(pool, slots): (&super::pools::Pool, usize)| Class {
+            slots,
+            share: pool.share,
+            inflight: 0,
+            waiting: 0,
+            order: Fair::default(),
+            lanes: BTreeMap::new(),
+            pace: Pace::default(),
+        };
+        let pools = bounds.pools.iter().zip(slots).map(class).collect();
+        Self {
+            bounds,
+            pools,
+            between: Fair::default(),
+            places: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            inflight: 0,
+            ahead: Ahead::default(),
+            last: 0,
+            first_tenant: None,
+        }
+    }
+
+    /// Takes the request in: it starts (then its ticket is in the turn), waits, or is refused.
+    pub fn enter(&mut self, ask: Ask, now: Instant, room: Room<'_>) -> (Result<Ticket, Refused>, Turn) {
+        let first = self.first_tenant.get_or_insert_with(|| Arc::clone(&ask.tenant));
+        self.bounds.tenants |= *first != ask.tenant;
+        let expired = self.expire(now);
+        let ticket = self.push(ask);
+        let start = self.start(now, room);
+        let refused = self.refusal(ticket, now);
+        if refused.is_some() {
+            self.remove(ticket);
+        }
+        self.note_waiting(now);
+        (refused.map_or(Ok(ticket), Err), Turn { start, expired })
+    }
+
+    /// The request is gone: it ended, or it waits no longer. Unknown tickets are nobody's.
+    pub fn leave(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+        self.remove(ticket);
+        self.tick(now, room)
+    }
+
+    /// A request that started is on its nodes: they know of it.
+    pub fn routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+        self.forget_ahead(ticket);
+        self.tick(now, room)
+    }
+
+    /// Time has passed, or the nodes have other room than before.
+    pub fn tick(&mut self, now: Instant, room: Room<'_>) -> Turn {
+        let mut turn = Turn::default();
+        if self.waiting() > 0 {
+            turn.expired = self.expire(now);
+            turn.start = self.start(now, room);
+        }
+        self.note_waiting(now);
+        turn
+    }
+
+    /// Requests that run.
+    pub fn inflight(&self) -> usize {
+        self.inflight
+    }
+
+    /// Requests that wait.
+    pub fn waiting(&self) -> usize {
+        self.places.len() - self.inflight
+    }
+
+    /// Requests that wait, by tenant; those of known tenants that wait for nothing are 0.
+    pub fn depths(&self) -> BTreeMap<Arc<str>, usize> {
+        let mut depths = BTreeMap::new();
+        for (tenant, lane) in self.pools.iter().flat_map(|pool| &pool.lanes) {
+            *depths.entry(Arc::clone(tenant)).or_default() += lane.waiting.len();
+        }
+        depths
+    }
+
+    /// How long a waiting request will wait; `None` while nobody can tell.
+    pub fn predicted_wait(&self, ticket: Ticket, now: Instant) -> Option<Duration> {
+        let Place::Waiting { pool, lane, key } = self.places.get(&ticket)? else { return Some(Duration::ZERO) };
+        let class = &self.pools[*pool];
+        let own = class.lanes.get(lane)?;
+        let behind: u64 = own.waiting.range(key..).map(|(_, waiting)| waiting.ask.cost()).sum();
+        let ahead = own.tokens.saturating_sub(behind);
+        let tokens_of = |other: &Arc<str>| class.lanes.get(other).map_or(0, |lane| lane.tokens);
+        let before = ahead.saturating_add(class.order.work_before(lane, ahead, tokens_of));
+        class.pace.time_for(before, now)
+    }
+
+    fn push(&mut self, ask: Ask) -> Ticket {
+        self.last += 1;
+        let (ticket, pool) = (self.last, self.bounds.pools.of(ask.prompt_tokens));
+        let class = &mut self.pools[pool];
+        let name = class.lane_of(&ask.tenant);
+        let lane = class.lanes.entry(Arc::clone(&name)).or_default();
+        let key = (lane.arrivals.saturating_sub(i64::from(ask.priority) * PLACES_A_LEVEL), ticket);
+        lane.arrivals += 1;
+        lane.tokens += ask.cost();
+        class.order.wants(&name, ask.weight);
+        self.between.wants(&pool, class.share);
+        self.deadlines.insert((ask.deadline, ticket));
+        lane.waiting.insert(key, Waiting { ask, passes: 0 });
+        class.waiting += 1;
+        self.places.insert(ticket, Place::Waiting { pool, lane: name, key });
+        ticket
+    }
+
+    /// Takes a ticket out, wherever it is.
+    fn remove(&mut self, ticket: Ticket) {
+        self.forget_ahead(ticket);
+        match self.places.remove(&ticket) {
+            Some(Place::Waiting { pool, lane, key }) => drop(self.take(ticket, pool, &lane, key)),
+            Some(Place::Running { pool, .. }) => {
+                self.inflight -= 1;
+                self.pools[pool].inflight -= 1;
+            }
+            None => {}
+        }
+    }
+
+    /// Out of its lane.
+    fn take(&mut self, ticket: Ticket, pool: usize, name: &Arc<str>, key: Key) -> Option<Ask> {
+        let class = &mut self.pools[pool];
+        let lane = class.lanes.get_mut(name)?;
+        let ask = lane.waiting.remove(&key)?.ask;
+        class.waiting -= 1;
+        lane.tokens = lane.tokens.saturating_sub(ask.cost());
+        self.deadlines.remove(&(ask.deadline, ticket));
+        if lane.waiting.is_empty() {
+            class.order.rests(name);
+        }
+        if class.waiting == 0 {
+            self.between.rests(&pool);
+        }
+        Some(ask)
+    }
+
+    fn start(&mut self, now: Instant, room: Room<'_>) -> Vec<Ticket> {
+        let mut started = Vec::new();
+        while self.inflight < self.bounds.max_inflight
+            && let Some((pool, lane, key)) = self.next(room)
+        {
+            let ticket = key.1;
+            let Some(ask) = self.take(ticket, pool, &lane, key) else { break };
+            let class = &mut self.pools[pool];
+            class.order.serve(&lane, ask.cost());
+            class.pace.started(ask.cost(), now);
+            class.inflight += 1;
+            self.between.serve(&pool, ask.cost());
+            self.inflight += 1;
+            self.ahead.add(&ask.ahead());
+            self.places.insert(ticket, Place::Running { pool, ahead: Some(ask.ahead()) });
+            started.push(ticket);
+        }
+        started
+    }
+
+    /// The request whose turn it is, if there is room for it or for one that may pass it.
+    fn next(&mut self, room: Room<'_>) -> Option<(usize, Arc<str>, Key)> {
+        let mut passed: Vec<(usize, Arc<str>, Key)> = Vec::new();
+        for (pool, lane, key) in self.heads() {
+            let waiting = self.pools[pool].lanes.get(&lane)?.waiting.get(&key)?;
+            if room(&waiting.ask, &self.ahead) {
+                for (pool, lane, key) in passed {
+                    let waiting = self.pools[pool].lanes.get_mut(&lane)?.waiting.get_mut(&key)?;
+                    waiting.passes += 1;
+                }
+                return Some((pool, lane, key));
+            }
+            if waiting.passes >= MAX_PASSES {
+                return None;
+            }
+            passed.push((pool, lane, key));
+        }
+        None
+    }
+
+    /// The first request of each tenant in each pool that has a slot, in order.
+    fn heads(&self) -> Vec<(usize, Arc<str>, Key)> {
+        let pools =
+            self.between.order().into_iter().filter(|pool| self.pools[*pool].inflight < self.pools[*pool].slots);
+        let head = |pool: usize, lane: Arc<str>| {
+            let key = *self.pools[pool].lanes.get(&lane)?.waiting.first_key_value()?.0;
+            Some((pool, lane, key))
+        };
+        let heads =
+            pools.flat_map(|pool| self.pools[pool].order.order().into_iter().filter_map(move |lane| head(pool, lane)));
+        heads.take(MAX_TRIED).collect()
+    }
+
+    /// Why a request that has not started may not wait, if it may not.
+    fn refusal(&self, ticket: Ticket, now: Instant) -> Option<Refused> {
+        let Some(Place::Waiting { pool, lane, key }) = self.places.get(&ticket) else { return None };
+        let (waiting, limit) = (self.waiting() - 1, self.bounds.max_queue);
+        let wait = self.predicted_wait(ticket, now);
+        let drained = || Some(self.pools[*pool].half_drained(now)?.min(LONGEST_RETRY));
+        if waiting >= limit {
+            return Some(Refused { reason: Reason::QueueFull, retry_after: drained(), wait });
+        }
+        let own: usize = self.pools.iter().filter_map(|pool| pool.lanes.get(lane)).map(|lane| lane.waiting.len()).sum();
+        if self.bounds.tenants && own > SHARE * (limit - waiting) {
+            return Some(Refused { reason: Reason::TenantShare, retry_after: drained(), wait });
+        }
+        let ask = &self.pools[*pool].lanes.get(lane)?.waiting.get(key)?.ask;
+        let ttft = wait?.saturating_add(ask.prefill.unwrap_or_default());
+        let late = |reason, allowed: Duration| {
+            let retry_after = Some(ttft.saturating_sub(allowed).min(LONGEST_RETRY));
+            (ttft > allowed).then_some(Refused { reason, retry_after, wait })
+        };
+        late(Reason::Deadline, ask.deadline.saturating_duration_since(now))
+            .or_else(|| late(Reason::Objective, self.bounds.max_ttft?))
+    }
+
+    fn expire(&mut self, now: Instant) -> Vec<Ticket> {
+        let mut expired = Vec::new();
+        while let Some((deadline, ticket)) = self.deadlines.first().copied()
+            && deadline <= now
+        {
+            self.remove(ticket);
+            self.deadlines.remove(&(deadline, ticket));
+            expired.push(ticket);
+        }
+        expired
+    }
+
+    fn forget_ahead(&mut self, ticket: Ticket) {
+        if let Some(Place::Running { ahead, .. }) = self.places.get_mut(&ticket)
+            && let Some(ahead) = ahead.take()
+        {
+            self.ahead.sub(&ahead);
+        }
+    }
+
+    fn note_waiting(&mut self, now: Instant) {
+        self.pools.iter_mut().for_each(|pool| pool.pace.waits(pool.waiting > 0, now));
+    }
+}
+
+impl Class {
+    /// The lane of a tenant: its own, or the one of those for whom there is none.
+    fn lane_of(&mut self, tenant: &Arc<str>) -> Arc<str> {
+        if self.order.knows(tenant) {
+            return Arc::clone(tenant);
+        }
+        for gone in self.order.make_room(MAX_TENANTS) {
+            self.lanes.remove(&gone);
+        }
+        if self.order.known() < MAX_TENANTS { Arc::clone(tenant) } else { Arc::from(OTHERS) }
+    }
+
+    /// Until half of what waits has started.
+    fn half_drained(&self, now: Instant) -> Option<Duration> {
+        let tokens: u64 = self.lanes.values().map(|lane| lane.tokens).sum();
+        self.pace.time_for(tokens / 2, now)
+    }
+}
+
+impl Ahead {
+    fn add(&mut self, other: &Self) {
+        self.requests += other.requests;
+        self.prompt_tokens += other.prompt_tokens;
+        self.total_tokens += other.total_tokens;
+    }
+
+    fn sub(&mut self, other: &Self) {
+        self.requests = self.requests.saturating_sub(other.requests);
+        self.prompt_tokens = self.prompt_tokens.saturating_sub(other.prompt_tokens);
+        self.total_tokens = self.total_tokens.saturating_sub(other.total_tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,356 @@
+//! The queue's promises: nothing lost, nothing starved, shares kept, limits kept; under any order of events.
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn bounds(max_inflight: usize, max_queue: usize) -> Bounds {
+    Bounds { max_inflight, max_queue, pools: Pools::default(), max_ttft: None, tenants: false }
+}
+
+fn ask(tenant: &str, now: Instant) -> Ask {
+    Ask {
+        tenant: tenant.into(),
+        weight: 1,
+        priority: 0,
+        prompt_tokens: 10,
+        max_tokens: 10,
+        deadline: now + Duration::from_secs(3600),
+        prefill: None,
+    }
+}
+
+fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+fn always(_: &Ask, _: &Ahead) -> bool {
+    true
+}
+
+/// A ticket that waits or has started.
+fn entered(queue: &mut Queue, ask: Ask, now: Instant) -> Ticket {
+    queue.enter(ask, now, &mut always).0.unwrap()
+}
+
+fn reason(queue: &mut Queue, ask: Ask, now: Instant) -> Reason {
+    queue.enter(ask, now, &mut always).0.unwrap_err().reason
+}
+
+#[test]
+fn slots_then_places_then_refusals() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1, 1));
+    let (first, turn) = queue.enter(ask("a", now), now, &mut always);
+    let first = first.unwrap();
+    assert_eq!(turn.start, [first]);
+    let second = entered(&mut queue, ask("a", now), now);
+    assert_eq!((queue.inflight(), queue.waiting()), (1, 1));
+    assert_eq!(reason(&mut queue, ask("a", now), now), Reason::QueueFull);
+    assert_eq!(queue.leave(first, now, &mut always).start, [second]);
+    assert_eq!(queue.leave(first, now, &mut always), Turn::default(), "a ticket leaves once");
+    assert_eq!((queue.inflight(), queue.waiting()), (1, 0));
+}
+
+#[test]
+fn a_deadline_that_passes_ends_the_wait() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1, 4));
+    let running = entered(&mut queue, ask("a", now), now);
+    let hasty = entered(&mut queue, Ask { deadline: now + ms(5), ..ask("a", now) }, now);
+    assert_eq!(queue.tick(now + ms(4), &mut always), Turn::default());
+    assert_eq!(queue.tick(now + ms(5), &mut always).expired, [hasty]);
+    assert_eq!(queue.leave(running, now, &mut always), Turn::default());
+    assert_eq!((queue.inflight(), queue.waiting()), (0, 0));
+}
+
+#[test]
+fn a_greedy_tenant_is_refused_while_others_enter() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1, 100));
+    entered(&mut queue, ask("greedy", now), now);
+    // Alone it could have all of it; the other has been there once.
+    let other = entered(&mut queue, ask("other", now), now);
+    queue.leave(other, now, &mut always);
+    let waiting = (0..).take_while(|_| queue.enter(ask("greedy", now), now, &mut always).0.is_ok()).count();
+    assert_eq!(waiting, 80);
+    assert_eq!(reason(&mut queue, ask("greedy", now), now), Reason::TenantShare);
+    for _ in 0..10 {
+        entered(&mut queue, ask("other", now), now);
+    }
+    for tenant in 0..9 {
+        entered(&mut queue, ask(&format!("new {tenant}"), now), now);
+    }
+    assert_eq!(reason(&mut queue, ask("greedy", now), now), Reason::TenantShare);
+    assert_eq!(queue.depths()["other"], 10);
+}
+
+#[test]
+fn a_single_tenant_has_the_whole_queue() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1, 100));
+    let waiting = (0..).take_while(|_| queue.enter(ask("default", now), now, &mut always).0.is_ok()).count();
+    assert_eq!(waiting, 101);
+    assert_eq!(reason(&mut queue, ask("default", now), now), Reason::QueueFull);
+}
+
+#[test]
+fn tenants_beyond_the_limit_share_a_lane() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1, 10_000));
+    for tenant in 0..MAX_TENANTS + 50 {
+        entered(&mut queue, ask(&format!("t{tenant}"), now), now);
+    }
+    let depths = queue.depths();
+    assert!(depths.len() <= MAX_TENANTS + 1, "{}", depths.len());
+    assert!(depths[OTHERS] >= 49);
+}
+
+#[test]
+fn who_finds_no_room_is_passed_a_bounded_number_of_times() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1000, 1000));
+    let mut fits_small = |ask: &Ask, _: &Ahead| ask.prompt_tokens < 100;
+    let large = Ask { prompt_tokens: 1000, ..ask("large", now) };
+    let large = queue.enter(large, now, &mut fits_small).0.unwrap();
+    let mut passed = 0;
+    for _ in 0..2 * MAX_PASSES {
+        let (ticket, turn) = queue.enter(ask("small", now), now, &mut fits_small);
+        passed += u32::from(turn.start.contains(&ticket.unwrap()));
+    }
+    assert_eq!(passed, MAX_PASSES);
+    let turn = queue.tick(now, &mut always);
+    assert_eq!(turn.start[0], large, "once there is room it is first");
+    assert_eq!(turn.start.len() as u32, 1 + MAX_PASSES);
+}
+
+#[test]
+fn what_has_started_and_is_not_routed_is_told() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(10, 10));
+    let mut one_at_a_time = |_: &Ask, ahead: &Ahead| ahead.requests == 0;
+    let first = queue.enter(ask("a", now), now, &mut one_at_a_time).0.unwrap();
+    let (second, turn) = queue.enter(ask("a", now), now, &mut one_at_a_time);
+    assert_eq!(turn.start, [] as [Ticket; 0]);
+    assert_eq!(queue.routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
+    assert_eq!(queue.ahead, ask("a", now).ahead());
+}
+
+#[test]
+fn late_answers_are_refused_early_with_the_time_after_which_they_would_not_be() {
+    let start = Instant::now();
+    let mut queue = Queue::new(Bounds { max_ttft: Some(ms(1500)), ..bounds(1, 1000) });
+    let mut running = entered(&mut queue, ask("a", start), start);
+    let mut now = start;
+    // 20 tokens every 100 ms.
+    entered(&mut queue, ask("a", now), now);
+    for _ in 0..200 {
+        now += ms(100);
+        entered(&mut queue, ask("a", now), now);
+        running = queue.leave(running, now, &mut always).start[0];
+    }
+    let mut waiting = queue.waiting();
+    let refused = loop {
+        match queue.enter(ask("a", now), now, &mut always).0 {
+            Ok(_) => waiting += 1,
+            Err(refused) => break refused,
+        }
+    };
+    assert_eq!((refused.reason, waiting), (Reason::Objective, 16), "16 before it are 1.6 s");
+    let retry_after = refused.retry_after.unwrap();
+    assert!(retry_after > ms(50) && retry_after < ms(200), "{refused:?}");
+    let hasty = Ask { deadline: now + ms(500), ..ask("a", now) };
+    assert_eq!(reason(&mut queue, hasty, now), Reason::Deadline);
+    let slow = Ask { prefill: Some(ms(1400)), priority: 10, ..ask("b", now) };
+    assert!(queue.enter(slow.clone(), now, &mut always).0.is_ok(), "another tenant does not wait for all of them");
+    assert_eq!(reason(&mut queue, Ask { prefill: Some(ms(1600)), ..slow }, now), Reason::Objective);
+}
+
+#[test]
+fn documents_leave_slots_for_chats() {
+    let now = Instant::now();
+    let pools = "chat=0-100:3,document=101-:1".parse().unwrap();
+    let mut queue = Queue::new(Bounds { pools, ..bounds(8, 100) });
+    let document = || Ask { prompt_tokens: 5000, ..ask("a", now) };
+    let documents: Vec<Ticket> = (0..10).map(|_| entered(&mut queue, document(), now)).collect();
+    assert_eq!((queue.inflight(), queue.waiting()), (2, 8));
+    for _ in 0..6 {
+        entered(&mut queue, ask("a", now), now);
+    }
+    assert_eq!((queue.inflight(), queue.waiting()), (8, 8));
+    let chat = entered(&mut queue, ask("a", now), now);
+    assert_eq!(queue.leave(documents[0], now, &mut always).start, [documents[2]]);
+    assert_eq!(queue.waiting(), 8);
+    assert!(matches!(queue.places[&chat], Place::Waiting { .. }));
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Enter {
+        tenant: u8,
+        priority: i32,
+        prompt: u32,
+        patience_ms: u64,
+    },
+    /// The n-th of those who are there leaves, running or waiting.
+    Leave(usize),
+    Routed(usize),
+    Pass(u64),
+    Room(u32),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        4 => (0u8..5, -10i32..=10, 1u32..3000, 1u64..500)
+            .prop_map(|(tenant, priority, prompt, patience_ms)| Event::Enter { tenant, priority, prompt, patience_ms }),
+        2 => any::<usize>().prop_map(Event::Leave),
+        1 => any::<usize>().prop_map(Event::Routed),
+        1 => (0u64..100).prop_map(Event::Pass),
+        1 => (0u32..6000).prop_map(Event::Room),
+    ]
+}
+
+proptest! {
+    /// Slots, places and tickets add up after any events, and nobody waits who could start.
+    #[test]
+    fn nothing_is_lost(
+        max_inflight in 1usize..6, max_queue in 0usize..12, several in any::<bool>(),
+        events in prop::collection::vec(event(), 1..300),
+    ) {
+        let pools = if several { "a=0-1000:2,b=1001-".parse().unwrap() } else { Pools::default() };
+        let mut queue = Queue::new(Bounds { pools, ..bounds(max_inflight, max_queue) });
+        let (mut now, mut largest) = (Instant::now(), 6000u32);
+        let (mut waiting, mut running) = (BTreeSet::new(), BTreeSet::new());
+        for event in events {
+            let mut room = |ask: &Ask, _: &Ahead| ask.prompt_tokens <= largest;
+            let there: Vec<Ticket> = waiting.union(&running).copied().collect();
+            let pick = |index: usize| there.get(index % there.len().max(1)).copied();
+            let turn = match event {
+                Event::Enter { tenant, priority, prompt, patience_ms } => {
+                    let deadline = now + ms(patience_ms);
+                    let ask = Ask { priority, prompt_tokens: prompt, deadline, ..ask(&tenant.to_string(), now) };
+                    let (ticket, turn) = queue.enter(ask, now, &mut room);
+                    waiting.extend(ticket);
+                    turn
+                }
+                Event::Leave(index) => match pick(index) {
+                    Some(ticket) => {
+                        waiting.remove(&ticket);
+                        running.remove(&ticket);
+                        queue.leave(ticket, now, &mut room)
+                    }
+                    None => Turn::default(),
+                },
+                Event::Routed(index) => pick(index).map_or(Turn::default(), |ticket| queue.routed(ticket, now, &mut room)),
+                Event::Pass(millis) => {
+                    now += ms(millis);
+                    queue.tick(now, &mut room)
+                }
+                Event::Room(size) => {
+                    largest = size;
+                    queue.tick(now, &mut |ask, _| ask.prompt_tokens <= size)
+                }
+            };
+            for ticket in turn.start {
+                prop_assert!(waiting.remove(&ticket), "{ticket} started without waiting");
+                prop_assert!(running.insert(ticket));
+            }
+            for ticket in turn.expired {
+                prop_assert!(waiting.remove(&ticket), "{ticket} expired without waiting");
+            }
+            prop_assert_eq!((queue.inflight(), queue.waiting()), (running.len(), waiting.len()));
+            prop_assert!(running.len() <= max_inflight && waiting.len() <= max_queue);
+            prop_assert_eq!(queue.deadlines.len(), waiting.len());
+            prop_assert_eq!(queue.pools.iter().map(|pool| pool.inflight).sum::<usize>(), running.len());
+            prop_assert!(queue.pools.iter().all(|pool| pool.inflight <= pool.slots));
+            let heads = queue.heads();
+            let stuck = heads.first().is_some_and(|(pool, lane, key)| {
+                queue.pools[*pool].lanes[lane].waiting[key].ask.prompt_tokens <= largest
+            });
+            prop_assert!(running.len() == max_inflight || !stuck, "the next one has slot and room and waits");
+        }
+        for ticket in running.into_iter().chain(waiting) {
+            queue.leave(ticket, now, &mut |_, _| false);
+        }
+        prop_assert_eq!((queue.inflight(), queue.waiting(), queue.ahead), (0, 0, Ahead::default()));
+        prop_assert!(queue.places.is_empty() && queue.deadlines.is_empty());
+    }
+
+    /// A request is overtaken by no more of its tenant's later ones than its priority allows, and never by equals.
+    #[test]
+    fn nobody_starves_within_a_tenant(
+        priorities in prop::collection::vec(prop_oneof![Just(-10i32), Just(10), -2i32..2], 2..300),
+        served_each in 1usize..3,
+    ) {
+        let now = Instant::now();
+        let mut queue = Queue::new(bounds(1, 1000));
+        let mut running = entered(&mut queue, ask("a", now), now);
+        let (mut order, mut all) = (Vec::new(), Vec::new());
+        let mut arrivals = priorities.chunks(served_each + 1);
+        loop {
+            let more = arrivals.next();
+            for priority in more.into_iter().flatten() {
+                all.push((entered(&mut queue, Ask { priority: *priority, ..ask("a", now) }, now), *priority));
+            }
+            for _ in 0..served_each {
+                let started = queue.leave(running, now, &mut always).start;
+                if let Some(next) = started.first() {
+                    order.push(*next);
+                    running = *next;
+                }
+            }
+            if more.is_none() && queue.waiting() == 0 {
+                break;
+            }
+        }
+        prop_assert_eq!(order.len(), all.len());
+        let rank = |ticket: Ticket| order.iter().position(|other| *other == ticket).unwrap();
+        for (index, (ticket, priority)) in all.iter().enumerate() {
+            for (later, (other, urgent)) in all.iter().enumerate().skip(index + 1) {
+                let allowed = i64::from(urgent - priority) * PLACES_A_LEVEL;
+                if rank(*other) < rank(*ticket) {
+                    prop_assert!(((later - index) as i64) < allowed, "{later} of {urgent} before {index} of {priority}");
+                }
+            }
+        }
+    }
+
+    /// Tenants that always have something waiting get tokens by their weights, whatever the sizes of their requests are.
+    #[test]
+    fn tenants_share_by_weight(
+        weights in prop::collection::vec(1u32..10, 2..5),
+        sizes in prop::collection::vec(1u32..4000, 2..5),
+    ) {
+        let now = Instant::now();
+        let mut queue = Queue::new(bounds(1, 10_000));
+        let tenants = weights.len().min(sizes.len());
+        let of = |tenant: usize| Ask {
+            weight: weights[tenant],
+            prompt_tokens: sizes[tenant],
+            max_tokens: 1,
+            ..ask(&tenant.to_string(), now)
+        };
+        let mut whose = HashMap::new();
+        let add = |queue: &mut Queue, whose: &mut HashMap<Ticket, usize>, tenant: usize| {
+            whose.insert(entered(queue, of(tenant), now), tenant);
+        };
+        let mut running = entered(&mut queue, Ask { max_tokens: 1, ..ask("first", now) }, now);
+        for _ in 0..3 {
+            (0..tenants).for_each(|tenant| add(&mut queue, &mut whose, tenant));
+        }
+        let mut had = vec![0u64; tenants];
+        for _ in 0..400 {
+            running = queue.leave(running, now, &mut always).start[0];
+            let tenant = whose[&running];
+            had[tenant] += of(tenant).cost();
+            add(&mut queue, &mut whose, tenant);
+        }
+        for (a, b) in (0..tenants).flat_map(|a| (0..a).map(move |b| (a, b))) {
+            let per_weight = |tenant: usize, tokens: u64| tokens as f64 / f64::from(weights[tenant]);
+            let apart = (per_weight(a, had[a]) - per_weight(b, had[b])).abs();
+            let bound = per_weight(a, of(a).cost()) + per_weight(b, of(b).cost()) + 1e-3;
+            prop_assert!(apart <= bound, "{apart} {bound} {had:?}");
+        }
+    }
+}

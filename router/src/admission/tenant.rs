@@ -1,0 +1,133 @@
+//! Whose request it is: the name under which it is counted, and what that name may have.
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use tandem_proto::{Error, MAX_PRIORITY};
+
+use super::limiter::{Exceeded, Limiter, Rates};
+
+/// Who says nothing is this one.
+pub const DEFAULT_TENANT: &str = "default";
+/// A weight at most.
+pub const MAX_WEIGHT: u32 = 1000;
+/// Bytes of a name at most.
+const MAX_NAME_BYTES: usize = 64;
+
+/// What a tenant may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Share of the service against other tenants', 1 to [`MAX_WEIGHT`].
+    pub weight: u32,
+    /// The most urgent priority that its requests may ask for.
+    pub max_priority: i32,
+    /// What it may ask for in a minute.
+    pub rates: Rates,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self { weight: 1, max_priority: MAX_PRIORITY, rates: Rates::default() }
+    }
+}
+
+/// One tenant. Clones are the same one: they share its rate limits.
+#[derive(Clone, Debug)]
+pub struct Tenant(Arc<Account>);
+
+#[derive(Debug)]
+struct Account {
+    name: Arc<str>,
+    terms: Terms,
+    limiter: Mutex<Option<Limiter>>,
+}
+
+impl Default for Tenant {
+    fn default() -> Self {
+        Self::new(DEFAULT_TENANT, Terms::default(), None)
+    }
+}
+
+impl Tenant {
+    /// A tenant with full buckets. `now` is `None` for one without rate limits.
+    pub fn new(name: &str, terms: Terms, now: Option<Instant>) -> Self {
+        let limiter = now.map(|now| Limiter::new(terms.rates, now));
+        Self(Arc::new(Account { name: name.into(), terms, limiter: Mutex::new(limiter) }))
+    }
+
+    /// The tenant that a client names itself, where there are no keys.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what is no name.
+    pub fn named(name: &str) -> Result<Self, Error> {
+        check_name(name).map_err(|why| Error::invalid("x-tandem-tenant", format!("x-tandem-tenant: {why}")))?;
+        Ok(Self::new(name, Terms::default(), None))
+    }
+
+    /// For people and metrics.
+    pub fn name(&self) -> &Arc<str> {
+        &self.0.name
+    }
+
+    /// What it may have.
+    pub fn terms(&self) -> Terms {
+        self.0.terms
+    }
+
+    /// Takes a request of so many tokens from its rates.
+    ///
+    /// # Errors
+    /// Which rate was too high, and for how long it will be.
+    pub fn take(&self, tokens: u64, now: Instant) -> Result<(), Exceeded> {
+        self.limiter(|limiter| limiter.take(tokens, now)).unwrap_or(Ok(()))
+    }
+
+    /// Gives back what was taken and not used.
+    pub fn give_back(&self, requests: u32, tokens: u64, now: Instant) {
+        self.limiter(|limiter| limiter.give_back(requests, tokens, now));
+    }
+
+    fn limiter<T>(&self, act: impl FnOnce(&mut Limiter) -> T) -> Option<T> {
+        self.0.limiter.lock().unwrap_or_else(PoisonError::into_inner).as_mut().map(act)
+    }
+}
+
+/// A name is a label in metrics and logs.
+///
+/// # Errors
+/// What a name is.
+pub fn check_name(name: &str) -> Result<(), String> {
+    let printable = name.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '"' | '\\'));
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || !printable {
+        return Err(format!(
+            "a tenant's name has 1 to {MAX_NAME_BYTES} visible ASCII characters, none of them \" or \\"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn names_are_short_and_plain() {
+        assert_eq!(&**Tenant::named("team-a").unwrap().name(), "team-a");
+        for wrong in ["", "two words", "tab\t", "é", "quo\"te", &"x".repeat(65)] {
+            assert_eq!(Tenant::named(wrong).unwrap_err().param, Some("x-tandem-tenant"), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn clones_share_the_rates() {
+        let now = Instant::now();
+        let rates = Rates { requests_per_minute: Some(2), tokens_per_minute: None };
+        let tenant = Tenant::new("a", Terms { rates, ..Terms::default() }, Some(now));
+        assert_eq!((tenant.take(1, now), tenant.clone().take(1, now)), (Ok(()), Ok(())));
+        assert_eq!(tenant.take(1, now).unwrap_err().retry_after, Duration::from_secs(30));
+        tenant.clone().give_back(1, 0, now);
+        assert_eq!(tenant.take(1, now), Ok(()));
+        assert_eq!(Tenant::default().take(u64::MAX, now), Ok(()));
+    }
+}

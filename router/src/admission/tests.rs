@@ -1,0 +1,114 @@
+//! The handle: slots and wakes come and go with their owners.
+use super::limiter::Rates;
+use super::tenant::Terms;
+use super::*;
+
+fn admission(max_inflight: u32, max_queue: usize) -> Admission {
+    Admission::with_room(&Limits { max_inflight, max_queue, ..Limits::default() }, false, |_, _| true)
+}
+
+fn asked() -> Asked {
+    Asked {
+        tenant: Tenant::default(),
+        priority: 0,
+        prompt_tokens: 10,
+        max_tokens: 20,
+        deadline: clock::now() + Duration::from_secs(60),
+        prefill: None,
+    }
+}
+
+fn enter(admission: &Admission) -> Result<Entry, Refusal> {
+    admission.enter(asked(), clock::now())
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses_and_a_left_slot_admits() {
+    let admission = admission(1, 1);
+    let running = enter(&admission).unwrap().admitted().await.unwrap();
+    let waiting = enter(&admission).unwrap();
+    let refusal = enter(&admission).unwrap_err();
+    assert_eq!((refusal.reason, refusal.error.kind), (Reason::QueueFull, ErrorKind::Overloaded));
+    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 1 });
+    drop(running);
+    let slot = waiting.admitted().await.unwrap();
+    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 0 });
+    drop(slot);
+    admission.drain(Duration::from_secs(1)).await;
+    let refusal = enter(&admission).unwrap_err();
+    assert_eq!((refusal.reason, refusal.error.kind), (Reason::Draining, ErrorKind::Unavailable));
+}
+
+#[tokio::test]
+async fn who_gives_up_leaves_its_place_even_when_its_turn_has_come() {
+    let admission = admission(1, 2);
+    let running = enter(&admission).unwrap();
+    drop(enter(&admission).unwrap().admitted());
+    assert_eq!(admission.counts().queued, 0);
+    let (first, second) = (enter(&admission).unwrap(), enter(&admission).unwrap());
+    drop(running);
+    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 1 });
+    drop(first);
+    drop(second.admitted().await.unwrap());
+    assert_eq!(admission.counts(), Counts::default());
+}
+
+#[tokio::test]
+async fn a_drain_waits_for_those_who_run_and_wait() {
+    let admission = admission(1, 1);
+    let (running, waiting) = (enter(&admission).unwrap(), enter(&admission).unwrap());
+    let drain = tokio::spawn({
+        let admission = admission.clone();
+        async move { admission.drain(Duration::from_secs(60)).await }
+    });
+    while !admission.is_closed() {
+        tokio::task::yield_now().await;
+    }
+    drop(running);
+    assert!(!drain.is_finished());
+    drop(waiting.admitted().await.unwrap());
+    drain.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_deadline_ends_the_wait() {
+    let admission = admission(1, 2);
+    let running = enter(&admission).unwrap();
+    let now = clock::now();
+    let deadline = now + Duration::from_millis(10);
+    let hasty = admission.enter(Asked { deadline, ..asked() }, now).unwrap();
+    let patient = admission.enter(asked(), deadline).unwrap();
+    assert_eq!(hasty.admitted().await.unwrap_err().kind, ErrorKind::DeadlineExceeded);
+    drop(running);
+    patient.admitted().await.unwrap();
+}
+
+#[tokio::test]
+async fn rates_count_what_was_used() {
+    let admission = admission(1, 1);
+    let rates = Rates { requests_per_minute: None, tokens_per_minute: Some(100) };
+    let now = clock::now();
+    let tenant = Tenant::new("a", Terms { rates, ..Terms::default() }, Some(now));
+    let asked = |max_tokens| Asked { tenant: tenant.clone(), max_tokens, ..asked() };
+    let mut slot = admission.enter(asked(80), now).unwrap().admitted().await.unwrap();
+    let refusal = admission.enter(asked(80), now).unwrap_err();
+    assert_eq!(refusal.reason, Reason::RateLimit);
+    assert_eq!(refusal.error.retry_after, Some(Duration::from_secs(48)), "80 of 90 tokens are missing");
+    slot.used(30);
+    drop(slot);
+    let running = admission.enter(asked(60), now).unwrap();
+    assert_eq!(admission.enter(asked(60), now).unwrap_err().reason, Reason::RateLimit, "60 came back, no more");
+    drop(running);
+}
+
+#[tokio::test]
+async fn what_a_full_queue_refused_costs_no_rate() {
+    let admission = admission(1, 0);
+    let _running = enter(&admission).unwrap();
+    let rates = Rates { requests_per_minute: Some(1), tokens_per_minute: None };
+    let tenant = Tenant::new("a", Terms { rates, ..Terms::default() }, Some(clock::now()));
+    for _ in 0..5 {
+        let asked = Asked { tenant: tenant.clone(), ..asked() };
+        assert_eq!(admission.enter(asked, clock::now()).unwrap_err().reason, Reason::QueueFull);
+    }
+}

@@ -1,0 +1,210 @@
+//! Admission as whole requests see it: room on the nodes, order, priorities, keys and rates over both APIs.
+use axum::body::Body;
+use http::{Request, StatusCode};
+use tonic::transport::server::TcpIncoming;
+use tonic_types::StatusExt;
+use tower::ServiceExt;
+
+use super::*;
+use crate::admission::keys::Keys;
+use crate::api::Service;
+
+/// 16 blocks of the decode node's 64.
+fn quarter(request_id: &str) -> GenerationRequest {
+    GenerationRequest { request_id: request_id.into(), max_tokens: 236, ..request() }
+}
+
+fn no_node_queue() -> Limits {
+    Limits { node_queue: 0, ..Limits::default() }
+}
+
+#[tokio::test]
+async fn what_has_no_room_on_a_node_waits_in_the_queue() {
+    let mut cluster = Cluster::start(no_node_queue()).await;
+    let mut running = Vec::new();
+    for index in 0..4 {
+        let stream = cluster.service.generate(quarter(&index.to_string())).unwrap();
+        running.push((stream, cluster.legs().await));
+    }
+    let _fifth = cluster.service.generate(quarter("fifth")).unwrap();
+    let _sixth = cluster.service.generate(quarter("sixth")).unwrap();
+    let counts = cluster.service.counts();
+    assert_eq!((counts.inflight, counts.queued), (4, 2));
+    assert!(cluster.decode.is_left_alone() && cluster.prefill.is_left_alone());
+    // One that ends makes room, long before the node's next report.
+    let (stream, (_, _, decode, _)) = running.remove(0);
+    drop(stream);
+    decode.cancelled().await;
+    let (_, spec, ..) = cluster.legs().await;
+    assert_eq!((spec.request_id.as_str(), cluster.service.counts().queued), ("fifth", 1));
+    // So does a report of blocks that requests share.
+    let load = v1::Load { running: 4, free_blocks: 32, ..v1::Load::default() };
+    cluster.service.membership().report(cluster.decode.node.session, &load, Instant::now());
+    let (_, spec, ..) = cluster.legs().await;
+    assert_eq!((spec.request_id.as_str(), cluster.service.counts().queued), ("sixth", 0));
+}
+
+#[tokio::test]
+async fn a_prefill_node_gets_the_next_prompt_when_it_has_computed_one() {
+    let mut cluster = Cluster::start(no_node_queue()).await;
+    let long = |id: &str| GenerationRequest {
+        request_id: id.into(),
+        prompt_ids: vec![fakes::id('a'); 200],
+        max_tokens: 2,
+        ..request()
+    };
+    let mut streams = Vec::new();
+    let mut legs = Vec::new();
+    for id in ["1", "2", "3"] {
+        streams.push(cluster.service.generate(long(id)).unwrap());
+        legs.push(cluster.legs().await);
+    }
+    streams.push(cluster.service.generate(long("4")).unwrap());
+    assert_eq!(cluster.service.counts().queued, 1, "600 tokens are before it");
+    let (prefill, ..) = &legs[0];
+    prefill.send(first_token(fakes::id('x'), None)).await;
+    assert_eq!(cluster.legs().await.1.request_id, "4");
+}
+
+#[tokio::test]
+async fn urgent_requests_start_first_and_nodes_are_told() {
+    let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
+    let with = |id: &str, priority| GenerationRequest { request_id: id.into(), priority, ..request() };
+    let asked = [("first", 0), ("usual", 0), ("late", -2), ("urgent", 7)];
+    let mut streams: std::collections::BTreeMap<_, _> =
+        asked.into_iter().map(|(id, priority)| (id, cluster.service.generate(with(id, priority)).unwrap())).collect();
+    let mut order = Vec::new();
+    for _ in asked {
+        let (_prefill, spec, decode, start) = cluster.legs().await;
+        assert_eq!(start.spec.unwrap().priority, spec.priority);
+        // Its client leaves, and its slot goes to the next one.
+        drop(streams.remove(spec.request_id.as_str()));
+        decode.cancelled().await;
+        order.push((spec.request_id, spec.priority));
+    }
+    let order: Vec<(&str, i32)> = order.iter().map(|(id, priority)| (id.as_str(), *priority)).collect();
+    assert_eq!(order, [("first", 0), ("urgent", 7), ("usual", 0), ("late", -2)]);
+    let text = cluster.service.metrics_text(None).1;
+    assert!(
+        text.contains("tandem_queue_wait_seconds_count{role=\"router\",instance=\"router-test\",priority=\"7\"} 1"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_greedy_tenant_waits_behind_its_own_requests() {
+    let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
+    let of = |name: &str, id: String| GenerationRequest {
+        request_id: id,
+        tenant: Tenant::named(name).unwrap(),
+        ..request()
+    };
+    let running = cluster.service.generate(of("greedy", "0".into())).unwrap();
+    let _greedy: Vec<_> =
+        (1..50).map(|index| cluster.service.generate(of("greedy", index.to_string())).unwrap()).collect();
+    let _polite = cluster.service.generate(of("polite", "polite".into())).unwrap();
+    let text = cluster.service.metrics_text(None).1;
+    assert!(
+        text.contains("tandem_queue_depth{role=\"router\",instance=\"router-test\",tenant=\"greedy\"} 49"),
+        "{text}"
+    );
+    let _legs = cluster.legs().await;
+    drop(running);
+    assert_eq!(cluster.legs().await.1.request_id, "polite", "49 of the other one came before it");
+}
+
+/// A router whose only key, of tenant `a`, is `sk-a-secret`: one request a minute.
+async fn with_key() -> (Service, tempfile::TempDir) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    std::fs::write(
+        &path,
+        r#"{"keys": [{"name": "a", "key": "sk-a-secret", "requests_per_minute": 1, "max_priority": 1}]}"#,
+    )
+    .unwrap();
+    let keys = Keys::load(&path, clock::now()).unwrap();
+    let open = fakes::router(Limits::default());
+    let membership = crate::membership::Membership::new(
+        crate::membership::Expected { model_digest: open.model().digest, eos_token_id: open.model().eos },
+        Duration::from_secs(3),
+    );
+    let (model, limits) = (Arc::clone(open.model()), Limits::default());
+    (Service::with_keys(model, membership, Exporter::disabled(), limits, "router-test".into(), keys), dir)
+}
+
+#[tokio::test]
+async fn keys_and_rates_over_http() {
+    let (service, _dir) = with_key().await;
+    let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
+    let router = crate::http::router(service.clone());
+    let ask = |path: &'static str, key: Option<&'static str>, body: &'static str| {
+        let request = Request::post(path).header("x-tandem-tenant", "a");
+        let request = key.into_iter().fold(request, |request, key| request.header("authorization", key));
+        let response = router.clone().oneshot(request.body(Body::from(body)).unwrap());
+        async move {
+            let (parts, body) = response.await.unwrap().into_parts();
+            let body = axum::body::to_bytes(body, 1 << 20).await.unwrap();
+            (parts.status, parts.headers, serde_json::from_slice::<Value>(&body).unwrap())
+        }
+    };
+    for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
+        for key in [None, Some("Bearer sk-b-secret"), Some("sk-a-secret")] {
+            let (status, headers, body) = ask(path, key, "{").await;
+            assert_eq!((status, &headers["www-authenticate"]), (StatusCode::UNAUTHORIZED, &"Bearer".parse().unwrap()));
+            assert_eq!((&body["error"]["code"], &body["error"]["param"]), (&"invalid_api_key".into(), &Value::Null));
+            assert!(headers.contains_key("x-request-id"));
+        }
+    }
+    for (path, status) in [("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/debug/cluster", 200)] {
+        let response = router.clone().oneshot(Request::get(path).body(Body::empty()).unwrap()).await.unwrap();
+        assert_eq!(response.status().as_u16(), status, "{path}");
+    }
+    let key = Some("Bearer sk-a-secret");
+    assert_eq!(ask("/tokenize", key, r#"{"prompt": "a"}"#).await.0, StatusCode::OK);
+    let (status, _, body) = ask("/v1/completions", key, r#"{"prompt": "a", "max_tokens": 4, "priority": -2}"#).await;
+    assert_eq!((status, &body["error"]["param"]), (StatusCode::BAD_REQUEST, &"priority".into()), "{body}");
+    // The one request of this minute; it runs on.
+    let tenant = service.tenant(key, None).unwrap();
+    let _running = service.generate(GenerationRequest { tenant, ..request() }).unwrap();
+    let (status, headers, body) = ask("/v1/completions", key, r#"{"prompt": "a", "max_tokens": 4}"#).await;
+    assert_eq!((status, &body["error"]["type"]), (StatusCode::TOO_MANY_REQUESTS, &"rate_limit_error".into()));
+    let seconds: u64 = headers["retry-after"].to_str().unwrap().parse().unwrap();
+    assert!((50..=60).contains(&seconds), "{seconds}");
+    let text = service.metrics_text(None).1;
+    assert!(
+        text.contains("tandem_refused_total{role=\"router\",instance=\"router-test\",reason=\"rate_limit\"} 1"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn keys_and_rates_over_grpc() {
+    let (service, _dir) = with_key().await;
+    let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let routes = crate::grpc::routes(&service, tonic_health::server::HealthReporter::new()).unwrap();
+    tokio::spawn(
+        tonic::transport::Server::builder().add_routes(routes).serve_with_incoming(TcpIncoming::from(listener)),
+    );
+    let client = v1::inference_client::InferenceClient::connect(address).await.unwrap();
+    let ask = |key: Option<&str>, priority| {
+        let input = v1::generate_request::Input::TokenIds(v1::TokenIds { ids: vec![id('a'); 3] });
+        let message = v1::GenerateRequest { input: Some(input), max_tokens: Some(4), priority, ..Default::default() };
+        let mut request = tonic::Request::new(message);
+        key.into_iter().for_each(|key| drop(request.metadata_mut().insert("authorization", key.parse().unwrap())));
+        let mut client = client.clone();
+        async move { client.generate(request).await }
+    };
+    for key in [None, Some("Bearer wrong-key")] {
+        assert_eq!(ask(key, 0).await.unwrap_err().code(), tonic::Code::Unauthenticated);
+    }
+    let key = Some("Bearer sk-a-secret");
+    let above = ask(key, 2).await.unwrap_err();
+    assert_eq!(above.code(), tonic::Code::InvalidArgument, "{above}");
+    let _running = ask(key, 1).await.unwrap();
+    let refused = ask(key, 0).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+    let delay = refused.get_details_retry_info().unwrap().retry_delay.unwrap();
+    assert!(delay > Duration::from_secs(50) && delay <= Duration::from_secs(60), "{delay:?}");
+}

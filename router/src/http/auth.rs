@@ -1,0 +1,35 @@
+//! Whose request it is: asked before its body is read, of every route that computes.
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::Response;
+use http::{HeaderMap, header};
+use tandem_proto::Error;
+
+use super::Caller;
+use super::error::ApiError;
+use crate::admission::Tenant;
+use crate::api::Service;
+
+/// Names the tenant of a request where there are no API keys.
+const TENANT_HEADER: &str = "x-tandem-tenant";
+
+/// Enters the tenant into the request's [`Caller`].
+///
+/// # Errors
+/// 401 for a key that is missing or unknown.
+pub(super) async fn identify(
+    State(service): State<Service>,
+    mut request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let tenant = tenant(&service, request.headers())?;
+    if let Some(caller) = request.extensions_mut().get_mut::<Caller>() {
+        caller.tenant = tenant;
+    }
+    Ok(next.run(request).await)
+}
+
+fn tenant(service: &Service, headers: &HeaderMap) -> Result<Tenant, Error> {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    service.tenant(text(header::AUTHORIZATION.as_str()), text(TENANT_HEADER))
+}
