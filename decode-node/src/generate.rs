@@ -92,6 +92,7 @@ impl Generate<'_> {
             () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, 0, clock::now(), trace).await,
         };
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
+        self.node.figures.awaited(self.request.prompt.len().saturating_sub(lease.cached_tokens()));
         let (ticket, granted) = (incoming.ticket(), clock::now());
         trace.attr("tandem.kv.blocks", lease.blocks().len());
         trace.attr("tandem.kv.blocks_reused", ticket.held_blocks);
@@ -107,6 +108,8 @@ impl Generate<'_> {
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
         self.send(Event::Verified(received.event(self.node, transfer))).await?;
+        let came = self.request.prompt.len().saturating_sub(lease.cached_tokens());
+        self.node.figures.received(came, received.verified.bytes, received.verified.blocks, received.copy());
         let first_token = received.verified.seal.first_token;
         self.node.work.count_tokens(self.request.prompt.len(), 1);
         if let Some(reason) = self.request.finished_by(first_token) {
@@ -146,7 +149,9 @@ impl Generate<'_> {
     /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. What
     /// the prefix cache has of the prompt is shared; the prefill node fills the rest of the prompt's blocks.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
-        self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await
+        let lease = self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await?;
+        self.node.figures.looked_up(self.request.prompt.len(), lease.cached_tokens());
+        Ok(lease)
     }
 
     /// Runs the sequence and sends its tokens, one message a step.
@@ -189,6 +194,10 @@ impl Generate<'_> {
                         trace.event("first_step", at, []);
                     }
                     stalled(trace, "engine", last.unwrap_or(at), at);
+                    if let Some(last) = last {
+                        let gap = at.saturating_duration_since(last);
+                        self.node.figures.inter_token_seconds.observe(gap.as_secs_f64());
+                    }
                     (tokens, last) = (tokens + 1, Some(at));
                     self.node.work.count_tokens(0, 1);
                     let sending = clock::now();
@@ -198,6 +207,8 @@ impl Generate<'_> {
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
+                    let time = at.saturating_duration_since(start);
+                    self.node.figures.decode_seconds.observe(time.as_secs_f64());
                     return self.finish(wire(reason), cached_tokens, at, trace).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),

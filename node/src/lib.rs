@@ -6,7 +6,7 @@
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`admin`]: `/health` and `/metrics`.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
-//!   of KV hand-offs.
+//!   of KV hand-offs; [`figures`]: those of caches, and of times between tokens.
 //! - [`call`]: one streaming call as a task that dies with its client.
 //! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
 //!   it fails.
@@ -15,6 +15,7 @@
 pub mod admin;
 pub mod call;
 pub mod config;
+pub mod figures;
 pub mod handoffs;
 pub mod kv_memory;
 pub mod membership;

@@ -375,6 +375,9 @@ impl Run {
         }
         let trace_id = record.identities.root.trace_id;
         shared.traces.finish(trace_id, own.into_iter().chain(std::mem::take(&mut self.spans)));
+        if !record.tokens.is_empty() {
+            shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));
+        }
         shared.metrics.ended(record, reason);
         if let Err(error) = &outcome {
             let (request, phase) = (&record.request_id, record.timeline.phase().as_str());

@@ -6,6 +6,7 @@
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`streams`]: many streams lose a node and go on.
+//! - [`metrics`]: what every role shows to dashboards.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
 
@@ -13,6 +14,7 @@ mod bad_input;
 mod corruption;
 mod failures;
 mod first_light;
+mod metrics;
 mod sampling;
 mod streams;
 mod tool;

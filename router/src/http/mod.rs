@@ -2,12 +2,14 @@
 //! bytes. It knows nothing of nodes; everything it needs stands in [`crate::api`].
 //!
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
-//! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent.
-//! - `error`: every failure in OpenAI's shape.
+//! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
+//!   `logprobs` and `timings` within it. `traces`: the recent ones.
+//! - `error`: every failure in OpenAI's shape. `cors`: which web pages may read all that.
 mod answer;
 mod body;
 mod chat;
 mod completions;
+mod cors;
 mod error;
 mod fields;
 mod logprobs;
@@ -15,7 +17,9 @@ mod options;
 mod sse;
 #[cfg(test)]
 mod tests;
+mod timings;
 mod tokenize;
+mod traces;
 mod types;
 
 use std::time::{Duration, Instant};
@@ -30,6 +34,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use serde_json::json;
 use tandem_proto::{Error, ErrorKind, TraceContext};
 
+pub use self::cors::{Origin, with_cors};
 use self::error::ApiError;
 use crate::api::{Service, new_request_id};
 
@@ -53,7 +58,7 @@ pub fn router(service: Service) -> axum::Router {
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/debug/cluster", get(cluster))
-        .route("/api/traces/{id}", get(trace))
+        .merge(traces::routes())
         .fallback(no_route)
         .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
         .layer(from_fn(with_request_id))
@@ -154,11 +159,6 @@ fn check_model(service: &Service, asked: Option<&str>) -> Result<(), ApiError> {
 
 async fn cluster(State(service): State<Service>) -> Response {
     Json(service.cluster_json()).into_response()
-}
-
-async fn trace(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
-    let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
-    Ok(Json(service.trace_json(&id)?).into_response())
 }
 
 async fn no_route(request: Request) -> ApiError {
