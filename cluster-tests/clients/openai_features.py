@@ -3,15 +3,28 @@
 Usage: openai_features.py http://host:port
 """
 
+import json
 import sys
+import urllib.error
+import urllib.request
 import uuid
 
-import httpx
 import openai
 
 PROMPT = "The capital of France is"
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+def fetch(method: str, url: str, body=None):
+    """Status and JSON of an answer, whatever the status is."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 class Api:
@@ -27,6 +40,9 @@ class Api:
 
     def chat(self, messages=MESSAGES, **fields):
         return self.client.chat.completions.create(model=self.model, messages=messages, **{**GREEDY, **fields})
+
+    def tokenize(self, text: str):
+        return fetch("POST", f"{self.url}/tokenize", {"prompt": text})[1]["tokens"]
 
     def refuses(self, param: str, call, **fields):
         try:
@@ -50,8 +66,8 @@ def models(api: Api):
 
 def forms_of_a_prompt(api: Api):
     text = api.complete().choices[0].text
-    tokens = httpx.post(f"{api.url}/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    assert httpx.post(f"{api.url}/detokenize", json={"tokens": tokens}).json()["prompt"] == PROMPT
+    tokens = api.tokenize(PROMPT)
+    assert fetch("POST", f"{api.url}/detokenize", {"tokens": tokens})[1]["prompt"] == PROMPT
     assert api.complete(prompt=tokens).choices[0].text == text
     for several in ([PROMPT, PROMPT], [tokens, tokens]):
         choices = api.complete(prompt=several).choices
@@ -59,8 +75,10 @@ def forms_of_a_prompt(api: Api):
 
 
 def content_parts(api: Api):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Name three "}, {"type": "text", "text": "colours."}]}]
-    assert api.chat(parts).choices[0].message.content == api.chat().choices[0].message.content
+    parts = [{"type": "text", "text": "Name three"}, {"type": "text", "text": "colours."}]
+    joined = [{"role": "user", "content": "Name three\ncolours."}]
+    answer = api.chat([{"role": "user", "content": parts}])
+    assert answer.choices[0].message.content == api.chat(joined).choices[0].message.content
 
 
 def lengths(api: Api):
@@ -82,7 +100,7 @@ def seeds_and_sampling(api: Api):
     assert several.choices[1].text == api.complete(**{**sampled, "seed": 8}).choices[0].text
     penalties = {"presence_penalty": 1.5, "frequency_penalty": 1.0, "extra_body": {"repetition_penalty": 1.2}}
     assert api.complete(**penalties).choices[0].text
-    first = httpx.post(f"{api.url}/tokenize", json={"prompt": api.complete(max_tokens=1).choices[0].text}).json()["tokens"]
+    first = api.tokenize(api.complete(max_tokens=1).choices[0].text)
     banned = api.complete(max_tokens=1, logit_bias={str(first[0]): -100}).choices[0].text
     assert banned != api.complete(max_tokens=1).choices[0].text
 
@@ -139,9 +157,9 @@ def usage_and_timings(api: Api):
     parts = timings["queue_ms"] + timings["route_ms"] + timings["prefill_ms"]
     assert abs(parts - timings["ttft_ms"]) <= 0.01 * timings["ttft_ms"] + 0.01, timings
     assert len(timings["trace_id"]) == 32
-    trace = httpx.get(f"{api.url}/api/traces/{timings['trace_id']}").json()
+    trace = fetch("GET", f"{api.url}/api/traces/{timings['trace_id']}")[1]
     assert any(span["name"] == "queue" for span in trace["spans"]) and trace["data"][0]["traceID"] == timings["trace_id"]
-    assert "tandem-router" in httpx.get(f"{api.url}/api/v3/services").json()["services"]
+    assert "tandem-router" in fetch("GET", f"{api.url}/api/v3/services")[1]["services"]
 
 
 def refusals(api: Api):
@@ -157,9 +175,9 @@ def refusals(api: Api):
         api.refuses(param, api.chat, **fields)
     assert api.chat(extra_body={"unknown_field": [1]}).choices, "unknown fields are ignored"
     for method, path, status in [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405)]:
-        response = httpx.request(method, api.url + path)
-        error = response.json()["error"]
-        assert response.status_code == status and {"message", "type", "param", "code"} <= error.keys()
+        got, answer = fetch(method, api.url + path)
+        error = answer["error"]
+        assert got == status and {"message", "type", "param", "code"} <= error.keys()
 
 
 def headers(api: Api):

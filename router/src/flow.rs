@@ -276,7 +276,8 @@ impl Run {
                 Step::Wait | Step::LetGo | Step::Undelivered(_) | Step::Spent => {}
                 Step::Deliver(ticket) => attempt.deliver(ticket),
                 Step::Verified => {
-                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv));
+                    let prompt_tokens = self.record.prompt_tokens;
+                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, prompt_tokens));
                     self.verified(&attempt.exchange);
                 }
                 Step::Token { id, logprob, top, finished } => {

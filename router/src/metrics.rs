@@ -178,11 +178,11 @@ impl Metrics {
         self.vllm.observe(record, result.ok());
     }
 
-    /// Decode has verified a hand-off.
-    pub fn handed_off(&self, kv: &v1::Verified) {
+    /// Decode has verified the KV of a prompt.
+    pub fn handed_off(&self, kv: &v1::Verified, prompt_tokens: u32) {
         self.own.handoffs.inc();
         self.own.kv_bytes.inc_by(kv.bytes);
-        self.vllm.cache.handed_off(kv);
+        self.vllm.cache.handed_off(kv, prompt_tokens);
     }
 
     /// A request goes on with another pair after this failure.

@@ -31,7 +31,7 @@ const SHORT: Duration = Duration::from_secs(2);
 const MAX_ANSWER: usize = 1 << 20;
 
 fn long() -> Duration {
-    let seconds = std::env::var(SECONDS).ok().and_then(|seconds| seconds.parse().ok());
+    let seconds = std::env::var_os(SECONDS).and_then(|seconds| seconds.to_str()?.parse().ok());
     Duration::from_secs(seconds.unwrap_or(60))
 }
 

@@ -10,7 +10,7 @@ const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
 const PROTO = path.resolve(__dirname, "../../../proto/proto");
-const definition = loader.loadSync("tandem/v1/inference.proto", { includeDirs: [PROTO], keepCase: true, longs: Number });
+const definition = loader.loadSync("tandem/v1/inference.proto", { includeDirs: [PROTO], keepCase: true, longs: Number, defaults: true });
 const { Inference } = grpc.loadPackageDefinition(definition).tandem.v1;
 
 /** Everything that a call says: messages, metadata of both ends, status. */

@@ -38,8 +38,10 @@ pub(super) struct Cache {
     transfer_bytes: Histogram,
     transfer_blocks: Histogram,
     failed_transfers: Counter,
-    /// Counted as blocks; as tokens they are shown, once the nodes' block size is known.
-    external_blocks: Arc<AtomicU64>,
+    /// Tokens of prompts that were handed off...
+    handed_off_tokens: Arc<AtomicU64>,
+    /// ...and their blocks that decode held already: tokens once the nodes' block size is known, at the scrape.
+    held_blocks: Arc<AtomicU64>,
 }
 
 impl Cache {
@@ -55,7 +57,8 @@ impl Cache {
             transfer_bytes: Histogram::new(BYTES),
             transfer_blocks: Histogram::new(BLOCKS),
             failed_transfers: Counter::default(),
-            external_blocks: Arc::default(),
+            handed_off_tokens: Arc::default(),
+            held_blocks: Arc::default(),
         };
         registry.register("vllm:cache_config_info", "KV blocks of all decode nodes", cache.config.clone());
         for (name, help, counter) in [
@@ -83,8 +86,9 @@ impl Cache {
         self.hits.inc_by(cached_tokens.into());
     }
 
-    pub fn handed_off(&self, kv: &v1::Verified) {
-        self.external_blocks.fetch_add(kv.blocks.into(), Ordering::Relaxed);
+    pub fn handed_off(&self, kv: &v1::Verified, prompt_tokens: u32) {
+        self.handed_off_tokens.fetch_add(prompt_tokens.into(), Ordering::Relaxed);
+        self.held_blocks.fetch_add(kv.held_blocks.into(), Ordering::Relaxed);
         self.transfer_seconds.observe(kv.transfer_ms / 1e3);
         self.transfer_bytes.observe(kv.bytes as f64);
         self.transfer_blocks.observe(kv.blocks.into());
@@ -99,7 +103,8 @@ impl Cache {
     }
 
     pub fn set(&self, nodes: &Totals) {
-        let tokens = self.external_blocks.load(Ordering::Relaxed) * u64::from(nodes.block_tokens);
+        let held = self.held_blocks.load(Ordering::Relaxed) * u64::from(nodes.block_tokens);
+        let tokens = self.handed_off_tokens.load(Ordering::Relaxed).saturating_sub(held);
         self.external_queries.inner().store(tokens, Ordering::Relaxed);
         self.external_hits.inner().store(tokens, Ordering::Relaxed);
         // One series: what was is replaced.
@@ -122,7 +127,8 @@ mod tests {
         cache.set(&Totals { block_tokens: 16, total_blocks: 100, ..Totals::default() });
         cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
         cache.looked_up(40, 32);
-        cache.handed_off(&v1::Verified { blocks: 3, bytes: 5000, transfer_ms: 2.0, ..v1::Verified::default() });
+        let kv = v1::Verified { blocks: 1, held_blocks: 2, bytes: 5000, transfer_ms: 2.0, ..v1::Verified::default() };
+        cache.handed_off(&kv, 40);
         cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
@@ -130,7 +136,7 @@ mod tests {
             "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1",
             "vllm:prefix_cache_queries_total 40",
             "vllm:prefix_cache_hits_total 32",
-            "vllm:external_prefix_cache_hits_total 48",
+            "vllm:external_prefix_cache_hits_total 8",
             "vllm:nixl_xfer_time_seconds_bucket{le=\"0.0025\"} 1",
             "vllm:nixl_bytes_transferred_sum 5000.0",
             "vllm:nixl_num_descriptors_count 1",
