@@ -11,8 +11,11 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 echo "test-clients: installing openai, grpcio-tools, grpc-requests into $venv"
 "$venv/bin/pip" install --quiet --disable-pip-version-check openai grpcio-tools grpcio-reflection grpc-requests
-javascript=cluster-tests/clients/grpc-js
+# Packages go below target/: what others wrote is none of our sources.
+javascript=target/grpc-js
 if command -v npm > /dev/null; then
+  mkdir -p "$javascript"
+  cp cluster-tests/clients/grpc-js/package*.json "$javascript"
   npm ci --prefix "$javascript" --no-audit --no-fund --silent
 else
   echo "test-clients: no npm here: grpc-js is skipped"
@@ -22,5 +25,7 @@ source cluster-tests/clients/up.sh
 "$venv/bin/python" cluster-tests/clients/openai_client.py "$http"
 "$venv/bin/python" cluster-tests/clients/openai_features.py "$http"
 "$venv/bin/python" cluster-tests/clients/grpc_client.py "$grpc"
-if [ -d "$javascript/node_modules" ]; then node "$javascript/client.js" "$grpc"; fi
+if [ -d "$javascript/node_modules" ]; then
+  NODE_PATH=$PWD/$javascript/node_modules node cluster-tests/clients/grpc-js/client.js "$grpc"
+fi
 echo "test-clients: all passed"
