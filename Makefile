@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-kernels bench-cpu fault-matrix soak test-clients
+.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -60,5 +60,9 @@ fault-matrix: setup build ## Every fault, victim and moment over real processes;
 soak: setup build ## 20 minutes under load with a kill every 10 s; prints what came of it and writes a plot
 	cargo run --release --locked -p tandem-cluster-tests --example soak -- $(SOAK)
 
-test-clients: setup build ## openai-python, a gRPC client with own stubs, and gRPC reflection
+test-clients: setup build ## openai-python, gRPC clients in Python and JavaScript, and gRPC reflection
 	cluster-tests/clients/run.sh
+
+# AIPERF_REQUESTS and AIPERF_RATE (a second) change the profile.
+test-aiperf: setup build ## aiperf's chat and completions profiles; fetches aiperf once
+	cluster-tests/clients/aiperf.sh

@@ -83,6 +83,7 @@ impl Generate<'_> {
             () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, clock::now(), trace).await,
         };
         let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
+        self.node.figures.awaited(self.request.prompt.len().saturating_sub(lease.cached_tokens()));
         let (ticket, granted) = (incoming.ticket(), clock::now());
         trace.attr("tandem.kv.blocks", lease.blocks().len());
         trace.attr("tandem.kv.blocks_reused", ticket.held_blocks);
@@ -98,6 +99,8 @@ impl Generate<'_> {
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
         self.send(Event::Verified(received.event(self.node, transfer))).await?;
+        let came = self.request.prompt.len().saturating_sub(lease.cached_tokens());
+        self.node.figures.received(came, received.verified.bytes, received.verified.blocks, received.copy());
         let first_token = received.verified.seal.first_token;
         self.node.work.count_tokens(self.request.prompt.len(), 1);
         if let Some(reason) = self.request.finished_by(first_token) {
@@ -191,7 +194,9 @@ impl Generate<'_> {
     /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. What
     /// the prefix cache has of the prompt is shared; the prefill node fills the rest of the prompt's blocks.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
-        self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await
+        let lease = self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await?;
+        self.node.figures.looked_up(self.request.prompt.len(), lease.cached_tokens());
+        Ok(lease)
     }
 
     /// Runs a sequence whose prompt is verified.
@@ -213,15 +218,15 @@ impl Generate<'_> {
         server
     }
 
-    /// Sends the tokens behind the first one, which was there at `last`, one message a step.
+    /// Sends the tokens behind the first one, which was there at `start`, one message a step.
     async fn relay(
         &self,
         mut sequence: SequenceStream,
-        mut last: Instant,
+        start: Instant,
         stop: &mut Stop,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let mut tokens = 0_u32;
+        let (mut tokens, mut last) = (0_u32, start);
         loop {
             let event = tokio::select! {
                 biased;
@@ -245,6 +250,8 @@ impl Generate<'_> {
                         trace.event("first_step", at, []);
                     }
                     stalled(trace, "engine", last, at);
+                    let gap = at.saturating_duration_since(last);
+                    self.node.figures.inter_token_seconds.observe(gap.as_secs_f64());
                     (tokens, last) = (tokens + 1, at);
                     self.node.work.count_tokens(0, 1);
                     let sending = clock::now();
@@ -254,6 +261,8 @@ impl Generate<'_> {
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
+                    let time = at.saturating_duration_since(start);
+                    self.node.figures.decode_seconds.observe(time.as_secs_f64());
                     return self.finish(wire(reason), at, trace).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),

@@ -11,6 +11,7 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use tandem_proto::v1::Role;
 
+use crate::figures::Histogram;
 use crate::node::{Node, role_name};
 
 /// The routes.
@@ -34,8 +35,9 @@ fn render(node: &Node) -> String {
     let mut text = Text::new(node);
     requests(&mut text, node);
     handoffs(&mut text, node);
+    vllm(&mut text, node);
     if node.role == Role::Decode {
-        vllm(&mut text, node);
+        vllm_decode(&mut text, node);
     }
     text.out
 }
@@ -165,22 +167,62 @@ fn sent(text: &mut Text, node: &Node) {
 
 /// The names that public dashboards read, where the meaning is the same.
 fn vllm(text: &mut Text, node: &Node) {
-    let (load, total) = (node.load(), node.engine.pool().total());
+    let (load, total, figures) = (node.load(), node.engine.pool().total(), &node.figures);
     text.family("vllm:num_requests_running", "gauge", "Requests in the running batch.");
     text.sample(&[], f64::from(load.running));
     text.family("vllm:num_requests_waiting", "gauge", "Requests that wait.");
     text.sample(&[], f64::from(load.waiting));
     text.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.");
     text.sample(&[], 1.0 - f64::from(load.free_blocks) / total.max(1) as f64);
-    let (prompt, generated) = node.work.tokens();
-    text.family("vllm:prompt_tokens_total", "counter", "Tokens of prompts whose KV came here.");
-    text.sample(&[], prompt as f64);
-    text.family("vllm:generation_tokens_total", "counter", "Tokens of answers, the first ones included.");
-    text.sample(&[], generated as f64);
+    for (name, help, count) in [
+        (
+            "vllm:num_preemptions_total",
+            "Computed prompts that gave their blocks up and were computed again.",
+            &figures.preemptions,
+        ),
+        ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache.", &figures.prefix_queries),
+        ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache.", &figures.prefix_hits),
+    ] {
+        text.family(name, "counter", help);
+        text.sample(&[], count.load(Relaxed) as f64);
+    }
     // vLLM's names for blocks wherever they are.
     text.family("vllm:cache_config_info", "gauge", "The KV cache.");
     let block_tokens = node.engine.spec().block_tokens.to_string();
     text.sample(&[("block_size", &block_tokens), ("num_gpu_blocks", &total.to_string())], 1.0);
+}
+
+/// Those that mean something where answers are generated and KV arrives.
+fn vllm_decode(text: &mut Text, node: &Node) {
+    let (figures, (prompt, generated)) = (&node.figures, node.work.tokens());
+    let failed = node.transport.counters().aborted_handoffs.load(Relaxed);
+    for (name, help, count) in [
+        ("vllm:prompt_tokens_total", "Tokens of prompts whose KV came here.", prompt),
+        ("vllm:generation_tokens_total", "Tokens of answers, the first ones included.", generated),
+        (
+            "vllm:external_prefix_cache_queries_total",
+            "Tokens whose KV was to come from a prefill node.",
+            figures.external_queries.load(Relaxed),
+        ),
+        (
+            "vllm:external_prefix_cache_hits_total",
+            "Tokens whose KV came from a prefill node.",
+            figures.external_hits.load(Relaxed),
+        ),
+        ("vllm:nixl_num_failed_transfers_total", "KV hand-offs that did not come to their end here.", failed),
+    ] {
+        text.family(name, "counter", help);
+        text.sample(&[], count as f64);
+    }
+    for (name, help, histogram) in [
+        ("vllm:nixl_xfer_time_seconds", "Verified KV hand-offs: the whole copy.", &figures.transfer_seconds),
+        ("vllm:nixl_bytes_transferred", "Verified KV hand-offs: bytes.", &figures.transfer_bytes),
+        ("vllm:nixl_num_descriptors", "Verified KV hand-offs: blocks.", &figures.transfer_blocks),
+        ("vllm:inter_token_latency_seconds", "Between two tokens of one answer.", &figures.inter_token_seconds),
+        ("vllm:request_decode_time_seconds", "A sequence's time in the engine.", &figures.decode_seconds),
+    ] {
+        text.histogram(name, help, histogram);
+    }
 }
 
 /// Writer of the text format. All samples carry role and instance.
@@ -203,10 +245,25 @@ impl Text {
     }
 
     fn sample(&mut self, labels: &[(&str, &str)], value: f64) {
+        self.sample_of("", labels, value);
+    }
+
+    fn histogram(&mut self, name: &'static str, help: &str, histogram: &Histogram) {
+        self.family(name, "histogram", help);
+        let buckets = histogram.buckets();
+        for (bound, count) in &buckets {
+            let bound = if bound.is_finite() { bound.to_string() } else { "+Inf".to_owned() };
+            self.sample_of("_bucket", &[("le", &bound)], *count as f64);
+        }
+        self.sample_of("_sum", &[], histogram.sum());
+        self.sample_of("_count", &[], buckets.last().map_or(0, |(_, all)| *all) as f64);
+    }
+
+    fn sample_of(&mut self, part: &str, labels: &[(&str, &str)], value: f64) {
         let common = self.common.iter().map(|(key, value)| (*key, value.as_str()));
         let labels: Vec<_> =
             common.chain(labels.iter().copied()).map(|(key, value)| format!("{key}=\"{}\"", escape(value))).collect();
-        let _ = writeln!(self.out, "{}{{{}}} {value}", self.name, labels.join(","));
+        let _ = writeln!(self.out, "{}{part}{{{}}} {value}", self.name, labels.join(","));
     }
 }
 

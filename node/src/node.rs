@@ -21,6 +21,7 @@ use tandem_proto::v1::{self, Role};
 use tandem_telemetry::Exporter;
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::figures::Figures;
 use crate::handoffs::Handoffs;
 use crate::kv_memory::KvMemory;
 use crate::trace::{SpanSink, Trace};
@@ -44,6 +45,8 @@ pub struct Node {
     pub work: Work,
     /// What became of its hand-offs.
     pub handoffs: Handoffs,
+    /// Of its caches and tokens.
+    pub figures: Figures,
     /// Tokens of an engine step at most.
     pub max_step_tokens: usize,
     max_running: u32,
@@ -90,6 +93,7 @@ impl Node {
             spans,
             work,
             handoffs: Handoffs::default(),
+            figures: Figures::default(),
             max_step_tokens: parts.max_step_tokens,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
             incarnation: AtomicU64::new(incarnation.0),

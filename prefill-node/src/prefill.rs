@@ -2,6 +2,7 @@
 //! says its first token; the other one (`delivery.rs`) hears of tickets and moves the KV. They share what is computed so
 //! far, and whether anybody wants it.
 use std::pin::pin;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -109,6 +110,9 @@ impl Prefill<'_> {
             trace.open("prefill.queue", Kind::Internal, self.server, queued);
             let lease = self.reserve(&mut wanted).await?;
             let cached_tokens = lease.cached_tokens();
+            let figures = &self.shared.node.figures;
+            figures.looked_up(self.request.prompt.len(), cached_tokens);
+            figures.preemptions.fetch_add(u64::from(told.is_some()), Relaxed);
             let progress = Progress { tokens: cached_tokens, layers: 0 };
             kv.send_replace(Kv { lease: Some(lease.clone()), progress, told: told.is_some(), ..Kv::default() });
             let Sampled { first, logprob, top } = self.forward(lease, kv, trace).await?;

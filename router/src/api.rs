@@ -249,6 +249,11 @@ impl Service {
         self.flow.traces.json(id).ok_or_else(missing)
     }
 
+    /// The recent traces.
+    pub fn traces(&self) -> &Traces {
+        &self.flow.traces
+    }
+
     /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
     pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
         let flow = &self.flow;

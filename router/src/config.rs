@@ -4,10 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
+use tandem_ports::TlsFiles;
 
 use crate::admission::pools::Pools;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
+use crate::http::Origin;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;
 use crate::select::{self, LocalPrefill};
@@ -22,6 +24,21 @@ struct Flags {
     /// Address of the gRPC API, on which nodes join too; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:50051")]
     grpc: SocketAddr,
+    /// Address on which nodes join, instead of the gRPC API's: then clients cannot call themselves nodes. Never within TLS
+    #[arg(long, value_name = "ADDR")]
+    nodes: Option<SocketAddr>,
+    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
+    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
+    tls_cert: Option<PathBuf>,
+    /// The certificate's private key, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Clients must show a certificate that one of these authorities signed (mTLS), PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_client_ca: Option<PathBuf>,
+    /// Web pages of this origin (https://host[:port]) may read answers of the HTTP API; repeatable, `*` is all [default: none]
+    #[arg(long, value_name = "ORIGIN")]
+    cors_origin: Vec<Origin>,
     /// GGUF file or safetensors directory of the model (its tokenizer and chat template; the weights stay on the nodes)
     #[arg(long)]
     model: PathBuf,
@@ -103,6 +120,12 @@ pub struct Config {
     pub http: SocketAddr,
     /// Address of the gRPC API.
     pub grpc: SocketAddr,
+    /// Where nodes join, if not there.
+    pub nodes: Option<SocketAddr>,
+    /// Of the ports for clients.
+    pub tls: Option<TlsFiles>,
+    /// Whose web pages may read answers.
+    pub cors_origins: Vec<Origin>,
     /// GGUF file or safetensors directory.
     pub model: PathBuf,
     /// Replaces the model's own name.
@@ -138,6 +161,13 @@ impl From<Flags> for Config {
         Self {
             http: flags.http,
             grpc: flags.grpc,
+            nodes: flags.nodes,
+            tls: flags.tls_cert.zip(flags.tls_key).map(|(cert, key)| TlsFiles {
+                cert,
+                key,
+                client_ca: flags.tls_client_ca,
+            }),
+            cors_origins: flags.cors_origin,
             model: flags.model,
             served_model_name: flags.served_model_name,
             otlp_endpoint: flags.otlp_endpoint,
@@ -181,6 +211,17 @@ mod tests {
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
+        assert!(config.tls.is_none() && config.nodes.is_none() && config.cors_origins.is_empty());
+        for wrong in [["--tls-cert", "c.pem"], ["--tls-key", "k.pem"], ["--cors-origin", "example.org"]] {
+            let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
+            assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");
+        }
+        let tls = ["--tls-cert", "c.pem", "--tls-key", "k.pem", "--tls-client-ca", "ca.pem"];
+        let unjoined = Flags::try_parse_from(["r", "--model", "m.gguf"].into_iter().chain(tls)).unwrap_err();
+        assert!(unjoined.to_string().contains("--nodes"), "{unjoined}");
+        let args = ["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].into_iter().chain(tls);
+        let config: Config = Flags::try_parse_from(args).unwrap().into();
+        assert_eq!(config.tls.unwrap().client_ca.unwrap().to_str(), Some("ca.pem"));
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
         assert_eq!(config.index_blocks, 4_000_000);
         let chosen = ["r", "--model", "m.gguf", "--policy", "round-robin", "--tpot-objective-ms", "50"];

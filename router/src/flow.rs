@@ -313,7 +313,8 @@ impl Run {
                 Step::Wait | Step::LetGo | Step::Undelivered(_) | Step::Spent => {}
                 Step::Deliver(ticket) => attempt.deliver(ticket),
                 Step::Verified => {
-                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv));
+                    let prompt_tokens = self.record.prompt_tokens;
+                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, prompt_tokens));
                     self.verified(&attempt.exchange);
                 }
                 Step::Token { id, logprob, top, finished } => {
@@ -427,6 +428,9 @@ impl Run {
         }
         let trace_id = record.identities.root.trace_id;
         shared.traces.finish(trace_id, own.into_iter().chain(std::mem::take(&mut self.spans)));
+        if !record.tokens.is_empty() {
+            shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));
+        }
         shared.metrics.ended(record, reason);
         if let Err(error) = &outcome {
             let (request, phase) = (&record.request_id, record.timeline.phase().as_str());

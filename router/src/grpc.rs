@@ -7,16 +7,18 @@ use tandem_telemetry::clock;
 
 use futures::stream::select_all;
 use futures::{Stream, StreamExt};
+use prost::Message;
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES, TraceContext, v1};
-use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::metadata::{BinaryMetadataValue, MetadataMap, MetadataValue};
 use tonic::server::NamedService;
 use tonic::service::{Routes, RoutesBuilder};
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::admission::Tenant;
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, new_request_id};
+use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 
 /// Bytes of text above which the tokenizer runs beside the reactor's threads.
@@ -28,22 +30,40 @@ const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
 
 type Inference = v1::inference_server::InferenceServer<Edge>;
 
-/// All gRPC services of the router process.
+/// What nodes need, for a port of their own.
+pub fn node_routes(membership: &Membership) -> Routes {
+    let service = v1::membership_server::MembershipServer::new(membership.clone());
+    Routes::new(service.max_decoding_message_size(MAX_MESSAGE_BYTES))
+}
+
+/// All gRPC services of the router, for clients and nodes on one port.
 ///
 /// # Errors
 /// The descriptor set is damaged, which would be a bug of the build.
 pub fn routes(service: &Service, health: HealthReporter) -> anyhow::Result<Routes> {
+    for_clients(node_routes(service.membership()).into(), service, health)
+}
+
+/// Those for clients alone: nodes have a port of their own.
+///
+/// # Errors
+/// As [`routes`].
+pub fn client_routes(service: &Service, health: HealthReporter) -> anyhow::Result<Routes> {
+    for_clients(RoutesBuilder::default(), service, health)
+}
+
+fn for_clients(mut routes: RoutesBuilder, service: &Service, health: HealthReporter) -> anyhow::Result<Routes> {
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(v1::FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // What the cluster's programs say to each other is no client's business.
+            .with_service_name(Inference::NAME)
+            .with_service_name("grpc.health.v1.Health")
     };
     let inference = Inference::new(Edge { service: service.clone() }).max_decoding_message_size(MAX_MESSAGE_BYTES);
-    let membership = v1::membership_server::MembershipServer::new(service.membership().clone());
-    let mut routes = RoutesBuilder::default();
     routes
         .add_service(inference)
-        .add_service(membership)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?)
         .add_service(tonic_health::pb::health_server::HealthServer::new(
@@ -83,19 +103,33 @@ impl v1::inference_server::Inference for Edge {
         let received = clock::now();
         let (metadata, _, message) = request.into_parts();
         let mut caller = Caller::read(&metadata, &message, received)?;
-        caller.tenant = tenant(&self.service, &metadata)?;
-        let n = message.n.max(1);
-        if n > MAX_CHOICES {
-            return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")).into());
+        let started = async {
+            caller.tenant = tenant(&self.service, &metadata)?;
+            self.start(message, &caller, received).await
+        };
+        match started.await {
+            Ok(choices) => Ok(respond(choices, caller, Arc::clone(self.service.model()))),
+            Err(error) => Err(identified(error, &head("", &caller.request_id))),
         }
-        let request = self.request(message, &caller, received).await?;
-        let choices = (0..n).map(|choice| self.service.generate(request.choice(choice, n)));
-        let choices = choices.collect::<Result<Vec<_>, Error>>()?;
-        Ok(respond(choices, caller.request_id, Arc::clone(self.service.model())))
     }
 }
 
 impl Edge {
+    /// All answers to one prompt.
+    async fn start(
+        &self,
+        message: v1::GenerateRequest,
+        caller: &Caller,
+        received: Instant,
+    ) -> Result<Vec<GenerationStream>, Error> {
+        let n = message.n.max(1);
+        if n > MAX_CHOICES {
+            return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")));
+        }
+        let request = self.request(message, caller, received).await?;
+        (0..n).map(|choice| self.service.generate(request.choice(choice, n))).collect()
+    }
+
     async fn request(
         &self,
         message: v1::GenerateRequest,
@@ -216,19 +250,95 @@ async fn tokenize(model: &Arc<ModelText>, input: v1::generate_request::Input) ->
 }
 
 /// The answers' messages as they come; the first error ends them all.
-fn respond(choices: Vec<GenerationStream>, request_id: String, model: Arc<ModelText>) -> Response<Responses> {
+fn respond(choices: Vec<GenerationStream>, caller: Caller, model: Arc<ModelText>) -> Response<Responses> {
     let trace = choices.first().map(|stream| stream.trace().to_string()).unwrap_or_default();
-    let header_id = MetadataValue::try_from(&request_id);
+    let head = head(&trace, &caller.request_id);
+    let (mut trailer, trailing_head) = (Trailer::new(choices.len()), head.clone());
     let numbered = (0..).zip(choices).map(|(choice, stream)| stream.map(move |event| (choice, event)));
-    let events = select_all(numbered)
-        .map(move |(choice, event)| Ok(message(event.map_err(Status::from)?, choice, &request_id, &model)));
-    let mut response: Response<Responses> = Response::new(Box::pin(events));
-    let metadata = response.metadata_mut();
-    if let (Ok(trace), Ok(request_id)) = (MetadataValue::try_from(&trace), header_id) {
-        metadata.insert("traceparent", trace);
-        metadata.insert("x-request-id", request_id);
-    }
+    let mut events = select_all(numbered);
+    // Dropped with the call: that cancels every answer still running.
+    let messages = async_stream::stream! {
+        while let Some((choice, event)) = events.next().await {
+            match event {
+                Ok(event) => {
+                    let message = message(event, choice, &caller.request_id, &model);
+                    trailer.note(&message);
+                    yield Ok(message);
+                }
+                Err(error) => {
+                    yield Err(identified(error, &trailing_head));
+                    return;
+                }
+            }
+        }
+        // tonic's way of adding metadata to a call that ended well.
+        yield Err(Status::with_metadata(Code::Ok, "", trailer.metadata(trailing_head)));
+    };
+    let mut response: Response<Responses> = Response::new(Box::pin(messages));
+    *response.metadata_mut() = head;
     response
+}
+
+/// What is told of every call, at its beginning and at its end.
+fn head(trace: &str, request_id: &str) -> MetadataMap {
+    let mut head = MetadataMap::new();
+    for (key, value) in [("traceparent", trace), ("x-request-id", request_id)] {
+        if let Some(value) = MetadataValue::try_from(value).ok().filter(|_| !value.is_empty()) {
+            head.insert(key, value);
+        }
+    }
+    head
+}
+
+fn identified(error: Error, head: &MetadataMap) -> Status {
+    let mut status = Status::from(error);
+    for key in ["traceparent", "x-request-id"] {
+        if let Some(value) = head.get(key) {
+            status.metadata_mut().insert(key, value.clone());
+        }
+    }
+    status
+}
+
+/// The timings of a call's answers, as trailing metadata: `server-timing` is answer 0's, for people and proxies
+/// (<https://www.w3.org/TR/server-timing/>), `tandem-timings-bin` has an encoded `Timings` for each answer, by number.
+struct Trailer {
+    timings: Vec<v1::Timings>,
+}
+
+impl Trailer {
+    fn new(answers: usize) -> Self {
+        Self { timings: vec![v1::Timings::default(); answers] }
+    }
+
+    fn note(&mut self, message: &v1::GenerateResponse) {
+        if let Some(v1::generate_response::Event::Finish(finish)) = &message.event
+            && let (Some(place), Some(timings)) = (self.timings.get_mut(finish.choice as usize), &finish.timings)
+        {
+            place.clone_from(timings);
+        }
+    }
+
+    fn metadata(&self, mut metadata: MetadataMap) -> MetadataMap {
+        for timings in &self.timings {
+            let value = BinaryMetadataValue::from_bytes(&timings.encode_to_vec());
+            metadata.append_bin("tandem-timings-bin", value);
+        }
+        let Some(first) = self.timings.first() else { return metadata };
+        let phases = [
+            ("queue", first.queue_ms),
+            ("route", first.route_ms),
+            ("prefill", first.prefill_ms),
+            ("transfer", first.transfer_exposed_ms),
+            ("decode", first.decode_ms),
+            ("total", first.e2e_ms),
+        ];
+        let text = phases.map(|(phase, ms)| format!("{phase};dur={ms:.3}")).join(", ");
+        if let Ok(value) = MetadataValue::try_from(text) {
+            metadata.insert("server-timing", value);
+        }
+        metadata
+    }
 }
 
 fn message(event: GenerationEvent, choice: u32, request_id: &str, model: &ModelText) -> v1::GenerateResponse {
@@ -264,6 +374,25 @@ mod tests {
         for bad in ["", "m", "100", "-1S", "123456789S", "1é", "1 S", "１S"] {
             assert_eq!(parse_timeout(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn the_trailer_tells_the_timings_of_every_answer() {
+        let mut trailer = Trailer::new(2);
+        for (choice, queue_ms) in [(1, 2.5), (0, 1.25), (7, 9.0)] {
+            let timings = Some(v1::Timings { queue_ms, ..v1::Timings::default() });
+            let finish = v1::Finish { choice, timings, ..v1::Finish::default() };
+            trailer.note(&v1::GenerateResponse { event: Some(v1::generate_response::Event::Finish(finish)) });
+        }
+        let metadata = trailer.metadata(head("00-aa", "mine"));
+        let timing = metadata.get("server-timing").unwrap().to_str().unwrap();
+        assert!(timing.starts_with("queue;dur=1.250, route;dur=0.000"), "{timing}");
+        let all = metadata.get_all_bin("tandem-timings-bin").iter();
+        let all: Vec<f64> = all.map(|value| v1::Timings::decode(value.to_bytes().unwrap()).unwrap().queue_ms).collect();
+        assert_eq!((all, metadata.get("x-request-id").unwrap()), (vec![1.25, 2.5], &"mine".parse().unwrap()));
+        let refused = identified(Error::invalid("n", "no"), &head("", "mine"));
+        assert_eq!((refused.code(), refused.metadata().get("traceparent")), (Code::InvalidArgument, None));
+        assert_eq!(refused.metadata().get("x-request-id").unwrap(), "mine");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::FutureExt;
-use tandem_ports::{Limits, Port, raise_descriptor_limit, serve_http};
+use tandem_ports::{Limits, Port, Tls, raise_descriptor_limit, serve_http};
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::config::Config;
@@ -25,6 +25,8 @@ use tokio_util::sync::CancellationToken;
 /// A client whose host is gone is noticed after these.
 const CLIENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const CLIENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Calls of one connection at the same time.
+const STREAMS: u32 = 4096;
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
@@ -48,10 +50,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Some(path) => Keys::load(path, clock::now())?,
         None => Keys::default(),
     };
-    let http_listener = listen("http", config.http).await?;
-    let grpc_listener = listen("grpc", config.grpc).await?;
-    let (http_address, grpc_address) = (http_listener.local_addr()?, grpc_listener.local_addr()?);
-    let instance = format!("router-{}", grpc_address.port());
+    let tls = config.tls.as_ref().map(Tls::read).transpose()?;
+    let ports = Ports::bind(&config, tls).await?;
+    let instance = format!("router-{}", ports.grpc_address.port());
     let exporter = Exporter::start("tandem-router", &instance, config.otlp_endpoint.clone())?;
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
@@ -65,17 +66,24 @@ async fn run(config: Config) -> anyhow::Result<()> {
 
     let stop = CancellationToken::new();
     let mut servers = JoinSet::new();
-    servers.spawn(serve_grpc(grpc::routes(&service, health.clone())?, grpc_listener, stop.clone()));
-    let http_server =
-        serve_http(Port::new(http_listener, Limits::default()), http::router(service.clone()), stop.clone());
-    servers.spawn(http_server.map(Ok));
+    let ready = ports.ready();
+    let routes = match ports.nodes {
+        None => grpc::routes(&service, health.clone())?,
+        Some((port, _)) => {
+            servers.spawn(serve_grpc(grpc::node_routes(&membership), port, stop.clone()));
+            grpc::client_routes(&service, health.clone())?
+        }
+    };
+    servers.spawn(serve_grpc(routes, ports.grpc, stop.clone()));
+    let pages = http::with_cors(http::router(service.clone()), &config.cors_origins);
+    servers.spawn(serve_http(ports.http, pages, stop.clone()).map(Ok));
     // These end with the process.
     if keys.required() {
         tokio::spawn(reload_at_hangup(keys, signal(SignalKind::hangup())?));
     }
     tokio::spawn(membership.clone().watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
-    writeln!(std::io::stdout(), "ready http={http_address} grpc={grpc_address}").context("cannot write to stdout")?;
+    writeln!(std::io::stdout(), "{ready}").context("cannot write to stdout")?;
 
     tokio::select! {
         () = signals.first() => {}
@@ -96,8 +104,42 @@ async fn run(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn listen(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))
+/// The bound ports.
+struct Ports {
+    http: Port,
+    http_address: SocketAddr,
+    grpc: Port,
+    grpc_address: SocketAddr,
+    /// Where nodes join, if not at gRPC's.
+    nodes: Option<(Port, SocketAddr)>,
+    scheme: &'static str,
+}
+
+impl Ports {
+    async fn bind(config: &Config, tls: Option<Tls>) -> anyhow::Result<Self> {
+        let scheme = if tls.is_some() { "https://" } else { "" };
+        let (http, http_address) = bind("http", config.http).await?;
+        let (grpc, grpc_address) = bind("grpc", config.grpc).await?;
+        let nodes = match config.nodes {
+            Some(address) => Some(bind("nodes", address).await?),
+            None => None,
+        };
+        let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
+        Ok(Self { http, http_address, grpc, grpc_address, nodes, scheme })
+    }
+
+    /// The line that supervisors wait for.
+    fn ready(&self) -> String {
+        let Self { http_address, grpc_address, scheme, .. } = self;
+        let nodes = self.nodes.as_ref().map(|(_, address)| format!(" nodes={address}")).unwrap_or_default();
+        format!("ready http={scheme}{http_address} grpc={scheme}{grpc_address}{nodes}")
+    }
+}
+
+async fn bind(name: &str, address: SocketAddr) -> anyhow::Result<(Port, SocketAddr)> {
+    let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))?;
+    let address = listener.local_addr()?;
+    Ok((Port::new(listener, Limits::default()), address))
 }
 
 /// New keys work and old ones do not from the signal on.
@@ -122,16 +164,14 @@ async fn load_model(config: &Config) -> anyhow::Result<Arc<ModelText>> {
     Ok(Arc::new(model))
 }
 
-async fn serve_grpc(
-    routes: tonic::service::Routes,
-    listener: TcpListener,
-    stop: CancellationToken,
-) -> anyhow::Result<()> {
+async fn serve_grpc(routes: tonic::service::Routes, port: Port, stop: CancellationToken) -> anyhow::Result<()> {
     tonic::transport::Server::builder()
+        // So many answers at once on one connection; what a client opens beyond them waits.
+        .max_concurrent_streams(STREAMS)
         .http2_keepalive_interval(Some(CLIENT_KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(CLIENT_KEEPALIVE_TIMEOUT))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(Port::new(listener, Limits::default()).incoming(), stop.cancelled_owned())
+        .serve_with_incoming_shutdown(port.incoming(), stop.cancelled_owned())
         .await
         .context("the gRPC server ended")
 }

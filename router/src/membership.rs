@@ -243,6 +243,8 @@ pub struct Totals {
     pub free_blocks: u64,
     /// KV blocks of decode nodes.
     pub total_blocks: u64,
+    /// Tokens of a block, on every node.
+    pub block_tokens: u32,
 }
 
 /// The nodes' circuit breakers, for metrics.

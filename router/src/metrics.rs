@@ -1,7 +1,8 @@
 //! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
 //! the scraper asks for it. Base units: seconds and bytes; labels `role` and `instance`. Beside our own names stand
-//! those of vLLM whose meaning is the same, because public dashboards read them.
+//! those of vLLM whose meaning is the same, because public dashboards read them; `cache` has those of the KV.
 mod admission;
+mod cache;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,6 +27,7 @@ use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, Totals};
 use crate::select::{Plan, Role};
 use admission::AdmissionMetrics;
+use cache::Cache;
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
@@ -159,16 +161,17 @@ struct Vllm {
     prompt_tokens: Counter,
     generation_tokens: Counter,
     success: Family<Finished, Counter>,
-    ttft: Histogram,
+    ttft: Traced,
     itl: Histogram,
     tpot: Histogram,
-    e2e: Histogram,
+    e2e: Traced,
     queue: Histogram,
     prefill: Histogram,
     decode: Histogram,
     inference: Histogram,
     request_prompt_tokens: Histogram,
     request_generation_tokens: Histogram,
+    cache: Cache,
 }
 
 impl Metrics {
@@ -198,6 +201,11 @@ impl Metrics {
         self.admission.waited(priority, wait);
     }
 
+    /// The prompt of a request was looked up on the node of its first token, and so many of its tokens were there.
+    pub fn looked_up(&self, prompt_tokens: u32, cached_tokens: u32) {
+        self.vllm.cache.looked_up(prompt_tokens, cached_tokens);
+    }
+
     /// A request that ended.
     pub fn ended(&self, record: &Record, result: Result<v1::FinishReason, &Error>) {
         let outcome = result.map_or_else(|error| outcome(error.kind), |_| "ok");
@@ -206,10 +214,11 @@ impl Metrics {
         self.vllm.observe(record, result.ok());
     }
 
-    /// Decode has verified a hand-off.
-    pub fn handed_off(&self, kv: &v1::Verified) {
+    /// Decode has verified the KV of a prompt.
+    pub fn handed_off(&self, kv: &v1::Verified, prompt_tokens: u32) {
         self.own.handoffs.inc();
         self.own.kv_bytes.inc_by(kv.bytes);
+        self.vllm.cache.handed_off(kv, prompt_tokens);
     }
 
     /// An attempt of a request got the nodes of such a plan.
@@ -219,6 +228,7 @@ impl Metrics {
 
     /// A request goes on with other nodes after this failure.
     pub fn replanned(&self, failure: &Failure) {
+        self.vllm.cache.failed(failure);
         let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
         self.own.replans.get_or_create(&of).inc();
     }
@@ -394,16 +404,17 @@ impl Vllm {
             prompt_tokens: Counter::default(),
             generation_tokens: Counter::default(),
             success: Family::default(),
-            ttft: Histogram::new(SECONDS),
+            ttft: Traced::new(SECONDS.into_iter()),
             itl: Histogram::new(SECONDS),
             tpot: Histogram::new(SECONDS),
-            e2e: Histogram::new(SECONDS),
+            e2e: Traced::new(SECONDS.into_iter()),
             queue: Histogram::new(SECONDS),
             prefill: Histogram::new(SECONDS),
             decode: Histogram::new(SECONDS),
             inference: Histogram::new(SECONDS),
             request_prompt_tokens: Histogram::new(TOKENS),
             request_generation_tokens: Histogram::new(TOKENS),
+            cache: Cache::register(registry),
         };
         registry.register("vllm:num_requests_running", "Running on decode nodes", vllm.running.clone());
         registry.register("vllm:num_requests_waiting", "Waiting here or on nodes", vllm.waiting.clone());
@@ -411,11 +422,16 @@ impl Vllm {
         registry.register("vllm:prompt_tokens", "Prompt tokens processed", vllm.prompt_tokens.clone());
         registry.register("vllm:generation_tokens", "Tokens generated", vllm.generation_tokens.clone());
         registry.register("vllm:request_success", "Requests answered", vllm.success.clone());
-        let histograms = [
+        let traced = [
             ("time_to_first_token_seconds", "Time to first token", &vllm.ttft),
+            ("e2e_request_latency_seconds", "Whole request", &vllm.e2e),
+        ];
+        for (name, help, histogram) in traced {
+            registry.register(format!("vllm:{name}"), help, histogram.clone());
+        }
+        let histograms = [
             ("inter_token_latency_seconds", "Between two tokens", &vllm.itl),
             ("request_time_per_output_token_seconds", "Mean time per token after the first", &vllm.tpot),
-            ("e2e_request_latency_seconds", "Whole request", &vllm.e2e),
             ("request_queue_time_seconds", "Waiting", &vllm.queue),
             ("request_prefill_time_seconds", "Prefill", &vllm.prefill),
             ("request_decode_time_seconds", "Decode", &vllm.decode),
@@ -431,9 +447,10 @@ impl Vllm {
 
     fn observe(&self, record: &Record, reason: Option<v1::FinishReason>) {
         let Some(ttft) = record.ttft() else { return };
+        let exemplar = || Some(Exemplar { trace_id: record.identities.root.trace_id_hex() });
         self.prompt_tokens.inc_by(record.prompt_tokens.into());
         self.generation_tokens.inc_by(record.completion_tokens().into());
-        self.ttft.observe(seconds(ttft));
+        self.ttft.observe(seconds(ttft), exemplar(), None);
         record.gaps().for_each(|gap| self.itl.observe(seconds(gap)));
         let Some(reason) = reason else { return };
         self.success.get_or_create(&Finished { finished_reason: reason_text(reason) }).inc();
@@ -443,7 +460,7 @@ impl Vllm {
         self.prefill.observe(prefill);
         self.decode.observe(decode);
         self.inference.observe(prefill + length(Phase::Transfer) + decode);
-        self.e2e.observe(seconds(record.e2e()));
+        self.e2e.observe(seconds(record.e2e()), exemplar(), None);
         if let Some(tpot) = record.tpot() {
             self.tpot.observe(seconds(tpot));
         }
@@ -456,6 +473,7 @@ impl Vllm {
         self.waiting.set(i64::try_from(nodes.waiting).unwrap_or(i64::MAX).saturating_add(whole(requests.queued)));
         let used = nodes.total_blocks.saturating_sub(nodes.free_blocks);
         self.kv_usage.set(used as f64 / nodes.total_blocks.max(1) as f64);
+        self.cache.set(nodes);
     }
 }
 

@@ -65,6 +65,32 @@ async fn routes_without_nodes() {
 }
 
 #[tokio::test]
+async fn jaeger_s_questions_are_answered_before_there_is_a_trace() {
+    let router = router();
+    for (path, field, value) in [
+        ("/api/services", "data", json!([])),
+        ("/api/services/tandem-router/operations", "data", json!([])),
+        ("/api/traces?service=tandem-router&limit=5", "data", json!([])),
+        ("/api/v3/services", "services", json!([])),
+        ("/api/v3/operations?service=tandem-router", "operations", json!([])),
+        (
+            "/api/v3/traces?query.service_name=tandem-router&query.search_depth=5",
+            "result",
+            json!({"resourceSpans": []}),
+        ),
+        ("/api/v3/trace-summaries", "summaries", json!([])),
+    ] {
+        let (status, body) = get(&router, path).await;
+        assert_eq!((status, &body[field]), (StatusCode::OK, &value), "{path}");
+    }
+    for (path, status) in [("/api/traces?limit=many", 400), ("/api/v3/traces/0123", 404), ("/api/v3/traces/%ff", 400)] {
+        let (got, body) = get(&router, path).await;
+        assert_eq!(got, status, "{path}");
+        assert!(body["error"]["message"].is_string(), "{path}");
+    }
+}
+
+#[tokio::test]
 async fn bad_requests_name_what_is_wrong() {
     let router = router();
     for (path, body, param) in [

@@ -8,6 +8,7 @@
 //! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
 //! - [`streams`]: many streams lose a node and go on.
+//! - [`metrics`]: what every role shows to dashboards.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
 //! - [`tool`]: `tandem up` and its companions.
 //! - [`turns`]: a second turn moves only what is missing.
@@ -17,6 +18,7 @@ mod corruption;
 mod failures;
 mod first_light;
 mod local;
+mod metrics;
 mod overload;
 mod sampling;
 mod streams;

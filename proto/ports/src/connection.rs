@@ -5,17 +5,19 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use crate::stream::Stream;
 
 /// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
 
 /// A socket of a [`Port`](crate::Port). Dropping it makes room for another.
 pub struct Connection {
-    stream: TcpStream,
+    stream: Stream,
+    peer: TcpConnectInfo,
     greeting: Option<Greeting>,
     _room: Option<OwnedSemaphorePermit>,
 }
@@ -27,8 +29,8 @@ struct Greeting {
 }
 
 impl Connection {
-    pub(crate) fn new(stream: TcpStream, room: Option<OwnedSemaphorePermit>) -> Self {
-        Self { stream, greeting: None, _room: room }
+    pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, room: Option<OwnedSemaphorePermit>) -> Self {
+        Self { stream, peer, greeting: None, _room: room }
     }
 
     pub(crate) fn greeted_within(self, silence: Duration) -> Self {
@@ -83,6 +85,6 @@ impl Connected for Connection {
     type ConnectInfo = TcpConnectInfo;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        self.stream.connect_info()
+        self.peer.clone()
     }
 }

@@ -12,10 +12,10 @@ use crate::Port;
 pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(port.limits.silence);
-    let connections = GracefulShutdown::new();
+    let (connections, tls) = (GracefulShutdown::new(), port.speaking("http/1.1"));
     loop {
         let connection = tokio::select! {
-            connection = port.accept() => connection,
+            connection = port.accept(&tls) => connection,
             () = stop.cancelled() => break,
         };
         let serving = http.serve_connection(TokioIo::new(connection), TowerToHyperService::new(app.clone()));

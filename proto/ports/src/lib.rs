@@ -4,10 +4,13 @@
 //! - [`Port`]: a listener that counts its connections, and what gRPC servers accept from ([`Port::incoming`]).
 //! - [`Connection`]: one of them; it ends when its first bytes are late.
 //! - [`serve_http`]: HTTP/1.1 on a port.
+//! - [`Tls`]: certificates of a port; a handshake is part of a connection's first bytes.
 #![forbid(unsafe_code)]
 
 mod connection;
 mod http;
+mod stream;
+mod tls;
 
 use std::io;
 use std::sync::Arc;
@@ -16,9 +19,12 @@ use std::time::Duration;
 use futures::stream::{Stream, unfold};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio_rustls::rustls::ServerConfig;
+use tonic::transport::server::Connected;
 
 pub use crate::connection::Connection;
 pub use crate::http::serve_http;
+pub use crate::tls::{Tls, TlsError, TlsFiles};
 
 /// Wait after an `accept` that failed for a reason of ours, such as no descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -48,25 +54,39 @@ pub struct Port {
     listener: TcpListener,
     limits: Limits,
     room: Arc<Semaphore>,
+    tls: Option<Tls>,
 }
+
+type Secured = Option<Arc<ServerConfig>>;
 
 impl Port {
     /// Of a bound listener.
     pub fn new(listener: TcpListener, limits: Limits) -> Self {
-        Self { listener, limits, room: Arc::new(Semaphore::new(limits.connections)) }
+        Self { listener, limits, room: Arc::new(Semaphore::new(limits.connections)), tls: None }
+    }
+
+    /// The same, within TLS if there is one.
+    pub fn secured(self, tls: Option<Tls>) -> Self {
+        Self { tls, ..self }
     }
 
     /// What a tonic server accepts from: every connection must begin with HTTP/2's preface in time. After that the
     /// server's own keep-alive pings find the dead.
     pub fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
-        unfold(self, |port| async move {
-            let connection = port.accept().await.greeted_within(port.limits.silence);
-            Some((Ok(connection), port))
+        let tls = self.speaking("h2");
+        unfold((self, tls), |(port, tls)| async move {
+            let connection = port.accept(&tls).await.greeted_within(port.limits.silence);
+            Some((Ok(connection), (port, tls)))
         })
     }
 
+    /// What its connections are secured with.
+    fn speaking(&self, protocol: &str) -> Secured {
+        self.tls.clone().map(|tls| tls.speaking(protocol))
+    }
+
     /// The next connection, when there is room for it.
-    async fn accept(&self) -> Connection {
+    async fn accept(&self, tls: &Secured) -> Connection {
         // Nobody closes the semaphore: without a permit there would be no bound.
         let room = self.room.clone().acquire_owned().await.ok();
         loop {
@@ -75,7 +95,8 @@ impl Port {
                     if let Err(error) = configure(&stream) {
                         tracing::debug!(%error, "socket options");
                     }
-                    return Connection::new(stream, room);
+                    let peer = stream.connect_info();
+                    return Connection::new(stream::Stream::new(stream, tls.clone()), peer, room);
                 }
                 // The client's, gone before it was accepted.
                 Err(error) if is_of_the_peer(&error) => {}

@@ -7,6 +7,7 @@ use axum::response::{IntoResponse, Response};
 use futures::future::try_join_all;
 use futures::{Stream, StreamExt};
 use http::{HeaderName, HeaderValue};
+use serde_json::Value;
 use tandem_proto::v1::FinishReason;
 use tandem_proto::{Error, ErrorKind};
 
@@ -15,6 +16,7 @@ use super::error::ApiError;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
+use super::timings;
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
 use crate::api::{GenerationEvent, GenerationStream, MAX_CHOICES, Service, Usage};
 use crate::text::ModelText;
@@ -120,6 +122,8 @@ pub(super) struct Collected {
     pub scored: Vec<Scored>,
     pub reason: FinishReason,
     pub usage: Usage,
+    /// Of its phases, with the trace id.
+    pub timings: Value,
 }
 
 /// Waits for the whole answer.
@@ -134,8 +138,9 @@ pub(super) async fn collect(
                 scored.push(Scored { id, logprob, top });
                 all += &text;
             }
-            GenerationEvent::Finish { reason, text, usage, .. } => {
-                return Ok(Collected { text: all + &text, ids, scored, reason, usage });
+            GenerationEvent::Finish { reason, text, usage, timings, trace_id } => {
+                let timings = timings::of_answer(&timings, &trace_id);
+                return Ok(Collected { text: all + &text, ids, scored, reason, usage, timings });
             }
         }
     }
@@ -169,5 +174,7 @@ pub(super) fn whole<'a>(
     };
     let choices = answers.iter().zip(prompts).enumerate().map(choice).collect();
     let usage = sum(numbers.into_iter().zip(answers.iter().map(|answer| answer.usage)));
-    Json(head.answer(choices, usage)).into_response()
+    let timings = || timings::tandem(answers.iter().map(|answer| answer.timings.clone()).collect());
+    let tandem = options.include_timings.then(timings);
+    Json(head.answer(choices, usage).with(tandem)).into_response()
 }

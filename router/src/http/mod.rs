@@ -2,13 +2,15 @@
 //! bytes. It knows nothing of nodes; everything it needs stands in [`crate::api`].
 //!
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
-//! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent.
-//! - `error`: every failure in OpenAI's shape. `auth`: whose request it is.
+//! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
+//!   `logprobs` and `timings` within it. `traces`: the recent ones.
+//! - `error`: every failure in OpenAI's shape. `auth`: whose request it is. `cors`: which web pages may read all that.
 mod answer;
 mod auth;
 mod body;
 mod chat;
 mod completions;
+mod cors;
 mod error;
 mod fields;
 mod logprobs;
@@ -16,7 +18,9 @@ mod options;
 mod sse;
 #[cfg(test)]
 mod tests;
+mod timings;
 mod tokenize;
+mod traces;
 mod types;
 
 use std::time::{Duration, Instant};
@@ -31,6 +35,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use serde_json::json;
 use tandem_proto::{Error, ErrorKind, TraceContext};
 
+pub use self::cors::{Origin, with_cors};
 use self::error::ApiError;
 use crate::admission::Tenant;
 use crate::api::{Service, new_request_id};
@@ -58,7 +63,7 @@ pub fn router(service: Service) -> axum::Router {
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/debug/cluster", get(cluster))
-        .route("/api/traces/{id}", get(trace))
+        .merge(traces::routes())
         .merge(guarded)
         .fallback(no_route)
         .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
@@ -162,11 +167,6 @@ fn check_model(service: &Service, asked: Option<&str>) -> Result<(), ApiError> {
 
 async fn cluster(State(service): State<Service>) -> Response {
     Json(service.cluster_json()).into_response()
-}
-
-async fn trace(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
-    let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
-    Ok(Json(service.trace_json(&id)?).into_response())
 }
 
 async fn no_route(request: Request) -> ApiError {

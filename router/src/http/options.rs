@@ -49,6 +49,8 @@ pub(super) struct Options {
     pub include_usage: bool,
     /// Token counts so far in every chunk.
     pub continuous_usage: bool,
+    /// Milliseconds of every phase, in the last chunk or beside the whole answer.
+    pub include_timings: bool,
     /// `token_ids` in every choice.
     pub return_token_ids: bool,
 }
@@ -89,6 +91,7 @@ impl Options {
             stream: fields.flag("stream")?,
             include_usage: stream_flag("include_usage")?,
             continuous_usage: stream_flag("continuous_usage_stats")?,
+            include_timings: stream_flag("include_timings")?,
             return_token_ids: fields.flag("return_token_ids")?,
         })
     }
@@ -292,6 +295,10 @@ mod tests {
         )
         .unwrap();
         assert!(options.stream && options.include_usage && !options.continuous_usage && options.return_token_ids);
+        assert!(
+            !options.include_timings
+                && parse(r#"{"stream_options": {"include_timings": true}}"#).unwrap().include_timings
+        );
         assert_eq!(options.max_tokens, Some(7));
         let received = Instant::now();
         let timeout = Some(Duration::from_millis(1500));

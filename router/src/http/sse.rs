@@ -7,11 +7,13 @@ use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use futures::stream::{Stream, StreamExt, select_all};
 use http::header;
+use serde_json::Value;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::Options;
+use super::timings;
 use super::types::{Answer, Choice, Head, Kind, Message, finish_reason, sum};
 use crate::api::{GenerationEvent, Usage};
 
@@ -60,6 +62,7 @@ pub(super) struct Encoder {
     head: Head,
     include_usage: bool,
     continuous_usage: bool,
+    include_timings: bool,
     return_token_ids: bool,
     choices: Vec<Progress>,
 }
@@ -75,6 +78,8 @@ struct Progress {
     started: bool,
     finished: bool,
     usage: Usage,
+    /// Once it has ended.
+    timings: Value,
 }
 
 /// What is to be known of one answer's prompt.
@@ -96,12 +101,14 @@ impl Encoder {
             echo: prompt.echo,
             started: false,
             finished: false,
+            timings: Value::Null,
             usage: Usage { prompt: u32::try_from(prompt.tokens).unwrap_or(u32::MAX), ..Usage::default() },
         };
         Self {
             head,
             include_usage: options.include_usage,
             continuous_usage: options.continuous_usage,
+            include_timings: options.include_timings,
             return_token_ids: options.return_token_ids,
             choices: prompts.into_iter().map(progress).collect(),
         }
@@ -117,8 +124,9 @@ impl Encoder {
                 choice.logprobs = progress.logprobs.as_mut().map(|writer| writer.write(&[Scored { id, logprob, top }]));
                 (text, Some(id))
             }
-            GenerationEvent::Finish { reason, text, usage, .. } => {
+            GenerationEvent::Finish { reason, text, usage, timings, trace_id } => {
                 progress.usage = usage;
+                progress.timings = timings::of_answer(&timings, &trace_id);
                 progress.finished = true;
                 choice.finish_reason = Some(finish_reason(reason));
                 (text, None)
@@ -149,9 +157,12 @@ impl Encoder {
             return failure(Error::new(ErrorKind::Internal, "the answer ended without a reason"));
         }
         let mut bytes = Vec::new();
-        if self.include_usage {
-            let usage = sum(self.choices.iter().map(|progress| (progress.choice, progress.usage)));
-            bytes.extend_from_slice(&event_bytes(&self.head.chunk(Vec::new(), Some(Some(usage)))));
+        if self.include_usage || self.include_timings {
+            let usage = || Some(sum(self.choices.iter().map(|progress| (progress.choice, progress.usage))));
+            let timings = || timings::tandem(self.choices.iter().map(|progress| progress.timings.clone()).collect());
+            let chunk = self.head.chunk(Vec::new(), self.include_usage.then(usage));
+            let chunk = chunk.with(self.include_timings.then(timings));
+            bytes.extend_from_slice(&event_bytes(&chunk));
         }
         bytes.extend_from_slice(DONE);
         bytes.into()

@@ -1,4 +1,6 @@
 //! Answers as clients see them, from scripted events: no nodes, no sockets.
+mod other_parsers;
+
 use std::sync::Arc;
 
 use axum::body::to_bytes;
@@ -37,8 +39,8 @@ fn finish(reason: FinishReason, text: &str, completion: u32) -> Result<Generatio
         reason,
         text: text.into(),
         usage: Usage { prompt: 3, completion, cached: 1 },
-        timings: Box::new(Timings::default()),
-        trace_id: String::new(),
+        timings: Box::new(Timings { ttft_ms: 12.5, ..Timings::default() }),
+        trace_id: "cafe".into(),
     })
 }
 
@@ -110,6 +112,25 @@ async fn usage_only_when_asked() {
     let each = options(r#"{"stream": true, "stream_options": {"continuous_usage_stats": true}}"#);
     let response = respond(encoder(Kind::Chat, &each, &[None]), vec![answer(script)]).await.unwrap();
     assert_eq!(events(response).await[0]["usage"]["completion_tokens"], 1);
+}
+
+#[tokio::test]
+async fn timings_only_when_asked_streamed_or_not() {
+    let timed = options(r#"{"stream": true, "stream_options": {"include_timings": true}}"#);
+    let response = respond(encoder(Kind::Chat, &timed, &[None]), vec![script()]).await.unwrap();
+    let chunks = events(response).await;
+    let last = &chunks[chunks.len() - 2];
+    assert_eq!((&last["choices"], last.get("usage")), (&json!([]), None), "counts were not asked for");
+    assert_eq!((&last["tandem"]["ttft_ms"], &last["tandem"]["trace_id"]), (&json!(12.5), &json!("cafe")));
+    assert!(chunks[..chunks.len() - 2].iter().all(|chunk| chunk.get("tandem").is_none()));
+
+    let answers = [collect(script()).await.unwrap(), collect(script()).await.unwrap()];
+    let head = Head::new(Kind::Chat, "r1", "m", 7);
+    let several: Value = serde_json::from_str(&body(whole(&head, &timed, two(), &answers, &spell())).await).unwrap();
+    assert_eq!((&several["tandem"][0], &several["tandem"][1]["ttft_ms"]), (&last["tandem"], &json!(12.5)));
+    let plain: Value =
+        serde_json::from_str(&body(whole(&head, &options(PLAIN), two(), &answers, &spell())).await).unwrap();
+    assert!(plain.get("tandem").is_none());
 }
 
 #[tokio::test]

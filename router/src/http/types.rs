@@ -3,6 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
+use serde_json::Value;
 use tandem_proto::v1::FinishReason;
 
 use super::logprobs::Logprobs;
@@ -59,7 +60,7 @@ impl Head {
             Kind::Completion => "text_completion",
         };
         let usage = usage.map(|usage| usage.map(UsageBody::from));
-        Answer { id: &self.id, object, created: self.created, model: &self.model, choices, usage }
+        Answer { id: &self.id, object, created: self.created, model: &self.model, choices, usage, tandem: None }
     }
 }
 
@@ -73,6 +74,16 @@ pub(super) struct Answer<'a> {
     choices: Vec<Choice<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
+    /// See [`super::timings`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tandem: Option<Value>,
+}
+
+impl Answer<'_> {
+    /// With Tandem's own extension, where it was asked for.
+    pub fn with(self, tandem: Option<Value>) -> Self {
+        Self { tandem, ..self }
+    }
 }
 
 /// The answer to one prompt, or a part of it.

@@ -366,7 +366,8 @@ impl Table {
     }
 
     pub fn totals(&self) -> Totals {
-        self.entries.values().fold(Totals::default(), |mut totals, entry| {
+        let none = Totals { block_tokens: self.block_tokens(), ..Totals::default() };
+        self.entries.values().fold(none, |mut totals, entry| {
             totals.waiting += u64::from(entry.load.waiting);
             match entry.node.role {
                 Role::Prefill => totals.prefill_nodes += 1,

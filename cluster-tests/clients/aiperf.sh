@@ -1,0 +1,30 @@
+#!/bin/bash
+# aiperf, unmodified, against a cluster of `tandem up`: a chat and a completions profile, without an error.
+# aiperf is installed once, into $TANDEM_AIPERF_VENV (~/.cache/tandem/aiperf-venv). Reports stay in target/aiperf.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+version=0.13.0
+venv=${TANDEM_AIPERF_VENV:-$HOME/.cache/tandem/aiperf-venv}
+requests=${AIPERF_REQUESTS:-40}
+rate=${AIPERF_RATE:-4}
+out=$PWD/target/aiperf
+if [ ! -x "$venv/bin/aiperf" ]; then
+  echo "test-aiperf: installing aiperf $version into $venv"
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet --disable-pip-version-check "aiperf==$version" gguf
+fi
+source cluster-tests/clients/up.sh
+
+tokenizer=$work/tokenizer
+gguf=${TANDEM_CACHE:-$HOME/.cache/tandem}/SmolLM2-135M-Instruct.Q4_1.gguf
+"$venv/bin/python" cluster-tests/clients/aiperf_tokenizer.py "$gguf" "$tokenizer"
+model=$(python3 -c 'import json, sys, urllib.request as u; print(json.load(u.urlopen(sys.argv[1] + "/v1/models"))["data"][0]["id"])' "$http")
+for kind in chat completions; do
+  # HF_HUB_OFFLINE must be unset, and the tokenizer's path absolute.
+  env -u HF_HUB_OFFLINE "$venv/bin/aiperf" profile -m "$model" --tokenizer "$tokenizer" -u "$http" \
+    --endpoint-type "$kind" --streaming --isl 64 --osl 16 --request-rate "$rate" --request-count "$requests" \
+    --extra-inputs ignore_eos:true --use-server-token-count --ui none --artifact-dir "$out/$kind"
+  python3 cluster-tests/clients/aiperf_check.py "$out/$kind" "$requests"
+done
+echo "test-aiperf: all passed"

@@ -1,0 +1,138 @@
+//! TLS of a port: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS 1.2 and 1.3.
+//! Files are read once, at the start: a new certificate needs a new process.
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
+
+/// Bytes of a PEM file at most.
+const MAX_PEM_BYTES: u64 = 1 << 20;
+
+/// Where certificate and key are, all in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The server's certificate, then those of the authorities between it and the root.
+    pub cert: PathBuf,
+    /// Its private key: PKCS#8, PKCS#1 or SEC1.
+    pub key: PathBuf,
+    /// Clients must show a certificate that one of these signed (mTLS); `None`: anybody may connect.
+    pub client_ca: Option<PathBuf>,
+}
+
+/// Why a port cannot have TLS. Each names the file.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// The file is not there, not readable, or much too large.
+    #[error("cannot read {}: {error}", path.display())]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// The file holds no PEM of the kind that is needed.
+    #[error("{}: no {what} in PEM", path.display())]
+    Empty {
+        /// Which.
+        path: PathBuf,
+        /// "certificate", "private key".
+        what: &'static str,
+    },
+    /// The file holds PEM that cannot be used.
+    #[error("{}: {why}", path.display())]
+    Unusable {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The key is of another certificate.
+    #[error("{} and {} do not belong together: {why}", cert.display(), key.display())]
+    Pair {
+        /// The certificate's file.
+        cert: PathBuf,
+        /// The key's file.
+        key: PathBuf,
+        /// What rustls says.
+        why: String,
+    },
+}
+
+/// What every connection of a port is secured with.
+#[derive(Clone)]
+pub struct Tls(ServerConfig);
+
+impl fmt::Debug for Tls {
+    /// Without the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Tls")
+    }
+}
+
+impl Tls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// [`TlsError`]: a file is missing or holds something else, or the key is another certificate's.
+    pub fn read(files: &TlsFiles) -> Result<Self, TlsError> {
+        let provider = Arc::new(ring::default_provider());
+        let certs = certificates(&files.cert)?;
+        let key = PrivateKeyDer::from_pem_slice(&read(&files.key)?)
+            .map_err(|_| TlsError::Empty { path: files.key.clone(), what: "private key" })?;
+        let pair = |error: rustls::Error| TlsError::Pair {
+            cert: files.cert.clone(),
+            key: files.key.clone(),
+            why: error.to_string(),
+        };
+        let builder = ServerConfig::builder_with_provider(provider.clone());
+        let builder = builder.with_safe_default_protocol_versions().map_err(pair)?;
+        let builder = match &files.client_ca {
+            None => builder.with_no_client_auth(),
+            Some(ca) => builder.with_client_cert_verifier(verifier(ca, provider)?),
+        };
+        Ok(Self(builder.with_single_cert(certs, key).map_err(pair)?))
+    }
+
+    /// For connections that speak `protocol` (`h2`, `http/1.1`).
+    pub(crate) fn speaking(mut self, protocol: &str) -> Arc<ServerConfig> {
+        self.0.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        Arc::new(self.0)
+    }
+}
+
+fn verifier(
+    ca: &Path,
+    provider: Arc<CryptoProvider>,
+) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>, TlsError> {
+    let unusable = |why: String| TlsError::Unusable { path: ca.to_owned(), why };
+    let mut roots = RootCertStore::empty();
+    for root in certificates(ca)? {
+        roots.add(root).map_err(|error| unusable(error.to_string()))?;
+    }
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+    verifier.build().map_err(|error| unusable(error.to_string()))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let pem = read(path)?;
+    let certs: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+    let certs = certs.map_err(|error| TlsError::Unusable { path: path.to_owned(), why: error.to_string() })?;
+    if certs.is_empty() {
+        return Err(TlsError::Empty { path: path.to_owned(), what: "certificate" });
+    }
+    Ok(certs)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
+    let bytes = std::fs::metadata(path).and_then(|file| match file.len() {
+        0..=MAX_PEM_BYTES => std::fs::read(path),
+        len => Err(io::Error::other(format!("{len} bytes are no PEM file"))),
+    });
+    bytes.map_err(|error| TlsError::Unreadable { path: path.to_owned(), error })
+}

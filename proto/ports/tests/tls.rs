@@ -1,0 +1,184 @@
+//! Ports within TLS: who is let in, what a silent handshake costs, and that wrong files are named at the start.
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::routing::get;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use tandem_ports::{Limits, Port, Tls, TlsFiles, serve_http};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use tokio_util::sync::CancellationToken;
+
+const SILENCE: Duration = Duration::from_millis(300);
+/// Much patience with a busy machine.
+const BOUND: Duration = Duration::from_secs(10);
+
+/// An authority, and the files of what it signed.
+struct Authority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+    dir: TempDir,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let mut params = CertificateParams::new(Vec::new()).expect("no names");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().expect("key")).expect("authority");
+        let dir = tempfile::tempdir().expect("directory");
+        fs::write(dir.path().join("ca.pem"), issuer.pem()).expect("written");
+        Self { issuer, dir }
+    }
+
+    /// `<name>.pem` and `<name>.key`.
+    fn sign(&self, name: &str, purpose: ExtendedKeyUsagePurpose) -> (PathBuf, PathBuf) {
+        let mut params = CertificateParams::new(vec!["localhost".to_owned()]).expect("a name");
+        params.extended_key_usages = vec![purpose];
+        let key = KeyPair::generate().expect("key");
+        let cert = params.signed_by(&key, &*self.issuer).expect("signed");
+        let (cert_path, key_path) = (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
+        fs::write(&cert_path, cert.pem()).expect("written");
+        fs::write(&key_path, key.serialize_pem()).expect("written");
+        (cert_path, key_path)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn server(&self, client_ca: Option<PathBuf>) -> TlsFiles {
+        let (cert, key) = self.sign("server", ExtendedKeyUsagePurpose::ServerAuth);
+        TlsFiles { cert, key, client_ca }
+    }
+
+    /// A client that trusts this authority, with a certificate if one is given.
+    fn client(&self, identity: Option<(PathBuf, PathBuf)>, protocol: &str) -> TlsConnector {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.issuer.der().clone()).expect("root");
+        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+        let builder = builder.with_safe_default_protocol_versions().expect("versions").with_root_certificates(roots);
+        let mut config = match identity {
+            None => builder.with_no_client_auth(),
+            Some((cert, key)) => {
+                let cert = CertificateDer::from_pem_slice(&fs::read(cert).expect("file")).expect("PEM");
+                let key = PrivateKeyDer::from_pem_slice(&fs::read(key).expect("file")).expect("PEM");
+                builder.with_client_auth_cert(vec![cert], key).expect("identity")
+            }
+        };
+        config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        Arc::new(config).into()
+    }
+}
+
+async fn serve(files: &TlsFiles) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+    let address = listener.local_addr().expect("bound");
+    let tls = Tls::read(files).expect("good files");
+    let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
+    let app = axum::Router::new().route("/", get(|| async { "well" }));
+    tokio::spawn(serve_http(port, app, CancellationToken::new()));
+    address
+}
+
+/// What the server says; nothing when it lets nobody in.
+async fn ask(address: SocketAddr, client: &TlsConnector) -> std::io::Result<String> {
+    let exchange = async {
+        let stream = TcpStream::connect(address).await?;
+        let name = ServerName::try_from("localhost").expect("a name");
+        let mut stream = client.connect(name, stream).await?;
+        stream.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await?;
+        let mut said = String::new();
+        stream.read_to_string(&mut said).await?;
+        Ok(said)
+    };
+    tokio::time::timeout(BOUND, exchange).await.expect("in time")
+}
+
+#[tokio::test]
+async fn clients_are_answered_within_tls_and_strangers_are_not() {
+    let ours = Authority::new();
+    let address = serve(&ours.server(None)).await;
+    assert!(ask(address, &ours.client(None, "http/1.1")).await.expect("answer").ends_with("well"));
+    assert!(ask(address, &Authority::new().client(None, "http/1.1")).await.is_err(), "another authority is trusted");
+    let mut plain = TcpStream::connect(address).await.expect("connect");
+    plain.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n").await.expect("sent");
+    let mut said = Vec::new();
+    let _ = tokio::time::timeout(BOUND, plain.read_to_end(&mut said)).await.expect("closed");
+    assert!(!String::from_utf8_lossy(&said).contains("200"), "answered in the clear");
+}
+
+#[tokio::test]
+async fn mutual_tls_lets_in_whom_its_authority_signed() {
+    let (ours, others) = (Authority::new(), Authority::new());
+    let address = serve(&ours.server(Some(ours.path("ca.pem")))).await;
+    let signed = ours.sign("client", ExtendedKeyUsagePurpose::ClientAuth);
+    let stranger = others.sign("client", ExtendedKeyUsagePurpose::ClientAuth);
+    assert!(ask(address, &ours.client(Some(signed), "http/1.1")).await.expect("answer").ends_with("well"));
+    assert!(ask(address, &ours.client(None, "http/1.1")).await.is_err(), "nobody asked for a certificate");
+    assert!(ask(address, &ours.client(Some(stranger), "http/1.1")).await.is_err(), "anybody's certificate will do");
+}
+
+#[tokio::test]
+async fn silence_in_the_handshake_ends_the_connection() {
+    let ours = Authority::new();
+    let address = serve(&ours.server(None)).await;
+    for said in [&b""[..], &[0x16, 3, 1, 2, 0, 1]] {
+        let start = Instant::now();
+        let mut stream = TcpStream::connect(address).await.expect("connect");
+        stream.write_all(said).await.expect("sent");
+        let _ = tokio::time::timeout(BOUND, stream.read_to_end(&mut Vec::new())).await.expect("closed in time");
+        assert!(start.elapsed() >= SILENCE, "{said:?}");
+    }
+    // Two silent ones fill the port; they go, and the next client is served.
+    let _silent = [TcpStream::connect(address).await, TcpStream::connect(address).await];
+    assert!(ask(address, &ours.client(None, "http/1.1")).await.expect("answer").ends_with("well"));
+}
+
+#[tokio::test]
+async fn grpc_is_spoken_within_tls() {
+    let ours = Authority::new();
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+    let address = listener.local_addr().expect("bound");
+    let tls = Tls::read(&ours.server(None)).expect("good files");
+    let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
+    let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::default());
+    tokio::spawn(server.serve_with_incoming(port.incoming()));
+    let stream = TcpStream::connect(address).await.expect("connect");
+    let name = ServerName::try_from("localhost").expect("a name");
+    let mut stream = ours.client(None, "h2").connect(name, stream).await.expect("handshake");
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.expect("greeting");
+    // A SETTINGS frame is the server's first word.
+    let mut frame = [0; 9];
+    tokio::time::timeout(BOUND, stream.read_exact(&mut frame)).await.expect("in time").expect("a frame");
+    assert_eq!(frame[3], 4);
+}
+
+#[test]
+fn wrong_files_are_named() {
+    let (ours, others) = (Authority::new(), Authority::new());
+    let good = ours.server(None);
+    let others_key = others.sign("other", ExtendedKeyUsagePurpose::ServerAuth).1;
+    let missing = Path::new("/nowhere/at/all.pem").to_owned();
+    for (files, named, why) in [
+        (TlsFiles { cert: missing.clone(), ..good.clone() }, "/nowhere/at/all.pem", "No such file"),
+        (TlsFiles { key: missing.clone(), ..good.clone() }, "/nowhere/at/all.pem", "No such file"),
+        (TlsFiles { cert: good.key.clone(), ..good.clone() }, "server.key", "no certificate"),
+        (TlsFiles { key: good.cert.clone(), ..good.clone() }, "server.pem", "no private key"),
+        (TlsFiles { key: others_key, ..good.clone() }, "other.key", "do not belong together"),
+        (TlsFiles { client_ca: Some(good.key.clone()), ..good.clone() }, "server.key", "no certificate"),
+        (TlsFiles { client_ca: Some(missing), ..good.clone() }, "/nowhere/at/all.pem", "No such file"),
+    ] {
+        let error = Tls::read(&files).expect_err(named).to_string();
+        assert!(error.contains(named) && error.contains(why), "{error}");
+    }
+    assert!(Tls::read(&good).is_ok());
+}

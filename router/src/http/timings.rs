@@ -1,0 +1,59 @@
+//! Tandem's own extension of an answer, for tools that measure: the milliseconds of every phase and the trace id, under
+//! `tandem`, when `stream_options.include_timings` asks for them. The names are those of `tandem.v1.Timings`.
+use serde_json::{Value, json};
+use tandem_proto::v1;
+
+/// The value of `tandem`: an object, or, of several answers, a list of objects by `index`.
+pub(super) fn tandem(mut answers: Vec<Value>) -> Value {
+    if answers.len() == 1 { answers.remove(0) } else { Value::Array(answers) }
+}
+
+/// What is told of one answer.
+pub(super) fn of_answer(timings: &v1::Timings, trace_id: &str) -> Value {
+    json!({
+        "trace_id": trace_id,
+        "queue_ms": timings.queue_ms,
+        "route_ms": timings.route_ms,
+        "prefill_ms": timings.prefill_ms,
+        "ttft_ms": timings.ttft_ms,
+        "transfer_exposed_ms": timings.transfer_exposed_ms,
+        "transfer_total_ms": timings.transfer_total_ms,
+        "decode_ms": timings.decode_ms,
+        "e2e_ms": timings.e2e_ms,
+        "tpot_ms": timings.tpot_ms,
+        "handoff_gap_ms": timings.handoff_gap_ms,
+        "kv_bytes": timings.kv_bytes,
+        "kv_blocks": timings.kv_blocks,
+        "kv_transport": timings.kv_transport,
+        "kv_gbps": timings.kv_gbps,
+        "prefill_instance": timings.prefill_instance,
+        "decode_instance": timings.decode_instance,
+        "replans": timings.replans,
+        "longest_gap_ms": timings.longest_gap_ms,
+        "predicted_ttft_ms": timings.predicted_ttft_ms,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A field that is added to the message must be told here, too.
+    #[test]
+    fn every_field_of_the_message_is_told() {
+        let pool = prost_fields("Timings");
+        let told = of_answer(&v1::Timings::default(), "t");
+        let told = told.as_object().unwrap();
+        assert!(pool.len() >= 19, "{pool:?}");
+        assert!(pool.iter().all(|field| told.contains_key(field)), "{pool:?} {told:?}");
+        assert_eq!(told.len(), pool.len() + 1, "and the trace id");
+    }
+
+    fn prost_fields(message: &str) -> Vec<String> {
+        use prost::Message;
+        let set = prost_types::FileDescriptorSet::decode(v1::FILE_DESCRIPTOR_SET).unwrap();
+        let messages = set.file.into_iter().flat_map(|file| file.message_type);
+        let message = messages.filter(|found| found.name() == message).flat_map(|found| found.field);
+        message.map(|field| field.name().to_owned()).collect()
+    }
+}

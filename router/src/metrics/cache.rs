@@ -1,0 +1,149 @@
+//! vLLM's metrics of KV: its cache and what other nodes sent of it, over all decode nodes. One token of a prompt counts
+//! once in each of its lookups: in the cache of the node that computes the prompt, and, where its KV had to come from
+//! there, as asked of another node.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use tandem_proto::v1;
+
+use super::SECONDS;
+use crate::flow::replan::{Cause, Failure};
+use crate::membership::Totals;
+
+/// 4 KiB to 4 GiB.
+const BYTES: [f64; 8] = [4096.0, 65536.0, 1048576.0, 4194304.0, 16777216.0, 67108864.0, 268435456.0, 4294967296.0];
+const BLOCKS: [f64; 12] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0];
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Config {
+    block_size: u32,
+    num_gpu_blocks: u64,
+}
+
+#[derive(Clone)]
+pub(super) struct Cache {
+    config: Family<Config, Gauge>,
+    preemptions: Counter,
+    queries: Counter,
+    hits: Counter,
+    external_queries: Counter,
+    external_hits: Counter,
+    transfer_seconds: Histogram,
+    transfer_bytes: Histogram,
+    transfer_blocks: Histogram,
+    failed_transfers: Counter,
+    /// Tokens of prompts that were handed off...
+    handed_off_tokens: Arc<AtomicU64>,
+    /// ...and their blocks that decode held already: tokens once the nodes' block size is known, at the scrape.
+    held_blocks: Arc<AtomicU64>,
+}
+
+impl Cache {
+    pub fn register(registry: &mut Registry) -> Self {
+        let cache = Self {
+            config: Family::default(),
+            preemptions: Counter::default(),
+            queries: Counter::default(),
+            hits: Counter::default(),
+            external_queries: Counter::default(),
+            external_hits: Counter::default(),
+            transfer_seconds: Histogram::new(SECONDS),
+            transfer_bytes: Histogram::new(BYTES),
+            transfer_blocks: Histogram::new(BLOCKS),
+            failed_transfers: Counter::default(),
+            handed_off_tokens: Arc::default(),
+            held_blocks: Arc::default(),
+        };
+        registry.register("vllm:cache_config_info", "KV blocks of all decode nodes", cache.config.clone());
+        for (name, help, counter) in [
+            ("num_preemptions", "Requests that lost their blocks and went on elsewhere", &cache.preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up where prompts are computed", &cache.queries),
+            ("prefix_cache_hits", "Prompt tokens found there", &cache.hits),
+            ("external_prefix_cache_queries", "Tokens whose KV was to come from another node", &cache.external_queries),
+            ("external_prefix_cache_hits", "Tokens whose KV came from another node", &cache.external_hits),
+            ("nixl_num_failed_transfers", "KV hand-offs that failed", &cache.failed_transfers),
+        ] {
+            registry.register(format!("vllm:{name}"), help, counter.clone());
+        }
+        for (name, help, histogram) in [
+            ("nixl_xfer_time_seconds", "Verified KV hand-offs: the whole copy", &cache.transfer_seconds),
+            ("nixl_bytes_transferred", "Verified KV hand-offs: bytes", &cache.transfer_bytes),
+            ("nixl_num_descriptors", "Verified KV hand-offs: blocks", &cache.transfer_blocks),
+        ] {
+            registry.register(format!("vllm:{name}"), help, histogram.clone());
+        }
+        cache
+    }
+
+    pub fn looked_up(&self, prompt_tokens: u32, cached_tokens: u32) {
+        self.queries.inc_by(prompt_tokens.into());
+        self.hits.inc_by(cached_tokens.into());
+    }
+
+    pub fn handed_off(&self, kv: &v1::Verified, prompt_tokens: u32) {
+        self.handed_off_tokens.fetch_add(prompt_tokens.into(), Ordering::Relaxed);
+        self.held_blocks.fetch_add(kv.held_blocks.into(), Ordering::Relaxed);
+        self.transfer_seconds.observe(kv.transfer_ms / 1e3);
+        self.transfer_bytes.observe(kv.bytes as f64);
+        self.transfer_blocks.observe(kv.blocks.into());
+    }
+
+    /// A request goes on after this failure: its blocks are gone.
+    pub fn failed(&self, failure: &Failure) {
+        self.preemptions.inc();
+        if matches!(failure.cause, Cause::Undelivered | Cause::Refused) {
+            self.failed_transfers.inc();
+        }
+    }
+
+    pub fn set(&self, nodes: &Totals) {
+        let held = self.held_blocks.load(Ordering::Relaxed) * u64::from(nodes.block_tokens);
+        let tokens = self.handed_off_tokens.load(Ordering::Relaxed).saturating_sub(held);
+        self.external_queries.inner().store(tokens, Ordering::Relaxed);
+        self.external_hits.inner().store(tokens, Ordering::Relaxed);
+        // One series: what was is replaced.
+        self.config.clear();
+        let config = Config { block_size: nodes.block_tokens, num_gpu_blocks: nodes.total_blocks };
+        self.config.get_or_create(&config).inner().store(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+
+    use super::*;
+
+    #[test]
+    fn hand_offs_move_the_numbers() {
+        let mut registry = Registry::default();
+        let cache = Cache::register(&mut registry);
+        cache.set(&Totals { block_tokens: 16, total_blocks: 100, ..Totals::default() });
+        cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
+        cache.looked_up(40, 32);
+        let kv = v1::Verified { blocks: 1, held_blocks: 2, bytes: 5000, transfer_ms: 2.0, ..v1::Verified::default() };
+        cache.handed_off(&kv, 40);
+        cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for line in [
+            "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1",
+            "vllm:prefix_cache_queries_total 40",
+            "vllm:prefix_cache_hits_total 32",
+            "vllm:external_prefix_cache_hits_total 8",
+            "vllm:nixl_xfer_time_seconds_bucket{le=\"0.0025\"} 1",
+            "vllm:nixl_bytes_transferred_sum 5000.0",
+            "vllm:nixl_num_descriptors_count 1",
+            "vllm:num_preemptions_total 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line}\n{text}");
+        }
+        assert!(!text.contains("num_gpu_blocks=\"100\""));
+    }
+}
