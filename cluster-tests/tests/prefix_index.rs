@@ -142,6 +142,7 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         block_tokens: 16,
         max_context_tokens: 1024,
         max_running: 8,
+        max_batched_tokens: 512,
         eos_token_id: 2,
     };
     let (reports, outbox) = mpsc::channel(8);

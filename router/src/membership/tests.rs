@@ -363,9 +363,7 @@ fn the_cached_blocks_of_a_node_go_with_it() {
     let decode = membership.register(register("d", v1::Role::Decode, 2), now).unwrap();
     membership.kv_events(prefill.session, &stored(0, true, &[1, 2, 3]), now).unwrap();
     membership.kv_events(decode.session, &stored(0, true, &[1, 2]), now).unwrap();
-    let cached = |membership: &Membership| -> Vec<u32> {
-        lock(&membership.table).cached_of(&[1, 2, 3, 4], now)
-    };
+    let cached = |membership: &Membership| -> Vec<u32> { lock(&membership.table).cached_of(&[1, 2, 3, 4], now) };
     assert_eq!(cached(&membership), [3, 2]);
     let shown = membership.json();
     assert_eq!((&shown["index"]["blocks"], &shown["index"]["limit"]), (&json!(3), &json!(5)));
