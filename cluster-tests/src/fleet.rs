@@ -362,7 +362,11 @@ async fn start_node_with(
     let (calls, reports, kv, model) = (calls.address(), reports.address(), kv.address(), model()?);
     let mut args = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0");
     args.extend(words(&format!("--router http://{reports} --advertise-host {calls} --node-id {name}")));
-    args.extend(words(&format!("--transport {} --model {}", options.transport, model.display())));
+    let transport = match options.transport {
+        "ucx-tcp" => "ucx --ucx-profile tcp",
+        transport => transport,
+    };
+    args.extend(words(&format!("--transport {transport} --model {}", model.display())));
     if options.transport == "tcp" {
         args.extend(words(&format!("--kv-listen 127.0.0.1:{kv_port} --kv-advertise {kv}")));
     }

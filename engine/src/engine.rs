@@ -59,9 +59,17 @@ struct Shared {
     running_tokens: AtomicUsize,
     running: AtomicUsize,
     cost: Mutex<StepCost>,
+    /// When the step that runs began.
+    step_began: Mutex<Option<Instant>>,
     stop: AtomicBool,
     /// Why the worker has ended; set before it lets go of its streams.
     stopped: OnceLock<String>,
+}
+
+impl Shared {
+    fn step_began(&self, at: Option<Instant>) {
+        *self.step_began.lock().unwrap_or_else(PoisonError::into_inner) = at;
+    }
 }
 
 enum Message {
@@ -183,6 +191,12 @@ impl Engine {
         }
     }
 
+    /// How long the step that runs has taken so far. Of an engine with a thread: virtual time knows no step that hangs.
+    pub fn step_age(&self) -> Option<Duration> {
+        let began = *self.0.shared.step_began.lock().unwrap_or_else(PoisonError::into_inner);
+        began.map(|began| began.elapsed())
+    }
+
     /// Why the engine takes no more work, when it does not: it was shut down, or a step panicked.
     pub fn stopped(&self) -> Option<&str> {
         self.0.shared.stopped.get().map(String::as_str)
@@ -209,6 +223,7 @@ impl Inner {
             running_tokens: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             cost: Mutex::default(),
+            step_began: Mutex::default(),
             stop: AtomicBool::new(false),
             stopped: OnceLock::new(),
         });
@@ -308,7 +323,9 @@ impl Worker {
             }
             if let Some(batch) = self.plan(Instant::now()) {
                 let begin = Instant::now();
+                self.shared.step_began(Some(begin));
                 let outcome = self.execute(&batch);
+                self.shared.step_began(None);
                 self.conclude(batch, outcome, begin.elapsed(), Instant::now());
             }
         }

@@ -82,6 +82,9 @@ pub struct NodeArgs {
     /// Folder of libucp.so.0, instead of the system's.
     #[arg(long)]
     pub ucx_lib_dir: Option<PathBuf>,
+    /// A step of the engine that takes longer hangs: the node ends, and its supervisor starts it again.
+    #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_step_ms: u32,
     /// Where the tcp transport listens.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub kv_listen: SocketAddr,
@@ -180,6 +183,8 @@ pub struct NodeConfig {
     pub max_running: usize,
     /// Tokens of a step.
     pub max_step_tokens: usize,
+    /// A step that takes longer hangs.
+    pub max_step: Duration,
     /// Calls in flight.
     pub max_calls: usize,
     /// Compute threads.
@@ -269,6 +274,7 @@ impl NodeArgs {
             prefix_caching: !self.no_prefix_caching,
             max_running: self.max_num_seqs as usize,
             max_step_tokens: self.max_num_batched_tokens as usize,
+            max_step: Duration::from_millis(self.max_step_ms.into()),
             max_calls: self.max_calls as usize,
             threads,
             cpus: self.cpus,

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
@@ -49,6 +50,7 @@ pub struct Node {
     pub figures: Figures,
     /// Tokens of an engine step at most.
     pub max_step_tokens: usize,
+    max_step: Duration,
     max_running: u32,
     /// Never 0.
     incarnation: AtomicU64,
@@ -75,6 +77,8 @@ pub struct Parts {
     pub work: Work,
     /// Tokens of one of the engine's steps at most.
     pub max_step_tokens: usize,
+    /// A step that takes longer hangs.
+    pub max_step: Duration,
     /// Sequences that run at once, as the router is told.
     pub max_running: usize,
 }
@@ -95,6 +99,7 @@ impl Node {
             handoffs: Handoffs::default(),
             figures: Figures::default(),
             max_step_tokens: parts.max_step_tokens,
+            max_step: parts.max_step,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
             incarnation: AtomicU64::new(incarnation.0),
             lives: AtomicU64::new(1),
@@ -138,6 +143,7 @@ impl Node {
             exporter,
             work: Work::new(config.max_calls),
             max_step_tokens: config.max_step_tokens,
+            max_step: config.max_step,
             max_running: config.max_running,
             incarnation,
         }))
@@ -169,7 +175,10 @@ impl Node {
     /// again. `None`: it works.
     pub fn failed(&self) -> Option<String> {
         let engine = self.engine.stopped().map(|reason| format!("the engine has stopped: {reason}"));
-        engine.or_else(|| self.transport.failed().map(|reason| format!("the KV transport has failed: {reason}")))
+        let hangs = self.engine.step_age().filter(|age| *age > self.max_step);
+        let hangs = || hangs.map(|age| format!("a step of the engine takes longer than --max-step-ms: {age:.1?}"));
+        let transport = || self.transport.failed().map(|reason| format!("the KV transport has failed: {reason}"));
+        engine.or_else(hangs).or_else(transport)
     }
 
     /// The spans of a new request.

@@ -86,6 +86,13 @@ struct Flags {
     /// serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
     #[arg(long, default_value = "auto", value_name = "auto|never|always")]
     local_prefill: LocalPrefill,
+    /// An attempt fails when neither of its nodes says anything for so long: queued behind long prompts they say nothing. A
+    /// node that hangs is noticed by --lease-ms and its own --max-step-ms
+    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
+    silence_ms: u32,
+    /// A client that takes none of its tokens for so long is given up
+    #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
+    client_stall_ms: u32,
     /// A node that fails so many requests in a row is tried last, for --breaker-open-ms
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     breaker_failures: u32,
@@ -180,6 +187,8 @@ impl From<Flags> for Config {
                 max_request: millis(flags.max_request_ms),
                 max_attempts: flags.max_attempts,
                 replan: millis(flags.replan_ms),
+                silence: millis(flags.silence_ms),
+                client_stall: millis(flags.client_stall_ms),
                 ..Limits::default()
             },
             api_keys: flags.api_keys,

@@ -83,7 +83,7 @@ impl Default for Limits {
             max_ttft: None,
             pools: Pools::default(),
             max_request: Duration::from_secs(600),
-            silence: Duration::from_secs(120),
+            silence: Duration::from_secs(600),
             max_attempts: 4,
             replan: Duration::from_secs(30),
             client_stall: Duration::from_secs(30),

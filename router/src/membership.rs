@@ -260,7 +260,7 @@ impl Membership {
     /// An empty table for pairs. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
-        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index)));
+        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         Self { table, changed: Arc::default(), freed: Freed::default(), expected, lease, reaching, choice }
     }
@@ -358,9 +358,9 @@ impl Membership {
         }
     }
 
-    /// Calls [`Self::expire`] often enough that death is seen within a tenth of the lease. Ends never.
+    /// Calls [`Self::expire`] often enough that death is seen within a fiftieth of the lease. Ends never.
     pub async fn watch(self) {
-        let mut ticks = tokio::time::interval((self.lease / 10).max(Duration::from_millis(5)));
+        let mut ticks = tokio::time::interval((self.lease / 50).max(Duration::from_millis(5)));
         loop {
             ticks.tick().await;
             self.expire(clock::now());

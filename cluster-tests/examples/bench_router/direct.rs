@@ -64,7 +64,7 @@ impl Direct {
                         let ticket = v1::Deliver { ticket: reserved.ticket };
                         commands.send(command(PrefillCommand::Deliver(ticket))).await?;
                     }
-                    DecodeEvent::Token(_) => token(),
+                    DecodeEvent::Token(_) | DecodeEvent::FirstToken(_) => token(),
                     DecodeEvent::Finished(_) => return Ok(()),
                     DecodeEvent::Verified(_) => {}
                 },

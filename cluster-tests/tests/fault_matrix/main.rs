@@ -23,8 +23,8 @@ struct Args {
     /// How often each cell.
     #[arg(long, default_value_t = 1)]
     rounds: u32,
-    /// Transports.
-    #[arg(long, value_delimiter = ',', default_values = ["ucx", "tcp"])]
+    /// Transports: UCX over shared memory and over tcp, and our own tcp.
+    #[arg(long, value_delimiter = ',', default_values = ["ucx", "ucx-tcp", "tcp"])]
     transports: Vec<String>,
     /// Fleets at a time.
     #[arg(long, default_value_t = 10)]
@@ -55,7 +55,11 @@ async fn run_round(round: u32, args: &Args) -> usize {
     let start = Instant::now();
     let reference = &Reference::start().expect("the model of `make setup`");
     let settings = args.transports.iter().flat_map(|transport| {
-        let transport = if transport == "tcp" { "tcp" } else { "ucx" };
+        let transport = match &**transport {
+            "tcp" => "tcp",
+            "ucx-tcp" => "ucx-tcp",
+            _ => "ucx",
+        };
         Moment::ALL.map(|moment| Setting { transport, moment })
     });
     let reports: Vec<Report> = futures::stream::iter(settings)

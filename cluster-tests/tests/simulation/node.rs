@@ -96,6 +96,7 @@ impl NodeProcess {
             exporter: Exporter::disabled(),
             work: Work::on(tasks, MAX_CALLS),
             max_step_tokens: schedule.max_step_tokens,
+            max_step: Duration::from_secs(60),
             max_running: schedule.max_running,
         });
         let routes = match role {

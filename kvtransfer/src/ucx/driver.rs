@@ -318,6 +318,9 @@ impl Driver {
             let text = self.worker.api().describe(status);
             let why = TransferError::peer_gone(format!("a KV transfer failed: {text}"));
             self.lose(operation.endpoint, Loss::of(status), why);
+        } else {
+            // A slow peer is none that hangs.
+            self.operations.progressed(operation.endpoint, Instant::now() + self.config.stall_timeout);
         }
         self.finished(operation.endpoint, operation.work, status == UCS_OK);
     }

@@ -77,6 +77,8 @@ pub(super) struct SendWork {
 pub(super) struct Operations {
     last_id: u64,
     table: HashMap<OperationId, Operation>,
+    /// Until when operations may take on endpoints that have shown progress; until they are closed.
+    extended: HashMap<EndpointId, Instant>,
     lost: usize,
 }
 
@@ -101,6 +103,7 @@ impl Operations {
     /// The worker was destroyed: UCX touches nothing any more.
     pub(super) fn clear(&mut self) {
         self.table.clear();
+        self.extended.clear();
         self.lost = 0;
     }
 
@@ -113,9 +116,17 @@ impl Operations {
         self.live().any(|operation| operation.endpoint == endpoint)
     }
 
-    /// Endpoints with an operation past its deadline.
+    /// Something came through on this endpoint: what is behind it has until `deadline` as well.
+    pub(super) fn progressed(&mut self, endpoint: EndpointId, deadline: Instant) {
+        self.extended.insert(endpoint, deadline);
+    }
+
+    /// Endpoints with an operation past its deadline, and no progress that extended it.
     pub(super) fn overdue(&self, now: Instant) -> Vec<EndpointId> {
-        let late = self.live().filter(|operation| operation.deadline.is_some_and(|deadline| now >= deadline));
+        let extended = |endpoint| self.extended.get(&endpoint).is_some_and(|until| now < *until);
+        let late = self.live().filter(|operation| {
+            operation.deadline.is_some_and(|deadline| now >= deadline) && !extended(operation.endpoint)
+        });
         late.map(|operation| operation.endpoint).collect()
     }
 
@@ -123,6 +134,7 @@ impl Operations {
     /// Reading blocks late harms nobody, writing does: receives stay whole while writes are possible. Returns how many.
     pub(super) fn abandon(&mut self, endpoint: EndpointId, writes: Writes) -> usize {
         let mut kept = 0;
+        self.extended.remove(&endpoint);
         for operation in self.table.values_mut().filter(|operation| operation.endpoint == endpoint) {
             if matches!(operation.work, Work::Receive { .. }) && writes == Writes::Possible {
                 operation.deadline = None;

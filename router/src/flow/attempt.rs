@@ -173,7 +173,7 @@ impl Attempt {
     }
 
     fn silent(&self, silence: Duration) -> Failure {
-        let role = if self.exchange.needs_prefill() { Role::Prefill } else { Role::Decode };
+        let role = if self.exchange.waits_for_prefill() { Role::Prefill } else { Role::Decode };
         let error = Error::new(ErrorKind::Unavailable, format!("it said nothing for {silence:?}"));
         Failure { role, cause: Cause::Silent, error }
     }

@@ -49,11 +49,15 @@ pub(super) struct Table {
     opened: [u64; 2],
     /// Of the nodes in `entries`, by session.
     index: PrefixIndex,
+    /// Silence after which a node is tried last.
+    suspicion: Duration,
 }
 
 impl Table {
-    pub fn new(breakers: Settings, index: PrefixIndex) -> Self {
+    /// Nodes that were silent for half of `lease` are suspect: tried last.
+    pub fn new(breakers: Settings, index: PrefixIndex, lease: Duration) -> Self {
         Self {
+            suspicion: lease / 2,
             entries: BTreeMap::new(),
             views: Vec::new(),
             links: Links::default(),
@@ -253,7 +257,10 @@ impl Table {
 
     /// The views as they are at `now`.
     fn refresh(&mut self, now: Instant) {
-        self.entries.values().zip(&mut self.views).for_each(|(entry, view)| entry.refresh(view, now));
+        self.entries.values().zip(&mut self.views).for_each(|(entry, view)| {
+            entry.refresh(view, now);
+            view.shut |= now.saturating_duration_since(entry.heard) > self.suspicion;
+        });
     }
 
     /// What each node holds of the prompt with these blocks.
