@@ -1,6 +1,10 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
+//! - [`bench`]: the part of `tandem bench`.
+//!
 //! Next: [`crate::up`], the largest command.
+pub mod bench;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,6 +26,8 @@ pub enum Config {
     Chat(Chat),
     /// Draw a trace.
     Trace(Trace),
+    /// Measure.
+    Bench(bench::Bench),
 }
 
 /// A local cluster.
@@ -153,7 +159,11 @@ impl Config {
 }
 
 #[derive(Parser)]
-#[command(name = "tandem", version, about = "Starts a local Tandem cluster, talks to it, draws its traces")]
+#[command(
+    name = "tandem",
+    version,
+    about = "Starts a local Tandem cluster, talks to it, draws its traces, measures it"
+)]
 struct CommandLine {
     #[command(subcommand)]
     command: Command,
@@ -172,6 +182,8 @@ enum Command {
     Chat(ChatArgs),
     /// Draw the timeline of a request
     Trace(TraceArgs),
+    /// Load a server with requests and say what it did with them
+    Bench(Box<bench::BenchArgs>),
 }
 
 #[derive(Args)]
@@ -372,6 +384,7 @@ impl Command {
                 };
                 Config::Trace(Trace { url, id, width })
             }
+            Self::Bench(args) => Config::Bench(args.resolve(&state)?),
         })
     }
 }
