@@ -9,6 +9,7 @@
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure).
 #![forbid(unsafe_code)]
 
+mod bench;
 mod chat;
 mod config;
 mod cores;
