@@ -182,7 +182,7 @@ enum Command {
     Chat(ChatArgs),
     /// Draw the timeline of a request
     Trace(TraceArgs),
-    /// Load a server with requests and say what it did with them
+    // What it is stands above its arguments.
     Bench(Box<bench::BenchArgs>),
 }
 

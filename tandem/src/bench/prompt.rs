@@ -55,11 +55,6 @@ impl Vocabulary {
         !self.head.is_empty() && self.words.iter().all(|word| word.id.is_some())
     }
 
-    /// Whether lengths are exact, and not right in the mean only.
-    pub fn is_exact(&self) -> bool {
-        !self.head.is_empty()
-    }
-
     /// The prompt as text.
     pub fn text(&self, pieces: &[Piece]) -> String {
         let mut text = HEAD.to_owned();
@@ -191,7 +186,7 @@ mod tests {
     #[test]
     fn measured_lengths_are_right_in_the_mean() {
         let vocabulary = Vocabulary::measured(11.0, 1.25);
-        assert!(!vocabulary.has_ids() && !vocabulary.is_exact());
+        assert!(!vocabulary.has_ids());
         let words = vocabulary.text(&[piece(1, 500), piece(2, 511)]).split(' ').count() - 1;
         assert_eq!(words, 800);
         assert_eq!(vocabulary.sample(17).split(' ').count(), 18);

@@ -99,6 +99,7 @@ impl Search {
     }
 
     /// What `measured` says about the knee so far.
+    #[cfg(test)]
     pub fn knee(&self, measured: &[Measured]) -> Knee {
         knee_of(&Rate::of(measured, &self.settings))
     }
