@@ -109,7 +109,10 @@ pub fn rows(run: &Run, servers: &[Connected], notes: &mut Vec<String>) -> anyhow
     let mut rows = Vec::new();
     for plan in &run.rows {
         let mut workload = match &plan.what {
-            What::Matrix(row) => row.workload(),
+            What::Matrix(row) => {
+                notes.push(format!("row {}: {}", row.name, row.about));
+                row.workload()
+            }
             What::Own(name, shape) => Workload { name: name.clone(), mix: Mix::Shapes(vec![(1.0, *shape)]) },
             What::Trace => {
                 let trace = trace_of(run, context_tokens, notes)?;
