@@ -23,7 +23,6 @@ const PHASE_COLORS: [usize; 5] = [4, 1, 3, 0, 2];
 pub fn workload(summary: &Summary, row: &str) -> String {
     let points: Vec<&Point> = summary.points.iter().filter(|point| point.key.row == row).collect();
     let mut charts = cumulative(summary, &points);
-    charts.push_str(&attribution(&points));
     for (place, curve) in summary.curves.iter().filter(|curve| curve.row == row).enumerate() {
         // Both endpoints of a row share their charts: the first curve of each warmth draws them all.
         let earlier = summary.curves.iter().filter(|other| other.row == row).take(place);
@@ -34,6 +33,7 @@ pub fn workload(summary: &Summary, row: &str) -> String {
             charts.push_str(&goodput_curve(&same));
         }
     }
+    charts.push_str(&attribution(&points));
     charts.push_str(&timeline(&points));
     super::section(row, &if charts.is_empty() { charts } else { format!("<div class=\"charts\">{charts}</div>\n") })
 }
@@ -184,20 +184,23 @@ fn goodput_curve(curves: &[&Curve]) -> String {
         x: AxisSpec { label: "offered requests/s", ..AxisSpec::default() },
         y: AxisSpec { label: "requests/s", ..AxisSpec::default() },
         series,
-        marks: knees(curves).collect(),
+        marks: knees(curves),
         is_wide: false,
     })
 }
 
-fn knees<'a>(curves: &'a [&Curve]) -> impl Iterator<Item = Mark> + 'a {
-    let mut seen: Vec<f64> = Vec::new();
-    curves.iter().filter_map(move |curve| {
-        let at = curve.knee.holds?;
-        let again = seen.contains(&at);
-        seen.push(at);
-        let whose = curve_name(curves, curve, "knee");
-        (!again).then(|| Mark { at, direction: Direction::Up, label: format!("{whose} {}/s", brief(at)) })
-    })
+/// One mark for each rate at which a knee is; endpoints whose knees are the same share it.
+fn knees(curves: &[&Curve]) -> Vec<Mark> {
+    let mut knees: Vec<(f64, String)> = Vec::new();
+    for curve in curves {
+        let Some(at) = curve.knee.holds else { continue };
+        match knees.iter_mut().find(|(other, _)| *other == at) {
+            Some((_, name)) => name.push_str(&format!(", {}", endpoint_letter(curve.endpoint))),
+            None => knees.push((at, curve_name(curves, curve, "knee"))),
+        }
+    }
+    let mark = |(at, name)| Mark { at, direction: Direction::Up, label: format!("{name} {}/s", brief(at)) };
+    knees.into_iter().map(mark).collect()
 }
 
 fn timeline(points: &[&Point]) -> String {
