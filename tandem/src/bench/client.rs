@@ -4,7 +4,7 @@
 //! [`Outcome`]; a server that hangs or dies costs a record, never the run.
 //!
 //! - [`http`]: OpenAI's streams, of any server; [`chunk`] reads their JSON, [`sse`] finds it in the bytes.
-//! - [`grpc`]: `tandem.v1.Inference`.
+//! - [`grpc`]: Tandem's own service, `tandem.v1.Inference`.
 pub mod chunk;
 pub mod grpc;
 pub mod http;
@@ -37,7 +37,7 @@ pub enum Call {
     /// Over HTTP.
     Http(http::HttpCall),
     /// Over gRPC.
-    Grpc(grpc::GrpcCall),
+    Grpc(Box<grpc::GrpcCall>),
 }
 
 /// How every request of a run is asked, beside its prompt.
@@ -85,7 +85,7 @@ impl Client {
     pub fn call(&self, prompt: Prompt, max_tokens: u32) -> anyhow::Result<Call> {
         Ok(match self {
             Self::Http(client) => Call::Http(client.call(prompt, max_tokens)?),
-            Self::Grpc(client) => Call::Grpc(client.call(prompt, max_tokens)),
+            Self::Grpc(client) => Call::Grpc(Box::new(client.call(prompt, max_tokens))),
         })
     }
 }

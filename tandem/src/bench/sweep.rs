@@ -98,12 +98,6 @@ impl Search {
         Some(probe)
     }
 
-    /// What `measured` says about the knee so far.
-    #[cfg(test)]
-    pub fn knee(&self, measured: &[Measured]) -> Knee {
-        knee_of(&Rate::of(measured, &self.settings))
-    }
-
     fn next_rate(&self, knee: &Knee) -> Option<f64> {
         let Settings { start_rate, max_rate, relative_width, .. } = self.settings;
         match (knee.holds, knee.breaks) {
@@ -189,6 +183,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    impl Search {
+        /// What it knows of the knee.
+        fn knee(&self, measured: &[Measured]) -> Knee {
+            knee_of(&Rate::of(measured, &self.settings))
+        }
+    }
 
     /// Measures what the search asks for; returns all of it.
     fn sweep(settings: Settings, mut share: impl FnMut(f64) -> f64) -> (Search, Vec<Measured>) {

@@ -106,6 +106,9 @@ pub enum TraceError {
     Scale(u32),
 }
 
+/// One line of a format, or what is wrong with it.
+type Parse = Box<dyn Fn(&str) -> Result<Recorded, String>>;
+
 /// Reads a file in either format; its beginning says which.
 ///
 /// # Errors
@@ -117,7 +120,7 @@ pub fn read(path: &Path) -> Result<Vec<Recorded>, TraceError> {
     let head = head.trim_start_matches('\u{feff}').trim().to_owned();
     let wrong = |line: usize, what| TraceError::Line { path: path.to_owned(), line, what };
     let mut requests = Vec::new();
-    let parse: Box<dyn Fn(&str) -> Result<Recorded, String>> = if head.starts_with('{') {
+    let parse: Parse = if head.starts_with('{') {
         requests.push(mooncake::parse(&head).map_err(|what| wrong(1, what))?);
         Box::new(mooncake::parse)
     } else {

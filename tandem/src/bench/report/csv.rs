@@ -11,7 +11,7 @@ const LATENCIES: [&str; 5] = ["ttft", "tpot", "itl", "e2el", "lag"];
 const KEYS: [&str; 17] = [
     "row",
     "endpoint",
-    "warm",
+    "prefix",
     "rate",
     "concurrency",
     "repeat",
@@ -125,7 +125,7 @@ mod tests {
         let text = csv(&summarize(&Run { intervals: vec![interval], ..Run::default() }, GOALS, None));
         let lines: Vec<&str> = text.split("\r\n").collect();
         assert_eq!(lines.len(), 3);
-        assert!(lines[0].starts_with("row,endpoint,warm,rate,concurrency,repeat,seconds,requests,completed,"));
+        assert!(lines[0].starts_with("row,endpoint,prefix,rate,concurrency,repeat,seconds,requests,completed,"));
         // TTFT 250 and 500; TPOT 250 / 2 and 125, which is over the objective; two of five tokens are late.
         let want = "\"chat, \"\"short\"\"\",0,cold,1,,0,4,2,2,0,0,0,0,0,200,50,5,375,475,487.5,497.5,375,500,125,125,125,125,125,125,";
         assert!(lines[1].starts_with(want), "{}", lines[1]);

@@ -132,7 +132,7 @@ mod tests {
             "--sweep",
             "scheduler saturation",
             "goodput, short chat on A",
-            "knee A 8/s",
+            "knee A, B 8/s",
         ] {
             assert!(page.contains(part), "no {part:?}");
         }

@@ -19,11 +19,17 @@ const MOST_COMPARISONS: usize = 24;
 /// Colours of own lag, queue, route, prefill, rest.
 const PHASE_COLORS: [usize; 5] = [4, 1, 3, 0, 2];
 
+/// One of a point's latencies, milliseconds.
+type Latency = fn(&Figures) -> &Distribution;
+/// One latency of a rate, milliseconds; None where nothing was answered.
+type StepLatency = fn(&Step) -> Option<f64>;
+/// One list of a point's timeline.
+type Happened = fn(&Point) -> &[(f64, f64)];
+
 /// All charts of one row, under its name.
 pub fn workload(summary: &Summary, row: &str) -> String {
     let points: Vec<&Point> = summary.points.iter().filter(|point| point.key.row == row).collect();
     let mut charts = cumulative(summary, &points);
-    charts.push_str(&attribution(&points));
     for (place, curve) in summary.curves.iter().filter(|curve| curve.row == row).enumerate() {
         // Both endpoints of a row share their charts: the first curve of each warmth draws them all.
         let earlier = summary.curves.iter().filter(|other| other.row == row).take(place);
@@ -34,6 +40,7 @@ pub fn workload(summary: &Summary, row: &str) -> String {
             charts.push_str(&goodput_curve(&same));
         }
     }
+    charts.push_str(&attribution(&points));
     charts.push_str(&timeline(&points));
     super::section(row, &if charts.is_empty() { charts } else { format!("<div class=\"charts\">{charts}</div>\n") })
 }
@@ -74,14 +81,14 @@ fn spaced(count: usize, most: usize) -> Vec<usize> {
 
 fn cumulative(summary: &Summary, points: &[&Point]) -> String {
     let goals = summary.objectives;
-    let kinds: [(&str, &str, fn(&Figures) -> &Distribution, Option<f64>); 4] = [
+    let kinds: [(&str, &str, Latency, Option<f64>); 4] = [
         ("TTFT, cumulative", "TTFT, ms", |of| &of.ttft_ms, goals.map(|goals| goals.ttft_ms)),
         ("TPOT, cumulative", "TPOT, ms", |of| &of.tpot_ms, goals.map(|goals| goals.tpot_ms)),
         ("Gaps between chunks (ITL), cumulative", "gap, ms", |of| &of.itl_ms, None),
         ("End to end, cumulative", "ms", |of| &of.e2e_ms, None),
     ];
     let looks = looks(points);
-    let chart = |(title, label, of, goal): (&str, &'static str, fn(&Figures) -> &Distribution, Option<f64>)| {
+    let chart = |(title, label, of, goal): (&str, &'static str, Latency, Option<f64>)| {
         let series = looks.iter().map(|(point, name, color, shape)| {
             let points = of(&point.figures).cumulative(CURVE_POINTS).into_iter().map(|(x, share)| (x, share * 100.0));
             Series { name: name.clone(), color: *color, shape: *shape, points: points.collect() }
@@ -127,7 +134,7 @@ fn curve_title(title: &str, curves: &[&Curve]) -> String {
 }
 
 fn latency_curve(summary: &Summary, curves: &[&Curve]) -> String {
-    let kinds: [(&str, fn(&Step) -> Option<f64>); 4] = [
+    let kinds: [(&str, StepLatency); 4] = [
         ("TTFT p50", |step| step.ttft_p50_ms),
         ("TTFT p99", |step| step.ttft_p99_ms),
         ("TPOT p50", |step| step.tpot_p50_ms),
@@ -184,20 +191,23 @@ fn goodput_curve(curves: &[&Curve]) -> String {
         x: AxisSpec { label: "offered requests/s", ..AxisSpec::default() },
         y: AxisSpec { label: "requests/s", ..AxisSpec::default() },
         series,
-        marks: knees(curves).collect(),
+        marks: knees(curves),
         is_wide: false,
     })
 }
 
-fn knees<'a>(curves: &'a [&Curve]) -> impl Iterator<Item = Mark> + 'a {
-    let mut seen: Vec<f64> = Vec::new();
-    curves.iter().filter_map(move |curve| {
-        let at = curve.knee.holds?;
-        let again = seen.contains(&at);
-        seen.push(at);
-        let whose = curve_name(curves, curve, "knee");
-        (!again).then(|| Mark { at, direction: Direction::Up, label: format!("{whose} {}/s", brief(at)) })
-    })
+/// One mark for each rate at which a knee is; endpoints whose knees are the same share it.
+fn knees(curves: &[&Curve]) -> Vec<Mark> {
+    let mut knees: Vec<(f64, String)> = Vec::new();
+    for curve in curves {
+        let Some(at) = curve.knee.holds else { continue };
+        match knees.iter_mut().find(|(other, _)| *other == at) {
+            Some((_, name)) => name.push_str(&format!(", {}", endpoint_letter(curve.endpoint))),
+            None => knees.push((at, curve_name(curves, curve, "knee"))),
+        }
+    }
+    let mark = |(at, name)| Mark { at, direction: Direction::Up, label: format!("{name} {}/s", brief(at)) };
+    knees.into_iter().map(mark).collect()
 }
 
 fn timeline(points: &[&Point]) -> String {
@@ -208,7 +218,7 @@ fn timeline(points: &[&Point]) -> String {
     let mut series = Vec::new();
     for endpoint in endpoints {
         let name = |what: &str| if several { format!("{what} {}", endpoint_letter(endpoint)) } else { what.to_owned() };
-        let of = |list: fn(&Point) -> &[(f64, f64)]| -> Vec<(f64, f64)> {
+        let of = |list: Happened| -> Vec<(f64, f64)> {
             points
                 .iter()
                 .filter(|point| point.key.endpoint == endpoint)
@@ -216,7 +226,7 @@ fn timeline(points: &[&Point]) -> String {
                 .collect()
         };
         let color = usize::from(endpoint);
-        let shapes: [(&str, usize, Shape, fn(&Point) -> &[(f64, f64)]); 3] = [
+        let shapes: [(&str, usize, Shape, Happened); 3] = [
             ("TTFT", color, Shape::Dots, |point| &point.timeline.ttft),
             ("stall", color + 2, Shape::Crosses, |point| &point.timeline.stalls),
             ("failed or refused", 7, Shape::Ticks, |point| &point.timeline.failures),

@@ -1,8 +1,8 @@
-//! Stacked bars (pure): one for each name, lying, all on one linear scale from zero.
+//! Stacked bars (pure): one for each name, lying, as wide as the page, all on one linear scale from zero.
 use std::fmt::Write;
 
 use super::axis::{Axis, Scale};
-use super::{WIDTH, legend, wrapped};
+use super::{WIDE, legend, wrapped};
 use crate::bench::report::markup::escape;
 use crate::bench::report::number::short;
 
@@ -33,7 +33,7 @@ pub struct Part {
 pub fn stacked(title: &str, unit: &'static str, parts: &[Part], bars: &[Bar]) -> String {
     let total = |bar: &Bar| bar.parts.iter().filter(|part| part.is_finite()).sum::<f64>();
     let height = TOP + ROW * bars.len() as f64 + BOTTOM;
-    let axis = Axis::over(Scale::Linear, bars.iter().map(total), None, (LEFT, WIDTH - RIGHT));
+    let axis = Axis::over(Scale::Linear, bars.iter().map(total), None, (LEFT, WIDE - RIGHT));
     let Some(axis) = axis.filter(|_| bars.iter().any(|bar| total(bar) > 0.0)) else { return String::new() };
     let mut svg = String::new();
     let bottom = height - BOTTOM;
@@ -41,7 +41,7 @@ pub fn stacked(title: &str, unit: &'static str, parts: &[Part], bars: &[Bar]) ->
         let _ = write!(svg, "<path class=\"grid\" d=\"M{at:.1} {TOP}V{bottom}\"/>");
         let _ = write!(svg, "<text class=\"tick mid\" x=\"{at:.1}\" y=\"{}\">{label}</text>", bottom + 16.0);
     }
-    let middle = f64::midpoint(LEFT, WIDTH - RIGHT);
+    let middle = f64::midpoint(LEFT, WIDE - RIGHT);
     let _ = write!(svg, "<text class=\"name mid\" x=\"{middle}\" y=\"{}\">{}</text>", height - 5.0, escape(unit));
     for (place, bar) in bars.iter().enumerate() {
         let y = TOP + ROW * place as f64;
@@ -52,7 +52,7 @@ pub fn stacked(title: &str, unit: &'static str, parts: &[Part], bars: &[Bar]) ->
     }
     let keys: Vec<(String, &str, &str)> =
         parts.iter().map(|part| (format!("c{}", part.color), part.name, "■")).collect();
-    wrapped(title, &legend(&keys), (WIDTH, height), &svg)
+    wrapped(title, &legend(&keys), (WIDE, height), &svg)
 }
 
 /// The parts of one bar; returns where it ends.
@@ -84,11 +84,11 @@ mod tests {
             Bar { name: "p99".into(), parts: vec![f64::NAN, 50.0] },
         ];
         let drawn = stacked("t", "ms", &parts, &bars);
-        // 346 of width for 100 ms.
+        // 926 of width for 100 ms.
         for piece in [
-            "x=\"150.0\" y=\"6.0\" width=\"86.5\"",
-            "x=\"236.5\" y=\"6.0\" width=\"259.5\"",
-            "x=\"150.0\" y=\"29.0\" width=\"173.0\"",
+            "x=\"150.0\" y=\"6.0\" width=\"231.5\"",
+            "x=\"381.5\" y=\"6.0\" width=\"694.5\"",
+            "x=\"150.0\" y=\"29.0\" width=\"463.0\"",
             "p50 &lt;x&gt;",
         ] {
             assert!(drawn.contains(piece), "no {piece} in {drawn}");
