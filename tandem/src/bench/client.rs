@@ -35,7 +35,7 @@ pub enum Client {
 /// A request that is ready to go.
 pub enum Call {
     /// Over HTTP.
-    Http(http::HttpCall),
+    Http(Box<http::HttpCall>),
     /// Over gRPC.
     Grpc(Box<grpc::GrpcCall>),
 }
@@ -84,7 +84,7 @@ impl Client {
     /// A request that HTTP cannot carry.
     pub fn call(&self, prompt: Prompt, max_tokens: u32) -> anyhow::Result<Call> {
         Ok(match self {
-            Self::Http(client) => Call::Http(client.call(prompt, max_tokens)?),
+            Self::Http(client) => Call::Http(Box::new(client.call(prompt, max_tokens)?)),
             Self::Grpc(client) => Call::Grpc(Box::new(client.call(prompt, max_tokens))),
         })
     }
