@@ -1,6 +1,10 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
+//! - [`bench`]: the part of `tandem bench`.
+//!
 //! Next: [`crate::up`], the largest command.
+pub mod bench;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -24,6 +28,8 @@ pub enum Config {
     Trace(Trace),
     /// Explain a choice of nodes.
     Explain(Explain),
+    /// Measure.
+    Bench(bench::Bench),
 }
 
 /// A local cluster.
@@ -163,7 +169,11 @@ impl Config {
 }
 
 #[derive(Parser)]
-#[command(name = "tandem", version, about = "Starts a local Tandem cluster, talks to it, draws its traces")]
+#[command(
+    name = "tandem",
+    version,
+    about = "Starts a local Tandem cluster, talks to it, draws its traces, measures it"
+)]
 struct CommandLine {
     #[command(subcommand)]
     command: Command,
@@ -184,6 +194,8 @@ enum Command {
     Trace(TraceArgs),
     /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
     Explain(ExplainArgs),
+    // What it is stands above its arguments.
+    Bench(Box<bench::BenchArgs>),
 }
 
 #[derive(Args)]
@@ -403,6 +415,7 @@ impl Command {
                 Config::Trace(Trace { url: http_url(url, &state)?, id, width })
             }
             Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
+            Self::Bench(args) => Config::Bench(args.resolve(&state)?),
         })
     }
 }

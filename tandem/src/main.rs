@@ -7,8 +7,10 @@
 //!   the other commands where the cluster is.
 //! - [`generate`] and [`chat`]: the gRPC client.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
+//! - [`bench`]: the load generator, and its report.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod chat;
 mod config;
 mod cores;
@@ -22,12 +24,18 @@ mod waterfall;
 
 use std::process::ExitCode;
 
-use config::Config;
+use anyhow::Context;
+use tokio::runtime::{Builder, Runtime};
 
-// One thread on purpose: the kernel ends a child when the *thread* that started it ends (prctl(2), PR_SET_PDEATHSIG).
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
-    match run(Config::from_command_line()).await {
+use config::Config;
+use config::bench::Bench;
+
+fn main() -> ExitCode {
+    let outcome = Config::from_command_line().and_then(|config| {
+        let runtime = runtime(&config).context("no runtime")?;
+        runtime.block_on(run(config))
+    });
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("tandem: {error:#}");
@@ -36,12 +44,27 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn run(config: anyhow::Result<Config>) -> anyhow::Result<()> {
-    match config? {
+fn runtime(config: &Config) -> std::io::Result<Runtime> {
+    let mut builder = match config {
+        Config::Bench(Bench::Run(run)) => {
+            let mut builder = Builder::new_multi_thread();
+            builder.worker_threads(run.threads);
+            builder
+        }
+        // One thread on purpose: the kernel ends a child when the *thread* that started it ends (prctl(2),
+        // PR_SET_PDEATHSIG).
+        _ => Builder::new_current_thread(),
+    };
+    builder.enable_all().build()
+}
+
+async fn run(config: Config) -> anyhow::Result<()> {
+    match config {
         Config::Up(up) => up::run(up).await,
         Config::Generate(ask) => generate::run(ask).await,
         Config::Chat(chat) => chat::run(chat).await,
         Config::Trace(trace) => trace::run(trace).await,
         Config::Explain(explain) => explain::run(explain).await,
+        Config::Bench(bench) => bench::run(bench).await,
     }
 }

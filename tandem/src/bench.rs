@@ -1,0 +1,193 @@
+//! `tandem bench`: loads a server and says what it did. This file is the life of a run: connect, measure, report.
+//!
+//! What is asked, all pure and seeded:
+//! - [`arrivals`]: when; [`workload`]: how long, and what is shared; [`rows`]: the matrix A to F; [`trace`]: recorded traffic;
+//!   [`prompt`]: words; [`seed`]: where randomness comes from.
+//!
+//! Asking:
+//! - [`setup`]: from the command line to connected [`server`]s whose tokens are counted right ([`calibrate`]).
+//! - [`session`]: the order of intervals; [`runner`]: one interval; [`client`]: one request; [`metronome`]: its moment.
+//! - [`progress`], [`machine`]: for the terminal and for the report's head.
+//!
+//! What comes of it:
+//! - [`record`]: what a run leaves behind, the one form that the two halves share; [`recording`]: the same as a file.
+//! - [`stats`]: what a client saw, as numbers; [`sweep`] chooses the rates that find the knee of goodput.
+//! - [`report`]: the numbers as text, JSON, CSV and a page.
+pub mod arrivals;
+mod calibrate;
+pub mod client;
+mod machine;
+mod metronome;
+mod progress;
+pub mod prompt;
+pub mod record;
+mod recording;
+pub mod report;
+pub mod rows;
+pub mod runner;
+pub mod seed;
+mod server;
+pub mod session;
+mod setup;
+pub mod stats;
+pub mod sweep;
+#[cfg(test)]
+mod tests;
+pub mod trace;
+pub mod workload;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use tokio_util::sync::CancellationToken;
+
+use self::metronome::Clock;
+use self::progress::Progress;
+use self::record::{Interval, Run, RunInfo};
+use self::recording::Recorder;
+use self::report::Model;
+use self::runner::{Load, Part, Target, Watch};
+use self::session::{Session, Terms};
+use self::setup::Connected;
+use self::stats::Distribution;
+use crate::config;
+use crate::config::bench::{Bench, Reporting};
+
+/// Lateness of the generator itself from which on its numbers are suspect, milliseconds at the 99th percentile.
+const SUSPECT_LAG_MS: f64 = 1.0;
+
+/// Measures, or reads what was measured; then says it.
+///
+/// # Errors
+/// No server, a trace or a file that cannot be used. What the server does wrong is in the report.
+pub async fn run(bench: Bench) -> anyhow::Result<()> {
+    match bench {
+        Bench::Run(run) => measure(*run).await,
+        Bench::Report(config::bench::Report { records, report }) => {
+            let run = recording::read(&records)?;
+            let model = setup::model(report.hardware.as_deref(), None)?;
+            publish(&run, model.as_ref(), &report)
+        }
+    }
+}
+
+async fn measure(config: config::bench::Run) -> anyhow::Result<()> {
+    let mut servers = Vec::new();
+    for endpoint in &config.endpoints {
+        servers.push(setup::connect(endpoint, &config.asking, config.bounds.timeout).await?);
+    }
+    let mut notes: Vec<String> = servers.iter().flat_map(|server| server.notes.clone()).collect();
+    let rows = setup::rows(&config, &servers, &mut notes)?;
+    notes.iter().for_each(|note| eprintln!("tandem bench: {note}"));
+    let terms = Terms {
+        endpoints: u8::try_from(servers.len())?,
+        repeats: config.repeats,
+        seed: config.seed,
+        salt: config.salt.unwrap_or_else(setup::new_salt),
+        bounds: config.bounds,
+        objectives: config.report.objectives,
+    };
+    let model = setup::model(config.report.hardware.as_deref(), servers.first().map(|server| &server.cluster))?;
+    let info = setup::info(&config, &servers);
+    let targets: Vec<Target> = servers.into_iter().map(|Connected { target, .. }| target).collect();
+    let run = intervals(&targets, Session::new(&rows, terms), info, config.records.as_deref()).await?;
+    publish(&run, model.as_ref(), &config.report)
+}
+
+/// Measures all intervals, or those until the user has had enough.
+async fn intervals(
+    targets: &[Target],
+    mut session: Session,
+    info: RunInfo,
+    records: Option<&Path>,
+) -> anyhow::Result<Run> {
+    let mut run = Run { info, intervals: Vec::new() };
+    let written = |path: &Path| format!("cannot write {}", path.display());
+    let mut recorder = match records {
+        Some(path) => Some(Recorder::create(path, &run.info).with_context(|| written(path))?),
+        None => None,
+    };
+    let watch = Watch { clock: Clock::start(), stop: stop_on_ctrl_c(), progress: Arc::new(Progress::default()) };
+    let line = watch.progress.draw();
+    while let Some(part) = session.next(run.intervals.last()) {
+        watch.progress.begin(title(&part), part.bounds.warmup_s + part.bounds.seconds);
+        let interval = runner::measure(&targets[usize::from(part.endpoint)], &part, &watch).await?;
+        if let (Some(recorder), Some(path)) = (&mut recorder, records) {
+            recorder.interval(&interval).with_context(|| written(path))?;
+        }
+        run.intervals.push(interval);
+        if watch.stop.is_cancelled() {
+            break;
+        }
+    }
+    drop(line);
+    note_lag(&mut run);
+    if let (Some(mut recorder), Some(path)) = (recorder, records) {
+        recorder.info(&run.info).with_context(|| written(path))?;
+    }
+    Ok(run)
+}
+
+/// The first Ctrl-C ends the measurement and keeps what was measured; the second one ends the program.
+fn stop_on_ctrl_c() -> CancellationToken {
+    let stop = CancellationToken::new();
+    let cancel = stop.clone();
+    tokio::spawn(async move {
+        if tokio::signal::ctrl_c().await.is_ok() {
+            eprintln!(
+                "\ntandem bench: interrupted: the report is of what was measured so far; once more to end at once"
+            );
+            cancel.cancel();
+            if tokio::signal::ctrl_c().await.is_ok() {
+                std::process::exit(130);
+            }
+        }
+    });
+    stop
+}
+
+fn title(part: &Part) -> String {
+    let load = match part.load {
+        Load::Rate(_, rate) if rate.from == rate.to => format!("{}/s", rate.to),
+        Load::Rate(_, rate) => format!("{}..{}/s", rate.from, rate.to),
+        Load::Concurrency(slots) => format!("{slots} at once"),
+        Load::Trace => "its own times".to_owned(),
+    };
+    let endpoint = report::endpoint_letter(part.endpoint);
+    format!("{} {load} {endpoint}{}", part.workload.name, part.repeat + 1)
+}
+
+/// The self-check: how late requests were sent, by this program's own fault.
+fn note_lag(run: &mut Run) {
+    let records = run.intervals.iter().flat_map(|interval: &Interval| &interval.records);
+    let lag_ms = Distribution::of(records.map(|record| ((record.sent - record.intended) * 1e3).max(0.0)));
+    run.info.own_lag_p99_ms = lag_ms.percentile(99.0).unwrap_or(0.0);
+    run.info.own_lag_max_ms = lag_ms.max().unwrap_or(0.0);
+    if run.info.own_lag_p99_ms > SUSPECT_LAG_MS {
+        eprintln!(
+            "tandem bench: the generator itself was {:.1} ms late at p99 ({:.1} ms at worst): the numbers are suspect; \
+             give it CPUs of its own or less to send",
+            run.info.own_lag_p99_ms, run.info.own_lag_max_ms
+        );
+    }
+}
+
+/// Text to standard output, files where they are wanted.
+fn publish(run: &Run, model: Option<&Model>, wanted: &Reporting) -> anyhow::Result<()> {
+    let summary = report::summarize(run, wanted.objectives, model);
+    print!("{}", report::text(&summary));
+    let write = |path: &Path, text: String| {
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    };
+    if let Some(path) = &wanted.json {
+        write(path, format!("{:#}\n", report::json(&summary)))?;
+    }
+    if let Some(path) = &wanted.csv {
+        write(path, report::csv(&summary))?;
+    }
+    if let Some(path) = &wanted.html {
+        write(path, report::html(&summary))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,101 @@
+//! The few numbers by which points are compared, each with how sure it is (pure).
+use crate::bench::stats::confidence::{Estimate, Samples, over_repeats, over_requests};
+use crate::bench::stats::figures::Figures;
+
+/// A number that is worth comparing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Metric {
+    TtftMedian,
+    TtftP99,
+    TpotMedian,
+    ItlP99,
+    E2eMedian,
+    OutputThroughput,
+    Goodput,
+}
+
+impl Metric {
+    /// All of them, medians first.
+    pub const ALL: [Self; 7] = [
+        Self::TtftMedian,
+        Self::TpotMedian,
+        Self::E2eMedian,
+        Self::TtftP99,
+        Self::ItlP99,
+        Self::OutputThroughput,
+        Self::Goodput,
+    ];
+
+    /// For tables.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::TtftMedian => "TTFT p50",
+            Self::TtftP99 => "TTFT p99",
+            Self::TpotMedian => "TPOT p50",
+            Self::ItlP99 => "ITL p99",
+            Self::E2eMedian => "E2E p50",
+            Self::OutputThroughput => "output",
+            Self::Goodput => "goodput",
+        }
+    }
+
+    /// For tables.
+    pub fn unit(self) -> &'static str {
+        match self {
+            Self::OutputThroughput => "tokens/s",
+            Self::Goodput => "requests/s",
+            _ => "ms",
+        }
+    }
+
+    /// For JSON, in vLLM's words.
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::TtftMedian => "median_ttft_ms",
+            Self::TtftP99 => "p99_ttft_ms",
+            Self::TpotMedian => "median_tpot_ms",
+            Self::ItlP99 => "p99_itl_ms",
+            Self::E2eMedian => "median_e2el_ms",
+            Self::OutputThroughput => "output_throughput",
+            Self::Goodput => "request_goodput",
+        }
+    }
+
+    /// Latencies are; throughputs are not.
+    pub fn less_is_better(self) -> bool {
+        !matches!(self, Self::OutputThroughput | Self::Goodput)
+    }
+
+    /// None where nothing was answered.
+    pub fn of(self, figures: &Figures) -> Option<f64> {
+        match self {
+            Self::OutputThroughput => (figures.completed > 0).then(|| figures.output_throughput()),
+            Self::Goodput => (figures.requests > 0).then(|| figures.goodput()),
+            _ => self.samples(figures).and_then(|of| crate::bench::stats::percentile(of.sorted, of.percentile)),
+        }
+    }
+
+    /// What a percentile is taken of; None for rates, which have no samples.
+    pub fn samples(self, figures: &Figures) -> Option<Samples<'_>> {
+        let (of, percentile) = match self {
+            Self::TtftMedian => (&figures.ttft_ms, 0.5),
+            Self::TtftP99 => (&figures.ttft_ms, 0.99),
+            Self::TpotMedian => (&figures.tpot_ms, 0.5),
+            Self::ItlP99 => (&figures.itl_ms, 0.99),
+            Self::E2eMedian => (&figures.e2e_ms, 0.5),
+            Self::OutputThroughput | Self::Goodput => return None,
+        };
+        Some(Samples { sorted: of.sorted(), percentile })
+    }
+}
+
+/// What can be said: over repeats where there are enough of them, else over requests.
+pub fn estimates(figures: &Figures, repeats: &[(u32, Figures)], seed: u64) -> Vec<(Metric, Estimate)> {
+    let estimate = |metric: Metric| {
+        let each: Option<Vec<f64>> = repeats.iter().map(|(_, of)| metric.of(of)).collect();
+        let estimate = each.and_then(|each| over_repeats(&each));
+        let estimate = estimate.or_else(|| over_requests(metric.samples(figures)?, seed))?;
+        Some((metric, estimate))
+    };
+    Metric::ALL.into_iter().filter_map(estimate).collect()
+}

@@ -1,0 +1,401 @@
+//! Measures one interval: sends requests at their moments (open loop) or as soon as there is room (closed loop), and
+//! makes a [`Record`] of each.
+//!
+//! In the open loop a request is sent at its intended moment whatever became of those before it, and its latencies
+//! count from that moment. Requests are made ahead, on a thread of their own, so that making them delays none.
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::arrivals::{Arrivals, Process, Rate};
+use super::client::{Call, Client, failed};
+use super::metronome::{Clock, Metronome};
+use super::progress::Progress;
+use super::prompt::{Prompt, Vocabulary};
+use super::record::{Interval, Outcome, Record};
+use super::workload::{Cache, Draw, Item, Mix, Workload};
+
+/// Requests that are made ahead.
+const AHEAD: usize = 64;
+/// Between the beginning of an interval and its first possible request: time to make it.
+const LEAD_S: f64 = 0.02;
+
+/// Where requests go and what they are made of.
+#[derive(Clone)]
+pub struct Target {
+    /// The server.
+    pub client: Client,
+    /// Words that it counts right.
+    pub vocabulary: Arc<Vocabulary>,
+    /// How prompts travel.
+    pub form: Form,
+}
+
+/// How prompts travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// To be tokenized by the server.
+    Text,
+    /// As token ids.
+    Ids,
+}
+
+/// When requests are sent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Load {
+    /// Open loop.
+    Rate(Process, Rate),
+    /// Closed loop: so many at once.
+    Concurrency(u32),
+    /// Open loop, when the trace says.
+    Trace,
+}
+
+/// Limits of an interval.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bounds {
+    /// Sent and not measured, at the beginning, seconds.
+    pub warmup_s: f64,
+    /// Measured, seconds.
+    pub seconds: f64,
+    /// Measured requests at most; the interval is then as long as they take.
+    pub requests: Option<u64>,
+    /// How long answers may still come when nothing is sent any more.
+    pub drain: Duration,
+    /// For one answer.
+    pub timeout: Duration,
+    /// Requests that wait for answers at most; more are not sent, and count as failed.
+    pub max_in_flight: usize,
+}
+
+/// One interval to measure.
+#[derive(Clone)]
+pub struct Part {
+    /// What is asked.
+    pub workload: Arc<Workload>,
+    /// Which of two servers: 0 or 1.
+    pub endpoint: u8,
+    /// Which time.
+    pub repeat: u32,
+    /// Lengths, contents, shared prefixes.
+    pub draw: Draw,
+    /// How much is asked at once.
+    pub load: Load,
+    /// Limits.
+    pub bounds: Bounds,
+}
+
+/// What all intervals of a run have in common.
+#[derive(Clone)]
+pub struct Watch {
+    /// The run's time.
+    pub clock: Clock,
+    /// The user wants the run to end.
+    pub stop: CancellationToken,
+    /// For the terminal.
+    pub progress: Arc<Progress>,
+}
+
+/// Whether a request is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Keep {
+    Measured,
+    WarmUp,
+}
+
+/// A request that waits for its moment.
+struct Ready {
+    index: u64,
+    call: Call,
+    prompt_tokens: u32,
+    max_tokens: u32,
+}
+
+/// Runs `part` to its end: warm-up, measurement, drain.
+///
+/// # Errors
+/// Requests that cannot be made at all; what servers do is in the records.
+pub async fn measure(target: &Target, part: &Part, watch: &Watch) -> anyhow::Result<Interval> {
+    let mut flight = Flight::new(part, watch);
+    flight.prime(target).await?;
+    let ready = prepare(target.clone(), part.clone());
+    let window_s = match part.load {
+        Load::Concurrency(slots) => flight.closed(ready, slots as usize).await?,
+        Load::Rate(..) | Load::Trace => flight.open(ready, times(part)?).await?,
+    };
+    flight.drain().await?;
+    Ok(flight.interval(window_s))
+}
+
+/// Intended times of an open loop and whether they are measured, in seconds of the interval.
+fn times(part: &Part) -> anyhow::Result<Box<dyn Iterator<Item = (f64, Keep)> + Send>> {
+    let Bounds { warmup_s, seconds, requests, .. } = part.bounds;
+    if let Mix::Trace(trace) = &part.workload.mix
+        && part.load == Load::Trace
+    {
+        let times: Vec<f64> = trace.requests.iter().map(|request| request.at_s).collect();
+        return Ok(Box::new(times.into_iter().map(|at| (at, Keep::Measured))));
+    }
+    let Load::Rate(process, rate) = part.load else { return Ok(Box::new(std::iter::empty())) };
+    // A ramp begins with the measurement: before it, its first rate.
+    let warmup = Arrivals::new(process, Rate::constant(rate.from), !part.draw.seed)?;
+    let warmup = warmup.take_while(move |at| *at < warmup_s).map(|at| (at, Keep::WarmUp));
+    let measured = Arrivals::new(process, rate, part.draw.seed)?;
+    let measured = measured.take_while(move |at| requests.is_some() || *at < seconds);
+    let measured =
+        measured.take(requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)));
+    Ok(Box::new(warmup.chain(measured.map(move |at| (at + warmup_s, Keep::Measured)))))
+}
+
+/// Makes requests ahead of their time until nobody takes them.
+fn prepare(target: Target, part: Part) -> mpsc::Receiver<anyhow::Result<Ready>> {
+    let (sender, receiver) = mpsc::channel(AHEAD);
+    tokio::task::spawn_blocking(move || {
+        let items = (0u64..).map_while(|index| Some((index, part.workload.item(part.draw, index)?)));
+        for (index, item) in items {
+            if sender.blocking_send(target.ready(index, &item)).is_err() {
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+impl Target {
+    fn ready(&self, index: u64, item: &Item) -> anyhow::Result<Ready> {
+        let prompt = match self.form {
+            Form::Text => Prompt::Text(self.vocabulary.text(&item.pieces)),
+            Form::Ids => Prompt::Ids(self.vocabulary.ids(&item.pieces)),
+        };
+        let call = self.client.call(prompt, item.max_tokens)?;
+        Ok(Ready { index, call, prompt_tokens: item.prompt_tokens(), max_tokens: item.max_tokens })
+    }
+}
+
+/// The requests of one interval that are under way, and the records of those that are over.
+struct Flight<'a> {
+    part: &'a Part,
+    watch: &'a Watch,
+    /// Ends what is under way; follows the user's wish to stop.
+    stop: CancellationToken,
+    tasks: JoinSet<(Keep, Record)>,
+    records: Vec<Record>,
+}
+
+impl<'a> Flight<'a> {
+    fn new(part: &'a Part, watch: &'a Watch) -> Self {
+        let stop = watch.stop.child_token();
+        Self { part, watch, stop, tasks: JoinSet::new(), records: Vec::new() }
+    }
+
+    /// Sends every shared prefix once and waits for the answers.
+    async fn prime(&mut self, target: &Target) -> anyhow::Result<()> {
+        for (index, item) in (0..).zip(self.part.workload.primers(self.part.draw)) {
+            let intended_s = self.watch.clock.now_s();
+            self.launch(target.ready(index, &item)?, intended_s, Keep::WarmUp);
+            self.land().await?;
+        }
+        Ok(())
+    }
+
+    /// Sends each request at its time. Returns the length of the measured part, seconds; `None`: as long as it takes.
+    async fn open(
+        &mut self,
+        mut ready: mpsc::Receiver<anyhow::Result<Ready>>,
+        times: impl Iterator<Item = (f64, Keep)>,
+    ) -> anyhow::Result<Option<f64>> {
+        let mut metronome = Metronome::new().context("no thread to keep time")?;
+        let start_s = self.watch.clock.now_s() + LEAD_S;
+        let mut complete = true;
+        for (at_s, keep) in times {
+            let intended_s = start_s + at_s;
+            let due = async {
+                let next = ready.recv().await;
+                metronome.wait_until(self.watch.clock.at(intended_s)).await;
+                next
+            };
+            let next = tokio::select! {
+                biased;
+                () = self.stop.cancelled() => None,
+                next = due => next,
+            };
+            // A trace that is sent at another rate than its own may end before the time does.
+            let Some(next) = next else {
+                complete = false;
+                break;
+            };
+            self.reap()?;
+            if self.tasks.len() < self.part.bounds.max_in_flight {
+                self.launch(next?, intended_s, keep);
+            } else {
+                self.refuse(&next?, intended_s, keep);
+            }
+        }
+        let timed = complete && self.part.load != Load::Trace && self.part.bounds.requests.is_none();
+        Ok(timed.then_some(self.part.bounds.seconds))
+    }
+
+    /// Keeps `slots` requests under way. Returns as [`Self::open`].
+    async fn closed(
+        &mut self,
+        mut ready: mpsc::Receiver<anyhow::Result<Ready>>,
+        slots: usize,
+    ) -> anyhow::Result<Option<f64>> {
+        let Bounds { warmup_s, seconds, requests, .. } = self.part.bounds;
+        let start_s = self.watch.clock.now_s();
+        let measured_from_s = start_s + warmup_s;
+        let end_s = if requests.is_some() { f64::INFINITY } else { measured_from_s + seconds };
+        let mut left = requests.unwrap_or(u64::MAX);
+        let mut complete = true;
+        while left > 0 && self.watch.clock.now_s() < end_s {
+            if self.tasks.len() < slots {
+                let next = tokio::select! {
+                    biased;
+                    () = self.stop.cancelled() => None,
+                    next = ready.recv() => next,
+                };
+                let Some(next) = next else {
+                    complete = false;
+                    break;
+                };
+                let intended_s = self.watch.clock.now_s();
+                let keep = if intended_s < measured_from_s { Keep::WarmUp } else { Keep::Measured };
+                left -= u64::from(keep == Keep::Measured);
+                self.launch(next?, intended_s, keep);
+                continue;
+            }
+            let end = tokio::time::sleep_until(self.watch.clock.at(end_s).into());
+            let stop = self.stop.clone();
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => complete = false,
+                landed = self.land() => landed?,
+                () = end, if requests.is_none() => break,
+            }
+            if !complete {
+                break;
+            }
+        }
+        Ok((complete && requests.is_none()).then_some(seconds))
+    }
+
+    /// Waits for what is under way, for so long; what is not over then stays unfinished.
+    async fn drain(&mut self) -> anyhow::Result<()> {
+        let stop = self.stop.clone();
+        let deadline = tokio::time::sleep(self.part.bounds.drain);
+        tokio::pin!(deadline);
+        while !self.tasks.is_empty() {
+            tokio::select! {
+                biased;
+                landed = self.land() => landed?,
+                () = &mut deadline, if !stop.is_cancelled() => stop.cancel(),
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, ready: Ready, intended_s: f64, keep: Keep) {
+        let Ready { index, call, prompt_tokens, max_tokens } = ready;
+        let mut record = self.record(index, (prompt_tokens, max_tokens), intended_s);
+        let (clock, timeout, stop) = (self.watch.clock, self.part.bounds.timeout, self.stop.clone());
+        let progress = Arc::clone(&self.watch.progress);
+        progress.sent();
+        self.tasks.spawn(async move {
+            let (heard, outcome) = call.ask(clock, timeout, &stop).await;
+            record.ended = clock.now_s();
+            // What was stopped before its first byte was never sent.
+            record.sent = heard.sent_s.max(record.intended);
+            if let Some(usage) = heard.usage {
+                record.cached_tokens = usage.cached;
+                record.prompt_tokens = if usage.prompt > 0 { usage.prompt } else { prompt_tokens };
+            }
+            record.chunks = heard.chunks;
+            record.phases = heard.phases;
+            record.trace_id = heard.trace_id;
+            record.outcome = outcome;
+            progress.ended(&record);
+            (keep, record)
+        });
+    }
+
+    /// A request for which this program has no room: the server is not to blame, but it had the chance to answer others.
+    fn refuse(&mut self, ready: &Ready, intended_s: f64, keep: Keep) {
+        let mut record = self.record(ready.index, (ready.prompt_tokens, ready.max_tokens), intended_s);
+        let now_s = self.watch.clock.now_s();
+        (record.sent, record.ended) = (now_s, now_s);
+        let limit = self.part.bounds.max_in_flight;
+        record.outcome = failed("not sent", format!("{limit} requests were under way already (--max-in-flight)"));
+        self.watch.progress.ended(&record);
+        self.keep(keep, record);
+    }
+
+    fn record(&self, index: u64, (prompt_tokens, max_tokens): (u32, u32), intended_s: f64) -> Record {
+        Record {
+            index: u32::try_from(index).unwrap_or(u32::MAX),
+            row: self.part.workload.name.clone(),
+            endpoint: self.part.endpoint,
+            intended: intended_s,
+            sent: intended_s,
+            prompt_tokens,
+            cached_tokens: 0,
+            max_tokens,
+            chunks: Vec::new(),
+            ended: intended_s,
+            outcome: Outcome::Unfinished,
+            phases: None,
+            trace_id: None,
+        }
+    }
+
+    /// Takes in all that is over already.
+    fn reap(&mut self) -> anyhow::Result<()> {
+        while let Some(joined) = self.tasks.try_join_next() {
+            let (keep, record) = joined.context("a request's task died")?;
+            self.keep(keep, record);
+        }
+        Ok(())
+    }
+
+    /// Waits for the end of one.
+    async fn land(&mut self) -> anyhow::Result<()> {
+        if let Some(joined) = self.tasks.join_next().await {
+            let (keep, record) = joined.context("a request's task died")?;
+            self.keep(keep, record);
+        }
+        Ok(())
+    }
+
+    fn keep(&mut self, keep: Keep, record: Record) {
+        if keep == Keep::Measured {
+            self.records.push(record);
+        }
+    }
+
+    fn interval(mut self, window_s: Option<f64>) -> Interval {
+        self.records.sort_by_key(|record| record.index);
+        let first = self.records.iter().map(|record| record.intended).fold(f64::INFINITY, f64::min);
+        let last = self.records.iter().map(|record| record.ended).fold(0.0, f64::max);
+        let rate = match self.part.load {
+            Load::Rate(_, rate) => Some(rate.mean_over(self.part.bounds.seconds)),
+            Load::Concurrency(_) | Load::Trace => None,
+        };
+        let concurrency = match self.part.load {
+            Load::Concurrency(slots) => Some(slots),
+            Load::Rate(..) | Load::Trace => None,
+        };
+        Interval {
+            row: self.part.workload.name.clone(),
+            endpoint: self.part.endpoint,
+            repeat: self.part.repeat,
+            rate,
+            concurrency,
+            warm: self.part.draw.cache == Cache::Warm,
+            seconds: window_s.unwrap_or((last - first).max(0.0)),
+            records: self.records,
+        }
+    }
+}
