@@ -175,10 +175,10 @@ async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path)
     let mut args = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0");
     args.extend(["--router".to_owned(), router.url("grpc"), "--node-id".to_owned(), format!("{role}-0")]);
     args.extend(["--transport".to_owned(), options.transport.to_owned()]);
+    // A simulated node has the model's name and digest: the router takes no other.
+    args.extend(["--model".to_owned(), model()?.display().to_string()]);
     if options.simulated {
         args.push("--simulated".to_owned());
-    } else {
-        args.extend(["--model".to_owned(), model()?.display().to_string()]);
     }
     let own = if role == "prefill" { &options.prefill_args } else { &options.decode_args };
     args.extend(options.node_args.iter().chain(own).cloned());

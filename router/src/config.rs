@@ -189,7 +189,6 @@ impl From<Flags> for Config {
                 replan: millis(flags.replan_ms),
                 silence: millis(flags.silence_ms),
                 client_stall: millis(flags.client_stall_ms),
-                ..Limits::default()
             },
             api_keys: flags.api_keys,
             lease: millis(flags.lease_ms),

@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use tandem_cluster_tests::client::{ask, metric, rest, text, token_ids};
-use tandem_cluster_tests::cluster::{model, words};
+use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::{Answer, Cluster, Failure, Options};
 use tandem_proto::v1::generate_response::Event;
 use tokio::time::{Instant, timeout};
@@ -305,7 +305,7 @@ async fn a_prompt_whose_client_left_delays_the_next_by_one_chunk_at_most() -> an
     const CHUNKS_LEFT: u32 = 6;
     // 256 tokens of a millisecond: simulated, so that the times are the same on busy cores.
     let prefill_args = words("--simulated-token-us 1000 --max-num-batched-tokens 256");
-    let node_args = words(&format!("--kv-blocks 1024 --model {}", model()?.display()));
+    let node_args = words("--kv-blocks 1024");
     let cluster = Cluster::start(Options { simulated: true, node_args, prefill_args, ..Options::default() }).await?;
     let prompt =
         |tokens: u32, salt: u32| token_ids((0..tokens).map(|index| 100 + salt + index % 7919).collect::<Vec<_>>());

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 /// Reaching a moment takes a second or two on idle cores.
 const REACHED: Duration = Duration::from_secs(40);
 /// So does a node to take up work that nothing holds up.
-const PREPARED: Duration = Duration::from_millis(1500);
+const PREPARED: Duration = Duration::from_secs(4);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Tokens of a decoding answer before the fault.
 const SOME_TOKENS: f64 = 4.0;
@@ -70,8 +70,8 @@ impl Moment {
     /// Others that are there before: one for each node of the role that shall be busy.
     pub fn fillers(self) -> Option<Size> {
         match self {
-            Self::Queued => Some(Size { prompt: 2400, answer: 2 }),
-            Self::Sealed => Some(Size { prompt: 32, answer: 250 }),
+            Self::Queued => Some(Size { prompt: 3600, answer: 2 }),
+            Self::Sealed => Some(Size { prompt: 32, answer: 350 }),
             Self::Computing | Self::Pushing | Self::Decoding => None,
         }
     }

@@ -220,12 +220,12 @@ impl Schedule {
     /// Whether so much goes wrong that a request may fail of it: one node or way that is lost is no excuse.
     pub fn excuses(&self) -> bool {
         use Fault::*;
-        match &self.faults[..] {
-            [] => false,
-            [(_, Kill(..) | Freeze(..) | Drain(..) | CutControl(..) | SlowControl(..))] => false,
-            [(_, CutData(..) | SlowData(_) | LateCancels(_))] => false,
-            _ => true,
-        }
+        let of_one = |fault: &Fault| match fault {
+            Kill(..) | Freeze(..) | Drain(..) | CutControl(..) | SlowControl(..) => true,
+            CutData(..) | SlowData(_) | LateCancels(_) => true,
+            _ => false,
+        };
+        self.faults.len() > 1 || self.faults.iter().any(|(_, fault)| !of_one(fault))
     }
 
     /// All nodes.

@@ -98,7 +98,7 @@ impl Exchange {
 
     /// Whether the next word is the prefill node's: not where its prompt is computed and decode has given no ticket yet.
     pub fn waits_for_prefill(&self) -> bool {
-        self.needs_prefill() && !(self.first && !self.hands_off())
+        self.needs_prefill() && (!self.first || self.hands_off())
     }
 
     /// Decode failed before it had verified the KV: another one will reserve.

@@ -214,11 +214,14 @@ fn a_node_that_drained_is_not_declared_dead() {
 #[test]
 fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_whether_it_is_well() {
     let (membership, start) = (membership(), Instant::now());
-    for (id, role) in [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)] {
-        membership.register(register(id, role, 1), start).unwrap();
-    }
+    let nodes = [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)]
+        .map(|(id, role)| membership.register(register(id, role, 1), start).unwrap());
     let wish = |avoid: &[u64]| Wish { avoid: Avoid { nodes: avoid.to_vec(), pairs: vec![] }, ..Wish::default() };
-    let route = |avoid: &[u64], now| membership.route(ask(100, 10), &wish(avoid), now).unwrap();
+    let load = v1::Load { free_blocks: 64, ..v1::Load::default() };
+    let route = |avoid: &[u64], now| {
+        nodes.iter().for_each(|node| membership.report(node.session, &load, now));
+        membership.route(ask(100, 10), &wish(avoid), now).unwrap()
+    };
     let (bad, good) = {
         let first = route(&[], start);
         let bad = first.decode.session;
@@ -247,6 +250,19 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
     probe.succeeded(Role::Decode);
     assert_eq!(route(&[good], later).decode.session, bad);
     assert!(membership.breakers(later).nodes.iter().all(|(_, _, circuit)| *circuit == Circuit::Closed));
+}
+
+#[test]
+fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
+    let (membership, start) = (membership(), Instant::now());
+    for (id, role) in [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)] {
+        membership.register(register(id, role, 1), start).unwrap();
+    }
+    let later = start + LEASE / 2 + Duration::from_millis(1);
+    let load = v1::Load { free_blocks: 64, running: 3, ..v1::Load::default() };
+    let heard = membership.route(ask(100, 10), &Wish::default(), start).unwrap().decode.session;
+    membership.report(heard, &load, later);
+    assert!((0..8).all(|_| membership.route(ask(100, 10), &Wish::default(), later).unwrap().decode.session == heard));
 }
 
 /// What a node reports that has measured its steps: 10 ms and 1 ms a token.
