@@ -220,10 +220,9 @@ impl Schedule {
     /// Whether so much goes wrong that a request may fail of it: one node or way that is lost is no excuse.
     pub fn excuses(&self) -> bool {
         use Fault::*;
-        let of_one = |fault: &Fault| match fault {
-            Kill(..) | Freeze(..) | Drain(..) | CutControl(..) | SlowControl(..) => true,
-            CutData(..) | SlowData(_) | LateCancels(_) => true,
-            _ => false,
+        let of_one = |fault: &Fault| {
+            let process = matches!(fault, Kill(..) | Freeze(..) | Drain(..) | LateCancels(_));
+            process || matches!(fault, CutControl(..) | SlowControl(..) | CutData(..) | SlowData(_))
         };
         self.faults.len() > 1 || self.faults.iter().any(|(_, fault)| !of_one(fault))
     }
