@@ -29,7 +29,8 @@ trap 'exit 130' INT TERM
 
 ask() { echo; echo "--- $1"; shift; "$tandem" --state "$work/cluster.json" "$@"; }
 
-"$tandem" --state "$work/cluster.json" up --prefill 1 --decode 1 --log-dir "$work/logs" "$@" > "$work/up.txt" 2>&1 &
+# Every prompt is handed off, also one that decode could as well compute itself.
+"$tandem" --state "$work/cluster.json" up --prefill 1 --decode 1 --router-arg=--local-prefill=never --log-dir "$work/logs" "$@" > "$work/up.txt" 2>&1 &
 up=$!
 for _ in $(seq 1200); do
   if grep -q '^ready ' "$work/up.txt"; then break; fi

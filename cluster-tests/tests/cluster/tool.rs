@@ -83,7 +83,8 @@ async fn up_generate_chat_trace_and_a_clean_end() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
     let state = dir.path().join("state.json");
-    let mut tandem = up(dir.path(), &[]).await?;
+    // A short prompt may as well be computed where it is answered.
+    let mut tandem = up(dir.path(), &["--router-arg=--local-prefill=never"]).await?;
     assert!(tandem.log().contains("transport=ucx/"), "{}", tandem.log());
 
     let (ok, out, figures) = said(&state, &["generate", "--max-tokens", "8", "The capital of France is"]).await?;

@@ -9,7 +9,7 @@ const STEP: Duration = Duration::from_millis(10);
 
 /// By an engine with a thread, which knows nothing of paused time.
 fn by_a_thread(len: usize, max_new_tokens: u32) -> Vec<u32> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     let engine = engine(LIMITS);
     runtime.block_on(generate(&engine, request(&engine, prompt(len, 3), max_new_tokens)))
 }

@@ -106,6 +106,7 @@ impl Entry {
         let free_blocks = load.free_blocks.min(self.node.info.total_blocks);
         self.load = v1::Load { free_blocks, ..*load };
         self.epoch += 1;
+        self.factor.fade(now.saturating_duration_since(self.heard));
         self.heard = now;
         view.free_blocks = free_blocks;
         view.running = load.running;

@@ -255,13 +255,12 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
 #[test]
 fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
     let (membership, start) = (membership(), Instant::now());
-    for (id, role) in [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)] {
-        membership.register(register(id, role, 1), start).unwrap();
-    }
+    let nodes = [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)]
+        .map(|(id, role)| membership.register(register(id, role, 1), start).unwrap());
     let later = start + LEASE / 2 + Duration::from_millis(1);
     let load = v1::Load { free_blocks: 64, running: 3, ..v1::Load::default() };
     let heard = membership.route(ask(100, 10), &Wish::default(), start).unwrap().decode.session;
-    membership.report(heard, &load, later);
+    [nodes[0].session, heard].iter().for_each(|session| membership.report(*session, &load, later));
     assert!((0..8).all(|_| membership.route(ask(100, 10), &Wish::default(), later).unwrap().decode.session == heard));
 }
 

@@ -5,11 +5,14 @@
 //! - [`Factor`]: by how much a node's prompts take longer than its step model says: what the model does not see (calls,
 //!   queues inside, a neighbour on the machine). Robust: one wild value moves it little, and it stays within bounds.
 use std::collections::HashMap;
+use std::time::Duration;
 
 /// Pairs of nodes kept at most.
 pub const MAX_PAIRS: usize = 4096;
 /// Of a sum, what the next measurement leaves of it.
 const KEEP: f64 = 0.8;
+/// Half of what is known of a node's slowness is forgotten in this time.
+const HALF_LIFE: Duration = Duration::from_secs(10);
 /// Bounds of a node's factor.
 const FACTOR: std::ops::RangeInclusive<f64> = 0.25..=4.0;
 /// The share of a new value in a factor that has settled.
@@ -153,6 +156,13 @@ impl Factor {
         self.log = (self.log + share * off).clamp(FACTOR.start().ln(), FACTOR.end().ln());
         self.value = self.log.exp();
     }
+
+    /// So much time has passed: what was seen is worth less. Else a node that was slow once, and is chosen no more for it,
+    /// could never show that it has recovered.
+    pub fn fade(&mut self, elapsed: Duration) {
+        self.log *= 0.5_f64.powf(elapsed.as_secs_f64() / HALF_LIFE.as_secs_f64());
+        self.value = self.log.exp();
+    }
 }
 
 #[cfg(test)]
@@ -160,6 +170,17 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn what_is_known_of_a_slow_node_fades() {
+        let mut factor = Factor::default();
+        (0..50).for_each(|_| factor.observe(100.0, 400.0));
+        assert!(factor.value() > 3.5);
+        factor.fade(HALF_LIFE);
+        assert!((1.85..2.05).contains(&factor.value()), "{}", factor.value());
+        (0..20).for_each(|_| factor.fade(HALF_LIFE / 2));
+        assert!((factor.value() - 1.0).abs() < 0.01 && factor.has_seen());
+    }
 
     #[test]
     fn a_pair_has_its_own_speed_and_strangers_the_mean() {
