@@ -312,6 +312,14 @@ impl Fleet {
         }
     }
 
+    /// What the router knows of its nodes (`/debug/cluster`), for messages.
+    ///
+    /// # Errors
+    /// The router does not answer.
+    pub async fn router_view(&self) -> anyhow::Result<String> {
+        Ok(reqwest::get(format!("{}/debug/cluster", self.router.url("http"))).await?.text().await?)
+    }
+
     async fn listed(&self) -> anyhow::Result<Vec<String>> {
         let url = format!("{}/debug/cluster", self.router.url("http"));
         let cluster: serde_json::Value = reqwest::get(url).await?.json().await?;
@@ -325,7 +333,8 @@ async fn start_router(options: &FleetOptions, logs: &Path) -> anyhow::Result<Pro
     let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
     args.push(model()?.display().to_string());
     // What these runs are about is the hand-off.
-    args.extend(words("--local-prefill never"));
+    // Requests spread by what nodes have to do, whatever became of their measured speeds in an earlier fault.
+    args.extend(words("--local-prefill never --policy least-loaded"));
     args.extend(words(&options.router_args));
     Process::start("router", "tandem-router", &args, logs).await
 }

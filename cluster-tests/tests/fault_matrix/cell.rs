@@ -132,7 +132,10 @@ impl Cell {
                 let seed = seed + 1 + fillers.len() as u32;
                 fillers.push(Filler { client: Client::stream(fleet, size, seed), size, seed });
                 match moment.prepared(fleet, nodes).await {
-                    Err(error) if fillers.len() >= MAX_FILLERS => return Err(error),
+                    Err(error) if fillers.len() >= MAX_FILLERS => {
+                        let seen = fleet.router_view().await.unwrap_or_else(|error| error.to_string());
+                        return Err(error.context(format!("the router sees {seen}")));
+                    }
                     Err(_) => {}
                     Ok(()) => break,
                 }
