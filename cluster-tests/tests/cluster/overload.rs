@@ -14,10 +14,13 @@ use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
 /// Each asks again as soon as it has its answer: three times what the nodes and the queue hold.
-const GREEDY_CLIENTS: usize = 90;
+const GREEDY_CLIENTS: usize = 180;
+/// As many over HTTP at one time: more than the queue has places, so one of them is refused whenever they come.
+const HTTP_CLIENTS: usize = 24;
 const OVERLOAD: Duration = Duration::from_secs(4);
 /// A client that is refused comes again after this, whatever it was told.
 const IMPATIENCE: Duration = Duration::from_millis(50);
+/// Tokens of the polite tenant's answers.
 const MAX_TOKENS: u32 = 24;
 const LONG: Duration = Duration::from_secs(60);
 
@@ -54,15 +57,17 @@ async fn overload_is_refused_at_once_and_a_greedy_tenant_pushes_nobody_out() -> 
     };
     let cluster = Cluster::start(options).await?;
     let client = InferenceClient::connect(cluster.router.url("grpc")).await?;
-    let alone = run(client.clone(), "polite", Instant::now() + OVERLOAD / 4).await?;
+    let alone = run(client.clone(), "polite", MAX_TOKENS, Instant::now() + OVERLOAD / 4).await?;
     ensure!(alone.refusals.is_empty() && !alone.answers.is_empty(), "{} refusals alone", alone.refusals.len());
 
     let end = Instant::now() + OVERLOAD;
     let mut clients = JoinSet::new();
-    for _ in 0..GREEDY_CLIENTS {
-        clients.spawn(run(client.clone(), "greedy", end));
+    for number in 0..GREEDY_CLIENTS {
+        // Of many lengths: equal ones would end together and leave nothing to wait for in between.
+        let max_tokens = 16 + (number % 17) as u32;
+        clients.spawn(run(client.clone(), "greedy", max_tokens, end));
     }
-    let polite = tokio::spawn(run(client.clone(), "polite", end));
+    let polite = tokio::spawn(run(client.clone(), "polite", MAX_TOKENS, end));
     let over_http = refused_over_http(&cluster, end).await?;
     let mut greedy = Seen::default();
     while let Some(seen) = clients.join_next().await {
@@ -94,22 +99,27 @@ async fn overload_is_refused_at_once_and_a_greedy_tenant_pushes_nobody_out() -> 
         polite.mean_queue_ms() * 2.0 < greedy.mean_queue_ms(),
         "the polite tenant waited as long as the greedy one"
     );
-    for seen in [&greedy, &polite] {
-        ensure!(seen.answers.iter().all(|answer| answer.tokens.len() == MAX_TOKENS as usize), "an answer was cut off");
-    }
     cluster.idle(LONG).await?;
-    let after = run(client, "greedy", Instant::now()).await?;
+    let after = run(client, "greedy", MAX_TOKENS, Instant::now()).await?;
     ensure!(after.answers.len() == 1 && after.mean_queue_ms() < 1000.0, "it has not recovered");
     Ok(())
 }
 
-/// One client of `tenant`, which asks until `end`, once at least.
-async fn run(client: InferenceClient<Channel>, tenant: &'static str, end: Instant) -> anyhow::Result<Seen> {
+/// One client of `tenant`, which asks for `max_tokens` until `end`, once at least.
+async fn run(
+    client: InferenceClient<Channel>,
+    tenant: &'static str,
+    max_tokens: u32,
+    end: Instant,
+) -> anyhow::Result<Seen> {
     let mut seen = Seen::default();
     loop {
         let start = Instant::now();
-        match answer(client.clone(), tenant).await {
-            Ok(answer) => seen.answers.push(answer),
+        match answer(client.clone(), tenant, max_tokens).await {
+            Ok(answer) => {
+                ensure!(answer.tokens.len() == max_tokens as usize, "an answer was cut off");
+                seen.answers.push(answer);
+            }
             Err(status) => {
                 ensure!(status.code() == Code::ResourceExhausted, "{status}");
                 let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
@@ -123,8 +133,8 @@ async fn run(client: InferenceClient<Channel>, tenant: &'static str, end: Instan
     }
 }
 
-async fn answer(mut client: InferenceClient<Channel>, tenant: &'static str) -> Result<Answer, Status> {
-    let mut message = ask(token_ids(vec![300; 40]), MAX_TOKENS);
+async fn answer(mut client: InferenceClient<Channel>, tenant: &'static str, max_tokens: u32) -> Result<Answer, Status> {
+    let mut message = ask(token_ids(vec![300; 40]), max_tokens);
     message.ignore_eos = true;
     let mut request = Request::new(message);
     request.set_timeout(LONG);
@@ -135,14 +145,21 @@ async fn answer(mut client: InferenceClient<Channel>, tenant: &'static str) -> R
 
 /// `retry-after` of the first request that is refused.
 async fn refused_over_http(cluster: &Cluster, end: Instant) -> anyhow::Result<u64> {
-    let body = r#"{"prompt": [300, 300, 300], "max_tokens": 4}"#;
+    let client = reqwest::Client::new();
+    let url = format!("{}/v1/completions", cluster.router.url("http"));
+    let request = client.post(url).header("x-tandem-tenant", "greedy");
+    let request = request.body(r#"{"prompt": [300, 300, 300], "max_tokens": 4}"#);
     loop {
-        let url = format!("{}/v1/completions", cluster.router.url("http"));
-        let request = reqwest::Client::new().post(url).header("x-tandem-tenant", "greedy").body(body);
-        let response = request.send().await?;
-        if response.status() == 429 {
-            let retry_after = response.headers().get("retry-after").context("no retry-after")?;
-            return Ok(retry_after.to_str()?.parse()?);
+        let mut burst = JoinSet::new();
+        for _ in 0..HTTP_CLIENTS {
+            burst.spawn(request.try_clone().context("a body that cannot be sent twice")?.send());
+        }
+        while let Some(response) = burst.join_next().await {
+            let response = response??;
+            if response.status() == 429 {
+                let retry_after = response.headers().get("retry-after").context("no retry-after")?;
+                return Ok(retry_after.to_str()?.parse()?);
+            }
         }
         ensure!(Instant::now() < end, "nothing was refused over HTTP");
     }
