@@ -333,8 +333,7 @@ async fn start_router(options: &FleetOptions, logs: &Path) -> anyhow::Result<Pro
     let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
     args.push(model()?.display().to_string());
     // What these runs are about is the hand-off.
-    // Requests spread by what nodes have to do, whatever became of their measured speeds in an earlier fault.
-    args.extend(words("--local-prefill never --policy least-loaded"));
+    args.extend(words("--local-prefill never"));
     args.extend(words(&options.router_args));
     Process::start("router", "tandem-router", &args, logs).await
 }

@@ -6,6 +6,7 @@
 //! machine's ([`Engine::stepped`], in [`stepper`]), for many engines in one simulated cluster. They differ in where they
 //! wait and whose clock they read.
 mod stepper;
+mod warm_up;
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -16,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
@@ -74,6 +75,8 @@ impl Shared {
 
 enum Message {
     Submit(Box<Submission>),
+    /// Run these and learn from them; they are nobody's.
+    WarmUp(Vec<Batch>, oneshot::Sender<Result<(), EngineError>>),
     /// Look at `Shared::stop`.
     Wake,
 }
@@ -130,6 +133,22 @@ impl Engine {
     ) -> (Self, Stepper) {
         let (inner, worker) = Inner::new(executor, config);
         (Self(Arc::new(inner)), Stepper::new(worker, step_time))
+    }
+
+    /// Runs a few steps for nobody, see [`warm_up`]. A step is not larger than `max_step_tokens`.
+    ///
+    /// # Errors
+    /// The first that failed; `Stopped` when the engine is, or when a step panicked; `Overloaded` when it has work already.
+    pub async fn warm_up(&self, max_step_tokens: usize) -> Result<(), EngineError> {
+        let Inner { inbox, shared, spec, pool, .. } = &*self.0;
+        let (done, outcome) = oneshot::channel();
+        // Where there are no blocks for it, it goes without.
+        let batches = warm_up::batches(pool, spec, max_step_tokens).unwrap_or_default();
+        inbox.try_send(Message::WarmUp(batches, done)).map_err(|refused| match refused {
+            TrySendError::Full(_) => EngineError::Overloaded("it has work already".into()),
+            TrySendError::Closed(_) => EngineError::Stopped(shared.stop_reason()),
+        })?;
+        outcome.await.unwrap_or_else(|_| Err(EngineError::Stopped(shared.stop_reason())))
     }
 
     /// What the engine serves.
@@ -322,11 +341,8 @@ impl Worker {
                 return;
             }
             if let Some(batch) = self.plan(Instant::now()) {
-                let begin = Instant::now();
-                self.shared.step_began(Some(begin));
-                let outcome = self.execute(&batch);
-                self.shared.step_began(None);
-                self.conclude(batch, outcome, begin.elapsed(), Instant::now());
+                let (outcome, took) = self.timed(&batch);
+                self.conclude(batch, outcome, took, Instant::now());
             }
         }
     }
@@ -348,15 +364,33 @@ impl Worker {
     }
 
     fn take(&mut self, message: Message) {
-        if let Message::Submit(submission) = message {
-            let Submission { request, client } = *submission;
-            let tokens = request.queued_tokens();
-            self.scheduler.enqueue(self.next_seq, request);
-            self.clients.insert(self.next_seq, client);
-            self.next_seq += 1;
-            self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
-            self.shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
+        match message {
+            Message::Submit(submission) => self.enqueue(*submission),
+            Message::WarmUp(batches, done) => {
+                let outcome = self.warm_up(batches);
+                // Who asked may have left: the engine is warm all the same.
+                let _ = done.send(outcome);
+            }
+            Message::Wake => {}
         }
+    }
+
+    fn enqueue(&mut self, Submission { request, client }: Submission) {
+        let tokens = request.queued_tokens();
+        self.scheduler.enqueue(self.next_seq, request);
+        self.clients.insert(self.next_seq, client);
+        self.next_seq += 1;
+        self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
+        self.shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
+    }
+
+    fn warm_up(&mut self, batches: Vec<Batch>) -> Result<(), EngineError> {
+        for batch in batches {
+            let (outcome, took) = self.timed(&batch);
+            outcome?;
+            self.learn(StepShape::of(&batch), took);
+        }
+        Ok(())
     }
 
     /// Who leaves, who starts, and the next step, if there is one.
@@ -365,6 +399,15 @@ impl Worker {
         let decisions = self.scheduler.admit(now, gone);
         self.apply(decisions, now);
         Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
+    }
+
+    /// Computes a step in the machine's time, which others can watch, see [`Engine::step_age`].
+    fn timed(&mut self, batch: &Batch) -> (Result<(), EngineError>, Duration) {
+        let begin = Instant::now();
+        self.shared.step_began(Some(begin));
+        let outcome = self.execute(batch);
+        self.shared.step_began(None);
+        (outcome, begin.elapsed())
     }
 
     /// Computes a step; who wants to hears of its layers while it runs.

@@ -19,6 +19,10 @@ const FIRST_STEPS: u64 = 32;
 const FIT_EVERY: u64 = 4;
 /// Reweighting rounds of one fit, which starts from the coefficients before.
 const ROUNDS: usize = 4;
+/// A step counts as at most so many times what its kind took so far, or what is predicted where there is none: a process
+/// that was stopped in mid-step, or a machine that slept, says nothing of the kernels. Speeds that did change so much are
+/// believed after as many steps as it takes.
+const FROZEN: f64 = 8.0;
 /// Relative errors below this count alike: they are the clock's and the system's.
 const NOISE: f64 = 0.02;
 
@@ -86,6 +90,9 @@ impl StepModel {
         }
         self.steps += 1;
         let kept = self.kinds.entry((shape.tokens.ilog2(), shape.context.max(1).ilog2())).or_default();
+        let usual_ms = kept.iter().map(|sample| sample.ms).reduce(f64::max);
+        let predicted_ms = (self.steps > FIRST_STEPS).then(|| 4.0 * self.cost.predict_ms(shape));
+        let ms = usual_ms.or(predicted_ms).map_or(ms, |usual_ms| ms.min(FROZEN * usual_ms.max(f64::MIN_POSITIVE)));
         if kept.len() == KEPT {
             kept.pop_front();
         }
@@ -262,6 +269,27 @@ mod tests {
         let prompt = StepShape { tokens: 512, context: 512 * 513 / 2 };
         let predicted = model.cost().predict_ms(prompt);
         assert!((predicted / LAW.predict_ms(prompt) - 1.0).abs() < 0.1, "{predicted} of {}", LAW.predict_ms(prompt));
+    }
+
+    #[test]
+    fn a_frozen_step_leaves_the_predictions_as_they_were() {
+        let mut model = StepModel::default();
+        let (prompt, decode) = (StepShape { tokens: 256, context: 32_896 }, StepShape { tokens: 4, context: 1200 });
+        for _ in 0..4 {
+            [prompt, decode].iter().for_each(|&shape| model.observe(shape, LAW.predict_ms(shape)));
+        }
+        for shape in [prompt, decode] {
+            model.observe(shape, 5_000.0);
+            for shape in [prompt, decode] {
+                let ratio = model.cost().predict_ms(shape) / LAW.predict_ms(shape);
+                assert!((0.9..1.1).contains(&ratio), "{ratio} of {shape:?}");
+            }
+        }
+        for _ in 0..16 {
+            [prompt, decode].iter().for_each(|&shape| model.observe(shape, 100.0 * LAW.predict_ms(shape)));
+        }
+        let ratio = model.cost().predict_ms(prompt) / LAW.predict_ms(prompt);
+        assert!((90.0..110.0).contains(&ratio), "it lasts: {ratio}");
     }
 
     #[test]

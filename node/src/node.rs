@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
@@ -132,6 +132,9 @@ impl Node {
         let loading = config.clone();
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
+        let warming = Instant::now();
+        engine.warm_up(config.max_step_tokens).await.context("the first steps of the model")?;
+        tracing::info!(took_ms = warming.elapsed().as_millis() as u64, "warm: the first steps are done");
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let transport = open(arena.clone()).context("no KV transport")?;
         Ok(Self::of(Parts {
