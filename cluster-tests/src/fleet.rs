@@ -300,7 +300,10 @@ impl Fleet {
     }
 
     /// Waits until the router lists all nodes, with none of them draining.
-    async fn registered(&self) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// It does not in time; with what it lists.
+    pub async fn registered(&self) -> anyhow::Result<()> {
         let start = Instant::now();
         loop {
             let listed = self.listed().await;

@@ -85,6 +85,15 @@ pub struct NodeArgs {
     /// A step of the engine that takes longer hangs: the node ends, and its supervisor starts it again.
     #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_step_ms: u32,
+    /// How long running requests may take to end after SIGTERM.
+    #[arg(long, default_value_t = 30_000)]
+    pub drain_ms: u32,
+    /// A peer that neither takes nor sends anything for so long in the middle of a KV transfer is lost.
+    #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(100..=600_000))]
+    pub kv_stall_ms: u32,
+    /// A peer whose hand-off was aborted may write for so long before it is fenced by force; until then the blocks are in quarantine.
+    #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(10..=600_000))]
+    pub kv_grace_ms: u32,
     /// Where the tcp transport listens.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub kv_listen: SocketAddr,
@@ -201,6 +210,12 @@ pub struct NodeConfig {
     pub ucx_profile: UcxProfileArg,
     /// Where libucp is.
     pub ucx_lib_dir: Option<PathBuf>,
+    /// For running requests after SIGTERM.
+    pub drain_timeout: Duration,
+    /// A peer that is silent for so long in mid-transfer is lost.
+    pub kv_stall: Duration,
+    /// A peer may write so long into an aborted hand-off.
+    pub kv_grace: Duration,
     /// Where the tcp transport listens.
     pub kv_listen: SocketAddr,
     /// Replaces `kv_listen` in tickets.
@@ -289,6 +304,9 @@ impl NodeArgs {
             transport: self.transport,
             ucx_profile: self.ucx_profile,
             ucx_lib_dir: self.ucx_lib_dir,
+            drain_timeout: Duration::from_millis(self.drain_ms.into()),
+            kv_stall: Duration::from_millis(self.kv_stall_ms.into()),
+            kv_grace: Duration::from_millis(self.kv_grace_ms.into()),
             kv_listen: self.kv_listen,
             kv_advertise: self.kv_advertise,
             otlp_endpoint: self.otlp_endpoint,

@@ -306,7 +306,10 @@ fn transport(config: &NodeConfig, faults: Faults) -> TransportConfig {
         UcxProfileArg::Tcp => UcxProfile::Tcp,
         UcxProfileArg::Rdma => UcxProfile::Rdma,
     };
-    let ucx = UcxConfig { lib_dir: config.ucx_lib_dir.clone(), faults, ..UcxConfig::new(profile) };
-    let tcp = TcpConfig { faults, advertise: config.kv_advertise.clone(), ..TcpConfig::default() };
+    let (stall_timeout, grace) = (config.kv_stall, config.kv_grace);
+    let lib_dir = config.ucx_lib_dir.clone();
+    let ucx = UcxConfig { lib_dir, stall_timeout, grace, faults, ..UcxConfig::new(profile) };
+    let advertise = config.kv_advertise.clone();
+    let tcp = TcpConfig { stall_timeout, grace, faults, advertise, ..TcpConfig::default() };
     TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }
 }

@@ -21,8 +21,6 @@ use crate::config::NodeConfig;
 use crate::node::{Node, role_name};
 use crate::{admin, membership};
 
-/// Longest wait for running work at drain.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for connections to close after that.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Streams of one connection: the router has one connection for all its calls.
@@ -90,6 +88,8 @@ pub struct Running {
     health: HealthReporter,
     signals: Signals,
     stop: CancellationToken,
+    /// Longest wait for running work at drain.
+    drain: Duration,
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
@@ -120,8 +120,8 @@ impl Running {
                 Port::new(listeners.grpc, Limits::default()).incoming(),
                 stop.clone().cancelled_owned(),
             );
-        let running =
-            Self { node: node.clone(), service, health, signals, stop: stop.clone(), grpc: tokio::spawn(server) };
+        let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
+        let running = Self { node: node.clone(), service, health, signals, stop: stop.clone(), drain, grpc: grpc_task };
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
@@ -162,7 +162,7 @@ impl Running {
         self.health.set_service_status("", ServingStatus::NotServing).await;
         node.work.drain();
         tokio::select! {
-            waited = timeout(DRAIN_TIMEOUT, node.work.drained()) => if waited.is_err() {
+            waited = timeout(self.drain, node.work.drained()) => if waited.is_err() {
                 tracing::warn!(in_flight = node.work.in_flight(), "drain took too long: cancelling what still runs");
             },
             () = self.signals.next() => tracing::warn!("told again: cancelling what still runs"),

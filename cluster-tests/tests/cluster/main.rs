@@ -7,6 +7,7 @@
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
+//! - [`rolling`]: every node is replaced under load.
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`metrics`]: what every role shows to dashboards.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
@@ -20,6 +21,7 @@ mod first_light;
 mod local;
 mod metrics;
 mod overload;
+mod rolling;
 mod sampling;
 mod streams;
 mod tool;

@@ -3,7 +3,7 @@
 //!
 //! - [`types`]: C structures, constants and callback types, written by hand from `ucp.h`.
 //! - [`load`]: finds the libraries, checks their version and resolves the functions into an [`Api`].
-//! - [`prepare_environment`]: the one process-wide setting, to be made before any thread exists.
+//! - [`prepare_environment`]: the process-wide settings, to be made before any thread exists.
 //!
 //! This crate knows no ownership and no error beyond a failed load: both are the caller's layers.
 pub mod load;
@@ -13,36 +13,45 @@ pub mod types;
 pub use load::{Api, LoadError, Version};
 pub use types::*;
 
-/// UCX reads this in a constructor, when the library is opened; a context's configuration is too late for it.
-const HANDLE_ERRORS: &str = "UCX_HANDLE_ERRORS";
+/// What UCX reads in constructors, when the library is opened; a context's configuration is too late for these.
+///
+/// - It would replace the process's handlers of fatal signals.
+/// - It watches `mmap` and `munmap`, to forget registrations of memory that is gone. By default it writes jumps into the code
+///   of libc, and a thread that runs there meanwhile crashes (UCX's pull requests 5855 and 9148 narrow that, and its own CI
+///   still meets it). Changing the tables through which libraries call them is one store for each.
+const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "reloc")];
 
 /// The process already has several threads, so the environment may no longer be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "UCX_HANDLE_ERRORS not set: the process already runs {threads} threads; call prepare_environment() first in main"
+    "UCX's process-wide settings not made: {threads} threads run already; call prepare_environment() first in main"
 )]
 pub struct TooLate {
     /// Threads counted.
     pub threads: usize,
 }
 
-/// Keeps UCX from replacing the process's signal handlers when it is loaded: sets `UCX_HANDLE_ERRORS=none` unless the
-/// operator has set the variable. Call it as the first statement of `main`, before any runtime or thread starts.
+/// Makes the settings that UCX reads when it is loaded, but for those that the operator has made: it leaves the process's
+/// signal handlers alone, and does not write into code that other threads run. Call it as the first statement of `main`,
+/// before any runtime or thread starts.
 ///
 /// # Errors
-/// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works
-/// all the same then; only its crash handlers stay.
+/// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works all the
+/// same then, but for a process that crashes once in a thousand starts.
 pub fn prepare_environment() -> Result<(), TooLate> {
-    if std::env::var_os(HANDLE_ERRORS).is_some() {
+    let missing = || SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    if missing().next().is_none() {
         return Ok(());
     }
     let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
     if threads != 1 {
         return Err(TooLate { threads });
     }
-    // SAFETY: this is the process's only thread (counted above, and only this thread could start another), so nothing
-    // reads the environment while it changes.
-    unsafe { std::env::set_var(HANDLE_ERRORS, "none") };
+    for (name, value) in missing() {
+        // SAFETY: this is the process's only thread (counted above, and only this thread could start another), so nothing
+        // reads the environment while it changes.
+        unsafe { std::env::set_var(name, value) };
+    }
     Ok(())
 }
 
@@ -53,7 +62,7 @@ mod tests {
     #[test]
     fn a_threaded_process_is_refused_or_already_prepared() {
         // The test harness runs this beside its main thread.
-        let prepared = std::env::var_os(HANDLE_ERRORS).is_some();
+        let prepared = SETTINGS.iter().all(|(name, _)| std::env::var_os(name).is_some());
         assert_eq!(prepare_environment().is_ok(), prepared);
     }
 }
