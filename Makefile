@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -30,7 +30,7 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo clippy --release --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
-bench: bench-transfer bench-handoff bench-router bench-kernels bench-cpu ## All benchmarks
+bench: bench-transfer bench-handoff bench-router bench-overload bench-kernels bench-cpu ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 	deploy/setup.sh bench
@@ -42,6 +42,9 @@ bench-handoff: setup build ## How much of the KV transfer hides behind the prefi
 bench-router: setup build ## What the router adds to a request, beside sglang-router and vllm-router
 	deploy/bench/routers.sh
 	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --python "$$(deploy/bench/routers.sh --path)" $(BENCH_ROUTER)
+
+bench-overload: setup build ## Three times what a cluster can answer, for two minutes
+	cargo run --release --locked -p tandem-cluster-tests --example bench_overload -- $(BENCH_OVERLOAD)
 
 bench-kernels: ## Each CPU kernel alone, beside the bandwidth and the multiply-adds of the machine
 	cargo bench --locked -p tandem-engine --bench kernels

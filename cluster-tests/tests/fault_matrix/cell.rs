@@ -24,7 +24,7 @@ const ENDS: Duration = Duration::from_secs(30);
 /// To see one at its moment.
 const MOST_REQUESTS: u32 = 4;
 /// To make two nodes busy.
-const MAX_FILLERS: usize = 6;
+const MAX_FILLERS: usize = 8;
 /// From there until every block is back.
 const BACK: Duration = Duration::from_secs(10);
 
@@ -122,26 +122,25 @@ impl Cell {
         Ok(Report { cell: self, seen: expected.as_str(), pause: ended.pause, ended: ended_after, back, problem: None })
     }
 
-    /// Makes the nodes busy, one after the other. Two requests may meet on a node whose last report was older than the
-    /// first of them: then the other node gets a third one.
+    /// Makes the nodes busy, all at the same time. Two requests may meet on one node, when the other is a little late with its
+    /// report and tried last for it: then all come again.
     async fn fill(self, fleet: &Fleet, seed: u32) -> anyhow::Result<Vec<Filler>> {
         let (moment, mut fillers) = (self.setting.moment, Vec::new());
         let Some(size) = moment.fillers() else { return Ok(fillers) };
-        for nodes in 1..=fleet.nodes() {
-            loop {
+        loop {
+            for _ in 0..fleet.nodes() {
                 let seed = seed + 1 + fillers.len() as u32;
                 fillers.push(Filler { client: Client::stream(fleet, size, seed), size, seed });
-                match moment.prepared(fleet, nodes).await {
-                    Err(error) if fillers.len() >= MAX_FILLERS => {
-                        let seen = fleet.router_view().await.unwrap_or_else(|error| error.to_string());
-                        return Err(error.context(format!("the router sees {seen}")));
-                    }
-                    Err(_) => {}
-                    Ok(()) => break,
+            }
+            match moment.prepared(fleet, fleet.nodes()).await {
+                Ok(()) => return Ok(fillers),
+                Err(error) if fillers.len() >= MAX_FILLERS => {
+                    let seen = fleet.router_view().await.unwrap_or_else(|error| error.to_string());
+                    return Err(error.context(format!("the router sees {seen}")));
                 }
+                Err(_) => {}
             }
         }
-        Ok(fillers)
     }
 
     /// A client whose request is at its moment, the seed of its prompt, and the others that hold it there. A moment may

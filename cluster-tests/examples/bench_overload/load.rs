@@ -1,0 +1,111 @@
+//! Requests at a rate, whatever becomes of those before, and what each of them saw.
+use std::time::Duration;
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tandem_cluster_tests::client::{ask, token_ids};
+use tandem_proto::v1::generate_response::Event;
+use tandem_proto::v1::inference_client::InferenceClient;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
+use tonic::metadata::MetadataValue;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Status};
+use tonic_types::StatusExt;
+
+/// Tokens of a prompt, none of which begins as another.
+const PROMPT: u64 = 128;
+/// Tokens of an answer.
+pub const ANSWER: u32 = 16;
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Who asks, and how often.
+#[derive(Clone)]
+pub struct Load {
+    /// Connected to the router.
+    pub client: InferenceClient<Channel>,
+    /// In whose name.
+    pub tenant: &'static str,
+    /// Requests a second, at random moments.
+    pub rate: f64,
+    /// Names the prompts and the moments.
+    pub seed: u64,
+}
+
+/// What one request saw.
+pub struct Seen {
+    /// When it was to be sent, since the load began.
+    pub at: f64,
+    /// Since then.
+    pub outcome: Outcome,
+}
+
+pub enum Outcome {
+    /// All tokens came, the first after so many milliseconds.
+    Answered { ttft_ms: f64 },
+    /// `RESOURCE_EXHAUSTED` after so many milliseconds, with or without a time to come again.
+    Refused { after_ms: f64, retry_after: bool },
+    /// Anything else.
+    Failed(Status),
+}
+
+impl Load {
+    /// All requests of so many seconds, in the order in which they were to be sent.
+    pub async fn run(self, seconds: f64) -> anyhow::Result<Vec<Seen>> {
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        let (start, mut at, mut requests) = (Instant::now(), 0.0, JoinSet::new());
+        for number in 0.. {
+            at -= (1.0 - rng.random::<f64>()).ln() / self.rate;
+            if at > seconds {
+                break;
+            }
+            let intended = start + Duration::from_secs_f64(at);
+            sleep_until(intended).await;
+            let load = self.clone();
+            requests.spawn(async move { Seen { at, outcome: load.one(number, intended).await } });
+        }
+        let mut seen = requests.join_all().await;
+        seen.sort_by(|a, b| a.at.total_cmp(&b.at));
+        Ok(seen)
+    }
+
+    async fn one(mut self, number: u64, intended: Instant) -> Outcome {
+        match self.answer(number, intended).await {
+            Ok(ttft_ms) => Outcome::Answered { ttft_ms },
+            Err(status) if status.code() == Code::ResourceExhausted => {
+                let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
+                Outcome::Refused { after_ms: ms(intended), retry_after: retry.is_some_and(|delay| !delay.is_zero()) }
+            }
+            Err(status) => Outcome::Failed(status),
+        }
+    }
+
+    async fn answer(&mut self, number: u64, intended: Instant) -> Result<f64, Status> {
+        let word = |position: u64| 300 + (self.seed * 7919 + number * 131 + position * (number % 97 + 1)) % 30_000;
+        let prompt: Vec<u32> = (0..PROMPT).map(|position| word(position) as u32).collect();
+        let mut message = ask(token_ids(prompt), ANSWER);
+        message.ignore_eos = true;
+        let mut request = Request::new(message);
+        request.set_timeout(TIMEOUT);
+        request.metadata_mut().insert("x-tandem-tenant", MetadataValue::from_static(self.tenant));
+        let mut stream = self.client.generate(request).await?.into_inner();
+        let (mut ttft_ms, mut tokens) = (None, 0);
+        while let Some(message) = stream.message().await? {
+            match message.event {
+                Some(Event::Token(_)) => {
+                    ttft_ms.get_or_insert_with(|| ms(intended));
+                    tokens += 1;
+                }
+                Some(Event::Finish(_)) if tokens == ANSWER => {
+                    return ttft_ms.ok_or_else(|| Status::unknown("no token"));
+                }
+                _ => {}
+            }
+        }
+        Err(Status::unknown(format!("the answer ended after {tokens} of {ANSWER} tokens")))
+    }
+}
+
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}

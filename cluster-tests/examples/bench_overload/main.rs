@@ -1,0 +1,209 @@
+//! More requests than a cluster can answer, for two minutes: `make bench-overload`.
+//!
+//! Two prefill and two decode nodes, simulated. First the rate at which most answers begin within the objective (the
+//! peak), then three times that rate: how much of the peak is still answered in time in every ten seconds, how quickly the
+//! rest is refused and whether it is told when to come again, what the router holds, and when a newcomer is served as
+//! before. Last, one tenant at a small rate, alone and beside one that asks for three times what there is.
+mod load;
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use clap::Parser;
+use load::{Load, Outcome, Seen};
+use tandem_cluster_tests::{Fleet, FleetOptions};
+use tandem_proto::v1::inference_client::InferenceClient;
+use tokio::time::{Instant, sleep};
+
+/// Where the throughput of an interval is looked for: shares of the first guess.
+const RATES: [f64; 5] = [0.7, 0.8, 0.9, 1.0, 1.1];
+/// Seconds of overload that count as one.
+const WINDOW: f64 = 10.0;
+/// The first seconds of a load fill queues.
+const WARM_UP: f64 = 2.0;
+/// The polite tenant's share of the peak.
+const POLITE: f64 = 0.1;
+
+#[derive(Parser)]
+struct Args {
+    /// Of the overload
+    #[arg(long, default_value_t = 120.0)]
+    seconds: f64,
+    /// Of each rate that the peak is looked for with, and of the tenants' part
+    #[arg(long, default_value_t = 15.0)]
+    short_seconds: f64,
+    /// Times the peak
+    #[arg(long, default_value_t = 3.0)]
+    overload: f64,
+    /// First guess at the peak, in requests a second
+    #[arg(long, default_value_t = 100.0)]
+    guess: f64,
+    /// An answer that begins within this is a good one
+    #[arg(long, default_value_t = 500.0)]
+    ttft_ms: f64,
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let node = "--threads 1 --kv-blocks 1024 --simulated-step-us 3000 --simulated-token-us 125".to_owned();
+    let fleet = Fleet::start(FleetOptions {
+        transport: "tcp",
+        router_args: format!("--ttft-objective-ms {0} --max-ttft-ms {0}", args.ttft_ms),
+        prefill_args: node,
+        decode_args: "--threads 1 --kv-blocks 1024 --simulated-step-us 3000 --simulated-token-us 50".to_owned(),
+        ..FleetOptions::default()
+    })
+    .await?;
+    let client = InferenceClient::connect(fleet.entrance_url()).await?;
+    let load = |tenant, rate, seed| Load { client: client.clone(), tenant, rate, seed };
+
+    println!("| offered/s | answered in {} ms/s | answered/s | refused/s | failed | p50, p99 TTFT ms |", args.ttft_ms);
+    println!("|---|---|---|---|---|---|");
+    let mut peak: f64 = 0.0;
+    for (seed, share) in RATES.into_iter().enumerate() {
+        let rate = args.guess * share;
+        let seen = load("a", rate, seed as u64).run(args.short_seconds).await?;
+        let sum = Summary::of(&seen, WARM_UP, args.short_seconds, args.ttft_ms);
+        sum.print(rate);
+        peak = peak.max(sum.good);
+    }
+
+    let (pid, offered) = (fleet.router.pid(), peak * args.overload);
+    println!("\nPeak {peak:.1}/s; {offered:.0}/s for {} s:\n", args.seconds);
+    let overload = tokio::spawn(load("a", offered, 100).run(args.seconds));
+    sleep(Duration::from_secs_f64(WINDOW)).await;
+    let warm = resident_mb(pid)?;
+    let seen = overload.await??;
+    let ended = Instant::now();
+    let full = resident_mb(pid)?;
+    let served = newcomer_served(&load("a", 1.0, 101), args.ttft_ms).await?;
+    println!("The first request afterwards that began within {} ms: {served:.1?} later", args.ttft_ms);
+    report_overload(&seen, peak, args.seconds, args.ttft_ms)?;
+    println!("Resident memory of the router: {warm:.1} MB after {WINDOW} s, {full:.1} MB at the end");
+    ensure!(ended.elapsed() < Duration::from_secs(60), "not recovered");
+
+    let rate = peak * POLITE;
+    let alone = load("polite", rate, 200).run(args.short_seconds * 2.0).await?;
+    let greedy = tokio::spawn(load("greedy", offered, 201).run(args.short_seconds * 2.0 + WARM_UP));
+    sleep(Duration::from_secs_f64(WARM_UP)).await;
+    let beside = load("polite", rate, 202).run(args.short_seconds * 2.0).await?;
+    greedy.await??;
+    println!("\nA tenant at {rate:.1}/s, alone and beside one at {offered:.0}/s:\n");
+    for (name, seen) in [("alone", &alone), ("beside the greedy one", &beside)] {
+        let sum = Summary::of(seen, 0.0, args.short_seconds * 2.0, args.ttft_ms);
+        println!(
+            "- {name}: {} requests, p50 {:.1} ms, p99 {:.1} ms, {:.2}/s refused",
+            seen.len(),
+            sum.p50,
+            sum.p99,
+            sum.refused
+        );
+    }
+    Ok(())
+}
+
+/// What became of the requests of an interval, in requests a second.
+struct Summary {
+    good: f64,
+    answered: f64,
+    refused: f64,
+    failed: usize,
+    p50: f64,
+    p99: f64,
+}
+
+impl Summary {
+    fn of(seen: &[Seen], from: f64, to: f64, objective_ms: f64) -> Self {
+        let (mut times, mut refused, mut failed) = (Vec::new(), 0, 0);
+        for one in seen.iter().filter(|one| (from..to).contains(&one.at)) {
+            match &one.outcome {
+                Outcome::Answered { ttft_ms } => times.push(*ttft_ms),
+                Outcome::Refused { .. } => refused += 1,
+                Outcome::Failed(status) => {
+                    eprintln!("failed: {status}");
+                    failed += 1;
+                }
+            }
+        }
+        let (each, good) = (to - from, times.iter().filter(|ms| **ms <= objective_ms).count());
+        Self {
+            good: good as f64 / each,
+            answered: times.len() as f64 / each,
+            refused: f64::from(refused) / each,
+            failed,
+            p50: percentile(&mut times, 0.5),
+            p99: percentile(&mut times, 0.99),
+        }
+    }
+
+    fn print(&self, offered: f64) {
+        println!(
+            "| {offered:.0} | {:.1} | {:.1} | {:.1} | {} | {:.0}, {:.0} |",
+            self.good, self.answered, self.refused, self.failed, self.p50, self.p99
+        );
+    }
+}
+
+fn report_overload(seen: &[Seen], peak: f64, seconds: f64, objective_ms: f64) -> anyhow::Result<()> {
+    let windows = (seconds / WINDOW) as usize;
+    let sums: Vec<_> = (0..windows)
+        .map(|index| Summary::of(seen, index as f64 * WINDOW, (index + 1) as f64 * WINDOW, objective_ms))
+        .collect();
+    let good: Vec<String> = sums.iter().map(|sum| format!("{:.0}", 100.0 * sum.good / peak)).collect();
+    println!("Answered in time, in percent of the peak, each {WINDOW} s: {}", good.join(", "));
+    let whole = Summary::of(seen, 0.0, seconds, objective_ms);
+    println!(
+        "Of all: {:.1}/s in time ({:.0} %), {:.1}/s answered, {:.1}/s refused, {} failed; TTFT p50 {:.0} ms, p99 {:.0} ms",
+        whole.good,
+        100.0 * whole.good / peak,
+        whole.answered,
+        whole.refused,
+        whole.failed,
+        whole.p50,
+        whole.p99
+    );
+    let mut refusals: Vec<(f64, bool)> = Vec::new();
+    for one in seen {
+        if let Outcome::Refused { after_ms, retry_after } = one.outcome {
+            refusals.push((after_ms, retry_after));
+        }
+    }
+    let mut times: Vec<f64> = refusals.iter().map(|(after_ms, _)| *after_ms).collect();
+    let (p50, p99) = (percentile(&mut times, 0.5), percentile(&mut times, 0.99));
+    let told = refusals.iter().filter(|(_, retry_after)| *retry_after).count();
+    let worst = times.last().context("nothing was refused")?;
+    println!(
+        "Refusals after p50 {p50:.1} ms, p99 {p99:.1} ms, at most {worst:.1} ms; {told} of {} were told when to come again",
+        refusals.len()
+    );
+    Ok(())
+}
+
+/// Asks until an answer begins in time, and says how long that took.
+async fn newcomer_served(load: &Load, objective_ms: f64) -> anyhow::Result<Duration> {
+    let start = Instant::now();
+    for seed in 0.. {
+        let one = Load { rate: 20.0, seed: load.seed + seed, ..load.clone() };
+        let seen = one.run(0.2).await?;
+        let in_time = |one: &Seen| matches!(one.outcome, Outcome::Answered { ttft_ms } if ttft_ms <= objective_ms);
+        if seen.iter().any(in_time) {
+            break;
+        }
+    }
+    Ok(start.elapsed())
+}
+
+/// Sorts them.
+fn percentile(values: &mut [f64], share: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let index = ((values.len() as f64 * share).ceil() as usize).saturating_sub(1);
+    values.get(index).copied().unwrap_or(f64::NAN)
+}
+
+fn resident_mb(pid: u32) -> anyhow::Result<f64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+    let kib: f64 = line.trim().trim_end_matches(" kB").parse()?;
+    Ok(kib / 1024.0)
+}
