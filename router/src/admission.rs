@@ -300,7 +300,11 @@ impl Drop for Place {
     fn drop(&mut self) {
         let now = clock::now();
         self.tenant.give_back(0, self.unused, now);
-        self.inner.change(|queue, room| queue.leave(self.ticket, now, room));
+        self.inner.change_and(|queue, wake, room| {
+            // Who gave up while it waited is woken by nobody.
+            wake.remove(&self.ticket);
+            (queue.leave(self.ticket, now, room), ())
+        });
         if self.inner.counts() == Counts::default() {
             self.inner.empty.notify_waiters();
         }

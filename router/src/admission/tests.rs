@@ -51,6 +51,7 @@ async fn who_gives_up_leaves_its_place_even_when_its_turn_has_come() {
     drop(first);
     drop(second.admitted().await.unwrap());
     assert_eq!(admission.counts(), Counts::default());
+    assert!(admission.inner.lock().wake.is_empty(), "nobody is left to be woken");
 }
 
 #[tokio::test]
