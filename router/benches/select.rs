@@ -138,6 +138,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         running: requests,
         reported: Work { requests, context: u64::from(requests) * 700, ..Work::default() },
         routed: Work::default(),
+        held: Work::default(),
         step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
         prefill_factor: rng.random_range(0.8..1.3),
         backlog_ms: rng.random_range(0.0..500.0),

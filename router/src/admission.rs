@@ -164,7 +164,7 @@ impl Admission {
     /// who has a slot starts.
     pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
         let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
-        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue);
+        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue, clock::now());
         let admission = Self::with_room(limits, several, room);
         let queue = Arc::downgrade(&admission.inner);
         membership.when_freed(move || {

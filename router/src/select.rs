@@ -120,6 +120,8 @@ pub struct NodeView {
     pub reported: Work,
     /// Routed to it since then.
     pub routed: Work,
+    /// All that this router has on it, whatever is reported: also requests that wait there for blocks.
+    pub held: Work,
     /// How long its steps take; all zero before it has measured one.
     pub step_cost: StepCost,
     /// By how much its prompts take longer than that says.
