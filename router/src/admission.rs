@@ -2,7 +2,7 @@
 //! wakes those who wait; what it decides is decided by pure state machines:
 //!
 //! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it moves.
-//! - [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
+//! - [`looks`]: how often it asks for room. [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what cannot run
@@ -13,6 +13,7 @@
 pub mod fair;
 pub mod keys;
 pub mod limiter;
+pub mod looks;
 pub mod pace;
 pub mod pools;
 pub mod queue;
@@ -30,6 +31,7 @@ use tokio::sync::{Notify, oneshot};
 use crate::flow::Limits;
 use crate::membership::Membership;
 use limiter::Exceeded;
+use looks::{Look, Looks};
 use queue::{Ahead, Ask, Bounds, Queue, Refused, Ticket, Turn};
 pub use tenant::Tenant;
 
@@ -147,8 +149,11 @@ struct Inner {
 struct State {
     queue: Queue,
     /// Of those who wait.
-    wake: HashMap<Ticket, oneshot::Sender<()>>,
+    wake: Wakes,
+    looks: Looks,
 }
+
+type Wakes = HashMap<Ticket, oneshot::Sender<()>>;
 
 #[derive(Debug)]
 struct Place {
@@ -169,7 +174,7 @@ impl Admission {
         let queue = Arc::downgrade(&admission.inner);
         membership.when_freed(move || {
             if let Some(inner) = queue.upgrade() {
-                inner.change(|queue, room| queue.tick(clock::now(), room));
+                inner.freed();
             }
         });
         admission
@@ -188,7 +193,7 @@ impl Admission {
             max_ttft: limits.max_ttft,
             tenants: several,
         };
-        let state = Mutex::new(State { queue: Queue::new(bounds), wake: HashMap::new() });
+        let state = Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looks: Looks::default() });
         let (closed, empty) = (AtomicBool::default(), Notify::default());
         Self { inner: Arc::new(Inner { state, room: Box::new(room), closed, empty, max_queue: limits.max_queue }) }
     }
@@ -322,17 +327,47 @@ impl Inner {
         Counts { inflight: state.queue.inflight(), queued: state.queue.waiting() }
     }
 
+    /// The nodes may have other room: looks now, or soon where it has just looked.
+    fn freed(self: &Arc<Self>) {
+        let now = clock::now();
+        let look = {
+            let mut state = self.lock();
+            if state.queue.waiting() == 0 {
+                return;
+            }
+            state.looks.changed(now)
+        };
+        match (look, tokio::runtime::Handle::try_current()) {
+            (Look::Planned, _) => {}
+            (Look::At(then), Ok(runtime)) => {
+                let queue = Arc::downgrade(self);
+                runtime.spawn(async move {
+                    tokio::time::sleep_until(then.into()).await;
+                    if let Some(inner) = queue.upgrade() {
+                        inner.look();
+                    }
+                });
+            }
+            // Whoever has no runtime does not wait.
+            (Look::Now, _) | (Look::At(_), Err(_)) => self.look(),
+        }
+    }
+
+    fn look(&self) {
+        let now = clock::now();
+        self.lock().looks.begin(now);
+        self.change(|queue, room| queue.tick(now, room));
+        self.lock().looks.end(now, clock::now());
+    }
+
     fn change(&self, change: impl FnOnce(&mut Queue, queue::Room<'_>) -> Turn) {
         self.change_and(|queue, _, room| (change(queue, room), ()));
     }
 
     /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
-    fn change_and<T>(
-        &self,
-        change: impl FnOnce(&mut Queue, &mut HashMap<Ticket, oneshot::Sender<()>>, queue::Room<'_>) -> (Turn, T),
-    ) -> T {
+    fn change_and<T>(&self, change: impl FnOnce(&mut Queue, &mut Wakes, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
-        let State { queue, wake } = &mut *state;
+        let State { queue, wake, .. } = &mut *state;
         let (turn, result) = change(queue, wake, &mut |ask, ahead| (self.room)(ask, ahead));
         for ticket in turn.start {
             // Who has just left gives its slot back when its place is dropped.

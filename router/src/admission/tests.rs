@@ -1,4 +1,6 @@
 //! The handle: slots and wakes come and go with their owners.
+use std::sync::atomic::AtomicUsize;
+
 use super::limiter::Rates;
 use super::tenant::Terms;
 use super::*;
@@ -112,4 +114,22 @@ async fn what_a_full_queue_refused_costs_no_rate() {
         let asked = Asked { tenant: tenant.clone(), ..asked() };
         assert_eq!(admission.enter(asked, clock::now()).unwrap_err().reason, Reason::QueueFull);
     }
+}
+
+#[tokio::test]
+async fn a_crowd_of_changes_is_one_look_and_its_last_one_is_seen() {
+    let (looks, room) = (Arc::new(AtomicUsize::default()), Arc::new(AtomicBool::default()));
+    let (counted, asked_for) = (Arc::clone(&looks), Arc::clone(&room));
+    let admission = Admission::with_room(&Limits::default(), false, move |_, _| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        asked_for.load(Ordering::Relaxed)
+    });
+    let waiting = enter(&admission).unwrap();
+    let start = Instant::now();
+    (0..1000).for_each(|_| admission.inner.freed());
+    room.store(true, Ordering::Relaxed);
+    admission.inner.freed();
+    let most = 2 + start.elapsed().as_millis() as usize;
+    assert!(looks.load(Ordering::Relaxed) <= most, "{looks:?} looks");
+    tokio::time::timeout(Duration::from_secs(20), waiting.admitted()).await.expect("it was looked again").unwrap();
 }
