@@ -5,8 +5,8 @@
 //! **Order.** Three choices, each without starvation: between pools and between the tenants of a pool by start-time fair
 //! queueing over tokens of prompt and answer ([`Fair`]); within a tenant by priority, where a level is worth
 //! [`PLACES_A_LEVEL`] places of that tenant's later arrivals, as in the nodes' own queues; among equals first come, first
-//! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then all
-//! wait for it.
+//! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then its pool
+//! waits for it, and after [`MAX_PASSES_OF_OTHERS`] the other pools, too.
 //!
 //! **Bounds.** Slots; each pool's share of them; places in the queue. Once there are several tenants, one may hold no more
 //! than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however many of
@@ -22,7 +22,7 @@ use super::pools::Pools;
 
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
-/// Requests that may start before one that finds no room.
+/// Requests of its own pool that may start before one that finds no room.
 pub const MAX_PASSES: u32 = 64;
 /// A tenant's places against the free ones.
 pub const SHARE: usize = 4;
@@ -30,7 +30,9 @@ pub const SHARE: usize = 4;
 pub const MAX_TENANTS: usize = 256;
 /// The name of those that share.
 pub const OTHERS: &str = "(others)";
-/// First requests that are tried for room before all wait.
+/// The same for requests of other pools. They have shares of their own; but nobody is passed by for ever.
+pub const MAX_PASSES_OF_OTHERS: u32 = 8 * MAX_PASSES;
+/// First requests of each pool that are tried for room before all of it wait.
 const MAX_TRIED: usize = 8;
 /// No client is told to stay away for longer.
 const LONGEST_RETRY: Duration = Duration::from_secs(60);
@@ -149,7 +151,9 @@ type Key = (i64, Ticket);
 #[derive(Debug)]
 struct Waiting {
     ask: Ask,
+    /// By requests of its own pool.
     passes: u32,
+    passes_of_others: u32,
 }
 
 #[derive(Debug)]
@@ -277,7 +281,7 @@ impl Queue {
         class.order.wants(&name, ask.weight);
         self.between.wants(&pool, class.share);
         self.deadlines.insert((ask.deadline, ticket));
-        lane.waiting.insert(key, Waiting { ask, passes: 0 });
+        lane.waiting.insert(key, Waiting { ask, passes: 0, passes_of_others: 0 });
         class.waiting += 1;
         self.places.insert(ticket, Place::Waiting { pool, lane: name, key });
         ticket
@@ -336,24 +340,38 @@ impl Queue {
     /// The request whose turn it is, if there is room for it or for one that may pass it.
     fn next(&mut self, room: Room<'_>) -> Option<(usize, Arc<str>, Key)> {
         let mut passed: Vec<(usize, Arc<str>, Key)> = Vec::new();
+        // Its other requests wait for the one that was passed enough.
+        let mut closed = None;
         for (pool, lane, key) in self.heads() {
             let waiting = self.pools[pool].lanes.get(&lane)?.waiting.get(&key)?;
+            if closed == Some(pool) {
+                continue;
+            }
             if room(&waiting.ask, &self.ahead) {
-                for (pool, lane, key) in passed {
-                    let waiting = self.pools[pool].lanes.get_mut(&lane)?.waiting.get_mut(&key)?;
-                    waiting.passes += 1;
-                }
+                self.note_passes(&passed, pool);
                 return Some((pool, lane, key));
             }
-            if waiting.passes >= MAX_PASSES {
+            if waiting.passes_of_others >= MAX_PASSES_OF_OTHERS {
                 return None;
             }
+            closed = (waiting.passes >= MAX_PASSES).then_some(pool);
             passed.push((pool, lane, key));
         }
         None
     }
 
-    /// The first request of each tenant in each pool that has a slot, in order.
+    /// A request of pool `by` starts before all of these.
+    fn note_passes(&mut self, passed: &[(usize, Arc<str>, Key)], by: usize) {
+        for (pool, lane, key) in passed {
+            let waiting = self.pools[*pool].lanes.get_mut(lane).and_then(|lane| lane.waiting.get_mut(key));
+            if let Some(waiting) = waiting {
+                let passes = if *pool == by { &mut waiting.passes } else { &mut waiting.passes_of_others };
+                *passes += 1;
+            }
+        }
+    }
+
+    /// The first request of each tenant in each pool that has a slot, in order; of each pool as many as are tried.
     fn heads(&self) -> Vec<(usize, Arc<str>, Key)> {
         let pools =
             self.between.order().into_iter().filter(|pool| self.pools[*pool].inflight < self.pools[*pool].slots);
@@ -361,9 +379,11 @@ impl Queue {
             let key = *self.pools[pool].lanes.get(&lane)?.waiting.first_key_value()?.0;
             Some((pool, lane, key))
         };
-        let heads =
-            pools.flat_map(|pool| self.pools[pool].order.order().into_iter().filter_map(move |lane| head(pool, lane)));
-        heads.take(MAX_TRIED).collect()
+        let of_pool = |pool: usize| {
+            let lanes = self.pools[pool].order.order().into_iter();
+            lanes.filter_map(move |lane| head(pool, lane)).take(MAX_TRIED)
+        };
+        pools.flat_map(of_pool).collect()
     }
 
     /// Why a request that has not started may not wait, if it may not.

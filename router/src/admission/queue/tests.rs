@@ -185,6 +185,34 @@ fn documents_leave_slots_for_chats() {
     assert!(matches!(queue.places[&chat], Place::Waiting { .. }));
 }
 
+#[test]
+fn documents_that_find_no_room_leave_it_to_chats() {
+    let now = Instant::now();
+    let pools = "chat=0-100,document=101-".parse().unwrap();
+    let mut queue = Queue::new(Bounds { pools, tenants: true, ..bounds(10_000, 10_000) });
+    let mut fits_small = |ask: &Ask, _: &Ahead| ask.prompt_tokens < 1000;
+    let document = |tenant: &str, prompt_tokens| Ask { prompt_tokens, ..ask(tenant, now) };
+    let mut start = |queue: &mut Queue, ask: Ask| {
+        let (ticket, turn) = queue.enter(ask, now, &mut fits_small);
+        let ticket = ticket.unwrap();
+        (ticket, turn.start.contains(&ticket))
+    };
+    let (first, _) = start(&mut queue, document("0", 5000));
+    // Its pool waits for it, and the other one does not.
+    let passed = (0..2 * MAX_PASSES).filter(|_| start(&mut queue, document("small", 200)).1).count() as u32;
+    assert_eq!((passed, start(&mut queue, ask("chat", now)).1), (MAX_PASSES, true));
+    // Nor does it for more documents than are tried.
+    for tenant in 1..=MAX_TRIED {
+        start(&mut queue, document(&tenant.to_string(), 5000));
+    }
+    let chats = (0..2 * MAX_PASSES_OF_OTHERS).take_while(|_| start(&mut queue, ask("chat", now)).1).count() as u32;
+    assert!(
+        (MAX_PASSES_OF_OTHERS..MAX_PASSES_OF_OTHERS + MAX_PASSES).contains(&chats),
+        "{chats}: nobody waits for ever"
+    );
+    assert_eq!(queue.tick(now, &mut always).start[0], first);
+}
+
 #[derive(Clone, Debug)]
 enum Event {
     Enter {
