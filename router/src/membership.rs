@@ -395,6 +395,18 @@ impl Membership {
         Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table, freed })
     }
 
+    /// How soon the first token of a request would come that was routed now; `None` where no node has measured its steps, or
+    /// there are no nodes for it. Books nothing.
+    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<queue::Predicted> {
+        let mut table = lock(&self.table);
+        let need = ask.need(table.block_tokens());
+        let soonest = table.predict(&need, &self.choice, now)?;
+        drop(table);
+        let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
+        let prefill_ms = soonest.terms.prefill_ms;
+        Some(queue::Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
+    }
+
     /// Whether the nodes have room for a request that need not wait there, or only with `node_queue` others; without nodes that
     /// could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
     /// make a plan.

@@ -431,6 +431,14 @@ pub fn select(
     Ok(plans.iter().map(|plan| Candidate::of(plan, settings)).collect())
 }
 
+/// Of these candidates, the best one first, the one whose first token would come soonest, among those against which no more
+/// speaks than against the best. `None` where its node has measured nothing: that is no prediction.
+pub fn soonest(candidates: &[Candidate]) -> Option<&Candidate> {
+    let best = candidates.first()?;
+    let equal = candidates.iter().filter(|candidate| candidate.is_sound() == best.is_sound());
+    equal.min_by(|a, b| a.ttft_ms().total_cmp(&b.ttft_ms())).filter(|soonest| soonest.measured)
+}
+
 /// Whether the nodes of a plan are there that take new work.
 pub fn is_served(nodes: &[NodeView], local: LocalPrefill) -> bool {
     let of = |role| nodes.iter().filter(move |node| node.role == role && !node.draining);

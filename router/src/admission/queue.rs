@@ -55,8 +55,17 @@ pub struct Ask {
     pub max_tokens: u32,
     /// It is of no use to anybody after this.
     pub deadline: Instant,
-    /// From its start to its first token, as far as that is known.
-    pub prefill: Option<Duration>,
+    /// What the nodes need for its first token, as far as that is known.
+    pub predicted: Option<Predicted>,
+}
+
+/// From now to a first token, if the best nodes got the request now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Predicted {
+    /// Behind what the nodes have to do already.
+    pub wait: Duration,
+    /// Then until the first token.
+    pub prefill: Duration,
 }
 
 /// What has started and is not on any node yet: it will take room that still looks free.
@@ -101,8 +110,8 @@ pub struct Refused {
     pub reason: Reason,
     /// When it is worth another try, if that can be told.
     pub retry_after: Option<Duration>,
-    /// How long it would have waited, if that can be told.
-    pub wait: Option<Duration>,
+    /// When its first token would have come, where it is too late.
+    pub first_token: Option<Duration>,
 }
 
 /// Whether the nodes have room for a request behind those that are ahead of it.
@@ -200,19 +209,29 @@ impl Queue {
         }
     }
 
-    /// Takes the request in: it starts (then its ticket is in the turn), waits, or is refused.
-    pub fn enter(&mut self, ask: Ask, now: Instant, room: Room<'_>) -> (Result<Ticket, Refused>, Turn) {
-        let first = self.first_tenant.get_or_insert_with(|| Arc::clone(&ask.tenant));
-        self.bounds.tenants |= *first != ask.tenant;
+    /// Takes requests in that are of no use without each other: all or none. Each starts (then its ticket is in the turn) or
+    /// waits.
+    pub fn enter_all(&mut self, asks: Vec<Ask>, now: Instant, room: Room<'_>) -> (Result<Vec<Ticket>, Refused>, Turn) {
         let expired = self.expire(now);
-        let ticket = self.push(ask);
-        let start = self.start(now, room);
-        let refused = self.refusal(ticket, now);
+        // Too late even for one that starts at once: nothing else matters.
+        if let Some(refused) = asks.iter().find_map(|ask| self.too_late(ask, None, now)) {
+            self.note_waiting(now);
+            return (Err(refused), Turn { start: Vec::new(), expired });
+        }
+        let tickets: Vec<Ticket> = asks.into_iter().map(|ask| self.push(ask)).collect();
+        let mut start = self.start(now, room);
+        let refused = tickets.iter().find_map(|ticket| self.refusal(*ticket, now));
         if refused.is_some() {
-            self.remove(ticket);
+            tickets.iter().for_each(|ticket| self.remove(*ticket));
+            let own = start.len();
+            start.retain(|ticket| !tickets.contains(ticket));
+            if start.len() < own {
+                // Somebody else may have what they gave back.
+                start.append(&mut self.start(now, room));
+            }
         }
         self.note_waiting(now);
-        (refused.map_or(Ok(ticket), Err), Turn { start, expired })
+        (refused.map_or(Ok(tickets), Err), Turn { start, expired })
     }
 
     /// The request is gone: it ended, or it waits no longer. Unknown tickets are nobody's.
@@ -270,6 +289,8 @@ impl Queue {
     }
 
     fn push(&mut self, ask: Ask) -> Ticket {
+        let first = self.first_tenant.get_or_insert_with(|| Arc::clone(&ask.tenant));
+        self.bounds.tenants |= *first != ask.tenant;
         self.last += 1;
         let (ticket, pool) = (self.last, self.bounds.pools.of(ask.prompt_tokens));
         let class = &mut self.pools[pool];
@@ -390,20 +411,30 @@ impl Queue {
     fn refusal(&self, ticket: Ticket, now: Instant) -> Option<Refused> {
         let Some(Place::Waiting { pool, lane, key }) = self.places.get(&ticket) else { return None };
         let (waiting, limit) = (self.waiting() - 1, self.bounds.max_queue);
-        let wait = self.predicted_wait(ticket, now);
         let drained = || Some(self.pools[*pool].half_drained(now)?.min(LONGEST_RETRY));
         if waiting >= limit {
-            return Some(Refused { reason: Reason::QueueFull, retry_after: drained(), wait });
+            return Some(Refused { reason: Reason::QueueFull, retry_after: drained(), first_token: None });
         }
         let own: usize = self.pools.iter().filter_map(|pool| pool.lanes.get(lane)).map(|lane| lane.waiting.len()).sum();
         if self.bounds.tenants && own > SHARE * (limit - waiting) {
-            return Some(Refused { reason: Reason::TenantShare, retry_after: drained(), wait });
+            return Some(Refused { reason: Reason::TenantShare, retry_after: drained(), first_token: None });
         }
         let ask = &self.pools[*pool].lanes.get(lane)?.waiting.get(key)?.ask;
-        let ttft = wait?.saturating_add(ask.prefill.unwrap_or_default());
+        self.too_late(ask, self.predicted_wait(ticket, now), now)
+    }
+
+    /// Why nobody would wait for the first token of a request that starts after `wait`, if nobody would; `None` where the wait
+    /// is not known. While it waits here, the nodes work off what they have: the longer of the two waits counts.
+    fn too_late(&self, ask: &Ask, wait: Option<Duration>, now: Instant) -> Option<Refused> {
+        if wait.is_none() && ask.predicted.is_none() {
+            return None;
+        }
+        let Predicted { wait: on_nodes, prefill } = ask.predicted.unwrap_or_default();
+        let first_token = wait.unwrap_or_default().max(on_nodes).saturating_add(prefill);
         let late = |reason, allowed: Duration| {
-            let retry_after = Some(ttft.saturating_sub(allowed).min(LONGEST_RETRY));
-            (ttft > allowed).then_some(Refused { reason, retry_after, wait })
+            // What takes too long by itself does so at any time.
+            let retry_after = (prefill <= allowed).then(|| first_token.saturating_sub(allowed).min(LONGEST_RETRY));
+            (first_token > allowed).then_some(Refused { reason, retry_after, first_token: Some(first_token) })
         };
         late(Reason::Deadline, ask.deadline.saturating_duration_since(now))
             .or_else(|| late(Reason::Objective, self.bounds.max_ttft?))

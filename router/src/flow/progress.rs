@@ -34,19 +34,12 @@ impl Progress {
     /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks of
     /// `block_tokens`, hashed with `salt`.
     pub fn tokens(&self, salt: u64, block_tokens: u32) -> Tokens {
-        let count = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
         let prompt = match self.sent.as_slice() {
             [] => Cow::Borrowed(&self.request.prompt_ids),
             sent => Cow::Owned([&self.request.prompt_ids, sent].concat()),
         };
-        // A node always computes the last token, whose logits give the next one: its block is never all reused.
-        let block_tokens = block_tokens.max(1) as usize;
-        let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
-        Tokens {
-            prompt: count(prompt.len()),
-            max: self.request.max_tokens.saturating_sub(count(self.sent.len())),
-            hashes: sequence_hashes(salt, &prompt[..reusable], block_tokens),
-        }
+        let left = self.request.max_tokens.saturating_sub(count(self.sent.len()));
+        prompt_tokens(&prompt, left, salt, block_tokens)
     }
 
     /// What a leg is to do, with the first `basis` tokens of the answer in its prompt.
@@ -76,6 +69,18 @@ impl Progress {
         }
         (self.sent.len() >= self.request.max_tokens as usize).then_some(v1::FinishReason::Length)
     }
+}
+
+/// Of a prompt with so many tokens after it, see [`Progress::tokens`].
+pub fn prompt_tokens(prompt: &[u32], max: u32, salt: u64, block_tokens: u32) -> Tokens {
+    // A node always computes the last token, whose logits give the next one: its block is never all reused.
+    let block_tokens = block_tokens.max(1) as usize;
+    let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
+    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(salt, &prompt[..reusable], block_tokens) }
+}
+
+fn count(tokens: usize) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

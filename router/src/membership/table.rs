@@ -254,6 +254,15 @@ impl Table {
         Ok(Booked { prefill, decode, candidates })
     }
 
+    /// The plan whose first token would come soonest, without anything booked; `None` where nobody can tell.
+    pub fn predict(&mut self, need: &Need<'_>, settings: &select::Settings, now: Instant) -> Option<Candidate> {
+        self.refresh(now);
+        self.look_up(need.hashes);
+        let cluster = Cluster { nodes: &self.views, links: &self.links };
+        let candidates = select::select(&cluster, need, &Wish::default(), settings, self.turn).ok()?;
+        select::soonest(&candidates).cloned()
+    }
+
     /// The views as they are at `now`.
     fn refresh(&mut self, now: Instant) {
         let nodes = self.entries.values().zip(&mut self.views);

@@ -411,7 +411,7 @@ fn a_node_that_tells_of_its_cache_is_not_silent() {
 fn has_room(membership: &Membership, prompt_tokens: u32, max_tokens: u32, now: Instant) -> bool {
     let deadline = now + Duration::from_secs(60);
     let ask =
-        queue::Ask { tenant: "a".into(), weight: 1, priority: 0, prompt_tokens, max_tokens, deadline, prefill: None };
+        queue::Ask { tenant: "a".into(), weight: 1, priority: 0, prompt_tokens, max_tokens, deadline, predicted: None };
     membership.has_room(&ask, &queue::Ahead::default(), 0, now)
 }
 
@@ -480,4 +480,25 @@ fn decode_nodes_that_compute_prompts_have_room_when_they_have_few() {
         drop(given_up);
         assert!(has_room(&membership, 10, 10, now));
     }
+}
+
+#[test]
+fn a_first_token_is_predicted_without_a_booking() {
+    let start = Instant::now();
+    let (membership, prefill, _) = measured_pair(start);
+    let near = |predicted: Option<queue::Predicted>, wait_ms: f64, prefill_ms: f64| {
+        let queue::Predicted { wait, prefill } = predicted.expect("a prediction");
+        let off = |time: Duration, ms: f64| (time.as_secs_f64() * 1e3 - ms).abs();
+        assert!(off(wait, wait_ms) < 0.01 && off(prefill, prefill_ms) < 0.01, "{wait:?} {prefill:?}");
+    };
+    for _ in 0..2 {
+        near(membership.predict(ask(100, 10), start), 0.0, 110.0);
+    }
+    membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
+    near(membership.predict(ask(100, 10), at(start, 150)), 60.0, 110.0);
+    assert_eq!(membership.predict(ask(100, 2000), start), None, "nobody could take it");
+    let unmeasured = self::membership();
+    unmeasured.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    unmeasured.register(register("d", v1::Role::Decode, 1), start).unwrap();
+    assert_eq!(unmeasured.predict(ask(100, 10), start), None);
 }
