@@ -236,6 +236,11 @@ impl Admission {
         }
     }
 
+    /// Whether there are several tenants, as far as the queue has seen.
+    pub fn has_tenants(&self) -> bool {
+        self.inner.lock().queue.has_tenants()
+    }
+
     /// Whether [`Self::drain`] was called.
     pub fn is_closed(&self) -> bool {
         self.inner.closed.load(Ordering::Relaxed)

@@ -49,7 +49,8 @@ pub struct GenerationRequest {
     pub stop_token_ids: Vec<u32>,
     /// Strings that end the answer.
     pub stop: Vec<String>,
-    /// Higher ones go first among the tenant's own, in the queue and on the nodes; 0 is usual, -10 to 10 are possible.
+    /// Higher ones go first among the tenant's own in the queue, and on the nodes while there is one tenant; 0 is usual, -10 to
+    /// 10 are possible.
     pub priority: i32,
     /// Whose request it is.
     pub tenant: Tenant,

@@ -221,6 +221,9 @@ impl Run {
     /// Attempt after attempt, until the answer is complete or there is no other attempt.
     async fn answer(&mut self, entry: Entry) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
+        if self.shared.admission.has_tenants() {
+            self.progress.level();
+        }
         self.record.timeline.end_phase(clock::now());
         self.shared.metrics.waited(self.progress.request.priority, self.record.timeline.length(Phase::Queue));
         let route = self.route()?;

@@ -257,6 +257,11 @@ impl Queue {
         turn
     }
 
+    /// Whether several tenants are known, or expected.
+    pub fn has_tenants(&self) -> bool {
+        self.bounds.tenants
+    }
+
     /// Requests that run.
     pub fn inflight(&self) -> usize {
         self.inflight

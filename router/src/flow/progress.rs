@@ -19,6 +19,8 @@ pub struct Progress {
     pub request: GenerationRequest,
     /// The tokens that it has.
     pub sent: Vec<u32>,
+    /// As nodes are told, see [`Self::level`].
+    priority: i32,
     /// Tokens that end the answer, as a node is told; the model's first one apart.
     stop_token_ids: Vec<u32>,
     eos: u32,
@@ -28,7 +30,12 @@ impl Progress {
     /// Nothing is sent.
     pub fn new(request: GenerationRequest, model: &ModelText) -> Self {
         let stop_token_ids = model.stop_token_ids(&request.stop_token_ids, request.ignore_eos);
-        Self { request, sent: Vec::new(), stop_token_ids, eos: model.eos }
+        Self { priority: request.priority, request, sent: Vec::new(), stop_token_ids, eos: model.eos }
+    }
+
+    /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others' there.
+    pub fn level(&mut self) {
+        self.priority = 0;
     }
 
     /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks of
@@ -57,7 +64,7 @@ impl Progress {
             deadline_unix_ns: clock().unix_ns(deadline),
             traceparent: parent.to_string(),
             output_tokens,
-            priority: request.priority,
+            priority: self.priority,
         }
     }
 
@@ -103,7 +110,7 @@ mod tests {
             priority: 0,
             tenant: crate::admission::tenant::Tenant::default(),
         };
-        Progress { request, sent: (prompt..prompt + sent).collect(), stop_token_ids: Vec::new(), eos: 2 }
+        Progress { request, sent: (prompt..prompt + sent).collect(), priority: 0, stop_token_ids: Vec::new(), eos: 2 }
     }
 
     #[test]

@@ -114,6 +114,24 @@ async fn a_greedy_tenant_waits_behind_its_own_requests() {
 }
 
 #[tokio::test]
+async fn nodes_hear_of_no_priorities_where_there_are_several_tenants() {
+    let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
+    let of = |name: &str, id: &str, priority| GenerationRequest {
+        request_id: id.into(),
+        tenant: Tenant::named(name).unwrap(),
+        priority,
+        ..request()
+    };
+    let running = cluster.service.generate(of("a", "first", 3)).unwrap();
+    let (_prefill, spec, _decode, start) = cluster.legs().await;
+    assert_eq!((spec.priority, start.spec.unwrap().priority), (3, 3), "it is alone");
+    let _waiting = [("usual", 0), ("urgent", 7)].map(|(id, priority)| cluster.service.generate(of("b", id, priority)));
+    drop(running);
+    let (_prefill, spec, _decode, start) = cluster.legs().await;
+    assert_eq!((spec.request_id.as_str(), spec.priority, start.spec.unwrap().priority), ("urgent", 0, 0));
+}
+
+#[tokio::test]
 async fn first_tokens_that_would_come_too_late_are_refused_before_they_start() {
     let max_ttft = Some(Duration::from_millis(50));
     let mut cluster = Cluster::start(Limits { max_ttft, ..Limits::default() }).await;
