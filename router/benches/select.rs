@@ -1,12 +1,14 @@
 //! How long the choice of nodes takes, and whether that grows linearly: medians over random clusters of 10, 100 and 1,000
 //! nodes, half of each role, for prompts of 2,000 tokens. Once the choice alone, once with the node table around it: views
-//! brought up to date, the plan's work booked and given back. `cargo bench -p tandem-router --bench select`.
+//! brought up to date, the plan's work booked and given back; then a prediction by the table alone, and the answer that no node
+//! has room. `cargo bench -p tandem-router --bench select`.
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1;
+use tandem_router::admission::queue;
 use tandem_router::membership::{Ask, Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::cost::StepCost;
@@ -14,6 +16,7 @@ use tandem_router::select::policy::Policy;
 use tandem_router::select::{Cluster, LocalPrefill, Need, NodeView, Role, Settings, Wish, Work, select};
 
 const NEED: Need<'static> = Need { prompt_tokens: 2_000, total_tokens: 2_256, block_tokens: 16, hashes: &[] };
+const ASK: Ask<'static> = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
 const NODES: [usize; 3] = [10, 100, 1_000];
 /// The share of nodes that hold some of the prompt.
 const CACHED: f64 = 0.2;
@@ -35,6 +38,8 @@ fn main() {
             tell(nodes, name, measure(nodes, &settings));
         }
         tell(nodes, "with the table", measure_table(nodes));
+        tell(nodes, "predicted", measure_prediction(nodes));
+        tell(nodes, "no room", measure_room(nodes));
     }
 }
 
@@ -45,16 +50,35 @@ fn tell(nodes: usize, name: &str, (median, p99): (Duration, Duration)) {
 
 /// The same through the node table.
 fn measure_table(count: usize) -> (Duration, Duration) {
+    let (membership, wish) = (table(count), Wish::default());
+    timed(|now| drop(black_box(membership.route(ASK, &wish, now)).expect("every node can take the request")))
+}
+
+/// What a request is told before it may enter, where it has a deadline.
+fn measure_prediction(count: usize) -> (Duration, Duration) {
     let membership = table(count);
-    let ask = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
-    let wish = Wish::default();
-    let mut times = Vec::with_capacity(ROUNDS);
-    for _ in 0..ROUNDS {
+    timed(|now| assert!(black_box(membership.predict(ASK, now)).is_some(), "all have measured their steps"))
+}
+
+/// All nodes are looked at: each has enough before it.
+fn measure_room(count: usize) -> (Duration, Duration) {
+    let membership = table(count);
+    let (prompt_tokens, max_tokens) = (ASK.prompt_tokens, ASK.max_tokens);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let ask =
+        queue::Ask { tenant: "a".into(), weight: 1, priority: 0, prompt_tokens, max_tokens, deadline, predicted: None };
+    let ahead = queue::Ahead { requests: 10_000, ..queue::Ahead::default() };
+    timed(|now| assert!(!black_box(membership.has_room(&ask, &ahead, 4, now)), "nobody has room"))
+}
+
+/// Median and 99th percentile of `act`.
+fn timed(act: impl Fn(Instant)) -> (Duration, Duration) {
+    let time = |_| {
         let start = Instant::now();
-        let route = membership.route(ask, &wish, start);
-        drop(black_box(route).expect("every node can take the request"));
-        times.push(start.elapsed());
-    }
+        act(start);
+        start.elapsed()
+    };
+    let mut times: Vec<Duration> = (0..ROUNDS).map(time).collect();
     times.sort_unstable();
     (times[ROUNDS / 2], times[ROUNDS * 99 / 100])
 }
@@ -138,6 +162,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         running: requests,
         reported: Work { requests, context: u64::from(requests) * 700, ..Work::default() },
         routed: Work::default(),
+        held: Work::default(),
         step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
         prefill_factor: rng.random_range(0.8..1.3),
         backlog_ms: rng.random_range(0.0..500.0),

@@ -2,7 +2,7 @@
 //! wakes those who wait; what it decides is decided by pure state machines:
 //!
 //! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it moves.
-//! - [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
+//! - [`looks`]: how often it asks for room. [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what cannot run
@@ -13,6 +13,7 @@
 pub mod fair;
 pub mod keys;
 pub mod limiter;
+pub mod looks;
 pub mod pace;
 pub mod pools;
 pub mod queue;
@@ -30,7 +31,8 @@ use tokio::sync::{Notify, oneshot};
 use crate::flow::Limits;
 use crate::membership::Membership;
 use limiter::Exceeded;
-use queue::{Ahead, Ask, Bounds, Queue, Refused, Ticket, Turn};
+use looks::{Look, Looks};
+use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
 pub use tenant::Tenant;
 
 /// Why a request was refused before it started.
@@ -90,8 +92,6 @@ pub struct Refusal {
 /// A request that wants to start.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// Whose it is.
-    pub tenant: Tenant,
     /// Higher goes first among the tenant's own.
     pub priority: i32,
     /// Tokens of the prompt.
@@ -100,8 +100,16 @@ pub struct Asked {
     pub max_tokens: u32,
     /// When it ends at the latest.
     pub deadline: Instant,
-    /// From the start to the first token on the best nodes, where that is known.
-    pub prefill: Option<Duration>,
+    /// What the nodes need for its first token, where that is known.
+    pub predicted: Option<Predicted>,
+}
+
+impl Asked {
+    fn of(self, tenant: &Tenant) -> Ask {
+        let Self { priority, prompt_tokens, max_tokens, deadline, predicted } = self;
+        let (name, weight) = (Arc::clone(tenant.name()), tenant.terms().weight);
+        Ask { tenant: name, weight, priority, prompt_tokens, max_tokens, deadline, predicted }
+    }
 }
 
 /// Requests by state.
@@ -147,16 +155,22 @@ struct Inner {
 struct State {
     queue: Queue,
     /// Of those who wait.
-    wake: HashMap<Ticket, oneshot::Sender<()>>,
+    wake: Wakes,
+    looks: Looks,
 }
+
+/// A ticket, and the other end of its wake unless it starts at once.
+type Placed = (Ticket, Option<oneshot::Receiver<()>>);
+type Wakes = HashMap<Ticket, oneshot::Sender<()>>;
 
 #[derive(Debug)]
 struct Place {
     inner: Arc<Inner>,
     ticket: Ticket,
     tenant: Tenant,
-    /// Tokens that were taken from its rates and not used yet.
-    unused: u64,
+    /// What was taken from its rates and not used yet: a request until it starts, and tokens.
+    requests: u32,
+    tokens: u64,
 }
 
 impl Admission {
@@ -164,12 +178,12 @@ impl Admission {
     /// who has a slot starts.
     pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
         let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
-        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue);
+        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue, clock::now());
         let admission = Self::with_room(limits, several, room);
         let queue = Arc::downgrade(&admission.inner);
         membership.when_freed(move || {
             if let Some(inner) = queue.upgrade() {
-                inner.change(|queue, room| queue.tick(clock::now(), room));
+                inner.freed();
             }
         });
         admission
@@ -188,50 +202,43 @@ impl Admission {
             max_ttft: limits.max_ttft,
             tenants: several,
         };
-        let state = Mutex::new(State { queue: Queue::new(bounds), wake: HashMap::new() });
+        let state = Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looks: Looks::default() });
         let (closed, empty) = (AtomicBool::default(), Notify::default());
         Self { inner: Arc::new(Inner { state, room: Box::new(room), closed, empty, max_queue: limits.max_queue }) }
     }
 
-    /// Takes a slot or a place in the queue.
+    /// Takes a slot or a place in the queue for each of the requests of one tenant, or for none of them.
     ///
     /// # Errors
     /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that cannot be
     /// kept; `Unavailable` when the router drains.
-    pub fn enter(&self, asked: Asked, now: Instant) -> Result<Entry, Refusal> {
+    pub fn enter_all(&self, tenant: &Tenant, asked: Vec<Asked>, now: Instant) -> Result<Vec<Entry>, Refusal> {
         if self.is_closed() {
             let error = Error::new(ErrorKind::Unavailable, "the router is shutting down");
             return Err(Refusal { reason: Reason::Draining, error });
         }
-        let Asked { tenant, priority, prompt_tokens, max_tokens, deadline, prefill } = asked;
-        let (name, weight) = (Arc::clone(tenant.name()), tenant.terms().weight);
-        let ask = Ask { tenant: name, weight, priority, prompt_tokens, max_tokens, deadline, prefill };
-        let cost = ask.cost();
-        tenant.take(cost, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
-        let (started, receiver) = oneshot::channel();
-        let entered = self.inner.change_and(|queue, wake, room| {
-            let (entered, mut turn) = queue.enter(ask, now, room);
-            if let Ok(ticket) = entered {
-                wake.insert(ticket, started);
-            }
-            let at_once = entered.is_ok_and(|ticket| turn.start.contains(&ticket));
-            turn.start.retain(|ticket| entered != Ok(*ticket));
-            if let (Ok(ticket), true) = (entered, at_once) {
-                wake.remove(&ticket);
-            }
-            let counts = Counts { inflight: queue.inflight(), queued: queue.waiting() };
-            (turn, entered.map(|ticket| (ticket, at_once)).map_err(|refused| (refused, counts)))
-        });
-        match entered {
-            Ok((ticket, at_once)) => {
-                let place = Place { inner: Arc::clone(&self.inner), ticket, tenant, unused: cost };
-                Ok(Entry { place, started: (!at_once).then_some(receiver) })
+        let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();
+        let costs: Vec<u64> = asks.iter().map(Ask::cost).collect();
+        let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
+        tenant.take(requests, tokens, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
+        match self.inner.enter_all(asks, now) {
+            Ok(places) => {
+                let entry = |((ticket, started), tokens)| {
+                    let (inner, tenant) = (Arc::clone(&self.inner), tenant.clone());
+                    Entry { place: Place { inner, ticket, tenant, requests: 1, tokens }, started }
+                };
+                Ok(places.into_iter().zip(costs).map(entry).collect())
             }
             Err((refused, counts)) => {
-                tenant.give_back(1, cost, now);
+                tenant.give_back(requests, tokens, now);
                 Err(self.inner.refusal(refused, counts, tenant.name()))
             }
         }
+    }
+
+    /// Whether there are several tenants, as far as the queue has seen.
+    pub fn has_tenants(&self) -> bool {
+        self.inner.lock().queue.has_tenants()
     }
 
     /// Whether [`Self::drain`] was called.
@@ -274,12 +281,13 @@ impl Entry {
     /// # Errors
     /// `DeadlineExceeded`, without a message, when the deadline passed first.
     pub async fn admitted(self) -> Result<Slot, Error> {
-        let Self { place, started } = self;
+        let Self { mut place, started } = self;
         if let Some(started) = started
             && started.await.is_err()
         {
             return Err(Error::new(ErrorKind::DeadlineExceeded, String::new()));
         }
+        place.requests = 0;
         Ok(Slot(place))
     }
 }
@@ -292,15 +300,19 @@ impl Slot {
 
     /// It used so many tokens of prompt and answer: the others count for the tenant's rates no more.
     pub fn used(&mut self, tokens: u64) {
-        self.0.unused = self.0.unused.saturating_sub(tokens);
+        self.0.tokens = self.0.tokens.saturating_sub(tokens);
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         let now = clock::now();
-        self.tenant.give_back(0, self.unused, now);
-        self.inner.change(|queue, room| queue.leave(self.ticket, now, room));
+        self.tenant.give_back(self.requests, self.tokens, now);
+        self.inner.change_and(|queue, wake, room| {
+            // Who gave up while it waited is woken by nobody.
+            wake.remove(&self.ticket);
+            (queue.leave(self.ticket, now, room), ())
+        });
         if self.inner.counts() == Counts::default() {
             self.inner.empty.notify_waiters();
         }
@@ -318,17 +330,67 @@ impl Inner {
         Counts { inflight: state.queue.inflight(), queued: state.queue.waiting() }
     }
 
+    /// A place for each, or why there is none.
+    fn enter_all(&self, asks: Vec<Ask>, now: Instant) -> Result<Vec<Placed>, (Refused, Counts)> {
+        self.change_and(|queue, wake, room| {
+            let (entered, mut turn) = queue.enter_all(asks, now, room);
+            let mut place = |ticket: Ticket| {
+                let at_once = turn.start.iter().position(|started| *started == ticket);
+                let Some(index) = at_once else {
+                    let (sender, receiver) = oneshot::channel();
+                    wake.insert(ticket, sender);
+                    return (ticket, Some(receiver));
+                };
+                turn.start.remove(index);
+                (ticket, None)
+            };
+            let places = entered.map(|tickets| tickets.into_iter().map(&mut place).collect());
+            let counts = Counts { inflight: queue.inflight(), queued: queue.waiting() };
+            (turn, places.map_err(|refused| (refused, counts)))
+        })
+    }
+
+    /// The nodes may have other room: looks now, or soon where it has just looked.
+    fn freed(self: &Arc<Self>) {
+        let now = clock::now();
+        let look = {
+            let mut state = self.lock();
+            if state.queue.waiting() == 0 {
+                return;
+            }
+            state.looks.changed(now)
+        };
+        match (look, tokio::runtime::Handle::try_current()) {
+            (Look::Planned, _) => {}
+            (Look::At(then), Ok(runtime)) => {
+                let queue = Arc::downgrade(self);
+                runtime.spawn(async move {
+                    tokio::time::sleep_until(then.into()).await;
+                    if let Some(inner) = queue.upgrade() {
+                        inner.look();
+                    }
+                });
+            }
+            // Whoever has no runtime does not wait.
+            (Look::Now, _) | (Look::At(_), Err(_)) => self.look(),
+        }
+    }
+
+    fn look(&self) {
+        let now = clock::now();
+        self.lock().looks.begin(now);
+        self.change(|queue, room| queue.tick(now, room));
+        self.lock().looks.end(now, clock::now());
+    }
+
     fn change(&self, change: impl FnOnce(&mut Queue, queue::Room<'_>) -> Turn) {
         self.change_and(|queue, _, room| (change(queue, room), ()));
     }
 
     /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
-    fn change_and<T>(
-        &self,
-        change: impl FnOnce(&mut Queue, &mut HashMap<Ticket, oneshot::Sender<()>>, queue::Room<'_>) -> (Turn, T),
-    ) -> T {
+    fn change_and<T>(&self, change: impl FnOnce(&mut Queue, &mut Wakes, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
-        let State { queue, wake } = &mut *state;
+        let State { queue, wake, .. } = &mut *state;
         let (turn, result) = change(queue, wake, &mut |ask, ahead| (self.room)(ask, ahead));
         for ticket in turn.start {
             // Who has just left gives its slot back when its place is dropped.
@@ -340,17 +402,21 @@ impl Inner {
 
     fn refusal(&self, refused: Refused, counts: Counts, tenant: &str) -> Refusal {
         let Counts { inflight, queued } = counts;
-        let wait_ms = refused.wait.map_or(0, |wait| wait.as_millis());
+        let first_ms = refused.first_token.map_or(0, |first| first.as_millis());
         let message = match refused.reason {
             Reason::TenantShare => {
                 let places = self.max_queue;
                 format!("{queued} of {places} requests wait, and as many of tenant {tenant:?} as may: try later")
             }
             Reason::Deadline => {
-                format!("{queued} requests wait: this one would start in {wait_ms} ms, too late for its deadline")
+                format!(
+                    "{queued} requests wait: its first token would come in {first_ms} ms, too late for its deadline"
+                )
             }
             Reason::Objective => {
-                format!("{queued} requests wait: this one would start in {wait_ms} ms, which is too late: try later")
+                format!(
+                    "{queued} requests wait: its first token would come in {first_ms} ms, which is too late: try later"
+                )
             }
             _ => format!("{inflight} requests are running and {queued} waiting: try later"),
         };

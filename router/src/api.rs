@@ -49,7 +49,8 @@ pub struct GenerationRequest {
     pub stop_token_ids: Vec<u32>,
     /// Strings that end the answer.
     pub stop: Vec<String>,
-    /// Higher ones go first among the tenant's own, in the queue and on the nodes; 0 is usual, -10 to 10 are possible.
+    /// Higher ones go first among the tenant's own in the queue, and on the nodes while there is one tenant; 0 is usual, -10 to
+    /// 10 are possible.
     pub priority: i32,
     /// Whose request it is.
     pub tenant: Tenant,
@@ -197,10 +198,23 @@ impl Service {
     /// `InvalidArgument` for a request that can never be answered, `Overloaded` when it may not wait (with the time after which
     /// it is worth another try), `Unavailable` when the nodes of no plan are there or the router is draining.
     pub fn generate(&self, request: GenerationRequest) -> Result<GenerationStream, Error> {
-        let (sender, events) = mpsc::channel(flow::CLIENT_QUEUE_EVENTS);
-        let cancel = CancellationToken::new();
-        let identities = flow::start(&self.flow, request, sender, cancel.clone())?;
-        Ok(GenerationStream { events, root: identities.root, _cancel: cancel.drop_guard() })
+        let mut streams = self.generate_all(vec![request])?;
+        streams.pop().ok_or_else(|| Error::new(ErrorKind::Internal, "a request without an answer"))
+    }
+
+    /// Starts the requests of one call, all of one tenant: all of them or none.
+    ///
+    /// # Errors
+    /// As [`Self::generate`], of the first one that cannot start.
+    pub fn generate_all(&self, requests: Vec<GenerationRequest>) -> Result<Vec<GenerationStream>, Error> {
+        let entries = flow::admit::all(&self.flow, &requests)?;
+        let start = |(request, entry)| {
+            let (sender, events) = mpsc::channel(flow::CLIENT_QUEUE_EVENTS);
+            let cancel = CancellationToken::new();
+            let identities = flow::start(&self.flow, request, entry, sender, cancel.clone());
+            GenerationStream { events, root: identities.root, _cancel: cancel.drop_guard() }
+        };
+        Ok(requests.into_iter().zip(entries).map(start).collect())
     }
 
     /// The tokens to generate: what the client asked for, or [`DEFAULT_MAX_TOKENS`], or what the context leaves.

@@ -55,8 +55,8 @@ struct Flags {
     /// not to count, a large number
     #[arg(long, default_value_t = 4)]
     node_queue: u16,
-    /// Refuse requests (429) whose first token is predicted later than this; without it only those that would miss their
-    /// own deadline
+    /// Refuse requests (429) whose first token is predicted later than this, by the queue here and what the nodes have to do;
+    /// without it only those that would miss their own deadline
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_ttft_ms: Option<u32>,
     /// Classes of requests by prompt tokens, each with its share of slots and service, as

@@ -3,11 +3,12 @@
 //! Every wait in it is bounded by the request's deadline, by [`Limits::silence`], by [`Limits::replan`], or by a node's
 //! death.
 //!
-//! - [`check`]: what a request must be (pure). [`crate::admission`]: who may start.
+//! - [`check`]: what a request must be (pure). [`admit`]: its place. [`crate::admission`]: who may start.
 //! - [`progress`]: the request and its answer so far (pure).
 //! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its nodes.
 //! - [`timeline`]: the phases that the client waits for (pure). [`record`]: timings and spans (pure).
+pub mod admit;
 pub mod again;
 pub mod attempt;
 pub mod check;
@@ -28,9 +29,9 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::pools::Pools;
-use crate::admission::{Admission, Asked, Entry, Reason, Refusal, Slot};
+use crate::admission::{Admission, Entry, Slot};
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
-use crate::membership::{Ask, Membership, Route};
+use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
@@ -113,21 +114,15 @@ pub struct Shared {
 
 type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
 
-/// Checks the request, takes its place in the queue, and lets it run on a task of its own until `cancel` fires.
-///
-/// # Errors
-/// As [`crate::api::Service::generate`].
+/// Lets a request that has its place run on a task of its own until `cancel` fires.
 pub fn start(
     shared: &Arc<Shared>,
     request: GenerationRequest,
+    entry: Entry,
     client: Client,
     cancel: CancellationToken,
-) -> Result<Identities, Error> {
-    let limit = request.received + shared.limits.max_request;
-    let deadline = request.deadline.map_or(limit, |deadline| deadline.min(limit));
-    let entry = check::check(&request, &shared.model)
-        .and_then(|()| admit(shared, &request, deadline))
-        .inspect_err(|error| shared.metrics.refused(error.kind))?;
+) -> Identities {
+    let deadline = admit::deadline(shared, &request);
     let identities = Identities::draw(request.parent, &mut rand::rng());
     let record = Record {
         api: request.api,
@@ -156,28 +151,7 @@ pub fn start(
         slot: None,
     };
     tokio::spawn(run.until_the_end(entry, cancel));
-    Ok(identities)
-}
-
-/// A place in the queue, or why there is none.
-fn admit(shared: &Shared, request: &GenerationRequest, deadline: Instant) -> Result<Entry, Error> {
-    let asked = Asked {
-        tenant: request.tenant.clone(),
-        priority: request.priority,
-        prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
-        max_tokens: request.max_tokens,
-        deadline,
-        // The choice of the pair makes no prediction before the request is routed.
-        prefill: None,
-    };
-    let entered = match shared.membership.has_pair() {
-        true => shared.admission.enter(asked, clock::now()),
-        false => Err(Refusal { reason: Reason::NoPair, error: no_pair(shared) }),
-    };
-    entered.map_err(|Refusal { reason, error }| {
-        shared.metrics.turned_away(reason);
-        error
-    })
+    identities
 }
 
 /// Why an answer ended well, and the text that was still held back.
@@ -247,6 +221,9 @@ impl Run {
     /// Attempt after attempt, until the answer is complete or there is no other attempt.
     async fn answer(&mut self, entry: Entry) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
+        if self.shared.admission.has_tenants() {
+            self.progress.level();
+        }
         self.record.timeline.end_phase(clock::now());
         self.shared.metrics.waited(self.progress.request.priority, self.record.timeline.length(Phase::Queue));
         let route = self.route()?;
@@ -457,15 +434,6 @@ impl Run {
         if let Some(mut slot) = self.slot {
             slot.used(u64::from(self.record.prompt_tokens) + u64::from(self.record.completion_tokens()));
         }
-    }
-}
-
-fn no_pair(shared: &Shared) -> Error {
-    // The cheapest request: its refusal is about the nodes alone.
-    match shared.membership.route(Ask { prompt_tokens: 1, max_tokens: 1, hashes: &[] }, &Wish::default(), clock::now())
-    {
-        Err(why) => refusal(&why),
-        Ok(_) => Error::new(ErrorKind::Unavailable, "no nodes were available; some have just come: try again"),
     }
 }
 

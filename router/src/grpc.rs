@@ -127,7 +127,7 @@ impl Edge {
             return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")));
         }
         let request = self.request(message, caller, received).await?;
-        (0..n).map(|choice| self.service.generate(request.choice(choice, n))).collect()
+        self.service.generate_all((0..n).map(|choice| request.choice(choice, n)).collect())
     }
 
     async fn request(

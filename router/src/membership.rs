@@ -32,6 +32,7 @@ use breaker::Circuit;
 use entry::Share;
 pub use reach::Calls;
 use reach::{Reach, Reaching};
+use room::Wanted;
 use table::{Booked, Table};
 
 /// Nodes at most; the next one is refused.
@@ -120,6 +121,13 @@ pub struct Ask<'a> {
     pub max_tokens: u32,
     /// Sequence hashes of the prompt's blocks that a cache can spare a node, see [`Membership::block_tokens`].
     pub hashes: &'a [SequenceHash],
+}
+
+impl<'a> Ask<'a> {
+    fn need(&self, block_tokens: u32) -> Need<'a> {
+        let Self { prompt_tokens, max_tokens, hashes } = *self;
+        Need { prompt_tokens, total_tokens: prompt_tokens.saturating_add(max_tokens), block_tokens, hashes }
+    }
 }
 
 /// The nodes of one request, with the work booked on them until this is dropped.
@@ -377,10 +385,8 @@ impl Membership {
     /// # Errors
     /// [`NoPair`].
     pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
-        let Ask { prompt_tokens, max_tokens, hashes } = ask;
         let mut table = lock(&self.table);
-        let total_tokens = prompt_tokens.saturating_add(max_tokens);
-        let need = Need { prompt_tokens, total_tokens, block_tokens: table.block_tokens(), hashes };
+        let need = ask.need(table.block_tokens());
         let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
@@ -389,10 +395,25 @@ impl Membership {
         Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table, freed })
     }
 
+    /// How soon the first token of a request would come that was routed now; `None` where no node has measured its steps, or
+    /// there are no nodes for it. Books nothing.
+    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<queue::Predicted> {
+        let mut table = lock(&self.table);
+        let need = ask.need(table.block_tokens());
+        let soonest = table.predict(&need, &self.choice, now)?;
+        drop(table);
+        let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
+        let prefill_ms = soonest.terms.prefill_ms;
+        Some(queue::Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
+    }
+
     /// Whether the nodes have room for a request that need not wait there, or only with `node_queue` others; without nodes that
-    /// could ever hold it there is: then [`Self::route`] says why not.
-    pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32) -> bool {
-        lock(&self.table).has_room(ask, ahead, self.choice.local, node_queue)
+    /// could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
+    /// make a plan.
+    pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
+        let table = lock(&self.table);
+        let wanted = Wanted::of(ask, ahead, node_queue, table.block_tokens());
+        table.has_room(wanted, self.choice.local, now)
     }
 
     /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.

@@ -120,6 +120,8 @@ pub struct NodeView {
     pub reported: Work,
     /// Routed to it since then.
     pub routed: Work,
+    /// All that this router has on it, whatever is reported: also requests that wait there for blocks.
+    pub held: Work,
     /// How long its steps take; all zero before it has measured one.
     pub step_cost: StepCost,
     /// By how much its prompts take longer than that says.
@@ -427,6 +429,14 @@ pub fn select(
     let chosen = near_best(&plans, settings, turn);
     plans[..=chosen].rotate_right(1);
     Ok(plans.iter().map(|plan| Candidate::of(plan, settings)).collect())
+}
+
+/// Of these candidates, the best one first, the one whose first token would come soonest, among those against which no more
+/// speaks than against the best. `None` where its node has measured nothing: that is no prediction.
+pub fn soonest(candidates: &[Candidate]) -> Option<&Candidate> {
+    let best = candidates.first()?;
+    let equal = candidates.iter().filter(|candidate| candidate.is_sound() == best.is_sound());
+    equal.min_by(|a, b| a.ttft_ms().total_cmp(&b.ttft_ms())).filter(|soonest| soonest.measured)
 }
 
 /// Whether the nodes of a plan are there that take new work.

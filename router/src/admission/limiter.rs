@@ -43,13 +43,13 @@ impl Limiter {
         Self { requests: rates.requests_per_minute.map(bucket), tokens: rates.tokens_per_minute.map(bucket) }
     }
 
-    /// Takes one request and `tokens` out, or nothing.
+    /// Takes so many requests and tokens out, or nothing.
     ///
     /// # Errors
     /// [`Exceeded`], the limit that is longest in the way.
-    pub fn take(&mut self, tokens: u64, now: Instant) -> Result<(), Exceeded> {
-        let tokens = tokens as f64;
-        let asked = [("requests", &mut self.requests, 1.0), ("tokens", &mut self.tokens, tokens)];
+    pub fn take(&mut self, requests: u32, tokens: u64, now: Instant) -> Result<(), Exceeded> {
+        let (requests, tokens) = (f64::from(requests), tokens as f64);
+        let asked = [("requests", &mut self.requests, requests), ("tokens", &mut self.tokens, tokens)];
         let mut exceeded: Option<Exceeded> = None;
         let mut taken = Vec::with_capacity(2);
         for (what, bucket, amount) in asked {
@@ -112,37 +112,47 @@ mod tests {
     fn a_refused_request_passes_after_exactly_the_time_it_was_told() {
         let now = Instant::now();
         let mut limiter = limiter(Some(60), Some(6000), now);
-        assert_eq!(limiter.take(6000, now), Ok(()));
-        let exceeded = limiter.take(100, now).unwrap_err();
+        assert_eq!(limiter.take(1, 6000, now), Ok(()));
+        let exceeded = limiter.take(1, 100, now).unwrap_err();
         assert_eq!((exceeded.what, exceeded.per_minute), ("tokens", 6000));
         assert_eq!(exceeded.retry_after, Duration::from_secs(1));
         let almost = now + exceeded.retry_after - Duration::from_millis(1);
-        assert!(limiter.take(100, almost).is_err());
-        assert_eq!(limiter.take(100, now + exceeded.retry_after), Ok(()));
+        assert!(limiter.take(1, 100, almost).is_err());
+        assert_eq!(limiter.take(1, 100, now + exceeded.retry_after), Ok(()));
     }
 
     #[test]
     fn refusals_cost_nothing_and_what_is_given_back_can_be_used() {
         let now = Instant::now();
         let mut limiter = limiter(Some(2), Some(100), now);
-        assert_eq!(limiter.take(100, now), Ok(()));
+        assert_eq!(limiter.take(1, 100, now), Ok(()));
         for _ in 0..10 {
-            assert_eq!(limiter.take(10, now).unwrap_err().what, "tokens");
+            assert_eq!(limiter.take(1, 10, now).unwrap_err().what, "tokens");
         }
         limiter.give_back(0, 90, now);
-        assert_eq!(limiter.take(90, now), Ok(()));
-        assert_eq!(limiter.take(0, now).unwrap_err().what, "requests");
+        assert_eq!(limiter.take(1, 90, now), Ok(()));
+        assert_eq!(limiter.take(1, 0, now).unwrap_err().what, "requests");
         limiter.give_back(1, 0, now);
-        assert_eq!(limiter.take(0, now), Ok(()));
+        assert_eq!(limiter.take(1, 0, now), Ok(()));
     }
 
     #[test]
     fn what_is_larger_than_the_bucket_waits_for_a_full_one() {
         let now = Instant::now();
         let mut limiter = limiter(None, Some(60), now);
-        assert_eq!(limiter.take(120, now), Ok(()));
-        assert_eq!(limiter.take(120, now).unwrap_err().retry_after, Duration::from_secs(120));
-        assert_eq!(self::limiter(None, None, now).take(u64::MAX, now), Ok(()));
+        assert_eq!(limiter.take(1, 120, now), Ok(()));
+        assert_eq!(limiter.take(1, 120, now).unwrap_err().retry_after, Duration::from_secs(120));
+        assert_eq!(self::limiter(None, None, now).take(1, u64::MAX, now), Ok(()));
+    }
+
+    #[test]
+    fn several_requests_are_taken_together_or_not_at_all() {
+        let now = Instant::now();
+        let mut limiter = limiter(Some(4), None, now);
+        assert_eq!(limiter.take(3, 0, now), Ok(()));
+        let exceeded = limiter.take(3, 0, now).unwrap_err();
+        assert_eq!((exceeded.what, exceeded.retry_after), ("requests", Duration::from_secs(30)));
+        assert_eq!(limiter.take(1, 0, now), Ok(()), "the refusal took nothing");
     }
 
     proptest! {
@@ -153,7 +163,7 @@ mod tests {
             let (mut limiter, mut passed, mut at_ms) = (limiter(None, Some(per_minute), start), 0u64, 0u64);
             for (pause_ms, tokens) in asks {
                 at_ms += pause_ms;
-                if limiter.take(tokens, start + Duration::from_millis(at_ms)).is_ok() {
+                if limiter.take(1, tokens, start + Duration::from_millis(at_ms)).is_ok() {
                     passed += tokens;
                 }
                 let allowed = f64::from(per_minute) * (1.0 + at_ms as f64 / 60_000.0) + 2000.0;

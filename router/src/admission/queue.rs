@@ -5,8 +5,8 @@
 //! **Order.** Three choices, each without starvation: between pools and between the tenants of a pool by start-time fair
 //! queueing over tokens of prompt and answer ([`Fair`]); within a tenant by priority, where a level is worth
 //! [`PLACES_A_LEVEL`] places of that tenant's later arrivals, as in the nodes' own queues; among equals first come, first
-//! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then all
-//! wait for it.
+//! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then its pool
+//! waits for it, and after [`MAX_PASSES_OF_OTHERS`] the other pools, too.
 //!
 //! **Bounds.** Slots; each pool's share of them; places in the queue. Once there are several tenants, one may hold no more
 //! than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however many of
@@ -22,7 +22,7 @@ use super::pools::Pools;
 
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
-/// Requests that may start before one that finds no room.
+/// Requests of its own pool that may start before one that finds no room.
 pub const MAX_PASSES: u32 = 64;
 /// A tenant's places against the free ones.
 pub const SHARE: usize = 4;
@@ -30,7 +30,9 @@ pub const SHARE: usize = 4;
 pub const MAX_TENANTS: usize = 256;
 /// The name of those that share.
 pub const OTHERS: &str = "(others)";
-/// First requests that are tried for room before all wait.
+/// The same for requests of other pools. They have shares of their own; but nobody is passed by for ever.
+pub const MAX_PASSES_OF_OTHERS: u32 = 8 * MAX_PASSES;
+/// First requests of each pool that are tried for room before all of it wait.
 const MAX_TRIED: usize = 8;
 /// No client is told to stay away for longer.
 const LONGEST_RETRY: Duration = Duration::from_secs(60);
@@ -53,8 +55,17 @@ pub struct Ask {
     pub max_tokens: u32,
     /// It is of no use to anybody after this.
     pub deadline: Instant,
-    /// From its start to its first token, as far as that is known.
-    pub prefill: Option<Duration>,
+    /// What the nodes need for its first token, as far as that is known.
+    pub predicted: Option<Predicted>,
+}
+
+/// From now to a first token, if the best nodes got the request now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Predicted {
+    /// Behind what the nodes have to do already.
+    pub wait: Duration,
+    /// Then until the first token.
+    pub prefill: Duration,
 }
 
 /// What has started and is not on any node yet: it will take room that still looks free.
@@ -99,8 +110,8 @@ pub struct Refused {
     pub reason: Reason,
     /// When it is worth another try, if that can be told.
     pub retry_after: Option<Duration>,
-    /// How long it would have waited, if that can be told.
-    pub wait: Option<Duration>,
+    /// When its first token would have come, where it is too late.
+    pub first_token: Option<Duration>,
 }
 
 /// Whether the nodes have room for a request behind those that are ahead of it.
@@ -149,7 +160,9 @@ type Key = (i64, Ticket);
 #[derive(Debug)]
 struct Waiting {
     ask: Ask,
+    /// By requests of its own pool.
     passes: u32,
+    passes_of_others: u32,
 }
 
 #[derive(Debug)]
@@ -196,19 +209,29 @@ impl Queue {
         }
     }
 
-    /// Takes the request in: it starts (then its ticket is in the turn), waits, or is refused.
-    pub fn enter(&mut self, ask: Ask, now: Instant, room: Room<'_>) -> (Result<Ticket, Refused>, Turn) {
-        let first = self.first_tenant.get_or_insert_with(|| Arc::clone(&ask.tenant));
-        self.bounds.tenants |= *first != ask.tenant;
+    /// Takes requests in that are of no use without each other: all or none. Each starts (then its ticket is in the turn) or
+    /// waits.
+    pub fn enter_all(&mut self, asks: Vec<Ask>, now: Instant, room: Room<'_>) -> (Result<Vec<Ticket>, Refused>, Turn) {
         let expired = self.expire(now);
-        let ticket = self.push(ask);
-        let start = self.start(now, room);
-        let refused = self.refusal(ticket, now);
+        // Too late even for one that starts at once: nothing else matters.
+        if let Some(refused) = asks.iter().find_map(|ask| self.too_late(ask, None, now)) {
+            self.note_waiting(now);
+            return (Err(refused), Turn { start: Vec::new(), expired });
+        }
+        let tickets: Vec<Ticket> = asks.into_iter().map(|ask| self.push(ask)).collect();
+        let mut start = self.start(now, room);
+        let refused = tickets.iter().find_map(|ticket| self.refusal(*ticket, now));
         if refused.is_some() {
-            self.remove(ticket);
+            tickets.iter().for_each(|ticket| self.remove(*ticket));
+            let own = start.len();
+            start.retain(|ticket| !tickets.contains(ticket));
+            if start.len() < own {
+                // Somebody else may have what they gave back.
+                start.append(&mut self.start(now, room));
+            }
         }
         self.note_waiting(now);
-        (refused.map_or(Ok(ticket), Err), Turn { start, expired })
+        (refused.map_or(Ok(tickets), Err), Turn { start, expired })
     }
 
     /// The request is gone: it ended, or it waits no longer. Unknown tickets are nobody's.
@@ -232,6 +255,11 @@ impl Queue {
         }
         self.note_waiting(now);
         turn
+    }
+
+    /// Whether several tenants are known, or expected.
+    pub fn has_tenants(&self) -> bool {
+        self.bounds.tenants
     }
 
     /// Requests that run.
@@ -266,6 +294,8 @@ impl Queue {
     }
 
     fn push(&mut self, ask: Ask) -> Ticket {
+        let first = self.first_tenant.get_or_insert_with(|| Arc::clone(&ask.tenant));
+        self.bounds.tenants |= *first != ask.tenant;
         self.last += 1;
         let (ticket, pool) = (self.last, self.bounds.pools.of(ask.prompt_tokens));
         let class = &mut self.pools[pool];
@@ -277,7 +307,7 @@ impl Queue {
         class.order.wants(&name, ask.weight);
         self.between.wants(&pool, class.share);
         self.deadlines.insert((ask.deadline, ticket));
-        lane.waiting.insert(key, Waiting { ask, passes: 0 });
+        lane.waiting.insert(key, Waiting { ask, passes: 0, passes_of_others: 0 });
         class.waiting += 1;
         self.places.insert(ticket, Place::Waiting { pool, lane: name, key });
         ticket
@@ -336,24 +366,38 @@ impl Queue {
     /// The request whose turn it is, if there is room for it or for one that may pass it.
     fn next(&mut self, room: Room<'_>) -> Option<(usize, Arc<str>, Key)> {
         let mut passed: Vec<(usize, Arc<str>, Key)> = Vec::new();
+        // Its other requests wait for the one that was passed enough.
+        let mut closed = None;
         for (pool, lane, key) in self.heads() {
             let waiting = self.pools[pool].lanes.get(&lane)?.waiting.get(&key)?;
+            if closed == Some(pool) {
+                continue;
+            }
             if room(&waiting.ask, &self.ahead) {
-                for (pool, lane, key) in passed {
-                    let waiting = self.pools[pool].lanes.get_mut(&lane)?.waiting.get_mut(&key)?;
-                    waiting.passes += 1;
-                }
+                self.note_passes(&passed, pool);
                 return Some((pool, lane, key));
             }
-            if waiting.passes >= MAX_PASSES {
+            if waiting.passes_of_others >= MAX_PASSES_OF_OTHERS {
                 return None;
             }
+            closed = (waiting.passes >= MAX_PASSES).then_some(pool);
             passed.push((pool, lane, key));
         }
         None
     }
 
-    /// The first request of each tenant in each pool that has a slot, in order.
+    /// A request of pool `by` starts before all of these.
+    fn note_passes(&mut self, passed: &[(usize, Arc<str>, Key)], by: usize) {
+        for (pool, lane, key) in passed {
+            let waiting = self.pools[*pool].lanes.get_mut(lane).and_then(|lane| lane.waiting.get_mut(key));
+            if let Some(waiting) = waiting {
+                let passes = if *pool == by { &mut waiting.passes } else { &mut waiting.passes_of_others };
+                *passes += 1;
+            }
+        }
+    }
+
+    /// The first request of each tenant in each pool that has a slot, in order; of each pool as many as are tried.
     fn heads(&self) -> Vec<(usize, Arc<str>, Key)> {
         let pools =
             self.between.order().into_iter().filter(|pool| self.pools[*pool].inflight < self.pools[*pool].slots);
@@ -361,29 +405,41 @@ impl Queue {
             let key = *self.pools[pool].lanes.get(&lane)?.waiting.first_key_value()?.0;
             Some((pool, lane, key))
         };
-        let heads =
-            pools.flat_map(|pool| self.pools[pool].order.order().into_iter().filter_map(move |lane| head(pool, lane)));
-        heads.take(MAX_TRIED).collect()
+        let of_pool = |pool: usize| {
+            let lanes = self.pools[pool].order.order().into_iter();
+            lanes.filter_map(move |lane| head(pool, lane)).take(MAX_TRIED)
+        };
+        pools.flat_map(of_pool).collect()
     }
 
     /// Why a request that has not started may not wait, if it may not.
     fn refusal(&self, ticket: Ticket, now: Instant) -> Option<Refused> {
         let Some(Place::Waiting { pool, lane, key }) = self.places.get(&ticket) else { return None };
         let (waiting, limit) = (self.waiting() - 1, self.bounds.max_queue);
-        let wait = self.predicted_wait(ticket, now);
         let drained = || Some(self.pools[*pool].half_drained(now)?.min(LONGEST_RETRY));
         if waiting >= limit {
-            return Some(Refused { reason: Reason::QueueFull, retry_after: drained(), wait });
+            return Some(Refused { reason: Reason::QueueFull, retry_after: drained(), first_token: None });
         }
         let own: usize = self.pools.iter().filter_map(|pool| pool.lanes.get(lane)).map(|lane| lane.waiting.len()).sum();
         if self.bounds.tenants && own > SHARE * (limit - waiting) {
-            return Some(Refused { reason: Reason::TenantShare, retry_after: drained(), wait });
+            return Some(Refused { reason: Reason::TenantShare, retry_after: drained(), first_token: None });
         }
         let ask = &self.pools[*pool].lanes.get(lane)?.waiting.get(key)?.ask;
-        let ttft = wait?.saturating_add(ask.prefill.unwrap_or_default());
+        self.too_late(ask, self.predicted_wait(ticket, now), now)
+    }
+
+    /// Why nobody would wait for the first token of a request that starts after `wait`, if nobody would; `None` where the wait
+    /// is not known. While it waits here, the nodes work off what they have: the longer of the two waits counts.
+    fn too_late(&self, ask: &Ask, wait: Option<Duration>, now: Instant) -> Option<Refused> {
+        if wait.is_none() && ask.predicted.is_none() {
+            return None;
+        }
+        let Predicted { wait: on_nodes, prefill } = ask.predicted.unwrap_or_default();
+        let first_token = wait.unwrap_or_default().max(on_nodes).saturating_add(prefill);
         let late = |reason, allowed: Duration| {
-            let retry_after = Some(ttft.saturating_sub(allowed).min(LONGEST_RETRY));
-            (ttft > allowed).then_some(Refused { reason, retry_after, wait })
+            // What takes too long by itself does so at any time.
+            let retry_after = (prefill <= allowed).then(|| first_token.saturating_sub(allowed).min(LONGEST_RETRY));
+            (first_token > allowed).then_some(Refused { reason, retry_after, first_token: Some(first_token) })
         };
         late(Reason::Deadline, ask.deadline.saturating_duration_since(now))
             .or_else(|| late(Reason::Objective, self.bounds.max_ttft?))

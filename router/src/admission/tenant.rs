@@ -73,12 +73,12 @@ impl Tenant {
         self.0.terms
     }
 
-    /// Takes a request of so many tokens from its rates.
+    /// Takes so many requests and tokens from its rates: all of it or nothing.
     ///
     /// # Errors
     /// Which rate was too high, and for how long it will be.
-    pub fn take(&self, tokens: u64, now: Instant) -> Result<(), Exceeded> {
-        self.limiter(|limiter| limiter.take(tokens, now)).unwrap_or(Ok(()))
+    pub fn take(&self, requests: u32, tokens: u64, now: Instant) -> Result<(), Exceeded> {
+        self.limiter(|limiter| limiter.take(requests, tokens, now)).unwrap_or(Ok(()))
     }
 
     /// Gives back what was taken and not used.
@@ -124,10 +124,10 @@ mod tests {
         let now = Instant::now();
         let rates = Rates { requests_per_minute: Some(2), tokens_per_minute: None };
         let tenant = Tenant::new("a", Terms { rates, ..Terms::default() }, Some(now));
-        assert_eq!((tenant.take(1, now), tenant.clone().take(1, now)), (Ok(()), Ok(())));
-        assert_eq!(tenant.take(1, now).unwrap_err().retry_after, Duration::from_secs(30));
+        assert_eq!((tenant.take(1, 1, now), tenant.clone().take(1, 1, now)), (Ok(()), Ok(())));
+        assert_eq!(tenant.take(1, 1, now).unwrap_err().retry_after, Duration::from_secs(30));
         tenant.clone().give_back(1, 0, now);
-        assert_eq!(tenant.take(1, now), Ok(()));
-        assert_eq!(Tenant::default().take(u64::MAX, now), Ok(()));
+        assert_eq!(tenant.take(1, 1, now), Ok(()));
+        assert_eq!(Tenant::default().take(1, u64::MAX, now), Ok(()));
     }
 }

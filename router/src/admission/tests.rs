@@ -1,6 +1,8 @@
 //! The handle: slots and wakes come and go with their owners.
 use super::limiter::Rates;
 use super::tenant::Terms;
+use std::sync::atomic::AtomicUsize;
+
 use super::*;
 
 fn admission(max_inflight: u32, max_queue: usize) -> Admission {
@@ -9,17 +11,28 @@ fn admission(max_inflight: u32, max_queue: usize) -> Admission {
 
 fn asked() -> Asked {
     Asked {
-        tenant: Tenant::default(),
         priority: 0,
         prompt_tokens: 10,
         max_tokens: 20,
         deadline: clock::now() + Duration::from_secs(60),
-        prefill: None,
+        predicted: None,
+    }
+}
+
+impl Admission {
+    /// One request by itself.
+    fn enter(&self, tenant: &Tenant, asked: Asked, now: Instant) -> Result<Entry, Refusal> {
+        self.enter_all(tenant, vec![asked], now).map(|mut entries| entries.remove(0))
     }
 }
 
 fn enter(admission: &Admission) -> Result<Entry, Refusal> {
-    admission.enter(asked(), clock::now())
+    admission.enter(&Tenant::default(), asked(), clock::now())
+}
+
+fn limited(requests_per_minute: Option<u32>, tokens_per_minute: Option<u32>, now: Instant) -> Tenant {
+    let rates = Rates { requests_per_minute, tokens_per_minute };
+    Tenant::new("a", Terms { rates, ..Terms::default() }, Some(now))
 }
 
 #[tokio::test]
@@ -51,6 +64,7 @@ async fn who_gives_up_leaves_its_place_even_when_its_turn_has_come() {
     drop(first);
     drop(second.admitted().await.unwrap());
     assert_eq!(admission.counts(), Counts::default());
+    assert!(admission.inner.lock().wake.is_empty(), "nobody is left to be woken");
 }
 
 #[tokio::test]
@@ -76,8 +90,9 @@ async fn a_deadline_ends_the_wait() {
     let running = enter(&admission).unwrap();
     let now = clock::now();
     let deadline = now + Duration::from_millis(10);
-    let hasty = admission.enter(Asked { deadline, ..asked() }, now).unwrap();
-    let patient = admission.enter(asked(), deadline).unwrap();
+    let nobody = Tenant::default();
+    let hasty = admission.enter(&nobody, Asked { deadline, ..asked() }, now).unwrap();
+    let patient = admission.enter(&nobody, asked(), deadline).unwrap();
     assert_eq!(hasty.admitted().await.unwrap_err().kind, ErrorKind::DeadlineExceeded);
     drop(running);
     patient.admitted().await.unwrap();
@@ -86,18 +101,17 @@ async fn a_deadline_ends_the_wait() {
 #[tokio::test]
 async fn rates_count_what_was_used() {
     let admission = admission(1, 1);
-    let rates = Rates { requests_per_minute: None, tokens_per_minute: Some(100) };
     let now = clock::now();
-    let tenant = Tenant::new("a", Terms { rates, ..Terms::default() }, Some(now));
-    let asked = |max_tokens| Asked { tenant: tenant.clone(), max_tokens, ..asked() };
-    let mut slot = admission.enter(asked(80), now).unwrap().admitted().await.unwrap();
-    let refusal = admission.enter(asked(80), now).unwrap_err();
+    let tenant = limited(None, Some(100), now);
+    let enter = |max_tokens| admission.enter(&tenant, Asked { max_tokens, ..asked() }, now);
+    let mut slot = enter(80).unwrap().admitted().await.unwrap();
+    let refusal = enter(80).unwrap_err();
     assert_eq!(refusal.reason, Reason::RateLimit);
     assert_eq!(refusal.error.retry_after, Some(Duration::from_secs(48)), "80 of 90 tokens are missing");
     slot.used(30);
     drop(slot);
-    let running = admission.enter(asked(60), now).unwrap();
-    assert_eq!(admission.enter(asked(60), now).unwrap_err().reason, Reason::RateLimit, "60 came back, no more");
+    let running = enter(60).unwrap();
+    assert_eq!(enter(60).unwrap_err().reason, Reason::RateLimit, "60 came back, no more");
     drop(running);
 }
 
@@ -105,10 +119,43 @@ async fn rates_count_what_was_used() {
 async fn what_a_full_queue_refused_costs_no_rate() {
     let admission = admission(1, 0);
     let _running = enter(&admission).unwrap();
-    let rates = Rates { requests_per_minute: Some(1), tokens_per_minute: None };
-    let tenant = Tenant::new("a", Terms { rates, ..Terms::default() }, Some(clock::now()));
+    let tenant = limited(Some(1), None, clock::now());
     for _ in 0..5 {
-        let asked = Asked { tenant: tenant.clone(), ..asked() };
-        assert_eq!(admission.enter(asked, clock::now()).unwrap_err().reason, Reason::QueueFull);
+        assert_eq!(admission.enter(&tenant, asked(), clock::now()).unwrap_err().reason, Reason::QueueFull);
     }
+}
+
+#[tokio::test]
+async fn requests_of_one_call_take_their_rate_together_and_give_back_what_did_not_start() {
+    let (admission, now) = (admission(1, 4), clock::now());
+    let tenant = limited(Some(3), None, now);
+    let call = |requests| admission.enter_all(&tenant, vec![asked(); requests], now);
+    let mut entries = call(2).unwrap();
+    assert_eq!(call(2).unwrap_err().reason, Reason::RateLimit);
+    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 1 }, "nothing of the second call is there");
+    drop(entries.pop());
+    let more = call(2).expect("the refusal cost nothing, and who left the queue gave its request back");
+    drop(entries.remove(0).admitted().await.unwrap());
+    assert_eq!(call(1).unwrap_err().reason, Reason::RateLimit, "what had started counts");
+    drop(more);
+    assert_eq!((call(3).unwrap_err().reason, call(2).is_ok()), (Reason::RateLimit, true));
+    assert!(admission.inner.lock().wake.is_empty());
+}
+
+#[tokio::test]
+async fn a_crowd_of_changes_is_one_look_and_its_last_one_is_seen() {
+    let (looks, room) = (Arc::new(AtomicUsize::default()), Arc::new(AtomicBool::default()));
+    let (counted, asked_for) = (Arc::clone(&looks), Arc::clone(&room));
+    let admission = Admission::with_room(&Limits::default(), false, move |_, _| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        asked_for.load(Ordering::Relaxed)
+    });
+    let waiting = enter(&admission).unwrap();
+    let start = Instant::now();
+    (0..1000).for_each(|_| admission.inner.freed());
+    room.store(true, Ordering::Relaxed);
+    admission.inner.freed();
+    let most = 2 + start.elapsed().as_millis() as usize;
+    assert!(looks.load(Ordering::Relaxed) <= most, "{looks:?} looks");
+    tokio::time::timeout(Duration::from_secs(20), waiting.admitted()).await.expect("it was looked again").unwrap();
 }

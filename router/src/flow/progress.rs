@@ -19,6 +19,8 @@ pub struct Progress {
     pub request: GenerationRequest,
     /// The tokens that it has.
     pub sent: Vec<u32>,
+    /// As nodes are told, see [`Self::level`].
+    priority: i32,
     /// Tokens that end the answer, as a node is told; the model's first one apart.
     stop_token_ids: Vec<u32>,
     eos: u32,
@@ -28,25 +30,23 @@ impl Progress {
     /// Nothing is sent.
     pub fn new(request: GenerationRequest, model: &ModelText) -> Self {
         let stop_token_ids = model.stop_token_ids(&request.stop_token_ids, request.ignore_eos);
-        Self { request, sent: Vec::new(), stop_token_ids, eos: model.eos }
+        Self { priority: request.priority, request, sent: Vec::new(), stop_token_ids, eos: model.eos }
+    }
+
+    /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others' there.
+    pub fn level(&mut self) {
+        self.priority = 0;
     }
 
     /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks of
     /// `block_tokens`, hashed with `salt`.
     pub fn tokens(&self, salt: u64, block_tokens: u32) -> Tokens {
-        let count = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
         let prompt = match self.sent.as_slice() {
             [] => Cow::Borrowed(&self.request.prompt_ids),
             sent => Cow::Owned([&self.request.prompt_ids, sent].concat()),
         };
-        // A node always computes the last token, whose logits give the next one: its block is never all reused.
-        let block_tokens = block_tokens.max(1) as usize;
-        let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
-        Tokens {
-            prompt: count(prompt.len()),
-            max: self.request.max_tokens.saturating_sub(count(self.sent.len())),
-            hashes: sequence_hashes(salt, &prompt[..reusable], block_tokens),
-        }
+        let left = self.request.max_tokens.saturating_sub(count(self.sent.len()));
+        prompt_tokens(&prompt, left, salt, block_tokens)
     }
 
     /// What a leg is to do, with the first `basis` tokens of the answer in its prompt.
@@ -64,7 +64,7 @@ impl Progress {
             deadline_unix_ns: clock().unix_ns(deadline),
             traceparent: parent.to_string(),
             output_tokens,
-            priority: request.priority,
+            priority: self.priority,
         }
     }
 
@@ -76,6 +76,18 @@ impl Progress {
         }
         (self.sent.len() >= self.request.max_tokens as usize).then_some(v1::FinishReason::Length)
     }
+}
+
+/// Of a prompt with so many tokens after it, see [`Progress::tokens`].
+pub fn prompt_tokens(prompt: &[u32], max: u32, salt: u64, block_tokens: u32) -> Tokens {
+    // A node always computes the last token, whose logits give the next one: its block is never all reused.
+    let block_tokens = block_tokens.max(1) as usize;
+    let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
+    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(salt, &prompt[..reusable], block_tokens) }
+}
+
+fn count(tokens: usize) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
@@ -98,7 +110,7 @@ mod tests {
             priority: 0,
             tenant: crate::admission::tenant::Tenant::default(),
         };
-        Progress { request, sent: (prompt..prompt + sent).collect(), stop_token_ids: Vec::new(), eos: 2 }
+        Progress { request, sent: (prompt..prompt + sent).collect(), priority: 0, stop_token_ids: Vec::new(), eos: 2 }
     }
 
     #[test]

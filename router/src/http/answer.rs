@@ -18,7 +18,7 @@ use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
 use super::timings;
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
-use crate::api::{GenerationEvent, GenerationStream, MAX_CHOICES, Service, Usage};
+use crate::api::{GenerationEvent, MAX_CHOICES, Service, Usage};
 use crate::text::ModelText;
 
 /// Texts up to this size are tokenized (in well under a millisecond) where they are; others on the blocking pool.
@@ -61,13 +61,10 @@ pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Resu
         infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
         encoded.push(Prompt { request_id, ids: prompt.ids, max_tokens, received });
     }
-    // All prompts are known to be good before the first one starts.
     let seed = rand::random();
     let requests = encoded.into_iter().map(|prompt| options.request(caller, prompt, seed, kind.operation()));
-    let streams = requests
-        .flat_map(|request| (0..n).map(move |choice| request.choice(choice, n)))
-        .map(|request| service.generate(request))
-        .collect::<Result<Vec<GenerationStream>, Error>>()?;
+    let choices = requests.flat_map(|request| (0..n).map(move |choice| request.choice(choice, n)));
+    let streams = service.generate_all(choices.collect())?;
     let model = Arc::clone(service.model());
     let spell: Spell = Arc::new(move |id| model.token(id));
     let traceparent = streams.first().map(|stream| stream.trace().to_string());

@@ -1,7 +1,7 @@
 //! One node of the table: what it reported, what was routed to it since, and what of that the choice of nodes sees. Time is
 //! an argument. The view itself lies beside the others in one row, see [`super::table`]; this file alone writes its loads.
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tandem_proto::v1;
@@ -23,8 +23,8 @@ pub(super) struct Entry {
     pub epoch: u64,
     pub heard: Instant,
     pub breaker: Breaker,
-    /// Of all routes there are, whatever it reports.
-    held: Work,
+    /// Prompts of the routes there are that it has not computed.
+    prompts: u32,
     /// The prompts that it has to compute.
     backlog: Backlog,
     /// How far predictions of its prompts are off.
@@ -72,7 +72,7 @@ impl Entry {
     pub fn new(node: Arc<Node>, breaker: Breaker, now: Instant) -> Self {
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
         let (backlog, factor) = (Backlog::new(now), Factor::default());
-        Self { node, load, epoch: 0, heard: now, breaker, held: Work::default(), backlog, factor }
+        Self { node, load, epoch: 0, heard: now, breaker, prompts: 0, backlog, factor }
     }
 
     /// The view of a node that has just registered.
@@ -93,6 +93,7 @@ impl Entry {
             running: 0,
             reported: Work::default(),
             routed: Work::default(),
+            held: Work::default(),
             step_cost: StepCost::default(),
             prefill_factor: 1.0,
             computes_prompts: false,
@@ -132,9 +133,14 @@ impl Entry {
         cost.queue_ms(tokens, prompts, computed, cost::step_tokens(view)) * self.factor.value()
     }
 
+    /// Whether it is not among those that are tried last: its breaker is not shut, and it was not silent for `suspicion`.
+    pub fn is_sound(&self, now: Instant, suspicion: Duration) -> bool {
+        self.breaker.admits(now) && now.saturating_duration_since(self.heard) <= suspicion
+    }
+
     /// Brings up to date what depends on the time, and forgets what the last request's prompt had here.
-    pub fn refresh(&self, view: &mut NodeView, now: Instant) {
-        view.shut = !self.breaker.admits(now);
+    pub fn refresh(&self, view: &mut NodeView, now: Instant, suspicion: Duration) {
+        view.shut = !self.is_sound(now, suspicion);
         view.backlog_ms = self.backlog.wait_ms(now);
         view.prefill_factor = self.factor.value();
         view.computes_prompts = self.factor.has_seen();
@@ -143,7 +149,8 @@ impl Entry {
 
     pub fn book(&mut self, view: &mut NodeView, work: Work, prompt: Option<Prompt>, now: Instant) -> Share {
         view.routed.add(&work);
-        self.held.add(&work);
+        view.held.add(&work);
+        self.prompts += u32::from(prompt.is_some());
         let factor = self.factor.value();
         let prompt = prompt.map(|prompt| Prompt {
             model_ms: prompt.model_ms.map(|ms| ms / factor),
@@ -155,16 +162,17 @@ impl Entry {
     }
 
     /// The node has done its work for this request, but for what its next report says.
-    pub fn release(&mut self, share: &mut Share) {
+    pub fn release(&mut self, view: &mut NodeView, share: &mut Share) {
         if std::mem::take(&mut share.held) {
-            self.held.sub(&share.work);
+            view.held.sub(&share.work);
+            self.prompts = self.prompts.saturating_sub(share.prompt.is_some().into());
         }
     }
 
     /// What it has, as far as its room goes.
     pub fn occupied(&self, view: &NodeView) -> Occupied<'_> {
-        let &NodeView { total_blocks, max_running, routed, .. } = view;
-        Occupied { total_blocks, max_running, load: &self.load, routed, held: self.held }
+        let &NodeView { total_blocks, max_running, routed, held, .. } = view;
+        Occupied { total_blocks, max_running, load: &self.load, routed, held, prompts: self.prompts }
     }
 
     /// Takes a booking back, where no report has replaced it yet.
@@ -188,7 +196,8 @@ impl Entry {
             self.backlog.done(now, prompt.done);
         }
         if share.held {
-            self.held.tokens = self.held.tokens.saturating_sub(share.work.tokens);
+            view.held.tokens = view.held.tokens.saturating_sub(share.work.tokens);
+            self.prompts = self.prompts.saturating_sub(1);
         }
         share.work.tokens = 0;
         let took_ms = now.saturating_duration_since(prompt.routed).as_secs_f64() * 1e3 - prompt.wait_ms;

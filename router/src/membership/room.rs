@@ -1,11 +1,14 @@
 //! Whether the nodes have room for one more request, so that it need not wait on one of them. Pure. Beside what a node
 //! reports, twice a second, stands what this router has on it now: that knows at once when a request ends. Where the two
 //! differ, the better one counts: reports know of blocks that requests share, and a request too many waits on its node.
+//!
+//! Nodes count as the choice ranks them: those that nobody would be sent to have no room for anybody.
 use tandem_proto::v1;
 
-use crate::select::Work;
+use crate::admission::queue::{Ahead, Ask};
+use crate::select::{LocalPrefill, NodeView, Role, Work};
 
-/// Work that a prefill node may have before it: enough to keep it busy while the next request comes.
+/// Work that a node may have before a prompt: enough to keep it busy while the next request comes.
 const PREFILL_AHEAD_MS: f64 = 50.0;
 /// The same in tokens, where the node has not said how fast it is: a usual step.
 const PREFILL_AHEAD_TOKENS: u64 = 512;
@@ -13,6 +16,12 @@ const PREFILL_AHEAD_TOKENS: u64 = 512;
 /// What a request needs, and what comes before it: requests that have started and are on no node yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Of prompt and longest answer.
+    pub total_tokens: u32,
+    /// KV blocks of the prompt.
+    pub prompt_blocks: u32,
     /// KV blocks of the longest answer.
     pub blocks: u32,
     /// Blocks of those before it.
@@ -21,6 +30,125 @@ pub struct Wanted {
     pub requests_ahead: u32,
     /// Tokens of their prompts.
     pub prompt_tokens_ahead: u64,
+    /// Requests that may wait on each node.
+    pub node_queue: u32,
+}
+
+impl Wanted {
+    /// By `ask` behind `ahead`, in blocks of so many tokens.
+    pub fn of(ask: &Ask, ahead: &Ahead, node_queue: u32, block_tokens: u32) -> Self {
+        let total_tokens = ask.prompt_tokens.saturating_add(ask.max_tokens);
+        // Each of those before it has a block that is not full.
+        let blocks_ahead = u32::try_from(ahead.total_tokens.div_ceil(block_tokens.into())).unwrap_or(u32::MAX);
+        Self {
+            prompt_tokens: ask.prompt_tokens,
+            total_tokens,
+            prompt_blocks: ask.prompt_tokens.div_ceil(block_tokens),
+            blocks: total_tokens.div_ceil(block_tokens),
+            blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
+            requests_ahead: ahead.requests,
+            prompt_tokens_ahead: ahead.prompt_tokens,
+            node_queue,
+        }
+    }
+
+    /// Whether such a node could ever hold it, and takes new work.
+    fn fits(&self, view: &NodeView) -> bool {
+        let (blocks, tokens) = match view.role {
+            Role::Prefill => (self.prompt_blocks, self.prompt_tokens),
+            Role::Decode => (self.blocks, self.total_tokens),
+        };
+        !view.draining && blocks <= view.total_blocks && tokens <= view.max_context_tokens
+    }
+}
+
+/// The room of all nodes, by groups that pair. Each node is told once.
+#[derive(Debug)]
+pub struct Rooms {
+    wanted: Wanted,
+    local: LocalPrefill,
+    /// Of nodes against which nothing but load speaks, by the groups' numbers.
+    sound: Vec<Group>,
+    /// Of all: they count where those make no plan.
+    all: Vec<Group>,
+}
+
+/// What the nodes of one group could do, and have room to do.
+#[derive(Clone, Copy, Debug, Default)]
+struct Group {
+    prefills: bool,
+    decodes: bool,
+    prefill_room: bool,
+    decode_room: bool,
+    /// A decode node has room for the prompt's computation, too.
+    local_room: bool,
+}
+
+impl Rooms {
+    /// Of no nodes.
+    pub fn new(wanted: Wanted, local: LocalPrefill) -> Self {
+        Self { wanted, local, sound: Vec::new(), all: Vec::new() }
+    }
+
+    /// Counts a node in. True once the others cannot change the answer: there is room.
+    pub fn tell(&mut self, view: &NodeView, node: &Occupied<'_>, sound: bool) -> bool {
+        if !self.wanted.fits(view) {
+            return false;
+        }
+        let number = view.group as usize;
+        let groups = if sound { [Some(&mut self.all), Some(&mut self.sound)] } else { [Some(&mut self.all), None] };
+        for groups in groups.into_iter().flatten() {
+            if groups.len() <= number {
+                groups.resize(number + 1, Group::default());
+            }
+            groups[number].tell(view.role, node, &self.wanted);
+        }
+        sound && self.sound[number].has_room_for_sure(self.local)
+    }
+
+    /// Whether there is room. A request that nobody could ever take finds it: its refusal is the flow's matter.
+    pub fn answer(&self) -> bool {
+        let of = |groups: &[Group]| groups.iter().filter_map(|group| group.room(self.local)).reduce(|a, b| a || b);
+        of(&self.sound).or_else(|| of(&self.all)).unwrap_or(true)
+    }
+}
+
+impl Group {
+    fn tell(&mut self, role: Role, node: &Occupied<'_>, wanted: &Wanted) {
+        match role {
+            Role::Prefill => {
+                self.prefills = true;
+                self.prefill_room |= node.prefills(wanted);
+            }
+            Role::Decode => {
+                let room = node.decodes(wanted);
+                self.decodes = true;
+                self.decode_room |= room;
+                self.local_room |= room && node.computes(wanted);
+            }
+        }
+    }
+
+    /// `None`: its nodes make no plan. Where a prompt may be computed on either side, decode nodes do it where no prefill
+    /// node takes part.
+    fn room(&self, local: LocalPrefill) -> Option<bool> {
+        let (pair, alone) = match local {
+            LocalPrefill::Never => (true, false),
+            LocalPrefill::Auto => (true, true),
+            LocalPrefill::Always => (false, true),
+        };
+        if pair && self.prefills && self.decodes {
+            return Some(self.prefill_room && self.decode_room);
+        }
+        (alone && self.decodes).then_some(self.local_room)
+    }
+
+    fn has_room_for_sure(&self, local: LocalPrefill) -> bool {
+        match local {
+            LocalPrefill::Always => self.local_room,
+            LocalPrefill::Never | LocalPrefill::Auto => self.prefill_room && self.decode_room,
+        }
+    }
 }
 
 /// A node, as far as its room goes.
@@ -36,26 +164,51 @@ pub struct Occupied<'a> {
     pub routed: Work,
     /// What this router has on it: on a decode node until a request ends, on a prefill node until its first token.
     pub held: Work,
+    /// Of these requests, those whose prompts it has still to compute.
+    pub prompts: u32,
 }
 
 impl Occupied<'_> {
-    /// Whether a decode node takes it without a wait for blocks or a place in the batch, or with one of `node_queue` waits.
-    pub fn decodes(&self, wanted: &Wanted, node_queue: u32) -> bool {
-        let known = self.total_blocks.saturating_sub(self.held.blocks);
-        let reported = self.load.free_blocks.saturating_sub(self.routed.blocks);
-        let free = u64::from(known.max(reported).saturating_sub(wanted.blocks_ahead));
-        let waits = u64::from(node_queue) * u64::from(wanted.blocks);
-        let running = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
-        free + waits >= u64::from(wanted.blocks) && running < u64::from(self.max_running) + u64::from(node_queue)
+    /// Whether a decode node takes it without a wait for blocks or a place in the batch, or with so few others that wait.
+    pub fn decodes(&self, wanted: &Wanted) -> bool {
+        let queue = u64::from(wanted.node_queue);
+        let requests = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
+        let blocks = self.has_blocks(wanted) || self.wait_for_blocks(wanted) < queue;
+        blocks && requests < u64::from(self.max_running) + queue
     }
 
-    /// Whether a prefill node gets to it soon: it has little work, or no more than `node_queue` prompts before it.
-    pub fn prefills(&self, wanted: &Wanted, node_queue: u32) -> bool {
+    /// Whether a decode node gets to the prompt soon, where it computes it itself.
+    pub fn computes(&self, wanted: &Wanted) -> bool {
+        self.begins_soon(self.prompts, wanted)
+    }
+
+    /// Whether a prefill node gets to it soon.
+    pub fn prefills(&self, wanted: &Wanted) -> bool {
+        self.begins_soon(self.held.requests, wanted)
+    }
+
+    /// It has little work with prompts, or no more of them than may wait.
+    fn begins_soon(&self, prompts: u32, wanted: &Wanted) -> bool {
         let tokens = self.held.tokens.saturating_add(wanted.prompt_tokens_ahead);
         let token_ms = self.load.step_cost.map_or(0.0, |cost| cost.token_ms);
         let little =
             if token_ms > 0.0 { tokens as f64 * token_ms < PREFILL_AHEAD_MS } else { tokens < PREFILL_AHEAD_TOKENS };
-        little || self.held.requests.saturating_add(wanted.requests_ahead) <= node_queue
+        little || prompts.saturating_add(wanted.requests_ahead) <= wanted.node_queue
+    }
+
+    fn has_blocks(&self, wanted: &Wanted) -> bool {
+        let known = self.total_blocks.saturating_sub(self.held.blocks);
+        let reported = self.load.free_blocks.saturating_sub(self.routed.blocks);
+        u64::from(known.max(reported)) >= u64::from(wanted.blocks) + u64::from(wanted.blocks_ahead)
+    }
+
+    /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what this
+    /// router has there alone: a report of free blocks says nothing of what waits for more of them.
+    fn wait_for_blocks(&self, wanted: &Wanted) -> u64 {
+        let requests = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
+        let blocks = u64::from(self.held.blocks) + u64::from(wanted.blocks_ahead);
+        let lacking = blocks.saturating_sub(self.total_blocks.into());
+        lacking.saturating_mul(requests).div_ceil(blocks.max(1))
     }
 }
 
@@ -63,44 +216,89 @@ impl Occupied<'_> {
 mod tests {
     use super::*;
 
-    const WANTED: Wanted = Wanted { blocks: 10, blocks_ahead: 0, requests_ahead: 0, prompt_tokens_ahead: 0 };
+    const WANTED: Wanted = Wanted {
+        prompt_tokens: 100,
+        total_tokens: 160,
+        prompt_blocks: 7,
+        blocks: 10,
+        blocks_ahead: 0,
+        requests_ahead: 0,
+        prompt_tokens_ahead: 0,
+        node_queue: 0,
+    };
 
     fn node(load: &v1::Load, held: Work) -> Occupied<'_> {
-        Occupied { total_blocks: 100, max_running: 4, load, routed: Work::default(), held }
+        Occupied { total_blocks: 100, max_running: 4, load, routed: Work::default(), held, prompts: 0 }
     }
 
     fn work(requests: u32, tokens: u64, blocks: u32) -> Work {
         Work { requests, tokens, blocks, context: 0 }
     }
 
+    fn queue(node_queue: u32) -> Wanted {
+        Wanted { node_queue, ..WANTED }
+    }
+
     #[test]
     fn blocks_are_free_if_either_side_says_so() {
         let (full, half) = (v1::Load::default(), v1::Load { free_blocks: 50, ..v1::Load::default() });
-        assert!(node(&full, work(3, 0, 90)).decodes(&WANTED, 0), "90 of 100 are held, whatever the last report said");
-        assert!(!node(&full, work(3, 0, 91)).decodes(&WANTED, 0));
-        assert!(node(&half, work(3, 0, 91)).decodes(&WANTED, 0), "requests share blocks");
-        assert!(!Occupied { routed: work(1, 0, 41), ..node(&half, work(3, 0, 91)) }.decodes(&WANTED, 0));
-        assert!(!node(&full, work(3, 0, 90)).decodes(&Wanted { blocks_ahead: 1, ..WANTED }, 0));
+        assert!(node(&full, work(3, 0, 90)).decodes(&WANTED), "90 of 100 are held, whatever the last report said");
+        assert!(!node(&full, work(3, 0, 91)).decodes(&WANTED));
+        assert!(node(&half, work(3, 0, 91)).decodes(&WANTED), "requests share blocks");
+        assert!(!Occupied { routed: work(1, 0, 41), ..node(&half, work(3, 0, 91)) }.decodes(&WANTED));
+        assert!(!node(&full, work(3, 0, 90)).decodes(&Wanted { blocks_ahead: 1, ..WANTED }));
     }
 
     #[test]
     fn so_many_may_wait_on_the_node() {
         let full = v1::Load::default();
-        assert!(node(&full, work(3, 0, 100)).decodes(&WANTED, 1));
-        assert!(!node(&full, work(4, 0, 0)).decodes(&WANTED, 0), "the batch is full");
-        assert!(node(&full, work(4, 0, 0)).decodes(&WANTED, 1));
-        assert!(!node(&full, work(4, 0, 0)).decodes(&Wanted { requests_ahead: 1, ..WANTED }, 1));
+        assert!(node(&full, work(3, 0, 100)).decodes(&queue(1)));
+        assert!(!node(&full, work(4, 0, 0)).decodes(&WANTED), "the batch is full");
+        assert!(node(&full, work(4, 0, 0)).decodes(&queue(1)));
+        assert!(!node(&full, work(4, 0, 0)).decodes(&Wanted { requests_ahead: 1, ..queue(1) }));
+    }
+
+    #[test]
+    fn no_more_wait_for_blocks_than_may() {
+        let full = v1::Load { free_blocks: 10, ..v1::Load::default() };
+        for (blocks, run) in [(30, 3), (40, 2), (100, 1), (33, 3)] {
+            for node_queue in [0, 1, 4] {
+                let wanted = Wanted { blocks, ..queue(node_queue) };
+                let takes = |held: &u32| {
+                    Occupied { max_running: 64, ..node(&full, work(*held, 0, held * blocks)) }.decodes(&wanted)
+                };
+                let taken = (0..).take_while(takes).count() as u32;
+                assert_eq!(taken, run + node_queue, "of {blocks} blocks {run} run");
+            }
+        }
+        // What has started and is on no node yet waits there, too.
+        let wide = |requests, blocks| Occupied { max_running: 64, ..node(&full, work(requests, 0, blocks)) };
+        let behind = Wanted { blocks: 30, blocks_ahead: 60, requests_ahead: 2, ..queue(4) };
+        assert!(wide(4, 120).decodes(&behind) && !wide(5, 150).decodes(&behind));
+        assert!(
+            !wide(7, 210).decodes(&Wanted { blocks: 90, ..queue(4) }),
+            "a large one does not wait beyond the limit"
+        );
     }
 
     #[test]
     fn a_prefill_node_is_kept_busy_and_no_more() {
         let unknown = v1::Load::default();
-        assert!(node(&unknown, work(20, 511, 0)).prefills(&WANTED, 0));
-        assert!(!node(&unknown, work(1, 512, 0)).prefills(&WANTED, 0));
-        assert!(node(&unknown, work(1, 9999, 0)).prefills(&WANTED, 1));
+        assert!(node(&unknown, work(20, 511, 0)).prefills(&WANTED));
+        assert!(!node(&unknown, work(1, 512, 0)).prefills(&WANTED));
+        assert!(node(&unknown, work(1, 9999, 0)).prefills(&queue(1)));
         let cost = v1::StepCost { token_ms: 1.0, ..v1::StepCost::default() };
         let slow = v1::Load { step_cost: Some(cost), ..v1::Load::default() };
-        assert!(node(&slow, work(9, 49, 0)).prefills(&WANTED, 0) && !node(&slow, work(9, 50, 0)).prefills(&WANTED, 0));
-        assert!(!node(&slow, work(9, 49, 0)).prefills(&Wanted { prompt_tokens_ahead: 1, ..WANTED }, 0));
+        assert!(node(&slow, work(9, 49, 0)).prefills(&WANTED) && !node(&slow, work(9, 50, 0)).prefills(&WANTED));
+        assert!(!node(&slow, work(9, 49, 0)).prefills(&Wanted { prompt_tokens_ahead: 1, ..WANTED }));
+    }
+
+    #[test]
+    fn a_decode_node_that_computes_prompts_is_kept_busy_and_no_more() {
+        let unknown = v1::Load::default();
+        let busy = |tokens, prompts| Occupied { prompts, ..node(&unknown, work(3, tokens, 0)) };
+        assert!(busy(511, 3).computes(&WANTED) && !busy(512, 3).computes(&WANTED));
+        assert!(busy(9999, 1).computes(&queue(1)), "two of the three have their first tokens");
+        assert!(!busy(9999, 2).computes(&queue(1)));
     }
 }

@@ -9,9 +9,8 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
 use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Prompt, Share};
 use super::fence::Fence;
-use super::room::Wanted;
+use super::room::{Rooms, Wanted};
 use super::{Breakers, MAX_NODES, Node, Totals};
-use crate::admission::queue::{Ahead, Ask};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
@@ -255,12 +254,19 @@ impl Table {
         Ok(Booked { prefill, decode, candidates })
     }
 
+    /// The plan whose first token would come soonest, without anything booked; `None` where nobody can tell.
+    pub fn predict(&mut self, need: &Need<'_>, settings: &select::Settings, now: Instant) -> Option<Candidate> {
+        self.refresh(now);
+        self.look_up(need.hashes);
+        let cluster = Cluster { nodes: &self.views, links: &self.links };
+        let candidates = select::select(&cluster, need, &Wish::default(), settings, self.turn).ok()?;
+        select::soonest(&candidates).cloned()
+    }
+
     /// The views as they are at `now`.
     fn refresh(&mut self, now: Instant) {
-        self.entries.values().zip(&mut self.views).for_each(|(entry, view)| {
-            entry.refresh(view, now);
-            view.shut |= now.saturating_duration_since(entry.heard) > self.suspicion;
-        });
+        let nodes = self.entries.values().zip(&mut self.views);
+        nodes.for_each(|(entry, view)| entry.refresh(view, now, self.suspicion));
     }
 
     /// What each node holds of the prompt with these blocks.
@@ -322,38 +328,18 @@ impl Table {
 
     /// The node has done its work for this request, but for what its next report says.
     pub fn release(&mut self, share: &mut Share) {
-        if let Some((entry, _)) = self.of(share.session) {
-            entry.release(share);
+        if let Some((entry, view)) = self.of(share.session) {
+            entry.release(view, share);
         }
     }
 
-    /// Whether the nodes have room for a request behind those that are `ahead` of it, so that it need not wait on one of them,
-    /// or only with `node_queue` others. A request that nobody could ever take finds room: its refusal is the flow's matter.
-    pub fn has_room(&self, ask: &Ask, ahead: &Ahead, local: LocalPrefill, node_queue: u32) -> bool {
-        let (prompt, block) = (ask.prompt_tokens, self.block_tokens());
-        let total = prompt.saturating_add(ask.max_tokens);
-        // Each of those before it has a block that is not full.
-        let blocks_ahead = u32::try_from(ahead.total_tokens.div_ceil(block.into())).unwrap_or(u32::MAX);
-        let wanted = Wanted {
-            blocks: total.div_ceil(block),
-            blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
-            requests_ahead: ahead.requests,
-            prompt_tokens_ahead: ahead.prompt_tokens,
-        };
-        let able = |role, tokens: u32| {
-            let takes = move |(_, view): &(&Entry, &NodeView)| {
-                let holds = tokens.div_ceil(block) <= view.total_blocks && tokens <= view.max_context_tokens;
-                view.role == role && !view.draining && holds
-            };
-            self.entries.values().zip(&self.views).filter(takes)
-        };
-        let (mut decodes, mut prefills) =
-            (able(Role::Decode, total).peekable(), able(Role::Prefill, prompt).peekable());
-        let decode_room =
-            decodes.peek().is_none() || decodes.any(|(entry, view)| entry.occupied(view).decodes(&wanted, node_queue));
-        let needs_prefill = local != LocalPrefill::Always && prefills.peek().is_some();
-        let mut prefill_room = || prefills.any(|(entry, view)| entry.occupied(view).prefills(&wanted, node_queue));
-        decode_room && (!needs_prefill || prefill_room())
+    /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others as may.
+    pub fn has_room(&self, wanted: Wanted, local: LocalPrefill, now: Instant) -> bool {
+        let mut rooms = Rooms::new(wanted, local);
+        let mut nodes = self.entries.values().zip(&self.views);
+        let mut enough =
+            |(entry, view): (&Entry, _)| rooms.tell(view, &entry.occupied(view), entry.is_sound(now, self.suspicion));
+        nodes.any(&mut enough) || rooms.answer()
     }
 
     /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
@@ -363,7 +349,7 @@ impl Table {
             if share.probe {
                 entry.breaker.unproven();
             }
-            entry.release(share);
+            entry.release(view, share);
             entry.unbook(view, share, now);
         }
     }

@@ -407,3 +407,98 @@ fn a_node_that_tells_of_its_cache_is_not_silent() {
     membership.expire(start + LEASE * 2);
     assert!(!dead(&node));
 }
+
+fn has_room(membership: &Membership, prompt_tokens: u32, max_tokens: u32, now: Instant) -> bool {
+    let deadline = now + Duration::from_secs(60);
+    let ask =
+        queue::Ask { tenant: "a".into(), weight: 1, priority: 0, prompt_tokens, max_tokens, deadline, predicted: None };
+    membership.has_room(&ask, &queue::Ahead::default(), 0, now)
+}
+
+fn avoiding(nodes: &[&Arc<Node>]) -> Wish {
+    let nodes = nodes.iter().map(|node| node.session).collect();
+    Wish { avoid: Avoid { nodes, pairs: vec![] }, ..Wish::default() }
+}
+
+#[test]
+fn nodes_that_nobody_is_sent_to_have_no_room() {
+    let (membership, start) = (membership(), Instant::now());
+    let [prefill, good, other] = [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)]
+        .map(|(id, role)| membership.register(register(id, role, 1), start).unwrap());
+    let report = |node: &Node, free_blocks, now| {
+        membership.report(node.session, &v1::Load { free_blocks, ..v1::Load::default() }, now);
+    };
+    let mut full = membership.route(ask(500, 500), &avoiding(&[&other]), start).unwrap();
+    full.prefilled();
+    assert!(has_room(&membership, 100, 400, start));
+    for _ in 0..3 {
+        membership.route(ask(100, 10), &avoiding(&[&good]), start).unwrap().failed(Role::Decode, start);
+    }
+    assert!(!has_room(&membership, 100, 400, start), "its breaker is open, and the other one is full");
+    let later = start + Duration::from_secs(2);
+    [(&prefill, 64), (&good, 1)].into_iter().for_each(|(node, free)| report(node, free, later));
+    assert!(!has_room(&membership, 100, 400, later), "it may be tried, and is silent");
+    report(&other, 64, later);
+    assert!(has_room(&membership, 100, 400, later));
+    let silent = later + LEASE;
+    report(&prefill, 64, silent);
+    membership.leave(good.session, "it left");
+    assert!(has_room(&membership, 100, 400, silent), "there is no other one");
+}
+
+#[test]
+fn room_is_that_of_one_group() {
+    let (membership, now) = (membership(), Instant::now());
+    let of_kind = |id: &str, role, compatibility_digest| {
+        membership.register(v1::Register { compatibility_digest, ..register(id, role, 1) }, now).unwrap()
+    };
+    let first = [of_kind("p5", v1::Role::Prefill, 5), of_kind("d5", v1::Role::Decode, 5)];
+    let mut full = membership.route(ask(1000, 1), &Wish::default(), now).unwrap();
+    full.prefilled();
+    assert!(!has_room(&membership, 300, 10, now), "decode is full");
+    let second = [of_kind("p6", v1::Role::Prefill, 6), of_kind("d6", v1::Role::Decode, 6)];
+    assert!(has_room(&membership, 300, 10, now));
+    let mut busy = membership.route(ask(600, 1), &avoiding(&[&first[0], &first[1]]), now).unwrap();
+    assert_eq!(busy.sessions(), (Some(second[0].session), second[1].session));
+    assert!(!has_room(&membership, 300, 10, now), "prefill is busy in one group, decode is full in the other");
+    busy.prefilled();
+    assert!(has_room(&membership, 300, 10, now));
+}
+
+#[test]
+fn decode_nodes_that_compute_prompts_have_room_when_they_have_few() {
+    let now = Instant::now();
+    for local in [LocalPrefill::Always, LocalPrefill::Auto] {
+        let membership = membership().with_local_prefill(local);
+        membership.register(register("d", v1::Role::Decode, 1), now).unwrap();
+        let mut busy = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
+        assert!(!has_room(&membership, 10, 10, now), "600 tokens are before it");
+        busy.computed(now);
+        assert!(has_room(&membership, 10, 10, now), "its answer is no prompt");
+        drop(busy);
+        let given_up = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
+        drop(given_up);
+        assert!(has_room(&membership, 10, 10, now));
+    }
+}
+
+#[test]
+fn a_first_token_is_predicted_without_a_booking() {
+    let start = Instant::now();
+    let (membership, prefill, _) = measured_pair(start);
+    let near = |predicted: Option<queue::Predicted>, wait_ms: f64, prefill_ms: f64| {
+        let queue::Predicted { wait, prefill } = predicted.expect("a prediction");
+        let off = |time: Duration, ms: f64| (time.as_secs_f64() * 1e3 - ms).abs();
+        assert!(off(wait, wait_ms) < 0.01 && off(prefill, prefill_ms) < 0.01, "{wait:?} {prefill:?}");
+    };
+    for _ in 0..2 {
+        near(membership.predict(ask(100, 10), start), 0.0, 110.0);
+    }
+    membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
+    near(membership.predict(ask(100, 10), at(start, 150)), 60.0, 110.0);
+    assert_eq!(membership.predict(ask(100, 2000), start), None, "nobody could take it");
+    let unmeasured = self::membership();
+    unmeasured.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    unmeasured.register(register("d", v1::Role::Decode, 1), start).unwrap();
+    assert_eq!(unmeasured.predict(ask(100, 10), start), None);
+}

@@ -161,8 +161,8 @@ pub fn decode(node: &NodeView, cost: &StepCost, need: &Need) -> DecodeTerms {
     // Who waits for the batch has a context too, of which only the sum of the running ones is reported.
     let context = (node.context_tokens(need) + f64::from(need.prompt_tokens)) * rows / (requests + 1.0);
     let step_ms = cost.step_ms(rows, context);
-    let free = node.free_blocks.saturating_sub(node.routed.blocks);
-    let short_blocks = need.total_blocks().saturating_sub(free);
+    let before = node.routed.blocks.saturating_add(waiting_blocks(node));
+    let short_blocks = need.total_blocks().saturating_add(before).saturating_sub(node.free_blocks);
     let held = node.cached_blocks_of_prompt.min(need.prompt_blocks());
     DecodeTerms {
         wait_ms: room_ms(node, need, short_blocks, step_ms).max(node.backlog_ms),
@@ -193,12 +193,27 @@ fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64
     if short_blocks == 0 && over == 0.0 {
         return 0.0;
     }
-    let used = f64::from(node.total_blocks.saturating_sub(node.free_blocks).saturating_add(node.routed.blocks));
+    let reserved = node.total_blocks.saturating_sub(node.free_blocks);
+    let used = f64::from(reserved) + f64::from(node.routed.blocks) + f64::from(waiting_blocks(node));
     let holders = requests.max(1.0);
     let ends = (f64::from(short_blocks) / (used / holders).max(1.0)).ceil().max(over).min(holders);
     let filled = node.context_tokens(need);
     let mean_left = ((used * f64::from(need.block_tokens) - filled) / holders).max(1.0);
     2.0 * mean_left * ends / (holders + 1.0) * step_ms
+}
+
+/// Blocks that requests wait for there since before its last report, which tells how many wait, and not for what: what this
+/// router has there beyond the blocks that are reserved. Where one of the mean size would find its blocks free, nobody waits
+/// for blocks: those who share some hold fewer than they asked for, and others wait for their KV.
+fn waiting_blocks(node: &NodeView) -> u32 {
+    let each = node.held.blocks.div_ceil(node.held.requests.max(1));
+    if node.free_blocks >= each {
+        return 0;
+    }
+    let waiting = node.reported.requests.saturating_sub(node.running);
+    let reserved = node.total_blocks.saturating_sub(node.free_blocks);
+    let beyond = node.held.blocks.saturating_sub(node.routed.blocks).saturating_sub(reserved);
+    beyond.min(waiting.saturating_mul(each))
 }
 
 /// Tokens of one of `node`'s steps.
@@ -274,6 +289,26 @@ mod tests {
         assert!(decode(&decode_node, &COST, &NEED).wait_ms > 0.0);
         decode_node.max_running = 4;
         assert_eq!(decode(&decode_node, &COST, &NEED).wait_ms, 0.0);
+    }
+
+    #[test]
+    fn who_waits_for_blocks_counts_after_a_report_as_before() {
+        let mut decode_node = node(3, Role::Decode);
+        // Three of 20 blocks run, four wait.
+        let seven = Work { requests: 7, blocks: 140, context: 700, tokens: 0 };
+        (decode_node.routed, decode_node.held) = (seven, seven);
+        let before = decode(&decode_node, &COST, &NEED);
+        assert_eq!(before.short_blocks, 13 + 140 - 64);
+        (decode_node.routed, decode_node.free_blocks, decode_node.running) = (Work::default(), 4, 3);
+        decode_node.reported = Work { requests: 7, context: 300, ..Work::default() };
+        let after = decode(&decode_node, &COST, &NEED);
+        assert_eq!(after.short_blocks, before.short_blocks);
+        assert!((after.wait_ms / before.wait_ms - 1.0).abs() < 0.01, "{after:?} {before:?}");
+        // Requests that share blocks have all that they asked for.
+        decode_node.free_blocks = 20;
+        assert_eq!(decode(&decode_node, &COST, &NEED).short_blocks, 0);
+        (decode_node.free_blocks, decode_node.running) = (4, 7);
+        assert_eq!(decode(&decode_node, &COST, &NEED).short_blocks, 9, "nobody waits");
     }
 
     #[test]

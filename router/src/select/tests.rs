@@ -23,6 +23,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         running: 0,
         reported: Work::default(),
         routed: Work::default(),
+        held: Work::default(),
         step_cost: COST,
         prefill_factor: 1.0,
         computes_prompts: true,

@@ -17,8 +17,21 @@ fn ask(tenant: &str, now: Instant) -> Ask {
         prompt_tokens: 10,
         max_tokens: 10,
         deadline: now + Duration::from_secs(3600),
-        prefill: None,
+        predicted: None,
     }
+}
+
+impl Queue {
+    /// One request by itself.
+    fn enter(&mut self, ask: Ask, now: Instant, room: Room<'_>) -> (Result<Ticket, Refused>, Turn) {
+        let (entered, turn) = self.enter_all(vec![ask], now, room);
+        (entered.map(|tickets| tickets[0]), turn)
+    }
+}
+
+/// Idle nodes need so long.
+fn prefill(millis: u64) -> Option<Predicted> {
+    Some(Predicted { wait: Duration::ZERO, prefill: ms(millis) })
 }
 
 fn ms(millis: u64) -> Duration {
@@ -162,9 +175,47 @@ fn late_answers_are_refused_early_with_the_time_after_which_they_would_not_be() 
     assert!(retry_after > ms(50) && retry_after < ms(200), "{refused:?}");
     let hasty = Ask { deadline: now + ms(500), ..ask("a", now) };
     assert_eq!(reason(&mut queue, hasty, now), Reason::Deadline);
-    let slow = Ask { prefill: Some(ms(1400)), priority: 10, ..ask("b", now) };
+    let slow = Ask { predicted: prefill(1400), priority: 10, ..ask("b", now) };
     assert!(queue.enter(slow.clone(), now, &mut always).0.is_ok(), "another tenant does not wait for all of them");
-    assert_eq!(reason(&mut queue, Ask { prefill: Some(ms(1600)), ..slow }, now), Reason::Objective);
+    assert_eq!(reason(&mut queue, Ask { predicted: prefill(1600), ..slow }, now), Reason::Objective);
+}
+
+#[test]
+fn what_the_nodes_need_counts_for_those_who_start_at_once_too() {
+    let now = Instant::now();
+    let mut queue = Queue::new(Bounds { max_ttft: Some(ms(1500)), ..bounds(10, 10) });
+    let of = |wait: u64, prefill: u64| Ask {
+        predicted: Some(Predicted { wait: ms(wait), prefill: ms(prefill) }),
+        ..ask("a", now)
+    };
+    let refused = queue.enter(of(1000, 600), now, &mut always).0.unwrap_err();
+    assert_eq!((refused.reason, refused.retry_after), (Reason::Objective, Some(ms(100))));
+    assert_eq!((refused.first_token, queue.inflight()), (Some(ms(1600)), 0));
+    let refused = queue.enter(of(0, 1600), now, &mut always).0.unwrap_err();
+    assert_eq!(refused.retry_after, None, "idle nodes would be as late");
+    let hasty = Ask { deadline: now + ms(700), ..of(400, 400) };
+    assert_eq!(reason(&mut queue, hasty, now), Reason::Deadline);
+    let (ticket, turn) = queue.enter(of(900, 600), now, &mut always);
+    assert_eq!(turn.start, [ticket.unwrap()]);
+    // Nobody knows how fast the queue moves: what the nodes need is known all the same.
+    let mut queue = Queue::new(Bounds { max_ttft: Some(ms(1500)), ..bounds(1, 10) });
+    entered(&mut queue, ask("a", now), now);
+    entered(&mut queue, of(900, 600), now);
+    assert_eq!(reason(&mut queue, of(901, 600), now), Reason::Objective);
+    entered(&mut queue, ask("a", now), now);
+}
+
+#[test]
+fn requests_of_one_call_get_in_together_or_not_at_all() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(2, 1));
+    let call = |requests| vec![ask("a", now); requests];
+    let (refused, turn) = queue.enter_all(call(4), now, &mut always);
+    assert_eq!((refused.unwrap_err().reason, turn), (Reason::QueueFull, Turn::default()));
+    assert_eq!((queue.inflight(), queue.waiting(), queue.ahead), (0, 0, Ahead::default()));
+    let (tickets, turn) = queue.enter_all(call(3), now, &mut always);
+    assert_eq!(turn.start, tickets.unwrap()[..2]);
+    assert_eq!((queue.inflight(), queue.waiting()), (2, 1));
 }
 
 #[test]
@@ -183,6 +234,34 @@ fn documents_leave_slots_for_chats() {
     assert_eq!(queue.leave(documents[0], now, &mut always).start, [documents[2]]);
     assert_eq!(queue.waiting(), 8);
     assert!(matches!(queue.places[&chat], Place::Waiting { .. }));
+}
+
+#[test]
+fn documents_that_find_no_room_leave_it_to_chats() {
+    let now = Instant::now();
+    let pools = "chat=0-100,document=101-".parse().unwrap();
+    let mut queue = Queue::new(Bounds { pools, tenants: true, ..bounds(10_000, 10_000) });
+    let mut fits_small = |ask: &Ask, _: &Ahead| ask.prompt_tokens < 1000;
+    let document = |tenant: &str, prompt_tokens| Ask { prompt_tokens, ..ask(tenant, now) };
+    let mut start = |queue: &mut Queue, ask: Ask| {
+        let (ticket, turn) = queue.enter(ask, now, &mut fits_small);
+        let ticket = ticket.unwrap();
+        (ticket, turn.start.contains(&ticket))
+    };
+    let (first, _) = start(&mut queue, document("0", 5000));
+    // Its pool waits for it, and the other one does not.
+    let passed = (0..2 * MAX_PASSES).filter(|_| start(&mut queue, document("small", 200)).1).count() as u32;
+    assert_eq!((passed, start(&mut queue, ask("chat", now)).1), (MAX_PASSES, true));
+    // Nor does it for more documents than are tried.
+    for tenant in 1..=MAX_TRIED {
+        start(&mut queue, document(&tenant.to_string(), 5000));
+    }
+    let chats = (0..2 * MAX_PASSES_OF_OTHERS).take_while(|_| start(&mut queue, ask("chat", now)).1).count() as u32;
+    assert!(
+        (MAX_PASSES_OF_OTHERS..MAX_PASSES_OF_OTHERS + MAX_PASSES).contains(&chats),
+        "{chats}: nobody waits for ever"
+    );
+    assert_eq!(queue.tick(now, &mut always).start[0], first);
 }
 
 #[derive(Clone, Debug)]

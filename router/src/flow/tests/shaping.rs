@@ -113,6 +113,72 @@ async fn a_greedy_tenant_waits_behind_its_own_requests() {
     assert_eq!(cluster.legs().await.1.request_id, "polite", "49 of the other one came before it");
 }
 
+#[tokio::test]
+async fn nodes_hear_of_no_priorities_where_there_are_several_tenants() {
+    let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
+    let of = |name: &str, id: &str, priority| GenerationRequest {
+        request_id: id.into(),
+        tenant: Tenant::named(name).unwrap(),
+        priority,
+        ..request()
+    };
+    let running = cluster.service.generate(of("a", "first", 3)).unwrap();
+    let (_prefill, spec, _decode, start) = cluster.legs().await;
+    assert_eq!((spec.priority, start.spec.unwrap().priority), (3, 3), "it is alone");
+    let _waiting = [("usual", 0), ("urgent", 7)].map(|(id, priority)| cluster.service.generate(of("b", id, priority)));
+    drop(running);
+    let (_prefill, spec, _decode, start) = cluster.legs().await;
+    assert_eq!((spec.request_id.as_str(), spec.priority, start.spec.unwrap().priority), ("urgent", 0, 0));
+}
+
+#[tokio::test]
+async fn first_tokens_that_would_come_too_late_are_refused_before_they_start() {
+    let max_ttft = Some(Duration::from_millis(50));
+    let mut cluster = Cluster::start(Limits { max_ttft, ..Limits::default() }).await;
+    let of = |tokens, deadline| GenerationRequest {
+        prompt_ids: vec![id('a'); tokens],
+        deadline,
+        received: clock::now(),
+        ..request()
+    };
+    let _unmeasured = cluster.service.generate(of(100, None)).unwrap();
+    let _legs = cluster.legs().await;
+    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, context_ms: 0.0 });
+    let load = v1::Load { free_blocks: 64, step_cost, ..v1::Load::default() };
+    for node in [&cluster.prefill.node, &cluster.decode.node] {
+        cluster.service.membership().report(node.session, &load, clock::now());
+    }
+    let refused = cluster.service.generate(of(100, None)).unwrap_err();
+    assert!(refused.kind == ErrorKind::Overloaded && refused.message.contains("in 110 ms"), "{refused:?}");
+    let soon = clock::now() + Duration::from_millis(20);
+    let refused = cluster.service.generate(of(20, Some(soon))).unwrap_err();
+    assert!(refused.kind == ErrorKind::Overloaded && refused.message.contains("deadline"), "{refused:?}");
+    let text = cluster.service.metrics_text(None).1;
+    for reason in ["objective", "deadline"] {
+        let line = format!("tandem_refused_total{{role=\"router\",instance=\"router-test\",reason=\"{reason}\"}} 1");
+        assert!(text.contains(&line), "{text}");
+    }
+    let _in_time = cluster.service.generate(of(20, None)).unwrap();
+    let _legs = cluster.legs().await;
+}
+
+#[tokio::test]
+async fn answers_of_one_call_start_together_or_not_at_all() {
+    let mut cluster = Cluster::start(Limits { max_inflight: 2, max_queue: 1, ..Limits::default() }).await;
+    let call = |n: u32| (0..n).map(|choice| request().choice(choice, n)).collect::<Vec<_>>();
+    let never = cluster.service.generate_all(call(4)).unwrap_err();
+    assert_eq!((never.kind, never.param), (ErrorKind::InvalidArgument, Some("n")), "{never:?}");
+    let _running = cluster.service.generate(request()).unwrap();
+    let _legs = cluster.legs().await;
+    let later = cluster.service.generate_all(call(3)).unwrap_err();
+    assert_eq!(later.kind, ErrorKind::Overloaded, "{later:?}");
+    let counts = cluster.service.counts();
+    assert_eq!((counts.inflight, counts.queued), (1, 0));
+    assert!(cluster.decode.is_left_alone() && cluster.prefill.is_left_alone());
+    let _both = cluster.service.generate_all(call(2)).unwrap();
+    assert_eq!(cluster.service.counts().queued, 1);
+}
+
 /// A router whose only key, of tenant `a`, is `sk-a-secret`: one request a minute.
 async fn with_key() -> (Service, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();

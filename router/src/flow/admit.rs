@@ -1,0 +1,92 @@
+//! Places for the requests of one call, before anything is done for any of them: all get in or none. What the nodes would
+//! need for a first token is asked here, once for each prompt, where there is a time to compare it with.
+use std::time::Instant;
+
+use tandem_proto::{Error, ErrorKind};
+use tandem_telemetry::clock;
+
+use super::progress::prompt_tokens;
+use super::{Shared, check, refusal};
+use crate::admission::queue::Predicted;
+use crate::admission::{Asked, Entry, Reason, Refusal};
+use crate::api::GenerationRequest;
+use crate::membership::Ask;
+use crate::select::Wish;
+
+/// Checks the requests of one tenant and takes their places.
+///
+/// # Errors
+/// As [`crate::api::Service::generate`].
+pub fn all(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, Error> {
+    let checked = requests.iter().try_for_each(|request| check::check(request, &shared.model));
+    checked
+        .and_then(|()| few_enough(shared, requests.len()))
+        .and_then(|()| enter(shared, requests))
+        .inspect_err(|error| shared.metrics.refused(error.kind))
+}
+
+/// When the request ends at the latest.
+pub fn deadline(shared: &Shared, request: &GenerationRequest) -> Instant {
+    let limit = request.received + shared.limits.max_request;
+    request.deadline.map_or(limit, |deadline| deadline.min(limit))
+}
+
+/// More than run and wait at a time never get in together: another try would be of no use.
+fn few_enough(shared: &Shared, requests: usize) -> Result<(), Error> {
+    let most = shared.limits.max_inflight as usize + shared.limits.max_queue;
+    if requests > most {
+        let message = format!("{requests} answers are asked for at once; this router takes {most} of all its clients");
+        return Err(Error::invalid("n", message));
+    }
+    Ok(())
+}
+
+fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, Error> {
+    let Some(first) = requests.first() else { return Ok(Vec::new()) };
+    let now = clock::now();
+    let entered = match shared.membership.has_pair() {
+        true => shared.admission.enter_all(&first.tenant, asked(shared, requests, now), now),
+        false => Err(Refusal { reason: Reason::NoPair, error: no_pair(shared, now) }),
+    };
+    entered.map_err(|Refusal { reason, error }| {
+        shared.metrics.turned_away(reason);
+        error
+    })
+}
+
+fn asked(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<Asked> {
+    // Answers to one prompt stand side by side.
+    let mut last: Option<(&GenerationRequest, Option<Predicted>)> = None;
+    let asked = requests.iter().map(|request| {
+        let same = last
+            .filter(|(other, _)| (other.max_tokens, &other.prompt_ids) == (request.max_tokens, &request.prompt_ids));
+        let predicted = same.map_or_else(|| predicted(shared, request, now), |(_, predicted)| predicted);
+        last = Some((request, predicted));
+        Asked {
+            priority: request.priority,
+            prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
+            max_tokens: request.max_tokens,
+            deadline: deadline(shared, request),
+            predicted,
+        }
+    });
+    asked.collect()
+}
+
+/// The nodes' part of the way to the first token, where somebody has said how long it may be.
+fn predicted(shared: &Shared, request: &GenerationRequest, now: Instant) -> Option<Predicted> {
+    if shared.limits.max_ttft.is_none() && request.deadline.is_none() {
+        return None;
+    }
+    let membership = &shared.membership;
+    let (salt, block_tokens) = (membership.model_digest(), membership.block_tokens());
+    membership.predict(prompt_tokens(&request.prompt_ids, request.max_tokens, salt, block_tokens).ask(), now)
+}
+
+fn no_pair(shared: &Shared, now: Instant) -> Error {
+    // The cheapest request: its refusal is about the nodes alone.
+    match shared.membership.route(Ask { prompt_tokens: 1, max_tokens: 1, hashes: &[] }, &Wish::default(), now) {
+        Err(why) => refusal(&why),
+        Ok(_) => Error::new(ErrorKind::Unavailable, "no nodes were available; some have just come: try again"),
+    }
+}
