@@ -162,7 +162,7 @@ fn title(part: &Part) -> String {
 fn note_lag(run: &mut Run) {
     let records = run.intervals.iter().flat_map(|interval: &Interval| &interval.records);
     let lag_ms = Distribution::of(records.map(|record| ((record.sent - record.intended) * 1e3).max(0.0)));
-    run.info.own_lag_p99_ms = lag_ms.percentile(99.0).unwrap_or(0.0);
+    run.info.own_lag_p99_ms = lag_ms.percentile(0.99).unwrap_or(0.0);
     run.info.own_lag_max_ms = lag_ms.max().unwrap_or(0.0);
     if run.info.own_lag_p99_ms > SUSPECT_LAG_MS {
         eprintln!(
@@ -190,4 +190,20 @@ fn publish(run: &Run, model: Option<&Model>, wanted: &Reporting) -> anyhow::Resu
         write(path, report::html(&summary))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod lag_tests {
+    use super::record::Outcome;
+    use super::report::fixture;
+    use super::*;
+
+    #[test]
+    fn one_late_request_of_many_is_the_worst_and_not_the_99th_percentile() {
+        let mut records = vec![fixture::with_outcome(1.0, Outcome::Ok); 200];
+        records[7].sent += 1.0;
+        let mut run = Run { intervals: vec![fixture::interval(1.0, records)], ..Run::default() };
+        note_lag(&mut run);
+        assert_eq!((run.info.own_lag_p99_ms, run.info.own_lag_max_ms), (0.0, 1000.0));
+    }
 }

@@ -23,7 +23,29 @@ pub struct Record {
     pub outcome: Outcome,
     /// From a Tandem server's last message, where it sent them.
     pub phases: Option<Phases>,
+    /// Of a Tandem server, where it said so.
+    #[serde(default)]
+    pub nodes: Nodes,
     pub trace_id: Option<String>,
+}
+/// Who served a request, by the names of the nodes.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize, PartialEq)]
+pub struct Nodes {
+    /// That computed the prompt; None: the decode node did so itself.
+    pub prefill: Option<String>,
+    pub decode: Option<String>,
+}
+impl Nodes {
+    /// None where a server names none.
+    pub fn named(prefill: &str, decode: &str) -> Option<Self> {
+        let name = |name: &str| (!name.is_empty()).then(|| name.to_owned());
+        let nodes = Self { prefill: name(prefill), decode: name(decode) };
+        (nodes != Self::default()).then_some(nodes)
+    }
+    /// That computed the prompt.
+    pub fn prompt(&self) -> Option<&str> {
+        self.prefill.as_deref().or(self.decode.as_deref())
+    }
 }
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize, PartialEq)]
 pub enum Outcome {

@@ -117,7 +117,7 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::record::Outcome;
+    use super::super::record::{Nodes, Outcome};
     use super::*;
 
     fn record(index: u32, outcome: Outcome) -> Record {
@@ -134,6 +134,7 @@ mod tests {
             ended: 1.0,
             outcome,
             phases: Some(Default::default()),
+            nodes: Nodes { prefill: Some("prefill-0".into()), decode: Some("decode-0".into()) },
             trace_id: Some("ab".into()),
         }
     }

@@ -16,7 +16,7 @@ use super::client::{Call, Client, failed};
 use super::metronome::{Clock, Metronome};
 use super::progress::Progress;
 use super::prompt::{Prompt, Vocabulary};
-use super::record::{Interval, Outcome, Record};
+use super::record::{Interval, Nodes, Outcome, Record};
 use super::workload::{Cache, Draw, Item, Mix, Workload};
 
 /// Requests that are made ahead.
@@ -315,6 +315,7 @@ impl<'a> Flight<'a> {
             }
             record.chunks = heard.chunks;
             record.phases = heard.phases;
+            record.nodes = heard.nodes.unwrap_or_default();
             record.trace_id = heard.trace_id;
             record.outcome = outcome;
             progress.ended(&record);
@@ -347,6 +348,7 @@ impl<'a> Flight<'a> {
             ended: intended_s,
             outcome: Outcome::Unfinished,
             phases: None,
+            nodes: Nodes::default(),
             trace_id: None,
         }
     }

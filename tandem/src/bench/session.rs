@@ -163,7 +163,7 @@ impl Sweeping {
 mod tests {
     use std::time::Duration;
 
-    use super::super::record::{Outcome, Record};
+    use super::super::record::{Nodes, Outcome, Record};
     use super::super::workload::{Mix, Prefix, Shape};
     use super::*;
 
@@ -222,6 +222,7 @@ mod tests {
             ended: ttft_s + 0.01,
             outcome: Outcome::Ok,
             phases: None,
+            nodes: Nodes::default(),
             trace_id: None,
         };
         Interval {

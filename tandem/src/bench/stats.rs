@@ -83,6 +83,7 @@ impl Distribution {
 
 /// The percentile `p` (0 ..= 1) of ascending samples; None without samples.
 pub fn percentile(sorted: &[f64], p: f64) -> Option<f64> {
+    debug_assert!((0.0..=1.0).contains(&p), "a share, not a percentage: {p}");
     let last = sorted.len().checked_sub(1)?;
     let rank = p.clamp(0.0, 1.0) * last as f64;
     let (below, above) = (sorted[rank.floor() as usize], sorted[(rank.ceil() as usize).min(last)]);

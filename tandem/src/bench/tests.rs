@@ -101,7 +101,7 @@ async fn answer(
                 stream.write_all(token.as_bytes()).await?;
             }
             let end = format!(
-                "data: {{\"choices\":[{{\"text\":\"\",\"finish_reason\":\"length\"}}]}}\n\ndata: {{\"choices\":[],\"usage\":{{\"prompt_tokens\":11,\"completion_tokens\":{tokens},\"prompt_tokens_details\":{{\"cached_tokens\":3}}}},\"tandem\":{{\"timings\":{{\"ttft_ms\":4.5}},\"trace_id\":\"t1\"}}}}\n\ndata: [DONE]\n\n"
+                "data: {{\"choices\":[{{\"text\":\"\",\"finish_reason\":\"length\"}}]}}\n\ndata: {{\"choices\":[],\"usage\":{{\"prompt_tokens\":11,\"completion_tokens\":{tokens},\"prompt_tokens_details\":{{\"cached_tokens\":3}}}},\"tandem\":{{\"trace_id\":\"t1\",\"ttft_ms\":4.5,\"prefill_instance\":\"p0\",\"decode_instance\":\"d0\"}}}}\n\ndata: [DONE]\n\n"
             );
             stream.write_all(end.as_bytes()).await?;
         }
@@ -188,6 +188,7 @@ async fn an_open_loop_sends_at_its_moments() {
     let first = &interval.records[0];
     assert_eq!((first.outcome.clone(), first.prompt_tokens, first.cached_tokens), (Outcome::Ok, 11, 3));
     assert_eq!((first.phases.unwrap().ttft_ms, first.trace_id.as_deref()), (4.5, Some("t1")));
+    assert_eq!((first.nodes.prefill.as_deref(), first.nodes.decode.as_deref()), (Some("p0"), Some("d0")));
     for (index, record) in (0..).zip(&interval.records) {
         let intended = first.intended + 0.01 * f64::from(index);
         assert_eq!(record.index, index);
