@@ -49,6 +49,36 @@ mod tests {
         assert_eq!(told.len(), pool.len() + 1, "and the trace id");
     }
 
+    /// What `tandem bench` reads in its own test, and any other tool may rely on: flat, beside the trace's id.
+    #[test]
+    fn the_form_is_the_one_that_tools_read() {
+        let timings = v1::Timings {
+            queue_ms: 1.5,
+            route_ms: 0.25,
+            prefill_ms: 40.0,
+            ttft_ms: 42.5,
+            transfer_exposed_ms: 2.0,
+            transfer_total_ms: 9.0,
+            decode_ms: 300.0,
+            e2e_ms: 342.5,
+            tpot_ms: 12.5,
+            handoff_gap_ms: 15.0,
+            kv_bytes: 4_194_304,
+            kv_blocks: 16,
+            kv_transport: "tcp".into(),
+            kv_gbps: 2.5,
+            prefill_instance: "prefill-0".into(),
+            decode_instance: "decode-1".into(),
+            replans: 1,
+            longest_gap_ms: 20.0,
+            predicted_ttft_ms: 38.0,
+        };
+        let read: Value = serde_json::from_str(include_str!("timings.json")).unwrap();
+        let told = of_answer(&timings, "4bf92f3577b34da6a3ce929d0e0e4736");
+        assert_eq!(tandem(vec![told.clone()]), read);
+        assert_eq!(tandem(vec![told.clone(), told]), json!([read, read]), "of several answers, a list");
+    }
+
     fn prost_fields(message: &str) -> Vec<String> {
         use prost::Message;
         let set = prost_types::FileDescriptorSet::decode(v1::FILE_DESCRIPTOR_SET).unwrap();

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::metronome::Clock;
 use super::prompt::Prompt;
-use super::record::{Outcome, Phases};
+use super::record::{Nodes, Outcome, Phases};
 
 /// Messages of errors are kept up to this length, characters.
 const MESSAGE_CHARACTERS: usize = 300;
@@ -62,6 +62,8 @@ pub struct Heard {
     pub usage: Option<Usage>,
     /// Where the time went, by the server itself.
     pub phases: Option<Phases>,
+    /// The nodes that served it, by the server itself.
+    pub nodes: Option<Nodes>,
     /// Of the server's trace.
     pub trace_id: Option<String>,
 }

@@ -2,10 +2,11 @@
 //!
 //! What servers agree on is little, so only that is asked for: everything may be missing.
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::Value;
 
 use super::Usage;
-use crate::bench::record::Phases;
+use crate::bench::record::{Nodes, Phases};
 
 /// One event.
 #[derive(Debug, Default, Deserialize)]
@@ -13,7 +14,7 @@ pub struct Chunk {
     #[serde(default)]
     choices: Vec<Choice>,
     usage: Option<UsageBody>,
-    tandem: Option<Tandem>,
+    tandem: Option<Told>,
     error: Option<Value>,
 }
 
@@ -46,10 +47,25 @@ struct Details {
     cached_tokens: Option<u32>,
 }
 
+/// What a server says under `tandem`.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Told {
+    /// Of the one answer.
+    One(Box<Tandem>),
+    /// Of several answers to one request (`n`), by their index.
+    Several(Vec<Tandem>),
+    /// Nothing of ours.
+    Other(IgnoredAny),
+}
+
+/// The timings' fields stand beside the trace's id.
 #[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 struct Tandem {
-    timings: Option<Timings>,
     trace_id: Option<String>,
+    #[serde(flatten)]
+    timings: Timings,
 }
 
 /// As `v1::Timings` names them.
@@ -59,7 +75,8 @@ struct Timings {
     queue_ms: f64,
     route_ms: f64,
     prefill_ms: f64,
-    ttft_ms: f64,
+    /// Without it, no timings were sent.
+    ttft_ms: Option<f64>,
     transfer_exposed_ms: f64,
     transfer_total_ms: f64,
     decode_ms: f64,
@@ -99,12 +116,12 @@ impl Chunk {
 
     /// Where the time went, from a Tandem server.
     pub fn phases(&self) -> Option<Phases> {
-        let timings = self.tandem.as_ref()?.timings.as_ref()?;
+        let timings = &self.told()?.timings;
         Some(Phases {
             queue_ms: timings.queue_ms,
             route_ms: timings.route_ms,
             prefill_ms: timings.prefill_ms,
-            ttft_ms: timings.ttft_ms,
+            ttft_ms: timings.ttft_ms?,
             transfer_exposed_ms: timings.transfer_exposed_ms,
             transfer_total_ms: timings.transfer_total_ms,
             decode_ms: timings.decode_ms,
@@ -116,9 +133,24 @@ impl Chunk {
         })
     }
 
+    /// The nodes that served it, from a Tandem server.
+    pub fn nodes(&self) -> Option<Nodes> {
+        let timings = &self.told()?.timings;
+        Nodes::named(&timings.prefill_instance, &timings.decode_instance)
+    }
+
     /// Of a Tandem server's trace.
     pub fn trace_id(&self) -> Option<&str> {
-        self.tandem.as_ref()?.trace_id.as_deref().filter(|id| !id.is_empty())
+        self.told()?.trace_id.as_deref().filter(|id| !id.is_empty())
+    }
+
+    /// Of several answers the first: they share a prompt, and a record has room for one.
+    fn told(&self) -> Option<&Tandem> {
+        match self.tandem.as_ref()? {
+            Told::One(tandem) => Some(tandem),
+            Told::Several(answers) => answers.first(),
+            Told::Other(_) => None,
+        }
     }
 
     /// The server's error, for people.
@@ -180,15 +212,48 @@ mod tests {
     fn counts_timings_and_errors() {
         let last = chunk(
             r#"{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"total_tokens":13,"prompt_tokens_details":{"cached_tokens":8}},
-                "tandem":{"timings":{"queue_ms":1.5,"kv_bytes":7,"prefill_instance":"decode-0","decode_instance":"decode-0","new":[]},"trace_id":"ab"}}"#,
+                "tandem":{"queue_ms":1.5,"ttft_ms":2,"kv_bytes":7,"prefill_instance":"decode-0","decode_instance":"decode-0","new":[],"trace_id":"ab"}}"#,
         );
         assert_eq!(last.usage(), Some(Usage { prompt: 9, cached: 8, completion: 4 }));
-        assert_eq!(last.phases(), Some(Phases { queue_ms: 1.5, kv_bytes: 7, local: true, ..Phases::default() }));
+        assert_eq!(
+            last.phases(),
+            Some(Phases { queue_ms: 1.5, ttft_ms: 2.0, kv_bytes: 7, local: true, ..Phases::default() })
+        );
         assert_eq!(last.trace_id(), Some("ab"));
         assert_eq!(chunk(r#"{"error":{"message":"full"}}"#).error().as_deref(), Some("full"));
         assert_eq!(chunk(r#"{"error":"full"}"#).error().as_deref(), Some("\"full\""));
         assert_eq!(chunk(r#"{"error":null}"#).error(), None);
         let bare = chunk(r#"{"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}"#);
         assert_eq!(bare.usage(), Some(Usage { prompt: 3, cached: 0, completion: 0 }));
+    }
+
+    /// The file is what the router's own test compares its answers with.
+    #[test]
+    fn timings_are_read_as_the_router_sends_them() {
+        let one = include_str!("../../../../router/src/http/timings.json");
+        let wanted = Phases {
+            queue_ms: 1.5,
+            route_ms: 0.25,
+            prefill_ms: 40.0,
+            ttft_ms: 42.5,
+            transfer_exposed_ms: 2.0,
+            transfer_total_ms: 9.0,
+            decode_ms: 300.0,
+            handoff_gap_ms: 15.0,
+            kv_bytes: 4_194_304,
+            kv_gbps: 2.5,
+            predicted_ttft_ms: 38.0,
+            local: false,
+        };
+        let nodes = Nodes { prefill: Some("prefill-0".into()), decode: Some("decode-1".into()) };
+        for told in [one.to_owned(), format!("[{one},{one}]")] {
+            let last = chunk(&format!(r#"{{"choices":[],"tandem":{told}}}"#));
+            assert_eq!((last.phases(), last.nodes()), (Some(wanted), Some(nodes.clone())), "{told}");
+            assert_eq!(last.trace_id(), Some("4bf92f3577b34da6a3ce929d0e0e4736"));
+        }
+        for nothing in ["{}", "[]", "null", "7", r#"{"trace_id":"ab"}"#, r#"{"queue_ms":null}"#] {
+            let last = chunk(&format!(r#"{{"choices":[],"tandem":{nothing}}}"#));
+            assert_eq!((last.phases(), last.nodes()), (None, None), "{nothing}");
+        }
     }
 }

@@ -10,14 +10,14 @@ use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
 use tonic::metadata::MetadataMap;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Request, Status};
+use tonic::{Code, ConnectError, Request, Status};
 use tonic_types::StatusExt;
 
 use super::chunk::is_local;
 use super::{Asking, Heard, Usage, failed};
 use crate::bench::metronome::Clock;
 use crate::bench::prompt::Prompt;
-use crate::bench::record::{Outcome, Phases};
+use crate::bench::record::{Nodes, Outcome, Phases};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -105,6 +105,8 @@ impl Heard {
             cached: finish.cached_tokens,
             completion: finish.completion_tokens,
         });
+        let timings = finish.timings.as_ref();
+        self.nodes = timings.and_then(|timings| Nodes::named(&timings.prefill_instance, &timings.decode_instance));
         self.phases = finish.timings.map(|timings| Phases {
             queue_ms: timings.queue_ms,
             route_ms: timings.route_ms,
@@ -129,9 +131,22 @@ fn refusal(status: &Status) -> Outcome {
             let delay = status.get_details_retry_info().and_then(|info| info.retry_delay);
             Outcome::Refused { retry_after_s: delay.map(|delay| delay.as_secs_f64()) }
         }
+        Code::Unavailable if is_connect(status) => failed("connect", status.message().to_owned()),
         Code::DeadlineExceeded => failed("timeout", status.message().to_owned()),
         code => failed(&format!("grpc {code:?}"), status.message().to_owned()),
     }
+}
+
+/// Nobody could be reached, as far as the status knows: one that a server sent has no source.
+fn is_connect(status: &Status) -> bool {
+    let mut source = std::error::Error::source(status);
+    while let Some(error) = source {
+        if error.is::<ConnectError>() {
+            return true;
+        }
+        source = error.source();
+    }
+    false
 }
 
 #[cfg(test)]

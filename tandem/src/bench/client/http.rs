@@ -181,6 +181,7 @@ impl Stream {
             }
             heard.usage = chunk.usage().or(heard.usage);
             heard.phases = chunk.phases().or(heard.phases);
+            heard.nodes = chunk.nodes().or(heard.nodes.take());
             if let Some(id) = chunk.trace_id() {
                 heard.trace_id = Some(id.to_owned());
             }

@@ -2,7 +2,7 @@
 use proptest::prelude::*;
 
 use super::model::{Model, StepCost};
-use crate::bench::record::{Interval, Objectives, Outcome, Phases, Record, Run, RunInfo};
+use crate::bench::record::{Interval, Nodes, Objectives, Outcome, Phases, Record, Run, RunInfo};
 
 /// Of all tests here.
 pub const GOALS: Objectives = Objectives { ttft_ms: 400.0, tpot_ms: 40.0 };
@@ -22,6 +22,7 @@ pub fn record(intended: f64, chunks: &[(f64, u32)]) -> Record {
         ended: chunks.last().map_or(intended + 0.5, |chunk| chunk.0),
         outcome: Outcome::Ok,
         phases: None,
+        nodes: Nodes::default(),
         trace_id: None,
     }
 }
@@ -100,6 +101,7 @@ fn info() -> RunInfo {
         server_flags: vec!["--prefill 1".into(), "--decode 1".into()],
         own_lag_p99_ms: 0.4,
         own_lag_max_ms: 1.9,
+        ..RunInfo::default()
     }
 }
 
@@ -218,6 +220,8 @@ fn any_interval() -> impl Strategy<Value = Interval> {
             concurrency: load.1,
             warm,
             seconds,
+            window_from: warm.then_some(3.0),
+            notes: Vec::new(),
             records,
         },
     )
