@@ -9,20 +9,25 @@ use crate::executor::{Batch, BatchItem, EngineSpec};
 
 /// Tokens of the longest prompt. Enough to tell the cost of a token from that of a step.
 const PROMPT: usize = 256;
+/// Where a part of a prompt ends that has others before it. Enough to tell the cost of what is attended to from that of a token:
+/// predictions for long prompts hang on it.
+const CONTEXT: usize = 2048;
 /// Sequences that decode together.
 const DECODING: usize = 8;
 /// The first time a step's memory is touched does not count: each kind of step is run so often.
 const ROUNDS: usize = 2;
 
-/// Prompts of two lengths, many sequences that decode, and one. Smaller where the pool or a step has no room for these.
+/// Prompts of two lengths, a part of a long one, many sequences that decode, and one. Smaller where the pool or a step has no
+/// room for these. What the parts before a position would have computed is whatever the memory holds.
 ///
 /// # Errors
 /// `Overloaded` when the pool has no block left for it.
 pub(super) fn batches(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usize) -> Result<Vec<Batch>, EngineError> {
     let decoding = DECODING.min(max_step_tokens).min(pool.free() / 2).max(1);
     let room = pool.free().saturating_sub(decoding).max(1) * pool.block_tokens();
-    let tokens = PROMPT.min(max_step_tokens).min(room).min(spec.max_context_tokens).max(1);
-    let long = Arc::new(pool.try_reserve(pool.blocks_for(tokens))?);
+    let context = CONTEXT.min(room).min(spec.max_context_tokens).max(1);
+    let tokens = PROMPT.min(max_step_tokens).min(context).max(1);
+    let long = Arc::new(pool.try_reserve(pool.blocks_for(context))?);
     let short: Vec<_> = (0..decoding).map(|_| pool.try_reserve(1).map(Arc::new)).collect::<Result<_, _>>()?;
 
     let item = |seq: usize, start: usize, tokens: usize, blocks: &Arc<_>| BatchItem {
@@ -33,13 +38,11 @@ pub(super) fn batches(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usiz
         wants_logits: true,
     };
     let of = |items| Batch { items };
+    let one = |tokens: usize, end: usize| of(vec![item(0, end - tokens, tokens, &long)]);
     let many = short.iter().enumerate().map(|(seq, blocks)| item(seq, 0, 1, blocks)).collect();
-    let kinds = [
-        of(vec![item(0, 0, tokens, &long)]),
-        of(vec![item(0, 0, tokens.div_ceil(4), &long)]),
-        of(many),
-        of(vec![item(0, tokens - 1, 1, &long)]),
-    ];
+    let quarter = tokens.div_ceil(4);
+    let kinds =
+        [one(tokens, tokens), one(quarter, quarter), one(tokens.div_ceil(2), context), of(many), one(1, context)];
     Ok(std::iter::repeat_n(kinds, ROUNDS).flatten().collect())
 }
 
