@@ -7,6 +7,7 @@ use prost::Message;
 use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest, SequenceStream};
 use tandem_kvtransfer::Incoming;
 use tandem_node::call::Events;
+use tandem_node::figures::Answer;
 use tandem_node::request::{context, top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::decode_event::Event;
@@ -38,12 +39,12 @@ pub async fn serve(
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
     let request = CheckedRequest::check(spec, node.engine.spec())?;
     let mut trace = node.trace();
-    let generate = Generate { node: &node, request: &request, events: &events };
+    let generate = Generate { node: &node, request: &request, events: &events, accepted };
     let running = async {
         match start.local {
-            Some(local) => generate.local(accepted, &local.traceparent, &mut stop, &mut trace).await,
+            Some(local) => generate.local(&local.traceparent, &mut stop, &mut trace).await,
             None => {
-                let terms = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease, accepted };
+                let terms = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease };
                 generate.disaggregated(terms, &start.route_traceparent, &mut stop, &mut trace).await
             }
         }
@@ -59,12 +60,20 @@ struct Generate<'a> {
     node: &'a Node,
     request: &'a CheckedRequest,
     events: &'a Events<DecodeEvent>,
+    accepted: Instant,
 }
 
 struct GrantTerms {
     prefill: Incarnation,
     lease: Duration,
-    accepted: Instant,
+}
+
+/// An answer whose first token is here.
+#[derive(Clone, Copy)]
+struct Begun {
+    first: Instant,
+    /// Time in the node's queues so far.
+    queued: Duration,
 }
 
 impl Generate<'_> {
@@ -76,7 +85,7 @@ impl Generate<'_> {
         trace: &mut Trace,
     ) -> Result<(), Error> {
         let route = self.parent(route);
-        trace.open("kv.reserve", Kind::Internal, route, terms.accepted);
+        trace.open("kv.reserve", Kind::Internal, route, self.accepted);
         let lease = tokio::select! {
             biased;
             lease = self.reserve() => lease?,
@@ -103,10 +112,12 @@ impl Generate<'_> {
         self.node.figures.received(came, received.verified.bytes, received.verified.blocks, received.copy());
         let first_token = received.verified.seal.first_token;
         self.node.work.count_tokens(self.request.prompt.len(), 1);
+        let begun = Begun { first: verified_at, queued: granted.saturating_duration_since(self.accepted) };
         if let Some(reason) = self.request.finished_by(first_token) {
+            self.answered(reason, begun, (1, verified_at), verified_at);
             return self.finish(reason, verified_at, trace).await;
         }
-        self.decode(self.request.after_first(first_token, lease), verified_at, stop, trace).await
+        self.decode(self.request.after_first(first_token, lease), begun, stop, trace).await
     }
 
     /// The prompt's KV; `None` when the answer is over without it.
@@ -132,11 +143,11 @@ impl Generate<'_> {
     }
 
     /// The whole request here. Its first half has the spans that it would have on a prefill node.
-    async fn local(&self, accepted: Instant, parent: &str, stop: &mut Stop, trace: &mut Trace) -> Result<(), Error> {
-        let server = trace.open("prefill", Kind::Server, self.parent(parent), accepted);
+    async fn local(&self, parent: &str, stop: &mut Stop, trace: &mut Trace) -> Result<(), Error> {
+        let server = trace.open("prefill", Kind::Server, self.parent(parent), self.accepted);
         trace.attr("tandem.request_id", self.request.id.as_str());
         trace.attr("tandem.prompt_tokens", self.request.prompt.len());
-        trace.open("prefill.queue", Kind::Internal, server, accepted);
+        trace.open("prefill.queue", Kind::Internal, server, self.accepted);
         let lease = tokio::select! {
             biased;
             lease = self.reserve() => lease?,
@@ -144,29 +155,31 @@ impl Generate<'_> {
         };
         let cached_tokens = u32::try_from(lease.cached_tokens()).unwrap_or(u32::MAX);
         let mut sequence = self.node.engine.submit(self.request.from_prompt(lease, self.request.max_tokens))?;
-        let first = tokio::select! {
+        let begun = tokio::select! {
             biased;
-            first = self.read(&mut sequence, cached_tokens, server, trace) => Some(first?),
+            begun = self.read(&mut sequence, cached_tokens, server, trace) => Some(begun?),
             _ = stop.said() => None,
         };
-        let Some(first) = first else {
+        let Some(begun) = begun else {
             return self.finish(v1::FinishReason::Stop, clock::now(), trace).await;
         };
-        self.open_decode(first, trace);
-        self.relay(sequence, first, stop, trace).await
+        self.open_decode(begun.first, trace);
+        self.relay(sequence, begun, stop, trace).await
     }
 
-    /// Reads the prompt and sends the first token; returns when that was computed.
+    /// Reads the prompt and sends the first token.
     async fn read(
         &self,
         sequence: &mut SequenceStream,
         cached_tokens: u32,
         server: TraceContext,
         trace: &mut Trace,
-    ) -> Result<Instant, Error> {
+    ) -> Result<Begun, Error> {
+        let mut queued = Duration::ZERO;
         while let Some(event) = sequence.next().await {
             match event {
                 SequenceEvent::Started { at } => {
+                    queued = at.saturating_duration_since(self.accepted);
                     trace.close(at);
                     trace.open("prefill.forward", Kind::Internal, server, at);
                     trace.attr("tandem.cached_tokens", cached_tokens);
@@ -182,7 +195,7 @@ impl Generate<'_> {
                     let top_logprobs = top_logprobs(top);
                     let first = FirstToken { token_id: id, logprob, finished: None, cached_tokens, top_logprobs };
                     self.send(Event::FirstToken(first)).await?;
-                    return Ok(at);
+                    return Ok(Begun { first: at, queued });
                 }
                 SequenceEvent::Finished { .. } => break,
                 SequenceEvent::Failed(error) => return Err(error.into()),
@@ -203,13 +216,13 @@ impl Generate<'_> {
     async fn decode(
         &self,
         sequence: SequenceRequest,
-        start: Instant,
+        begun: Begun,
         stop: &mut Stop,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let server = self.open_decode(start, trace);
-        trace.open("decode.queue", Kind::Internal, server, start);
-        self.relay(self.node.engine.submit(sequence)?, start, stop, trace).await
+        let server = self.open_decode(begun.first, trace);
+        trace.open("decode.queue", Kind::Internal, server, begun.first);
+        self.relay(self.node.engine.submit(sequence)?, begun, stop, trace).await
     }
 
     fn open_decode(&self, start: Instant, trace: &mut Trace) -> TraceContext {
@@ -218,15 +231,15 @@ impl Generate<'_> {
         server
     }
 
-    /// Sends the tokens behind the first one, which was there at `start`, one message a step.
+    /// Sends the tokens behind the first one, one message a step.
     async fn relay(
         &self,
         mut sequence: SequenceStream,
-        start: Instant,
+        mut begun: Begun,
         stop: &mut Stop,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let (mut tokens, mut last) = (0_u32, start);
+        let (mut tokens, mut last) = (0_u32, begun.first);
         loop {
             let event = tokio::select! {
                 biased;
@@ -235,13 +248,17 @@ impl Generate<'_> {
                     drop(sequence);
                     let now = clock::now();
                     trace.event("stopped", now, [("tokens", tokens.into())]);
+                    self.answered(v1::FinishReason::Stop, begun, (tokens + 1, last), now);
                     return self.finish(v1::FinishReason::Stop, now, trace).await;
                 }
                 event = sequence.next() => event,
             };
             let Some(event) = event else { break };
             match event {
-                SequenceEvent::Started { at } => trace.close(at),
+                SequenceEvent::Started { at } => {
+                    begun.queued += at.saturating_duration_since(begun.first);
+                    trace.close(at);
+                }
                 // Nobody asked.
                 SequenceEvent::LayersDone { .. } => {}
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
@@ -261,14 +278,21 @@ impl Generate<'_> {
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
-                    let time = at.saturating_duration_since(start);
-                    self.node.figures.decode_seconds.observe(time.as_secs_f64());
+                    self.answered(wire(reason), begun, (tokens + 1, last), at);
                     return self.finish(wire(reason), at, trace).await;
                 }
                 SequenceEvent::Failed(error) => return Err(error.into()),
             }
         }
         Err(Error::new(ErrorKind::Internal, "the engine ended the sequence without a reason"))
+    }
+
+    /// Counts an answer that ended well after so many tokens, the last of them at that time.
+    fn answered(&self, reason: v1::FinishReason, begun: Begun, (tokens, last): (u32, Instant), ended: Instant) {
+        let (Begun { first, queued }, accepted) = (begun, self.accepted);
+        let prompt_tokens = self.request.prompt.len();
+        let answer = Answer { prompt_tokens, tokens, accepted, queued, first, last, ended };
+        self.node.figures.answers.count(&answer, reason);
     }
 
     async fn finish(&self, reason: v1::FinishReason, at: Instant, trace: &mut Trace) -> Result<(), Error> {

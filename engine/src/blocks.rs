@@ -104,6 +104,11 @@ impl BlockPool {
         self.0.state().cache.idle()
     }
 
+    /// Reservations that wait for blocks.
+    pub fn waiting(&self) -> usize {
+        self.0.state().waiting.len()
+    }
+
     /// Tokens of a block.
     pub fn block_tokens(&self) -> usize {
         self.0.block_tokens
@@ -509,6 +514,7 @@ mod tests {
         let held = pool.try_reserve(3);
         let (mut waiters, mut leases) = (vec![(request, waiting(&pool, 4, Vec::new()))], Vec::new());
         poll_all(&mut waiters, &mut leases);
+        assert_eq!(pool.waiting(), 1);
         assert!(matches!(pool.try_reserve(1), Err(EngineError::Overloaded(_))), "overtook the waiter");
         drop(held);
         assert!(matches!(pool.try_reserve(1), Err(EngineError::Overloaded(_))), "overtook the waiter");

@@ -1,18 +1,20 @@
-//! The admin port: `/health` for supervisors and `/metrics` in Prometheus' classic text format
-//! (<https://prometheus.io/docs/instrumenting/exposition_formats/>). Everything is read at the scrape; nothing is kept.
-use std::fmt::Write;
+//! The admin port: `/health` for supervisors and `/metrics`. Everything is read at the scrape; nothing is kept. How it is
+//! written is [`text`]'s matter.
+mod text;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use tandem_proto::v1::Role;
 
-use crate::figures::Histogram;
+use crate::figures::FINISH_REASONS;
 use crate::node::{Node, role_name};
+use text::{Form, Text};
 
 /// The routes.
 pub fn routes(node: Arc<Node>) -> Router {
@@ -27,19 +29,21 @@ async fn health(State(node): State<Arc<Node>>) -> impl IntoResponse {
     }
 }
 
-async fn metrics(State(node): State<Arc<Node>>) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], render(&node))
+async fn metrics(State(node): State<Arc<Node>>, headers: HeaderMap) -> impl IntoResponse {
+    let form = Form::accepted(headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()));
+    ([(header::CONTENT_TYPE, form.content_type())], render(&node, form))
 }
 
-fn render(node: &Node) -> String {
-    let mut text = Text::new(node);
+fn render(node: &Node, form: Form) -> String {
+    let mut text = Text::new(form, role_name(node.role), &node.node_id, &node.engine.spec().model_name);
     requests(&mut text, node);
     handoffs(&mut text, node);
     vllm(&mut text, node);
     if node.role == Role::Decode {
         vllm_decode(&mut text, node);
+        vllm_answers(&mut text, node);
     }
-    text.out
+    text.finish()
 }
 
 fn requests(text: &mut Text, node: &Node) {
@@ -167,13 +171,15 @@ fn sent(text: &mut Text, node: &Node) {
 
 /// The names that public dashboards read, where the meaning is the same.
 fn vllm(text: &mut Text, node: &Node) {
-    let (load, total, figures) = (node.load(), node.engine.pool().total(), &node.figures);
+    let (load, pool, figures) = (node.engine.load(), node.engine.pool(), &node.figures);
+    let total = pool.total();
     text.family("vllm:num_requests_running", "gauge", "Requests in the running batch.");
-    text.sample(&[], f64::from(load.running));
-    text.family("vllm:num_requests_waiting", "gauge", "Requests that wait.");
-    text.sample(&[], f64::from(load.waiting));
+    text.sample(&[], load.running as f64);
+    // Who waits for the other node of its pair, or is done and waits for a ticket, is in no queue.
+    text.family("vllm:num_requests_waiting", "gauge", "Requests that wait for KV blocks or a place in the batch.");
+    text.sample(&[], (load.waiting + pool.waiting()) as f64);
     text.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.");
-    text.sample(&[], 1.0 - f64::from(load.free_blocks) / total.max(1) as f64);
+    text.sample(&[], 1.0 - load.free_blocks as f64 / total.max(1) as f64);
     for (name, help, count) in [
         (
             "vllm:num_preemptions_total",
@@ -219,70 +225,31 @@ fn vllm_decode(text: &mut Text, node: &Node) {
         ("vllm:nixl_bytes_transferred", "Verified KV hand-offs: bytes.", &figures.transfer_bytes),
         ("vllm:nixl_num_descriptors", "Verified KV hand-offs: blocks.", &figures.transfer_blocks),
         ("vllm:inter_token_latency_seconds", "Between two tokens of one answer.", &figures.inter_token_seconds),
-        ("vllm:request_decode_time_seconds", "A sequence's time in the engine.", &figures.decode_seconds),
     ] {
         text.histogram(name, help, histogram);
     }
 }
 
-/// Writer of the text format. All samples carry role and instance.
-struct Text {
-    out: String,
-    name: &'static str,
-    common: [(&'static str, String); 2],
-}
-
-impl Text {
-    fn new(node: &Node) -> Self {
-        let common = [("role", role_name(node.role).to_owned()), ("instance", node.node_id.clone())];
-        Self { out: String::new(), name: "", common }
+/// Of whole answers, from this node's side: it knows neither the router's queue nor, of a pair, the time before the first
+/// token.
+fn vllm_answers(text: &mut Text, node: &Node) {
+    let answers = &node.figures.answers;
+    text.family("vllm:request_success_total", "counter", "Answers that ended well, by reason.");
+    for (reason, count) in FINISH_REASONS.into_iter().zip(&answers.ended) {
+        text.sample(&[("finished_reason", reason)], count.load(Relaxed) as f64);
     }
-
-    fn family(&mut self, name: &'static str, kind: &str, help: &str) {
-        self.name = name;
-        // Writing to a String cannot fail.
-        let _ = write!(self.out, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
-    }
-
-    fn sample(&mut self, labels: &[(&str, &str)], value: f64) {
-        self.sample_of("", labels, value);
-    }
-
-    fn histogram(&mut self, name: &'static str, help: &str, histogram: &Histogram) {
-        self.family(name, "histogram", help);
-        let buckets = histogram.buckets();
-        for (bound, count) in &buckets {
-            let bound = if bound.is_finite() { bound.to_string() } else { "+Inf".to_owned() };
-            self.sample_of("_bucket", &[("le", &bound)], *count as f64);
-        }
-        self.sample_of("_sum", &[], histogram.sum());
-        self.sample_of("_count", &[], buckets.last().map_or(0, |(_, all)| *all) as f64);
-    }
-
-    fn sample_of(&mut self, part: &str, labels: &[(&str, &str)], value: f64) {
-        let common = self.common.iter().map(|(key, value)| (*key, value.as_str()));
-        let labels: Vec<_> =
-            common.chain(labels.iter().copied()).map(|(key, value)| format!("{key}=\"{}\"", escape(value))).collect();
-        let _ = writeln!(self.out, "{}{part}{{{}}} {value}", self.name, labels.join(","));
-    }
-}
-
-fn escape(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn classic_text() {
-        let common = [("role", "decode".to_owned()), ("instance", "a\"b".to_owned())];
-        let mut text = Text { out: String::new(), name: "", common };
-        text.family("tandem_kv_blocks", "gauge", "Blocks.");
-        text.sample(&[("state", "free")], 3.0);
-        let expected = "# HELP tandem_kv_blocks Blocks.\n# TYPE tandem_kv_blocks gauge\n\
-            tandem_kv_blocks{role=\"decode\",instance=\"a\\\"b\",state=\"free\"} 3\n";
-        assert_eq!(text.out, expected);
+    for (name, help, histogram) in [
+        ("vllm:request_prompt_tokens", "Prompt tokens of an answer.", &answers.prompt_tokens),
+        ("vllm:request_generation_tokens", "Tokens of an answer, the first one included.", &answers.tokens),
+        (
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token after the first.",
+            &answers.per_token_seconds,
+        ),
+        ("vllm:request_queue_time_seconds", "Waiting for KV blocks and for the batch.", &answers.queue_seconds),
+        ("vllm:request_decode_time_seconds", "From the first token here to the end.", &answers.decode_seconds),
+        ("vllm:e2e_request_latency_seconds", "From the call to the end of the answer.", &answers.e2e_seconds),
+    ] {
+        text.histogram(name, help, histogram);
     }
 }

@@ -1,7 +1,9 @@
 //! What a node counts for dashboards beside its calls and hand-offs: lookups in the prefix cache, KV that came from other
-//! nodes, and times between tokens. Lock-free; read at the scrape ([`crate::admin`]), in vLLM's names.
+//! nodes, times between tokens, and answers. Lock-free; read at the scrape ([`crate::admin`]), in vLLM's names.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use tandem_proto::v1::FinishReason;
 
 /// Down to 0.5 ms.
 const SECONDS: &[f64] =
@@ -71,8 +73,8 @@ pub struct Figures {
     pub transfer_blocks: Histogram,
     /// Seconds between two tokens of one answer.
     pub inter_token_seconds: Histogram,
-    /// Seconds from a sequence's arrival in the engine to its end.
-    pub decode_seconds: Histogram,
+    /// Of a decode node.
+    pub answers: Answers,
 }
 
 impl Default for Figures {
@@ -87,7 +89,7 @@ impl Default for Figures {
             transfer_bytes: Histogram::new(BYTES),
             transfer_blocks: Histogram::new(COUNTS),
             inter_token_seconds: Histogram::new(SECONDS),
-            decode_seconds: Histogram::new(SECONDS),
+            answers: Answers::default(),
         }
     }
 }
@@ -113,9 +115,105 @@ impl Figures {
     }
 }
 
+/// An answer that ended well, as the node that decoded it knows it.
+#[derive(Clone, Copy, Debug)]
+pub struct Answer {
+    /// Of the prompt as it came here: with what an earlier attempt generated.
+    pub prompt_tokens: usize,
+    /// Tokens of this attempt, the first one included wherever it was computed.
+    pub tokens: u32,
+    /// The call came.
+    pub accepted: Instant,
+    /// In between, waiting for blocks and for the batch.
+    pub queued: Duration,
+    /// The first token and the prompt's KV were here.
+    pub first: Instant,
+    /// The last token was.
+    pub last: Instant,
+    /// It was over.
+    pub ended: Instant,
+}
+
+/// Those that ended well since the node's start.
+#[derive(Debug)]
+pub struct Answers {
+    /// By [`FINISH_REASONS`].
+    pub ended: [AtomicU64; FINISH_REASONS.len()],
+    /// Of each.
+    pub prompt_tokens: Histogram,
+    /// Of each.
+    pub tokens: Histogram,
+    /// Seconds that each waited in this node's queues.
+    pub queue_seconds: Histogram,
+    /// Seconds from the first token to the end.
+    pub decode_seconds: Histogram,
+    /// Seconds from the call to the end.
+    pub e2e_seconds: Histogram,
+    /// Mean seconds of a token after the first, of answers that have some.
+    pub per_token_seconds: Histogram,
+}
+
+/// Labels of [`Answers::ended`].
+pub const FINISH_REASONS: [&str; 2] = ["stop", "length"];
+
+impl Default for Answers {
+    fn default() -> Self {
+        Self {
+            ended: Default::default(),
+            prompt_tokens: Histogram::new(COUNTS),
+            tokens: Histogram::new(COUNTS),
+            queue_seconds: Histogram::new(SECONDS),
+            decode_seconds: Histogram::new(SECONDS),
+            e2e_seconds: Histogram::new(SECONDS),
+            per_token_seconds: Histogram::new(SECONDS),
+        }
+    }
+}
+
+impl Answers {
+    /// One more.
+    pub fn count(&self, answer: &Answer, reason: FinishReason) {
+        self.ended[usize::from(reason == FinishReason::Length)].fetch_add(1, Relaxed);
+        self.prompt_tokens.observe(answer.prompt_tokens as f64);
+        self.tokens.observe(answer.tokens.into());
+        let between = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64();
+        self.queue_seconds.observe(answer.queued.as_secs_f64());
+        self.decode_seconds.observe(between(answer.first, answer.ended));
+        self.e2e_seconds.observe(between(answer.accepted, answer.ended));
+        if answer.tokens > 1 {
+            self.per_token_seconds.observe(between(answer.first, answer.last) / f64::from(answer.tokens - 1));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_is_counted_in_its_parts() {
+        let (answers, accepted) = (Answers::default(), Instant::now());
+        let at = |millis| accepted + Duration::from_millis(millis);
+        let queued = Duration::from_millis(7);
+        let answer =
+            Answer { prompt_tokens: 40, tokens: 5, accepted, queued, first: at(20), last: at(60), ended: at(61) };
+        answers.count(&answer, FinishReason::Length);
+        answers.count(&Answer { tokens: 1, last: at(20), ..answer }, FinishReason::Stop);
+        let ended = answers.ended.each_ref().map(|count| count.load(Relaxed));
+        assert_eq!(FINISH_REASONS.into_iter().zip(ended).collect::<Vec<_>>(), [("stop", 1), ("length", 1)]);
+        let all = |histogram: &Histogram| (histogram.buckets().last().unwrap().1, histogram.sum());
+        for (histogram, count, sum) in [
+            (&answers.prompt_tokens, 2, 80.0),
+            (&answers.tokens, 2, 6.0),
+            (&answers.queue_seconds, 2, 0.014),
+            (&answers.decode_seconds, 2, 0.082),
+            (&answers.e2e_seconds, 2, 0.122),
+            (&answers.per_token_seconds, 1, 0.010),
+        ] {
+            let (counted, summed) = all(histogram);
+            assert!(counted == count && (summed - sum).abs() < 1e-4, "{counted} {summed}, not {count} {sum}");
+        }
+    }
 
     #[test]
     fn buckets_are_cumulative_and_their_bounds_inclusive() {

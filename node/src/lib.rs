@@ -7,7 +7,7 @@
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`kv_feed`]: what it
 //!   is told of the prefix cache. [`admin`]: `/health` and `/metrics`.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
-//!   of KV hand-offs; [`figures`]: those of caches, and of times between tokens.
+//!   of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
 //! - [`call`]: one streaming call as a task that dies with its client.
 //! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
 //!   it fails.

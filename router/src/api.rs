@@ -192,6 +192,11 @@ impl Service {
         self.keys.tenant(authorization, name)
     }
 
+    /// Counts a request that its edge refused, so that it never came to [`Self::generate`], which counts its own refusals.
+    pub fn refused(&self, kind: ErrorKind) {
+        self.flow.metrics.refused(kind);
+    }
+
     /// Starts a request. Nothing was sent to a node when this returns.
     ///
     /// # Errors

@@ -64,8 +64,9 @@ struct Flags {
     #[arg(long)]
     pools: Option<Pools>,
     /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute": 60,
-    /// "tokens_per_minute": 10000, "max_priority": 0}]}; read again at SIGHUP. Health, metrics, traces and joining nodes need no key
-    #[arg(long)]
+    /// "tokens_per_minute": 10000, "max_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no key; nodes,
+    /// which have none, need a port of their own, --nodes
+    #[arg(long, value_name = "FILE", requires = "nodes")]
     api_keys: Option<PathBuf>,
     /// Requests that may run at the same time
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
@@ -230,6 +231,11 @@ mod tests {
         let args = ["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].into_iter().chain(tls);
         let config: Config = Flags::try_parse_from(args).unwrap().into();
         assert_eq!(config.tls.unwrap().client_ca.unwrap().to_str(), Some("ca.pem"));
+        let keys = ["--api-keys", "keys.json"];
+        let open = Flags::try_parse_from(["r", "--model", "m.gguf"].into_iter().chain(keys)).unwrap_err();
+        assert!(open.to_string().contains("--nodes"), "{open}");
+        let args = ["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].into_iter().chain(keys);
+        assert!(Config::from(Flags::try_parse_from(args).unwrap()).api_keys.is_some());
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
         assert_eq!(config.index_blocks, 4_000_000);
         let chosen = ["r", "--model", "m.gguf", "--policy", "round-robin", "--tpot-objective-ms", "50"];

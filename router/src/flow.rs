@@ -23,7 +23,7 @@ pub mod timeline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::{Error, ErrorKind, v1};
+use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -225,7 +225,8 @@ impl Run {
             self.progress.level();
         }
         self.record.timeline.end_phase(clock::now());
-        self.shared.metrics.waited(self.progress.request.priority, self.record.timeline.length(Phase::Queue));
+        let (priority, wait) = (self.progress.request.priority, self.record.timeline.length(Phase::Queue));
+        self.shared.metrics.waited(priority, wait, self.record.identities.root);
         let route = self.route()?;
         self.slot.iter().for_each(Slot::routed);
         let mut attempt = self.open(route);
@@ -288,10 +289,13 @@ impl Run {
             match step {
                 // The attempt itself has acted on the last three.
                 Step::Wait | Step::LetGo | Step::Undelivered(_) | Step::Spent => {}
-                Step::Deliver(ticket) => attempt.deliver(ticket),
+                Step::Deliver(ticket) => {
+                    self.shared.metrics.awaited(self.travelling(attempt));
+                    attempt.deliver(ticket);
+                }
                 Step::Verified => {
-                    let prompt_tokens = self.record.prompt_tokens;
-                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, prompt_tokens));
+                    let (tokens, trace) = (self.travelling(attempt), self.record.identities.root);
+                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, tokens, trace));
                     self.verified(&attempt.exchange);
                 }
                 Step::Token { id, logprob, top, finished } => {
@@ -311,6 +315,12 @@ impl Run {
         }
     }
 
+    /// Tokens of this attempt's prompt whose KV has to come from the prefill node.
+    fn travelling(&self, attempt: &Attempt) -> u64 {
+        let held = u64::from(attempt.exchange.held_blocks) * u64::from(attempt.route.decode.info.block_tokens);
+        (u64::from(self.record.prompt_tokens) + attempt.basis as u64).saturating_sub(held)
+    }
+
     async fn send_token(&mut self, token: GenerationEvent) -> Result<(), Error> {
         self.send(Ok(token)).await?;
         let now = clock::now();
@@ -322,11 +332,17 @@ impl Run {
     }
 
     async fn send(&self, event: Result<GenerationEvent, Error>) -> Result<(), Error> {
-        let stall = self.shared.limits.client_stall;
+        // Who did not take a token hears of its end in vain, too: that is the same stall.
+        let (stall, first) = (self.shared.limits.client_stall, event.is_ok());
         match tokio::time::timeout(stall, self.client.send(event)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
-            Err(_) => Err(Error::new(ErrorKind::Cancelled, format!("the client took nothing for {stall:?}"))),
+            Err(_) => {
+                if first {
+                    self.shared.metrics.client_stalled();
+                }
+                Err(Error::new(ErrorKind::Cancelled, format!("the client took nothing for {stall:?}")))
+            }
         }
     }
 
@@ -390,6 +406,22 @@ impl Run {
         rest
     }
 
+    /// To the ring, and to the collector: what is sampled, and every request that failed or was slow. Says who sends the
+    /// nodes' spans, those to come too, where the nodes do not.
+    fn keep_trace(&self, reason: Result<v1::FinishReason, &Error>, of_nodes: Vec<v1::Span>) -> Option<Exporter> {
+        let (shared, record) = (&self.shared, &self.record);
+        let TraceContext { trace_id, sampled, .. } = record.identities.root;
+        let telling = reason.is_err() || record.is_slow();
+        let own = record.spans(&shared.instance, reason);
+        if sampled || telling {
+            own.iter().for_each(|span| shared.exporter.export(span.clone()));
+        }
+        let for_nodes = (telling && !sampled).then(|| shared.exporter.clone());
+        pass_on(for_nodes.as_ref(), trace_id, &of_nodes);
+        shared.traces.finish(trace_id, own.into_iter().chain(of_nodes));
+        for_nodes
+    }
+
     /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace. Only
     /// what stopped nodes have to report comes behind it.
     async fn conclude(mut self, mut outcome: Result<Answered, Error>) {
@@ -397,14 +429,10 @@ impl Run {
         if outcome.is_err() {
             self.record.ended = clock::now();
         }
-        let (shared, record) = (&self.shared, &self.record);
+        let of_nodes = std::mem::take(&mut self.spans);
         let reason = outcome.as_ref().map(|answered| answered.reason);
-        let own = record.spans(&shared.instance, reason);
-        if record.identities.root.sampled || reason.is_err() {
-            own.iter().for_each(|span| shared.exporter.export(span.clone()));
-        }
-        let trace_id = record.identities.root.trace_id;
-        shared.traces.finish(trace_id, own.into_iter().chain(std::mem::take(&mut self.spans)));
+        let for_nodes = self.keep_trace(reason, of_nodes);
+        let (shared, record) = (&self.shared, &self.record);
         if !record.tokens.is_empty() {
             shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));
         }
@@ -429,12 +457,21 @@ impl Run {
         let _ = self.send(last).await;
         drop(self.client);
         if let Some(rest) = rest {
-            self.shared.traces.complete(trace_id, rest.spans(STOPPED_SPANS).await);
+            let (late, trace_id) = (rest.spans(STOPPED_SPANS).await, self.record.identities.root.trace_id);
+            pass_on(for_nodes.as_ref(), trace_id, &late);
+            self.shared.traces.complete(trace_id, late);
         }
         if let Some(mut slot) = self.slot {
             slot.used(u64::from(self.record.prompt_tokens) + u64::from(self.record.completion_tokens()));
         }
     }
+}
+
+/// Where the nodes did not know that their trace would be kept, their spans reach the collector from here.
+fn pass_on(exporter: Option<&Exporter>, trace_id: [u8; 16], of_nodes: &[v1::Span]) {
+    let Some(exporter) = exporter else { return };
+    let of_trace = of_nodes.iter().filter(|span| span.trace_id == trace_id);
+    of_trace.for_each(|span| exporter.pass_on(span.clone()));
 }
 
 fn refusal(why: &NoPair) -> Error {
@@ -446,4 +483,4 @@ fn refusal(why: &NoPair) -> Error {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

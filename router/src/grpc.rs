@@ -102,12 +102,18 @@ impl v1::inference_server::Inference for Edge {
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Responses>, Status> {
         let received = clock::now();
         let (metadata, _, message) = request.into_parts();
-        let mut caller = Caller::read(&metadata, &message, received)?;
-        let started = async {
+        let refused = |error: &Error| self.service.refused(error.kind);
+        let mut caller = Caller::read(&metadata, &message, received).inspect_err(refused)?;
+        let checked = async {
             caller.tenant = tenant(&self.service, &metadata)?;
-            self.start(message, &caller, received).await
+            self.check(message, &caller, received).await
         };
-        match started.await {
+        let started = match checked.await.inspect_err(refused) {
+            // Each answer counts itself, whatever becomes of it.
+            Ok(requests) => self.service.generate_all(requests),
+            Err(error) => Err(error),
+        };
+        match started {
             Ok(choices) => Ok(respond(choices, caller, Arc::clone(self.service.model()))),
             Err(error) => Err(identified(error, &head("", &caller.request_id))),
         }
@@ -115,19 +121,19 @@ impl v1::inference_server::Inference for Edge {
 }
 
 impl Edge {
-    /// All answers to one prompt.
-    async fn start(
+    /// The requests for all answers to one prompt.
+    async fn check(
         &self,
         message: v1::GenerateRequest,
         caller: &Caller,
         received: Instant,
-    ) -> Result<Vec<GenerationStream>, Error> {
+    ) -> Result<Vec<GenerationRequest>, Error> {
         let n = message.n.max(1);
         if n > MAX_CHOICES {
             return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")));
         }
         let request = self.request(message, caller, received).await?;
-        self.service.generate_all((0..n).map(|choice| request.choice(choice, n)).collect())
+        Ok((0..n).map(|choice| request.choice(choice, n)).collect())
     }
 
     async fn request(
@@ -366,6 +372,35 @@ fn message(event: GenerationEvent, choice: u32, request_id: &str, model: &ModelT
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::flow::Limits;
+    use crate::flow::tests::fakes;
+    use v1::inference_server::Inference as _;
+
+    #[tokio::test]
+    async fn what_the_edge_refuses_is_counted_once() {
+        let edge = Edge { service: fakes::router(Limits::default()) };
+        let ask = |message: v1::GenerateRequest, metadata: (&'static str, &str)| {
+            let mut request = Request::new(message);
+            request.metadata_mut().insert(metadata.0, metadata.1.parse().unwrap());
+            edge.generate(request)
+        };
+        let message = v1::GenerateRequest::default();
+        let other = v1::GenerateRequest { model: "another".into(), ..message.clone() };
+        let tokens = v1::generate_request::Input::TokenIds(v1::TokenIds { ids: vec![1] });
+        let good = v1::GenerateRequest { input: Some(tokens), ..message.clone() };
+        for (message, metadata, code, counted) in [
+            (message.clone(), ("grpc-timeout", "soon"), Code::InvalidArgument, "invalid_argument\"} 1"),
+            (message.clone(), ("x-tandem-tenant", "a b"), Code::InvalidArgument, "invalid_argument\"} 2"),
+            (message, ("x-request-id", "r"), Code::InvalidArgument, "invalid_argument\"} 3"),
+            (other, ("x-request-id", "r"), Code::NotFound, "not_found\"} 1"),
+            // The flow's own refusal.
+            (good, ("x-request-id", "r"), Code::Unavailable, "unavailable\"} 1"),
+        ] {
+            assert_eq!(ask(message, metadata).await.err().unwrap().code(), code);
+            let text = edge.service.metrics_text(None).1;
+            assert!(text.contains(&format!("outcome=\"{counted}")), "{counted}\n{text}");
+        }
+    }
 
     #[test]
     fn timeouts_by_the_specification() {

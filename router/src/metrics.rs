@@ -1,8 +1,10 @@
 //! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
 //! the scraper asks for it. Base units: seconds and bytes; labels `role` and `instance`. Beside our own names stand
-//! those of vLLM whose meaning is the same, because public dashboards read them; `cache` has those of the KV.
+//! those of vLLM whose meaning is the same, because public dashboards read them: `vllm`, and `cache` for those of the KV.
+//! Every histogram that a request fills points to its trace.
 mod admission;
 mod cache;
+mod vllm;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,20 +16,19 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use tandem_proto::{Error, ErrorKind, v1};
+use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 
 use crate::admission::{Counts, Reason};
-use crate::flow::record::{Record, reason_text};
+use crate::flow::record::Record;
 use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
 use crate::index::IndexTotals;
 use crate::membership::breaker::Circuit;
-use crate::membership::{Breakers, Totals};
+use crate::membership::{Breakers, DEATHS, Totals};
 use crate::select::{Plan, Role};
 use admission::AdmissionMetrics;
-use cache::Cache;
+use vllm::Vllm;
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
@@ -36,18 +37,12 @@ const SECONDS: [f64; 18] =
 const ERROR_MS: [f64; 15] = [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4];
 /// The same, as a share of what it was.
 const ERROR_RATIO: [f64; 12] = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0];
-const TOKENS: [f64; 14] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
 const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Outcome {
     outcome: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct Finished {
-    finished_reason: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -73,6 +68,11 @@ struct Exhausted {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Died {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct NodeInstance {
     node_role: &'static str,
     /// `instance` is this process's own.
@@ -87,7 +87,13 @@ struct Exemplar {
 
 type Traced = HistogramWithExemplars<Exemplar>;
 /// A histogram for each kind of plan.
-type ByPlan = Family<Planned, Histogram, fn() -> Histogram>;
+type ByPlan = Family<Planned, Traced, fn() -> Traced>;
+
+impl Exemplar {
+    fn of(trace: TraceContext) -> Self {
+        Self { trace_id: trace.trace_id_hex() }
+    }
+}
 
 /// Handle to the router's metrics.
 #[derive(Clone)]
@@ -102,11 +108,11 @@ pub struct Metrics {
 struct Own {
     requests: Family<Outcome, Counter>,
     ttft: Traced,
-    itl: Histogram,
+    itl: Traced,
     e2e: Traced,
-    queue: Histogram,
-    handoff_gap: Histogram,
-    transfer_exposed: Histogram,
+    queue: Traced,
+    handoff_gap: Traced,
+    transfer_exposed: Traced,
     handoffs: Counter,
     kv_bytes: Counter,
     inflight: Gauge,
@@ -118,6 +124,8 @@ struct Own {
     replans: Family<Replanned, Counter>,
     replan_exhausted: Family<Exhausted, Counter>,
     waiting_for_node: Gauge,
+    client_stalls: Counter,
+    node_deaths: Family<Died, Counter>,
     breaker_state: Family<NodeInstance, Gauge>,
     breaker_opened: Family<NodeRole, Counter>,
     spans_dropped: Counter,
@@ -153,27 +161,6 @@ pub struct Seen {
     pub index: IndexTotals,
 }
 
-#[derive(Clone)]
-struct Vllm {
-    running: Gauge,
-    waiting: Gauge,
-    kv_usage: Gauge<f64, std::sync::atomic::AtomicU64>,
-    prompt_tokens: Counter,
-    generation_tokens: Counter,
-    success: Family<Finished, Counter>,
-    ttft: Traced,
-    itl: Histogram,
-    tpot: Histogram,
-    e2e: Traced,
-    queue: Histogram,
-    prefill: Histogram,
-    decode: Histogram,
-    inference: Histogram,
-    request_prompt_tokens: Histogram,
-    request_generation_tokens: Histogram,
-    cache: Cache,
-}
-
 impl Metrics {
     /// All at zero.
     pub fn new(model_name: &str, instance: &str) -> Self {
@@ -197,8 +184,8 @@ impl Metrics {
     }
 
     /// A request of this priority was admitted after so long.
-    pub fn waited(&self, priority: i32, wait: Duration) {
-        self.admission.waited(priority, wait);
+    pub fn waited(&self, priority: i32, wait: Duration, trace: TraceContext) {
+        self.admission.waited(priority, wait, Exemplar::of(trace));
     }
 
     /// The prompt of a request was looked up on the node of its first token, and so many of its tokens were there.
@@ -214,11 +201,16 @@ impl Metrics {
         self.vllm.observe(record, result.ok());
     }
 
-    /// Decode has verified the KV of a prompt.
-    pub fn handed_off(&self, kv: &v1::Verified, prompt_tokens: u32) {
+    /// Decode has reserved, and the KV of so many tokens is to come from the prefill node.
+    pub fn awaited(&self, tokens: u64) {
+        self.vllm.cache.awaited(tokens);
+    }
+
+    /// Decode has verified it.
+    pub fn handed_off(&self, kv: &v1::Verified, tokens: u64, trace: TraceContext) {
         self.own.handoffs.inc();
         self.own.kv_bytes.inc_by(kv.bytes);
-        self.vllm.cache.handed_off(kv, prompt_tokens);
+        self.vllm.cache.handed_off(kv, tokens, &Exemplar::of(trace));
     }
 
     /// An attempt of a request got the nodes of such a plan.
@@ -238,6 +230,11 @@ impl Metrics {
         self.own.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() }).inc();
     }
 
+    /// A client took no token for so long that it was given up.
+    pub fn client_stalled(&self) {
+        self.own.client_stalls.inc();
+    }
+
     /// A request waits until a node comes, or until it may try one again.
     pub fn waits_for_node(&self) -> WaitsForNode {
         self.own.waiting_for_node.inc();
@@ -248,7 +245,8 @@ impl Metrics {
     pub fn text(&self, accept: Option<&str>, seen: &Seen) -> (&'static str, String) {
         self.own.set(seen);
         self.admission.set(&seen.depths);
-        self.vllm.set(&seen.nodes, seen.requests);
+        let seeking = usize::try_from(self.own.waiting_for_node.get()).unwrap_or(0);
+        self.vllm.set(&seen.nodes, seen.requests, seeking);
         let mut text = String::new();
         if encode(&mut text, &self.registry).is_err() {
             tracing::error!("metrics could not be written");
@@ -266,22 +264,24 @@ impl Own {
         let own = Self {
             requests: Family::default(),
             ttft: Traced::new(SECONDS.into_iter()),
-            itl: Histogram::new(SECONDS),
+            itl: Traced::new(SECONDS.into_iter()),
             e2e: Traced::new(SECONDS.into_iter()),
-            queue: Histogram::new(SECONDS),
-            handoff_gap: Histogram::new(SECONDS),
-            transfer_exposed: Histogram::new(SECONDS),
+            queue: Traced::new(SECONDS.into_iter()),
+            handoff_gap: Traced::new(SECONDS.into_iter()),
+            transfer_exposed: Traced::new(SECONDS.into_iter()),
             handoffs: Counter::default(),
             kv_bytes: Counter::default(),
             inflight: Gauge::default(),
             queued: Gauge::default(),
             nodes: Family::default(),
             plans: Family::default(),
-            prediction_error_ms: ByPlan::new_with_constructor(|| Histogram::new(ERROR_MS)),
-            prediction_error_ratio: ByPlan::new_with_constructor(|| Histogram::new(ERROR_RATIO)),
+            prediction_error_ms: ByPlan::new_with_constructor(|| Traced::new(ERROR_MS.into_iter())),
+            prediction_error_ratio: ByPlan::new_with_constructor(|| Traced::new(ERROR_RATIO.into_iter())),
             replans: Family::default(),
             replan_exhausted: Family::default(),
             waiting_for_node: Gauge::default(),
+            client_stalls: Counter::default(),
+            node_deaths: Family::default(),
             breaker_state: Family::default(),
             breaker_opened: Family::default(),
             spans_dropped: Counter::default(),
@@ -327,6 +327,8 @@ impl Own {
             "Running requests that wait for a node to join or to be tried again",
             own.waiting_for_node.clone(),
         );
+        registry.register("tandem_client_stalls", "Clients that took no token for too long", own.client_stalls.clone());
+        registry.register("tandem_node_deaths", "Nodes declared dead", own.node_deaths.clone());
         registry.register(
             "tandem_breaker_state",
             "Circuit breaker of a node: 0 closed, 1 half-open, 2 open",
@@ -341,29 +343,30 @@ impl Own {
     }
 
     fn observe(&self, record: &Record, complete: bool) {
-        let exemplar = || Some(Exemplar { trace_id: record.identities.root.trace_id_hex() });
+        let trace = Exemplar::of(record.identities.root);
+        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace.clone()), None);
         if record.timeline.end_of(Phase::Queue).is_some() {
-            self.queue.observe(seconds(record.timeline.length(Phase::Queue)));
+            note(&self.queue, seconds(record.timeline.length(Phase::Queue)));
         }
         if let Some(ttft) = record.ttft() {
-            self.ttft.observe(seconds(ttft), exemplar(), None);
+            note(&self.ttft, seconds(ttft));
         }
         if let (Some((predicted_ms, actual_ms)), Some(nodes)) = (record.predicted_and_actual_ttft_ms(), record.nodes())
         {
             let of = Planned { plan: nodes.plan().as_str() };
             let off_ms = (predicted_ms - actual_ms).abs();
-            self.prediction_error_ms.get_or_create(&of).observe(off_ms);
-            self.prediction_error_ratio.get_or_create(&of).observe(off_ms / actual_ms.max(f64::MIN_POSITIVE));
+            note(&self.prediction_error_ms.get_or_create(&of), off_ms);
+            note(&self.prediction_error_ratio.get_or_create(&of), off_ms / actual_ms.max(f64::MIN_POSITIVE));
         }
         if let Some(gap) = record.gaps().next() {
-            self.handoff_gap.observe(seconds(gap));
+            note(&self.handoff_gap, seconds(gap));
         }
-        record.gaps().for_each(|gap| self.itl.observe(seconds(gap)));
+        observe_gaps(&self.itl, record, &trace);
         if record.verified.is_some() {
-            self.transfer_exposed.observe(seconds(record.timeline.length(Phase::Transfer)));
+            note(&self.transfer_exposed, seconds(record.timeline.length(Phase::Transfer)));
         }
         if complete {
-            self.e2e.observe(seconds(record.e2e()), exemplar(), None);
+            note(&self.e2e, seconds(record.e2e()));
         }
     }
 
@@ -373,6 +376,10 @@ impl Own {
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());
+        for death in DEATHS {
+            let counter = self.node_deaths.get_or_create(&Died { reason: death.as_str() });
+            counter.inner().store(nodes.deaths[death as usize], Ordering::Relaxed);
+        }
         // Nodes that are gone leave no series behind.
         self.breaker_state.clear();
         for (role, node, circuit) in &breakers.nodes {
@@ -395,85 +402,13 @@ impl Own {
     }
 }
 
-impl Vllm {
-    fn register(registry: &mut Registry) -> Self {
-        let vllm = Self {
-            running: Gauge::default(),
-            waiting: Gauge::default(),
-            kv_usage: Gauge::default(),
-            prompt_tokens: Counter::default(),
-            generation_tokens: Counter::default(),
-            success: Family::default(),
-            ttft: Traced::new(SECONDS.into_iter()),
-            itl: Histogram::new(SECONDS),
-            tpot: Histogram::new(SECONDS),
-            e2e: Traced::new(SECONDS.into_iter()),
-            queue: Histogram::new(SECONDS),
-            prefill: Histogram::new(SECONDS),
-            decode: Histogram::new(SECONDS),
-            inference: Histogram::new(SECONDS),
-            request_prompt_tokens: Histogram::new(TOKENS),
-            request_generation_tokens: Histogram::new(TOKENS),
-            cache: Cache::register(registry),
-        };
-        registry.register("vllm:num_requests_running", "Running on decode nodes", vllm.running.clone());
-        registry.register("vllm:num_requests_waiting", "Waiting here or on nodes", vllm.waiting.clone());
-        registry.register("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", vllm.kv_usage.clone());
-        registry.register("vllm:prompt_tokens", "Prompt tokens processed", vllm.prompt_tokens.clone());
-        registry.register("vllm:generation_tokens", "Tokens generated", vllm.generation_tokens.clone());
-        registry.register("vllm:request_success", "Requests answered", vllm.success.clone());
-        let traced = [
-            ("time_to_first_token_seconds", "Time to first token", &vllm.ttft),
-            ("e2e_request_latency_seconds", "Whole request", &vllm.e2e),
-        ];
-        for (name, help, histogram) in traced {
-            registry.register(format!("vllm:{name}"), help, histogram.clone());
-        }
-        let histograms = [
-            ("inter_token_latency_seconds", "Between two tokens", &vllm.itl),
-            ("request_time_per_output_token_seconds", "Mean time per token after the first", &vllm.tpot),
-            ("request_queue_time_seconds", "Waiting", &vllm.queue),
-            ("request_prefill_time_seconds", "Prefill", &vllm.prefill),
-            ("request_decode_time_seconds", "Decode", &vllm.decode),
-            ("request_inference_time_seconds", "Prefill and decode", &vllm.inference),
-            ("request_prompt_tokens", "Prompt tokens of a request", &vllm.request_prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a request", &vllm.request_generation_tokens),
-        ];
-        for (name, help, histogram) in histograms {
-            registry.register(format!("vllm:{name}"), help, histogram.clone());
-        }
-        vllm
-    }
-
-    fn observe(&self, record: &Record, reason: Option<v1::FinishReason>) {
-        let Some(ttft) = record.ttft() else { return };
-        let exemplar = || Some(Exemplar { trace_id: record.identities.root.trace_id_hex() });
-        self.prompt_tokens.inc_by(record.prompt_tokens.into());
-        self.generation_tokens.inc_by(record.completion_tokens().into());
-        self.ttft.observe(seconds(ttft), exemplar(), None);
-        record.gaps().for_each(|gap| self.itl.observe(seconds(gap)));
-        let Some(reason) = reason else { return };
-        self.success.get_or_create(&Finished { finished_reason: reason_text(reason) }).inc();
-        let length = |phase| seconds(record.timeline.length(phase));
-        let (prefill, decode) = (length(Phase::Prefill), length(Phase::Decode));
-        self.queue.observe(length(Phase::Queue));
-        self.prefill.observe(prefill);
-        self.decode.observe(decode);
-        self.inference.observe(prefill + length(Phase::Transfer) + decode);
-        self.e2e.observe(seconds(record.e2e()), exemplar(), None);
-        if let Some(tpot) = record.tpot() {
-            self.tpot.observe(seconds(tpot));
-        }
-        self.request_prompt_tokens.observe(record.prompt_tokens.into());
-        self.request_generation_tokens.observe(record.completion_tokens().into());
-    }
-
-    fn set(&self, nodes: &Totals, requests: Counts) {
-        self.running.set(i64::try_from(nodes.running).unwrap_or(i64::MAX));
-        self.waiting.set(i64::try_from(nodes.waiting).unwrap_or(i64::MAX).saturating_add(whole(requests.queued)));
-        let used = nodes.total_blocks.saturating_sub(nodes.free_blocks);
-        self.kv_usage.set(used as f64 / nodes.total_blocks.max(1) as f64);
-        self.cache.set(nodes);
+/// All gaps between a request's tokens. Only the longest points to the trace: it is what one looks for there, and the
+/// others need not be written a thousand times.
+fn observe_gaps(histogram: &Traced, record: &Record, trace: &Exemplar) {
+    let mut longest = record.gaps().max();
+    for gap in record.gaps() {
+        let exemplar = longest.take_if(|longest| *longest == gap).map(|_| trace.clone());
+        histogram.observe(seconds(gap), exemplar, None);
     }
 }
 
@@ -533,7 +468,11 @@ mod tests {
         metrics.replan_exhausted(Bound::Time);
         let _waits = metrics.waits_for_node();
         metrics.turned_away(Reason::TenantShare);
-        metrics.waited(-3, Duration::from_millis(20));
+        metrics.waited(
+            -3,
+            Duration::from_millis(20),
+            TraceContext { trace_id: [0xcd; 16], span_id: [1; 8], sampled: true },
+        );
         let depths = vec![("team".into(), 7)];
         let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
         metrics.text(accept, &Seen { breakers, index, depths, ..Seen::default() }).1

@@ -9,20 +9,26 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use http::{HeaderMap, Request, StatusCode};
 use serde_json::{Value, json};
+use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::flow::Limits;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::text::ModelText;
-use tandem_telemetry::Exporter;
+use tandem_telemetry::{Exporter, clock};
 use tower::Service as _;
 
 fn router() -> Router {
+    router_with(Keys::default())
+}
+
+fn router_with(keys: Keys) -> Router {
     let mut text = ModelText::load(&model::path()).expect("model file");
     text.model_name = "org/tiny".into();
     let expected = Expected { model_digest: text.digest, eos_token_id: text.eos };
     let membership = Membership::new(expected, Duration::from_secs(3));
     let instance = "router-test".to_owned();
-    let service = Service::new(Arc::new(text), membership, Exporter::disabled(), Limits::default(), instance);
+    let (exporter, limits) = (Exporter::disabled(), Limits::default());
+    let service = Service::with_keys(Arc::new(text), membership, exporter, limits, instance, keys);
     tandem_router::http::router(service)
 }
 
@@ -141,6 +147,51 @@ async fn without_a_pair_generation_is_unavailable_streamed_or_not() {
         .await;
         assert_eq!((status, &headers["x-request-id"]), (StatusCode::SERVICE_UNAVAILABLE, &"mine".parse().expect("ok")));
         assert!(headers.contains_key("retry-after") && body["error"]["message"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn what_the_edge_refuses_is_counted_once() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("keys.json");
+    std::fs::write(&file, r#"{"keys": [{"name": "a", "key": "secret-secret-secret"}]}"#).expect("written");
+    let router = router_with(Keys::load(&file, clock::now()).expect("good keys"));
+    let counted = async || {
+        let request = Request::get("/metrics").body(Body::empty()).expect("request");
+        let body = router.clone().call(request).await.expect("infallible").into_body();
+        let text = String::from_utf8(to_bytes(body, 1 << 20).await.expect("body").to_vec()).expect("text");
+        let of = |line: &str| {
+            let (outcome, count) =
+                line.strip_prefix("tandem_requests_total{")?.split_once("outcome=\"")?.1.split_once("\"} ")?;
+            Some((outcome.to_owned(), count.to_owned()))
+        };
+        let mut counts: Vec<(String, String)> = text.lines().filter_map(of).collect();
+        counts.sort();
+        counts.into_iter().map(|(outcome, count)| format!("{outcome} {count}")).collect::<Vec<_>>().join(", ")
+    };
+    for (key, timeout, body, counts) in [
+        ("none", "1000", r#"{"prompt": "hi"}"#, "unauthenticated 1"),
+        ("secret-secret-secret", "1000", r#"{"prompt""#, "invalid_argument 1, unauthenticated 1"),
+        ("secret-secret-secret", "soon", r#"{"prompt": "hi"}"#, "invalid_argument 2, unauthenticated 1"),
+        ("secret-secret-secret", "1000", r#"{"prompt": "hi", "n": 129}"#, "invalid_argument 3, unauthenticated 1"),
+        (
+            "secret-secret-secret",
+            "1000",
+            r#"{"prompt": "hi", "model": "gpt"}"#,
+            "invalid_argument 3, not_found 1, unauthenticated 1",
+        ),
+        // Refused by the flow, which counts it itself.
+        (
+            "secret-secret-secret",
+            "1000",
+            r#"{"prompt": "hi"}"#,
+            "invalid_argument 3, not_found 1, unauthenticated 1, unavailable 1",
+        ),
+    ] {
+        let request = Request::post("/v1/completions").header("authorization", format!("Bearer {key}"));
+        let request = request.header("x-request-timeout-ms", timeout).body(Body::from(body)).expect("request");
+        send(&router, request).await;
+        assert_eq!(counted().await, counts, "{body}");
     }
 }
 

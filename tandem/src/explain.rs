@@ -31,25 +31,119 @@ pub async fn run(config: config::Explain) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The explanation, with a newline at the end.
+/// The explanation, with a newline at the end: a section for each request of the trace, the first one first. A client may
+/// send several requests under one trace, and several answers to one prompt are as many requests.
 ///
 /// # Errors
 /// What is missing in the trace, in words.
 fn render(trace: &Trace) -> Result<String, &'static str> {
-    let route =
-        find(trace, "route").ok_or("the trace has no `route` span: the request ended before nodes were chosen")?;
-    let candidates: Vec<Candidate> = route.events.iter().filter_map(Candidate::read).collect();
-    let chosen = candidates.iter().position(|candidate| candidate.chosen);
-    let chosen = chosen.ok_or("the `route` span names no chosen candidate: is the router older than this program?")?;
-    let root = trace.spans.iter().find(|span| span.span_id == route.parent_span_id);
-    let policy = root.and_then(|root| root.attributes.get("tandem.route.policy")?.as_str()).unwrap_or("unknown");
-    let mut out = format!("trace {}\npolicy {policy}, candidates in predicted milliseconds\n\n", trace.trace_id);
-    table(&mut out, &candidates);
-    verdict(&mut out, &candidates, chosen, route);
-    if let Some(root) = root {
-        compare(&mut out, &candidates[chosen], root, trace);
+    let mut routes: Vec<&Span> = trace.spans.iter().filter(|span| span.name == "route").collect();
+    routes.sort_by_key(|span| span.start_unix_ns);
+    let mut out = format!("trace {}\n", trace.trace_id);
+    let several = routes.len() > 1;
+    for (number, route) in (1..).zip(&routes) {
+        let request = Request::of(route, trace);
+        if several {
+            let id = request.root.and_then(|root| text(root, "tandem.request_id")).unwrap_or_default();
+            let _ = writeln!(out, "\nrequest {number} of {}: {id}", routes.len());
+        }
+        request.explain(&mut out)?;
     }
-    Ok(out)
+    match routes.is_empty() {
+        true => Err("the trace has no `route` span: the request ended before nodes were chosen"),
+        false => Ok(out),
+    }
+}
+
+/// The spans of one request. Others of the same trace have the same names.
+struct Request<'a> {
+    route: &'a Span,
+    /// `None` where the router's ring had no room for it.
+    root: Option<&'a Span>,
+    /// Below the root at any depth.
+    spans: Vec<&'a Span>,
+}
+
+impl<'a> Request<'a> {
+    fn of(route: &'a Span, trace: &'a Trace) -> Self {
+        let root = trace.spans.iter().find(|span| span.span_id == route.parent_span_id);
+        let mut below: Vec<&Span> = Vec::new();
+        let mut parents = vec![route.parent_span_id.as_str()];
+        let mut left: Vec<&Span> = trace.spans.iter().filter(|span| span.span_id != route.parent_span_id).collect();
+        // Each span is taken once, whatever the parents say.
+        while let Some(parent) = parents.pop() {
+            let (children, others) = left.into_iter().partition(|span| span.parent_span_id == parent);
+            left = others;
+            let children: Vec<&Span> = children;
+            parents.extend(children.iter().map(|span| span.span_id.as_str()));
+            below.extend(children);
+        }
+        below.sort_by_key(|span| span.start_unix_ns);
+        Self { route, root, spans: below }
+    }
+
+    fn explain(&self, out: &mut String) -> Result<(), &'static str> {
+        let candidates: Vec<Candidate> = self.route.events.iter().filter_map(Candidate::read).collect();
+        let chosen = candidates.iter().position(|candidate| candidate.chosen);
+        let chosen =
+            chosen.ok_or("the `route` span names no chosen candidate: is the router older than this program?")?;
+        let policy = self.root.and_then(|root| text(root, "tandem.route.policy")).unwrap_or("unknown");
+        let _ = writeln!(out, "policy {policy}, candidates in predicted milliseconds\n");
+        table(out, &candidates);
+        verdict(out, &candidates, chosen, self.route);
+        if let Some(root) = self.root {
+            self.attempts(out, &candidates[chosen], root);
+            self.compare(out, &candidates[chosen], root);
+        }
+        Ok(())
+    }
+
+    /// Where the request went on after failures, in order; nothing where it did not.
+    fn attempts(&self, out: &mut String, choice: &Candidate, root: &Span) {
+        let replans: Vec<&Event> = root.events.iter().filter(|event| event.name == "replan").collect();
+        if replans.is_empty() {
+            return;
+        }
+        let _ = writeln!(out, "\nattempt 1: {}", choice.name);
+        for (number, replan) in (2..).zip(replans) {
+            let told = |name: &str| replan.attributes.get(name).and_then(Value::as_str).unwrap_or("?");
+            let local = told("tandem.route.plan") == "local";
+            let name = plan_name(local, told("tandem.prefill.instance"), told("tandem.decode.instance"));
+            let search_ms = replan.attributes.get("tandem.replan.search_ms").and_then(Value::as_f64);
+            let _ = writeln!(
+                out,
+                "attempt {number}: {name}, found in {:.2} ms; {} node {} had failed during {}: {}",
+                search_ms.unwrap_or(0.0),
+                told("tandem.replan.failed_role"),
+                told("tandem.replan.failed_instance"),
+                told("tandem.replan.phase"),
+                told("tandem.replan.cause"),
+            );
+        }
+        // Each of these is a node's own: a prompt that was begun twice has two.
+        for forward in self.spans.iter().filter(|span| span.name == "prefill.forward") {
+            let before = self.spans.iter().filter(|span| span.parent_span_id == forward.parent_span_id);
+            let mut before = before.filter(|span| span.start_unix_ns <= forward.start_unix_ns);
+            let wait = before.rfind(|span| span.name == "prefill.queue");
+            let (waited, computed) = (wait.map_or(0.0, |wait| wait.length_ms()), forward.length_ms());
+            let how = if forward.error.is_empty() { "" } else { ", and failed" };
+            let node = &forward.instance;
+            let _ = writeln!(out, "  prompt on {node}: waited {waited:.2} ms, computed {computed:.2} ms{how}");
+        }
+    }
+
+    /// The first span of this name.
+    fn length_ms(&self, name: &str) -> Option<f64> {
+        self.spans.iter().find(|span| span.name == name).map(|span| span.length_ms())
+    }
+}
+
+fn text<'a>(span: &'a Span, attribute: &str) -> Option<&'a str> {
+    span.attributes.get(attribute)?.as_str()
+}
+
+fn plan_name(local: bool, prefill: &str, decode: &str) -> String {
+    if local { format!("{decode} alone") } else { format!("{prefill} → {decode}") }
 }
 
 /// A plan as the router told of it.
@@ -76,7 +170,7 @@ impl Candidate {
         let node = |role: &str| event.attributes.get(&format!("tandem.{role}.instance")).and_then(Value::as_str);
         let local = attribute("plan").and_then(Value::as_str) == Some("local");
         let decode = node("decode")?;
-        let name = if local { format!("{decode} alone") } else { format!("{} → {decode}", node("prefill")?) };
+        let name = plan_name(local, if local { decode } else { node("prefill")? }, decode);
         let remarks = [
             (flag("breaker_shut"), "breaker open"),
             (flag("avoided"), "failed this request before"),
@@ -146,41 +240,41 @@ fn verdict(out: &mut String, candidates: &[Candidate], chosen: usize, route: &Sp
     );
 }
 
-/// The prediction beside what happened.
-fn compare(out: &mut String, choice: &Candidate, root: &Span, trace: &Trace) {
-    let number = |name: &str| root.attributes.get(name).and_then(Value::as_f64);
-    let Some(ttft_ms) = number("tandem.ttft_ms") else {
-        let _ = writeln!(out, "\nno first token: nothing to compare the prediction with");
-        return;
-    };
-    let length = |name: &str| find(trace, name).map(Span::length_ms);
-    let actual_ms = ttft_ms - length("queue").unwrap_or(0.0);
-    let wait = if choice.local { "wait_decode_ms" } else { "wait_prefill_ms" };
-    let (waited, computed) = (length("prefill.queue"), length("prefill.forward"));
-    let rest = waited.zip(computed).map(|(waited, computed)| actual_ms - waited - computed);
-    let _ = writeln!(out, "\n{:28} {:>12} {:>12}", "", "predicted", "actual");
-    let mut row = |name: &str, predicted: Option<f64>, actual: Option<f64>| {
-        let cell = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2} ms"));
-        let _ = writeln!(out, "{name:28} {:>12} {:>12}", cell(predicted), cell(actual));
-    };
-    row("TTFT without the queue", Some(choice.ttft_ms), Some(actual_ms));
-    row("  wait on the node", Some(choice.term(wait)), waited);
-    row("  prefill", Some(choice.term("prefill_ms")), computed);
-    row("  route, calls, sending", None, rest);
-    if !choice.local {
-        row("exposed transfer", Some(choice.term("exposed_ms")), length("transfer"));
+impl Request<'_> {
+    /// The prediction, which is of the first attempt, beside what happened.
+    fn compare(&self, out: &mut String, choice: &Candidate, root: &Span) {
+        let number = |name: &str| root.attributes.get(name).and_then(Value::as_f64);
+        let Some(ttft_ms) = number("tandem.ttft_ms") else {
+            let _ = writeln!(out, "\nno first token: nothing to compare the prediction with");
+            return;
+        };
+        let replanned = number("tandem.replans").is_some_and(|replans| replans > 0.0);
+        let actual_ms = ttft_ms - self.length_ms("queue").unwrap_or(0.0);
+        let wait = if choice.local { "wait_decode_ms" } else { "wait_prefill_ms" };
+        let (waited, computed) = (self.length_ms("prefill.queue"), self.length_ms("prefill.forward"));
+        // With several attempts the rest would be the others.
+        let rest = waited.zip(computed).filter(|_| !replanned);
+        let rest = rest.map(|(waited, computed)| actual_ms - waited - computed);
+        let _ = writeln!(out, "\n{:28} {:>12} {:>12}", "", "predicted", "actual");
+        let mut row = |name: &str, predicted: Option<f64>, actual: Option<f64>| {
+            let cell = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2} ms"));
+            let _ = writeln!(out, "{name:28} {:>12} {:>12}", cell(predicted), cell(actual));
+        };
+        row("TTFT without the queue", Some(choice.ttft_ms), Some(actual_ms));
+        row("  wait on the node", Some(choice.term(wait)), waited);
+        row("  prefill", Some(choice.term("prefill_ms")), computed);
+        row("  route, calls, sending", None, rest);
+        if !choice.local {
+            row("exposed transfer", Some(choice.term("exposed_ms")), self.length_ms("transfer"));
+        }
+        row("time per further token", Some(choice.term("step_ms")), number("tandem.tpot_ms"));
+        let off_ms = choice.ttft_ms - actual_ms;
+        let percent = if actual_ms > 0.0 { off_ms / actual_ms * 100.0 } else { 0.0 };
+        let _ = writeln!(out, "\nthe prediction of TTFT was off by {off_ms:+.2} ms ({percent:+.1} %)");
+        if replanned {
+            let _ = writeln!(out, "it is of the first attempt; TTFT and the time per token are of all of them");
+        }
     }
-    row("time per further token", Some(choice.term("step_ms")), number("tandem.tpot_ms"));
-    let off_ms = choice.ttft_ms - actual_ms;
-    let percent = if actual_ms > 0.0 { off_ms / actual_ms * 100.0 } else { 0.0 };
-    let _ = writeln!(out, "\nthe prediction of TTFT was off by {off_ms:+.2} ms ({percent:+.1} %)");
-    if number("tandem.replans").is_some_and(|replans| replans > 0.0) {
-        let _ = writeln!(out, "the request went on elsewhere after a failure: the comparison is with both attempts");
-    }
-}
-
-fn find<'a>(trace: &'a Trace, name: &str) -> Option<&'a Span> {
-    trace.spans.iter().find(|span| span.name == name)
 }
 
 #[cfg(test)]
@@ -200,8 +294,11 @@ mod tests {
         }})
     }
 
+    fn span(name: &str, id: &str, parent: &str, ms: u64) -> Value {
+        json!({ "name": name, "span_id": id, "parent_span_id": parent, "start_unix_ns": 0, "end_unix_ns": ms * 1_000_000 })
+    }
+
     fn trace(events: Vec<Value>) -> Trace {
-        let span = |name: &str, id: &str, parent: &str, ms: u64| json!({ "name": name, "span_id": id, "parent_span_id": parent, "start_unix_ns": 0, "end_unix_ns": ms * 1_000_000 });
         let mut root = span("chat m", "01", "", 200);
         root["attributes"] = json!({ "tandem.route.policy": "joint", "tandem.ttft_ms": 62.0, "tandem.tpot_ms": 3.0 });
         let mut route = span("route", "02", "01", 1);
@@ -212,6 +309,9 @@ mod tests {
             span("prefill.queue", "04", "09", 4),
             span("prefill.forward", "05", "09", 50),
             span("transfer", "06", "01", 1),
+            span("prefill", "08", "01", 60),
+            // The node's.
+            span("prefill", "09", "08", 55),
             root,
         ];
         serde_json::from_value(json!({ "trace_id": "ab", "spans": spans })).unwrap()
@@ -241,6 +341,60 @@ mod tests {
         assert_eq!(line("exposed transfer"), "exposed transfer 0.00 ms 1.00 ms");
         assert_eq!(line("time per further"), "time per further token 2.50 ms 3.00 ms");
         assert!(line("the prediction").ends_with("off by -12.00 ms (-20.0 %)"));
+    }
+
+    #[test]
+    fn requests_of_one_trace_are_told_apart() {
+        let mut both = trace(vec![event("p0", "d0", true, 45.0, 73.0)]);
+        let mut second = trace(vec![event("p1", "d1", true, 10.0, 38.0)]);
+        let root = second.spans.iter_mut().find(|span| span.span_id == "01").unwrap();
+        root.attributes.insert("tandem.ttft_ms".into(), json!(21.0));
+        root.attributes.insert("tandem.request_id".into(), json!("r-1"));
+        for span in &mut second.spans {
+            // Other ids, later, and faster.
+            span.span_id = format!("b{}", span.span_id);
+            span.parent_span_id = format!("b{}", span.parent_span_id);
+            (span.start_unix_ns, span.end_unix_ns) = (1_000_000_000, 1_000_000_000 + span.end_unix_ns / 2);
+        }
+        // Whatever the order in which they are told.
+        both.spans.splice(0..0, second.spans);
+        let text = render(&both).unwrap();
+        let (first, second) = text.split_once("request 2 of 2: r-1").unwrap_or_else(|| panic!("{text}"));
+        assert!(first.contains("request 1 of 2") && first.contains("chosen: p0 → d0"), "{text}");
+        assert!(second.contains("chosen: p1 → d1") && !second.contains("p0"), "{text}");
+        let prefill = |section: &str| {
+            let line = section.lines().find(|line| line.starts_with("  prefill ")).unwrap();
+            line.split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(prefill(first), "prefill 45.00 ms 50.00 ms");
+        assert_eq!(prefill(second), "prefill 10.00 ms 25.00 ms");
+        assert!(second.contains("TTFT without the queue           13.00 ms     20.00 ms"), "{second}");
+    }
+
+    #[test]
+    fn attempts_are_told_in_order() {
+        let mut trace = trace(vec![event("p0", "d0", true, 45.0, 73.0)]);
+        let again: Span =
+            serde_json::from_value(json!({ "name": "prefill.forward", "span_id": "0a", "parent_span_id": "08",
+            "instance": "p1", "start_unix_ns": 70_000_000, "end_unix_ns": 100_000_000 }))
+            .unwrap();
+        trace.spans.insert(0, again);
+        let root = trace.spans.iter_mut().find(|span| span.span_id == "01").unwrap();
+        root.attributes.insert("tandem.replans".into(), json!(1));
+        root.events = serde_json::from_value(json!([{ "name": "replan", "attributes": {
+            "tandem.replan.failed_instance": "p0", "tandem.replan.failed_role": "prefill", "tandem.replan.cause": "died",
+            "tandem.replan.phase": "prefill", "tandem.replan.search_ms": 1.5, "tandem.route.plan": "pair",
+            "tandem.prefill.instance": "p1", "tandem.decode.instance": "d0" }}]))
+        .unwrap();
+        let text = render(&trace).unwrap();
+        let first = text.find("attempt 1: p0 → d0\n").unwrap_or_else(|| panic!("{text}"));
+        let second =
+            text.find("attempt 2: p1 → d0, found in 1.50 ms; prefill node p0 had failed during prefill: died\n");
+        assert!(second.is_some_and(|second| second > first), "{text}");
+        assert!(text.contains("  prompt on p1: waited 0.00 ms, computed 30.00 ms\n"), "{text}");
+        // The prediction was of the first attempt.
+        assert!(text.contains("prefill                       45.00 ms     50.00 ms"), "{text}");
+        assert!(text.contains("route, calls, sending                -            -"), "{text}");
     }
 
     #[test]

@@ -27,6 +27,9 @@ pub struct Span {
     /// Which kind of process.
     #[serde(default)]
     pub service: String,
+    /// Which process.
+    #[serde(default)]
+    pub instance: String,
     /// 16 hexadecimal digits.
     pub span_id: String,
     /// Empty or absent for the root.

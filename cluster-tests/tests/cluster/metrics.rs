@@ -5,7 +5,7 @@ use tandem_cluster_tests::client::{ask, text};
 use tandem_cluster_tests::{Cluster, Options};
 
 /// Of the router and of decode nodes.
-const SERVING: [(&str, &str); 17] = [
+const SERVING: [(&str, &str); 23] = [
     ("vllm:num_requests_running", "gauge"),
     ("vllm:num_requests_waiting", "gauge"),
     ("vllm:kv_cache_usage_perc", "gauge"),
@@ -23,22 +23,28 @@ const SERVING: [(&str, &str); 17] = [
     ("vllm:nixl_bytes_transferred", "histogram"),
     ("vllm:nixl_num_descriptors", "histogram"),
     ("vllm:nixl_num_failed_transfers_total", "counter"),
-];
-/// Of the router alone.
-const REQUESTS: [(&str, &str); 10] = [
     ("vllm:request_success_total", "counter"),
-    ("vllm:time_to_first_token_seconds", "histogram"),
     ("vllm:request_time_per_output_token_seconds", "histogram"),
     ("vllm:e2e_request_latency_seconds", "histogram"),
     ("vllm:request_queue_time_seconds", "histogram"),
-    ("vllm:request_prefill_time_seconds", "histogram"),
-    ("vllm:request_inference_time_seconds", "histogram"),
     ("vllm:request_prompt_tokens", "histogram"),
     ("vllm:request_generation_tokens", "histogram"),
+];
+/// Of the router alone.
+const REQUESTS: [(&str, &str); 4] = [
+    ("vllm:time_to_first_token_seconds", "histogram"),
+    ("vllm:request_prefill_time_seconds", "histogram"),
+    ("vllm:request_inference_time_seconds", "histogram"),
     ("tandem_ttft_seconds", "histogram"),
 ];
 /// What a first request moves wherever it is shown.
-const MOVED: [&str; 9] = [
+const MOVED: [&str; 15] = [
+    "vllm:request_success_total",
+    "vllm:request_time_per_output_token_seconds_count",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:request_prompt_tokens_sum",
+    "vllm:request_generation_tokens_sum",
     "vllm:prefix_cache_queries_total",
     "vllm:external_prefix_cache_queries_total",
     "vllm:external_prefix_cache_hits_total",
@@ -111,9 +117,13 @@ async fn histograms_point_to_traces() -> anyhow::Result<()> {
     assert!(response.headers()["content-type"].to_str()?.starts_with("application/openmetrics-text"));
     let text = response.text().await?;
     let exemplar = format!("# {{trace_id=\"{}\"}}", answer.finish.trace_id);
-    for metric in ["tandem_ttft_seconds_bucket", "vllm:time_to_first_token_seconds_bucket"] {
+    for metric in ["tandem_ttft_seconds_bucket", "vllm:time_to_first_token_seconds_bucket", "tandem_itl_seconds_bucket"]
+    {
         assert!(text.lines().any(|line| line.starts_with(metric) && line.contains(&exemplar)), "{metric}");
     }
     assert!(text.ends_with("# EOF\n"));
+    let request = reqwest::Client::new().get(format!("{}/metrics", cluster.decode.url("admin")));
+    let text = request.header("accept", "application/openmetrics-text").send().await?.text().await?;
+    assert!(text.contains("# TYPE vllm:request_success counter\n") && text.ends_with("# EOF\n"), "{text}");
     Ok(())
 }

@@ -9,14 +9,16 @@ use opentelemetry::KeyValue;
 use opentelemetry_otlp::{RetryPolicy, WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
+use opentelemetry_sdk::resource::ResourceBuilder;
 use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanExporter, SpanProcessor};
 use tandem_proto::v1;
 
 use crate::otlp::span_data;
+use crate::relay::Relay;
 
 /// Spans that may wait for the collector; about 3 MB.
-const QUEUE_SPANS: usize = 4096;
-const BATCH_SPANS: usize = 512;
+pub(crate) const QUEUE_SPANS: usize = 4096;
+pub(crate) const BATCH_SPANS: usize = 512;
 /// A trace is in the collector this long after its request ended.
 const SEND_EVERY: Duration = Duration::from_millis(250);
 /// The collector's time to answer one batch.
@@ -32,11 +34,12 @@ pub struct Exporter {
 #[derive(Debug)]
 struct Sender {
     processor: BatchSpanProcessor,
+    relay: Relay,
     counts: Arc<Counts>,
 }
 
 #[derive(Debug, Default)]
-struct Counts {
+pub(crate) struct Counts {
     waiting: AtomicU64,
     dropped: AtomicU64,
     failing: AtomicBool,
@@ -50,24 +53,15 @@ impl Exporter {
     /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
     pub fn start(service: &str, instance: &str, otlp_endpoint: Option<String>) -> anyhow::Result<Self> {
         let Some(endpoint) = otlp_endpoint else { return Ok(Self::disabled()) };
-        let exporter = opentelemetry_otlp::SpanExporter::builder()
-            .with_tonic()
-            .with_endpoint(endpoint.clone())
-            .with_timeout(SEND_TIMEOUT)
-            // A batch that failed is dropped and counted; the next one is the retry.
-            .with_retry_policy(RetryPolicy::disabled())
-            .build()
-            .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?;
         let counts = Arc::new(Counts::default());
-        let mut processor =
-            BatchSpanProcessor::new(Counting { inner: exporter, endpoint, counts: counts.clone() }, batches());
-        let resource = Resource::builder_empty()
-            .with_service_name(service.to_owned())
-            .with_attribute(KeyValue::new("service.instance.id", instance.to_owned()))
-            .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
-            .build();
-        processor.set_resource(&resource);
-        Ok(Self { sender: Some(Arc::new(Sender { processor, counts })) })
+        let counting = |inner| Counting { inner, endpoint: endpoint.clone(), counts: counts.clone() };
+        let mut processor = BatchSpanProcessor::new(counting(connect(&endpoint)?), batches());
+        let own =
+            resource(service, instance).with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")));
+        processor.set_resource(&own.build());
+        // With a connection of its own, which is made when it is used.
+        let relay = Relay::start(counting(connect(&endpoint)?));
+        Ok(Self { sender: Some(Arc::new(Sender { processor, relay, counts })) })
     }
 
     /// An exporter that forgets.
@@ -77,19 +71,31 @@ impl Exporter {
 
     /// Queues a span. Never blocks; a full queue or a malformed span is a counted drop.
     pub fn export(&self, span: v1::Span) {
-        let Some(sender) = &self.sender else { return };
+        let Some(sender) = self.with_room() else { return };
+        match span_data(span) {
+            Some(data) => sender.processor.on_end(data),
+            None => sender.counts.settle(1, false),
+        }
+    }
+
+    /// The same for a span of another process, which did not export it: it arrives in that one's name.
+    pub fn pass_on(&self, span: v1::Span) {
+        if let Some(sender) = self.with_room() {
+            sender.relay.pass_on(span);
+        }
+    }
+
+    /// Where one more span may wait; without room it is a counted drop.
+    fn with_room(&self) -> Option<&Sender> {
+        let sender = self.sender.as_deref()?;
         let counts = &sender.counts;
         let room = counts.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| {
             (waiting < QUEUE_SPANS as u64).then_some(waiting + 1)
         });
         if room.is_err() {
             counts.dropped.fetch_add(1, Ordering::Relaxed);
-            return;
         }
-        match span_data(span) {
-            Some(data) => sender.processor.on_end(data),
-            None => counts.settle(1, false),
-        }
+        room.is_ok().then_some(sender)
     }
 
     /// Spans that did not reach the collector.
@@ -100,6 +106,9 @@ impl Exporter {
     /// Sends what waits, then stops. Bounded by a few seconds; the processor's shutdown blocks, so it gets a thread.
     pub async fn shutdown(&self) {
         let Some(sender) = self.sender.clone() else { return };
+        if tokio::time::timeout(SHUTDOWN_TIMEOUT, sender.relay.flushed()).await.is_err() {
+            tracing::warn!("other processes' spans may be lost at shutdown");
+        }
         let stopped = tokio::task::spawn_blocking(move || sender.processor.shutdown_with_timeout(SHUTDOWN_TIMEOUT));
         match stopped.await {
             Ok(Ok(())) => {}
@@ -107,6 +116,23 @@ impl Exporter {
             Err(error) => tracing::warn!(%error, "span exporter did not stop"),
         }
     }
+}
+
+fn connect(endpoint: &str) -> anyhow::Result<opentelemetry_otlp::SpanExporter> {
+    opentelemetry_otlp::SpanExporter::builder()
+        .with_tonic()
+        .with_endpoint(endpoint)
+        .with_timeout(SEND_TIMEOUT)
+        // A batch that failed is dropped and counted; the next one is the retry.
+        .with_retry_policy(RetryPolicy::disabled())
+        .build()
+        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))
+}
+
+/// Who a span is from.
+pub(crate) fn resource(service: &str, instance: &str) -> ResourceBuilder {
+    let instance = KeyValue::new("service.instance.id", instance.to_owned());
+    Resource::builder_empty().with_service_name(service.to_owned()).with_attribute(instance)
 }
 
 fn batches() -> opentelemetry_sdk::trace::BatchConfig {
@@ -118,7 +144,7 @@ fn batches() -> opentelemetry_sdk::trace::BatchConfig {
 }
 
 impl Counts {
-    fn settle(&self, spans: u64, arrived: bool) {
+    pub(crate) fn settle(&self, spans: u64, arrived: bool) {
         self.waiting.fetch_sub(spans, Ordering::Relaxed);
         if !arrived {
             self.dropped.fetch_add(spans, Ordering::Relaxed);
@@ -128,10 +154,10 @@ impl Counts {
 
 /// The SDK drops silently; this wrapper counts, and logs once when the collector goes away and once when it is back.
 #[derive(Debug)]
-struct Counting<E> {
+pub(crate) struct Counting<E> {
     inner: E,
     endpoint: String,
-    counts: Arc<Counts>,
+    pub(crate) counts: Arc<Counts>,
 }
 
 impl<E: SpanExporter> SpanExporter for Counting<E> {

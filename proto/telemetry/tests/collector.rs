@@ -72,13 +72,41 @@ async fn a_span_arrives_whole() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn spans_are_passed_on_in_the_name_of_their_process() {
+    let (endpoint, mut received) = collector().await;
+    let exporter = Exporter::start("tandem-router", "r0", Some(endpoint)).unwrap();
+    exporter.export(span(0));
+    for (number, instance) in [(1, "d0"), (2, "d1"), (3, "d0")] {
+        exporter.pass_on(v1::Span { instance: instance.into(), ..span(number) });
+    }
+    exporter.shutdown().await;
+    let mut told = Vec::new();
+    while let Ok(request) = received.try_recv() {
+        for spans in request.resource_spans {
+            let attributes = spans.resource.unwrap().attributes;
+            let text = |key: &str| {
+                let value = attributes.iter().find(|attribute| attribute.key == key)?.value.clone()?.value?;
+                if let any_value::Value::StringValue(text) = value { Some(text) } else { None }
+            };
+            let who = format!("{} {}", text("service.name").unwrap(), text("service.instance.id").unwrap());
+            told.extend(spans.scope_spans[0].spans.iter().map(|span| (span.span_id[7], who.clone())));
+        }
+    }
+    told.sort();
+    let expected = [(1, "tandem-router r0"), (2, "tandem-decode d0"), (3, "tandem-decode d1"), (4, "tandem-decode d0")];
+    assert_eq!(told, expected.map(|(number, who)| (number, who.to_owned())));
+    assert_eq!(exporter.dropped(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_dead_collector_drops_and_counts() {
     let exporter = Exporter::start("tandem-decode", "d0", Some("http://127.0.0.1:1".to_owned())).unwrap();
     for number in 0..10_000 {
         exporter.export(span(number));
     }
+    exporter.pass_on(span(0));
     exporter.shutdown().await;
-    assert_eq!(exporter.dropped(), 10_000);
+    assert_eq!(exporter.dropped(), 10_001);
 }
 
 #[tokio::test]

@@ -52,6 +52,8 @@ pub struct Exchange {
     whole: bool,
     /// The hand-off that decode waits for; empty where its ticket does not say.
     handoff: Option<Vec<u8>>,
+    /// Blocks of the prompt that decode held when it reserved: they do not travel.
+    pub held_blocks: u32,
     /// Prompt tokens that did not have to be computed.
     pub cached_tokens: u32,
     /// What decode said when it had checked the KV.
@@ -72,6 +74,7 @@ impl Exchange {
             first: false,
             whole: false,
             handoff: None,
+            held_blocks: 0,
             cached_tokens: 0,
             verified: None,
             delivered: None,
@@ -157,6 +160,7 @@ impl Exchange {
             decode_event::Event::Reserved(reserved) => {
                 let ticket = v1::Ticket::decode(reserved.ticket.as_slice());
                 self.handoff = Some(ticket.map(|ticket| ticket.handoff_id).unwrap_or_default());
+                self.held_blocks = reserved.held_blocks;
                 Ok(Step::Deliver(reserved.ticket))
             }
             decode_event::Event::Verified(_) if self.handoff.is_none() || self.verified.is_some() => {

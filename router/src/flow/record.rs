@@ -173,6 +173,13 @@ impl Record {
         (*last - *first).checked_div(gaps)
     }
 
+    /// Whether it took longer than the objectives by which its nodes were chosen. Such a trace is kept.
+    pub fn is_slow(&self) -> bool {
+        let Some(Chosen { choice, .. }) = &self.chosen else { return false };
+        let beyond = |took: Option<Duration>, objective_ms: f64| took.is_some_and(|took| ms(took) > objective_ms);
+        beyond(self.ttft(), choice.ttft_objective_ms) || beyond(self.tpot(), choice.tpot_objective_ms)
+    }
+
     /// Gaps between tokens; the first one is the hand-off's, if there was one.
     pub fn gaps(&self) -> impl Iterator<Item = Duration> {
         self.tokens.windows(2).map(|pair| pair[1] - pair[0])

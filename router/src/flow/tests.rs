@@ -1,6 +1,7 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
 mod choices;
-mod fakes;
+pub(crate) mod fakes;
+mod figures;
 mod local;
 mod replans;
 mod shaping;

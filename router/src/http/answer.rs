@@ -18,7 +18,7 @@ use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
 use super::timings;
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
-use crate::api::{GenerationEvent, MAX_CHOICES, Service, Usage};
+use crate::api::{GenerationEvent, GenerationRequest, MAX_CHOICES, Service, Usage};
 use crate::text::ModelText;
 
 /// Texts up to this size are tokenized (in well under a millisecond) where they are; others on the blocking pool.
@@ -44,27 +44,11 @@ pub(super) struct Job {
 /// # Errors
 /// Whatever happens before the first byte is sent.
 pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Result<Response, ApiError> {
-    let Job { kind, options, prompts, received } = job;
-    let head = Head::new(kind, &caller.request_id, &service.model().model_name, unix_seconds());
-    let mut infos = Vec::with_capacity(prompts.len());
-    let mut encoded = Vec::with_capacity(prompts.len());
-    let (several, n) = (prompts.len() > 1, options.n);
-    if prompts.len() * n as usize > MAX_CHOICES as usize {
-        let message = format!("{} prompts with n = {n} are more than {MAX_CHOICES} answers", prompts.len());
-        return Err(Error::invalid("n", message).into());
-    }
-    for (index, prompt) in prompts.into_iter().enumerate() {
-        check_ids(service.model(), &prompt.ids)?;
-        let max_tokens = service.resolve_max_tokens(options.max_tokens, prompt.ids.len())?;
-        let request_id = if several { format!("{}-{index}", caller.request_id) } else { caller.request_id.clone() };
-        let info = PromptInfo { echo: prompt.echo, tokens: prompt.ids.len(), choice: 0 };
-        infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
-        encoded.push(Prompt { request_id, ids: prompt.ids, max_tokens, received });
-    }
-    let seed = rand::random();
-    let requests = encoded.into_iter().map(|prompt| options.request(caller, prompt, seed, kind.operation()));
-    let choices = requests.flat_map(|request| (0..n).map(move |choice| request.choice(choice, n)));
-    let streams = service.generate_all(choices.collect())?;
+    let head = Head::new(job.kind, &caller.request_id, &service.model().model_name, unix_seconds());
+    let checked = Checked::of(service, caller, job).inspect_err(|error| service.refused(error.kind))?;
+    let Checked { options, requests, infos } = checked;
+    // Each of these counts itself, whatever becomes of it.
+    let streams = service.generate_all(requests)?;
     let model = Arc::clone(service.model());
     let spell: Spell = Arc::new(move |id| model.token(id));
     let traceparent = streams.first().map(|stream| stream.trace().to_string());
@@ -78,6 +62,38 @@ pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Resu
         response.headers_mut().insert(HeaderName::from_static("traceparent"), value);
     }
     Ok(response)
+}
+
+/// All prompts are known to be good before the first one starts.
+struct Checked {
+    options: Options,
+    /// One for each answer.
+    requests: Vec<GenerationRequest>,
+    /// Of the same.
+    infos: Vec<PromptInfo>,
+}
+
+impl Checked {
+    fn of(service: &Service, caller: &Caller, job: Job) -> Result<Self, Error> {
+        let Job { kind, options, prompts, received } = job;
+        let (several, n) = (prompts.len() > 1, options.n);
+        if prompts.len() * n as usize > MAX_CHOICES as usize {
+            let message = format!("{} prompts with n = {n} are more than {MAX_CHOICES} answers", prompts.len());
+            return Err(Error::invalid("n", message));
+        }
+        let (mut infos, mut requests, seed) = (Vec::new(), Vec::new(), rand::random());
+        for (index, prompt) in prompts.into_iter().enumerate() {
+            check_ids(service.model(), &prompt.ids)?;
+            let max_tokens = service.resolve_max_tokens(options.max_tokens, prompt.ids.len())?;
+            let request_id = if several { format!("{}-{index}", caller.request_id) } else { caller.request_id.clone() };
+            let info = PromptInfo { echo: prompt.echo, tokens: prompt.ids.len(), choice: 0 };
+            infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
+            let prompt = Prompt { request_id, ids: prompt.ids, max_tokens, received };
+            let request = options.request(caller, prompt, seed, kind.operation());
+            requests.extend((0..n).map(|choice| request.choice(choice, n)));
+        }
+        Ok(Self { options, requests, infos })
+    }
 }
 
 /// Runs `work` on `bytes` of text without holding up the other requests.

@@ -22,7 +22,7 @@ pub(super) async fn identify(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let tenant = tenant(&service, request.headers())?;
+    let tenant = tenant(&service, request.headers()).inspect_err(|error| service.refused(error.kind))?;
     if let Some(caller) = request.extensions_mut().get_mut::<Caller>() {
         caller.tenant = tenant;
     }

@@ -38,13 +38,18 @@ pub(super) async fn handle(
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response, ApiError> {
+    let job = job(&service, body).await.inspect_err(|error| service.refused(error.kind()))?;
+    answer(&service, &caller, job).await
+}
+
+async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
     let json = body::read(body).await?;
     let received = clock::now();
     let Chat { options, messages } = parse(&json)?;
-    check_model(&service, options.model.as_deref())?;
-    let ids = with_model(&service, json.len(), move |model| model.encode_chat(&messages)).await?;
+    check_model(service, options.model.as_deref())?;
+    let ids = with_model(service, json.len(), move |model| model.encode_chat(&messages)).await?;
     let prompts = vec![Encoded { ids, echo: None }];
-    answer(&service, &caller, Job { kind: Kind::Chat, options, prompts, received }).await
+    Ok(Job { kind: Kind::Chat, options, prompts, received })
 }
 
 /// A checked request.

@@ -26,14 +26,19 @@ pub(super) async fn handle(
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response, ApiError> {
+    let job = job(&service, body).await.inspect_err(|error| service.refused(error.kind()))?;
+    answer(&service, &caller, job).await
+}
+
+async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
     let json = body::read(body).await?;
     let received = clock::now();
     let Completion { options, prompts, echo } = parse(&json)?;
-    check_model(&service, options.model.as_deref())?;
+    check_model(service, options.model.as_deref())?;
     let bytes = json.len();
     let encode = move |model: &ModelText| prompts.into_iter().map(|prompt| prompt.encode(model, echo)).collect();
-    let prompts = with_model(&service, bytes, encode).await?;
-    answer(&service, &caller, Job { kind: Kind::Completion, options, prompts, received }).await
+    let prompts = with_model(service, bytes, encode).await?;
+    Ok(Job { kind: Kind::Completion, options, prompts, received })
 }
 
 /// A checked request.

@@ -11,6 +11,7 @@ use tandem_proto::{Error, ErrorKind};
 /// An error with its place in HTTP.
 #[derive(Debug)]
 pub(super) struct ApiError {
+    kind: ErrorKind,
     status: StatusCode,
     error_type: &'static str,
     code: Option<&'static str>,
@@ -43,7 +44,13 @@ impl ApiError {
     pub fn no_model(asked: &str, served: &str) -> Self {
         let asked: String = asked.chars().take(200).collect();
         let message = format!("the model {asked:?} does not exist; this cluster serves {served:?}");
-        Self { param: Some("model"), ..Self::refusal(StatusCode::NOT_FOUND, "model_not_found", message) }
+        let refusal = Self::refusal(StatusCode::NOT_FOUND, "model_not_found", message);
+        Self { kind: ErrorKind::NotFound, param: Some("model"), ..refusal }
+    }
+
+    /// What it is for metrics.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
     }
 
     /// The JSON body; also the data of an error event within a stream.
@@ -55,6 +62,7 @@ impl ApiError {
 
     fn refusal(status: StatusCode, code: &'static str, message: String) -> Self {
         Self {
+            kind: ErrorKind::InvalidArgument,
             status,
             error_type: "invalid_request_error",
             code: Some(code),
@@ -88,7 +96,7 @@ impl From<Error> for ApiError {
             ErrorKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error")),
         };
         let retry_after = error.retry_after.unwrap_or(RETRY_AFTER);
-        Self { status, error_type, code, message: error.message, param: error.param, retry_after }
+        Self { kind: error.kind, status, error_type, code, message: error.message, param: error.param, retry_after }
     }
 }
 

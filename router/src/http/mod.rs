@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -67,7 +67,7 @@ pub fn router(service: Service) -> axum::Router {
         .merge(guarded)
         .fallback(no_route)
         .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
-        .layer(from_fn(with_request_id))
+        .layer(from_fn_with_state(service.clone(), with_request_id))
         .with_state(service)
 }
 
@@ -88,9 +88,10 @@ impl Caller {
 }
 
 /// Reads the caller's headers, keeps the request id on the answer, whatever the answer is.
-async fn with_request_id(mut request: Request, next: Next) -> Response {
+async fn with_request_id(State(service): State<Service>, mut request: Request, next: Next) -> Response {
     let request_id = request_id(request.headers());
-    let mut response = match caller(request.headers(), &request_id) {
+    let caller = caller(request.headers(), &request_id).inspect_err(|error| service.refused(error.kind));
+    let mut response = match caller {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             next.run(request).await

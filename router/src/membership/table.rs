@@ -10,7 +10,7 @@ use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Prompt, Share};
 use super::fence::Fence;
 use super::room::{Rooms, Wanted};
-use super::{Breakers, MAX_NODES, Node, Totals};
+use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
@@ -46,6 +46,8 @@ pub(super) struct Table {
     breakers: Settings,
     /// Breakers that opened, of prefill and of decode nodes.
     opened: [u64; 2],
+    /// By [`Death`].
+    deaths: [u64; DEATHS.len()],
     /// Of the nodes in `entries`, by session.
     index: PrefixIndex,
     /// Silence after which a node is tried last.
@@ -66,6 +68,7 @@ impl Table {
             fence: Fence::default(),
             breakers,
             opened: [0; 2],
+            deaths: [0; DEATHS.len()],
             index,
         }
     }
@@ -90,10 +93,10 @@ impl Table {
             _ if self.fence.holds(incarnation) => return Err(declared_dead(&node)),
             Some((session, same)) if same == incarnation => {
                 // Its stream is lost, and this side had not seen it.
-                self.remove(session, "its stream was lost");
+                self.remove(session, Death::StreamLost, "its stream was lost");
                 return Err(declared_dead(&node));
             }
-            Some((session, _)) => self.remove(session, "it registered again"),
+            Some((session, _)) => self.remove(session, Death::Replaced, "it registered again"),
             None if self.entries.len() >= MAX_NODES => {
                 return Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")));
             }
@@ -178,8 +181,9 @@ impl Table {
     }
 
     /// The node's death: its incarnation does not come back.
-    pub fn remove(&mut self, session: u64, why: &str) {
+    fn remove(&mut self, session: u64, death: Death, why: &str) {
         if let Some(entry) = self.take(session) {
+            self.deaths[death as usize] += 1;
             self.fence.declare(entry.node.incarnation());
             entry.node.end(why);
         }
@@ -193,7 +197,7 @@ impl Table {
             Some(Entry { node, .. }) => {
                 tracing::info!(node = node.info.node_id, incarnation = %node.incarnation(), "node drained");
             }
-            None => self.remove(session, why),
+            None => self.remove(session, Death::StreamLost, why),
         }
     }
 
@@ -220,7 +224,7 @@ impl Table {
         let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
         for session in &sessions {
-            self.remove(*session, &format!("it was silent for {} ms", lease.as_millis()));
+            self.remove(*session, Death::Silent, &format!("it was silent for {} ms", lease.as_millis()));
         }
         !sessions.is_empty()
     }
@@ -359,14 +363,19 @@ impl Table {
     }
 
     pub fn totals(&self) -> Totals {
-        let none = Totals { block_tokens: self.block_tokens(), ..Totals::default() };
-        self.entries.values().fold(none, |mut totals, entry| {
-            totals.waiting += u64::from(entry.load.waiting);
+        let none = Totals { block_tokens: self.block_tokens(), deaths: self.deaths, ..Totals::default() };
+        self.entries.values().zip(&self.views).fold(none, |mut totals, (entry, view)| {
+            let held = entry.occupied(view).held.requests;
+            let beyond = u64::from(held.saturating_sub(view.max_running));
             match entry.node.role {
-                Role::Prefill => totals.prefill_nodes += 1,
+                Role::Prefill => {
+                    totals.prefill_nodes += 1;
+                    totals.with_prefill += u64::from(held);
+                    totals.beyond_prefill += beyond;
+                }
                 Role::Decode => {
                     totals.decode_nodes += 1;
-                    totals.running += u64::from(entry.load.running);
+                    totals.beyond_decode += beyond;
                     totals.free_blocks += u64::from(entry.load.free_blocks);
                     totals.total_blocks += u64::from(entry.node.info.total_blocks);
                 }

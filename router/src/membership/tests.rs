@@ -87,6 +87,39 @@ fn a_new_incarnation_replaces_the_old_one() {
 }
 
 #[test]
+fn deaths_are_counted_by_their_reason_and_drained_nodes_are_none() {
+    let (membership, start) = (membership(), Instant::now());
+    let join = |id: &str, life: u64| membership.register(register(id, v1::Role::Decode, life), start).unwrap().session;
+    join("replaced", 1);
+    join("silent", 2);
+    let (replacement, lost, drained) = (join("replaced", 3), join("lost", 4), join("drained", 5));
+    membership.leave(lost, "its stream was cut");
+    membership.draining(drained, start);
+    membership.leave(drained, "it left");
+    membership.report(replacement, &v1::Load::default(), start + LEASE);
+    membership.expire(start + LEASE + Duration::from_millis(1));
+    let deaths = DEATHS.map(|death| (death.as_str(), membership.totals().deaths[death as usize]));
+    assert_eq!(deaths, [("silent", 1), ("stream_lost", 1), ("replaced", 1)]);
+}
+
+#[test]
+fn requests_on_nodes_wait_beyond_the_places_of_a_batch() {
+    let (membership, now) = (membership(), Instant::now());
+    let few = |id, role| v1::Register { max_running: 2, ..register(id, role, 1) };
+    membership.register(few("p", v1::Role::Prefill), now).unwrap();
+    membership.register(few("d", v1::Role::Decode), now).unwrap();
+    let mut routes: Vec<Route> = (0..5).map(|_| route(&membership, 16, 16).unwrap()).collect();
+    let totals = membership.totals();
+    assert_eq!((totals.with_prefill, totals.beyond_prefill, totals.beyond_decode), (5, 3, 3));
+    assert_eq!(totals.waiting(), 3, "each once, though it is beyond both batches");
+    // First tokens: who had them wait for decode.
+    routes.iter_mut().for_each(Route::prefilled);
+    assert_eq!((membership.totals().beyond_prefill, membership.totals().waiting()), (0, 3));
+    routes.truncate(2);
+    assert_eq!(membership.totals().waiting(), 0);
+}
+
+#[test]
 fn what_does_not_match_is_refused_in_words() {
     type Change = fn(&mut v1::Register);
     let cases: [(Change, &str); 8] = [

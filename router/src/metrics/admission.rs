@@ -3,12 +3,11 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{SECONDS, seconds, whole};
+use super::{Exemplar, SECONDS, Traced, seconds, whole};
 use crate::admission::{REASONS, Reason};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -27,7 +26,7 @@ struct Level {
     priority: i64,
 }
 
-type Waits = Family<Level, Histogram, fn() -> Histogram>;
+type Waits = Family<Level, Traced, fn() -> Traced>;
 
 /// See the head of this file.
 #[derive(Clone)]
@@ -39,7 +38,7 @@ pub(super) struct AdmissionMetrics {
 
 impl AdmissionMetrics {
     pub fn register(registry: &mut Registry) -> Self {
-        let histogram: fn() -> Histogram = || Histogram::new(SECONDS);
+        let histogram: fn() -> Traced = || Traced::new(SECONDS.into_iter());
         let own =
             Self { depth: Family::default(), refused: Family::default(), wait: Waits::new_with_constructor(histogram) };
         registry.register("tandem_queue_depth", "Requests that wait for admission, by tenant", own.depth.clone());
@@ -55,8 +54,9 @@ impl AdmissionMetrics {
         self.refused.get_or_create(&Why { reason: reason.as_str() }).inc();
     }
 
-    pub fn waited(&self, priority: i32, wait: Duration) {
-        self.wait.get_or_create(&Level { priority: priority.into() }).observe(seconds(wait));
+    pub fn waited(&self, priority: i32, wait: Duration, trace: Exemplar) {
+        let histogram = self.wait.get_or_create(&Level { priority: priority.into() });
+        histogram.observe(seconds(wait), Some(trace), None);
     }
 
     /// Tenants that are no longer known leave no series behind.

@@ -1,18 +1,16 @@
 //! vLLM's metrics of KV: its cache and what other nodes sent of it, over all decode nodes. One token of a prompt counts
 //! once in each of its lookups: in the cache of the node that computes the prompt, and, where its KV had to come from
-//! there, as asked of another node.
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+//! there, as asked of another node: at decode's reservation, so that what never came is a query without a hit.
+use std::sync::atomic::Ordering;
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tandem_proto::v1;
 
-use super::SECONDS;
+use super::{Exemplar, SECONDS, Traced};
 use crate::flow::replan::{Cause, Failure};
 use crate::membership::Totals;
 
@@ -34,14 +32,10 @@ pub(super) struct Cache {
     hits: Counter,
     external_queries: Counter,
     external_hits: Counter,
-    transfer_seconds: Histogram,
-    transfer_bytes: Histogram,
-    transfer_blocks: Histogram,
+    transfer_seconds: Traced,
+    transfer_bytes: Traced,
+    transfer_blocks: Traced,
     failed_transfers: Counter,
-    /// Tokens of prompts that were handed off...
-    handed_off_tokens: Arc<AtomicU64>,
-    /// ...and their blocks that decode held already: tokens once the nodes' block size is known, at the scrape.
-    held_blocks: Arc<AtomicU64>,
 }
 
 impl Cache {
@@ -53,12 +47,10 @@ impl Cache {
             hits: Counter::default(),
             external_queries: Counter::default(),
             external_hits: Counter::default(),
-            transfer_seconds: Histogram::new(SECONDS),
-            transfer_bytes: Histogram::new(BYTES),
-            transfer_blocks: Histogram::new(BLOCKS),
+            transfer_seconds: Traced::new(SECONDS.into_iter()),
+            transfer_bytes: Traced::new(BYTES.into_iter()),
+            transfer_blocks: Traced::new(BLOCKS.into_iter()),
             failed_transfers: Counter::default(),
-            handed_off_tokens: Arc::default(),
-            held_blocks: Arc::default(),
         };
         registry.register("vllm:cache_config_info", "KV blocks of all decode nodes", cache.config.clone());
         for (name, help, counter) in [
@@ -86,12 +78,18 @@ impl Cache {
         self.hits.inc_by(cached_tokens.into());
     }
 
-    pub fn handed_off(&self, kv: &v1::Verified, prompt_tokens: u32) {
-        self.handed_off_tokens.fetch_add(prompt_tokens.into(), Ordering::Relaxed);
-        self.held_blocks.fetch_add(kv.held_blocks.into(), Ordering::Relaxed);
-        self.transfer_seconds.observe(kv.transfer_ms / 1e3);
-        self.transfer_bytes.observe(kv.bytes as f64);
-        self.transfer_blocks.observe(kv.blocks.into());
+    /// Decode has reserved: the KV of so many tokens is to come.
+    pub fn awaited(&self, tokens: u64) {
+        self.external_queries.inc_by(tokens);
+    }
+
+    /// It came.
+    pub fn handed_off(&self, kv: &v1::Verified, tokens: u64, trace: &Exemplar) {
+        self.external_hits.inc_by(tokens);
+        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace.clone()), None);
+        note(&self.transfer_seconds, kv.transfer_ms / 1e3);
+        note(&self.transfer_bytes, kv.bytes as f64);
+        note(&self.transfer_blocks, kv.blocks.into());
     }
 
     /// A request goes on after this failure: its blocks are gone.
@@ -103,10 +101,6 @@ impl Cache {
     }
 
     pub fn set(&self, nodes: &Totals) {
-        let held = self.held_blocks.load(Ordering::Relaxed) * u64::from(nodes.block_tokens);
-        let tokens = self.handed_off_tokens.load(Ordering::Relaxed).saturating_sub(held);
-        self.external_queries.inner().store(tokens, Ordering::Relaxed);
-        self.external_hits.inner().store(tokens, Ordering::Relaxed);
         // One series: what was is replaced.
         self.config.clear();
         let config = Config { block_size: nodes.block_tokens, num_gpu_blocks: nodes.total_blocks };
@@ -128,7 +122,11 @@ mod tests {
         cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
         cache.looked_up(40, 32);
         let kv = v1::Verified { blocks: 1, held_blocks: 2, bytes: 5000, transfer_ms: 2.0, ..v1::Verified::default() };
-        cache.handed_off(&kv, 40);
+        cache.awaited(40);
+        cache.awaited(8);
+        cache.handed_off(&kv, 8, &Exemplar { trace_id: "ab".into() });
+        // The block size of whoever is there at the scrape changes nothing.
+        cache.set(&Totals { block_tokens: 64, total_blocks: 0, ..Totals::default() });
         cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
@@ -136,8 +134,9 @@ mod tests {
             "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1",
             "vllm:prefix_cache_queries_total 40",
             "vllm:prefix_cache_hits_total 32",
+            "vllm:external_prefix_cache_queries_total 48",
             "vllm:external_prefix_cache_hits_total 8",
-            "vllm:nixl_xfer_time_seconds_bucket{le=\"0.0025\"} 1",
+            "vllm:nixl_xfer_time_seconds_bucket{le=\"0.0025\"} 1 # {trace_id=\"ab\"} 0.002",
             "vllm:nixl_bytes_transferred_sum 5000.0",
             "vllm:nixl_num_descriptors_count 1",
             "vllm:num_preemptions_total 0",

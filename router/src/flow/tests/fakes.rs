@@ -10,7 +10,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::*;
 use crate::api::Service;
 use crate::membership::{Expected, Node};
-use crate::select::LocalPrefill;
+use crate::select::{self, LocalPrefill};
 
 type Replies<E> = mpsc::Sender<Result<E, Status>>;
 
@@ -116,7 +116,10 @@ pub struct Cluster {
 
 impl Cluster {
     pub async fn start(limits: Limits) -> Self {
-        let service = router(limits);
+        Self::of(router(limits)).await
+    }
+
+    pub async fn of(service: Service) -> Self {
         let (prefill, decode) = (join_prefill(&service, "p0").await, join_decode(&service, "d0").await);
         Self { service, prefill, decode }
     }
@@ -167,10 +170,15 @@ pub fn router(limits: Limits) -> Service {
 
 /// A router without nodes.
 pub fn router_of(limits: Limits, local: LocalPrefill) -> Service {
+    router_telling(Exporter::disabled(), limits, select::Settings { local, ..select::Settings::default() })
+}
+
+/// A router without nodes, whose spans go there.
+pub fn router_telling(exporter: Exporter, limits: Limits, choice: select::Settings) -> Service {
     let model = Arc::new(model());
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
-    let membership = Membership::new(expected, Duration::from_secs(3)).with_local_prefill(local);
-    Service::new(model, membership, Exporter::disabled(), limits, "router-test".into())
+    let membership = Membership::new(expected, Duration::from_secs(3)).with_choice(choice);
+    Service::new(model, membership, exporter, limits, "router-test".into())
 }
 
 pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
