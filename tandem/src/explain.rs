@@ -149,6 +149,8 @@ fn plan_name(local: bool, prefill: &str, decode: &str) -> String {
 /// A plan as the router told of it.
 struct Candidate {
     name: String,
+    /// The node that is to compute the prompt.
+    computes: String,
     chosen: bool,
     local: bool,
     terms: [f64; TERMS.len()],
@@ -170,7 +172,7 @@ impl Candidate {
         let node = |role: &str| event.attributes.get(&format!("tandem.{role}.instance")).and_then(Value::as_str);
         let local = attribute("plan").and_then(Value::as_str) == Some("local");
         let decode = node("decode")?;
-        let name = plan_name(local, if local { decode } else { node("prefill")? }, decode);
+        let computes = if local { decode } else { node("prefill")? };
         let remarks = [
             (flag("breaker_shut"), "breaker open"),
             (flag("avoided"), "failed this request before"),
@@ -178,7 +180,8 @@ impl Candidate {
             (!flag("measured"), "a guess: no step measured yet"),
         ];
         Some(Self {
-            name,
+            name: plan_name(local, computes, decode),
+            computes: computes.to_owned(),
             chosen: flag("chosen"),
             local,
             terms: TERMS.map(|(_, name)| number(name).unwrap_or(0.0)),
@@ -251,7 +254,11 @@ impl Request<'_> {
         let replanned = number("tandem.replans").is_some_and(|replans| replans > 0.0);
         let actual_ms = ttft_ms - self.length_ms("queue").unwrap_or(0.0);
         let wait = if choice.local { "wait_decode_ms" } else { "wait_prefill_ms" };
-        let (waited, computed) = (self.length_ms("prefill.queue"), self.length_ms("prefill.forward"));
+        let on_node = |name: &str| {
+            let of_it = |span: &Span| span.instance.is_empty() || span.instance == choice.computes;
+            self.spans.iter().find(|span| span.name == name && of_it(span)).map(|span| span.length_ms())
+        };
+        let (waited, computed) = (on_node("prefill.queue"), on_node("prefill.forward"));
         // With several attempts the rest would be the others.
         let rest = waited.zip(computed).filter(|_| !replanned);
         let rest = rest.map(|(waited, computed)| actual_ms - waited - computed);
@@ -393,8 +400,12 @@ mod tests {
         assert!(second.is_some_and(|second| second > first), "{text}");
         assert!(text.contains("  prompt on p1: waited 0.00 ms, computed 30.00 ms\n"), "{text}");
         // The prediction was of the first attempt.
-        assert!(text.contains("prefill                       45.00 ms     50.00 ms"), "{text}");
-        assert!(text.contains("route, calls, sending                -            -"), "{text}");
+        let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words(&text).contains("prefill 45.00 ms 50.00 ms route, calls, sending - - exposed"), "{text}");
+        // Its node died and told nothing: what another one took is not beside it.
+        trace.spans.retain(|span| span.span_id != "05");
+        let text = render(&trace).unwrap();
+        assert!(words(&text).contains("prefill 45.00 ms - route, calls, sending - - exposed"), "{text}");
     }
 
     #[test]
