@@ -1,13 +1,14 @@
 //! Requests at a rate, and streams at once.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use futures::future::try_join_all;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::time::sleep;
 
 use crate::way::{Way, named, prompt};
 
@@ -42,17 +43,11 @@ pub struct Streamed {
 
 /// Requests at random moments, each of which counts from when it was to be sent.
 pub async fn open_loop(way: &Way, rate: f64, seconds: f64, seed: u64) -> anyhow::Result<Latencies> {
-    let mut rng = StdRng::seed_from_u64(seed);
-    let start = Instant::now();
-    let (mut at, mut running, mut number) = (0.0, Vec::new(), seed << 32);
-    loop {
-        at -= (1.0 - rng.random::<f64>()).ln() / rate;
-        if at > seconds {
-            break;
-        }
+    let mut moments = moments(rate, seconds, seed)?;
+    let (mut running, mut number) = (Vec::new(), seed << 32);
+    while let Some(intended) = moments.recv().await {
         number += 1;
-        let (way, intended) = (way.clone(), start + Duration::from_secs_f64(at));
-        sleep_until(intended).await;
+        let way = way.clone();
         running.push(tokio::spawn(async move {
             let mut first = None;
             let asked = way.ask(prompt(number), SHORT, || {
@@ -68,6 +63,32 @@ pub async fn open_loop(way: &Way, rate: f64, seconds: f64, seed: u64) -> anyhow:
     }
     latencies.sort_by(f64::total_cmp);
     Ok(Latencies(latencies))
+}
+
+/// Each moment of a Poisson process, when it has come: a thread waits for it, because tokio's timers are up to a millisecond late, which is more than
+/// what is measured here. The channel has room for all.
+fn moments(rate: f64, seconds: f64, seed: u64) -> anyhow::Result<UnboundedReceiver<Instant>> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let (tell, told) = unbounded_channel();
+    let wait = move || {
+        let (start, mut at) = (Instant::now(), 0.0);
+        loop {
+            at -= (1.0 - rng.random::<f64>()).ln() / rate;
+            if at > seconds {
+                break;
+            }
+            let intended = start + Duration::from_secs_f64(at);
+            while let Some(left) = intended.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+                std::thread::park_timeout(left);
+            }
+            // Nobody listens any more when a request failed.
+            if tell.send(intended).is_err() {
+                break;
+            }
+        }
+    };
+    std::thread::Builder::new().name("moments".to_owned()).spawn(wait).context("no thread to keep time")?;
+    Ok(told)
 }
 
 /// So many streams, one after another each, and the processor time of `router` meanwhile.

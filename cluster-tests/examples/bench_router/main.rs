@@ -68,7 +68,9 @@ async fn main() -> anyhow::Result<()> {
     let mut latencies: Vec<Vec<load::Latencies>> = subjects.iter().map(|_| Vec::new()).collect();
     let mut streams: Vec<Vec<load::Streamed>> = subjects.iter().map(|_| Vec::new()).collect();
     for round in 0..args.rounds {
-        for (index, subject) in subjects.iter().enumerate() {
+        // Another one begins each time: what follows a load on the machine is not always the same way.
+        for index in (0..subjects.len()).map(|turn| (turn + round) % subjects.len()) {
+            let subject = &subjects[index];
             eprintln!("round {} of {}: {}", round + 1, args.rounds, subject.name);
             latencies[index].push(load::open_loop(&subject.way, args.rate, args.seconds, round as u64).await?);
             if let Some(router) = subject.router {
