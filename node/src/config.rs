@@ -106,6 +106,9 @@ pub struct NodeArgs {
     /// Microseconds that each token adds to a simulated step.
     #[arg(long, default_value_t = 0, requires = "simulated")]
     pub simulated_token_us: u64,
+    /// Nanoseconds that each position adds to a simulated step that one of its tokens attends to.
+    #[arg(long, default_value_t = 0, requires = "simulated")]
+    pub simulated_context_ns: u64,
 }
 
 /// `--kv-dtype`.
@@ -216,7 +219,7 @@ pub struct NodeConfig {
 pub enum ModelSource {
     /// A GGUF file or a safetensors directory.
     File(PathBuf),
-    /// No weights; the two delays of a step.
+    /// No weights; what a step takes, as `tandem_engine::step_model` has it.
     Simulated {
         /// A file whose vocabulary and digest it takes on.
         in_place_of: Option<PathBuf>,
@@ -224,6 +227,8 @@ pub enum ModelSource {
         step: Duration,
         /// Of each token in it.
         token: Duration,
+        /// Of each position that these attend to.
+        context: Duration,
     },
 }
 
@@ -251,6 +256,7 @@ impl NodeArgs {
                 in_place_of,
                 step: Duration::from_micros(self.simulated_step_us),
                 token: Duration::from_micros(self.simulated_token_us),
+                context: Duration::from_nanos(self.simulated_context_ns),
             },
         };
         let threads = match self.threads {
@@ -329,6 +335,14 @@ mod tests {
     fn parse(flags: &str) -> anyhow::Result<NodeConfig> {
         let flags = std::iter::once("node").chain(flags.split_whitespace());
         Cli::try_parse_from(flags)?.node.resolve(Role::Decode)
+    }
+
+    #[test]
+    fn a_simulated_step_has_three_costs() {
+        let flags = "--simulated-step-us 3 --simulated-token-us 4 --simulated-context-ns 5";
+        let config = parse(&format!("--router http://127.0.0.1:1 --simulated {flags}")).unwrap();
+        let [step, token, context] = [3_000, 4_000, 5].map(Duration::from_nanos);
+        assert_eq!(config.model, ModelSource::Simulated { in_place_of: None, step, token, context });
     }
 
     #[test]

@@ -268,11 +268,12 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
             };
             Ok(Box::new(LlamaExecutor::load(&model)?))
         }
-        ModelSource::Simulated { in_place_of, step, token } => {
+        ModelSource::Simulated { in_place_of, step, token, context } => {
             let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
             let like = like.with_block_tokens(config.block_tokens);
             let blocks = config.kv_memory.blocks(like.block_bytes, memory::total())?;
-            let simulated = SimulatedConfig { blocks, step_delay: *step, token_delay: *token, ..like };
+            let (step_delay, token_delay, context_delay) = (*step, *token, *context);
+            let simulated = SimulatedConfig { blocks, step_delay, token_delay, context_delay, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
         }
     }

@@ -290,7 +290,8 @@ struct PassThrough {
     /// Name of the model in the APIs
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
-    /// Nodes without a model: fast, and the tokens mean nothing
+    /// Nodes without a model: fast, and the tokens mean nothing; how fast: --prefill-arg and --decode-arg with --simulated-step-us=N,
+    /// --simulated-token-us=N, --simulated-context-ns=N
     #[arg(long)]
     simulated: bool,
     /// One more flag for every prefill node; repeatable
