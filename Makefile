@@ -63,6 +63,6 @@ soak: setup build ## 20 minutes under load with a kill every 10 s; prints what c
 test-clients: setup build ## openai-python, gRPC clients in Python and JavaScript, and gRPC reflection
 	cluster-tests/clients/run.sh
 
-# AIPERF_REQUESTS and AIPERF_RATE (a second) change the profile.
-test-aiperf: setup build ## aiperf's chat and completions profiles; fetches aiperf once
+# AIPERF_REQUESTS, AIPERF_RATE (a second) and AIPERF_OSL change the profile.
+test-aiperf: setup build ## aiperf's chat and completions profiles, `tandem bench` beside them; fetches aiperf once
 	cluster-tests/clients/aiperf.sh

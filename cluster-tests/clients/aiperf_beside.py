@@ -1,0 +1,51 @@
+"""aiperf's numbers beside those of `tandem bench`, of one shape and rate on one cluster.
+
+Usage: aiperf_beside.py DIRECTORY             prints the prompt tokens of aiperf's requests, as the server counted them, in the mean
+       aiperf_beside.py DIRECTORY BENCH.json  prints the table
+
+Prompts are as long by the server's own count (`usage.prompt_tokens`): `tandem bench --input` counts a chat's template in, aiperf's `--isl` does not.
+What aiperf calls inter token latency is our TPOT. aiperf counts from the moment at which it sent a request; `tandem bench` from the moment at which it
+was to be sent: the generator's own lag, which its report tells, is in its first-token times.
+"""
+
+import json
+import pathlib
+import sys
+
+
+def report_of(directory: str) -> dict:
+    reports = sorted(pathlib.Path(directory).rglob("profile_export_aiperf.json"))
+    assert reports, f"no profile_export_aiperf.json below {directory}"
+    return json.loads(reports[-1].read_text())
+
+
+def rows(aiperf: dict, bench: dict) -> list[tuple[str, float, float]]:
+    completed = max(bench["completed"], 1)
+    return [
+        ("TTFT, mean ms", aiperf["time_to_first_token"]["avg"], bench["mean_ttft_ms"]),
+        ("inter-token latency (TPOT), mean ms", aiperf["inter_token_latency"]["avg"], bench["mean_tpot_ms"]),
+        ("prompt tokens, mean", aiperf["input_sequence_length"]["avg"], bench["total_input_tokens"] / completed),
+        ("output tokens, mean", aiperf["output_sequence_length"]["avg"], bench["total_output_tokens"] / completed),
+        ("requests answered", aiperf["request_count"]["avg"], bench["completed"]),
+    ]
+
+
+def difference(aiperf: float, bench: float) -> str:
+    return f"{(bench / aiperf - 1) * 100:+.1f} %" if aiperf else "–"
+
+
+def main(directory: str, bench: str | None = None) -> None:
+    aiperf = report_of(directory)
+    if bench is None:
+        print(max(1, round(aiperf["input_sequence_length"]["avg"])))
+        return
+    ours = json.loads(pathlib.Path(bench).read_text())
+    print(f"{pathlib.Path(directory).name:<38}{'aiperf':>10}{'tandem':>10}{'difference':>12}")
+    for name, theirs, own in rows(aiperf, ours):
+        print(f"{name:<38}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
+    lag = ours["tandem"]["run"]["own_lag_p99_ms"]
+    print(f"(tandem bench itself sent up to {lag:.2f} ms late at p99; that is in its TTFT and not in aiperf's)")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
