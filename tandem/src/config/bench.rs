@@ -19,6 +19,9 @@ use crate::state;
 const MAX_IN_FLIGHT: u32 = 65_536;
 /// Own rows are called so.
 const OWN_ROW: &str = "own";
+/// Measured, and sent before that, unless told otherwise.
+const SECONDS: f64 = 30.0;
+const WARMUP_S: f64 = 3.0;
 /// Requests of a trace unless told otherwise.
 const TRACE_REQUESTS: usize = 200;
 
@@ -212,6 +215,9 @@ struct TargetArgs {
     /// HTTP side of the grpc:// server, for model name and tokenizer
     #[arg(long, value_name = "URL")]
     http: Option<String>,
+    /// The same of the second server
+    #[arg(long, value_name = "URL", requires = "against")]
+    against_http: Option<String>,
     /// Name of the model [default: the server's first]
     #[arg(long)]
     model: Option<String>,
@@ -300,15 +306,15 @@ struct LoadArgs {
     /// Of gamma arrivals: standard deviation of the gaps by their mean; above 1 is bursty
     #[arg(long, default_value_t = 2.0)]
     cv: f64,
-    /// Seconds that are measured
-    #[arg(long, default_value_t = 30.0)]
-    seconds: f64,
+    /// Seconds that are measured [default: 30]
+    #[arg(long)]
+    seconds: Option<f64>,
     /// Measure so many requests instead of seconds
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     requests: Option<u64>,
-    /// Seconds of the same load before the measurement
-    #[arg(long, default_value_t = 3.0, value_name = "SECONDS")]
-    warmup: f64,
+    /// Seconds of the same load before the measurement [default: 3]
+    #[arg(long, value_name = "SECONDS")]
+    warmup: Option<f64>,
     /// Seconds that answers may take when nothing is sent any more; the rest counts as unfinished
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
     drain: f64,
@@ -400,10 +406,15 @@ impl BenchArgs {
 impl TargetArgs {
     fn endpoints(&self, state: &Path) -> anyhow::Result<Vec<Endpoint>> {
         let first = match &self.url {
-            Some(url) => self.endpoint(url)?,
+            Some(url) => self.endpoint(url, self.http.as_deref())?,
             None => self.running(state::load(state)?),
         };
-        let second = self.against.as_deref().map(|url| self.endpoint(url)).transpose()?;
+        let second = self.against.as_deref().map(|url| self.endpoint(url, self.against_http.as_deref())).transpose()?;
+        if let (Some(second), Some(_), Some(_)) = (&second, &self.url, &self.http)
+            && second.http.is_none()
+        {
+            bail!("--http is the side of --url alone: give --against-http for {}", second.name);
+        }
         Ok([first].into_iter().chain(second).collect())
     }
 
@@ -416,7 +427,7 @@ impl TargetArgs {
         Endpoint { name: api.url().to_owned(), api, http: Some(running.http), processes: running.processes }
     }
 
-    fn endpoint(&self, url: &str) -> anyhow::Result<Endpoint> {
+    fn endpoint(&self, url: &str, side: Option<&str>) -> anyhow::Result<Endpoint> {
         let (scheme, rest) = url.split_once("://").unwrap_or(("http", url));
         let grpc = match scheme {
             "grpc" => Some(format!("http://{}", rest.trim_end_matches('/'))),
@@ -433,7 +444,7 @@ impl TargetArgs {
             (None, None | Some(ApiName::Completions)) => Api::Completions(http),
         };
         let http = match &api {
-            Api::Grpc(_) => self.http.as_deref().map(with_scheme),
+            Api::Grpc(_) => side.map(with_scheme),
             Api::Completions(url) | Api::Chat(url) => Some(url.clone()),
         };
         Ok(Endpoint { name: api.url().to_owned(), api, http, processes: Vec::new() })
@@ -547,8 +558,27 @@ impl LoadArgs {
             _ if !loads.is_empty() => loads,
             What::Matrix(row) => vec![Loading::Fixed(Load::Concurrency(row.concurrency))],
             What::Own(..) => vec![Loading::Fixed(Load::Concurrency(4))],
-            What::Trace => vec![Loading::Fixed(Load::Trace)],
+            What::Trace => {
+                self.keep_to_the_trace()?;
+                vec![Loading::Fixed(Load::Trace)]
+            }
         })
+    }
+
+    /// Row F at its own times is as long as it is.
+    fn keep_to_the_trace(&self) -> anyhow::Result<()> {
+        let flags = [
+            ("--requests", self.requests.is_some()),
+            ("--seconds", self.seconds.is_some()),
+            ("--warmup", self.warmup.is_some()),
+        ];
+        if let Some((flag, _)) = flags.into_iter().find(|(_, is_given)| *is_given) {
+            bail!(
+                "{flag} says nothing to row F, which keeps the trace's own times: --trace-requests, --trace-from and \
+                 --trace-speed choose what is replayed; measure other rows in a run of their own, or give --rate"
+            );
+        }
+        Ok(())
     }
 
     /// `N`, or `N..M` over the measured seconds.
@@ -558,7 +588,7 @@ impl LoadArgs {
             positive("--rate", number)
         };
         Ok(match text.split_once("..") {
-            Some((from, to)) => Rate { from: number(from)?, to: number(to)?, over_s: self.seconds },
+            Some((from, to)) => Rate { from: number(from)?, to: number(to)?, over_s: self.seconds.unwrap_or(SECONDS) },
             None => Rate::constant(number(text)?),
         })
     }
@@ -569,8 +599,8 @@ impl LoadArgs {
             Duration::try_from_secs_f64(seconds).ok().with_context(|| format!("{flag}: {seconds} s is too long"))
         };
         Ok(Bounds {
-            warmup_s: not_negative("--warmup", self.warmup)?,
-            seconds: positive("--seconds", self.seconds)?,
+            warmup_s: not_negative("--warmup", self.warmup.unwrap_or(WARMUP_S))?,
+            seconds: positive("--seconds", self.seconds.unwrap_or(SECONDS))?,
             requests: self.requests,
             drain: duration("--drain", self.drain)?,
             timeout: duration("--timeout", positive("--timeout", timeout_s)?)?,
@@ -599,95 +629,4 @@ fn not_negative(flag: &str, number: f64) -> anyhow::Result<f64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        bench: BenchArgs,
-    }
-
-    fn resolve(line: &str) -> anyhow::Result<Bench> {
-        let arguments = ["bench"].into_iter().chain(line.split_whitespace());
-        Line::try_parse_from(arguments)?.bench.resolve(Path::new("/nowhere/state"))
-    }
-
-    fn run(line: &str) -> Box<Run> {
-        match resolve(line).unwrap() {
-            Bench::Run(run) => run,
-            Bench::Report(_) => panic!("a report"),
-        }
-    }
-
-    #[test]
-    fn endpoints_by_scheme() {
-        let run = run("--url h:1 --against http://h:2/v1/ --api chat");
-        assert_eq!(run.endpoints[0].api, Api::Chat("http://h:1".into()));
-        assert_eq!(run.endpoints[1].api, Api::Chat("http://h:2/v1".into()));
-        let run = self::run("--url grpc://h:1 --http h:2");
-        assert_eq!(run.endpoints[0].api, Api::Grpc("http://h:1".into()));
-        assert_eq!(run.endpoints[0].http.as_deref(), Some("http://h:2"));
-        for wrong in ["--url http://h:1 --api grpc", "--url grpc://h:1 --api chat", "--url ftp://h", "--row A"] {
-            assert!(resolve(wrong).is_err(), "{wrong}");
-        }
-        assert!(resolve("").err().unwrap().to_string().contains("tandem up"));
-    }
-
-    #[test]
-    fn rows_and_their_loads() {
-        let loads = |line: &str| -> Vec<Vec<Loading>> { run(line).rows.into_iter().map(|row| row.loads).collect() };
-        let slots = |slots| Loading::Fixed(Load::Concurrency(slots));
-        assert_eq!(
-            loads("--url h:1 --row A,d,F"),
-            [vec![slots(4)], vec![slots(32)], vec![Loading::Fixed(Load::Trace)]]
-        );
-        assert_eq!(loads("--url h:1 --concurrency 1,8"), [vec![slots(1), slots(8)]]);
-        let ramp = Rate { from: 1.0, to: 5.0, over_s: 9.0 };
-        let process = Process::Gamma { cv: 3.0 };
-        let rates = [Rate::constant(2.0), ramp].map(|rate| Loading::Fixed(Load::Rate(process, rate)));
-        assert_eq!(loads("--url h:1 --rate 2,1..5 --seconds 9 --arrivals gamma --cv 3"), [rates.to_vec()]);
-        let own = run("--url h:1 --input 5..9 --output 3 --prefix-reuse 0.5 --sweep");
-        assert!(matches!(&own.rows[0].what, What::Own(_, shape) if shape.prefix.is_some()));
-        assert!(matches!(own.rows[0].loads[..], [Loading::Sweep(_, settings)] if settings.repeats == 3));
-    }
-
-    #[test]
-    fn nonsense_is_refused() {
-        for wrong in [
-            "--row G",
-            "--rate 0",
-            "--rate x",
-            "--rate -1",
-            "--rate nan",
-            "--seconds 0",
-            "--timeout inf",
-            "--warmup -1",
-            "--input 5",
-            "--input 0 --output 1",
-            "--input 5 --output 5 --prefix-reuse 2",
-            "--rate 1 --concurrency 1",
-            "--rate 1 --sweep",
-            "--row F --sweep",
-            "--header x",
-            "--extra-body []",
-            "--trace-speed 0",
-            "--concurrency 0",
-            "--trace-scale 0",
-            "--ttft-ms 0",
-        ] {
-            assert!(resolve(&format!("--url h:1 {wrong}")).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
-    fn a_report_needs_no_server() {
-        let Bench::Report(report) = resolve("report r.jsonl --html x.html --ttft-ms 50").unwrap() else {
-            panic!("no report")
-        };
-        assert_eq!(report.report.objectives.ttft_ms, 50.0);
-        assert_eq!(report.report.html, Some("x.html".into()));
-    }
-}
+mod tests;
