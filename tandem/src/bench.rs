@@ -39,7 +39,7 @@ pub mod workload;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 
 use self::metronome::Clock;
@@ -47,7 +47,7 @@ use self::progress::Progress;
 use self::record::{Interval, Run, RunInfo};
 use self::recording::Recorder;
 use self::report::Model;
-use self::runner::{Load, Part, Target, Watch};
+use self::runner::{Load, Part, Watch};
 use self::session::{Session, Terms};
 use self::setup::Connected;
 use self::stats::Distribution;
@@ -66,8 +66,8 @@ pub async fn run(bench: Bench) -> anyhow::Result<()> {
         Bench::Run(run) => measure(*run).await,
         Bench::Report(config::bench::Report { records, report }) => {
             let run = recording::read(&records)?;
-            let model = setup::model(report.hardware.as_deref(), None)?;
-            publish(&run, model.as_ref(), &report)
+            let hardware = setup::hardware(report.hardware.as_deref())?;
+            publish(&run, hardware.as_ref(), &report)
         }
     }
 }
@@ -88,18 +88,28 @@ async fn measure(config: config::bench::Run) -> anyhow::Result<()> {
         bounds: config.bounds,
         objectives: config.report.objectives,
     };
-    let model = setup::model(config.report.hardware.as_deref(), servers.first().map(|server| &server.cluster))?;
-    let info = setup::info(&config, &servers);
-    let targets: Vec<Target> = servers.into_iter().map(|Connected { target, .. }| target).collect();
-    let run = intervals(&targets, Session::new(&rows, terms), info, config.records.as_deref()).await?;
-    publish(&run, model.as_ref(), &config.report)
+    let hardware = setup::hardware(config.report.hardware.as_deref())?;
+    let info = RunInfo { salt: terms.salt, ..setup::info(&config, &servers) };
+    let watch = Watch {
+        clock: Clock::start(),
+        stop: stop_on_ctrl_c(),
+        progress: Arc::new(Progress::default()),
+        lost: Arc::default(),
+    };
+    let run = intervals(&servers, Session::new(&rows, terms), info, &watch, config.records.as_deref()).await?;
+    publish(&run, hardware.as_ref(), &config.report)?;
+    match watch.lost.get() {
+        Some(why) => bail!("{why}"),
+        None => Ok(()),
+    }
 }
 
-/// Measures all intervals, or those until the user has had enough.
+/// Measures all intervals, or those until the user has had enough or nobody is there any more.
 async fn intervals(
-    targets: &[Target],
+    servers: &[Connected],
     mut session: Session,
     info: RunInfo,
+    watch: &Watch,
     records: Option<&Path>,
 ) -> anyhow::Result<Run> {
     let mut run = Run { info, intervals: Vec::new() };
@@ -108,21 +118,22 @@ async fn intervals(
         Some(path) => Some(Recorder::create(path, &run.info).with_context(|| written(path))?),
         None => None,
     };
-    let watch = Watch { clock: Clock::start(), stop: stop_on_ctrl_c(), progress: Arc::new(Progress::default()) };
     let line = watch.progress.draw();
     while let Some(part) = session.next(run.intervals.last()) {
-        watch.progress.begin(title(&part), part.bounds.warmup_s + part.bounds.seconds);
-        let interval = runner::measure(&targets[usize::from(part.endpoint)], &part, &watch).await?;
+        watch.progress.begin(title(&part), part.expected_s());
+        let interval = runner::measure(&servers[usize::from(part.endpoint)].target, &part, watch).await?;
         if let (Some(recorder), Some(path)) = (&mut recorder, records) {
             recorder.interval(&interval).with_context(|| written(path))?;
         }
         run.intervals.push(interval);
-        if watch.stop.is_cancelled() {
+        if watch.stop.is_cancelled() || watch.lost.get().is_some() {
             break;
         }
     }
     drop(line);
     note_lag(&mut run);
+    run.info.notes.extend(session.notes().iter().cloned());
+    setup::learn(servers, &mut run.info).await;
     if let (Some(mut recorder), Some(path)) = (recorder, records) {
         recorder.info(&run.info).with_context(|| written(path))?;
     }
@@ -174,8 +185,8 @@ fn note_lag(run: &mut Run) {
 }
 
 /// Text to standard output, files where they are wanted.
-fn publish(run: &Run, model: Option<&Model>, wanted: &Reporting) -> anyhow::Result<()> {
-    let summary = report::summarize(run, wanted.objectives, model);
+fn publish(run: &Run, hardware: Option<&Model>, wanted: &Reporting) -> anyhow::Result<()> {
+    let summary = report::summarize(run, wanted.objectives, hardware);
     print!("{}", report::text(&summary));
     let write = |path: &Path, text: String| {
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))

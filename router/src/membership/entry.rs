@@ -217,6 +217,7 @@ impl Entry {
             "block_tokens": info.block_tokens,
             "running": self.load.running,
             "waiting": self.load.waiting,
+            "max_step_tokens": view.max_step_tokens,
             "queued_tokens": self.load.queued_tokens,
             "backlog_ms": self.backlog.wait_ms(now),
             "step_cost": {

@@ -1,4 +1,6 @@
 //! What a benchmark run leaves behind: one record per request, and what the run was.
+use super::report::model::Model;
+
 /// One request as its client saw it. All times are seconds since the run began, by one monotonic clock.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize, PartialEq)]
 pub struct Record {
@@ -94,6 +96,25 @@ pub struct RunInfo {
     /// Worst and 99th percentile of how late the generator itself sent, milliseconds.
     pub own_lag_p99_ms: f64,
     pub own_lag_max_ms: f64,
+    /// Decided contents, so that a run can be repeated to the letter.
+    #[serde(default)]
+    pub salt: u64,
+    /// Of each endpoint: its nodes, where it tells.
+    #[serde(default)]
+    pub nodes: Vec<Vec<ClusterNode>>,
+    /// Of each endpoint: what its nodes report of their own speed, read after the last interval, when they know it.
+    #[serde(default)]
+    pub models: Vec<Model>,
+    /// What a reader must know of the run.
+    #[serde(default)]
+    pub notes: Vec<String>,
+}
+/// A node of the cluster that was measured.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize, PartialEq)]
+pub struct ClusterNode {
+    pub id: String,
+    /// "prefill" or "decode".
+    pub role: String,
 }
 /// One measured interval: the records of one row at one rate (or concurrency), warm-up left out.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize, PartialEq)]
@@ -106,8 +127,23 @@ pub struct Interval {
     pub concurrency: Option<u32>,
     /** cold or warm prefix */
     pub warm: bool,
+    /** how long requests were offered, or, of so many requests, how long they took */
     pub seconds: f64,
+    /** Of a closed loop over a window of time: when it began, seconds of the run. The records then have, beside the requests
+    sent inside the window, those that were sent before it and ended later: they count for throughput alone. */
+    #[serde(default)]
+    pub window_from: Option<f64>,
+    /** What a reader must know of this one. */
+    #[serde(default)]
+    pub notes: Vec<String>,
     pub records: Vec<Record>,
+}
+impl Interval {
+    /// The requests that latencies and counts are of: those that were sent in the measured time.
+    pub fn measured(&self) -> impl Iterator<Item = &Record> {
+        let from = self.window_from.unwrap_or(f64::NEG_INFINITY);
+        self.records.iter().filter(move |record| record.intended.is_nan() || record.intended >= from)
+    }
 }
 /// A whole benchmark.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize, PartialEq)]

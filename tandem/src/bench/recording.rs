@@ -79,7 +79,8 @@ impl Recorder {
     /// # Errors
     /// The system's.
     pub fn interval(&mut self, interval: &Interval) -> std::io::Result<()> {
-        let head = Interval { records: Vec::new(), row: interval.row.clone(), ..*interval };
+        let (row, notes) = (interval.row.clone(), interval.notes.clone());
+        let head = Interval { records: Vec::new(), row, notes, ..*interval };
         self.line(&LineOut::Interval(&head))?;
         for record in &interval.records {
             self.line(&LineOut::Record(record))?;
@@ -146,7 +147,8 @@ mod tests {
         let outcomes = [Outcome::Ok, Outcome::Refused { retry_after_s: Some(1.5) }, Outcome::Unfinished];
         let records = (0..).zip(outcomes).map(|(index, outcome)| record(index, outcome)).collect();
         let one = Interval { row: "A".into(), rate: Some(2.5), seconds: 3.0, records, ..Interval::default() };
-        let two = Interval { row: "E".into(), warm: true, concurrency: Some(4), ..Interval::default() };
+        let (window_from, notes) = (Some(7.5), vec!["too short".to_owned()]);
+        let two = Interval { warm: true, concurrency: Some(4), window_from, notes, ..Interval::default() };
         let mut info = RunInfo { seed: 7, ..RunInfo::default() };
         let mut recorder = Recorder::create(&path, &info).unwrap();
         recorder.interval(&one).unwrap();

@@ -54,6 +54,7 @@ const UNFINISHED_SHARE: f64 = 0.01;
 pub struct Summary {
     pub info: RunInfo,
     pub objectives: Option<Objectives>,
+    /// What predictions for the first endpoint rest on.
     pub model: Option<Model>,
     /// By row in the order of the run, then cold before warm, by load, by endpoint.
     pub points: Vec<Point>,
@@ -105,11 +106,18 @@ pub struct Point {
     pub timeline: Timeline,
 }
 
-/// The summary of a run.
-pub fn summarize(run: &Run, objectives: Objectives, model: Option<&Model>) -> Summary {
+/// The summary of a run. `hardware`: the user's facts; what nodes said of themselves is in the run.
+pub fn summarize(run: &Run, objectives: Objectives, hardware: Option<&Model>) -> Summary {
     let groups = groups(&run.intervals);
-    let mut points: Vec<Point> =
-        groups.iter().map(|(key, intervals)| point(key, intervals, objectives, model, run.info.seed)).collect();
+    let model_of = |endpoint: u8| Model::of(hardware, run.info.models.get(usize::from(endpoint)));
+    let of_group = |(key, intervals): &(Key, Vec<&Interval>)| {
+        let nodes = run.info.nodes.get(usize::from(key.endpoint)).map(Vec::as_slice).unwrap_or_default();
+        let mut point = point(key, intervals, objectives, run.info.seed);
+        point.figures.balance = std::mem::take(&mut point.figures.balance).with_idle(nodes);
+        point.prediction = model_of(key.endpoint).map(|model| model.predict(intervals, &point.figures));
+        point
+    };
+    let mut points: Vec<Point> = groups.iter().map(of_group).collect();
     regime::conclude(&mut points);
     let mut endpoints: Vec<u8> = run.intervals.iter().map(|interval| interval.endpoint).collect();
     endpoints.sort_unstable();
@@ -120,25 +128,26 @@ pub fn summarize(run: &Run, objectives: Objectives, model: Option<&Model>) -> Su
     Summary {
         info: run.info.clone(),
         objectives: Some(objectives),
-        model: model.cloned(),
+        model: model_of(0),
         totals: endpoints.into_iter().map(|one| (one, Figures::of(&of_endpoint(one), objectives))).collect(),
         curves: curve::curves(&points),
         comparisons: compare::comparisons(&points, run.info.seed),
-        warnings: warnings(&run.info, &points),
+        warnings: warnings(run, &points),
         points,
     }
 }
 
-fn point(key: &Key, intervals: &[&Interval], objectives: Objectives, model: Option<&Model>, seed: u64) -> Point {
+/// Without what needs to know the server.
+fn point(key: &Key, intervals: &[&Interval], objectives: Objectives, seed: u64) -> Point {
     let figures = Figures::of(intervals, objectives);
-    let records: Vec<&Record> = intervals.iter().flat_map(|interval| &interval.records).collect();
+    let records: Vec<&Record> = intervals.iter().flat_map(|interval| interval.measured()).collect();
     let repeats: Vec<(u32, Figures)> =
         intervals.iter().map(|interval| (interval.repeat, Figures::of(&[interval], objectives))).collect();
     Point {
         key: key.clone(),
         estimates: metric::estimates(&figures, &repeats, seed),
         attribution: attribute(&records, objectives),
-        prediction: model.map(|model| model.predict(intervals, &figures)),
+        prediction: None,
         findings: Vec::new(),
         timeline: Timeline::of(&records, &figures, objectives),
         figures,
@@ -189,6 +198,16 @@ impl Load {
         }
     }
 
+    /// Requests a second.
+    pub fn rate(self) -> Option<f64> {
+        if let Self::Rate(rate) = self { Some(rate) } else { None }
+    }
+
+    /// Requests at a time.
+    pub fn concurrency(self) -> Option<u32> {
+        if let Self::Concurrency(concurrency) = self { Some(concurrency) } else { None }
+    }
+
     /// Short, with its unit.
     pub fn label(self) -> String {
         match self {
@@ -209,7 +228,8 @@ pub fn warmth(warm: bool) -> &'static str {
     if warm { "warm" } else { "cold" }
 }
 
-fn warnings(info: &RunInfo, points: &[Point]) -> Vec<String> {
+fn warnings(run: &Run, points: &[Point]) -> Vec<String> {
+    let info = &run.info;
     let mut warnings = Vec::new();
     for point in points {
         let (name, of) = (point.name(), &point.figures);
@@ -235,6 +255,12 @@ fn warnings(info: &RunInfo, points: &[Point]) -> Vec<String> {
     if info.own_lag_p99_ms.is_finite() && info.own_lag_p99_ms > LAG_FLOOR_MS && warnings.is_empty() {
         warnings.push(format!("the generator itself sent up to {} ms late (p99)", number::ms(info.own_lag_p99_ms)));
     }
+    for interval in &run.intervals {
+        let Key { row, endpoint, load, .. } = Key::of(interval);
+        let (load, letter, repeat) = (load.label(), endpoint_letter(endpoint), interval.repeat + 1);
+        warnings.extend(interval.notes.iter().map(|note| format!("{row} {load} {letter}, repeat {repeat}: {note}")));
+    }
+    warnings.extend(info.notes.iter().cloned());
     warnings
 }
 
@@ -281,6 +307,30 @@ mod tests {
         run.intervals.iter_mut().for_each(|interval| interval.records.clear());
         let summary = summarize(&run, GOALS, None);
         assert!(summary.warnings.iter().all(|warning| warning.ends_with("no request was answered")));
+    }
+
+    #[test]
+    fn what_intervals_and_the_run_note_is_said() {
+        let mut run = sample_run();
+        run.intervals[1].notes.push("no answer".into());
+        run.info.notes.push("too low".into());
+        let warnings = summarize(&run, GOALS, None).warnings;
+        let last: Vec<&str> = warnings.iter().rev().take(2).map(String::as_str).collect();
+        assert_eq!(last, ["too low", "short chat 2/s B, repeat 1: no answer"]);
+    }
+
+    #[test]
+    fn each_endpoint_is_forecast_by_its_own_nodes() {
+        let mut run = sample_run();
+        let slow = model::StepCost { base_ms: 8.0, token_ms: 0.4, context_ms: 0.0 };
+        let told = |factor: f64| Model {
+            decode_cost: Some(model::StepCost { base_ms: slow.base_ms * factor, ..slow }),
+            ..Model::default()
+        };
+        run.info.models = vec![told(1.0), told(10.0)];
+        let points = summarize(&run, GOALS, None).points;
+        let predicted = |place: usize| points[place].prediction.and_then(|of| of.tpot).map(|of| of.predicted_ms);
+        assert!(predicted(1) > predicted(0).map(|ms| ms * 5.0) && predicted(0).is_some());
     }
 
     proptest! {

@@ -3,7 +3,8 @@
 //!
 //! In the open loop a request is sent at its intended moment whatever became of those before it, and its latencies
 //! count from that moment. Requests are made ahead, on a thread of their own, so that making them delays none.
-use std::sync::Arc;
+//! What the closed loop decides is in [`closed`].
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -18,6 +19,10 @@ use super::progress::Progress;
 use super::prompt::{Prompt, Vocabulary};
 use super::record::{Interval, Nodes, Outcome, Record};
 use super::workload::{Cache, Draw, Item, Mix, Workload};
+
+mod closed;
+
+use self::closed::{Reach, Window, rest_s};
 
 /// Requests that are made ahead.
 const AHEAD: usize = 64;
@@ -98,6 +103,8 @@ pub struct Watch {
     pub stop: CancellationToken,
     /// For the terminal.
     pub progress: Arc<Progress>,
+    /// Why the run cannot go on; set by the interval that found out.
+    pub lost: Arc<OnceLock<String>>,
 }
 
 /// Whether a request is measured.
@@ -105,6 +112,8 @@ pub struct Watch {
 enum Keep {
     Measured,
     WarmUp,
+    /// A shared prefix that is sent beforehand.
+    Primer,
 }
 
 /// A request that waits for its moment.
@@ -123,12 +132,33 @@ pub async fn measure(target: &Target, part: &Part, watch: &Watch) -> anyhow::Res
     let mut flight = Flight::new(part, watch);
     flight.prime(target).await?;
     let ready = prepare(target.clone(), part.clone());
-    let window_s = match part.load {
+    let stretch = match part.load {
         Load::Concurrency(slots) => flight.closed(ready, slots as usize).await?,
         Load::Rate(..) | Load::Trace => flight.open(ready, times(part)?).await?,
     };
     flight.drain().await?;
-    Ok(flight.interval(window_s))
+    Ok(flight.interval(stretch))
+}
+
+/// What an interval measures.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stretch {
+    /// What was sent, however long that takes.
+    Requests,
+    /// What was sent in so many seconds.
+    Offered(f64),
+    /// What came in this window.
+    Window(Window),
+}
+
+impl Part {
+    /// How long it will take, without the drain, as far as that is known.
+    pub fn expected_s(&self) -> f64 {
+        match (&self.workload.mix, self.load) {
+            (Mix::Trace(trace), Load::Trace) => trace.seconds(),
+            _ => self.bounds.warmup_s + self.bounds.seconds,
+        }
+    }
 }
 
 /// Intended times of an open loop and whether they are measured, in seconds of the interval.
@@ -184,30 +214,61 @@ struct Flight<'a> {
     stop: CancellationToken,
     tasks: JoinSet<(Keep, Record)>,
     records: Vec<Record>,
+    /// Of a closed loop, when its window begins; before that is known, never.
+    window_from_s: f64,
+    /// Sent in the warm-up and ended in the window.
+    carried: Vec<Record>,
+    /// Requests that ended in the window, well or not.
+    answers: usize,
+    /// When slots that were refused, or failed, ask again.
+    rests_s: Vec<f64>,
+    reach: Reach,
+    /// What became of shared prefixes that could not be sent.
+    unprimed: Vec<Outcome>,
+    notes: Vec<String>,
 }
 
 impl<'a> Flight<'a> {
     fn new(part: &'a Part, watch: &'a Watch) -> Self {
-        let stop = watch.stop.child_token();
-        Self { part, watch, stop, tasks: JoinSet::new(), records: Vec::new() }
+        Self {
+            part,
+            watch,
+            stop: watch.stop.child_token(),
+            tasks: JoinSet::new(),
+            records: Vec::new(),
+            window_from_s: f64::INFINITY,
+            carried: Vec::new(),
+            answers: 0,
+            rests_s: Vec::new(),
+            reach: Reach::default(),
+            unprimed: Vec::new(),
+            notes: Vec::new(),
+        }
     }
 
     /// Sends every shared prefix once and waits for the answers.
     async fn prime(&mut self, target: &Target) -> anyhow::Result<()> {
-        for (index, item) in (0..).zip(self.part.workload.primers(self.part.draw)) {
+        let primers = self.part.workload.primers(self.part.draw);
+        for (index, item) in (0..).zip(&primers) {
             let intended_s = self.watch.clock.now_s();
-            self.launch(target.ready(index, &item)?, intended_s, Keep::WarmUp);
+            self.launch(target.ready(index, item)?, intended_s, Keep::Primer);
             self.land().await?;
+        }
+        if let Some(first) = self.unprimed.first() {
+            let (lost, all) = (self.unprimed.len(), primers.len());
+            self.notes.push(format!(
+                "{lost} of {all} shared prefixes could not be sent beforehand and are not warm: {first:?}"
+            ));
         }
         Ok(())
     }
 
-    /// Sends each request at its time. Returns the length of the measured part, seconds; `None`: as long as it takes.
+    /// Sends each request at its time.
     async fn open(
         &mut self,
         mut ready: mpsc::Receiver<anyhow::Result<Ready>>,
         times: impl Iterator<Item = (f64, Keep)>,
-    ) -> anyhow::Result<Option<f64>> {
+    ) -> anyhow::Result<Stretch> {
         let mut metronome = Metronome::new().context("no thread to keep time")?;
         let start_s = self.watch.clock.now_s() + LEAD_S;
         let mut complete = true;
@@ -229,6 +290,10 @@ impl<'a> Flight<'a> {
                 break;
             };
             self.reap()?;
+            if self.is_lost() {
+                complete = false;
+                break;
+            }
             if self.tasks.len() < self.part.bounds.max_in_flight {
                 self.launch(next?, intended_s, keep);
             } else {
@@ -236,51 +301,76 @@ impl<'a> Flight<'a> {
             }
         }
         let timed = complete && self.part.load != Load::Trace && self.part.bounds.requests.is_none();
-        Ok(timed.then_some(self.part.bounds.seconds))
+        Ok(if timed { Stretch::Offered(self.part.bounds.seconds) } else { Stretch::Requests })
     }
 
-    /// Keeps `slots` requests under way. Returns as [`Self::open`].
+    /// Keeps `slots` requests under way; one that failed or was refused leaves its slot empty for a while.
     async fn closed(
         &mut self,
         mut ready: mpsc::Receiver<anyhow::Result<Ready>>,
         slots: usize,
-    ) -> anyhow::Result<Option<f64>> {
-        let Bounds { warmup_s, seconds, requests, .. } = self.part.bounds;
-        let start_s = self.watch.clock.now_s();
-        let measured_from_s = start_s + warmup_s;
-        let end_s = if requests.is_some() { f64::INFINITY } else { measured_from_s + seconds };
+    ) -> anyhow::Result<Stretch> {
+        let Bounds { warmup_s, seconds, requests, drain, .. } = self.part.bounds;
+        let from_s = self.watch.clock.now_s() + warmup_s;
+        let end_s = if requests.is_some() { f64::INFINITY } else { from_s + seconds };
+        let mut window = Window { from_s, end_s, is_extended: false };
+        self.window_from_s = from_s;
+        self.rests_s.clear();
         let mut left = requests.unwrap_or(u64::MAX);
-        let mut complete = true;
-        while left > 0 && self.watch.clock.now_s() < end_s {
-            if self.tasks.len() < slots {
-                let next = tokio::select! {
-                    biased;
-                    () = self.stop.cancelled() => None,
-                    next = ready.recv() => next,
-                };
-                let Some(next) = next else {
-                    complete = false;
-                    break;
-                };
-                let intended_s = self.watch.clock.now_s();
-                let keep = if intended_s < measured_from_s { Keep::WarmUp } else { Keep::Measured };
-                left -= u64::from(keep == Keep::Measured);
-                self.launch(next?, intended_s, keep);
-                continue;
-            }
-            let end = tokio::time::sleep_until(self.watch.clock.at(end_s).into());
-            let stop = self.stop.clone();
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => complete = false,
-                landed = self.land() => landed?,
-                () = end, if requests.is_none() => break,
-            }
-            if !complete {
+        while left > 0 {
+            let now_s = self.watch.clock.now_s();
+            if window.is_over(now_s, self.answers, slots, drain.as_secs_f64()) {
                 break;
             }
+            if self.is_lost() {
+                return Ok(Stretch::Requests);
+            }
+            self.rests_s.retain(|until_s| *until_s > now_s);
+            if self.tasks.len() + self.rests_s.len() >= slots {
+                if self.wait(window.end_s).await? { continue } else { return Ok(Stretch::Requests) }
+            }
+            let next = tokio::select! {
+                biased;
+                () = self.stop.cancelled() => None,
+                next = ready.recv() => next,
+            };
+            let Some(next) = next else { return Ok(Stretch::Requests) };
+            let intended_s = self.watch.clock.now_s();
+            let keep = if intended_s < from_s { Keep::WarmUp } else { Keep::Measured };
+            left -= u64::from(keep == Keep::Measured);
+            self.launch(next?, intended_s, keep);
         }
-        Ok((complete && requests.is_none()).then_some(seconds))
+        if window.is_extended {
+            let took_s = window.end_s - from_s;
+            self.notes.push(format!("no answer ended within the {seconds} s; measured for {took_s:.1} s instead"));
+        }
+        Ok(if requests.is_some() { Stretch::Requests } else { Stretch::Window(window) })
+    }
+
+    /// Until a request is over, a slot has rested, or it is `end_s`; false: the user wants to stop.
+    async fn wait(&mut self, end_s: f64) -> anyhow::Result<bool> {
+        let until_s = self.rests_s.iter().copied().fold(end_s, f64::min);
+        let until = tokio::time::sleep_until(self.watch.clock.at(until_s).into());
+        let (stop, is_waiting) = (self.stop.clone(), !self.tasks.is_empty());
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return Ok(false),
+            landed = self.land(), if is_waiting => landed?,
+            () = until, if until_s.is_finite() => {}
+        }
+        Ok(true)
+    }
+
+    /// Says so when nobody can be reached.
+    fn is_lost(&mut self) -> bool {
+        let is_lost = self.reach.is_lost(self.watch.clock.now_s());
+        if is_lost {
+            let why = "every connection failed, for seconds: is the server still there? The interval was ended early";
+            self.notes.push(why.to_owned());
+            // An interval before this one may have said so already.
+            let _ = self.watch.lost.set(why.to_owned());
+        }
+        is_lost
     }
 
     /// Waits for what is under way, for so long; what is not over then stays unfinished.
@@ -372,15 +462,33 @@ impl<'a> Flight<'a> {
     }
 
     fn keep(&mut self, keep: Keep, record: Record) {
-        if keep == Keep::Measured {
-            self.records.push(record);
+        self.reach.learn(&record.outcome, record.ended);
+        if matches!(self.part.load, Load::Concurrency(_)) {
+            self.rests_s.extend(rest_s(&record.outcome).map(|rest_s| record.ended + rest_s));
+        }
+        let is_inside = record.ended >= self.window_from_s;
+        self.answers += usize::from(is_inside && record.outcome != Outcome::Unfinished);
+        match keep {
+            Keep::Measured => self.records.push(record),
+            Keep::WarmUp if is_inside => self.carried.push(record),
+            Keep::Primer if record.outcome != Outcome::Ok => self.unprimed.push(record.outcome),
+            Keep::WarmUp | Keep::Primer => {}
         }
     }
 
-    fn interval(mut self, window_s: Option<f64>) -> Interval {
-        self.records.sort_by_key(|record| record.index);
+    fn interval(mut self, stretch: Stretch) -> Interval {
         let first = self.records.iter().map(|record| record.intended).fold(f64::INFINITY, f64::min);
         let last = self.records.iter().map(|record| record.ended).fold(0.0, f64::max);
+        let (seconds, window_from) = match stretch {
+            Stretch::Requests => ((last - first).max(0.0), None),
+            Stretch::Offered(seconds) => (seconds, None),
+            Stretch::Window(window) => {
+                self.records.append(&mut self.carried);
+                let seconds = if window.is_extended { window.end_s - window.from_s } else { self.part.bounds.seconds };
+                (seconds, Some(window.from_s))
+            }
+        };
+        self.records.sort_by_key(|record| record.index);
         let rate = match self.part.load {
             Load::Rate(_, rate) => Some(rate.mean_over(self.part.bounds.seconds)),
             Load::Concurrency(_) | Load::Trace => None,
@@ -396,7 +504,9 @@ impl<'a> Flight<'a> {
             rate,
             concurrency,
             warm: self.part.draw.cache == Cache::Warm,
-            seconds: window_s.unwrap_or((last - first).max(0.0)),
+            seconds,
+            window_from,
+            notes: self.notes,
             records: self.records,
         }
     }

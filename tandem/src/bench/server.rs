@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::client::http::{Dialect, root};
+use super::record::ClusterNode;
 use super::report::model::{Model, StepCost};
 
 /// Bound of one question.
@@ -37,6 +38,8 @@ pub struct Facts {
 pub struct Cluster {
     /// One line a node.
     pub lines: Vec<String>,
+    /// Their names and roles.
+    pub nodes: Vec<ClusterNode>,
     /// What the nodes report of their own speed, for predictions.
     pub model: Model,
 }
@@ -147,13 +150,18 @@ impl Cluster {
         let nodes = json.get("nodes").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
         let of_role = |role: &str| -> Vec<&Value> { nodes.iter().filter(|node| node["role"] == role).collect() };
         let cost = |role| of_role(role).into_iter().find_map(|node| step_cost(&node["step_cost"]));
+        // Without prefill nodes, decode nodes compute the prompts.
+        let mut computing = of_role("prefill").into_iter().chain(of_role("decode"));
         let model = Model {
             decode_nodes: u32::try_from(of_role("decode").len()).unwrap_or(0),
             prefill_cost: cost("prefill"),
             decode_cost: cost("decode"),
+            prefill_step_tokens: computing.find_map(|node| node["max_step_tokens"].as_f64()),
             ..Model::default()
         };
-        Self { lines: nodes.iter().map(line).collect(), model }
+        let text = |node: &Value, name: &str| node[name].as_str().unwrap_or_default().to_owned();
+        let named = nodes.iter().map(|node| ClusterNode { id: text(node, "id"), role: text(node, "role") });
+        Self { lines: nodes.iter().map(line).collect(), nodes: named.collect(), model }
     }
 }
 
@@ -184,12 +192,13 @@ mod tests {
         let json = json!({"nodes": [
             {"id": "decode-0", "role": "decode", "transport": "ucx/posix", "total_blocks": 100, "block_tokens": 16,
              "step_cost": {"base_ms": 5.0, "token_ms": 0.5, "context_ms": 0.001}},
-            {"id": "prefill-0", "role": "prefill", "step_cost": {"base_ms": 0.0, "token_ms": 0.0, "context_ms": 0.0}},
+            {"id": "prefill-0", "role": "prefill", "max_step_tokens": 512, "step_cost": {"base_ms": 0.0, "token_ms": 0.0, "context_ms": 0.0}},
         ]});
         let cluster = Cluster::from_json(&json);
         assert_eq!(cluster.lines[0], "decode-0: decode, ucx/posix, 100 blocks of 16 tokens");
         assert_eq!(cluster.model.decode_nodes, 1);
-        assert_eq!(cluster.model.prefill_cost, None);
+        assert_eq!((cluster.model.prefill_cost, cluster.model.prefill_step_tokens), (None, Some(512.0)));
+        assert_eq!(cluster.nodes[1], ClusterNode { id: "prefill-0".into(), role: "prefill".into() });
         let cost = StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.001 };
         assert_eq!(cluster.model.decode_cost, Some(cost));
         assert_eq!(Cluster::from_json(&json!([])), Cluster::default());

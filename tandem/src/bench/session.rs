@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::arrivals::{Process, Rate};
 use super::record::{Interval, Objectives};
+use super::report::endpoint_letter;
 use super::runner::{Bounds, Load, Part};
 use super::seed;
 use super::stats::figures::Figures;
@@ -51,6 +52,7 @@ pub struct Session {
     sweeping: Option<Sweeping>,
     /// Intervals planned so far: each has contents of its own.
     planned: u64,
+    notes: Vec<String>,
 }
 
 /// One row under one load, cold or warm.
@@ -70,16 +72,24 @@ struct Sweeping {
     workload: Arc<Workload>,
     cache: Cache,
     process: Process,
-    searches: Vec<(Search, Vec<Measured>)>,
+    searches: Vec<EndpointSearch>,
     /// Whose turn it is.
     turn: usize,
+}
+
+/// The search for one server's knee.
+struct EndpointSearch {
+    search: Search,
+    measured: Vec<Measured>,
+    /// At this rate an interval had no request at all: the next one would have none either, its moments come from the same seed.
+    empty_at: Option<f64>,
 }
 
 impl Session {
     /// All rows.
     pub fn new(rows: &[Row], terms: Terms) -> Self {
         let steps: Vec<Step> = rows.iter().flat_map(|row| steps(row, &terms)).collect();
-        Self { terms, steps: steps.into_iter(), sweeping: None, planned: 0 }
+        Self { terms, steps: steps.into_iter(), sweeping: None, planned: 0, notes: Vec::new() }
     }
 
     /// The interval to measure now, given what the last one became.
@@ -93,17 +103,27 @@ impl Session {
                 let (workload, cache) = (Arc::clone(&sweeping.workload), sweeping.cache);
                 return Some(self.part(workload, cache, (load, probe.repeat, endpoint)));
             }
+            self.notes.extend(sweeping.notes());
             self.sweeping = None;
         }
         let Step { workload, cache, what } = self.steps.next()?;
         match what {
             StepKind::Interval { load, repeat, endpoint } => Some(self.part(workload, cache, (load, repeat, endpoint))),
             StepKind::Sweep(process, settings) => {
-                let searches = (0..self.terms.endpoints).map(|_| (Search::new(settings), Vec::new())).collect();
+                let seconds =
+                    if self.terms.bounds.requests.is_some() { f64::INFINITY } else { self.terms.bounds.seconds };
+                let search = Search::new(Settings { seconds, ..settings });
+                let search = |_| EndpointSearch { search: search.clone(), measured: Vec::new(), empty_at: None };
+                let searches = (0..self.terms.endpoints).map(search).collect();
                 self.sweeping = Some(Sweeping { workload, cache, process, searches, turn: 0 });
                 self.next(None)
             }
         }
+    }
+
+    /// What a reader must know of the sweeps that are over.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     fn part(&mut self, workload: Arc<Workload>, cache: Cache, (load, repeat, endpoint): (Load, u32, u8)) -> Part {
@@ -139,10 +159,25 @@ fn steps(row: &Row, terms: &Terms) -> Vec<Step> {
 
 impl Sweeping {
     fn learn(&mut self, interval: &Interval, objectives: Objectives) {
-        let Some((_, measured)) = self.searches.get_mut(usize::from(interval.endpoint)) else { return };
-        if let Some(rate) = interval.rate {
-            measured.push(Measured { rate, good_share: Figures::of(&[interval], objectives).good_share() });
+        let Some(of) = self.searches.get_mut(usize::from(interval.endpoint)) else { return };
+        let Some(rate) = interval.rate else { return };
+        let figures = Figures::of(&[interval], objectives);
+        if figures.requests == 0 {
+            of.empty_at = Some(rate);
+        } else {
+            of.measured.push(Measured { rate, good_share: figures.good_share() });
         }
+    }
+
+    /// What a reader must know of it, now that it is over.
+    fn notes(&self) -> Vec<String> {
+        let of = |(endpoint, of): (u8, &EndpointSearch)| {
+            let empty =
+                |rate| format!("the sweep ended at {rate}/s: no request came in the interval; give more --seconds");
+            let why = of.empty_at.map(empty).or_else(|| of.search.regret(&of.measured))?;
+            Some(format!("{} {}: {why}", self.workload.name, endpoint_letter(endpoint)))
+        };
+        (0..).zip(&self.searches).filter_map(of).collect()
     }
 
     /// The next probe of the endpoint whose turn it is, or of the other one when that has found its knee.
@@ -150,8 +185,10 @@ impl Sweeping {
         for _ in 0..self.searches.len() {
             let endpoint = self.turn;
             self.turn = (self.turn + 1) % self.searches.len();
-            let (search, measured) = &mut self.searches[endpoint];
-            if let Some(probe) = search.next(measured) {
+            let EndpointSearch { search, measured, empty_at } = &mut self.searches[endpoint];
+            if empty_at.is_none()
+                && let Some(probe) = search.next(measured)
+            {
                 return Some((endpoint as u8, probe));
             }
         }
@@ -254,5 +291,34 @@ mod tests {
         }
         assert_eq!(first_turns[..4], [0, 1, 0, 1]);
         assert!((2.7..=3.0).contains(&good[0]) && (36.0..=40.0).contains(&good[1]), "{good:?}");
+    }
+
+    #[test]
+    fn an_interval_without_a_request_says_nothing_and_ends_the_sweep() {
+        let settings = Settings { start_rate: 0.01, repeats: 3, ..Settings::default() };
+        let rows = [row(None, Loading::Sweep(Process::Poisson, settings))];
+        let mut session = Session::new(&rows, terms(1, 1));
+        let part = session.next(None).unwrap();
+        let empty = Interval { records: Vec::new(), ..measured(&part, 1.0) };
+        assert!(session.next(Some(&empty)).is_none());
+        assert_eq!(session.notes().len(), 1, "{:?}", session.notes());
+        assert!(
+            session.notes()[0].starts_with("own A: the sweep ended at 0.01/s: no request"),
+            "{:?}",
+            session.notes()
+        );
+    }
+
+    #[test]
+    fn a_sweep_says_when_its_intervals_are_too_short() {
+        let settings = Settings { start_rate: 16.0, repeats: 1, ..Settings::default() };
+        let rows = [row(None, Loading::Sweep(Process::Poisson, settings))];
+        let mut session = Session::new(&rows, terms(1, 1));
+        let mut last = None;
+        while let Some(part) = session.next(last.as_ref()) {
+            last = Some(measured(&part, 0.0));
+        }
+        // Intervals of a second: 8/s would have eight requests.
+        assert!(last.is_some_and(|last| last.rate == Some(16.0)) && session.notes()[0].contains("down to 16.000/s"));
     }
 }

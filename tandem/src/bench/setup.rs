@@ -2,6 +2,7 @@
 //! count right, rows that fit their context. Asks; measures nothing.
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +29,8 @@ use crate::config::bench::{Api, Asking, Endpoint, Run, What};
 pub struct Connected {
     /// To be measured.
     pub target: Target,
+    /// Its HTTP side, where it has one.
+    pub server: Option<Server>,
     /// What it says of itself.
     pub facts: Facts,
     /// Its nodes, where it tells.
@@ -71,7 +74,8 @@ pub async fn connect(endpoint: &Endpoint, asking: &Asking, timeout: Duration) ->
         None => Form::Text,
     };
     let notes = note.into_iter().map(|note| format!("{}: {note}", endpoint.name)).collect();
-    Ok(Connected { target: Target { client, vocabulary: Arc::new(vocabulary), form }, facts, cluster, notes })
+    let target = Target { client, vocabulary: Arc::new(vocabulary), form };
+    Ok(Connected { target, server, facts, cluster, notes })
 }
 
 /// A gRPC server alone says nothing of itself.
@@ -196,6 +200,9 @@ pub fn info(run: &Run, servers: &[Connected]) -> RunInfo {
         server_flags: flags,
         own_lag_p99_ms: 0.0,
         own_lag_max_ms: 0.0,
+        nodes: servers.iter().map(|server| server.cluster.nodes.clone()).collect(),
+        models: servers.iter().map(|server| server.cluster.model.clone()).collect(),
+        ..RunInfo::default()
     }
 }
 
@@ -205,38 +212,32 @@ fn kv_dtype(flags: &[String]) -> String {
     words.nth(1).map(|dtype| format!("KV {dtype}")).unwrap_or_default()
 }
 
-/// What predictions rest on: the user's facts, and what the first server's nodes report where those are silent.
+/// What the nodes say of themselves now, after all requests: at the beginning many have not measured a step yet. A server that does not answer any more
+/// leaves what it said before.
+pub async fn learn(servers: &[Connected], info: &mut RunInfo) {
+    for (place, connected) in servers.iter().enumerate() {
+        let Some(server) = &connected.server else { continue };
+        let Cluster { nodes, model, .. } = server.cluster().await;
+        if let (false, Some(known)) = (nodes.is_empty(), info.nodes.get_mut(place)) {
+            *known = nodes;
+        }
+        if let (true, Some(known)) = (model != Model::default(), info.models.get_mut(place)) {
+            *known = model;
+        }
+    }
+}
+
+/// The user's facts of the hardware, for predictions.
 ///
 /// # Errors
 /// A file that is no such JSON.
-pub fn model(hardware: Option<&std::path::Path>, cluster: Option<&Cluster>) -> anyhow::Result<Option<Model>> {
-    let given = match hardware {
-        Some(path) => {
-            let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-            let given = serde_json::from_slice::<serde_json::Value>(&text);
-            let mut given = given.with_context(|| format!("{} is no JSON", path.display()))?;
-            if let Some(facts) = given.as_object_mut() {
-                facts.entry("decode_nodes").or_insert(0.into());
-            }
-            Some(
-                serde_json::from_value::<Model>(given)
-                    .with_context(|| format!("{} has wrong facts", path.display()))?,
-            )
-        }
-        None => None,
-    };
-    let told = cluster.map(|cluster| cluster.model.clone()).filter(|model| *model != Model::default());
-    Ok(match (given, told) {
-        (Some(mut given), Some(told)) => {
-            given.prefill_cost = given.prefill_cost.or(told.prefill_cost);
-            given.decode_cost = given.decode_cost.or(told.decode_cost);
-            if given.decode_nodes == 0 {
-                given.decode_nodes = told.decode_nodes;
-            }
-            Some(given)
-        }
-        (given, told) => given.or(told),
-    })
+pub fn hardware(path: Option<&Path>) -> anyhow::Result<Option<Model>> {
+    let Some(path) = path else { return Ok(None) };
+    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let facts: serde_json::Value =
+        serde_json::from_slice(&text).with_context(|| format!("{} is no JSON", path.display()))?;
+    let facts = serde_json::from_value(facts).with_context(|| format!("{} has wrong facts", path.display()))?;
+    Ok(Some(facts))
 }
 
 #[cfg(test)]
@@ -268,15 +269,14 @@ mod tests {
     }
 
     #[test]
-    fn facts_of_hardware_come_from_the_user_first() {
+    fn facts_of_hardware_are_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("hardware.json");
         std::fs::write(&path, r#"{"memory_gb_per_s": 20.0}"#).unwrap();
-        let cluster = Cluster { model: Model { decode_nodes: 3, ..Model::default() }, ..Cluster::default() };
-        let model = model(Some(&path), Some(&cluster)).unwrap().unwrap();
-        assert_eq!((model.memory_gb_per_s, model.decode_nodes), (Some(20.0), 3));
-        assert!(super::model(None, Some(&Cluster::default())).unwrap().is_none());
+        let model = hardware(Some(&path)).unwrap().unwrap();
+        assert_eq!((model.memory_gb_per_s, model.decode_nodes), (Some(20.0), 0));
+        assert!(hardware(None).unwrap().is_none());
         std::fs::write(&path, "[]").unwrap();
-        assert!(super::model(Some(&path), None).is_err());
+        assert!(hardware(Some(&path)).is_err());
     }
 }

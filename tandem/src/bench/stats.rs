@@ -1,13 +1,15 @@
-//! Statistics of a benchmark (pure): distributions here; what one request saw in [`request`], what an interval did in [`figures`],
-//! where TTFT went in [`attribution`], how sure a number is in [`confidence`].
+//! Statistics of a benchmark (pure): distributions here; what one request saw in [`request`], what an interval did in [`figures`], how much came in how
+//! long in [`served`], where TTFT went in [`attribution`], how evenly nodes were used in [`balance`], how sure a number is in [`confidence`].
 //!
 //! Percentiles are exact: all samples are kept and sorted, and the percentile p of n samples is taken at rank p · (n − 1), linearly between
 //! the two samples around it (Hyndman and Fan's type 7, the default of numpy and so of vLLM's benchmark).
 
 pub mod attribution;
+pub mod balance;
 pub mod confidence;
 pub mod figures;
 pub mod request;
+pub mod served;
 
 /// Samples of one quantity, in its unit. Values that are not finite are left out: they say nothing.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -5,8 +5,10 @@
 
 /// Share of requests within both objectives that goodput asks for.
 pub const GOOD_SHARE: f64 = 0.9;
-/// The first rate is halved this often at most.
+/// The first rate is halved this often at most …
 const MOST_HALVINGS: i32 = 20;
+/// … and not to a rate that offers fewer requests than this in an interval.
+const FEWEST_REQUESTS: f64 = 10.0;
 
 /// What to look for. Rates in requests a second.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,12 +25,16 @@ pub struct Settings {
     pub repeats: u32,
     /// Intervals in all.
     pub max_probes: u32,
+    /// How long an interval offers its rate, seconds: a rate at which so few requests come that they say nothing is not asked for. Infinite where an
+    /// interval is as long as its requests take.
+    pub seconds: f64,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         let (start_rate, max_rate) = (1.0, 1e5);
-        Self { start_rate, max_rate, good_share: GOOD_SHARE, relative_width: 0.1, repeats: 3, max_probes: 40 }
+        let (relative_width, repeats, max_probes, seconds) = (0.1, 3, 40, f64::INFINITY);
+        Self { start_rate, max_rate, good_share: GOOD_SHARE, relative_width, repeats, max_probes, seconds }
     }
 }
 
@@ -78,6 +84,7 @@ impl Search {
             relative_width: sane(settings.relative_width, Settings::default().relative_width).max(1e-3),
             repeats: settings.repeats.max(1),
             max_probes: settings.max_probes,
+            seconds: sane(settings.seconds, f64::INFINITY),
         };
         Self { settings, given: 0 }
     }
@@ -98,12 +105,33 @@ impl Search {
         Some(probe)
     }
 
+    /// Whether an interval at `rate` has too few requests to say anything.
+    fn is_too_few(&self, rate: f64) -> bool {
+        rate * self.settings.seconds < FEWEST_REQUESTS
+    }
+
+    /// Why a search that has ended found no rate that holds, where a longer interval would have helped.
+    pub fn regret(&self, measured: &[Measured]) -> Option<String> {
+        let Knee { holds: None, breaks: Some(breaks) } = knee_of(&Rate::of(measured, &self.settings)) else {
+            return None;
+        };
+        self.is_too_few(breaks / 2.0).then(|| {
+            format!(
+                "no rate held, down to {breaks:.3}/s; lower ones have fewer than {FEWEST_REQUESTS} requests in {} s: give more --seconds",
+                self.settings.seconds
+            )
+        })
+    }
+
     fn next_rate(&self, knee: &Knee) -> Option<f64> {
         let Settings { start_rate, max_rate, relative_width, .. } = self.settings;
         match (knee.holds, knee.breaks) {
             (None, None) => Some(start_rate),
             (Some(holds), None) => (holds < max_rate).then(|| (holds * 2.0).min(max_rate)),
-            (None, Some(breaks)) => (breaks / 2.0 > start_rate * 0.5_f64.powi(MOST_HALVINGS)).then_some(breaks / 2.0),
+            (None, Some(breaks)) => {
+                let half = breaks / 2.0;
+                (half > start_rate * 0.5_f64.powi(MOST_HALVINGS) && !self.is_too_few(half)).then_some(half)
+            }
             (Some(holds), Some(breaks)) => {
                 ((breaks - holds) / holds > relative_width).then(|| between(holds, breaks)).flatten()
             }
@@ -224,6 +252,18 @@ mod tests {
     }
 
     #[test]
+    fn rates_with_hardly_a_request_are_not_asked_for() {
+        let settings = Settings { start_rate: 8.0, repeats: 1, seconds: 10.0, ..Settings::default() };
+        let (search, measured) = sweep(settings, |_| 0.0);
+        assert_eq!(measured.iter().map(|one| one.rate).collect::<Vec<_>>(), [8.0, 4.0, 2.0, 1.0]);
+        let regret = search.regret(&measured).unwrap();
+        assert!(regret.contains("down to 1.000/s") && regret.contains("in 10 s"), "{regret}");
+        assert_eq!(search.regret(&[Measured { rate: 1.0, good_share: 1.0 }]), None);
+        let (search, measured) = sweep(Settings { seconds: f64::INFINITY, ..settings }, |_| 0.0);
+        assert!(measured.len() > 10 && search.regret(&measured).is_none());
+    }
+
+    #[test]
     fn repeats_end_with_the_majority() {
         let mut answers = [1.0, 0.0, 1.0, 0.0, 0.0].into_iter();
         let settings = Settings { max_rate: 2.0, relative_width: 2.0, ..Settings::default() };
@@ -281,9 +321,9 @@ mod tests {
             shares in prop::collection::vec(prop_oneof![0.0..1.0_f64, Just(f64::NAN), Just(f64::INFINITY)], 1..40),
             (start_rate, max_rate) in (prop::num::f64::ANY, prop::num::f64::ANY),
             (good_share, relative_width) in (prop::num::f64::ANY, prop::num::f64::ANY),
-            (repeats, max_probes) in (0..6_u32, 0..60_u32),
+            (repeats, max_probes, seconds) in (0..6_u32, 0..60_u32, prop::num::f64::ANY),
         ) {
-            let settings = Settings { start_rate, max_rate, good_share, relative_width, repeats, max_probes };
+            let settings = Settings { start_rate, max_rate, good_share, relative_width, repeats, max_probes, seconds };
             let mut shares = shares.into_iter().cycle();
             let (search, measured) = sweep(settings, |_| shares.next().unwrap());
             prop_assert!(measured.iter().all(|one| one.rate > 0.0 && one.rate <= search.settings.max_rate));

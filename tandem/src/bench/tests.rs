@@ -16,8 +16,9 @@ use super::client::{Asking, Client};
 use super::metronome::Clock;
 use super::progress::Progress;
 use super::prompt::Vocabulary;
-use super::record::{Interval, Outcome, Record};
+use super::record::{Interval, Objectives, Outcome, Record};
 use super::runner::{Bounds, Form, Load, Part, Target, Watch, measure};
+use super::stats::figures::Figures;
 use super::workload::{Cache, Draw, Mix, Prefix, Shape, Workload};
 
 mod fake_grpc;
@@ -164,9 +165,15 @@ fn part(load: Load) -> Part {
 }
 
 fn watch() -> Watch {
-    Watch { clock: Clock::start(), stop: CancellationToken::new(), progress: Arc::new(Progress::default()) }
+    Watch {
+        clock: Clock::start(),
+        stop: CancellationToken::new(),
+        progress: Arc::new(Progress::default()),
+        lost: Arc::default(),
+    }
 }
 
+const GOALS: Objectives = Objectives { ttft_ms: 1e3, tpot_ms: 1e3 };
 const QUICK: Manner = Manner::Answer { first: Duration::ZERO, tokens: 3, gap: Duration::ZERO };
 const EVERY_10_MS: Load = Load::Rate(Process::Constant, Rate { from: 100.0, to: 100.0, over_s: 0.0 });
 
@@ -281,6 +288,66 @@ async fn bad_servers_cost_records_and_never_the_run() {
         let chunks: usize = interval.records.iter().map(|record| record.chunks.len()).sum();
         assert_eq!(chunks, if matches!(manner, Manner::Die | Manner::Fail) { 4 } else { 0 });
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_closed_loop_does_not_ask_in_a_circle() {
+    for manner in [Manner::Refuse("0.1"), Manner::Refuse("soon"), Manner::Fail] {
+        let fake = Fake::start(manner).await;
+        let interval = measure(&fake.target(), &part(Load::Concurrency(2)), &watch()).await.unwrap();
+        // Two slots that rest 0.1 s each time.
+        let asked = fake.asked.load(Ordering::SeqCst);
+        assert!(
+            asked >= 2 && asked as f64 <= 2.0 * (interval.seconds / 0.1 + 2.0),
+            "{asked} in {} s",
+            interval.seconds
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_closed_loop_counts_what_comes_inside_its_window() {
+    let fake = Fake::start(Manner::Answer { first: Duration::from_millis(60), tokens: 2, gap: Duration::ZERO }).await;
+    let mut part = part(Load::Concurrency(3));
+    (part.bounds.warmup_s, part.bounds.seconds) = (0.1, 0.2);
+    let interval = measure(&fake.target(), &part, &watch()).await.unwrap();
+    let (from, to) = interval.window_from.map(|from| (from, from + 0.2)).unwrap();
+    let served = Figures::of(&[&interval], GOALS).served;
+    let inside = interval.records.iter().filter(|record| from <= record.ended && record.ended < to).count();
+    assert_eq!((served.completed, interval.seconds, interval.notes.len()), (inside, 0.2, 0));
+    let before = interval.records.iter().filter(|record| record.intended < from).count();
+    assert!(before >= 1 && interval.measured().count() + before == interval.records.len(), "{before} were under way");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_window_without_an_answer_goes_on_until_each_slot_had_one() {
+    let fake = Fake::start(Manner::Answer { first: Duration::from_millis(100), tokens: 1, gap: Duration::ZERO }).await;
+    let mut part = part(Load::Concurrency(2));
+    part.bounds.seconds = 0.02;
+    let interval = measure(&fake.target(), &part, &watch()).await.unwrap();
+    assert!((0.1..4.0).contains(&interval.seconds), "{}", interval.seconds);
+    assert!(interval.notes[0].starts_with("no answer ended within the 0.02 s"), "{:?}", interval.notes);
+    assert!(Figures::of(&[&interval], GOALS).request_throughput() > 0.0);
+    part.bounds.drain = Duration::from_millis(20);
+    let hung = Fake::start(Manner::Hang).await;
+    let interval = measure(&hung.target(), &part, &watch()).await.unwrap();
+    assert!(interval.seconds < 2.0, "bounded by the drain: {}", interval.seconds);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefix_that_could_not_be_sent_is_said() {
+    let fake = Fake::start(Manner::Fail).await;
+    let shape = Shape {
+        input: "40".parse().unwrap(),
+        output: "1".parse().unwrap(),
+        prefix: Some(Prefix { share: 0.5, groups: 2 }),
+    };
+    let mut part = part(Load::Concurrency(1));
+    part.workload = Arc::new(Workload { name: "own".into(), mix: Mix::Shapes(vec![(1.0, shape)]) });
+    part.bounds.requests = Some(1);
+    part.draw.cache = Cache::Warm;
+    let interval = measure(&fake.target(), &part, &watch()).await.unwrap();
+    assert!(interval.notes[0].starts_with("2 of 2 shared prefixes could not be sent"), "{:?}", interval.notes);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -215,7 +215,10 @@ mod tests {
                 "tandem":{"queue_ms":1.5,"ttft_ms":2,"kv_bytes":7,"prefill_instance":"decode-0","decode_instance":"decode-0","new":[],"trace_id":"ab"}}"#,
         );
         assert_eq!(last.usage(), Some(Usage { prompt: 9, cached: 8, completion: 4 }));
-        assert_eq!(last.phases(), Some(Phases { queue_ms: 1.5, ttft_ms: 2.0, kv_bytes: 7, local: true, ..Phases::default() }));
+        assert_eq!(
+            last.phases(),
+            Some(Phases { queue_ms: 1.5, ttft_ms: 2.0, kv_bytes: 7, local: true, ..Phases::default() })
+        );
         assert_eq!(last.trace_id(), Some("ab"));
         assert_eq!(chunk(r#"{"error":{"message":"full"}}"#).error().as_deref(), Some("full"));
         assert_eq!(chunk(r#"{"error":"full"}"#).error().as_deref(), Some("\"full\""));

@@ -1,5 +1,5 @@
 //! One line for each interval (pure), for spreadsheets and plotting scripts. RFC 4180; times in milliseconds; an absent number is an empty field.
-use super::{Load, Point, Summary, warmth};
+use super::{Point, Summary, warmth};
 use crate::bench::stats::Distribution;
 use crate::bench::stats::figures::Figures;
 
@@ -8,7 +8,7 @@ const PERCENTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p95", 0.95)
 /// What each latency is called.
 const LATENCIES: [&str; 5] = ["ttft", "tpot", "itl", "e2el", "lag"];
 /// What stands before the latencies …
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 18] = [
     "row",
     "endpoint",
     "prefix",
@@ -16,6 +16,7 @@ const KEYS: [&str; 17] = [
     "concurrency",
     "repeat",
     "seconds",
+    "duration",
     "requests",
     "completed",
     "refused",
@@ -58,11 +59,7 @@ fn head() -> Vec<String> {
 }
 
 fn fields(point: &Point, repeat: u32, of: &Figures) -> Vec<String> {
-    let (rate, concurrency) = match point.key.load {
-        Load::Rate(rate) => (Some(rate), None),
-        Load::Concurrency(concurrency) => (None, Some(concurrency)),
-        Load::Given => (None, None),
-    };
+    let (rate, concurrency) = (point.key.load.rate(), point.key.load.concurrency());
     let mut fields = vec![
         point.key.row.clone(),
         point.key.endpoint.to_string(),
@@ -71,6 +68,7 @@ fn fields(point: &Point, repeat: u32, of: &Figures) -> Vec<String> {
         concurrency.map(|concurrency| concurrency.to_string()).unwrap_or_default(),
         repeat.to_string(),
         number(Some(of.seconds)),
+        number(Some(of.served.seconds)),
     ];
     let counts = [of.requests, of.completed, of.refused, of.failures(), of.unfinished, of.good];
     fields.extend(counts.map(|count| count.to_string()));
@@ -125,9 +123,11 @@ mod tests {
         let text = csv(&summarize(&Run { intervals: vec![interval], ..Run::default() }, GOALS, None));
         let lines: Vec<&str> = text.split("\r\n").collect();
         assert_eq!(lines.len(), 3);
-        assert!(lines[0].starts_with("row,endpoint,prefix,rate,concurrency,repeat,seconds,requests,completed,"));
+        assert!(
+            lines[0].starts_with("row,endpoint,prefix,rate,concurrency,repeat,seconds,duration,requests,completed,")
+        );
         // TTFT 250 and 500; TPOT 250 / 2 and 125, which is over the objective; two of five tokens are late.
-        let want = "\"chat, \"\"short\"\"\",0,cold,1,,0,4,2,2,0,0,0,0,0,200,50,5,375,475,487.5,497.5,375,500,125,125,125,125,125,125,";
+        let want = "\"chat, \"\"short\"\"\",0,cold,1,,0,4,4,2,2,0,0,0,0,0,200,50,5,375,475,487.5,497.5,375,500,125,125,125,125,125,125,";
         assert!(lines[1].starts_with(want), "{}", lines[1]);
         assert!(lines[1].ends_with(",0.5,0,50,1.25,0.6,0,"), "{}", lines[1]);
     }

@@ -1,5 +1,7 @@
 //! Rate against latency and goodput (pure): what a sweep measured, in order of rate, and its knee.
+use super::number::percent;
 use super::{Load, Point};
+use crate::bench::stats::confidence::{self, Estimate};
 use crate::bench::sweep::{self, GOOD_SHARE, Knee, Measured};
 
 /// One row on one endpoint over its rates.
@@ -19,6 +21,8 @@ pub struct Step {
     /// Requests a second offered.
     pub rate: f64,
     pub good_share: f64,
+    /// Wilson's, over all requests of the rate.
+    pub good_interval: Option<Estimate>,
     /// Good requests a second.
     pub goodput: f64,
     /// Completed requests a second.
@@ -29,13 +33,24 @@ pub struct Step {
     pub tpot_p99_ms: Option<f64>,
 }
 
+impl Curve {
+    /// How sure the share of good requests at `rate` is, for people; empty where nothing was asked.
+    pub fn sure(&self, rate: f64) -> String {
+        let step = self.steps.iter().find(|step| step.rate == rate);
+        step.and_then(|step| step.good_interval).map_or_else(String::new, |of| {
+            format!(" ({} % good, {} … {})", percent(of.value), percent(of.low), percent(of.high))
+        })
+    }
+}
+
 /// One for each row, endpoint and warmth with two rates or more. The knee is judged by repeats, as the search does.
 pub fn curves(points: &[Point]) -> Vec<Curve> {
     let mut curves: Vec<(Curve, Vec<Measured>)> = Vec::new();
     for point in points {
         let Load::Rate(rate) = point.key.load else { continue };
         let step = step(rate, point);
-        let measured = point.repeats.iter().map(|(_, of)| Measured { rate, good_share: of.good_share() });
+        let asked = point.repeats.iter().filter(|(_, of)| of.requests > 0);
+        let measured = asked.map(|(_, of)| Measured { rate, good_share: of.good_share() });
         let (row, endpoint, warm) = (&point.key.row, point.key.endpoint, point.key.warm);
         let same = |curve: &Curve| curve.row == *row && curve.endpoint == endpoint && curve.warm == warm;
         match curves.iter_mut().find(|(curve, _)| same(curve)) {
@@ -58,6 +73,7 @@ fn step(rate: f64, point: &Point) -> Step {
     Step {
         rate,
         good_share: of.good_share(),
+        good_interval: confidence::share(of.good, of.requests),
         goodput: of.goodput(),
         throughput: of.request_throughput(),
         ttft_p50_ms: of.ttft_ms.median(),

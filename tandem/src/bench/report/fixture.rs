@@ -101,6 +101,7 @@ fn info() -> RunInfo {
         server_flags: vec!["--prefill 1".into(), "--decode 1".into()],
         own_lag_p99_ms: 0.4,
         own_lag_max_ms: 1.9,
+        ..RunInfo::default()
     }
 }
 
@@ -219,6 +220,8 @@ fn any_interval() -> impl Strategy<Value = Interval> {
             concurrency: load.1,
             warm,
             seconds,
+            window_from: warm.then_some(3.0),
+            notes: Vec::new(),
             records,
         },
     )

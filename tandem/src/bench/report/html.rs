@@ -30,7 +30,8 @@ pub fn html(summary: &Summary) -> String {
         section("What bounds it", &tables::findings(summary)),
         workloads,
         section("Comparisons", &charts::comparisons(summary)),
-        section("What the hardware allows", &tables::predictions(summary)),
+        section("Nodes", &tables::nodes(summary)),
+        section(&predictions_title(summary), &tables::predictions(summary)),
         section("The run", &tables::run(summary)),
     ];
     let policy = "default-src 'none'; style-src 'unsafe-inline'";
@@ -41,6 +42,12 @@ pub fn html(summary: &Summary) -> String {
         escape(&summary.info.model),
         body.concat()
     )
+}
+
+/// With a capital.
+fn predictions_title(summary: &Summary) -> String {
+    let title = super::model::title(&summary.points);
+    title.chars().take(1).flat_map(char::to_uppercase).chain(title.chars().skip(1)).collect()
 }
 
 /// Nothing without content.
@@ -95,7 +102,14 @@ fn tile(number: &str, unit: &str, name: &str) -> String {
 fn knee(summary: &Summary, curve: &Curve) -> String {
     let several = summary.totals.len() > 1;
     let endpoint = if several { format!(" on {}", endpoint_letter(curve.endpoint)) } else { String::new() };
-    tile(&curve.knee.holds.map_or_else(|| NONE.to_owned(), brief), " /s", &format!("goodput, {}{endpoint}", curve.row))
+    let holds = curve.knee.holds;
+    let sure = [holds, curve.knee.breaks].map(|rate| rate.map_or_else(String::new, |rate| curve.sure(rate)));
+    let sure = match (&holds, &curve.knee.breaks) {
+        (Some(_), Some(breaks)) => format!("{}; breaks at {}/s{}", sure[0], brief(*breaks), sure[1]),
+        _ => sure.concat(),
+    };
+    let name = format!("goodput, {}{endpoint}{sure}", curve.row);
+    tile(&holds.map_or_else(|| NONE.to_owned(), brief), " /s", &name)
 }
 
 fn warnings(summary: &Summary) -> String {

@@ -8,6 +8,7 @@ use super::compare::Comparison;
 use super::curve::{Curve, Step};
 use super::{Load, Point, Summary, warmth};
 use crate::bench::stats::Distribution;
+use crate::bench::stats::balance::{NodeLoads, max_by_mean};
 use crate::bench::stats::figures::{Figures, Server};
 
 /// Raised when the meaning of a key changes.
@@ -22,7 +23,9 @@ pub fn json(summary: &Summary) -> Value {
     let mut top = figures(first);
     top.insert("model_id".into(), value!(summary.info.model));
     top.insert("num_prompts".into(), value!(first.requests));
-    top.insert("request_rate".into(), single_rate(summary));
+    let load = single_load(summary);
+    top.insert("request_rate".into(), value!(load.and_then(Load::rate)));
+    top.insert("max_concurrency".into(), value!(load.and_then(Load::concurrency)));
     top.insert("tandem".into(), ours(summary));
     Value::Object(top)
 }
@@ -38,6 +41,8 @@ fn ours(summary: &Summary) -> Value {
             "e2el": "intended send time to the last chunk with tokens",
             "tpot": "(e2el - ttft) / (output tokens - 1)",
             "itl": "gaps between chunks with tokens",
+            "throughputs": "over duration: the offered window, or to the last answer where that is later; a closed loop counts what came inside its window",
+            "request_goodput": "good requests over offered_seconds",
             "percentiles": "all samples, linear between ranks (type 7)",
             "top_level": "all points of the first endpoint together",
         },
@@ -52,7 +57,7 @@ fn ours(summary: &Summary) -> Value {
 fn figures(of: &Figures) -> Map<String, Value> {
     let mut out = Map::new();
     let mut put = |key: &str, value: Value| out.insert(key.to_owned(), value);
-    put("duration", value!(of.seconds));
+    put("duration", value!(of.served.seconds));
     put("completed", value!(of.completed));
     put("failed", value!(of.requests - of.completed));
     put("total_input_tokens", value!(of.prompt_tokens));
@@ -73,29 +78,23 @@ fn figures(of: &Figures) -> Map<String, Value> {
     out
 }
 
-/// The rate, when all points have the same.
-fn single_rate(summary: &Summary) -> Value {
+/// The load, when all points have the same.
+fn single_load(summary: &Summary) -> Option<Load> {
     let mut loads = summary.points.iter().map(|point| point.key.load);
-    match loads.next() {
-        Some(Load::Rate(rate)) if loads.all(|other| other == Load::Rate(rate)) => value!(rate),
-        _ => Value::Null,
-    }
+    let first = loads.next()?;
+    loads.all(|other| other == first).then_some(first)
 }
 
 fn point(point: &Point) -> Value {
     let of = &point.figures;
     let mut out = figures(of);
-    let (rate, concurrency) = match point.key.load {
-        Load::Rate(rate) => (Some(rate), None),
-        Load::Concurrency(concurrency) => (None, Some(concurrency)),
-        Load::Given => (None, None),
-    };
     let own = value!({
         "row": point.key.row,
         "endpoint": point.key.endpoint,
         "prefix": warmth(point.key.warm),
-        "request_rate": rate,
-        "max_concurrency": concurrency,
+        "request_rate": point.key.load.rate(),
+        "max_concurrency": point.key.load.concurrency(),
+        "offered_seconds": of.seconds,
         "repeats": point.repeats.len(),
         "requests": of.requests,
         "refused": of.refused,
@@ -112,6 +111,7 @@ fn point(point: &Point) -> Value {
         "max_own_lag_ms": of.lag_ms.max(),
         "refusal_ms": spread(&of.refusal_ms),
         "server": server(&of.server),
+        "nodes": { "prompts": nodes(&of.balance.prompts), "answers": nodes(&of.balance.answers) },
         "confidence": point.estimates.iter().map(|(metric, estimate)| (metric.key().to_owned(), value!(estimate))).collect::<Map<_, _>>(),
         "ttft_attribution": point.attribution,
         "prediction": point.prediction,
@@ -142,6 +142,17 @@ fn server(of: &Server) -> Value {
     })
 }
 
+fn nodes(loads: &NodeLoads) -> Value {
+    if loads.is_empty() {
+        return Value::Null;
+    }
+    value!({
+        "each": loads,
+        "requests_max_by_mean": max_by_mean(loads, |of| of.requests),
+        "tokens_max_by_mean": max_by_mean(loads, |of| of.tokens),
+    })
+}
+
 fn spread(of: &Distribution) -> Value {
     value!({ "count": of.count(), "mean": of.mean(), "median": of.median(), "p99": of.percentile(0.99), "max": of.max() })
 }
@@ -151,6 +162,7 @@ fn curve(curve: &Curve) -> Value {
         value!({
             "request_rate": step.rate,
             "good_share": step.good_share,
+            "good_share_interval": step.good_interval,
             "request_goodput": step.goodput,
             "request_throughput": step.throughput,
             "median_ttft_ms": step.ttft_p50_ms,
@@ -198,7 +210,7 @@ mod tests {
     use super::super::fixture::{self, GOALS, sample_run};
     use super::super::summarize;
     use super::*;
-    use crate::bench::record::Run;
+    use crate::bench::record::{Interval, Nodes, Record, Run};
 
     #[test]
     fn the_keys_of_vllm_are_there() {
@@ -253,6 +265,25 @@ mod tests {
         assert_eq!(ours["points"][0]["confidence"]["median_ttft_ms"]["basis"], "repeats");
         assert!(ours["points"][0]["prediction"]["tpot"]["share_reached"].as_f64().is_some_and(|share| share > 0.0));
         assert_eq!(of["request_rate"], Value::Null, "there were several");
+        let interval = &ours["curves"][0]["steps"][0]["good_share_interval"];
+        assert!(interval["low"].as_f64() < interval["high"].as_f64(), "{interval}");
+        assert_eq!(ours["points"][0]["nodes"]["answers"], Value::Null, "nobody named them");
+    }
+
+    #[test]
+    fn a_closed_loop_has_a_concurrency_and_its_nodes_are_counted() {
+        let on = |decode: &str| Record {
+            nodes: Nodes::named("p0", decode).unwrap_or_default(),
+            ..fixture::record(0.0, &[(0.1, 1)])
+        };
+        let closed =
+            Interval { rate: None, concurrency: Some(3), ..fixture::interval(1.0, vec![on("d0"), on("d0"), on("d1")]) };
+        let of = json(&summarize(&Run { intervals: vec![closed], ..Run::default() }, GOALS, None));
+        assert_eq!((&of["max_concurrency"], &of["request_rate"]), (&value!(3), &Value::Null));
+        let nodes = &of["tandem"]["points"][0]["nodes"];
+        assert_eq!(nodes["prompts"]["each"]["p0"], value!({ "requests": 3, "tokens": 225 }));
+        let ratio = nodes["answers"]["requests_max_by_mean"].as_f64().unwrap_or_default();
+        assert!((ratio - 4.0 / 3.0).abs() < 1e-9, "{nodes}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The few numbers by which points are compared, each with how sure it is (pure).
-use crate::bench::stats::confidence::{Estimate, Samples, over_repeats, over_requests};
+use crate::bench::stats::confidence::{Estimate, Samples, over_repeats, over_requests, share};
 use crate::bench::stats::figures::Figures;
+use crate::bench::stats::ratio;
 
 /// A number that is worth comparing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,8 +95,43 @@ pub fn estimates(figures: &Figures, repeats: &[(u32, Figures)], seed: u64) -> Ve
     let estimate = |metric: Metric| {
         let each: Option<Vec<f64>> = repeats.iter().map(|(_, of)| metric.of(of)).collect();
         let estimate = each.and_then(|each| over_repeats(&each));
-        let estimate = estimate.or_else(|| over_requests(metric.samples(figures)?, seed))?;
+        let estimate = estimate.or_else(|| match metric {
+            Metric::Goodput => goodput(figures),
+            _ => over_requests(metric.samples(figures)?, seed),
+        })?;
         Some((metric, estimate))
     };
     Metric::ALL.into_iter().filter_map(estimate).collect()
+}
+
+/// Good requests a second, as far as the share of the good ones tells: when requests came is the generator's doing, not the server's.
+fn goodput(figures: &Figures) -> Option<Estimate> {
+    let good = share(figures.good, figures.requests)?;
+    let rate = figures.goodput();
+    // Without a good one the rate of all that were asked.
+    let scale = if good.value > 0.0 { rate / good.value } else { ratio(figures.requests as f64, figures.seconds) };
+    let of = Estimate { value: rate, low: good.low * scale, high: good.high * scale, ..good };
+    of.high.is_finite().then_some(of)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{self, GOALS};
+    use super::*;
+    use crate::bench::stats::confidence::Basis;
+
+    #[test]
+    fn goodput_has_an_interval_without_repeats() {
+        let record = |i: u32| {
+            let first = f64::from(i) + if i < 2 { 1.0 } else { 0.1 };
+            fixture::record(f64::from(i), &[(first, 1), (first + 0.01, 1)])
+        };
+        let interval = fixture::interval(20.0, (0..20).map(record).collect());
+        let figures = Figures::of(&[&interval], GOALS);
+        let estimates = estimates(&figures, &[(0, figures.clone())], 1);
+        let (_, of) = estimates.iter().find(|(metric, _)| *metric == Metric::Goodput).unwrap();
+        // 18 of 20 in 20 s; Wilson's 0.699 … 0.972.
+        assert!((of.value - 0.9).abs() < 1e-9 && of.basis == Basis::Requests, "{of:?}");
+        assert!((of.low - 0.699).abs() < 2e-3 && (of.high - 0.972).abs() < 2e-3, "{of:?}");
+    }
 }

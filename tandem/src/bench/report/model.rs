@@ -2,17 +2,24 @@
 //!
 //! - **Decode**, by bandwidth: a step reads all weights and the KV of its whole batch, so TPOT ≥ (weights + batch × context × KV of a token) / bandwidth.
 //! - **Prefill**, by compute: time ≥ uncached tokens × FLOP of a token / FLOP a second (or tokens / the prefill rate, where that was measured).
-//! - By **step cost**, a step of t tokens that attend to p positions takes base + token · t + context · p: the nodes measure it themselves. It is no
-//!   bound but a forecast; hardware, where known, comes first.
+//! - By **step cost**, a step of t tokens that attend to p positions takes base + token · t + context · p: the nodes measure it themselves. A prompt has a
+//!   base for each step of the node's budget. It is no bound but a forecast, and says nothing of the hardware; hardware, where known, comes first.
+//!
+//! Each answer is forecast by itself and set beside its own measurement, and the medians of both, and of their ratio, are told: the mean prompt beside the
+//! median time would compare two different requests.
 //!
 //! The batch is the one that the tokens really met: the mean number of answers that were being decoded, weighted by how many were, divided by the
 //! decode nodes. The share reached is predicted / measured: 1 means that nothing is lost.
 use serde::{Deserialize, Serialize};
 
-use crate::bench::record::{Interval, Record};
+use super::Point;
+use crate::bench::record::{Interval, Objectives, Record};
 use crate::bench::stats::figures::Figures;
-use crate::bench::stats::ratio;
-use crate::bench::stats::request::is_ok;
+use crate::bench::stats::request::{Seen, is_ok};
+use crate::bench::stats::{Distribution, ratio};
+
+/// Times do not depend on them.
+const NO_OBJECTIVES: Objectives = Objectives { ttft_ms: 0.0, tpot_ms: 0.0 };
 
 /// What is known of the server; everything may be missing. Numbers that are not positive count as missing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -33,7 +40,10 @@ pub struct Model {
     pub prefill_cost: Option<StepCost>,
     /// As decode nodes report it.
     pub decode_cost: Option<StepCost>,
+    /// Tokens of one step, at most, of the nodes that prefill; None: a prompt is one step.
+    pub prefill_step_tokens: Option<f64>,
     /// 0 counts as 1.
+    #[serde(default)]
     pub decode_nodes: u32,
 }
 
@@ -61,12 +71,29 @@ pub enum Source {
     StepCost,
 }
 
+impl Source {
+    /// Whether it is a figure of the hardware: only then does a forecast bound what is possible.
+    pub fn is_hardware(self) -> bool {
+        self != Self::StepCost
+    }
+
+    /// For people.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Bandwidth => "bandwidth",
+            Self::Compute => "compute",
+            Self::PrefillRate => "prefill rate",
+            Self::StepCost => "own step cost",
+        }
+    }
+}
+
 /// A time beside its measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Predicted {
     pub predicted_ms: f64,
     pub measured_ms: f64,
-    /// predicted / measured.
+    /// predicted / measured: the median over the answers.
     pub share_reached: f64,
     pub source: Source,
     /// Of the predicted time, what is reading memory and not computing; 1 for bandwidth, 0 for compute.
@@ -98,13 +125,24 @@ impl Model {
         let context_tokens = prompt + mean(figures.output_tokens) / 2.0;
         let batch = (concurrency(intervals) / f64::from(self.decode_nodes.max(1))).max(1.0);
         let uncached_tokens = prompt - cached;
-        let prefill_ms = figures.server.prefill_ms.median().or_else(|| figures.ttft_ms.median());
+        let told = figures.server.prefill_ms.count() > 0;
+        let answers = || intervals.iter().flat_map(|interval| interval.measured()).filter(|record| is_ok(record));
+        let tpot = answers().filter_map(|record| {
+            let seen = Seen::of(record, NO_OBJECTIVES);
+            let context_tokens = f64::from(record.prompt_tokens) + seen.output_tokens as f64 / 2.0;
+            self.step(batch, context_tokens)?.beside(seen.tpot_ms)
+        });
+        let prefill = answers().filter_map(|record| {
+            let phase_ms = record.phases.map(|phases| phases.prefill_ms);
+            let measured_ms = if told { phase_ms } else { Seen::of(record, NO_OBJECTIVES).ttft_ms };
+            self.prefill(record)?.beside(measured_ms)
+        });
         Prediction {
             batch,
             context_tokens,
             uncached_tokens,
-            tpot: self.step(batch, context_tokens).and_then(|of| of.beside(figures.tpot_ms.median())),
-            prefill: self.prefill(uncached_tokens, cached).and_then(|of| of.beside(prefill_ms)),
+            tpot: typical(tpot.collect()),
+            prefill: typical(prefill.collect()),
         }
     }
 
@@ -124,8 +162,23 @@ impl Model {
         })
     }
 
-    /// Time to prefill `uncached` tokens behind `cached` ones, alone on a node and in one step.
-    fn prefill(&self, uncached: f64, cached: f64) -> Option<Forecast> {
+    /// The user's facts first, then what the nodes told; None without either.
+    pub fn of(hardware: Option<&Self>, told: Option<&Self>) -> Option<Self> {
+        let told = told.filter(|told| **told != Self::default());
+        let (Some(given), Some(told)) = (hardware, told) else { return hardware.or(told).cloned() };
+        Some(Self {
+            prefill_cost: given.prefill_cost.or(told.prefill_cost),
+            decode_cost: given.decode_cost.or(told.decode_cost),
+            prefill_step_tokens: given.prefill_step_tokens.or(told.prefill_step_tokens),
+            decode_nodes: if given.decode_nodes == 0 { told.decode_nodes } else { given.decode_nodes },
+            ..given.clone()
+        })
+    }
+
+    /// Time to prefill the prompt's tokens that were not cached, alone on the node that did it.
+    fn prefill(&self, record: &Record) -> Option<Forecast> {
+        let cached = record.cached_tokens.min(record.prompt_tokens);
+        let (uncached, cached) = (f64::from(record.prompt_tokens - cached), f64::from(cached));
         let by_rate = positive(self.prefill_tokens_per_s).map(|rate| (uncached / rate * 1e3, Source::PrefillRate));
         let by_compute = || {
             let (flop, gflop_per_s) = positive(self.flop_per_token).zip(positive(self.compute_gflop_per_s))?;
@@ -134,9 +187,34 @@ impl Model {
         if let Some((ms, source)) = by_rate.or_else(by_compute) {
             return Some(Forecast { ms, source, memory_share: 0.0 });
         }
-        let cost = self.prefill_cost?;
-        let ms = cost.ms(uncached, uncached * cached + uncached * (uncached + 1.0) / 2.0);
-        Some(Forecast { ms, source: Source::StepCost, memory_share: ratio(cost.base_ms, ms) })
+        // A decode node that computes a prompt does so at its own cost.
+        let is_local = record.phases.is_some_and(|phases| phases.local);
+        let cost = if is_local { self.decode_cost.or(self.prefill_cost) } else { self.prefill_cost }?;
+        let steps = positive(self.prefill_step_tokens).map_or(1.0, |budget| (uncached / budget).ceil().max(1.0));
+        let more_ms = (steps - 1.0) * cost.base_ms;
+        let ms = cost.ms(uncached, uncached * cached + uncached * (uncached + 1.0) / 2.0) + more_ms;
+        Some(Forecast { ms, source: Source::StepCost, memory_share: ratio(cost.base_ms + more_ms, ms) })
+    }
+}
+
+/// What the predictions of these points are, in a few words.
+pub fn title(points: &[Point]) -> &'static str {
+    let of = points.iter().filter_map(|point| point.prediction);
+    let mut sources = of.flat_map(|of| [of.tpot, of.prefill]).flatten().map(|of| of.source);
+    match (sources.clone().any(Source::is_hardware), sources.any(|source| !source.is_hardware())) {
+        (true, false) => "the hardware allows",
+        (false, _) => "the nodes' own cost model",
+        (true, true) => "the hardware allows, or the nodes' own cost model",
+    }
+}
+
+impl Prediction {
+    /// What it rests on: of TPOT and then of prefill, said once where they are alike.
+    pub fn sources(&self) -> String {
+        let mut labels: Vec<&str> =
+            [self.tpot, self.prefill].into_iter().flatten().map(|of| of.source.label()).collect();
+        labels.dedup();
+        labels.join(", ")
     }
 }
 
@@ -154,6 +232,19 @@ impl Forecast {
         let memory_share = self.memory_share.clamp(0.0, 1.0);
         Some(Predicted { predicted_ms, measured_ms, share_reached, source: self.source, memory_share })
     }
+}
+
+/// The medians of all; None without any.
+fn typical(each: Vec<Predicted>) -> Option<Predicted> {
+    let source = each.first()?.source;
+    let median = |of: fn(&Predicted) -> f64| Distribution::of(each.iter().map(of)).median();
+    Some(Predicted {
+        predicted_ms: median(|of| of.predicted_ms)?,
+        measured_ms: median(|of| of.measured_ms)?,
+        share_reached: median(|of| of.share_reached)?,
+        source,
+        memory_share: median(|of| of.memory_share)?,
+    })
 }
 
 fn positive(value: Option<f64>) -> Option<f64> {
@@ -189,6 +280,7 @@ fn decoding(record: &Record) -> Option<(f64, f64)> {
 mod tests {
     use super::super::fixture::{self, GOALS};
     use super::*;
+    use crate::bench::record::Phases;
 
     /// Two answers of 11 tokens, 0.1 s apart: one from 1 to 2 s, one from 1.5 to 2.5 s.
     fn two() -> Interval {
@@ -242,6 +334,54 @@ mod tests {
         assert!((tpot.memory_share - 11.055 / 13.055).abs() < 1e-9);
         // 75 tokens behind 25: 10 + 150 + 0.01 × (75 × 25 + 75 × 76 / 2).
         assert!((of.prefill.unwrap().predicted_ms - 207.25).abs() < 1e-9);
+    }
+
+    #[test]
+    fn each_answer_is_compared_with_its_own_forecast() {
+        // Nine short prompts and a long one, each exactly as predicted: the mean prompt would forecast ten times the median time.
+        let cost = StepCost { base_ms: 2.0, token_ms: 1.0, context_ms: 0.0 };
+        let answer = |prompt_tokens: u32| Record {
+            prompt_tokens,
+            cached_tokens: 0,
+            ..fixture::record(0.0, &[((2.0 + f64::from(prompt_tokens)) / 1e3, 1)])
+        };
+        let interval = fixture::interval(5.0, (0..10).map(|i| answer(if i == 0 { 1000 } else { 10 })).collect());
+        let model = Model { prefill_cost: Some(cost), ..Model::default() };
+        let of = model.predict(&[&interval], &Figures::of(&[&interval], GOALS)).prefill.unwrap();
+        assert!((of.share_reached - 1.0).abs() < 1e-9 && (of.predicted_ms - 12.0).abs() < 1e-9, "{of:?}");
+    }
+
+    #[test]
+    fn a_prompt_that_decode_computed_is_forecast_by_decodes_cost() {
+        let cost = |token_ms| Some(StepCost { base_ms: 5.0, token_ms, context_ms: 0.0 });
+        let model = Model { prefill_cost: cost(1.0), decode_cost: cost(0.1), ..Model::default() };
+        let predicted = |local| {
+            let interval = fixture::interval(
+                5.0,
+                vec![fixture::with_phases(Phases { local, prefill_ms: 9.0, ..Phases::default() })],
+            );
+            model.predict(&[&interval], &Figures::of(&[&interval], GOALS)).prefill.map(|of| of.predicted_ms)
+        };
+        // 75 tokens.
+        assert_eq!((predicted(false), predicted(true)), (Some(80.0), Some(12.5)));
+    }
+
+    #[test]
+    fn a_long_prompt_has_a_base_for_each_step() {
+        let cost = StepCost { base_ms: 10.0, token_ms: 2.0, context_ms: 0.0 };
+        let model = Model { prefill_cost: Some(cost), prefill_step_tokens: Some(30.0), ..Model::default() };
+        // 75 tokens are three steps: 3 × 10 + 150.
+        assert!((predict(&model).prefill.unwrap().predicted_ms - 180.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_users_facts_come_first() {
+        let told = Model { decode_nodes: 3, decode_cost: Some(StepCost::default()), ..Model::default() };
+        let given = Model { memory_gb_per_s: Some(20.0), ..Model::default() };
+        let of = Model::of(Some(&given), Some(&told)).unwrap();
+        assert_eq!((of.memory_gb_per_s, of.decode_nodes, of.decode_cost), (Some(20.0), 3, told.decode_cost));
+        assert_eq!(Model::of(Some(&Model { decode_nodes: 1, ..given }), Some(&told)).unwrap().decode_nodes, 1);
+        assert_eq!((Model::of(None, Some(&told)), Model::of(None, Some(&Model::default()))), (Some(told), None));
     }
 
     #[test]

@@ -3,13 +3,16 @@
 //! | regime | holds when |
 //! |---|---|
 //! | scheduler saturation | the queue phase is ≥ 50 % of the server's mean TTFT, or ≥ 5 % of the requests were refused |
-//! | compute-bound prefill | the prefill phase is ≥ 50 % of it, and its predicted time is ≥ 50 % of what it took |
+//! | compute-bound prefill | the prefill phase is ≥ 50 % of it, and the time that the hardware's compute predicts is ≥ 50 % of what it took |
+//! | prefill itself | as that, with the time that the nodes' own cost model predicts: it says how fast they are, not why |
 //! | contended prefill | the prefill phase is ≥ 50 % of it, and its predicted time is < 50 % of what it took: prompts wait for each other |
-//! | bandwidth-bound decode | the predicted step is ≥ 50 % reading memory, and ≥ 50 % of the measured TPOT |
+//! | bandwidth-bound decode | the step that the hardware's bandwidth predicts is ≥ 50 % of the measured TPOT |
+//! | fixed cost of a step | by the nodes' own cost model a step is ≥ 50 % base and context, whatever tokens it has, and ≥ 50 % of the measured TPOT |
 //! | transfer exposed | half of the mean hand-off gap or more is exposed transfer, and the gap is ≥ 3 × the median TPOT |
 //! | cold cache | the same row and load, warm, has ≤ 50 % of the median TTFT |
 //!
 //! Without a model nothing is said of compute or bandwidth; without the server's phases nothing of queue, prefill or transfer.
+use super::model::Source;
 use super::number::{ms, percent, short};
 use super::{Key, Point};
 use crate::bench::stats::ratio;
@@ -27,8 +30,12 @@ const GAP_FACTOR: f64 = 3.0;
 pub enum Regime {
     SchedulerSaturation,
     ComputeBoundPrefill,
+    /// By the nodes' own cost model.
+    PrefillItself,
     ContendedPrefill,
     BandwidthBoundDecode,
+    /// By the nodes' own cost model.
+    StepFixedCost,
     TransferExposed,
     ColdCache,
 }
@@ -39,8 +46,10 @@ impl Regime {
         match self {
             Self::SchedulerSaturation => "scheduler saturation",
             Self::ComputeBoundPrefill => "compute-bound prefill",
+            Self::PrefillItself => "prefill itself",
             Self::ContendedPrefill => "contended prefill",
             Self::BandwidthBoundDecode => "bandwidth-bound decode",
+            Self::StepFixedCost => "fixed cost of a step",
             Self::TransferExposed => "transfer exposed",
             Self::ColdCache => "cold cache",
         }
@@ -134,24 +143,35 @@ fn prefill(point: &Point) -> Option<Finding> {
     let of = point.prediction?.prefill?;
     let (predicted, measured) = (ms(of.predicted_ms), ms(of.measured_ms));
     let because = format!(
-        "prefill is {} % of the server's TTFT; {measured} ms where {predicted} ms were predicted",
-        percent(share)
+        "prefill is {} % of the server's TTFT; {measured} ms where {predicted} ms were predicted{}",
+        percent(share),
+        by(of.source)
     );
-    let regime = if of.share_reached >= HALF { Regime::ComputeBoundPrefill } else { Regime::ContendedPrefill };
+    let regime = match (of.share_reached >= HALF, of.source.is_hardware()) {
+        (true, true) => Regime::ComputeBoundPrefill,
+        (true, false) => Regime::PrefillItself,
+        (false, _) => Regime::ContendedPrefill,
+    };
     (share >= HALF).then_some(Finding { regime, because })
 }
 
 fn decode(point: &Point) -> Option<Finding> {
     let of = point.prediction?;
     let tpot = of.tpot.filter(|tpot| tpot.memory_share >= HALF && tpot.share_reached >= HALF)?;
-    let because = format!(
-        "a step over {} sequences of {} tokens reads memory for {} of {} ms",
-        short(of.batch),
-        short(of.context_tokens),
-        ms(tpot.predicted_ms * tpot.memory_share),
-        ms(tpot.measured_ms),
-    );
-    Some(Finding { regime: Regime::BandwidthBoundDecode, because })
+    let over = format!("{} sequences of {} tokens", short(of.batch), short(of.context_tokens));
+    let (part, whole) = (ms(tpot.predicted_ms * tpot.memory_share), ms(tpot.measured_ms));
+    Some(if tpot.source.is_hardware() {
+        let because = format!("a step over {over} reads memory for {part} of {whole} ms");
+        Finding { regime: Regime::BandwidthBoundDecode, because }
+    } else {
+        let because = format!("{part} of {whole} ms a step over {over}{}", by(tpot.source));
+        Finding { regime: Regime::StepFixedCost, because }
+    })
+}
+
+/// What is no figure of the hardware is said to be none.
+fn by(source: Source) -> &'static str {
+    if source.is_hardware() { "" } else { ", by the nodes' own cost model" }
 }
 
 fn transfer(point: &Point) -> Option<Finding> {
@@ -225,6 +245,18 @@ mod tests {
         assert_eq!(found(records(phases(90.0, 80.0)), &model), [Regime::SchedulerSaturation]);
     }
 
+    /// The nodes' own fit says how fast they are, and nothing of compute or bandwidth.
+    #[test]
+    fn a_cost_model_is_not_the_hardware() {
+        let cost = super::super::model::StepCost { base_ms: 0.0, token_ms: 1.0, context_ms: 0.0 };
+        let model = Model { prefill_cost: Some(cost), ..Model::default() };
+        assert_eq!(found(records(phases(10.0, 100.0)), &model), [Regime::PrefillItself]);
+        assert_eq!(found(records(phases(10.0, 200.0)), &model), [Regime::ContendedPrefill]);
+        let run = Run { intervals: vec![fixture::interval(10.0, records(phases(10.0, 100.0)))], ..Run::default() };
+        let because = &summarize(&run, GOALS, Some(&model)).points[0].findings[0].because;
+        assert!(because.ends_with("75.0 ms were predicted, by the nodes' own cost model"), "{because}");
+    }
+
     #[test]
     fn decode_is_bandwidth_when_the_bytes_say_so() {
         // 20 ms a step are 200 MB at 10 GB/s.
@@ -234,7 +266,7 @@ mod tests {
         assert_eq!(found(records(phases(0.0, 1.0)), &model(0.9e8)), []);
         let cost = |base_ms, token_ms| Some(super::super::model::StepCost { base_ms, token_ms, context_ms: 0.0 });
         let by_cost = |cost| Model { decode_cost: cost, ..Model::default() };
-        assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(15.0, 1.0))), [Regime::BandwidthBoundDecode]);
+        assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(15.0, 1.0))), [Regime::StepFixedCost]);
         assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(1.0, 15.0))), []);
     }
 

@@ -1,10 +1,13 @@
 //! The summary for a terminal (pure): medians first, short. Nothing in it moves a cursor: control characters of names are shown as dots.
 use super::number::{NONE, brief, count, maybe, ms, percent, short};
-use super::{Point, Summary, endpoint_letter, regime, warmth};
+use super::{Point, Summary, endpoint_letter, model, regime, warmth};
+use crate::bench::stats::balance::max_by_mean;
 use crate::bench::stats::figures::Figures;
 
 /// Wide enough for names, narrow enough for a terminal.
 const MOST_NAME: usize = 28;
+/// Nodes that are listed by name; all are in the JSON.
+const MOST_NODES: usize = 4;
 /// So many warnings and failures are listed; a count says how many there are beyond.
 const MOST_LINES: usize = 12;
 
@@ -15,6 +18,7 @@ pub fn text(summary: &Summary) -> String {
         latencies(summary),
         rates(summary),
         attribution(summary),
+        nodes(summary),
         predictions(summary),
         findings(summary),
         knees(summary),
@@ -110,7 +114,8 @@ fn aligned(lines: &[Vec<String>], left: usize) -> String {
 }
 
 fn latencies(summary: &Summary) -> Option<String> {
-    let heads = ["TTFT p50", "p95", "p99", "TPOT p50", "p99", "ITL p50", "p99", "max", "E2E p50", "p99"];
+    let heads =
+        ["TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99", "ITL p50", "p95", "p99", "max", "E2E p50", "p95", "p99"];
     table(summary, "latency, ms", &heads, |point| {
         let of = &point.figures;
         let numbers = [
@@ -118,11 +123,14 @@ fn latencies(summary: &Summary) -> Option<String> {
             (&of.ttft_ms, 0.95),
             (&of.ttft_ms, 0.99),
             (&of.tpot_ms, 0.5),
+            (&of.tpot_ms, 0.95),
             (&of.tpot_ms, 0.99),
             (&of.itl_ms, 0.5),
+            (&of.itl_ms, 0.95),
             (&of.itl_ms, 0.99),
             (&of.itl_ms, 1.0),
             (&of.e2e_ms, 0.5),
+            (&of.e2e_ms, 0.95),
             (&of.e2e_ms, 0.99),
         ];
         Some(numbers.map(|(of, percentile)| maybe(of.percentile(percentile))).to_vec())
@@ -189,10 +197,37 @@ fn attribution(summary: &Summary) -> Option<String> {
     (!lines.is_empty()).then(|| aligned(&lines, left))
 }
 
+/// Which node did how much, where there are several.
+fn nodes(summary: &Summary) -> Option<String> {
+    let mut lines: Vec<Vec<String>> = Vec::new();
+    for point in &summary.points {
+        for (kind, loads) in point.figures.balance.kinds().filter(|(_, loads)| loads.len() > 1) {
+            let mut line = names(summary, point);
+            if lines.is_empty() {
+                let mut head = vec![String::new(); line.len()];
+                head[0] = "nodes".to_owned();
+                head.extend(["", "requests/tokens of each", "nodes", "max/mean", "tokens max/mean"].map(str::to_owned));
+                lines.push(head);
+            }
+            let each = loads.iter().take(MOST_NODES);
+            let each = each.map(|(name, of)| format!("{} {}/{}", plain(name), of.requests, of.tokens));
+            let more = if loads.len() > MOST_NODES { ", …" } else { "" };
+            let each = format!("{}{more}", each.collect::<Vec<String>>().join(", "));
+            line.extend([kind.to_owned(), each, loads.len().to_string()]);
+            line.push(short(max_by_mean(loads, |of| of.requests)));
+            line.push(short(max_by_mean(loads, |of| of.tokens)));
+            lines.push(line);
+        }
+    }
+    let left = names(summary, summary.points.first()?).len() + 2;
+    (!lines.is_empty()).then(|| aligned(&lines, left))
+}
+
 fn predictions(summary: &Summary) -> Option<String> {
     let heads =
-        ["batch", "context", "TPOT allowed", "measured", "reached %", "prefill allowed", "measured", "reached %"];
-    table(summary, "the hardware allows, ms", &heads, |point| {
+        ["batch", "context", "TPOT pred.", "measured", "reached %", "prefill pred.", "measured", "reached %", "by"];
+    let title = format!("{}, ms", model::title(&summary.points));
+    table(summary, &title, &heads, |point| {
         let of = point.prediction.filter(|of| of.tpot.is_some() || of.prefill.is_some())?;
         let mut cells = vec![short(of.batch), short(of.context_tokens)];
         for of in [of.tpot, of.prefill] {
@@ -200,6 +235,7 @@ fn predictions(summary: &Summary) -> Option<String> {
             cells.push(maybe(of.map(|of| of.measured_ms)));
             cells.push(of.map_or_else(|| NONE.to_owned(), |of| percent(of.share_reached)));
         }
+        cells.push(of.sources());
         Some(cells)
     })
 }
@@ -221,10 +257,11 @@ fn knees(summary: &Summary) -> Option<String> {
     for curve in &summary.curves {
         let endpoint =
             if has_endpoints(summary) { format!(" {}", endpoint_letter(curve.endpoint)) } else { String::new() };
+        let at = |rate: f64| format!("{}/s{}", brief(rate), curve.sure(rate));
         let knee = match (curve.knee.holds, curve.knee.breaks) {
-            (Some(holds), Some(breaks)) => format!("holds at {}/s, breaks at {}/s", brief(holds), brief(breaks)),
-            (Some(holds), None) => format!("holds at {}/s, the highest rate measured", brief(holds)),
-            (None, Some(breaks)) => format!("breaks at {}/s, the lowest rate measured", brief(breaks)),
+            (Some(holds), Some(breaks)) => format!("holds at {}, breaks at {}", at(holds), at(breaks)),
+            (Some(holds), None) => format!("holds at {}, the highest rate measured", at(holds)),
+            (None, Some(breaks)) => format!("breaks at {}, the lowest rate measured", at(breaks)),
             (None, None) => continue,
         };
         out.push_str(&format!("goodput of {}{endpoint} {}: {knee}\n", plain(&curve.row), warmth(curve.warm)));
@@ -304,7 +341,8 @@ mod tests {
     use super::super::fixture::{self, GOALS, sample_run};
     use super::super::summarize;
     use super::*;
-    use crate::bench::record::{Outcome, Run};
+    use crate::bench::record::{ClusterNode, Nodes, Outcome, Record, Run};
+    use crate::bench::report::Model;
 
     #[test]
     fn a_small_run_by_hand() {
@@ -318,8 +356,8 @@ mod tests {
         let want = "\
 3 requests in 4.00 s; good is TTFT ≤ 400 ms and TPOT ≤ 40.0 ms
 
-latency, ms       TTFT p50  p95  p99  TPOT p50   p99  ITL p50   p99   max  E2E p50  p99
-row          1/s       375  488  498      30.0  30.0     30.0  39.7  40.0      435  558
+latency, ms       TTFT p50  p95  p99  TPOT p50   p95   p99  ITL p50   p95   p99   max  E2E p50  p95  p99
+row          1/s       375  488  498      30.0  30.0  30.0     30.0  38.5  39.7  40.0      435  548  558
 
 rates       asked  ok  refused  failed  prompt tok/s  output tok/s  good %  good/s  smooth %  stalls  hit %  pred. err. %
 row    1/s      3   2        0       1          50.0          1.50    33.3    0.25     100.0       0   25.0             –
@@ -341,7 +379,8 @@ take care
             "A = http://127.0.0.1:8000\nB = http://127.0.0.1:8001\n",
             "where TTFT goes, ms",
             "network, client",
-            "goodput of short chat A cold: holds at 8/s, breaks at 16/s",
+            "goodput of short chat A cold: holds at 8/s (",
+            "), breaks at 16/s (",
             "B beside A: short chat 2/s",
             "warm beside cold: shared prefix 1/s",
             "scheduler saturation",
@@ -350,6 +389,38 @@ take care
             assert!(got.contains(part), "no {part:?} in\n{got}");
         }
         assert!(got.lines().all(|line| line.chars().count() <= 160), "{got}");
+    }
+
+    #[test]
+    fn forecasts_say_what_they_rest_on() {
+        let cost = fixture::model().decode_cost;
+        let own = Model { prefill_cost: cost, decode_cost: cost, decode_nodes: 1, ..Model::default() };
+        let mut run = sample_run();
+        run.info.models = vec![own.clone(), own];
+        let got = text(&summarize(&run, GOALS, None));
+        assert!(got.contains("the nodes' own cost model, ms") && got.contains("  own step cost\n"), "{got}");
+        assert!(!got.contains("the hardware allows") && !got.contains("-bound"), "{got}");
+        let got = text(&summarize(&run, GOALS, Some(&fixture::model())));
+        assert!(got.contains("the hardware allows, ms") && got.contains("  bandwidth, prefill rate\n"), "{got}");
+    }
+
+    #[test]
+    fn an_uneven_use_of_nodes_is_seen() {
+        let on = |decode: &str| Record {
+            nodes: Nodes::named("p0", decode).unwrap_or_default(),
+            ..fixture::record(0.0, &[(0.1, 1), (0.2, 1)])
+        };
+        let mut run = Run {
+            intervals: vec![fixture::interval(4.0, vec![on("d0"), on("d0"), on("d0"), on("d1")])],
+            ..Run::default()
+        };
+        let got = text(&summarize(&run, GOALS, None));
+        assert!(got.contains("answers  d0 3/6, d1 1/2               2      1.50             1.50\n"), "{got}");
+        assert!(!got.contains("prompts"), "one node alone is even: {got}");
+        let idle = ClusterNode { id: "p1".into(), role: "prefill".into() };
+        run.info.nodes = vec![vec![idle]];
+        let got = text(&summarize(&run, GOALS, None));
+        assert!(got.contains("prompts  p0 4/300, p1 0/0             2      2.00             2.00\n"), "{got}");
     }
 
     #[test]

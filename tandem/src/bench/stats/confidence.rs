@@ -2,7 +2,7 @@
 //!
 //! With repeats, each gives one value, and the interval is Student's t over these values: repeats are independent, requests of one run are not
 //! (they queue behind each other). Without repeats a seeded bootstrap over the requests is all there is; it is said with the interval, because it
-//! is too narrow when requests wait for each other.
+//! is too narrow when requests wait for each other. So it is with the share of requests that are good, whose interval is Wilson's.
 use super::percentile;
 
 /// Two-sided 95 % quantiles of Student's t for 1 ..= 30 degrees of freedom.
@@ -27,7 +27,7 @@ const MOST_SAMPLES: usize = 20_000;
 pub enum Basis {
     /// Student's t over repeated intervals.
     Repeats,
-    /// Bootstrap over requests of one interval: optimistic.
+    /// Bootstrap over requests of one interval, or Wilson's interval of a share of them: optimistic.
     Requests,
 }
 
@@ -54,6 +54,19 @@ pub struct Samples<'a> {
     pub sorted: &'a [f64],
     /// 0 ..= 1.
     pub percentile: f64,
+}
+
+/// A share of requests: Wilson's score interval, which stays within 0 and 1 and says something at either end. None without requests.
+pub fn share(part: usize, all: usize) -> Option<Estimate> {
+    if all == 0 {
+        return None;
+    }
+    let (n, z2) = (all as f64, NORMAL * NORMAL);
+    let value = part.min(all) as f64 / n;
+    let middle = (value + z2 / (2.0 * n)) / (1.0 + z2 / n);
+    let half = NORMAL / (1.0 + z2 / n) * (value * (1.0 - value) / n + z2 / (4.0 * n * n)).sqrt();
+    let (low, high) = ((middle - half).clamp(0.0, value), (middle + half).clamp(value, 1.0));
+    Some(Estimate { value, low, high, basis: Basis::Requests })
 }
 
 /// The mean of one value a repeat. None for too few of them, or for values that are not finite.
@@ -175,6 +188,16 @@ mod tests {
         let either = ratio_over_repeats(&[(1.0, 2.0), (2.0, 1.0), (1.0, 1.0)]).unwrap();
         assert!((either.value - 1.0).abs() < 1e-9 && !either.excludes(1.0));
         assert_eq!(ratio_over_repeats(&[(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]), None);
+    }
+
+    #[test]
+    fn wilson_by_hand() {
+        // Brown, Cai and DasGupta's formula by hand for 9 of 10: 0.5958 … 0.9821.
+        let of = share(9, 10).unwrap();
+        assert!((of.low - 0.5958).abs() < 1e-3 && (of.high - 0.9821).abs() < 1e-3 && of.value == 0.9, "{of:?}");
+        let (none, all) = (share(0, 20).unwrap(), share(20, 20).unwrap());
+        assert!(none.low == 0.0 && none.high > 0.1 && all.high == 1.0 && all.low < 0.9, "{none:?} {all:?}");
+        assert_eq!(share(0, 0), None);
     }
 
     #[test]

@@ -4,7 +4,9 @@
 //! beside them, because a server that refuses much looks fast.
 use std::collections::BTreeMap;
 
+use super::balance::Balance;
 use super::request::{Seen, is_ok, lag_ms};
+use super::served::Served;
 use super::{Distribution, ratio};
 use crate::bench::record::{Interval, Objectives, Outcome, Phases, Record};
 
@@ -20,8 +22,10 @@ const OTHER_KINDS: &str = "other kinds";
 /// All numbers of a set of records. Milliseconds and seconds as the names say.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Figures {
-    /// Measured time, of all intervals together.
+    /// How long requests were offered, of all intervals together.
     pub seconds: f64,
+    /// What throughputs are of.
+    pub served: Served,
     /// Sent or to be sent, whatever became of them.
     pub requests: usize,
     /// Answered to the end.
@@ -51,6 +55,8 @@ pub struct Figures {
     pub stalls: usize,
     /// What the server itself said, where it did.
     pub server: Server,
+    /// What its nodes did, where it names them.
+    pub balance: Balance,
 }
 
 /// From the phases in the last message of a Tandem server.
@@ -77,7 +83,8 @@ pub struct Server {
 impl Figures {
     /// Of `intervals` together: their times add up.
     pub fn of(intervals: &[&Interval], objectives: Objectives) -> Self {
-        let records: Vec<&Record> = intervals.iter().flat_map(|interval| &interval.records).collect();
+        let records: Vec<&Record> = intervals.iter().flat_map(|interval| interval.measured()).collect();
+        let served = intervals.iter().map(|interval| Served::of(interval, seconds(interval), objectives));
         let seen: Vec<(&Record, Seen)> = records
             .iter()
             .filter(|record| is_ok(record))
@@ -88,6 +95,7 @@ impl Figures {
         let threshold = stall_threshold_ms(&itl_ms);
         Self {
             seconds: intervals.iter().fold(0.0, |sum, interval| sum + seconds(interval)),
+            served: served.fold(Served::default(), Served::and),
             requests: records.len(),
             completed: seen.len(),
             refused: records.iter().filter(|record| matches!(record.outcome, Outcome::Refused { .. })).count(),
@@ -105,18 +113,19 @@ impl Figures {
             refusal_ms: Distribution::of(records.iter().filter_map(|record| refusal_ms(record))),
             stalls: itl_ms.sorted().iter().filter(|gap| **gap > threshold).count(),
             server: Server::of(seen.iter().filter_map(|(record, _)| record.phases)),
+            balance: Balance::of(records.iter().copied()),
             itl_ms,
         }
     }
 
     /// Completed requests a second.
     pub fn request_throughput(&self) -> f64 {
-        ratio(self.completed as f64, self.seconds)
+        ratio(self.served.completed as f64, self.served.seconds)
     }
 
-    /// Good requests a second.
+    /// Good requests a second of the time in which requests were offered: those that end in the drain are late, or were sent late.
     pub fn goodput(&self) -> f64 {
-        ratio(self.good as f64, self.seconds)
+        ratio(self.served.good as f64, self.seconds)
     }
 
     /// Good requests of all that were asked: what was refused, failed or cut off was not good.
@@ -126,12 +135,12 @@ impl Figures {
 
     /// Output tokens a second.
     pub fn output_throughput(&self) -> f64 {
-        ratio(self.output_tokens as f64, self.seconds)
+        ratio(self.served.output_tokens as f64, self.served.seconds)
     }
 
     /// Prompt tokens a second, the cached ones included.
     pub fn prompt_throughput(&self) -> f64 {
-        ratio(self.prompt_tokens as f64, self.seconds)
+        ratio(self.served.prompt_tokens as f64, self.served.seconds)
     }
 
     /// Cached tokens of all prompt tokens; None without prompts.

@@ -4,7 +4,11 @@ use crate::bench::report::metric::Metric;
 use crate::bench::report::model::Predicted;
 use crate::bench::report::number::{NONE, count, maybe, ms, percent, short};
 use crate::bench::report::{Point, Summary, endpoint_letter, regime, warmth};
+use crate::bench::stats::balance::max_by_mean;
 use crate::bench::stats::confidence::Basis;
+
+/// Nodes of a point that are listed by name; all are in the JSON.
+const MOST_NODES: usize = 32;
 
 /// Cells of a table: the first `left` of a line are text, the others numbers. Cells are markup already.
 fn table(heads: &[&str], left: usize, lines: &[Vec<String>]) -> String {
@@ -108,18 +112,20 @@ pub fn predictions(summary: &Summary) -> String {
         let mut cells = names(summary, point);
         cells.extend([short(of.batch), short(of.context_tokens)]);
         cells.extend([of.tpot, of.prefill].into_iter().flat_map(predicted));
+        cells.push(of.sources());
         Some(cells)
     });
     let point_heads = heads(summary);
     let heads = [
         "batch",
         "context",
-        "TPOT allowed, ms",
+        "TPOT predicted, ms",
         "measured",
         "reached %",
-        "prefill allowed, ms",
+        "prefill predicted, ms",
         "measured",
         "reached %",
+        "by",
     ];
     table(&[&point_heads[..], &heads].concat(), point_heads.len(), &lines.collect::<Vec<_>>())
 }
@@ -129,6 +135,30 @@ fn predicted(of: Option<Predicted>) -> [String; 3] {
         || [NONE, NONE, NONE].map(str::to_owned),
         |of| [ms(of.predicted_ms), ms(of.measured_ms), percent(of.share_reached)],
     )
+}
+
+/// Which node did how much, where there are several; as many lines a point as it has nodes.
+pub fn nodes(summary: &Summary) -> String {
+    let mut lines = Vec::new();
+    for point in &summary.points {
+        for (kind, loads) in point.figures.balance.kinds().filter(|(_, loads)| loads.len() > 1) {
+            let mut line = names(summary, point);
+            line.extend([kind.to_owned(), "max / mean".to_owned()]);
+            line.push(short(max_by_mean(loads, |of| of.requests)));
+            line.push(short(max_by_mean(loads, |of| of.tokens)));
+            lines.push(line);
+            for (name, of) in loads.iter().take(MOST_NODES) {
+                let mut line = vec![String::new(); heads(summary).len() + 1];
+                line.extend([escape(name), count(of.requests), count(of.tokens)]);
+                lines.push(line);
+            }
+        }
+    }
+    let point_heads = heads(summary);
+    let heads = ["of", "node", "requests", "tokens"];
+    let note = "<p class=\"soft\">Prompts: where they were computed, with the tokens that were not cached. Answers: where they were decoded, with their tokens.</p>\n";
+    let table = table(&[&point_heads[..], &heads].concat(), point_heads.len() + 2, &lines);
+    if table.is_empty() { table } else { table + note }
 }
 
 /// What ran, where and how.
@@ -146,6 +176,7 @@ pub fn run(summary: &Summary) -> String {
         ("dtype", info.dtype.clone()),
         ("server flags", info.server_flags.join(" ")),
         ("seed", info.seed.to_string()),
+        ("salt", info.salt.to_string()),
         ("generator's own lag", lag),
         ("failed", failures(summary)),
     ];
