@@ -22,6 +22,8 @@ tokenizer=$work/tokenizer
 gguf=${TANDEM_CACHE:-$HOME/.cache/tandem}/SmolLM2-135M-Instruct.Q4_1.gguf
 "$venv/bin/python" cluster-tests/clients/aiperf_tokenizer.py "$gguf" "$tokenizer"
 model=$(python3 -c 'import json, sys, urllib.request as u; print(json.load(u.urlopen(sys.argv[1] + "/v1/models"))["data"][0]["id"])' "$http")
+# So that neither of the two meets a cluster that has not answered yet.
+target/release/tandem bench --url "$http" --input 64 --output "$osl" --requests 4 --warmup 0 > "$work/warm.txt"
 for kind in chat completions; do
   # HF_HUB_OFFLINE must be unset, and the tokenizer's path absolute.
   env -u HF_HUB_OFFLINE "$venv/bin/aiperf" profile -m "$model" --tokenizer "$tokenizer" -u "$http" \

@@ -78,7 +78,9 @@ fn moments(rate: f64, seconds: f64, seed: u64) -> anyhow::Result<UnboundedReceiv
                 break;
             }
             let intended = start + Duration::from_secs_f64(at);
-            std::thread::sleep(intended.saturating_duration_since(Instant::now()));
+            while let Some(left) = intended.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+                std::thread::park_timeout(left);
+            }
             // Nobody listens any more when a request failed.
             if tell.send(intended).is_err() {
                 break;

@@ -150,11 +150,13 @@ impl Cluster {
         let nodes = json.get("nodes").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
         let of_role = |role: &str| -> Vec<&Value> { nodes.iter().filter(|node| node["role"] == role).collect() };
         let cost = |role| of_role(role).into_iter().find_map(|node| step_cost(&node["step_cost"]));
+        // Without prefill nodes, decode nodes compute the prompts.
+        let mut computing = of_role("prefill").into_iter().chain(of_role("decode"));
         let model = Model {
             decode_nodes: u32::try_from(of_role("decode").len()).unwrap_or(0),
             prefill_cost: cost("prefill"),
             decode_cost: cost("decode"),
-            prefill_step_tokens: of_role("prefill").into_iter().find_map(|node| node["max_step_tokens"].as_f64()),
+            prefill_step_tokens: computing.find_map(|node| node["max_step_tokens"].as_f64()),
             ..Model::default()
         };
         let text = |node: &Value, name: &str| node[name].as_str().unwrap_or_default().to_owned();

@@ -246,7 +246,7 @@ async fn warm_up_is_sent_and_not_measured() {
     assert_eq!((interval.records.len(), fake.asked.load(Ordering::SeqCst)), (9, 18));
     part.load = Load::Concurrency(1);
     let interval = measure(&fake.target(), &part, &watch()).await.unwrap();
-    assert!(interval.records[0].index > 0 && !interval.records.is_empty());
+    assert!(interval.measured().all(|record| record.index > 0) && !interval.records.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -309,12 +309,12 @@ async fn a_closed_loop_does_not_ask_in_a_circle() {
 async fn a_closed_loop_counts_what_comes_inside_its_window() {
     let fake = Fake::start(Manner::Answer { first: Duration::from_millis(60), tokens: 2, gap: Duration::ZERO }).await;
     let mut part = part(Load::Concurrency(3));
-    (part.bounds.warmup_s, part.bounds.seconds) = (0.1, 0.2);
+    (part.bounds.warmup_s, part.bounds.seconds) = (0.2, 0.2);
     let interval = measure(&fake.target(), &part, &watch()).await.unwrap();
-    let (from, to) = interval.window_from.map(|from| (from, from + 0.2)).unwrap();
+    let (from, to) = interval.window_from.map(|from| (from, from + interval.seconds)).unwrap();
     let served = Figures::of(&[&interval], GOALS).served;
     let inside = interval.records.iter().filter(|record| from <= record.ended && record.ended < to).count();
-    assert_eq!((served.completed, interval.seconds, interval.notes.len()), (inside, 0.2, 0));
+    assert_eq!((served.completed, served.seconds), (inside, interval.seconds));
     let before = interval.records.iter().filter(|record| record.intended < from).count();
     assert!(before >= 1 && interval.measured().count() + before == interval.records.len(), "{before} were under way");
 }

@@ -241,7 +241,8 @@ fn any_record() -> impl Strategy<Value = Record> {
         },
     ));
     let times = (time(), time(), time(), prop::collection::vec((time(), 0..4_u32), 0..8));
-    (times, outcome, phases).prop_map(|((intended, sent, ended, chunks), outcome, phases)| Record {
+    (times, outcome, phases, text()).prop_map(|((intended, sent, ended, chunks), outcome, phases, node)| Record {
+        nodes: Nodes::named(&node, "d0").unwrap_or_default(),
         sent,
         ended,
         outcome,

@@ -40,7 +40,7 @@ pub struct Model {
     pub prefill_cost: Option<StepCost>,
     /// As decode nodes report it.
     pub decode_cost: Option<StepCost>,
-    /// Tokens of one step of a prefill node at most; None: a prompt is one step.
+    /// Tokens of one step, at most, of the nodes that prefill; None: a prompt is one step.
     pub prefill_step_tokens: Option<f64>,
     /// 0 counts as 1.
     #[serde(default)]
@@ -133,10 +133,9 @@ impl Model {
             self.step(batch, context_tokens)?.beside(seen.tpot_ms)
         });
         let prefill = answers().filter_map(|record| {
-            let cached = record.cached_tokens.min(record.prompt_tokens);
             let phase_ms = record.phases.map(|phases| phases.prefill_ms);
             let measured_ms = if told { phase_ms } else { Seen::of(record, NO_OBJECTIVES).ttft_ms };
-            self.prefill(f64::from(record.prompt_tokens - cached), f64::from(cached))?.beside(measured_ms)
+            self.prefill(record)?.beside(measured_ms)
         });
         Prediction {
             batch,
@@ -176,8 +175,10 @@ impl Model {
         })
     }
 
-    /// Time to prefill `uncached` tokens behind `cached` ones, alone on a node.
-    fn prefill(&self, uncached: f64, cached: f64) -> Option<Forecast> {
+    /// Time to prefill the prompt's tokens that were not cached, alone on the node that did it.
+    fn prefill(&self, record: &Record) -> Option<Forecast> {
+        let cached = record.cached_tokens.min(record.prompt_tokens);
+        let (uncached, cached) = (f64::from(record.prompt_tokens - cached), f64::from(cached));
         let by_rate = positive(self.prefill_tokens_per_s).map(|rate| (uncached / rate * 1e3, Source::PrefillRate));
         let by_compute = || {
             let (flop, gflop_per_s) = positive(self.flop_per_token).zip(positive(self.compute_gflop_per_s))?;
@@ -186,7 +187,9 @@ impl Model {
         if let Some((ms, source)) = by_rate.or_else(by_compute) {
             return Some(Forecast { ms, source, memory_share: 0.0 });
         }
-        let cost = self.prefill_cost?;
+        // A decode node that computes a prompt does so at its own cost.
+        let is_local = record.phases.is_some_and(|phases| phases.local);
+        let cost = if is_local { self.decode_cost.or(self.prefill_cost) } else { self.prefill_cost }?;
         let steps = positive(self.prefill_step_tokens).map_or(1.0, |budget| (uncached / budget).ceil().max(1.0));
         let more_ms = (steps - 1.0) * cost.base_ms;
         let ms = cost.ms(uncached, uncached * cached + uncached * (uncached + 1.0) / 2.0) + more_ms;
@@ -277,6 +280,7 @@ fn decoding(record: &Record) -> Option<(f64, f64)> {
 mod tests {
     use super::super::fixture::{self, GOALS};
     use super::*;
+    use crate::bench::record::Phases;
 
     /// Two answers of 11 tokens, 0.1 s apart: one from 1 to 2 s, one from 1.5 to 2.5 s.
     fn two() -> Interval {
@@ -345,6 +349,21 @@ mod tests {
         let model = Model { prefill_cost: Some(cost), ..Model::default() };
         let of = model.predict(&[&interval], &Figures::of(&[&interval], GOALS)).prefill.unwrap();
         assert!((of.share_reached - 1.0).abs() < 1e-9 && (of.predicted_ms - 12.0).abs() < 1e-9, "{of:?}");
+    }
+
+    #[test]
+    fn a_prompt_that_decode_computed_is_forecast_by_decodes_cost() {
+        let cost = |token_ms| Some(StepCost { base_ms: 5.0, token_ms, context_ms: 0.0 });
+        let model = Model { prefill_cost: cost(1.0), decode_cost: cost(0.1), ..Model::default() };
+        let predicted = |local| {
+            let interval = fixture::interval(
+                5.0,
+                vec![fixture::with_phases(Phases { local, prefill_ms: 9.0, ..Phases::default() })],
+            );
+            model.predict(&[&interval], &Figures::of(&[&interval], GOALS)).prefill.map(|of| of.predicted_ms)
+        };
+        // 75 tokens.
+        assert_eq!((predicted(false), predicted(true)), (Some(80.0), Some(12.5)));
     }
 
     #[test]
