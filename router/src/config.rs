@@ -110,7 +110,7 @@ struct Flags {
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
     tpot_objective_ms: u32,
     /// Choices that cost at most so much more than the best are as good as equal: the emptier of two of them is taken
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(0..=100))]
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=100))]
     near_optimal_percent: u32,
     /// KV blocks of which the router knows the nodes that have them cached; about 45 bytes each, the least recently used are
     /// forgotten

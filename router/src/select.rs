@@ -215,7 +215,7 @@ impl Default for Settings {
             policy: Policy::Joint,
             ttft_objective_ms: 1000.0,
             tpot_objective_ms: 100.0,
-            near_optimal: 0.05,
+            near_optimal: 0.1,
             local: LocalPrefill::Never,
         }
     }
