@@ -2,7 +2,7 @@
 //! wakes those who wait; what it decides is decided by pure state machines:
 //!
 //! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it moves.
-//! - [`looks`]: how often it asks for room. [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
+//! - [`lateness`]: what predictions miss. [`looks`]: how often it asks for room. [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what cannot run
@@ -12,6 +12,7 @@
 //! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is in.
 pub mod fair;
 pub mod keys;
+pub mod lateness;
 pub mod limiter;
 pub mod looks;
 pub mod pace;
@@ -296,6 +297,11 @@ impl Slot {
     /// The request is booked on its nodes: what they have room for says so from now on.
     pub fn routed(&self) {
         self.0.inner.change(|queue, room| queue.routed(self.0.ticket, clock::now(), room));
+    }
+
+    /// Its first token is on the way to the client.
+    pub fn first_token(&self, now: Instant) {
+        self.0.inner.lock().queue.first_token(self.0.ticket, now);
     }
 
     /// It used so many tokens of prompt and answer: the others count for the tenant's rates no more.

@@ -326,6 +326,7 @@ impl Run {
         let now = clock::now();
         if self.record.tokens.is_empty() {
             self.record.timeline.end_phase(now);
+            self.slot.iter().for_each(|slot| slot.first_token(now));
         }
         self.record.tokens.push(now);
         Ok(())

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::Reason;
 use super::fair::Fair;
+use super::lateness::Lateness;
 use super::pace::Pace;
 use super::pools::Pools;
 
@@ -130,6 +131,9 @@ pub struct Queue {
     ahead: Ahead,
     last: Ticket,
     first_tenant: Option<Arc<str>>,
+    /// Of those whose first token is to come: since when, and after which time that was predicted.
+    expected: HashMap<Ticket, (Instant, Duration)>,
+    lateness: Lateness,
 }
 
 /// One pool.
@@ -206,6 +210,8 @@ impl Queue {
             ahead: Ahead::default(),
             last: 0,
             first_tenant: None,
+            expected: HashMap::new(),
+            lateness: Lateness::default(),
         }
     }
 
@@ -218,6 +224,7 @@ impl Queue {
             self.note_waiting(now);
             return (Err(refused), Turn { start: Vec::new(), expired });
         }
+        let on_nodes: Vec<_> = asks.iter().map(|ask| ask.predicted).collect();
         let tickets: Vec<Ticket> = asks.into_iter().map(|ask| self.push(ask)).collect();
         let mut start = self.start(now, room);
         let refused = tickets.iter().find_map(|ticket| self.refusal(*ticket, now));
@@ -228,6 +235,13 @@ impl Queue {
             if start.len() < own {
                 // Somebody else may have what they gave back.
                 start.append(&mut self.start(now, room));
+            }
+        }
+        if refused.is_none() {
+            // A prediction of the wait alone says nothing of the first token.
+            for (ticket, on_nodes) in tickets.iter().zip(on_nodes).filter(|(_, on_nodes)| on_nodes.is_some()) {
+                let first_token = first_token(self.predicted_wait(*ticket, now), on_nodes);
+                self.expected.extend(first_token.map(|first_token| (*ticket, (now, first_token))));
             }
         }
         self.note_waiting(now);
@@ -244,6 +258,13 @@ impl Queue {
     pub fn routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
         self.forget_ahead(ticket);
         self.tick(now, room)
+    }
+
+    /// The request's first token is here: predictions learn from it.
+    pub fn first_token(&mut self, ticket: Ticket, now: Instant) {
+        if let Some((since, predicted)) = self.expected.remove(&ticket) {
+            self.lateness.observe(predicted, now.saturating_duration_since(since), now);
+        }
     }
 
     /// Time has passed, or the nodes have other room than before.
@@ -316,6 +337,7 @@ impl Queue {
     /// Takes a ticket out, wherever it is.
     fn remove(&mut self, ticket: Ticket) {
         self.forget_ahead(ticket);
+        self.expected.remove(&ticket);
         match self.places.remove(&ticket) {
             Some(Place::Waiting { pool, lane, key }) => drop(self.take(ticket, pool, &lane, key)),
             Some(Place::Running { pool, .. }) => {
@@ -429,14 +451,12 @@ impl Queue {
     }
 
     /// Why nobody would wait for the first token of a request that starts after `wait`, if nobody would; `None` where the wait
-    /// is not known. While it waits here, the nodes work off what they have: the longer of the two waits counts.
+    /// is not known.
     fn too_late(&self, ask: &Ask, wait: Option<Duration>, now: Instant) -> Option<Refused> {
-        if wait.is_none() && ask.predicted.is_none() {
-            return None;
-        }
-        let Predicted { wait: on_nodes, prefill } = ask.predicted.unwrap_or_default();
-        let first_token = wait.unwrap_or_default().max(on_nodes).saturating_add(prefill);
+        let predicted = first_token(wait, ask.predicted)?;
+        let prefill = ask.predicted.unwrap_or_default().prefill;
         let late = |reason, allowed: Duration| {
+            let first_token = predicted.saturating_add(self.lateness.margin(allowed, now));
             // What takes too long by itself does so at any time.
             let retry_after = (prefill <= allowed).then(|| first_token.saturating_sub(allowed).min(LONGEST_RETRY));
             (first_token > allowed).then_some(Refused { reason, retry_after, first_token: Some(first_token) })
@@ -468,6 +488,16 @@ impl Queue {
     fn note_waiting(&mut self, now: Instant) {
         self.pools.iter_mut().for_each(|pool| pool.pace.waits(pool.waiting > 0, now));
     }
+}
+
+/// From now to the first token, with the wait for a start and what the nodes need, as far as they are known. While a request
+/// waits here, the nodes work off what they have: the longer of the two waits counts.
+fn first_token(wait: Option<Duration>, on_nodes: Option<Predicted>) -> Option<Duration> {
+    if wait.is_none() && on_nodes.is_none() {
+        return None;
+    }
+    let Predicted { wait: there, prefill } = on_nodes.unwrap_or_default();
+    Some(wait.unwrap_or_default().max(there).saturating_add(prefill))
 }
 
 impl Class {
