@@ -44,7 +44,7 @@ pub enum Outcome {
     /// All tokens came, the first after so many milliseconds.
     Answered { ttft_ms: f64 },
     /// `RESOURCE_EXHAUSTED` after so many milliseconds, with or without a time to come again.
-    Refused { after_ms: f64, retry_after: bool },
+    Refused { after_ms: f64, retry_after: bool, why: String },
     /// Anything else.
     Failed(Status),
 }
@@ -74,7 +74,8 @@ impl Load {
             Ok(ttft_ms) => Outcome::Answered { ttft_ms },
             Err(status) if status.code() == Code::ResourceExhausted => {
                 let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
-                Outcome::Refused { after_ms: ms(intended), retry_after: retry.is_some_and(|delay| !delay.is_zero()) }
+                let retry_after = retry.is_some_and(|delay| !delay.is_zero());
+                Outcome::Refused { after_ms: ms(intended), retry_after, why: status.message().to_owned() }
             }
             Err(status) => Outcome::Failed(status),
         }

@@ -100,6 +100,13 @@ async fn main() -> anyhow::Result<()> {
             sum.refused
         );
     }
+    let why = |one: &Seen| match &one.outcome {
+        Outcome::Refused { why, .. } => Some(why.clone()),
+        _ => None,
+    };
+    if let Some(why) = beside.iter().find_map(why) {
+        println!("- the first of its refusals: {why}");
+    }
     Ok(())
 }
 
@@ -165,7 +172,7 @@ fn report_overload(seen: &[Seen], peak: f64, seconds: f64, objective_ms: f64) ->
     );
     let mut refusals: Vec<(f64, bool)> = Vec::new();
     for one in seen {
-        if let Outcome::Refused { after_ms, retry_after } = one.outcome {
+        if let Outcome::Refused { after_ms, retry_after, .. } = one.outcome {
             refusals.push((after_ms, retry_after));
         }
     }

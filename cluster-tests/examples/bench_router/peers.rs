@@ -40,7 +40,7 @@ pub async fn start(python: &Path, worker: &str, logs: &Path) -> anyhow::Result<V
         let child = Command::new(python)
             .args(["-m", &format!("{module}.launch_router"), "--host", "127.0.0.1", "--port", &port.to_string()])
             .args(["--prometheus-port", &metrics.to_string(), "--prometheus-host", "127.0.0.1"])
-            .args(["--policy", "round_robin", "--log-level", "warn", "--worker-urls", worker])
+            .args(["--policy", "round_robin", "--log-level", "error", "--worker-urls", worker])
             .stdin(Stdio::null())
             .stdout(File::create(&log)?)
             .stderr(File::create(log.with_extension("err"))?)
