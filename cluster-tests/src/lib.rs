@@ -18,6 +18,7 @@ pub mod cluster;
 pub mod equivalence;
 pub mod fleet;
 pub mod link;
+pub mod open_loop;
 pub mod pair;
 pub mod process;
 pub mod reference;

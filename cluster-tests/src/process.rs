@@ -174,6 +174,14 @@ impl Process {
         Ok(ports)
     }
 
+    /// Resident memory in MB; `None` once it has ended.
+    pub fn resident_mb(&self) -> Option<f64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).ok()?;
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+        let kilobytes: f64 = resident.trim().trim_end_matches(" kB").parse().ok()?;
+        Some(kilobytes / 1024.0)
+    }
+
     /// What it wrote so far.
     pub fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()

@@ -23,6 +23,8 @@ const ROUNDS: usize = 4;
 /// that was stopped in mid-step, or a machine that slept, says nothing of the kernels. Speeds that did change so much are
 /// believed after as many steps as it takes.
 const FROZEN: f64 = 8.0;
+/// A prediction for a kind that was never seen may itself be off by so much.
+const UNSEEN: f64 = 4.0;
 /// Relative errors below this count alike: they are the clock's and the system's.
 const NOISE: f64 = 0.02;
 
@@ -91,7 +93,7 @@ impl StepModel {
         self.steps += 1;
         let kept = self.kinds.entry((shape.tokens.ilog2(), shape.context.max(1).ilog2())).or_default();
         let usual_ms = kept.iter().map(|sample| sample.ms).reduce(f64::max);
-        let predicted_ms = (self.steps > FIRST_STEPS).then(|| 4.0 * self.cost.predict_ms(shape));
+        let predicted_ms = (self.steps > FIRST_STEPS).then(|| UNSEEN * self.cost.predict_ms(shape));
         let ms = usual_ms.or(predicted_ms).map_or(ms, |usual_ms| ms.min(FROZEN * usual_ms.max(f64::MIN_POSITIVE)));
         if kept.len() == KEPT {
             kept.pop_front();

@@ -109,7 +109,7 @@ impl v1::inference_server::Inference for Edge {
             self.check(message, &caller, received).await
         };
         let started = match checked.await.inspect_err(refused) {
-            // Each answer counts itself, whatever becomes of it.
+            // What the flow refuses, it counts itself.
             Ok(requests) => self.service.generate_all(requests),
             Err(error) => Err(error),
         };

@@ -1,9 +1,10 @@
 //! Requests at a rate, whatever becomes of those before, and what each of them saw.
 use std::time::Duration;
 
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 use tandem_cluster_tests::client::{ask, token_ids};
+use tandem_cluster_tests::open_loop::until_next;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::task::JoinSet;
@@ -16,7 +17,7 @@ use tonic_types::StatusExt;
 /// Tokens of a prompt, none of which begins as another.
 const PROMPT: u64 = 128;
 /// Tokens of an answer.
-pub const ANSWER: u32 = 16;
+const ANSWER: u32 = 16;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Who asks, and how often.
@@ -55,7 +56,7 @@ impl Load {
         let mut rng = StdRng::seed_from_u64(self.seed);
         let (start, mut at, mut requests) = (Instant::now(), 0.0, JoinSet::new());
         for number in 0.. {
-            at -= (1.0 - rng.random::<f64>()).ln() / self.rate;
+            at += until_next(&mut rng, self.rate);
             if at > seconds {
                 break;
             }

@@ -8,9 +8,10 @@ mod load;
 
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail};
 use clap::Parser;
 use load::{Load, Outcome, Seen};
+use tandem_cluster_tests::open_loop::percentile;
 use tandem_cluster_tests::{Fleet, FleetOptions};
 use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::time::{Instant, sleep};
@@ -21,8 +22,12 @@ const RATES: [f64; 5] = [0.7, 0.8, 0.9, 1.0, 1.1];
 const WINDOW: f64 = 10.0;
 /// The first seconds of a load fill queues.
 const WARM_UP: f64 = 2.0;
+/// After the overload, until a request is served in time again.
+const RECOVERED: Duration = Duration::from_secs(60);
 /// The polite tenant's share of the peak.
 const POLITE: f64 = 0.1;
+
+const NODE: &str = "--threads 1 --kv-blocks 1024 --simulated-step-us 3000";
 
 #[derive(Parser)]
 struct Args {
@@ -46,12 +51,11 @@ struct Args {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    let node = "--threads 1 --kv-blocks 1024 --simulated-step-us 3000 --simulated-token-us 125".to_owned();
     let fleet = Fleet::start(FleetOptions {
         transport: "tcp",
         router_args: format!("--ttft-objective-ms {0} --max-ttft-ms {0}", args.ttft_ms),
-        prefill_args: node,
-        decode_args: "--threads 1 --kv-blocks 1024 --simulated-step-us 3000 --simulated-token-us 50".to_owned(),
+        prefill_args: format!("{NODE} --simulated-token-us 125"),
+        decode_args: format!("{NODE} --simulated-token-us 50"),
         ..FleetOptions::default()
     })
     .await?;
@@ -69,19 +73,18 @@ async fn main() -> anyhow::Result<()> {
         peak = peak.max(sum.good);
     }
 
-    let (pid, offered) = (fleet.router.pid(), peak * args.overload);
+    let offered = peak * args.overload;
+    let resident_mb = || fleet.router.resident_mb().context("the router has ended");
     println!("\nPeak {peak:.1}/s; {offered:.0}/s for {} s:\n", args.seconds);
     let overload = tokio::spawn(load("a", offered, 100).run(args.seconds));
     sleep(Duration::from_secs_f64(WINDOW)).await;
-    let warm = resident_mb(pid)?;
+    let warm = resident_mb()?;
     let seen = overload.await??;
-    let ended = Instant::now();
-    let full = resident_mb(pid)?;
+    let full = resident_mb()?;
     let served = newcomer_served(&load("a", 1.0, 101), args.ttft_ms).await?;
     println!("The first request afterwards that began within {} ms: {served:.1?} later", args.ttft_ms);
     report_overload(&seen, peak, args.seconds, args.ttft_ms)?;
     println!("Resident memory of the router: {warm:.1} MB after {WINDOW} s, {full:.1} MB at the end");
-    ensure!(ended.elapsed() < Duration::from_secs(60), "not recovered");
 
     let rate = peak * POLITE;
     let alone = load("polite", rate, 200).run(args.short_seconds * 2.0).await?;
@@ -133,14 +136,15 @@ impl Summary {
                 }
             }
         }
+        times.sort_by(f64::total_cmp);
         let (each, good) = (to - from, times.iter().filter(|ms| **ms <= objective_ms).count());
         Self {
             good: good as f64 / each,
             answered: times.len() as f64 / each,
             refused: f64::from(refused) / each,
             failed,
-            p50: percentile(&mut times, 0.5),
-            p99: percentile(&mut times, 0.99),
+            p50: percentile(&times, 0.5),
+            p99: percentile(&times, 0.99),
         }
     }
 
@@ -177,7 +181,8 @@ fn report_overload(seen: &[Seen], peak: f64, seconds: f64, objective_ms: f64) ->
         }
     }
     let mut times: Vec<f64> = refusals.iter().map(|(after_ms, _)| *after_ms).collect();
-    let (p50, p99) = (percentile(&mut times, 0.5), percentile(&mut times, 0.99));
+    times.sort_by(f64::total_cmp);
+    let (p50, p99) = (percentile(&times, 0.5), percentile(&times, 0.99));
     let told = refusals.iter().filter(|(_, retry_after)| *retry_after).count();
     let worst = times.last().context("nothing was refused")?;
     println!(
@@ -191,6 +196,9 @@ fn report_overload(seen: &[Seen], peak: f64, seconds: f64, objective_ms: f64) ->
 async fn newcomer_served(load: &Load, objective_ms: f64) -> anyhow::Result<Duration> {
     let start = Instant::now();
     for seed in 0.. {
+        if start.elapsed() > RECOVERED {
+            bail!("not recovered after {RECOVERED:?}");
+        }
         let one = Load { rate: 20.0, seed: load.seed + seed, ..load.clone() };
         let seen = one.run(0.2).await?;
         let in_time = |one: &Seen| matches!(one.outcome, Outcome::Answered { ttft_ms } if ttft_ms <= objective_ms);
@@ -199,18 +207,4 @@ async fn newcomer_served(load: &Load, objective_ms: f64) -> anyhow::Result<Durat
         }
     }
     Ok(start.elapsed())
-}
-
-/// Sorts them.
-fn percentile(values: &mut [f64], share: f64) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let index = ((values.len() as f64 * share).ceil() as usize).saturating_sub(1);
-    values.get(index).copied().unwrap_or(f64::NAN)
-}
-
-fn resident_mb(pid: u32) -> anyhow::Result<f64> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
-    let kib: f64 = line.trim().trim_end_matches(" kB").parse()?;
-    Ok(kib / 1024.0)
 }

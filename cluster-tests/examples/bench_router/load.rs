@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use futures::future::try_join_all;
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use tandem_cluster_tests::open_loop::{percentile, until_next};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::time::sleep;
 
@@ -28,8 +29,7 @@ pub struct Latencies(Vec<f64>);
 impl Latencies {
     /// The value that a share of the requests stays below.
     pub fn percentile(&self, share: f64) -> f64 {
-        let index = ((self.0.len() as f64 * share).ceil() as usize).clamp(1, self.0.len());
-        self.0[index - 1]
+        percentile(&self.0, share)
     }
 }
 
@@ -65,15 +65,15 @@ pub async fn open_loop(way: &Way, rate: f64, seconds: f64, seed: u64) -> anyhow:
     Ok(Latencies(latencies))
 }
 
-/// Each moment of a Poisson process, when it has come: a thread waits for it, because tokio's timers are up to a millisecond late, which is more than
-/// what is measured here. The channel has room for all.
+/// Each moment of a Poisson process, when it has come: a thread waits for it, because tokio's timers are up to a millisecond
+/// late, which is more than what is measured here. The channel has room for all.
 fn moments(rate: f64, seconds: f64, seed: u64) -> anyhow::Result<UnboundedReceiver<Instant>> {
     let mut rng = StdRng::seed_from_u64(seed);
     let (tell, told) = unbounded_channel();
     let wait = move || {
         let (start, mut at) = (Instant::now(), 0.0);
         loop {
-            at -= (1.0 - rng.random::<f64>()).ln() / rate;
+            at += until_next(&mut rng, rate);
             if at > seconds {
                 break;
             }

@@ -113,9 +113,6 @@ impl fmt::Display for Samples {
 }
 
 fn look(process: &Process) -> Option<(f64, f64)> {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.pid())).ok()?;
-    let rss = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    let kilobytes: f64 = rss.trim().trim_end_matches(" kB").parse().ok()?;
     let fds = fs::read_dir(format!("/proc/{}/fd", process.pid())).ok()?.count();
-    Some((kilobytes / 1024.0, fds as f64))
+    Some((process.resident_mb()?, fds as f64))
 }

@@ -132,7 +132,7 @@ impl Cell {
                 let seed = seed + 1 + fillers.len() as u32;
                 fillers.push(Filler { client: Client::stream(fleet, size, seed), size, seed });
             }
-            match moment.prepared(fleet, fleet.nodes()).await {
+            match moment.prepared(fleet).await {
                 Ok(()) => return Ok(fillers),
                 Err(error) if fillers.len() >= MAX_FILLERS => {
                     let seen = fleet.router_view().await.unwrap_or_else(|error| error.to_string());

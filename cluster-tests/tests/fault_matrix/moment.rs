@@ -85,9 +85,9 @@ impl Moment {
         }
     }
 
-    /// Waits until so many fillers are where they hold the request up.
-    pub async fn prepared(self, fleet: &Fleet, fillers: u32) -> anyhow::Result<()> {
-        let busy = |role| async move { fleet.sum(role).await.running >= f64::from(fillers) };
+    /// Waits until a filler holds the request up on each node.
+    pub async fn prepared(self, fleet: &Fleet) -> anyhow::Result<()> {
+        let busy = |role| async move { fleet.sum(role).await.running >= f64::from(fleet.nodes()) };
         match self {
             Self::Queued => until("prefill nodes compute", PREPARED, || busy(Role::Prefill)).await,
             Self::Sealed => until("decode nodes generate", PREPARED, || busy(Role::Decode)).await,

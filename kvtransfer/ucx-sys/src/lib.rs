@@ -37,7 +37,7 @@ pub struct TooLate {
 ///
 /// # Errors
 /// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works all the
-/// same then, but for a process that crashes once in a thousand starts.
+/// same then; only what [`SETTINGS`] avoids can happen.
 pub fn prepare_environment() -> Result<(), TooLate> {
     let missing = || SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
     if missing().next().is_none() {

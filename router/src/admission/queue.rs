@@ -236,8 +236,7 @@ impl Queue {
                 // Somebody else may have what they gave back.
                 start.append(&mut self.start(now, room));
             }
-        }
-        if refused.is_none() {
+        } else {
             // A prediction of the wait alone says nothing of the first token.
             for (ticket, on_nodes) in tickets.iter().zip(on_nodes).filter(|(_, on_nodes)| on_nodes.is_some()) {
                 let first_token = first_token(self.predicted_wait(*ticket, now), on_nodes);

@@ -47,7 +47,7 @@ pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Resu
     let head = Head::new(job.kind, &caller.request_id, &service.model().model_name, unix_seconds());
     let checked = Checked::of(service, caller, job).inspect_err(|error| service.refused(error.kind))?;
     let Checked { options, requests, infos } = checked;
-    // Each of these counts itself, whatever becomes of it.
+    // What the flow refuses, it counts itself.
     let streams = service.generate_all(requests)?;
     let model = Arc::clone(service.model());
     let spell: Spell = Arc::new(move |id| model.token(id));
