@@ -1,6 +1,6 @@
 //! When a node will have computed the prompts that it has: a queue with one server, in predicted time. Pure. A report says
-//! anew how much is queued; a request that is routed adds its own prompt; a first token says how far the prediction was
-//! off by then. Between these, time itself works the queue off.
+//! anew how much is queued; a request that is routed adds its own prompt; a first token says what is still to be done: the
+//! prompts behind it. Between these, time itself works the queue off.
 use std::time::{Duration, Instant};
 
 /// Longer queues are not told apart.
@@ -11,12 +11,18 @@ const LONGEST: Duration = Duration::from_secs(3600);
 pub struct Backlog {
     /// When it is empty; in the past when it is.
     until: Instant,
+    /// All prompts that were ever added.
+    added: Duration,
 }
+
+/// Of a prompt: all that was added up to its end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Place(Duration);
 
 impl Backlog {
     /// An empty one.
     pub fn new(now: Instant) -> Self {
-        Self { until: now }
+        Self { until: now, added: Duration::ZERO }
     }
 
     /// Milliseconds until a prompt that comes now begins.
@@ -29,24 +35,23 @@ impl Backlog {
         self.until = now + duration(ms);
     }
 
-    /// A prompt of `ms` is routed to the node; returns when it should be done.
-    pub fn add(&mut self, now: Instant, ms: f64) -> Instant {
+    /// A prompt of `ms` is routed to the node.
+    pub fn add(&mut self, now: Instant, ms: f64) -> Place {
         self.until = (self.until.max(now) + duration(ms)).min(now + LONGEST);
-        self.until
+        self.added += duration(ms);
+        Place(self.added)
     }
 
     /// A prompt of `ms` that was added will not be computed.
     pub fn take_back(&mut self, now: Instant, ms: f64) {
         self.until = self.until.checked_sub(duration(ms)).map_or(now, |until| until.max(now));
+        self.added = self.added.saturating_sub(duration(ms));
     }
 
-    /// A prompt that should be done at `expected` is done `now`: what stands behind it moves with it.
-    pub fn done(&mut self, now: Instant, expected: Instant) {
-        self.until = if now >= expected {
-            (self.until + (now - expected)).min(now + LONGEST)
-        } else {
-            self.until.checked_sub(expected - now).map_or(now, |until| until.max(now))
-        };
+    /// The prompt at `place` is done, early or late: what was added behind it is left. Prompts of one step are done at the
+    /// same moment, and the last of them leaves least.
+    pub fn done(&mut self, now: Instant, place: Place) {
+        self.until = now + self.added.saturating_sub(place.0).min(LONGEST);
     }
 }
 
@@ -66,11 +71,12 @@ mod tests {
     fn time_works_it_off() {
         let start = Instant::now();
         let mut backlog = Backlog::new(start);
-        assert_eq!(backlog.add(start, 100.0), start + ms(100));
-        assert_eq!(backlog.add(start + ms(40), 50.0), start + ms(150));
+        backlog.add(start, 100.0);
+        backlog.add(start + ms(40), 50.0);
         assert!((backlog.wait_ms(start + ms(40)) - 110.0).abs() < 1e-6);
         assert_eq!(backlog.wait_ms(start + ms(1_000)), 0.0);
-        assert_eq!(backlog.add(start + ms(1_000), 10.0), start + ms(1_010));
+        backlog.add(start + ms(1_000), 10.0);
+        assert!((backlog.wait_ms(start + ms(1_000)) - 10.0).abs() < 1e-6);
     }
 
     #[test]
@@ -83,18 +89,27 @@ mod tests {
     }
 
     #[test]
-    fn a_first_token_moves_what_stands_behind_it() {
+    fn a_first_token_leaves_what_stands_behind_it() {
+        let start = Instant::now();
+        for at in [30, 100, 150] {
+            let mut backlog = Backlog::new(start);
+            let first = backlog.add(start, 100.0);
+            backlog.add(start, 70.0);
+            backlog.done(start + ms(at), first);
+            assert!((backlog.wait_ms(start + ms(at)) - 70.0).abs() < 1e-6, "after {at} ms");
+        }
+    }
+
+    #[test]
+    fn prompts_of_one_step_are_late_together_and_once() {
         let start = Instant::now();
         let mut backlog = Backlog::new(start);
-        let first = backlog.add(start, 100.0);
-        backlog.add(start, 100.0);
-        backlog.done(start + ms(150), first);
-        assert!((backlog.wait_ms(start + ms(150)) - 100.0).abs() < 1e-6, "late");
-        let mut backlog = Backlog::new(start);
-        let first = backlog.add(start, 100.0);
-        backlog.add(start, 100.0);
-        backlog.done(start + ms(30), first);
-        assert!((backlog.wait_ms(start + ms(30)) - 100.0).abs() < 1e-6, "early");
+        let places: Vec<Place> = (0..4).map(|_| backlog.add(start, 20.0)).collect();
+        backlog.add(start, 5.0);
+        for place in places {
+            backlog.done(start + ms(90), place);
+        }
+        assert!((backlog.wait_ms(start + ms(90)) - 5.0).abs() < 1e-6);
     }
 
     #[test]
@@ -104,6 +119,11 @@ mod tests {
         backlog.add(start, 100.0);
         backlog.take_back(start + ms(10), 100.0);
         assert_eq!(backlog.wait_ms(start + ms(10)), 0.0);
+        let first = backlog.add(start, 50.0);
+        backlog.add(start, 30.0);
+        backlog.take_back(start, 30.0);
+        backlog.done(start + ms(60), first);
+        assert_eq!(backlog.wait_ms(start + ms(60)), 0.0);
         for _ in 0..3 {
             backlog.add(start, f64::INFINITY);
         }
