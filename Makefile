@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-policies bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ bench-overload: setup build ## Three times what a cluster can answer, for two mi
 # BENCH_POLICIES="--trace FILE": a trace of Mooncake's; the project ships none.
 bench-policies: setup build ## The router's policies on a production trace, simulated nodes with measured costs
 	python3 deploy/bench/policies.py $(BENCH_POLICIES)
+
+bench-disagg: setup build ## Disaggregated and aggregated serving on the same cores, real nodes
+	python3 deploy/bench/disagg.py $(BENCH_DISAGG)
 
 bench-kernels: ## Each CPU kernel alone, beside the bandwidth and the multiply-adds of the machine
 	cargo bench --locked -p tandem-engine --bench kernels

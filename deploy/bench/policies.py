@@ -2,41 +2,19 @@
 """How the router's policies compare on a production trace: `make bench-policies`.
 
 A real node's step costs are measured first; two prefill and two decode nodes simulate them (the tokens mean nothing, the
-times are those of the model). Then each policy replays the same slice of the trace on a cluster of its own, one policy after
+times are those of the model, divided by --faster). Then each policy replays the same slice of the trace on a cluster of its own, one policy after
 another at each speed of the trace. Prints a Markdown table.
 """
 import argparse
 import json
 import pathlib
-import signal
 import subprocess
 import tempfile
 import urllib.request
 
+from cluster import Cluster
+
 POLICIES = ["round-robin", "least-loaded", "cache-only", "joint"]
-
-
-class Cluster:
-    """`tandem up`, until the block is left."""
-
-    def __init__(self, tandem, flags):
-        self.directory = tempfile.TemporaryDirectory(prefix="tandem-policies-")
-        self.state = pathlib.Path(self.directory.name) / "state.json"
-        command = [tandem, "--state", str(self.state), "up", "--log-dir", self.directory.name, *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        ready = next((line for line in self.process.stdout if line.startswith("ready ")), None)
-        if ready is None:
-            raise SystemExit(f"{' '.join(command)} ended: see what it said above")
-        urls = dict(word.split("=", 1) for word in ready.split()[1:])
-        self.http, self.grpc = urls["http"], urls["grpc"].replace("http://", "grpc://")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=60)
-        self.directory.cleanup()
 
 
 def step_costs(tandem, threads):
@@ -56,13 +34,14 @@ def step_costs(tandem, threads):
 def replay(args, policy, speed, flags, out):
     with Cluster(args.tandem, [*flags, f"--router-arg=--policy={policy}"]) as cluster:
         command = [args.tandem, "bench", "--url", cluster.grpc, "--http", cluster.http, "--trace", args.trace]
-        command += ["--trace-scale", str(args.scale), "--trace-speed", str(speed), "--trace-from", str(args.first)]
+        command += ["--trace-scale", str(args.scale), "--trace-speed", str(speed * args.faster), "--trace-from", str(args.first)]
         command += ["--trace-requests", str(args.requests), "--json", str(out), "--drain", "120"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(out.read_text())["tandem"]["points"][0], json.loads(out.read_text())
+    return json.loads(out.read_text())
 
 
-def row(policy, speed, point, whole):
+def row(policy, speed, whole):
+    point = whole["tandem"]["points"][0]
     server, nodes = point["server"], point["nodes"]
     error = server["ttft_prediction_error"]["median"]
     cells = [
@@ -80,16 +59,19 @@ def main():
     parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--scale", type=int, default=32, help="lengths are divided by this")
     parser.add_argument("--first", type=int, default=300, help="second of the trace at which the slice begins")
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--speeds", default="1,1.5,2", help="of the trace, one table part each")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--threads", type=int, default=1, help="of the node whose step costs are measured")
     parser.add_argument("--kv-blocks", type=int, default=4096)
     parser.add_argument("--costs", help="prefill and decode costs instead of measuring: us,us,ns:us,us,ns")
+    parser.add_argument("--faster", type=float, default=10, help="simulated nodes take so many times less, and the trace comes so "
+                        "many times as fast: the same load in less time, for a longer slice")
     parser.add_argument("--real", action="store_true", help="real nodes instead of simulated ones, one of each role")
     args = parser.parse_args()
 
     if args.real:
+        args.faster = 1
         flags = ["--prefill", "1", "--decode", "1", "--threads", "1"]
     else:
         if args.costs:
@@ -100,7 +82,7 @@ def main():
         flags = ["--simulated", "--prefill", "2", "--decode", "2", "--no-pin", "--threads", "1"]
         for role, (step, token, context) in (("prefill", prefill), ("decode", decode)):
             for name, value in (("step-us", step), ("token-us", token), ("context-ns", context)):
-                flags += [f"--{role}-arg=--simulated-{name}={value:.0f}"]
+                flags += [f"--{role}-arg=--simulated-{name}={value / args.faster:.0f}"]
             print(f"{role}: {step:.0f} us a step, {token:.0f} us a token, {context:.0f} ns a position")
     flags += ["--kv-blocks", str(args.kv_blocks)]
 
@@ -110,8 +92,7 @@ def main():
         out = pathlib.Path(directory) / "out.json"
         for speed in args.speeds.split(","):
             for policy in args.policies.split(","):
-                point, whole = replay(args, policy, float(speed), flags, out)
-                row(policy, float(speed), point, whole)
+                row(policy, float(speed), replay(args, policy, float(speed), flags, out))
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ struct Flags {
     /// Requests that may wait until there is a slot and room on the nodes; 0: whoever has a slot starts at once
     #[arg(long, default_value_t = 256)]
     max_queue: u16,
-    /// Requests that may wait on each node, which keeps it busy; the others wait here, in order. Where the nodes' room is
-    /// not to count, a large number
+    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, which keeps them busy; the
+    /// others wait here, in order
     #[arg(long, default_value_t = 4)]
     node_queue: u16,
     /// Refuse requests (429) whose first token is predicted later than this, by the queue here and what the nodes have to do;
@@ -119,6 +119,9 @@ struct Flags {
     /// How long running requests may take to end after SIGTERM
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
+    /// Threads that serve clients and nodes [default: one a core]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
 }
 
 /// What the process is to do.
@@ -154,6 +157,8 @@ pub struct Config {
     pub index_blocks: usize,
     /// Bound of the drain.
     pub drain: Duration,
+    /// Threads of the reactor; one a core if nothing is said.
+    pub threads: Option<usize>,
 }
 
 impl Config {
@@ -203,6 +208,7 @@ impl From<Flags> for Config {
             },
             index_blocks: flags.index_blocks as usize,
             drain: millis(flags.drain_ms),
+            threads: flags.threads.map(usize::from),
         }
     }
 }

@@ -57,7 +57,8 @@ pub struct Limits {
     pub max_inflight: u32,
     /// Requests that wait until there is a slot and room on the nodes. 0: whoever has a slot starts.
     pub max_queue: usize,
-    /// Requests that may wait on each node, so that it is never idle; the others wait in the queue.
+    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, so that they are never idle;
+    /// the others wait in the queue.
     pub node_queue: u32,
     /// A request whose first token is predicted later than this is refused.
     pub max_ttft: Option<Duration>,

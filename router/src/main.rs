@@ -18,6 +18,7 @@ use tandem_router::text::ModelText;
 use tandem_router::{grpc, http};
 use tandem_telemetry::{Exporter, clock};
 use tokio::net::TcpListener;
+use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -30,18 +31,27 @@ const STREAMS: u32 = 4096;
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
-#[tokio::main]
-async fn main() -> ExitCode {
+fn main() -> ExitCode {
     let config = Config::from_args();
     tandem_telemetry::init_logging("tandem-router");
     raise_descriptor_limit();
-    match run(config).await {
+    let served =
+        reactor(config.threads).context("cannot start threads").and_then(|reactor| reactor.block_on(run(config)));
+    match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn reactor(threads: Option<usize>) -> std::io::Result<Runtime> {
+    let mut builder = Builder::new_multi_thread();
+    if let Some(threads) = threads {
+        builder.worker_threads(threads);
+    }
+    builder.enable_all().build()
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {

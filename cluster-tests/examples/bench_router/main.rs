@@ -1,7 +1,7 @@
 //! What the router adds to a request, and how many tokens one core of it streams: `make bench-router`.
 //!
 //! The nodes are simulated: a step takes a millisecond, so what is measured is the way and not the model. *direct* is a
-//! client that drives both nodes itself, over gRPC, as the router would. The other routers proxy an OpenAI server, which
+//! client that drives both nodes itself, over gRPC, as the router would (every prompt on the prefill node, in both). The other routers proxy an OpenAI server, which
 //! is our router with its nodes; what they add is measured against a client of that server. All take turns in one run.
 mod direct;
 mod load;
@@ -36,6 +36,9 @@ struct Args {
     /// Python with `sglang-router` and `vllm-router`, to measure them as well
     #[arg(long)]
     python: Option<PathBuf>,
+    /// Flags for the router, such as `--threads 1`
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
+    router_args: String,
 }
 
 /// One way to the nodes, and who is in it.
@@ -54,7 +57,7 @@ async fn main() -> anyhow::Result<()> {
     let cluster = Cluster::start(Options {
         simulated: true,
         node_args: words("--simulated-step-us 1000 --kv-blocks 8192 --max-num-seqs 256 --no-prefix-caching"),
-        router_args: words("--max-inflight 4096"),
+        router_args: words(&format!("--max-inflight 4096 --local-prefill never {}", args.router_args)),
         ..Options::default()
     })
     .await?;

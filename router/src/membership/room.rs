@@ -8,10 +8,13 @@ use tandem_proto::v1;
 use crate::admission::queue::{Ahead, Ask};
 use crate::select::{LocalPrefill, NodeView, Role, Work};
 
-/// Work that a node may have before a prompt: enough to keep it busy while the next request comes.
-const PREFILL_AHEAD_MS: f64 = 50.0;
+/// Work that a node may have before a prompt: enough to keep it busy while the next request comes. Whoever comes next waits
+/// for it, whatever the order in the queue is.
+const PREFILL_AHEAD_MS: f64 = 25.0;
 /// The same in tokens, where the node has not said how fast it is: a usual step.
 const PREFILL_AHEAD_TOKENS: u64 = 512;
+/// Prompts that may wait on a node, however long they are: that is enough for the same.
+const PROMPTS_WAITING: u32 = 1;
 
 /// What a request needs, and what comes before it: requests that have started and are on no node yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +33,7 @@ pub struct Wanted {
     pub requests_ahead: u32,
     /// Tokens of their prompts.
     pub prompt_tokens_ahead: u64,
-    /// Requests that may wait on each node.
+    /// Requests that may wait on each decode node; on a prefill node one, if any.
     pub node_queue: u32,
 }
 
@@ -187,13 +190,13 @@ impl Occupied<'_> {
         self.begins_soon(self.held.requests, wanted)
     }
 
-    /// It has little work with prompts, or no more of them than may wait.
+    /// It has little work with prompts, or one that it computes while this one waits.
     fn begins_soon(&self, prompts: u32, wanted: &Wanted) -> bool {
         let tokens = self.held.tokens.saturating_add(wanted.prompt_tokens_ahead);
         let token_ms = self.load.step_cost.map_or(0.0, |cost| cost.token_ms);
         let little =
             if token_ms > 0.0 { tokens as f64 * token_ms < PREFILL_AHEAD_MS } else { tokens < PREFILL_AHEAD_TOKENS };
-        little || prompts.saturating_add(wanted.requests_ahead) <= wanted.node_queue
+        little || prompts.saturating_add(wanted.requests_ahead) <= wanted.node_queue.min(PROMPTS_WAITING)
     }
 
     fn has_blocks(&self, wanted: &Wanted) -> bool {
@@ -286,11 +289,14 @@ mod tests {
         let unknown = v1::Load::default();
         assert!(node(&unknown, work(20, 511, 0)).prefills(&WANTED));
         assert!(!node(&unknown, work(1, 512, 0)).prefills(&WANTED));
-        assert!(node(&unknown, work(1, 9999, 0)).prefills(&queue(1)));
+        assert!(
+            node(&unknown, work(1, 9999, 0)).prefills(&queue(4))
+                && !node(&unknown, work(2, 9999, 0)).prefills(&queue(4))
+        );
         let cost = v1::StepCost { token_ms: 1.0, ..v1::StepCost::default() };
         let slow = v1::Load { step_cost: Some(cost), ..v1::Load::default() };
-        assert!(node(&slow, work(9, 49, 0)).prefills(&WANTED) && !node(&slow, work(9, 50, 0)).prefills(&WANTED));
-        assert!(!node(&slow, work(9, 49, 0)).prefills(&Wanted { prompt_tokens_ahead: 1, ..WANTED }));
+        assert!(node(&slow, work(9, 24, 0)).prefills(&WANTED) && !node(&slow, work(9, 25, 0)).prefills(&WANTED));
+        assert!(!node(&slow, work(9, 24, 0)).prefills(&Wanted { prompt_tokens_ahead: 1, ..WANTED }));
     }
 
     #[test]
