@@ -22,12 +22,12 @@ pub mod tenant;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, oneshot, watch};
 
 use crate::flow::Limits;
 use crate::membership::Membership;
@@ -35,6 +35,9 @@ use limiter::Exceeded;
 use looks::{Look, Looks};
 use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
 pub use tenant::Tenant;
+
+/// While requests wait, the queue looks for room so often, whatever happens: shorter than what a node is given ahead.
+const LOOK: Duration = Duration::from_millis(4);
 
 /// Why a request was refused before it started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -149,6 +152,8 @@ struct Inner {
     closed: AtomicBool,
     /// Nobody runs or waits.
     empty: Notify,
+    /// Somebody waits.
+    waits: watch::Sender<()>,
     max_queue: usize,
 }
 
@@ -187,6 +192,10 @@ impl Admission {
                 inner.freed();
             }
         });
+        // Whoever has no runtime has no time either.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(keep_looking(Arc::downgrade(&admission.inner), admission.inner.waits.subscribe()));
+        }
         admission
     }
 
@@ -204,8 +213,10 @@ impl Admission {
             tenants: several,
         };
         let state = Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looks: Looks::default() });
-        let (closed, empty) = (AtomicBool::default(), Notify::default());
-        Self { inner: Arc::new(Inner { state, room: Box::new(room), closed, empty, max_queue: limits.max_queue }) }
+        let (closed, empty, waits) = (AtomicBool::default(), Notify::default(), watch::Sender::default());
+        Self {
+            inner: Arc::new(Inner { state, room: Box::new(room), closed, empty, waits, max_queue: limits.max_queue }),
+        }
     }
 
     /// Takes a slot or a place in the queue for each of the requests of one tenant, or for none of them.
@@ -325,6 +336,17 @@ impl Drop for Place {
     }
 }
 
+/// Looks again and again while somebody waits: time alone makes room, too, when a node is about to be done with a prompt.
+async fn keep_looking(queue: Weak<Inner>, mut waits: watch::Receiver<()>) {
+    while waits.changed().await.is_ok() {
+        while let Some(inner) = queue.upgrade().filter(|inner| inner.counts().queued > 0) {
+            inner.freed();
+            drop(inner);
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+}
+
 impl Inner {
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         // No holder leaves the queue half changed.
@@ -352,6 +374,9 @@ impl Inner {
             };
             let places = entered.map(|tickets| tickets.into_iter().map(&mut place).collect());
             let counts = Counts { inflight: queue.inflight(), queued: queue.waiting() };
+            if counts.queued > 0 {
+                self.waits.send_replace(());
+            }
             (turn, places.map_err(|refused| (refused, counts)))
         })
     }

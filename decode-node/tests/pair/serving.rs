@@ -200,7 +200,8 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
         let ticket = ticket(&mut decode).await.unwrap();
         let (commands, mut prefill) = pair.open_prefill(&spec).await.unwrap();
         if ticket_is_delivered {
-            commands.send(deliver(ticket)).await.unwrap();
+            // A call whose first token is its last may be over already, without the ticket.
+            let _ = commands.send(deliver(ticket)).await;
         }
         assert!(first_token(&mut prefill).await.unwrap().finished.is_some());
         if word_is_late {

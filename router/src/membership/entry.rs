@@ -176,9 +176,10 @@ impl Entry {
     }
 
     /// What it has, as far as its room goes.
-    pub fn occupied(&self, view: &NodeView) -> Occupied<'_> {
+    pub fn occupied(&self, view: &NodeView, now: Instant) -> Occupied<'_> {
         let &NodeView { total_blocks, max_running, routed, held, .. } = view;
-        Occupied { total_blocks, max_running, load: &self.load, routed, held, prompts: self.prompts }
+        let backlog_ms = self.backlog.wait_ms(now);
+        Occupied { total_blocks, max_running, load: &self.load, routed, held, prompts: self.prompts, backlog_ms }
     }
 
     /// Takes a booking back, where no report has replaced it yet.

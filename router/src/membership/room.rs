@@ -8,13 +8,15 @@ use tandem_proto::v1;
 use crate::admission::queue::{Ahead, Ask};
 use crate::select::{LocalPrefill, NodeView, Role, Work};
 
-/// Work that a node may have before a prompt: enough to keep it busy while the next request comes. Whoever comes next waits
-/// for it, whatever the order in the queue is.
-const PREFILL_AHEAD_MS: f64 = 25.0;
-/// The same in tokens, where the node has not said how fast it is: a usual step.
-const PREFILL_AHEAD_TOKENS: u64 = 512;
-/// Prompts that may wait on a node, however long they are: that is enough for the same.
+/// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next waits
+/// for what is on the node, whatever the order in the queue is.
+const SOON_MS: f64 = 5.0;
+/// So many may then wait there.
 const PROMPTS_WAITING: u32 = 1;
+/// Prompts of less work than this, or than what every step takes, are not waited for: several go into one step.
+const LITTLE_MS: f64 = 8.0;
+/// The same in tokens, where the node has not said how fast it is: a usual step.
+const LITTLE_TOKENS: u64 = 512;
 
 /// What a request needs, and what comes before it: requests that have started and are on no node yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,6 +171,8 @@ pub struct Occupied<'a> {
     pub held: Work,
     /// Of these requests, those whose prompts it has still to compute.
     pub prompts: u32,
+    /// Until it is done with them, as predicted.
+    pub backlog_ms: f64,
 }
 
 impl Occupied<'_> {
@@ -190,13 +194,17 @@ impl Occupied<'_> {
         self.begins_soon(self.held.requests, wanted)
     }
 
-    /// It has little work with prompts, or one that it computes while this one waits.
+    /// It has little work with prompts, or one that it is about to end.
     fn begins_soon(&self, prompts: u32, wanted: &Wanted) -> bool {
         let tokens = self.held.tokens.saturating_add(wanted.prompt_tokens_ahead);
-        let token_ms = self.load.step_cost.map_or(0.0, |cost| cost.token_ms);
-        let little =
-            if token_ms > 0.0 { tokens as f64 * token_ms < PREFILL_AHEAD_MS } else { tokens < PREFILL_AHEAD_TOKENS };
-        little || prompts.saturating_add(wanted.requests_ahead) <= wanted.node_queue.min(PROMPTS_WAITING)
+        let few = prompts.saturating_add(wanted.requests_ahead) <= wanted.node_queue.min(PROMPTS_WAITING);
+        match self.load.step_cost.filter(|cost| cost.token_ms > 0.0) {
+            Some(cost) => {
+                let little = tokens as f64 * cost.token_ms < cost.base_ms.max(LITTLE_MS);
+                little || (few && self.backlog_ms < SOON_MS)
+            }
+            None => tokens < LITTLE_TOKENS || few,
+        }
     }
 
     fn has_blocks(&self, wanted: &Wanted) -> bool {
@@ -231,7 +239,7 @@ mod tests {
     };
 
     fn node(load: &v1::Load, held: Work) -> Occupied<'_> {
-        Occupied { total_blocks: 100, max_running: 4, load, routed: Work::default(), held, prompts: 0 }
+        Occupied { total_blocks: 100, max_running: 4, load, routed: Work::default(), held, prompts: 0, backlog_ms: 0.0 }
     }
 
     fn work(requests: u32, tokens: u64, blocks: u32) -> Work {
@@ -293,10 +301,16 @@ mod tests {
             node(&unknown, work(1, 9999, 0)).prefills(&queue(4))
                 && !node(&unknown, work(2, 9999, 0)).prefills(&queue(4))
         );
-        let cost = v1::StepCost { token_ms: 1.0, ..v1::StepCost::default() };
+        let cost = v1::StepCost { token_ms: 1.0, base_ms: 20.0, ..v1::StepCost::default() };
         let slow = v1::Load { step_cost: Some(cost), ..v1::Load::default() };
-        assert!(node(&slow, work(9, 24, 0)).prefills(&WANTED) && !node(&slow, work(9, 25, 0)).prefills(&WANTED));
-        assert!(!node(&slow, work(9, 24, 0)).prefills(&Wanted { prompt_tokens_ahead: 1, ..WANTED }));
+        let behind = Wanted { prompt_tokens_ahead: 1, requests_ahead: 1, ..queue(4) };
+        assert!(node(&slow, work(9, 19, 0)).prefills(&WANTED) && !node(&slow, work(9, 20, 0)).prefills(&WANTED));
+        assert!(!node(&slow, work(9, 19, 0)).prefills(&behind));
+        // The next one comes just before the last one is done, and not behind two.
+        let ends_after = |backlog_ms, requests| Occupied { backlog_ms, ..node(&slow, work(requests, 99, 0)) };
+        assert!(ends_after(4.0, 1).prefills(&queue(4)) && !ends_after(6.0, 1).prefills(&queue(4)));
+        assert!(!ends_after(4.0, 2).prefills(&queue(4)) && !ends_after(4.0, 1).prefills(&behind));
+        assert!(!ends_after(4.0, 1).prefills(&WANTED), "nobody may wait");
     }
 
     #[test]

@@ -341,8 +341,9 @@ impl Table {
     pub fn has_room(&self, wanted: Wanted, local: LocalPrefill, now: Instant) -> bool {
         let mut rooms = Rooms::new(wanted, local);
         let mut nodes = self.entries.values().zip(&self.views);
-        let mut enough =
-            |(entry, view): (&Entry, _)| rooms.tell(view, &entry.occupied(view), entry.is_sound(now, self.suspicion));
+        let mut enough = |(entry, view): (&Entry, _)| {
+            rooms.tell(view, &entry.occupied(view, now), entry.is_sound(now, self.suspicion))
+        };
         nodes.any(&mut enough) || rooms.answer()
     }
 
@@ -365,7 +366,7 @@ impl Table {
     pub fn totals(&self) -> Totals {
         let none = Totals { block_tokens: self.block_tokens(), deaths: self.deaths, ..Totals::default() };
         self.entries.values().zip(&self.views).fold(none, |mut totals, (entry, view)| {
-            let held = entry.occupied(view).held.requests;
+            let held = view.held.requests;
             let beyond = u64::from(held.saturating_sub(view.max_running));
             match entry.node.role {
                 Role::Prefill => {
