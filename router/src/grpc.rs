@@ -25,6 +25,8 @@ use crate::text::{ModelText, SpecialTokens};
 const INLINE_TEXT_BYTES: usize = 4096;
 /// Bytes of a client's request id at most.
 const MAX_REQUEST_ID_BYTES: usize = 128;
+/// How long the head of an answer waits for its first message.
+const HEAD_WAITS: Duration = Duration::from_millis(100);
 /// How often health follows the cluster.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -114,7 +116,7 @@ impl v1::inference_server::Inference for Edge {
             Err(error) => Err(error),
         };
         match started {
-            Ok(choices) => Ok(respond(choices, caller, Arc::clone(self.service.model()))),
+            Ok(choices) => respond(choices, caller, Arc::clone(self.service.model())).await,
             Err(error) => Err(identified(error, &head("", &caller.request_id))),
         }
     }
@@ -255,14 +257,25 @@ async fn tokenize(model: &Arc<ModelText>, input: v1::generate_request::Input) ->
         .map_err(|_| Error::new(ErrorKind::Internal, "the tokenizer failed on this prompt"))?
 }
 
-/// The answers' messages as they come; the first error ends them all.
-fn respond(choices: Vec<GenerationStream>, caller: Caller, model: Arc<ModelText>) -> Response<Responses> {
+/// The answers' messages as they come; the first error ends them all. The head of the call goes with the first message, in one
+/// write, unless that takes long.
+async fn respond(
+    choices: Vec<GenerationStream>,
+    caller: Caller,
+    model: Arc<ModelText>,
+) -> Result<Response<Responses>, Status> {
     let trace = choices.first().map(|stream| stream.trace().to_string()).unwrap_or_default();
     let head = head(&trace, &caller.request_id);
     let (mut trailer, trailing_head) = (Trailer::new(choices.len()), head.clone());
     let numbered = (0..).zip(choices).map(|(choice, stream)| stream.map(move |event| (choice, event)));
     let mut events = select_all(numbered);
+    let first = match tokio::time::timeout(HEAD_WAITS, events.next()).await {
+        Ok(Some((_, Err(error)))) => return Err(identified(error, &head)),
+        Ok(first) => first,
+        Err(_) => None,
+    };
     // Dropped with the call: that cancels every answer still running.
+    let mut events = futures::stream::iter(first).chain(events);
     let messages = async_stream::stream! {
         while let Some((choice, event)) = events.next().await {
             match event {
@@ -282,7 +295,7 @@ fn respond(choices: Vec<GenerationStream>, caller: Caller, model: Arc<ModelText>
     };
     let mut response: Response<Responses> = Response::new(Box::pin(messages));
     *response.metadata_mut() = head;
-    response
+    Ok(response)
 }
 
 /// What is told of every call, at its beginning and at its end.

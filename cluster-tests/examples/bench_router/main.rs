@@ -57,7 +57,7 @@ async fn main() -> anyhow::Result<()> {
     let cluster = Cluster::start(Options {
         simulated: true,
         node_args: words("--simulated-step-us 1000 --kv-blocks 8192 --max-num-seqs 256 --no-prefix-caching"),
-        router_args: words(&format!("--max-inflight 4096 --local-prefill never {}", args.router_args)),
+        router_args: words(&format!("--max-inflight 4096 {}", args.router_args)),
         ..Options::default()
     })
     .await?;

@@ -64,8 +64,9 @@ impl Attempt {
     pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
         let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
         let prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
-        let decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
-        let prefill_open = prefill.is_some();
+        let mut decode = DecodeLeg::open(&route.decode, start);
+        decode.begin();
+        let (decode, prefill_open) = (DecodeSide::Leg(decode), prefill.is_some());
         Self { route, exchange, basis, prefill, prefill_open, decode, computed: false, decode_works: false }
     }
 

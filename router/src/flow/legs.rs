@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::time::Duration;
 
+use futures::stream::Peekable;
 use futures::{FutureExt, Stream, StreamExt};
 use tandem_proto::v1::{self, decode_command, decode_event, prefill_command, prefill_event};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
@@ -62,7 +63,7 @@ impl PrefillLeg {
 /// The decode call.
 pub struct DecodeLeg {
     /// What the node says.
-    pub events: Events<v1::DecodeEvent>,
+    pub events: Peekable<Events<v1::DecodeEvent>>,
     /// Open as long as the leg: a closed command stream would look like a client that left.
     commands: mpsc::Sender<v1::DecodeCommand>,
 }
@@ -82,7 +83,15 @@ impl DecodeLeg {
                 yield event;
             }
         };
-        Self { events: Box::pin(events), commands }
+        let events: Events<v1::DecodeEvent> = Box::pin(events);
+        Self { events: events.peekable(), commands }
+    }
+
+    /// Hands the call to its connection now, ahead of others of this task. Of two connections that have something to write,
+    /// the reactor runs the one that was told last first: that is to be the prefill node's, for which the client waits.
+    pub fn begin(&mut self) {
+        // Nothing is lost: an event that is there already stays, and the next look is woken as ever.
+        let _ = Pin::new(&mut self.events).peek().now_or_never();
     }
 
     /// The answer is complete: the node ends its work well, and reports. With `no_handoff` it waits for no KV either.
