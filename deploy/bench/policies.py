@@ -67,12 +67,12 @@ def main():
     parser.add_argument("--costs", help="prefill and decode costs instead of measuring: us,us,ns:us,us,ns")
     parser.add_argument("--faster", type=float, default=10, help="simulated nodes take so many times less, and the trace comes so "
                         "many times as fast: the same load in less time, for a longer slice")
-    parser.add_argument("--real", action="store_true", help="real nodes instead of simulated ones, one of each role")
+    parser.add_argument("--real", action="store_true", help="real nodes instead of simulated ones, one thread each")
     args = parser.parse_args()
 
     if args.real:
         args.faster = 1
-        flags = ["--prefill", "1", "--decode", "1", "--threads", "1"]
+        flags = ["--prefill", "2", "--decode", "2", "--no-pin", "--threads", "1"]
     else:
         if args.costs:
             prefill, decode = ([float(cost) for cost in role.split(",")] for role in args.costs.split(":"))

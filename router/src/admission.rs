@@ -37,7 +37,7 @@ use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
 pub use tenant::Tenant;
 
 /// While requests wait, the queue looks for room so often, whatever happens: shorter than what a node is given ahead.
-const LOOK: Duration = Duration::from_millis(4);
+const LOOK: Duration = Duration::from_millis(2);
 
 /// Why a request was refused before it started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -10,7 +10,7 @@ use crate::select::{LocalPrefill, NodeView, Role, Work};
 
 /// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next waits
 /// for what is on the node, whatever the order in the queue is.
-const SOON_MS: f64 = 5.0;
+const SOON_MS: f64 = 3.0;
 /// So many may then wait there.
 const PROMPTS_WAITING: u32 = 1;
 /// Prompts of less work than this, or than what every step takes, are not waited for: several go into one step.
@@ -308,9 +308,9 @@ mod tests {
         assert!(!node(&slow, work(9, 19, 0)).prefills(&behind));
         // The next one comes just before the last one is done, and not behind two.
         let ends_after = |backlog_ms, requests| Occupied { backlog_ms, ..node(&slow, work(requests, 99, 0)) };
-        assert!(ends_after(4.0, 1).prefills(&queue(4)) && !ends_after(6.0, 1).prefills(&queue(4)));
-        assert!(!ends_after(4.0, 2).prefills(&queue(4)) && !ends_after(4.0, 1).prefills(&behind));
-        assert!(!ends_after(4.0, 1).prefills(&WANTED), "nobody may wait");
+        assert!(ends_after(2.0, 1).prefills(&queue(4)) && !ends_after(4.0, 1).prefills(&queue(4)));
+        assert!(!ends_after(2.0, 2).prefills(&queue(4)) && !ends_after(2.0, 1).prefills(&behind));
+        assert!(!ends_after(2.0, 1).prefills(&WANTED), "nobody may wait");
     }
 
     #[test]
