@@ -5,6 +5,7 @@
 //! - [`fleet`]: a router with several nodes of each role, every connection over a [`link`] that can be cut or slowed.
 //! - [`client`]: what a client of the router does: gRPC, HTTP, the view of the nodes.
 //! - [`pair`]: two nodes in this process, over the in-process transport.
+//! - [`open_loop`]: when the next request of a load comes, and percentiles of what it saw.
 //! - [`reference`]: what simulated nodes answer when nothing goes wrong.
 //! - [`equivalence`]: disaggregated output against single-node output.
 //!
