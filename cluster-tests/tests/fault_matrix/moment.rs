@@ -58,9 +58,11 @@ impl Moment {
             Self::Sealed => ("", "--max-num-seqs 1"),
             Self::Computing | Self::Decoding => ("", ""),
         };
+        // Else it would wait in the router until a node is about to be done.
+        let router_more = if self == Self::Queued { "--max-queue 0" } else { "" };
         FleetOptions {
             transport,
-            router_args: "--lease-ms 1000".to_owned(),
+            router_args: format!("--lease-ms 1000 {router_more}"),
             prefill_args: format!("{prefill} {prefill_more}"),
             decode_args: format!("{decode} {decode_more}"),
             ..FleetOptions::default()
