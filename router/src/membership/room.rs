@@ -201,7 +201,8 @@ impl Occupied<'_> {
         match self.load.step_cost.filter(|cost| cost.token_ms > 0.0) {
             Some(cost) => {
                 let little = tokens as f64 * cost.token_ms < cost.base_ms.max(LITTLE_MS);
-                little || (few && self.backlog_ms < SOON_MS)
+                let ahead_ms = wanted.prompt_tokens_ahead as f64 * cost.token_ms;
+                little || (few && self.backlog_ms + ahead_ms < SOON_MS)
             }
             None => tokens < LITTLE_TOKENS || few,
         }

@@ -13,6 +13,8 @@ pub struct Backlog {
     until: Instant,
     /// All prompts that were ever added.
     added: Duration,
+    /// Of these, up to the last one that is done.
+    done: Duration,
 }
 
 /// Of a prompt: all that was added up to its end.
@@ -22,7 +24,7 @@ pub struct Place(Duration);
 impl Backlog {
     /// An empty one.
     pub fn new(now: Instant) -> Self {
-        Self { until: now, added: Duration::ZERO }
+        Self { until: now, added: Duration::ZERO, done: Duration::ZERO }
     }
 
     /// Milliseconds until a prompt that comes now begins.
@@ -46,12 +48,14 @@ impl Backlog {
     pub fn take_back(&mut self, now: Instant, ms: f64) {
         self.until = self.until.checked_sub(duration(ms)).map_or(now, |until| until.max(now));
         self.added = self.added.saturating_sub(duration(ms));
+        self.done = self.done.min(self.added);
     }
 
-    /// The prompt at `place` is done, early or late: what was added behind it is left. Prompts of one step are done at the
-    /// same moment, and the last of them leaves least.
+    /// The prompt at `place` is done, early or late: what was added behind it is left. First come, first served: so are those
+    /// before it, whichever is told first.
     pub fn done(&mut self, now: Instant, place: Place) {
-        self.until = now + self.added.saturating_sub(place.0).min(LONGEST);
+        self.done = self.done.max(place.0);
+        self.until = now + self.added.saturating_sub(self.done).min(LONGEST);
     }
 }
 
@@ -106,7 +110,7 @@ mod tests {
         let mut backlog = Backlog::new(start);
         let places: Vec<Place> = (0..4).map(|_| backlog.add(start, 20.0)).collect();
         backlog.add(start, 5.0);
-        for place in places {
+        for place in [1, 3, 0, 2].map(|told| places[told]) {
             backlog.done(start + ms(90), place);
         }
         assert!((backlog.wait_ms(start + ms(90)) - 5.0).abs() < 1e-6);
