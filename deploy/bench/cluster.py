@@ -1,4 +1,5 @@
 """A `tandem up` cluster for as long as a block of Python lasts."""
+import json
 import pathlib
 import signal
 import subprocess
@@ -6,18 +7,26 @@ import tempfile
 
 
 class Cluster:
-    """`tandem up` with these flags, until the block is left; its addresses for `tandem bench --url … --http …`."""
+    """`tandem up` with these flags, until the block is left; `wrapper` is a command before it, such as taskset."""
 
-    def __init__(self, tandem, flags):
+    def __init__(self, tandem, flags, wrapper=()):
+        self.tandem = tandem
         self.directory = tempfile.TemporaryDirectory(prefix="tandem-bench-")
         state = pathlib.Path(self.directory.name) / "state.json"
-        command = [tandem, "--state", str(state), "up", "--log-dir", self.directory.name, *flags]
+        command = [*wrapper, tandem, "--state", str(state), "up", "--log-dir", self.directory.name, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         ready = next((line for line in self.process.stdout if line.startswith("ready ")), None)
         if ready is None:
-            raise SystemExit(f"{' '.join(command)} ended: see what it said above")
+            raise SystemExit(f"{' '.join(map(str, command))} ended: see what it said above")
         urls = dict(word.split("=", 1) for word in ready.split()[1:])
         self.http, self.grpc = urls["http"], urls["grpc"].replace("http://", "grpc://")
+
+    def bench(self, *flags):
+        """What `tandem bench` with these flags measures of it: the numbers of its JSON."""
+        out = pathlib.Path(self.directory.name) / "bench.json"
+        command = [self.tandem, "bench", "--url", self.grpc, "--http", self.http, *flags, "--json", str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(out.read_text())
 
     def __enter__(self):
         return self

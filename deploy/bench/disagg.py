@@ -7,11 +7,8 @@ system shares out: none idles because its role has nothing to do. Prints a Markd
 """
 import argparse
 import contextlib
-import json
 import pathlib
 import statistics
-import subprocess
-import tempfile
 
 from cluster import Cluster
 
@@ -31,15 +28,12 @@ FIGURES = [
 ]
 
 
-def measure(args, cluster, row, directory):
+def measure(args, cluster, row):
     """One interval of a row, the numbers of vLLM's names."""
-    out = pathlib.Path(directory) / "out.json"
     letter, load = row.split("@")
     flag = "--concurrency" if load.startswith("c") else "--rate"
-    command = [args.tandem, "bench", "--url", cluster.grpc, "--http", cluster.http, "--row", letter, flag, load.lstrip("c")]
-    command += ["--seconds", str(args.seconds), "--ttft-ms", str(args.ttft_ms), "--tpot-ms", str(args.tpot_ms)]
-    subprocess.run([*command, "--json", str(out)], check=True, stdout=subprocess.DEVNULL)
-    numbers = json.loads(out.read_text())
+    limits = ["--seconds", str(args.seconds), "--ttft-ms", str(args.ttft_ms), "--tpot-ms", str(args.tpot_ms)]
+    numbers = cluster.bench("--row", letter, flag, load.lstrip("c"), *limits)
     if numbers["failed"]:
         raise SystemExit(f"{numbers['failed']} requests of row {row} failed")
     numbers["local"] = sum(point["server"]["local"] for point in numbers["tandem"]["points"])
@@ -117,7 +111,6 @@ def main():
 
     measured = {(row, mode): [] for row in args.rows.split(",") for mode in MODES}
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
         common = ["--no-pin", "--threads", str(args.threads)]
         clusters = {mode: stack.enter_context(Cluster(args.tandem, [*flags, *common])) for mode, flags in MODES.items()}
         for turn in range(args.rounds):
@@ -126,7 +119,7 @@ def main():
                 for place in range(len(MODES)):
                     mode = list(MODES)[(turn + place) % len(MODES)]
                     print(f"round {turn + 1}: row {row}, {mode}", flush=True)
-                    measured[row, mode].append(measure(args, clusters[mode], row, directory))
+                    measured[row, mode].append(measure(args, clusters[mode], row))
     table(args, measured)
     losses(args, measured)
     plot(args, measured)

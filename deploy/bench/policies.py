@@ -2,14 +2,11 @@
 """How the router's policies compare on a production trace: `make bench-policies`.
 
 A real node's step costs are measured first; two prefill and two decode nodes simulate them (the tokens mean nothing, the
-times are those of the model, divided by --faster). Then each policy replays the same slice of the trace on a cluster of its own, one policy after
-another at each speed of the trace. Prints a Markdown table.
+times are those of the model, divided by --faster; what the router itself takes is not). Then each policy replays the same
+slice of the trace on a cluster of its own, one policy after another at each speed of the trace. Prints a Markdown table.
 """
 import argparse
 import json
-import pathlib
-import subprocess
-import tempfile
 import urllib.request
 
 from cluster import Cluster
@@ -20,8 +17,7 @@ POLICIES = ["round-robin", "least-loaded", "cache-only", "joint"]
 def step_costs(tandem, threads):
     """Microseconds a step and a token, nanoseconds a position, of the prefill and of the decode node."""
     with Cluster(tandem, ["--prefill", "1", "--decode", "1", "--threads", str(threads), "--no-pin"]) as cluster:
-        load = ["--row", "a", "--rate", "3", "--seconds", "15", "--warmup", "1"]
-        subprocess.run([tandem, "bench", "--url", cluster.http, *load], check=True, stdout=subprocess.DEVNULL)
+        cluster.bench("--row", "a", "--rate", "3", "--seconds", "15", "--warmup", "1")
         with urllib.request.urlopen(f"{cluster.http}/debug/cluster") as answer:
             nodes = json.load(answer)["nodes"]
     costs = {}
@@ -31,13 +27,11 @@ def step_costs(tandem, threads):
     return costs
 
 
-def replay(args, policy, speed, flags, out):
+def replay(args, policy, speed, flags):
+    part = ["--trace-from", str(args.first), "--trace-requests", str(args.requests)]
+    how = ["--trace-scale", str(args.scale), "--trace-speed", str(speed * args.faster), "--drain", "120"]
     with Cluster(args.tandem, [*flags, f"--router-arg=--policy={policy}"]) as cluster:
-        command = [args.tandem, "bench", "--url", cluster.grpc, "--http", cluster.http, "--trace", args.trace]
-        command += ["--trace-scale", str(args.scale), "--trace-speed", str(speed * args.faster), "--trace-from", str(args.first)]
-        command += ["--trace-requests", str(args.requests), "--json", str(out), "--drain", "120"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(out.read_text())
+        return cluster.bench("--trace", args.trace, *part, *how)
 
 
 def row(policy, speed, whole):
@@ -88,11 +82,9 @@ def main():
 
     print("\n| speed | policy | answered | mean TTFT ms | p50 | p99 | mean TPOT ms | hit rate | busiest prefill by mean | error of the TTFT prediction | local |")
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        out = pathlib.Path(directory) / "out.json"
-        for speed in args.speeds.split(","):
-            for policy in args.policies.split(","):
-                row(policy, float(speed), replay(args, policy, float(speed), flags, out))
+    for speed in args.speeds.split(","):
+        for policy in args.policies.split(","):
+            row(policy, float(speed), replay(args, policy, float(speed), flags))
 
 
 if __name__ == "__main__":

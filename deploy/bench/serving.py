@@ -5,11 +5,11 @@ import contextlib
 import http.client
 import json
 import pathlib
-import re
 import statistics
 import subprocess
-import tempfile
 import time
+
+from cluster import Cluster
 
 HERE = pathlib.Path(__file__).resolve().parent
 REQUESTS, WORDS, MAX_TOKENS = 16, 200, 32
@@ -43,16 +43,9 @@ class Mistralrs:
 class Tandem:
     """One prefill and one decode node, a thread each, as `tandem up` starts them."""
 
-    def __init__(self, program, cores):
-        self.work = tempfile.TemporaryDirectory()
-        self.process = subprocess.Popen(["taskset", "-c", cores, program, "--state", self.work.name + "/cluster.json", "up",
-                                         "--log-dir", self.work.name + "/logs"], stdout=subprocess.PIPE, text=True)
-        for line in self.process.stdout:
-            if line.startswith("ready "):
-                self.address = re.search(r"http=(?:http://)?([^ /\s]+)", line)[1]
-                self.model = self.call("GET", "/v1/models")["data"][0]["id"]
-                return
-        raise RuntimeError("the cluster did not start")
+    def __init__(self, cluster):
+        self.address = cluster.http.removeprefix("http://")
+        self.model = self.call("GET", "/v1/models")["data"][0]["id"]
 
     def call(self, method, path, body=None):
         connection = http.client.HTTPConnection(self.address, timeout=300)
@@ -74,11 +67,6 @@ class Tandem:
             tokens = sum(threads.map(self.ask, prompts))
         return tokens / (time.monotonic() - begin)
 
-    def close(self):
-        self.process.terminate()
-        self.process.wait()
-        self.work.cleanup()
-
 
 def prompts(turn):
     """Different in every turn, so that no prefix cache answers."""
@@ -89,7 +77,8 @@ def prompts(turn):
 
 def compare(cache, program, cores, rounds, dtypes=("F32", "BF16")):
     with contextlib.ExitStack() as stack:
-        engines = {"tandem": stack.enter_context(contextlib.closing(Tandem(program, cores)))}
+        cluster = stack.enter_context(Cluster(program, [], wrapper=["taskset", "-c", cores]))
+        engines = {"tandem": Tandem(cluster)}
         for dtype in dtypes:
             engines[f"mistral.rs {dtype}"] = stack.enter_context(contextlib.closing(Mistralrs(cache, cores, dtype)))
         speeds = {name: [] for name in engines}

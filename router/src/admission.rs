@@ -36,7 +36,8 @@ use looks::{Look, Looks};
 use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
 pub use tenant::Tenant;
 
-/// While requests wait, the queue looks for room so often, whatever happens: shorter than what a node is given ahead.
+/// While requests wait, the queue looks for room so often, whatever happens. With the millisecond that a timer may be late, as
+/// long as what a node is given ahead.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Why a request was refused before it started.

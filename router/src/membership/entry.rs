@@ -9,7 +9,7 @@ use tandem_proto::v1;
 use super::Node;
 use super::breaker::Breaker;
 use super::room::Occupied;
-use crate::select::backlog::{Backlog, Place};
+use crate::select::backlog::Backlog;
 use crate::select::calibrate::Factor;
 use crate::select::cost::{self, StepCost};
 use crate::select::{Candidate, NodeView, Role, Work};
@@ -53,7 +53,6 @@ pub(super) struct Prompt {
     /// The same without the node's factor; `None`: it was a guess.
     model_ms: Option<f64>,
     routed: Instant,
-    place: Place,
 }
 
 impl Prompt {
@@ -64,13 +63,7 @@ impl Prompt {
         }
         let prefill_ms = candidate.terms.prefill_ms;
         let model_ms = candidate.measured.then_some(prefill_ms);
-        Some(Self {
-            wait_ms: candidate.ttft_ms() - prefill_ms,
-            prefill_ms,
-            model_ms,
-            routed: now,
-            place: Place::default(),
-        })
+        Some(Self { wait_ms: candidate.ttft_ms() - prefill_ms, prefill_ms, model_ms, routed: now })
     }
 }
 
@@ -158,11 +151,10 @@ impl Entry {
         view.held.add(&work);
         self.prompts += u32::from(prompt.is_some());
         let factor = self.factor.value();
-        let prompt = prompt.map(|prompt| Prompt {
-            model_ms: prompt.model_ms.map(|ms| ms / factor),
-            place: self.backlog.add(now, prompt.prefill_ms),
-            ..prompt
-        });
+        let prompt = prompt.map(|prompt| Prompt { model_ms: prompt.model_ms.map(|ms| ms / factor), ..prompt });
+        if let Some(prompt) = &prompt {
+            self.backlog.add(now, prompt.prefill_ms);
+        }
         let probe = self.breaker.begin(now);
         Share { session: view.session, epoch: self.epoch, work, prompt, held: true, probe }
     }
@@ -200,7 +192,7 @@ impl Entry {
         let Some(prompt) = share.prompt.take() else { return };
         if self.epoch == share.epoch {
             view.routed.tokens = view.routed.tokens.saturating_sub(share.work.tokens);
-            self.backlog.done(now, prompt.place);
+            self.backlog.done(now, prompt.prefill_ms);
         }
         if share.held {
             view.held.tokens = view.held.tokens.saturating_sub(share.work.tokens);

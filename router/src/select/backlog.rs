@@ -11,20 +11,14 @@ const LONGEST: Duration = Duration::from_secs(3600);
 pub struct Backlog {
     /// When it is empty; in the past when it is.
     until: Instant,
-    /// All prompts that were ever added.
-    added: Duration,
-    /// Of these, up to the last one that is done.
-    done: Duration,
+    /// Prompts that were added since the last report and are not done, in all.
+    pending: Duration,
 }
-
-/// Of a prompt: all that was added up to its end.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Place(Duration);
 
 impl Backlog {
     /// An empty one.
     pub fn new(now: Instant) -> Self {
-        Self { until: now, added: Duration::ZERO, done: Duration::ZERO }
+        Self { until: now, pending: Duration::ZERO }
     }
 
     /// Milliseconds until a prompt that comes now begins.
@@ -32,30 +26,28 @@ impl Backlog {
         self.until.saturating_duration_since(now).as_secs_f64() * 1e3
     }
 
-    /// The node reports work of `ms`.
+    /// The node reports work of `ms`: all that was added before is in it, or done.
     pub fn reported(&mut self, now: Instant, ms: f64) {
-        self.until = now + duration(ms);
+        *self = Self { until: now + duration(ms), pending: Duration::ZERO };
     }
 
     /// A prompt of `ms` is routed to the node.
-    pub fn add(&mut self, now: Instant, ms: f64) -> Place {
+    pub fn add(&mut self, now: Instant, ms: f64) {
         self.until = (self.until.max(now) + duration(ms)).min(now + LONGEST);
-        self.added += duration(ms);
-        Place(self.added)
+        self.pending += duration(ms);
     }
 
-    /// A prompt of `ms` that was added will not be computed.
+    /// A prompt of `ms` that was added since the last report will not be computed.
     pub fn take_back(&mut self, now: Instant, ms: f64) {
         self.until = self.until.checked_sub(duration(ms)).map_or(now, |until| until.max(now));
-        self.added = self.added.saturating_sub(duration(ms));
-        self.done = self.done.min(self.added);
+        self.pending = self.pending.saturating_sub(duration(ms));
     }
 
-    /// The prompt at `place` is done, early or late: what was added behind it is left. First come, first served: so are those
-    /// before it, whichever is told first.
-    pub fn done(&mut self, now: Instant, place: Place) {
-        self.done = self.done.max(place.0);
-        self.until = now + self.added.saturating_sub(self.done).min(LONGEST);
+    /// A prompt of `ms` that was added since the last report is done, early or late: the others are left. The report's own
+    /// work was before it.
+    pub fn done(&mut self, now: Instant, ms: f64) {
+        self.pending = self.pending.saturating_sub(duration(ms));
+        self.until = now + self.pending.min(LONGEST);
     }
 }
 
@@ -97,9 +89,9 @@ mod tests {
         let start = Instant::now();
         for at in [30, 100, 150] {
             let mut backlog = Backlog::new(start);
-            let first = backlog.add(start, 100.0);
+            backlog.add(start, 100.0);
             backlog.add(start, 70.0);
-            backlog.done(start + ms(at), first);
+            backlog.done(start + ms(at), 100.0);
             assert!((backlog.wait_ms(start + ms(at)) - 70.0).abs() < 1e-6, "after {at} ms");
         }
     }
@@ -108,10 +100,11 @@ mod tests {
     fn prompts_of_one_step_are_late_together_and_once() {
         let start = Instant::now();
         let mut backlog = Backlog::new(start);
-        let places: Vec<Place> = (0..4).map(|_| backlog.add(start, 20.0)).collect();
+        let prompts = [20.0, 30.0, 10.0, 15.0];
+        prompts.map(|prompt| backlog.add(start, prompt));
         backlog.add(start, 5.0);
-        for place in [1, 3, 0, 2].map(|told| places[told]) {
-            backlog.done(start + ms(90), place);
+        for told in [1, 3, 0, 2] {
+            backlog.done(start + ms(90), prompts[told]);
         }
         assert!((backlog.wait_ms(start + ms(90)) - 5.0).abs() < 1e-6);
     }
@@ -123,10 +116,13 @@ mod tests {
         backlog.add(start, 100.0);
         backlog.take_back(start + ms(10), 100.0);
         assert_eq!(backlog.wait_ms(start + ms(10)), 0.0);
-        let first = backlog.add(start, 50.0);
-        backlog.add(start, 30.0);
+        for prompt in [50.0, 30.0, 20.0] {
+            backlog.add(start, prompt);
+        }
         backlog.take_back(start, 30.0);
-        backlog.done(start + ms(60), first);
+        backlog.done(start + ms(60), 50.0);
+        assert!((backlog.wait_ms(start + ms(60)) - 20.0).abs() < 1e-6, "what stood behind it has moved up");
+        backlog.done(start + ms(60), 20.0);
         assert_eq!(backlog.wait_ms(start + ms(60)), 0.0);
         for _ in 0..3 {
             backlog.add(start, f64::INFINITY);
