@@ -64,6 +64,8 @@ pub struct Node {
     pub running: u64,
     /// Sequences that wait.
     pub waiting: u64,
+    /// Names the set of cores that it computes on; empty: it did not say.
+    pub processor: String,
 }
 
 impl Node {
@@ -264,5 +266,6 @@ fn node(value: &Value) -> anyhow::Result<Node> {
         total_blocks: number("total_blocks")?,
         running: number("running")?,
         waiting: number("waiting")?,
+        processor: value["processor"]["id"].as_str().unwrap_or_default().to_owned(),
     })
 }

@@ -144,6 +144,7 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         max_running: 8,
         max_batched_tokens: 512,
         eos_token_id: 2,
+        processor: None,
     };
     let (reports, outbox) = mpsc::channel(8);
     let send = async |report| reports.send(NodeReport { report: Some(report) }).await.unwrap();

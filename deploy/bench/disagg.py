@@ -112,6 +112,7 @@ def main():
     measured = {(row, mode): [] for row in args.rows.split(",") for mode in MODES}
     with contextlib.ExitStack() as stack:
         common = ["--no-pin", "--threads", str(args.threads)]
+        common += [f"--router-arg=--ttft-objective-ms={args.ttft_ms:g}", f"--router-arg=--tpot-objective-ms={args.tpot_ms:g}"]
         clusters = {mode: stack.enter_context(Cluster(args.tandem, [*flags, *common])) for mode, flags in MODES.items()}
         for turn in range(args.rounds):
             for row in args.rows.split(","):

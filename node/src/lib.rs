@@ -2,7 +2,8 @@
 //! `main.rs` there is the life of a process and names these parts in order:
 //!
 //! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena.
-//! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work.
+//! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work;
+//!   [`processor`]: the cores that it shares with other nodes.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`kv_feed`]: what it
 //!   is told of the prefix cache. [`admin`]: `/health` and `/metrics`.
@@ -22,6 +23,7 @@ pub mod kv_feed;
 pub mod kv_memory;
 pub mod membership;
 pub mod node;
+pub mod processor;
 pub mod request;
 pub mod serve;
 pub mod tasks;

@@ -25,6 +25,7 @@ use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
 use crate::figures::Figures;
 use crate::handoffs::Handoffs;
 use crate::kv_memory::KvMemory;
+use crate::processor;
 use crate::trace::{SpanSink, Trace};
 use crate::work::Work;
 
@@ -52,6 +53,7 @@ pub struct Node {
     pub max_step_tokens: usize,
     max_step: Duration,
     max_running: u32,
+    processor: Option<v1::Processor>,
     /// Never 0.
     incarnation: AtomicU64,
     lives: AtomicU64,
@@ -81,6 +83,8 @@ pub struct Parts {
     pub max_step: Duration,
     /// Sequences that run at once, as the router is told.
     pub max_running: usize,
+    /// What it computes on; `None`: nothing that others use.
+    pub processor: Option<v1::Processor>,
 }
 
 impl Node {
@@ -101,6 +105,7 @@ impl Node {
             max_step_tokens: parts.max_step_tokens,
             max_step: parts.max_step,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
+            processor: parts.processor,
             incarnation: AtomicU64::new(incarnation.0),
             lives: AtomicU64::new(1),
         })
@@ -129,6 +134,11 @@ impl Node {
         });
         let service = service_name(config.role);
         let exporter = Exporter::start(service, &node_id, config.otlp_endpoint.clone())?;
+        // Who simulates its steps sleeps.
+        let processor = match config.model {
+            ModelSource::File(_) => processor::this(config.threads, &config.cpus),
+            ModelSource::Simulated { .. } => None,
+        };
         let loading = config.clone();
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
@@ -148,6 +158,7 @@ impl Node {
             max_step_tokens: config.max_step_tokens,
             max_step: config.max_step,
             max_running: config.max_running,
+            processor,
             incarnation,
         }))
     }
@@ -208,6 +219,7 @@ impl Node {
             max_running: self.max_running,
             eos_token_id: spec.eos_token_id,
             max_batched_tokens: count(self.max_step_tokens),
+            processor: self.processor,
         }
     }
 

@@ -13,6 +13,7 @@ use tandem_router::membership::{Ask, Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::cost::StepCost;
 use tandem_router::select::policy::Policy;
+use tandem_router::select::processor::Processor;
 use tandem_router::select::{Cluster, LocalPrefill, Need, NodeView, Role, Settings, Wish, Work, select};
 
 const NEED: Need<'static> = Need { prompt_tokens: 2_000, total_tokens: 2_256, block_tokens: 16, hashes: &[] };
@@ -163,6 +164,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         reported: Work { requests, context: u64::from(requests) * 700, ..Work::default() },
         routed: Work::default(),
         held: Work::default(),
+        processor: Processor::default(),
         step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
         prefill_factor: rng.random_range(0.8..1.3),
         backlog_ms: rng.random_range(0.0..500.0),

@@ -448,9 +448,12 @@ impl Membership {
     /// could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
     /// make a plan.
     pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
-        let table = lock(&self.table);
-        let wanted = Wanted::of(ask, ahead, node_queue, table.block_tokens());
-        table.has_room(wanted, self.choice.local, now)
+        let mut table = lock(&self.table);
+        let block_tokens = table.block_tokens();
+        let wanted = Wanted::of(ask, ahead, node_queue, block_tokens);
+        // What is cached of it is not known here.
+        let need = Ask { prompt_tokens: ask.prompt_tokens, max_tokens: ask.max_tokens, hashes: &[] }.need(block_tokens);
+        table.has_room(wanted, &need, &self.choice, now)
     }
 
     /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.

@@ -8,8 +8,9 @@
 //!
 //! All but the last are milliseconds that a client waits once, for its first or its second token. The step comes again with
 //! each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives: it is the
-//! cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. [`Terms`] says what each term is, [`cost`]
-//! how it is predicted, [`calibrate`] what predictions learn, [`backlog`] how a queue is worked off between two reports. Work
+//! cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. The harm is the second part of that for the
+//! requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted, [`calibrate`] what predictions
+//! learn, [`backlog`] how a queue is worked off between two reports, [`processor`] which nodes are in each other's way. Work
 //! that was routed after a node's last report counts as if the node had reported it.
 //!
 //! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
@@ -17,11 +18,14 @@
 //! perhaps broken is still better than none, so a request is never refused while nodes are there that could take it.
 //!
 //! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among the
-//! pairs if there are any: a prompt on a decode node is also in the way of those who come after it. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort.
+//! pairs if there are any whose nodes do not share their cores: a prompt beside a decode node's streams is also in the way of
+//! those who come after it. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a
+//! local plan is a last resort.
 pub mod backlog;
 pub mod calibrate;
 pub mod cost;
 pub mod policy;
+pub mod processor;
 pub mod prune;
 
 use std::str::FromStr;
@@ -30,6 +34,7 @@ use std::sync::Arc;
 use calibrate::Links;
 use cost::StepCost;
 use policy::{Policy, of_two};
+use processor::Processor;
 use prune::{Field, Scored, Scorer};
 
 use tandem_proto::SequenceHash;
@@ -69,6 +74,8 @@ pub struct Work {
     pub blocks: u32,
     /// Positions in the KV of the running batch.
     pub context: u64,
+    /// Tokens of the answers at most.
+    pub answers: u64,
 }
 
 impl Work {
@@ -78,6 +85,7 @@ impl Work {
         self.tokens = self.tokens.saturating_add(other.tokens);
         self.blocks = self.blocks.saturating_add(other.blocks);
         self.context = self.context.saturating_add(other.context);
+        self.answers = self.answers.saturating_add(other.answers);
     }
 
     /// Less of it.
@@ -86,6 +94,7 @@ impl Work {
         self.tokens = self.tokens.saturating_sub(other.tokens);
         self.blocks = self.blocks.saturating_sub(other.blocks);
         self.context = self.context.saturating_sub(other.context);
+        self.answers = self.answers.saturating_sub(other.answers);
     }
 }
 
@@ -122,6 +131,8 @@ pub struct NodeView {
     pub routed: Work,
     /// All that this router has on it, whatever is reported: also requests that wait there for blocks.
     pub held: Work,
+    /// What it computes on.
+    pub processor: Processor,
     /// How long its steps take; all zero before it has measured one.
     pub step_cost: StepCost,
     /// By how much its prompts take longer than that says.
@@ -147,6 +158,11 @@ impl NodeView {
         let reported = self.reported.context as f64;
         let each = if self.running > 0 { reported / f64::from(self.running) } else { f64::from(need.prompt_tokens) };
         reported + waiting * each + self.routed.context as f64
+    }
+
+    /// Whether a prompt on the one slows the streams of the other.
+    pub fn crowds(&self, other: &Self) -> bool {
+        self.processor.crowding(&other.processor) > 0.0
     }
 }
 
@@ -294,7 +310,8 @@ pub struct Terms {
     pub wait_decode_ms: f64,
     /// One step of the decode node with this request in its batch.
     pub step_ms: f64,
-    /// What the decode node's running streams wait for a local prefill, all together.
+    /// What the prompt costs others, in milliseconds of TTFT: the decode node's streams, which wait once and take that much
+    /// longer a token; the prompt that it computes, where the two nodes share their cores.
     pub harm_ms: f64,
 }
 
@@ -461,8 +478,10 @@ fn near_best(plans: &[Scored<'_>], settings: &Settings, turn: u64) -> usize {
     let best = &plans[0];
     let enough = best.score * (1.0 + settings.near_optimal) + SAME_MS;
     let near = |plan: &&Scored<'_>| plan.ranks() == best.ranks() && plan.score <= enough;
-    let near = plans.iter().take_while(near).count();
-    let mut equal: Vec<usize> = (0..near).filter(|index| plans[*index].prefill.is_some()).collect();
+    // The best one is among them, also where its score is no number.
+    let near = plans.iter().take_while(near).count().max(1);
+    let apart = |plan: &Scored<'_>| plan.prefill.is_some_and(|prefill| !prefill.crowds(plan.decode));
+    let mut equal: Vec<usize> = (0..near).filter(|index| apart(&plans[*index])).collect();
     if equal.is_empty() {
         equal.extend(0..near);
     }

@@ -392,10 +392,12 @@ fn reports() -> impl Strategy<Value = Report> {
 }
 
 fn registers() -> impl Strategy<Value = v1::Register> {
-    let numbers = (0..3_i32, 0..50_u64, any::<u64>(), 0..3_u32, any::<u32>());
+    let processor = (0..3_u64, 0..4_u32, any::<u32>());
+    let processor = prop::option::of(processor.prop_map(|(id, cores, threads)| v1::Processor { id, cores, threads }));
+    let numbers = (0..3_i32, 0..50_u64, any::<u64>(), 0..3_u32, any::<u32>(), processor);
     let texts = (0..2000_u32, prop_oneof![Just("http://127.0.0.1:1".to_owned()), texts()], texts());
     (numbers, texts, prop::bool::weighted(0.9)).prop_map(
-        |((role, incarnation, digest, block, blocks), (name, endpoint, build), ours)| v1::Register {
+        |((role, incarnation, digest, block, blocks, processor), (name, endpoint, build), ours)| v1::Register {
             node_id: format!("n{name}"),
             role,
             incarnation,
@@ -412,6 +414,7 @@ fn registers() -> impl Strategy<Value = v1::Register> {
             max_context_tokens: blocks,
             max_running: blocks,
             eos_token_id: 2,
+            processor,
             ..v1::Register::default()
         },
     )

@@ -54,8 +54,10 @@ async fn a_cluster_that_loses_its_prefill_node_goes_on() -> anyhow::Result<()> {
     let mut cluster = Cluster::start(of("auto")).await?;
     let long = || ask(token_ids((0..4000).map(|index| 100 + index % 7919).collect::<Vec<u32>>()), 4);
     let stream = cluster.open(long()).await?;
-    let busy = async |cluster: &Cluster| cluster.nodes().await.is_ok_and(|nodes| nodes.iter().any(|n| !n.is_idle()));
-    cluster.wait_until(LONG, "the prompt is being read", busy).await?;
+    let nodes = cluster.nodes().await?;
+    assert!(nodes.iter().all(|node| !node.processor.is_empty() && node.processor == nodes[0].processor), "{nodes:?}");
+    // Each has a core for its thread, so that nothing speaks for the decode node.
+    cluster.busy("prefill", LONG).await?;
     cluster.prefill.kill();
     let answer = timeout(LONG * 2, tandem_cluster_tests::client::rest(stream)).await??;
     assert_eq!(timings(&answer).prefill_instance, timings(&answer).decode_instance);

@@ -98,6 +98,7 @@ impl NodeProcess {
             max_step_tokens: schedule.max_step_tokens,
             max_step: Duration::from_secs(60),
             max_running: schedule.max_running,
+            processor: None,
         });
         let routes = match role {
             Role::Prefill => {

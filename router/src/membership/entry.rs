@@ -12,6 +12,7 @@ use super::room::Occupied;
 use crate::select::backlog::Backlog;
 use crate::select::calibrate::Factor;
 use crate::select::cost::{self, StepCost};
+use crate::select::processor::Processor;
 use crate::select::{Candidate, NodeView, Role, Work};
 
 /// A node, without its view.
@@ -93,6 +94,7 @@ impl Entry {
             reported: Work::default(),
             routed: Work::default(),
             held: Work::default(),
+            processor: Processor::reported(info.processor.as_ref()),
             step_cost: StepCost::default(),
             prefill_factor: 1.0,
             computes_prompts: false,
@@ -115,6 +117,7 @@ impl Entry {
             tokens: load.queued_tokens,
             blocks: 0,
             context: load.running_tokens,
+            answers: 0,
         };
         view.routed = Work::default();
         view.step_cost = StepCost::reported(load.step_cost.as_ref());
@@ -234,6 +237,9 @@ impl Entry {
                 "context_ms": view.step_cost.context_ms,
             },
             "prefill_factor": self.factor.value(),
+            "processor": info.processor.map(|v1::Processor { id, cores, threads }| {
+                json!({ "id": format!("{id:016x}"), "cores": cores, "threads": threads })
+            }),
         })
     }
 }

@@ -78,6 +78,17 @@ pub struct Rooms {
     all: Vec<Group>,
 }
 
+/// What room there is, the best last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Room {
+    /// None.
+    No,
+    /// On a decode node that computes the prompt, too; for a request that goes to a pair there is none.
+    Local,
+    /// Whatever the plan is.
+    Yes,
+}
+
 /// What the nodes of one group could do, and have room to do.
 #[derive(Clone, Copy, Debug, Default)]
 struct Group {
@@ -112,9 +123,9 @@ impl Rooms {
     }
 
     /// Whether there is room. A request that nobody could ever take finds it: its refusal is the flow's matter.
-    pub fn answer(&self) -> bool {
-        let of = |groups: &[Group]| groups.iter().filter_map(|group| group.room(self.local)).reduce(|a, b| a || b);
-        of(&self.sound).or_else(|| of(&self.all)).unwrap_or(true)
+    pub fn answer(&self) -> Room {
+        let of = |groups: &[Group]| groups.iter().filter_map(|group| group.room(self.local)).max();
+        of(&self.sound).or_else(|| of(&self.all)).unwrap_or(Room::Yes)
     }
 }
 
@@ -134,18 +145,17 @@ impl Group {
         }
     }
 
-    /// `None`: its nodes make no plan. Where a prompt may be computed on either side, decode nodes do it where no prefill
-    /// node takes part.
-    fn room(&self, local: LocalPrefill) -> Option<bool> {
-        let (pair, alone) = match local {
-            LocalPrefill::Never => (true, false),
-            LocalPrefill::Auto => (true, true),
-            LocalPrefill::Always => (false, true),
+    /// `None`: its nodes make no plan.
+    fn room(&self, local: LocalPrefill) -> Option<Room> {
+        let pairs = self.prefills && self.decodes && local != LocalPrefill::Always;
+        let alone = self.decodes && local != LocalPrefill::Never;
+        let room = match (self.prefill_room && self.decode_room, self.local_room) {
+            (true, _) if pairs => Room::Yes,
+            (_, true) if alone && pairs => Room::Local,
+            (_, true) if alone => Room::Yes,
+            _ => Room::No,
         };
-        if pair && self.prefills && self.decodes {
-            return Some(self.prefill_room && self.decode_room);
-        }
-        (alone && self.decodes).then_some(self.local_room)
+        (pairs || alone).then_some(room)
     }
 
     fn has_room_for_sure(&self, local: LocalPrefill) -> bool {
@@ -244,7 +254,7 @@ mod tests {
     }
 
     fn work(requests: u32, tokens: u64, blocks: u32) -> Work {
-        Work { requests, tokens, blocks, context: 0 }
+        Work { requests, tokens, blocks, ..Work::default() }
     }
 
     fn queue(node_queue: u32) -> Wanted {

@@ -9,7 +9,7 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
 use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Prompt, Share};
 use super::fence::Fence;
-use super::room::{Rooms, Wanted};
+use super::room::{Room, Rooms, Wanted};
 use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
@@ -237,17 +237,15 @@ impl Table {
         now: Instant,
     ) -> Result<Booked, NoPair> {
         self.turn = self.turn.wrapping_add(1);
-        self.refresh(now);
-        self.look_up(need.hashes);
-        let cluster = Cluster { nodes: &self.views, links: &self.links };
-        let candidates = select::select(&cluster, need, wish, settings, self.turn)?;
+        let candidates = self.candidates(need, wish, settings, now)?;
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
         // A node that is kept has the prompt.
         let (prompt, tokens) = (Prompt::of(best, now), if best.kept { 0 } else { uncached });
-        let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), context: 0 };
+        let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), ..Work::default() };
         let context = u64::from(need.prompt_tokens);
-        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks(), context };
+        let answers = u64::from(need.total_tokens.saturating_sub(need.prompt_tokens));
+        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks(), context, answers };
         let (prefill, decode) = match (best.plan(), best.prefill) {
             (Plan::Pair, Some(prefill)) => {
                 let prefill = self.book(prefill, prefill_work, prompt, now)?;
@@ -260,10 +258,7 @@ impl Table {
 
     /// The plan whose first token would come soonest, without anything booked; `None` where nobody can tell.
     pub fn predict(&mut self, need: &Need<'_>, settings: &select::Settings, now: Instant) -> Option<Candidate> {
-        self.refresh(now);
-        self.look_up(need.hashes);
-        let cluster = Cluster { nodes: &self.views, links: &self.links };
-        let candidates = select::select(&cluster, need, &Wish::default(), settings, self.turn).ok()?;
+        let candidates = self.candidates(need, &Wish::default(), settings, now).ok()?;
         select::soonest(&candidates).cloned()
     }
 
@@ -338,13 +333,35 @@ impl Table {
     }
 
     /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others as may.
-    pub fn has_room(&self, wanted: Wanted, local: LocalPrefill, now: Instant) -> bool {
-        let mut rooms = Rooms::new(wanted, local);
+    /// Where only decode nodes have room for its prompt, it has room if they are where it would go.
+    pub fn has_room(&mut self, wanted: Wanted, need: &Need<'_>, settings: &select::Settings, now: Instant) -> bool {
+        let mut rooms = Rooms::new(wanted, settings.local);
         let mut nodes = self.entries.values().zip(&self.views);
         let mut enough = |(entry, view): (&Entry, _)| {
             rooms.tell(view, &entry.occupied(view, now), entry.is_sound(now, self.suspicion))
         };
-        nodes.any(&mut enough) || rooms.answer()
+        match if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() } {
+            Room::Yes => true,
+            Room::Local => {
+                let told = self.candidates(need, &Wish::default(), settings, now);
+                told.is_ok_and(|told| told.first().is_some_and(|chosen| chosen.plan() == Plan::Local))
+            }
+            Room::No => false,
+        }
+    }
+
+    /// All that could take the request, the choice first.
+    fn candidates(
+        &mut self,
+        need: &Need<'_>,
+        wish: &Wish,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> Result<Vec<Candidate>, NoPair> {
+        self.refresh(now);
+        self.look_up(need.hashes);
+        let cluster = Cluster { nodes: &self.views, links: &self.links };
+        select::select(&cluster, need, wish, settings, self.turn)
     }
 
     /// Takes bookings back that no report has replaced yet, and probes that had no verdict.

@@ -24,6 +24,7 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         max_running: 8,
         eos_token_id: 2,
         max_batched_tokens: 512,
+        processor: None,
     }
 }
 
@@ -512,6 +513,30 @@ fn decode_nodes_that_compute_prompts_have_room_when_they_have_few() {
         let given_up = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
         drop(given_up);
         assert!(has_room(&membership, 10, 10, now));
+    }
+}
+
+#[test]
+fn a_prompt_has_room_on_a_decode_node_if_it_would_go_there() {
+    let now = Instant::now();
+    for (local, finds) in [(LocalPrefill::Never, false), (LocalPrefill::Auto, true)] {
+        let membership = membership().with_local_prefill(local);
+        let [p, d] = [("p", v1::Role::Prefill), ("d", v1::Role::Decode)]
+            .map(|(id, role)| membership.register(register(id, role, 1), now).unwrap().session);
+        let cost = v1::StepCost { base_ms: 1.0, token_ms: 1.0, ..v1::StepCost::default() };
+        let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
+        [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
+        let mut busy = membership.route(ask(600, 10), &Wish::default(), now).unwrap();
+        assert_eq!(busy.sessions(), (Some(p), d));
+        assert_eq!(has_room(&membership, 100, 10, now), finds, "the decode node does nothing yet");
+        let running = v1::Load { running: 8, running_tokens: 800, ..load };
+        membership.report(d, &running, now);
+        assert!(
+            !has_room(&membership, 400, 10, now),
+            "eight short answers would wait for it: it goes to the prefill node"
+        );
+        busy.prefilled();
+        assert!(has_room(&membership, 400, 10, now));
     }
 }
 

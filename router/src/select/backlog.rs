@@ -101,7 +101,7 @@ mod tests {
         let start = Instant::now();
         let mut backlog = Backlog::new(start);
         let prompts = [20.0, 30.0, 10.0, 15.0];
-        prompts.map(|prompt| backlog.add(start, prompt));
+        prompts.iter().for_each(|prompt| backlog.add(start, *prompt));
         backlog.add(start, 5.0);
         for told in [1, 3, 0, 2] {
             backlog.done(start + ms(90), prompts[told]);

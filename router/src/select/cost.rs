@@ -12,7 +12,9 @@
 //! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no longer
 //!   slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
 //! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these: each
-//!   of them waits for what the prompt adds to the steps.
+//!   of them waits for what the prompt adds to the steps ([`harm_ms`]);
+//! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow each
+//!   other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
 use super::{Need, NodeView};
 
 /// Of a node whose step budget is not known: a usual one.
@@ -20,8 +22,8 @@ const STEP_TOKENS: u32 = 512;
 /// Where no node of any role has measured a step yet. Its size only matters against waits and transfers, of which then
 /// little is known either; requests spread by it because work that was routed counts.
 pub const UNMEASURED: StepCost = StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.0001 };
-/// A millisecond that a running stream waits for somebody else's prompt counts like one that this request waits.
-const STREAM_WEIGHT: f64 = 1.0;
+/// Answers are not taken to be longer, whatever they may be: most end long before `max_tokens`.
+const USUAL_ANSWER: f64 = 256.0;
 
 /// How long a node's steps take: `base + token · tokens + context · positions` milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -133,10 +135,26 @@ pub struct DecodeTerms {
 pub struct LocalTerms {
     /// From its begin to the first token, milliseconds.
     pub prefill_ms: f64,
-    /// What the running streams wait for it, milliseconds, all streams together.
-    pub harm_ms: f64,
+    /// What each running stream waits for it, milliseconds.
+    pub delay_ms: f64,
     /// Prompt tokens that need no computing.
     pub cached_tokens: u32,
+}
+
+/// What the two nodes of a pair make each other wait for where they share their cores: as long as both compute.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Crowd {
+    /// The prompt, milliseconds.
+    pub prefill_ms: f64,
+    /// Each running stream, milliseconds.
+    pub delay_ms: f64,
+    /// The prompts that the decode node computes itself, milliseconds.
+    pub prompts_ms: f64,
+}
+
+impl Crowd {
+    /// They share nothing.
+    pub const NONE: Self = Self { prefill_ms: 0.0, delay_ms: 0.0, prompts_ms: 0.0 };
 }
 
 /// Prompt tokens of which `node` holds the KV. The last one is always computed: its logits are the first token.
@@ -172,16 +190,62 @@ pub fn decode(node: &NodeView, cost: &StepCost, need: &Need) -> DecodeTerms {
     }
 }
 
-/// The prompt on decode node `node`, whose steps cost `cost`.
-pub fn local(node: &NodeView, cost: &StepCost, need: &Need) -> LocalTerms {
+/// The prompt on decode node `node`. Its steps with prompts cost `cost`, and it computes as `like` does: itself, or a prefill
+/// node on the same cores, whose prompts then are in its way.
+pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> LocalTerms {
     let cached_tokens = cached_tokens(node, need);
     let tokens = need.prompt_tokens.saturating_sub(cached_tokens);
-    let streams = node.requests().min(f64::from(node.max_running.max(1)));
+    let streams = streams(node);
     let budget = (f64::from(step_tokens(node)) - streams).max(1.0);
     let steps = (f64::from(tokens) / budget).ceil();
-    let added_ms = cost.tokens_ms(cached_tokens.into(), tokens.into()) * node.prefill_factor;
-    let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * node.prefill_factor;
-    LocalTerms { prefill_ms: added_ms + running_ms, harm_ms: STREAM_WEIGHT * streams * added_ms, cached_tokens }
+    let added_ms = cost.tokens_ms(cached_tokens.into(), tokens.into()) * like.prefill_factor;
+    let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * like.prefill_factor;
+    let crowding = if like.session == node.session { 0.0 } else { like.processor.crowding(&node.processor) };
+    let alone_ms = added_ms + running_ms;
+    let prefill_ms = alone_ms + crowding * alone_ms.min(like.backlog_ms);
+    LocalTerms { prefill_ms, delay_ms: added_ms, cached_tokens }
+}
+
+/// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are worth
+/// one of TPOT: over an answer's tokens the delay is as much of its TPOT.
+pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) -> f64 {
+    match streams(node) * delay_ms {
+        // Whatever the weight is.
+        0.0 => 0.0,
+        delays_ms => delays_ms * step_weight / answer_tokens(node, need),
+    }
+}
+
+/// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`.
+pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, need: &Need) -> Crowd {
+    let crowding = prefill.processor.crowding(&decode.processor);
+    if crowding == 0.0 || streams(decode) == 0.0 {
+        return Crowd::NONE;
+    }
+    // Half of its answer is still to come from one that runs, in the mean, and all of it from others. What is reserved and
+    // not filled does not tell: requests share blocks.
+    let running = f64::from(decode.running) / decode.requests();
+    let streams_ms = answer_tokens(decode, need) * (1.0 - 0.5 * running.min(1.0)) * step_ms;
+    let beside = |busy_ms: f64| crowding * prefill_ms.min(busy_ms);
+    Crowd {
+        prefill_ms: beside(decode.backlog_ms + streams_ms),
+        delay_ms: beside(streams_ms),
+        prompts_ms: beside(decode.backlog_ms),
+    }
+}
+
+/// Tokens of an answer there in the mean, as long as it may get: by what this router has there, or like this request's.
+fn answer_tokens(node: &NodeView, need: &Need) -> f64 {
+    let tokens = match node.held.requests {
+        0 => f64::from(need.total_tokens.saturating_sub(need.prompt_tokens)),
+        requests => node.held.answers as f64 / f64::from(requests),
+    };
+    tokens.clamp(1.0, USUAL_ANSWER)
+}
+
+/// Requests whose tokens are computed at a time.
+fn streams(node: &NodeView) -> f64 {
+    node.requests().min(f64::from(node.max_running.max(1)))
 }
 
 /// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate at
@@ -223,9 +287,11 @@ pub fn step_tokens(node: &NodeView) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::processor::Processor;
     use super::super::tests::{NEED, node};
     use super::super::{Role, Work};
     use super::*;
+    use tandem_proto::v1;
 
     const COST: StepCost = StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.01 };
 
@@ -295,7 +361,7 @@ mod tests {
     fn who_waits_for_blocks_counts_after_a_report_as_before() {
         let mut decode_node = node(3, Role::Decode);
         // Three of 20 blocks run, four wait.
-        let seven = Work { requests: 7, blocks: 140, context: 700, tokens: 0 };
+        let seven = Work { requests: 7, blocks: 140, context: 700, tokens: 0, answers: 0 };
         (decode_node.routed, decode_node.held) = (seven, seven);
         let before = decode(&decode_node, &COST, &NEED);
         assert_eq!(before.short_blocks, 13 + 140 - 64);
@@ -314,16 +380,62 @@ mod tests {
     #[test]
     fn a_local_prompt_harms_every_stream() {
         let mut decode_node = node(3, Role::Decode);
-        let alone = local(&decode_node, &COST, &NEED);
-        assert_eq!(alone.harm_ms, 0.0);
+        let alone = local(&decode_node, &decode_node, &COST, &NEED);
+        assert_eq!(harm_ms(&decode_node, &NEED, alone.delay_ms, 10.0), 0.0);
         assert!((alone.prefill_ms - (2.0 + 50.0 + 50.5)).abs() < 1e-9, "{alone:?}");
         decode_node.running = 2;
         decode_node.reported = Work { requests: 2, context: 200, ..Work::default() };
-        let busy = local(&decode_node, &COST, &NEED);
-        assert!((busy.harm_ms - 2.0 * 100.5).abs() < 1e-9, "{busy:?}");
+        let busy = local(&decode_node, &decode_node, &COST, &NEED);
+        assert!((busy.delay_ms - 100.5).abs() < 1e-9, "{busy:?}");
         assert!((busy.prefill_ms - (100.5 + 2.0 + 1.0 + 2.0)).abs() < 1e-9, "{busy:?}");
         decode_node.cached_blocks_of_prompt = 6;
-        assert!((local(&decode_node, &COST, &NEED).harm_ms - 2.0 * (2.0 + 0.01 * 394.0)).abs() < 1e-9);
+        assert!((local(&decode_node, &decode_node, &COST, &NEED).delay_ms - (2.0 + 0.01 * 394.0)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_delay_counts_as_time_per_token_of_the_answers_that_wait() {
+        let mut decode_node = node(3, Role::Decode);
+        decode_node.reported.requests = 2;
+        // Somebody else's: they are taken to be as long as this one.
+        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / 100.0).abs() < 1e-9);
+        decode_node.held = Work { requests: 2, answers: 40, ..Work::default() };
+        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / 20.0).abs() < 1e-9);
+        decode_node.held.answers = 1_000_000;
+        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / USUAL_ANSWER).abs() < 1e-9);
+        decode_node.max_running = 1;
+        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 50.0 * 10.0 / USUAL_ANSWER).abs() < 1e-9);
+    }
+
+    #[test]
+    fn nodes_on_the_same_cores_slow_each_other_down_while_both_compute() {
+        let shared = Processor::reported(Some(&v1::Processor { id: 1, cores: 2, threads: 2 }));
+        let (mut prefill_node, mut decode_node) = (node(1, Role::Prefill), node(3, Role::Decode));
+        let crowded = |p: &NodeView, d: &NodeView| crowd(p, 300.0, d, 2.0, &NEED);
+        (prefill_node.processor, decode_node.processor) = (shared, shared);
+        assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE, "nothing runs there");
+        (decode_node.running, decode_node.reported.requests) = (2, 2);
+        let until_they_end = Crowd { prefill_ms: 100.0, delay_ms: 100.0, prompts_ms: 0.0 };
+        assert_eq!(crowded(&prefill_node, &decode_node), until_they_end, "half of a hundred tokens each");
+        decode_node.backlog_ms = 50.0;
+        assert_eq!(
+            crowded(&prefill_node, &decode_node),
+            Crowd { prefill_ms: 150.0, prompts_ms: 50.0, ..until_they_end }
+        );
+        decode_node.backlog_ms = 500.0;
+        assert_eq!(
+            crowded(&prefill_node, &decode_node),
+            Crowd { prefill_ms: 300.0, prompts_ms: 300.0, ..until_they_end }
+        );
+        decode_node.running = 0;
+        assert_eq!(crowded(&prefill_node, &decode_node).delay_ms, 200.0, "all of them");
+        let mut alone = local(&decode_node, &prefill_node, &COST, &NEED);
+        prefill_node.backlog_ms = 60.0;
+        assert!((local(&decode_node, &prefill_node, &COST, &NEED).prefill_ms - alone.prefill_ms - 60.0).abs() < 1e-9);
+        prefill_node.prefill_factor = 2.0;
+        alone.delay_ms *= 2.0;
+        assert_eq!(local(&decode_node, &prefill_node, &COST, &NEED).delay_ms, alone.delay_ms);
+        prefill_node.processor = Processor::default();
+        assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE);
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! hold most of the prompt. Pairs are scored exactly, but only of these. So the cost is linear in nodes.
 //!
 //! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way between
-//! them than all others. Where ways are equal and no decode node waits, nothing is missed (tested against all pairs).
+//! them than all others, or with cores of their own where all better ones share theirs. Where ways are equal, no decode node
+//! waits and none shares its cores, nothing is missed (tested against all pairs).
 use super::calibrate::Links;
 use super::cost::{self, DecodeTerms, LocalTerms, PrefillTerms, StepCost};
 use super::policy::{Policy, draw};
@@ -202,7 +203,7 @@ impl<'a> Scorer<'a> {
                 let side = self.decode(node, place, hidden_ms);
                 group.decodes.offer(side);
                 if self.settings.local != LocalPrefill::Never {
-                    locals.offer(self.local(side));
+                    locals.offer(self.local(side, group.prefills.all().map(|prefill| prefill.node)));
                 }
             }
         }
@@ -256,25 +257,33 @@ impl<'a> Scorer<'a> {
         self.side(node, terms, score.unwrap_or(cost_ms))
     }
 
-    fn local(&self, side: Side<'a, DecodeTerms>) -> Side<'a, (DecodeTerms, LocalTerms)> {
-        let of_others = self.prompts.as_ref().filter(|_| !side.node.computes_prompts);
-        let cost = of_others.unwrap_or_else(|| self.cost(side.node));
-        let local = cost::local(side.node, cost, self.need);
+    /// A prompt costs the same on either node of a pair that shares its cores. The prefill node knows better what that is:
+    /// the other one's own measurements are of single tokens, and of prompts that both computed at a time.
+    fn local(
+        &self,
+        side: Side<'a, DecodeTerms>,
+        mut prefills: impl Iterator<Item = &'a NodeView>,
+    ) -> Side<'a, (DecodeTerms, LocalTerms)> {
+        let like = prefills.find(|prefill| prefill.crowds(side.node)).unwrap_or(side.node);
+        let of_others = self.prompts.as_ref().filter(|_| !like.computes_prompts);
+        let cost = of_others.unwrap_or_else(|| self.cost(like));
+        let local = cost::local(side.node, like, cost, self.need);
         let score = match self.settings.policy {
-            Policy::Joint => self.local_terms(&side.terms, &local).total_ms(self.settings),
+            Policy::Joint => self.local_terms(side.node, &side.terms, &local).total_ms(self.settings),
             _ => side.score,
         };
         side.with((side.terms, local), score)
     }
 
-    fn local_terms(&self, decode: &DecodeTerms, local: &LocalTerms) -> Terms {
+    fn local_terms(&self, node: &NodeView, decode: &DecodeTerms, local: &LocalTerms) -> Terms {
+        let harm_ms = cost::harm_ms(node, self.need, local.delay_ms, self.settings.step_weight());
         Terms {
             wait_prefill_ms: 0.0,
             prefill_ms: local.prefill_ms,
             exposed_ms: 0.0,
             wait_decode_ms: decode.wait_ms,
             step_ms: decode.step_ms,
-            harm_ms: local.harm_ms,
+            harm_ms,
         }
     }
 
@@ -283,7 +292,7 @@ impl<'a> Scorer<'a> {
         Scored {
             prefill: None,
             decode: side.node,
-            terms: self.local_terms(decode, local),
+            terms: self.local_terms(side.node, decode, local),
             cached_tokens: local.cached_tokens,
             blocks_short: decode.short_blocks,
             score: side.score,
@@ -302,13 +311,17 @@ impl<'a> Scorer<'a> {
     fn pair(&self, prefill: &Side<'a, PrefillTerms>, decode: &Side<'a, DecodeTerms>) -> Scored<'a> {
         let pair = (prefill.node.session, decode.node.session);
         let transfer_ms = self.links.transfer_ms(pair, prefill.node.group, decode.terms.missing_blocks);
+        let step_ms = decode.terms.step_ms;
+        let crowd = cost::crowd(prefill.node, prefill.terms.prefill_ms, decode.node, step_ms, self.need);
+        let prefill_ms = prefill.terms.prefill_ms + crowd.prefill_ms;
         let terms = Terms {
             wait_prefill_ms: prefill.terms.wait_ms,
-            prefill_ms: prefill.terms.prefill_ms,
-            exposed_ms: (transfer_ms - prefill.terms.prefill_ms).max(0.0),
-            wait_decode_ms: (decode.terms.wait_ms - prefill.terms.first_ms()).max(0.0),
-            step_ms: decode.terms.step_ms,
-            harm_ms: 0.0,
+            prefill_ms,
+            exposed_ms: (transfer_ms - prefill_ms).max(0.0),
+            wait_decode_ms: (decode.terms.wait_ms - prefill.terms.wait_ms - prefill_ms).max(0.0),
+            step_ms,
+            harm_ms: cost::harm_ms(decode.node, self.need, crowd.delay_ms, self.settings.step_weight())
+                + crowd.prompts_ms,
         };
         let score = match self.settings.policy {
             Policy::Joint => terms.total_ms(self.settings),

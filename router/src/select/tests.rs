@@ -24,6 +24,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         reported: Work::default(),
         routed: Work::default(),
         held: Work::default(),
+        processor: Processor::default(),
         step_cost: COST,
         prefill_factor: 1.0,
         computes_prompts: true,
@@ -262,11 +263,45 @@ fn local_prefill_where_it_costs_less() {
     assert_eq!(best(&nodes), local, "the prefill node is busy, the decode node is not");
     nodes[1].reported = Work { requests: 6, context: 600, ..Work::default() };
     nodes[1].running = 6;
-    assert_eq!(best(&nodes), pair, "now six streams would wait for the prompt");
+    assert_eq!(
+        best(&nodes),
+        local,
+        "six answers of a hundred tokens each would wait for the prompt, little for each token"
+    );
+    nodes[1].held = Work { requests: 6, answers: 6 * 10, ..Work::default() };
+    assert_eq!(best(&nodes), pair, "now they are short");
     nodes[1].cached_blocks_of_prompt = 6;
     assert_eq!(best(&nodes), local, "four tokens harm nobody much");
     nodes[0].backlog_ms = 0.0;
     assert_eq!(best(&nodes), local, "a short suffix of a cached prompt");
+}
+
+#[test]
+fn nodes_that_share_their_cores_gain_nothing_by_a_pair() {
+    let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
+    let (pair, local) = ((Some(1), 3), (None, 3));
+    let best = |nodes: &[NodeView]| plans(nodes, &Wish::default(), Auto)[0];
+    nodes[1].running = 4;
+    nodes[1].reported = Work { requests: 4, context: 4 * 100, ..Work::default() };
+    nodes[1].held = Work { requests: 4, answers: 4 * 240, ..Work::default() };
+    assert_eq!(best(&nodes), pair, "each has its own");
+    let shared = Processor::reported(Some(&tandem_proto::v1::Processor { id: 1, cores: 2, threads: 2 }));
+    nodes.iter_mut().for_each(|node| node.processor = shared);
+    assert_eq!(best(&nodes), local, "the prompt takes twice as long beside them, and harms them as much");
+    nodes[1].held.answers = 4 * 12;
+    assert_eq!(best(&nodes), pair, "they are soon out of its way");
+}
+
+#[test]
+fn objectives_that_nobody_can_keep_choose_nodes_all_the_same() {
+    let nodes = cluster();
+    for (ttft_objective_ms, tpot_objective_ms) in
+        [(1000.0, 0.0), (0.0, 100.0), (0.0, 0.0), (f64::MAX, f64::MIN_POSITIVE)]
+    {
+        let settings = Settings { ttft_objective_ms, tpot_objective_ms, ..with(Auto) };
+        let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+        assert!(select(&cluster, &NEED, &Wish::default(), &settings, 0).is_ok());
+    }
 }
 
 #[test]
@@ -386,8 +421,9 @@ fn best_of_all(nodes: &[NodeView], links: &Links, need: &Need, settings: &Settin
             offer(p.shut || d.shut, prefill.first_ms() + exposed_ms + wait_ms + weight * decode.step_ms);
         }
         if settings.local != Never {
-            let local = cost::local(d, &d.step_cost, need);
-            offer(d.shut, decode.wait_ms + local.prefill_ms + local.harm_ms + weight * decode.step_ms);
+            let local = cost::local(d, d, &d.step_cost, need);
+            let harm_ms = cost::harm_ms(d, need, local.delay_ms, weight);
+            offer(d.shut, decode.wait_ms + local.prefill_ms + harm_ms + weight * decode.step_ms);
         }
     }
     best.map(|(_, total_ms)| total_ms)

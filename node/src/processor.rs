@@ -1,0 +1,55 @@
+//! What this process computes on, as the router is told: nodes that share cores slow each other down, and only they can say
+//! that they do.
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::unistd::Pid;
+use tandem_proto::v1;
+use xxhash_rust::xxh3::Xxh3;
+
+/// Drawn by the kernel at each start of the machine: the same in all containers on it.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Of a process whose `threads` are bound to `cpus`; to none: they run on all that it may use. `None`: the system does not
+/// say what machine this is, or which cores there are.
+pub fn this(threads: usize, cpus: &[usize]) -> Option<v1::Processor> {
+    let boot_id = std::fs::read(BOOT_ID).ok()?;
+    let cpus = if cpus.is_empty() { allowed() } else { cpus.to_vec() };
+    of(&boot_id, cpus, threads)
+}
+
+/// The cores of the calling thread.
+fn allowed() -> Vec<usize> {
+    let Ok(set) = sched_getaffinity(Pid::from_raw(0)) else { return Vec::new() };
+    (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
+}
+
+fn of(boot_id: &[u8], mut cpus: Vec<usize>, threads: usize) -> Option<v1::Processor> {
+    cpus.sort_unstable();
+    cpus.dedup();
+    let mut hasher = Xxh3::new();
+    hasher.update(boot_id);
+    cpus.iter().for_each(|cpu| hasher.update(&cpu.to_le_bytes()));
+    let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let processor = v1::Processor { id: hasher.digest().max(1), cores: count(cpus.len()), threads: count(threads) };
+    (!cpus.is_empty()).then_some(processor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_cores_of_the_same_machine_are_the_same() {
+        let id = |boot_id: &str, cpus: &[usize]| of(boot_id.as_bytes(), cpus.to_vec(), 1).unwrap().id;
+        assert_eq!(id("a", &[0, 1]), id("a", &[1, 0, 1]));
+        assert_ne!(id("a", &[0]), id("a", &[1]));
+        assert_ne!(id("a", &[0]), id("b", &[0]));
+        assert_eq!(of(b"a", vec![], 1), None);
+    }
+
+    #[test]
+    fn this_process_has_cores() {
+        let all = this(3, &[]).unwrap();
+        assert!(all.id != 0 && all.cores > 0 && all.threads == 3);
+        assert_eq!(this(1, &[0]).unwrap().cores, 1);
+    }
+}
