@@ -1,8 +1,8 @@
 //! Start-time fair queueing (Goyal, Vin and Cheng, 1996): who is next among flows that share one server, each with a weight.
 //! Pure. A flow has the virtual time at which its next piece of work may start; serving it moves that on by cost ÷ weight.
 //! The flow with the earliest start is next, and its start is the virtual time of all. So while two flows both wait, what
-//! each has had per weight differs by no more than the largest piece of each, and a flow that was away finds its place at
-//! the present time: it neither pays for others nor saves up.
+//! each has had per weight differs by no more than the largest piece of each. A flow that was away does not pay for others,
+//! and saves up little ([`CREDIT`]): who asks now and then finds its few requests next, also where two come at a time.
 //!
 //! What waits in a flow, and in which order, belongs to [`super::queue`].
 use std::collections::BTreeMap;
@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 type Virtual = u128;
 
 const SCALE: Virtual = 1 << 20;
+/// What a flow may save up, in tokens per unit of weight: some requests of a usual length.
+const CREDIT: Virtual = 4096 * SCALE;
 
 /// The flows that are known, by name.
 #[derive(Clone, Debug)]
@@ -46,7 +48,7 @@ impl<K: Ord + Clone> Fair<K> {
         let flow = self.flows.entry(key.clone()).or_insert(new);
         (flow.weight, flow.used) = (weight.max(1), event);
         if !flow.waits {
-            (flow.waits, flow.since, flow.start) = (true, event, flow.start.max(now));
+            (flow.waits, flow.since, flow.start) = (true, event, flow.start.max(now.saturating_sub(CREDIT)));
         }
     }
 
@@ -62,7 +64,7 @@ impl<K: Ord + Clone> Fair<K> {
         let event = self.event();
         if let Some(flow) = self.flows.get_mut(key) {
             self.now = self.now.max(flow.start);
-            flow.start = flow.start.max(self.now) + Virtual::from(cost.max(1)) * SCALE / Virtual::from(flow.weight);
+            flow.start += Virtual::from(cost.max(1)) * SCALE / Virtual::from(flow.weight);
             (flow.since, flow.used) = (event, event);
         }
     }
@@ -74,11 +76,11 @@ impl<K: Ord + Clone> Fair<K> {
         waiting.into_iter().map(|(key, _)| key.clone()).collect()
     }
 
-    /// How much of the work `waiting(other)` of the other waiting flows is served before a piece of `key` that has `ahead` of
-    /// its own flow before it.
+    /// How much of the work `waiting(other)` of the other waiting flows is served before a piece of `key`, which waits, that has
+    /// `ahead` of its own flow before it.
     pub fn work_before(&self, key: &K, ahead: u64, waiting: impl Fn(&K) -> u64) -> u64 {
         let Some(flow) = self.flows.get(key) else { return 0 };
-        let start = flow.start.max(self.now) + Virtual::from(ahead) * SCALE / Virtual::from(flow.weight);
+        let start = flow.start + Virtual::from(ahead) * SCALE / Virtual::from(flow.weight);
         let others = self.flows.iter().filter(|(other, flow)| *other != key && flow.waits);
         let before = |(other, flow): (&K, &Flow)| {
             let share = start.saturating_sub(flow.start) * Virtual::from(flow.weight) / SCALE;
@@ -142,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_late_saves_nothing_up_and_who_leaves_keeps_its_debt() {
+    fn who_comes_new_has_saved_nothing_up_and_who_leaves_keeps_its_debt() {
         let mut fair = Fair::default();
         fair.wants(&1, 1);
         (0..100).for_each(|_| assert_eq!(serve_next(&mut fair, 10), 1));
@@ -153,6 +155,20 @@ mod tests {
         fair.rests(&2);
         fair.wants(&2, 1);
         assert_eq!(fair.order(), [1, 2]);
+    }
+
+    #[test]
+    fn who_was_away_goes_first_for_a_while() {
+        let mut fair = Fair::default();
+        (0..3).for_each(|key| fair.wants(&key, 1));
+        fair.rests(&2);
+        (0..200).for_each(|_| assert_ne!(serve_next(&mut fair, 100), 2));
+        fair.wants(&2, 1);
+        let served: Vec<u8> = (0..100).map(|_| serve_next(&mut fair, 100)).collect();
+        let alone = served.iter().take_while(|key| **key == 2).count();
+        assert!((41..=42).contains(&alone), "the credit and its own turn: {served:?}");
+        let then = served[alone..].iter().filter(|key| **key == 2).count();
+        assert!(then.abs_diff((100 - alone) / 3) <= 1, "{served:?}");
     }
 
     #[test]
