@@ -33,5 +33,10 @@ class Cluster:
 
     def __exit__(self, *_):
         self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=60)
-        self.directory.cleanup()
+        try:
+            self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        finally:
+            self.directory.cleanup()

@@ -16,7 +16,7 @@ POLICIES = ["round-robin", "least-loaded", "cache-only", "joint"]
 
 def step_costs(tandem, threads):
     """Microseconds a step and a token, nanoseconds a position, of the prefill and of the decode node."""
-    with Cluster(tandem, ["--prefill", "1", "--decode", "1", "--threads", str(threads), "--no-pin"]) as cluster:
+    with Cluster(tandem, ["--threads", str(threads), "--no-pin", "--router-arg=--local-prefill=never"]) as cluster:
         cluster.bench("--row", "a", "--rate", "3", "--seconds", "15", "--warmup", "1")
         with urllib.request.urlopen(f"{cluster.http}/debug/cluster") as answer:
             nodes = json.load(answer)["nodes"]

@@ -19,7 +19,7 @@
 //!
 //! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among the
 //! pairs if there are any whose nodes do not share their cores: a prompt beside a decode node's streams is also in the way of
-//! those who come after it. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a
+//! those who come after it; else among the local plans: nothing has to travel. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a
 //! local plan is a last resort.
 pub mod backlog;
 pub mod calibrate;
@@ -344,6 +344,8 @@ pub struct Candidate {
     pub blocks_short: u32,
     /// The node that computes the prompt has measured its steps: the prediction is one.
     pub measured: bool,
+    /// By how much the prompt is predicted to take longer than the step model says.
+    pub factor: f64,
     /// The circuit breaker of one of its nodes is shut.
     pub shut: bool,
     /// It failed this request before.
@@ -381,6 +383,7 @@ impl Candidate {
             cached_tokens: plan.cached_tokens,
             blocks_short: plan.blocks_short,
             measured: plan.prefill.unwrap_or(plan.decode).step_cost.is_measured(),
+            factor: plan.factor,
             shut: plan.shut,
             avoided: plan.avoided,
             kept: plan.kept,
@@ -481,10 +484,10 @@ fn near_best(plans: &[Scored<'_>], settings: &Settings, turn: u64) -> usize {
     // The best one is among them, also where its score is no number.
     let near = plans.iter().take_while(near).count().max(1);
     let apart = |plan: &Scored<'_>| plan.prefill.is_some_and(|prefill| !prefill.crowds(plan.decode));
-    let mut equal: Vec<usize> = (0..near).filter(|index| apart(&plans[*index])).collect();
-    if equal.is_empty() {
-        equal.extend(0..near);
-    }
+    let of =
+        |wanted: &dyn Fn(&Scored<'_>) -> bool| (0..near).filter(|index| wanted(&plans[*index])).collect::<Vec<_>>();
+    let kinds = [of(&apart), of(&|plan| plan.prefill.is_none()), of(&|_| true)];
+    let equal = kinds.into_iter().find(|kind| !kind.is_empty()).unwrap_or_default();
     equal[of_two(equal.len(), turn, |index| plans[equal[index]].requests())]
 }
 

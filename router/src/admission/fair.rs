@@ -1,8 +1,9 @@
 //! Start-time fair queueing (Goyal, Vin and Cheng, 1996): who is next among flows that share one server, each with a weight.
 //! Pure. A flow has the virtual time at which its next piece of work may start; serving it moves that on by cost ÷ weight.
 //! The flow with the earliest start is next, and its start is the virtual time of all. So while two flows both wait, what
-//! each has had per weight differs by no more than the largest piece of each. A flow that was away does not pay for others,
-//! and saves up little ([`CREDIT`]): who asks now and then finds its few requests next, also where two come at a time.
+//! each has had per weight differs by no more than the largest piece of each, and what one of them had saved up. A flow that
+//! was away, or found no room when it was its turn, pays for nobody and saves up no more than a given credit: who asks now
+//! and then finds its few requests next, also where two come at a time.
 //!
 //! What waits in a flow, and in which order, belongs to [`super::queue`].
 use std::collections::BTreeMap;
@@ -11,13 +12,13 @@ use std::collections::BTreeMap;
 type Virtual = u128;
 
 const SCALE: Virtual = 1 << 20;
-/// What a flow may save up, in tokens per unit of weight: some requests of a usual length.
-const CREDIT: Virtual = 4096 * SCALE;
 
 /// The flows that are known, by name.
 #[derive(Clone, Debug)]
 pub struct Fair<K> {
     now: Virtual,
+    /// Tokens that a flow may save up, whatever its weight.
+    credit: u64,
     flows: BTreeMap<K, Flow>,
     events: u64,
 }
@@ -36,19 +37,31 @@ struct Flow {
 
 impl<K> Default for Fair<K> {
     fn default() -> Self {
-        Self { now: 0, flows: BTreeMap::new(), events: 0 }
+        Self::saving(0)
+    }
+}
+
+impl<K> Fair<K> {
+    /// No flows yet; one may save up `credit` tokens.
+    pub fn saving(credit: u64) -> Self {
+        Self { now: 0, credit, flows: BTreeMap::new(), events: 0 }
+    }
+
+    /// No flow of this weight starts earlier.
+    fn earliest(&self, weight: u32) -> Virtual {
+        self.now.saturating_sub(Virtual::from(self.credit) * SCALE / Virtual::from(weight.max(1)))
     }
 }
 
 impl<K: Ord + Clone> Fair<K> {
     /// The flow has something to be served; a new one is taken in. `weight` counts from its next piece on.
     pub fn wants(&mut self, key: &K, weight: u32) {
-        let (now, event) = (self.now, self.event());
+        let (now, earliest, event) = (self.now, self.earliest(weight), self.event());
         let new = Flow { weight, start: now, since: event, waits: false, used: event };
         let flow = self.flows.entry(key.clone()).or_insert(new);
         (flow.weight, flow.used) = (weight.max(1), event);
         if !flow.waits {
-            (flow.waits, flow.since, flow.start) = (true, event, flow.start.max(now.saturating_sub(CREDIT)));
+            (flow.waits, flow.since, flow.start) = (true, event, flow.start.max(earliest));
         }
     }
 
@@ -62,9 +75,12 @@ impl<K: Ord + Clone> Fair<K> {
     /// A piece of the flow is served.
     pub fn serve(&mut self, key: &K, cost: u64) {
         let event = self.event();
+        let Some(weight) = self.flows.get(key).map(|flow| flow.weight) else { return };
+        let earliest = self.earliest(weight);
         if let Some(flow) = self.flows.get_mut(key) {
             self.now = self.now.max(flow.start);
-            flow.start += Virtual::from(cost.max(1)) * SCALE / Virtual::from(flow.weight);
+            // Who waited for room meanwhile has saved up no more than others.
+            flow.start = flow.start.max(earliest) + Virtual::from(cost.max(1)) * SCALE / Virtual::from(weight);
             (flow.since, flow.used) = (event, event);
         }
     }
@@ -94,7 +110,7 @@ impl<K: Ord + Clone> Fair<K> {
         self.flows.contains_key(key)
     }
 
-    /// Makes room for one more of `limit` flows: those that wait for nothing and owe nothing go, then the one that waits for
+    /// Makes room for one more of `limit` flows: those that wait for nothing and owe nothing go, and what they had saved up, then the one that waits for
     /// nothing and was used least recently. Says who went; nobody when all wait.
     pub fn make_room(&mut self, limit: usize) -> Vec<K> {
         if self.flows.len() < limit {
@@ -159,7 +175,7 @@ mod tests {
 
     #[test]
     fn who_was_away_goes_first_for_a_while() {
-        let mut fair = Fair::default();
+        let mut fair = Fair::saving(4096);
         (0..3).for_each(|key| fair.wants(&key, 1));
         fair.rests(&2);
         (0..200).for_each(|_| assert_ne!(serve_next(&mut fair, 100), 2));
@@ -169,6 +185,37 @@ mod tests {
         assert!((41..=42).contains(&alone), "the credit and its own turn: {served:?}");
         let then = served[alone..].iter().filter(|key| **key == 2).count();
         assert!(then.abs_diff((100 - alone) / 3) <= 1, "{served:?}");
+    }
+
+    #[test]
+    fn who_found_no_room_saves_up_no_more() {
+        let mut fair = Fair::saving(4096);
+        (1..3).for_each(|key| fair.wants(&key, 1));
+        (0..100).for_each(|_| fair.serve(&2, 2000));
+        let served: Vec<u8> = (0..100).map(|_| serve_next(&mut fair, 100)).collect();
+        let first = served.iter().take_while(|key| **key == 1).count();
+        assert!((40..=62).contains(&first), "the credit and what the last piece of the other one was: {first}");
+        fair.rests(&2);
+        (0..100).for_each(|_| fair.serve(&1, 2000));
+        let mut none: Fair<u8> = Fair::default();
+        (1..3).for_each(|key| none.wants(&key, 1));
+        (0..100).for_each(|_| none.serve(&2, 2000));
+        let served: Vec<u8> = (0..60).map(|_| serve_next(&mut none, 100)).collect();
+        assert!(served.iter().take_while(|key| **key == 1).count() <= 21, "without credit a piece at most: {served:?}");
+    }
+
+    #[test]
+    fn only_the_ratio_of_weights_counts() {
+        let order = |scale: u32| {
+            let mut fair = Fair::saving(4096);
+            (1..4).for_each(|key| fair.wants(&key, scale * u32::from(key)));
+            fair.rests(&3);
+            let mut served: Vec<u8> = (0..100).map(|_| serve_next(&mut fair, 100)).collect();
+            fair.wants(&3, 3 * scale);
+            served.extend((0..100).map(|_| serve_next(&mut fair, 100)));
+            served
+        };
+        assert_eq!(order(1), order(64));
     }
 
     #[test]

@@ -29,6 +29,8 @@ pub const MAX_PASSES: u32 = 64;
 pub const SHARE: usize = 4;
 /// Tenants that are known at a time, in each pool; further ones share one place in the order.
 pub const MAX_TENANTS: usize = 256;
+/// Tokens that a tenant may save up: some requests of a usual length. Pools save up nothing.
+const CREDIT: u64 = 4096;
 /// The name of those that share.
 pub const OTHERS: &str = "(others)";
 /// The same for requests of other pools. They have shares of their own; but nobody is passed by for ever.
@@ -195,7 +197,7 @@ impl Queue {
             share: pool.share,
             inflight: 0,
             waiting: 0,
-            order: Fair::default(),
+            order: Fair::saving(CREDIT),
             lanes: BTreeMap::new(),
             pace: Pace::default(),
         };

@@ -51,7 +51,7 @@ pub(super) struct Share {
 pub(super) struct Prompt {
     wait_ms: f64,
     prefill_ms: f64,
-    /// The same without the node's factor; `None`: it was a guess.
+    /// The same without any factor; `None`: it was a guess.
     model_ms: Option<f64>,
     routed: Instant,
 }
@@ -63,7 +63,7 @@ impl Prompt {
             return None;
         }
         let prefill_ms = candidate.terms.prefill_ms;
-        let model_ms = candidate.measured.then_some(prefill_ms);
+        let model_ms = candidate.measured.then_some(prefill_ms / candidate.factor);
         Some(Self { wait_ms: candidate.ttft_ms() - prefill_ms, prefill_ms, model_ms, routed: now })
     }
 }
@@ -153,8 +153,6 @@ impl Entry {
         view.routed.add(&work);
         view.held.add(&work);
         self.prompts += u32::from(prompt.is_some());
-        let factor = self.factor.value();
-        let prompt = prompt.map(|prompt| Prompt { model_ms: prompt.model_ms.map(|ms| ms / factor), ..prompt });
         if let Some(prompt) = &prompt {
             self.backlog.add(now, prompt.prefill_ms);
         }

@@ -342,12 +342,19 @@ impl Table {
         };
         match if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() } {
             Room::Yes => true,
-            Room::Local => {
-                let told = self.candidates(need, &Wish::default(), settings, now);
-                told.is_ok_and(|told| told.first().is_some_and(|chosen| chosen.plan() == Plan::Local))
-            }
+            Room::Local => self.would_go_local(&wanted, need, settings, now),
             Room::No => false,
         }
+    }
+
+    /// Whether the choice would now be a decode node that has room for the prompt, too.
+    fn would_go_local(&mut self, wanted: &Wanted, need: &Need<'_>, settings: &select::Settings, now: Instant) -> bool {
+        let told = self.candidates(need, &Wish::default(), settings, now).unwrap_or_default();
+        let Some(chosen) = told.first().filter(|chosen| chosen.plan() == Plan::Local) else { return false };
+        self.of(chosen.decode).is_some_and(|(entry, view)| {
+            let node = entry.occupied(view, now);
+            node.decodes(wanted) && node.computes(wanted)
+        })
     }
 
     /// All that could take the request, the choice first.

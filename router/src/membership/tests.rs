@@ -541,6 +541,31 @@ fn a_prompt_has_room_on_a_decode_node_if_it_would_go_there() {
 }
 
 #[test]
+fn a_decode_node_beside_a_prefill_node_learns_how_long_its_prompts_take() {
+    let (membership, mut now) = (membership().with_local_prefill(LocalPrefill::Auto), Instant::now());
+    let processor = Some(v1::Processor { id: 1, cores: 2, threads: 2 });
+    let [p, d] = [("p", v1::Role::Prefill), ("d", v1::Role::Decode)].map(|(id, role)| {
+        membership.register(v1::Register { processor, ..register(id, role, 1) }, now).unwrap().session
+    });
+    let cost = v1::StepCost { base_ms: 1.0, token_ms: 1.0, ..v1::StepCost::default() };
+    let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
+    for _ in 0..200 {
+        [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
+        let mut route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
+        assert_eq!(route.sessions(), (None, d));
+        now += Duration::from_secs_f64(route.candidates[0].ttft_ms() * 1.3 / 1e3);
+        route.computed(now);
+    }
+    let nodes = membership.json();
+    let factor =
+        nodes["nodes"].as_array().unwrap().iter().find(|node| node["id"] == "d").unwrap()["prefill_factor"].as_f64();
+    assert!(
+        (1.1..1.35).contains(&factor.unwrap()),
+        "its predictions are like the prefill node's, whatever it learns: {factor:?}"
+    );
+}
+
+#[test]
 fn a_first_token_is_predicted_without_a_booking() {
     let start = Instant::now();
     let (membership, prefill, _) = measured_pair(start);

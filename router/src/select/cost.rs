@@ -137,6 +137,10 @@ pub struct LocalTerms {
     pub prefill_ms: f64,
     /// What each running stream waits for it, milliseconds.
     pub delay_ms: f64,
+    /// What the prompts of a prefill node on the same cores wait for it, milliseconds.
+    pub prompts_ms: f64,
+    /// By how much prompts there take longer than the step model says: it is in `prefill_ms`.
+    pub factor: f64,
     /// Prompt tokens that need no computing.
     pub cached_tokens: u32,
 }
@@ -202,8 +206,14 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
     let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * like.prefill_factor;
     let crowding = if like.session == node.session { 0.0 } else { like.processor.crowding(&node.processor) };
     let alone_ms = added_ms + running_ms;
-    let prefill_ms = alone_ms + crowding * alone_ms.min(like.backlog_ms);
-    LocalTerms { prefill_ms, delay_ms: added_ms, cached_tokens }
+    let prompts_ms = crowding * alone_ms.min(like.backlog_ms);
+    LocalTerms {
+        prefill_ms: alone_ms + prompts_ms,
+        delay_ms: added_ms,
+        prompts_ms,
+        factor: like.prefill_factor,
+        cached_tokens,
+    }
 }
 
 /// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are worth
@@ -216,7 +226,8 @@ pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) ->
     }
 }
 
-/// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`.
+/// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`. What runs
+/// when the prompt begins is taken to be what runs now: others come when these end.
 pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, need: &Need) -> Crowd {
     let crowding = prefill.processor.crowding(&decode.processor);
     if crowding == 0.0 || streams(decode) == 0.0 {
@@ -408,29 +419,34 @@ mod tests {
 
     #[test]
     fn nodes_on_the_same_cores_slow_each_other_down_while_both_compute() {
-        let shared = Processor::reported(Some(&v1::Processor { id: 1, cores: 2, threads: 2 }));
+        let shared = Processor::reported(Some(&v1::Processor { id: 1, cores: 4, threads: 3 }));
         let (mut prefill_node, mut decode_node) = (node(1, Role::Prefill), node(3, Role::Decode));
         let crowded = |p: &NodeView, d: &NodeView| crowd(p, 300.0, d, 2.0, &NEED);
         (prefill_node.processor, decode_node.processor) = (shared, shared);
         assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE, "nothing runs there");
         (decode_node.running, decode_node.reported.requests) = (2, 2);
-        let until_they_end = Crowd { prefill_ms: 100.0, delay_ms: 100.0, prompts_ms: 0.0 };
-        assert_eq!(crowded(&prefill_node, &decode_node), until_they_end, "half of a hundred tokens each");
+        let until_they_end = Crowd { prefill_ms: 50.0, delay_ms: 50.0, prompts_ms: 0.0 };
+        assert_eq!(
+            crowded(&prefill_node, &decode_node),
+            until_they_end,
+            "half of a hundred tokens each, and half as many cores as too few"
+        );
         decode_node.backlog_ms = 50.0;
         assert_eq!(
             crowded(&prefill_node, &decode_node),
-            Crowd { prefill_ms: 150.0, prompts_ms: 50.0, ..until_they_end }
+            Crowd { prefill_ms: 75.0, prompts_ms: 25.0, ..until_they_end }
         );
         decode_node.backlog_ms = 500.0;
         assert_eq!(
             crowded(&prefill_node, &decode_node),
-            Crowd { prefill_ms: 300.0, prompts_ms: 300.0, ..until_they_end }
+            Crowd { prefill_ms: 150.0, prompts_ms: 150.0, ..until_they_end }
         );
         decode_node.running = 0;
-        assert_eq!(crowded(&prefill_node, &decode_node).delay_ms, 200.0, "all of them");
+        assert_eq!(crowded(&prefill_node, &decode_node).delay_ms, 100.0, "all of them");
         let mut alone = local(&decode_node, &prefill_node, &COST, &NEED);
         prefill_node.backlog_ms = 60.0;
-        assert!((local(&decode_node, &prefill_node, &COST, &NEED).prefill_ms - alone.prefill_ms - 60.0).abs() < 1e-9);
+        let beside = local(&decode_node, &prefill_node, &COST, &NEED);
+        assert!((beside.prefill_ms - alone.prefill_ms - 30.0).abs() < 1e-9 && beside.prompts_ms == 30.0);
         prefill_node.prefill_factor = 2.0;
         alone.delay_ms *= 2.0;
         assert_eq!(local(&decode_node, &prefill_node, &COST, &NEED).delay_ms, alone.delay_ms);

@@ -1,8 +1,9 @@
-//! What nodes compute on. Nodes of one machine may run on the same cores, or on the same GPU: then a prompt on a prefill node
-//! slows the streams of the decode node beside it, and these slow the prompt. Pure.
+//! What nodes compute on. Nodes of one machine may run on the same cores: then a prompt on a prefill node slows the streams of
+//! the decode node beside it, and these slow the prompt. Pure. Sets of cores that overlap in part count as apart, and limits
+//! of processor time (a container's quota) are not seen.
 use tandem_proto::v1;
 
-/// Slower than so many times nothing gets by a neighbour; beyond that somebody has miscounted.
+/// Nothing takes longer by more than so many times because of a neighbour; beyond that somebody has miscounted.
 const MOST: f64 = 3.0;
 
 /// The cores that a node may use, and how many it keeps busy while it computes.

@@ -5,7 +5,8 @@
 //!
 //! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way between
 //! them than all others, or with cores of their own where all better ones share theirs. Where ways are equal, no decode node
-//! waits and none shares its cores, nothing is missed (tested against all pairs).
+//! waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share their cores only the two
+//! of a pair are seen: not the streams of a third one there.
 use super::calibrate::Links;
 use super::cost::{self, DecodeTerms, LocalTerms, PrefillTerms, StepCost};
 use super::policy::{Policy, draw};
@@ -38,6 +39,8 @@ pub struct Scored<'a> {
     pub cached_tokens: u32,
     /// Blocks that the decode node lacks.
     pub blocks_short: u32,
+    /// By how much its prompt takes longer than the step model says: it is in the terms.
+    pub factor: f64,
     /// Smaller is better; the policy's.
     pub score: f64,
     /// See [`super::Candidate`]; so for the next two.
@@ -262,9 +265,10 @@ impl<'a> Scorer<'a> {
     fn local(
         &self,
         side: Side<'a, DecodeTerms>,
-        mut prefills: impl Iterator<Item = &'a NodeView>,
+        prefills: impl Iterator<Item = &'a NodeView>,
     ) -> Side<'a, (DecodeTerms, LocalTerms)> {
-        let like = prefills.find(|prefill| prefill.crowds(side.node)).unwrap_or(side.node);
+        let beside = prefills.filter(|prefill| prefill.crowds(side.node));
+        let like = beside.max_by(|a, b| a.backlog_ms.total_cmp(&b.backlog_ms)).unwrap_or(side.node);
         let of_others = self.prompts.as_ref().filter(|_| !like.computes_prompts);
         let cost = of_others.unwrap_or_else(|| self.cost(like));
         let local = cost::local(side.node, like, cost, self.need);
@@ -283,7 +287,7 @@ impl<'a> Scorer<'a> {
             exposed_ms: 0.0,
             wait_decode_ms: decode.wait_ms,
             step_ms: decode.step_ms,
-            harm_ms,
+            harm_ms: harm_ms + local.prompts_ms,
         }
     }
 
@@ -295,6 +299,7 @@ impl<'a> Scorer<'a> {
             terms: self.local_terms(side.node, decode, local),
             cached_tokens: local.cached_tokens,
             blocks_short: decode.short_blocks,
+            factor: local.factor,
             score: side.score,
             shut: side.shut,
             avoided: side.avoided,
@@ -333,6 +338,7 @@ impl<'a> Scorer<'a> {
             terms,
             cached_tokens: prefill.terms.cached_tokens,
             blocks_short: decode.terms.short_blocks,
+            factor: prefill.node.prefill_factor,
             score,
             shut: prefill.shut || decode.shut,
             avoided: prefill.avoided || decode.avoided || self.wish.avoid.pairs.contains(&pair),
