@@ -164,7 +164,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         reported: Work { requests, context: u64::from(requests) * 700, ..Work::default() },
         routed: Work::default(),
         held: Work::default(),
-        processor: Processor::default(),
+        processor: Processor::reported(Some(&v1::Processor { id: index as u64 + 1, cores: 8, threads: 8 })),
         step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
         prefill_factor: rng.random_range(0.8..1.3),
         backlog_ms: rng.random_range(0.0..500.0),

@@ -108,6 +108,11 @@ impl<'a, T: Copy> Best<'a, T> {
         insert(&mut self.best, side, self.limit, |a, b| a.worse_than(b));
     }
 
+    /// All that stayed, some twice.
+    fn some(&self) -> impl Iterator<Item = &'a NodeView> {
+        self.best.iter().chain(&self.cached).map(|side| side.node)
+    }
+
     /// All that stayed, each once.
     fn all(&self) -> impl Iterator<Item = &Side<'a, T>> + Clone {
         let more =
@@ -206,7 +211,7 @@ impl<'a> Scorer<'a> {
                 let side = self.decode(node, place, hidden_ms);
                 group.decodes.offer(side);
                 if self.settings.local != LocalPrefill::Never {
-                    locals.offer(self.local(side, group.prefills.all().map(|prefill| prefill.node)));
+                    locals.offer(self.local(side, group.prefills.some()));
                 }
             }
         }
