@@ -444,9 +444,9 @@ impl Membership {
         Some(queue::Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
     }
 
-    /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows; without nodes that
-    /// could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
-    /// make a plan.
+    /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows; without
+    /// nodes that could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no
+    /// others make a plan.
     pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
         let mut table = lock(&self.table);
         let block_tokens = table.block_tokens();

@@ -19,8 +19,8 @@
 //!
 //! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among the
 //! pairs if there are any whose nodes do not share their cores: a prompt beside a decode node's streams is also in the way of
-//! those who come after it; else among the local plans: nothing has to travel. [`prune`] keeps the cost of all this linear in nodes; [`policy`] has the baselines, to which a
-//! local plan is a last resort.
+//! those who come after it; else among the local plans: nothing has to travel. [`prune`] keeps the cost of all this linear in
+//! nodes; [`policy`] has the baselines, to which a local plan is a last resort.
 pub mod backlog;
 pub mod calibrate;
 pub mod cost;
@@ -483,11 +483,13 @@ fn near_best(plans: &[Scored<'_>], settings: &Settings, turn: u64) -> usize {
     let near = |plan: &&Scored<'_>| plan.ranks() == best.ranks() && plan.score <= enough;
     // The best one is among them, also where its score is no number.
     let near = plans.iter().take_while(near).count().max(1);
-    let apart = |plan: &Scored<'_>| plan.prefill.is_some_and(|prefill| !prefill.crowds(plan.decode));
-    let of =
-        |wanted: &dyn Fn(&Scored<'_>) -> bool| (0..near).filter(|index| wanted(&plans[*index])).collect::<Vec<_>>();
-    let kinds = [of(&apart), of(&|plan| plan.prefill.is_none()), of(&|_| true)];
-    let equal = kinds.into_iter().find(|kind| !kind.is_empty()).unwrap_or_default();
+    let kind = |plan: &Scored<'_>| match plan.prefill {
+        Some(prefill) if !prefill.crowds(plan.decode) => 0,
+        None => 1,
+        Some(_) => 2,
+    };
+    let first = plans[..near].iter().map(kind).min();
+    let equal: Vec<usize> = (0..near).filter(|index| Some(kind(&plans[*index])) == first).collect();
     equal[of_two(equal.len(), turn, |index| plans[equal[index]].requests())]
 }
 

@@ -340,7 +340,8 @@ impl Table {
         let mut enough = |(entry, view): (&Entry, _)| {
             rooms.tell(view, &entry.occupied(view, now), entry.is_sound(now, self.suspicion))
         };
-        match if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() } {
+        let room = if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() };
+        match room {
             Room::Yes => true,
             Room::Local => self.would_go_local(&wanted, need, settings, now),
             Room::No => false,

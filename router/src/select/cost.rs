@@ -443,13 +443,12 @@ mod tests {
         );
         decode_node.running = 0;
         assert_eq!(crowded(&prefill_node, &decode_node).delay_ms, 100.0, "all of them");
-        let mut alone = local(&decode_node, &prefill_node, &COST, &NEED);
+        let alone = local(&decode_node, &prefill_node, &COST, &NEED);
         prefill_node.backlog_ms = 60.0;
         let beside = local(&decode_node, &prefill_node, &COST, &NEED);
         assert!((beside.prefill_ms - alone.prefill_ms - 30.0).abs() < 1e-9 && beside.prompts_ms == 30.0);
         prefill_node.prefill_factor = 2.0;
-        alone.delay_ms *= 2.0;
-        assert_eq!(local(&decode_node, &prefill_node, &COST, &NEED).delay_ms, alone.delay_ms);
+        assert_eq!(local(&decode_node, &prefill_node, &COST, &NEED).delay_ms, 2.0 * alone.delay_ms);
         prefill_node.processor = Processor::default();
         assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE);
     }
