@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -11,6 +11,9 @@ setup: ## System packages and the model, once; says what it installs
 
 build: ## All programs, optimized
 	cargo build --release --locked
+
+dist: setup ## The same, optimized across crates, in target/dist; takes many minutes
+	cargo build --profile dist --locked
 
 demo: setup build ## A cluster, three prompts, the timeline of the last, and a clean end
 	deploy/demo.sh
@@ -41,7 +44,9 @@ bench-handoff: setup build ## How much of the KV transfer hides behind the prefi
 
 bench-router: setup build ## What the router adds to a request, beside sglang-router and vllm-router
 	deploy/bench/routers.sh
-	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --python "$$(deploy/bench/routers.sh --path)" $(BENCH_ROUTER)
+	cargo build --profile dist --locked -p tandem-router --bin tandem-router
+	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --router "$(CURDIR)/target/dist/tandem-router" \
+	  --python "$$(deploy/bench/routers.sh --path)" $(BENCH_ROUTER)
 
 bench-overload: setup build ## Three times what a cluster can answer, for two minutes
 	cargo run --release --locked -p tandem-cluster-tests --example bench_overload -- $(BENCH_OVERLOAD)

@@ -37,6 +37,8 @@ pub struct Options {
     pub decode_args: Vec<String>,
     /// Flags for the router.
     pub router_args: Vec<String>,
+    /// The router: the name of a program of this build, or the path of another one.
+    pub router_program: String,
 }
 
 impl Default for Options {
@@ -49,6 +51,7 @@ impl Default for Options {
             prefill_args: Vec::new(),
             decode_args: Vec::new(),
             router_args: Vec::new(),
+            router_program: "tandem-router".to_owned(),
         }
     }
 }
@@ -85,7 +88,7 @@ impl Cluster {
         args.push(model()?.display().to_string());
         args.extend(["--local-prefill".to_owned(), options.local_prefill.to_owned()]);
         args.extend(options.router_args.iter().cloned());
-        let router = Process::start("router", "tandem-router", &args, dir.path()).await?;
+        let router = Process::start("router", &options.router_program, &args, dir.path()).await?;
         let (prefill, decode) = futures::try_join!(
             start_node(&router, "prefill", &options, dir.path()),
             start_node(&router, "decode", &options, dir.path()),

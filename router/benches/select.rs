@@ -11,6 +11,7 @@ use tandem_proto::v1;
 use tandem_router::admission::queue;
 use tandem_router::membership::{Ask, Expected, Membership};
 use tandem_router::select::calibrate::Links;
+use tandem_router::select::coming::Coming;
 use tandem_router::select::cost::StepCost;
 use tandem_router::select::policy::Policy;
 use tandem_router::select::processor::Processor;
@@ -164,6 +165,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         reported: Work { requests, context: u64::from(requests) * 700, ..Work::default() },
         routed: Work::default(),
         held: Work::default(),
+        coming: Coming::default(),
         processor: Processor::reported(Some(&v1::Processor { id: index as u64 + 1, cores: 8, threads: 8 })),
         step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
         prefill_factor: rng.random_range(0.8..1.3),

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use futures::Stream;
+use futures::future::Either;
+use futures::stream::{Stream, StreamExt, select_all};
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
@@ -139,6 +140,17 @@ impl Stream for GenerationStream {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         self.events.poll_recv(context)
+    }
+}
+
+/// What all answers of a call say, as it comes, with their numbers.
+pub fn merged<S: Stream + Send + Unpin>(answers: Vec<S>) -> impl Stream<Item = (u32, S::Item)> + Send + Unpin {
+    let one = answers.len() == 1;
+    let mut numbered = (0..).zip(answers).map(|(choice, answer)| answer.map(move |event| (choice, event)));
+    match numbered.next() {
+        // Nearly always: there is nothing to select.
+        Some(only) if one => Either::Left(only),
+        first => Either::Right(select_all(first.into_iter().chain(numbered))),
     }
 }
 

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::pools::Pools;
@@ -334,6 +334,10 @@ impl Run {
     }
 
     async fn send(&self, event: Result<GenerationEvent, Error>) -> Result<(), Error> {
+        let event = match self.client.try_send(event) {
+            Ok(()) => return Ok(()),
+            Err(TrySendError::Full(event) | TrySendError::Closed(event)) => event,
+        };
         // Who did not take a token hears of its end in vain, too: that is the same stall.
         let (stall, first) = (self.shared.limits.client_stall, event.is_ok());
         match tokio::time::timeout(stall, self.client.send(event)).await {

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
-use futures::stream::select_all;
 use futures::{Stream, StreamExt};
 use prost::Message;
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES, TraceContext, v1};
@@ -17,7 +16,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::admission::Tenant;
-use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, new_request_id};
+use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged, new_request_id};
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 
@@ -267,8 +266,7 @@ async fn respond(
     let trace = choices.first().map(|stream| stream.trace().to_string()).unwrap_or_default();
     let head = head(&trace, &caller.request_id);
     let (mut trailer, trailing_head) = (Trailer::new(choices.len()), head.clone());
-    let numbered = (0..).zip(choices).map(|(choice, stream)| stream.map(move |event| (choice, event)));
-    let mut events = select_all(numbered);
+    let mut events = merged(choices);
     // tonic ends a call whose head is not out by its deadline, without a word of ours.
     let hurries = caller.deadline.is_some_and(|deadline| deadline <= clock::now() + 2 * HEAD_WAITS);
     let head_waits = if hurries { Duration::ZERO } else { HEAD_WAITS };

@@ -13,17 +13,19 @@ pub mod join;
 mod reach;
 mod room;
 mod table;
+mod wire;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
+use http::Uri;
+use http::uri::{Authority, Scheme};
 use serde_json::json;
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Endpoint;
 
 use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
@@ -42,9 +44,6 @@ pub const DEFAULT_INDEX_BLOCKS: usize = 4_000_000;
 /// How often a node reports.
 pub const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
-const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 const MAX_NODE_ID_BYTES: usize = 128;
 
 /// What every node must agree on with this router.
@@ -76,7 +75,7 @@ impl Node {
         Incarnation(self.info.incarnation)
     }
 
-    /// The connection to the node, made at the first call on it. Needs a tokio runtime.
+    /// The way to the node; its connection is made at the first call.
     pub fn calls(&self) -> Calls {
         self.reach.calls()
     }
@@ -85,6 +84,11 @@ impl Node {
     pub async fn died(&self) -> String {
         self.dead.cancelled().await;
         self.why.get().cloned().unwrap_or_default()
+    }
+
+    /// The same, for who keeps the wait.
+    pub async fn death(self: Arc<Self>) -> String {
+        self.died().await
     }
 
     fn new(session: u64, role: Role, info: v1::Register, reach: Reach) -> Self {
@@ -193,8 +197,7 @@ impl Route {
 
     /// The first token is here: the prompt is computed. Only the first call counts.
     pub fn computed(&mut self, now: Instant) {
-        let share = share_of(Role::Prefill, &mut self.prefill_share, &mut self.decode_share);
-        lock(&self.table).computed(share, now);
+        lock(&self.table).computed(self.prefill_share.as_mut(), &mut self.decode_share, now);
         self.freed.tell();
     }
 
@@ -510,7 +513,7 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Endpoint), Error> {
+fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), Error> {
     let refuse = |why: String| Error::new(ErrorKind::Incompatible, format!("node `{}`: {why}", info.node_id));
     let printable = info.node_id.chars().all(|c| c.is_ascii_graphic());
     if info.node_id.is_empty() || info.node_id.len() > MAX_NODE_ID_BYTES || !printable {
@@ -549,15 +552,16 @@ fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Endpoint), E
         let (node, router) = (info.eos_token_id, expected.eos_token_id);
         return Err(refuse(format!("its end-of-sequence token is {node}, the router's {router}")));
     }
-    let endpoint = Endpoint::from_shared(info.endpoint.clone())
-        .ok()
-        .filter(|endpoint| endpoint.uri().scheme_str() == Some("http") && endpoint.uri().port().is_some())
-        .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port", info.endpoint)))?
-        .connect_timeout(CONNECT_TIMEOUT)
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-        .keep_alive_timeout(KEEPALIVE_TIMEOUT);
+    let endpoint = endpoint(&info.endpoint)
+        .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port", info.endpoint)))?;
     Ok((role, endpoint))
+}
+
+/// Host and port of `http://host:port`.
+fn endpoint(url: &str) -> Option<Authority> {
+    let parts = url.parse::<Uri>().ok()?.into_parts();
+    let authority = parts.authority.filter(|authority| authority.port().is_some());
+    authority.filter(|_| parts.scheme == Some(Scheme::HTTP))
 }
 
 #[cfg(test)]

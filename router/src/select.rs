@@ -10,7 +10,7 @@
 //! each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives: it is the
 //! cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. The harm is the second part of that for the
 //! requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted, [`calibrate`] what predictions
-//! learn, [`backlog`] how a queue is worked off between two reports, [`processor`] which nodes are in each other's way. Work
+//! learn, [`backlog`] how a queue is worked off between two reports, [`coming`] who runs there later, [`processor`] which nodes are in each other's way. Work
 //! that was routed after a node's last report counts as if the node had reported it.
 //!
 //! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
@@ -23,6 +23,7 @@
 //! nodes; [`policy`] has the baselines, to which a local plan is a last resort.
 pub mod backlog;
 pub mod calibrate;
+pub mod coming;
 pub mod cost;
 pub mod policy;
 pub mod processor;
@@ -32,6 +33,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use calibrate::Links;
+use coming::Coming;
 use cost::StepCost;
 use policy::{Policy, of_two};
 use processor::Processor;
@@ -131,6 +133,8 @@ pub struct NodeView {
     pub routed: Work,
     /// All that this router has on it, whatever is reported: also requests that wait there for blocks.
     pub held: Work,
+    /// Of the requests, those that do not run yet.
+    pub coming: Coming,
     /// What it computes on.
     pub processor: Processor,
     /// How long its steps take; all zero before it has measured one.

@@ -22,12 +22,12 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// To the nodes of `cluster`.
-    pub async fn connect(cluster: &Cluster) -> anyhow::Result<Self> {
+    /// To the nodes of `cluster`, by the ways to prefill and decode.
+    pub async fn connect(cluster: &Cluster, [prefill, decode]: [String; 2]) -> anyhow::Result<Self> {
         let incarnation = cluster.prefill.ready("incarnation").trim_start_matches("0x");
         Ok(Self {
-            prefill: PrefillClient::connect(cluster.prefill.url("grpc")).await?,
-            decode: DecodeClient::connect(cluster.decode.url("grpc")).await?,
+            prefill: PrefillClient::connect(prefill).await?,
+            decode: DecodeClient::connect(decode).await?,
             prefill_incarnation: u64::from_str_radix(incarnation, 16)?,
         })
     }

@@ -2,18 +2,23 @@
 //!
 //! The nodes are simulated: a step takes a millisecond, so what is measured is the way and not the model. *direct* is a
 //! client that drives both nodes itself, over gRPC, as the router would (every prompt on the prefill node, in both). The other routers proxy an OpenAI server, which
-//! is our router with its nodes; what they add is measured against a client of that server. All take turns in one run.
+//! is our router with its nodes; what they add is measured against a client of that server. *A bare relay* is the direct way
+//! through a process that does nothing but pass bytes on: the least that any router can add on this machine. All take turns
+//! in one run.
 mod direct;
 mod load;
 mod peers;
+mod relay;
 mod table;
 mod way;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Parser;
 use direct::Direct;
 use peers::Peer;
+use relay::Relay;
 use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::{Cluster, Options};
 use way::Way;
@@ -36,10 +41,19 @@ struct Args {
     /// Python with `sglang-router` and `vllm-router`, to measure them as well
     #[arg(long)]
     python: Option<PathBuf>,
+    /// Another router than this build's, such as target/dist/tandem-router
+    #[arg(long, default_value = "tandem-router")]
+    router: String,
+    /// Pass bytes on to these, and nothing else
+    #[arg(long, hide = true)]
+    relay: Vec<SocketAddr>,
     /// Flags for the router, such as `--threads 1`
     #[arg(long, default_value = "", allow_hyphen_values = true)]
     router_args: String,
 }
+
+/// The place of our HTTP API among the ways.
+const HTTP: usize = 3;
 
 /// One way to the nodes, and who is in it.
 struct Subject {
@@ -54,10 +68,14 @@ struct Subject {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
+    if !args.relay.is_empty() {
+        return relay::run(&args.relay).await;
+    }
     let cluster = Cluster::start(Options {
         simulated: true,
         node_args: words("--simulated-step-us 1000 --kv-blocks 8192 --max-num-seqs 256 --no-prefix-caching"),
         router_args: words(&format!("--max-inflight 4096 {}", args.router_args)),
+        router_program: args.router,
         ..Options::default()
     })
     .await?;
@@ -67,7 +85,8 @@ async fn main() -> anyhow::Result<()> {
         Some(python) => peers::start(python, &http, cluster.dir()).await?,
         None => Vec::new(),
     };
-    let subjects = subjects(&cluster, &http, &model, &peers).await?;
+    let relay = Relay::start(&[cluster.prefill.ready("grpc"), cluster.decode.ready("grpc")]).await?;
+    let subjects = subjects(&cluster, &relay, &http, &model, &peers).await?;
     let mut latencies: Vec<Vec<load::Latencies>> = subjects.iter().map(|_| Vec::new()).collect();
     let mut streams: Vec<Vec<load::Streamed>> = subjects.iter().map(|_| Vec::new()).collect();
     for round in 0..args.rounds {
@@ -87,17 +106,27 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn subjects(cluster: &Cluster, http: &str, model: &str, peers: &[Peer]) -> anyhow::Result<Vec<Subject>> {
+async fn subjects(
+    cluster: &Cluster,
+    relay: &Relay,
+    http: &str,
+    model: &str,
+    peers: &[Peer],
+) -> anyhow::Result<Vec<Subject>> {
     let router = Some(cluster.router.pid());
     let over_http = |url: &str| Way::http(url, model);
+    let nodes = [cluster.prefill.url("grpc"), cluster.decode.url("grpc")];
+    let direct = Way::Direct(Direct::connect(cluster, nodes).await?);
+    let relayed = Way::Direct(Direct::connect(cluster, relay.urls()).await?);
     let mut subjects = vec![
-        Subject { name: "direct", way: Way::Direct(Direct::connect(cluster).await?), router: None, without: None },
+        Subject { name: "direct", way: direct, router: None, without: None },
+        Subject { name: "a bare relay", way: relayed, router: Some(relay.pid()), without: Some(0) },
         Subject { name: "tandem, gRPC", way: Way::grpc(cluster).await?, router, without: Some(0) },
         Subject { name: "tandem, HTTP", way: over_http(http)?, router, without: Some(0) },
     ];
     for peer in peers {
         let way = over_http(&peer.url)?;
-        subjects.push(Subject { name: peer.name, way, router: Some(peer.pid()), without: Some(2) });
+        subjects.push(Subject { name: peer.name, way, router: Some(peer.pid()), without: Some(HTTP) });
     }
     Ok(subjects)
 }

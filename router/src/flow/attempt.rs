@@ -8,11 +8,14 @@
 //! decode leg ([`Attempt::seek_decode`]), and prefill's events are taken meanwhile.
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
-use futures::StreamExt;
+use futures::future::{BoxFuture, Fuse};
+use futures::{FutureExt, StreamExt};
 use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::clock;
+use tokio::time::{Instant, Sleep};
 
 use super::again::Sought;
 use super::exchange::{Exchange, Step};
@@ -43,6 +46,9 @@ pub struct Attempt {
     pub exchange: Exchange,
     /// Tokens that the client had when the prompt of this attempt was made.
     pub basis: usize,
+    deaths: Deaths,
+    /// When it has been silent for too long.
+    silent: Pin<Box<Sleep>>,
     /// `None` in a local plan.
     prefill: Option<PrefillLeg>,
     prefill_open: bool,
@@ -51,6 +57,19 @@ pub struct Attempt {
     computed: bool,
     /// Decode has shown that it works.
     decode_works: bool,
+}
+
+/// The deaths of its nodes. They are waited for as long as the attempt lives, and not anew with each token.
+struct Deaths {
+    prefill: Fuse<BoxFuture<'static, String>>,
+    decode: Fuse<BoxFuture<'static, String>>,
+}
+
+impl Deaths {
+    fn of(route: &Route) -> Self {
+        let of = |role| Arc::clone(route.node(role)).death().boxed().fuse();
+        Self { prefill: of(Role::Prefill), decode: of(Role::Decode) }
+    }
 }
 
 enum DecodeSide {
@@ -67,7 +86,9 @@ impl Attempt {
         let mut decode = DecodeLeg::open(&route.decode, start);
         decode.begin();
         let (decode, prefill_open) = (DecodeSide::Leg(decode), prefill.is_some());
-        Self { route, exchange, basis, prefill, prefill_open, decode, computed: false, decode_works: false }
+        let (deaths, silent) = (Deaths::of(&route), Box::pin(tokio::time::sleep(Duration::ZERO)));
+        let (computed, decode_works) = (false, false);
+        Self { route, exchange, basis, deaths, silent, prefill, prefill_open, decode, computed, decode_works }
     }
 
     /// Whether the prefill call can serve another decode node after `failure`: it is open and has not handed over.
@@ -91,6 +112,7 @@ impl Attempt {
     /// The search found another decode node for the same prefill call.
     pub fn take_decode(&mut self, route: Route, start: v1::DecodeStart) {
         self.decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
+        self.deaths = Deaths::of(&route);
         self.route = route;
     }
 
@@ -106,23 +128,24 @@ impl Attempt {
     /// # Errors
     /// The failure that ends this attempt.
     pub async fn next(&mut self, silence: Duration) -> Result<Happening, Failure> {
-        let Self { route, exchange, prefill, prefill_open, decode, .. } = self;
+        let Self { route, exchange, deaths, silent, prefill, prefill_open, decode, .. } = self;
         let leg = match decode {
             DecodeSide::Leg(leg) => leg,
             DecodeSide::Sought(search) => {
                 let step = tokio::select! {
                     biased;
-                    why = route.node(Role::Prefill).died() => return Err(died(Role::Prefill, &why)),
+                    why = &mut deaths.prefill => return Err(died(Role::Prefill, &why)),
                     found = search => return Ok(Happening::Sought(Box::new(found))),
                     event = said(prefill) => on_prefill(exchange, event)?,
                 };
                 return self.taken(Role::Prefill, step);
             }
         };
+        silent.as_mut().reset(Instant::now() + silence);
         let (role, step) = tokio::select! {
             biased;
-            why = route.decode.died() => return Err(died(Role::Decode, &why)),
-            why = route.node(Role::Prefill).died(), if exchange.needs_prefill() => return Err(died(Role::Prefill, &why)),
+            why = &mut deaths.decode => return Err(died(Role::Decode, &why)),
+            why = &mut deaths.prefill, if exchange.needs_prefill() => return Err(died(Role::Prefill, &why)),
             event = said(prefill), if *prefill_open => match event {
                 // Decode has all it needs: what is missing now is only prefill's report.
                 None | Some(Err(_)) if !exchange.needs_prefill() => {
@@ -137,7 +160,7 @@ impl Attempt {
                 let step = event.and_then(|event| exchange.on_decode(event));
                 (Role::Decode, step.map_err(|error| of_decode(route.plan(), error))?)
             }
-            () = tokio::time::sleep(silence) => return Err(self.silent(silence)),
+            () = silent => return Err(self.silent(silence)),
         };
         self.taken(role, step)
     }
@@ -196,7 +219,7 @@ impl Attempt {
 
     /// The answer is complete without more tokens: the nodes end their work well. `whole`: prefill's token was all of it.
     pub async fn stop(mut self, whole: bool) -> (Rest, Vec<v1::Span>) {
-        if let DecodeSide::Leg(leg) = &self.decode {
+        if let DecodeSide::Leg(leg) = &mut self.decode {
             leg.stop(whole || !self.exchange.hands_off());
         }
         if !self.exchange.hands_off() {
@@ -214,8 +237,8 @@ impl Attempt {
         (Rest { prefill, decode }, exchange.spans)
     }
 
-    fn stop_prefill(&self) {
-        if let Some(prefill) = &self.prefill {
+    fn stop_prefill(&mut self) {
+        if let Some(prefill) = &mut self.prefill {
             prefill.stop();
         }
     }

@@ -15,8 +15,8 @@ use super::replan::MOST_ATTEMPTS;
 use super::timeline::Phase;
 use crate::membership::Node;
 
-/// Events of one leg. After an error or the end nothing follows.
-pub type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+/// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
+pub type Events<T> = Peekable<Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>>;
 
 /// The prefill call.
 pub struct PrefillLeg {
@@ -42,17 +42,20 @@ impl PrefillLeg {
                 yield event;
             }
         };
-        Self { events: Box::pin(events), commands }
+        let events: Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(events);
+        Self { events: events.peekable(), commands }
     }
 
-    /// Hands decode's ticket over, in place of an earlier one. A call that has ended says so in its events.
+    /// Hands decode's ticket over, in place of an earlier one, at the next look at the events. A call that has ended says so
+    /// in these.
     pub fn deliver(&self, ticket: Vec<u8>) {
         self.say(prefill_command::Command::Deliver(v1::Deliver { ticket }));
     }
 
     /// There will be no ticket: the answer is complete.
-    pub fn stop(&self) {
+    pub fn stop(&mut self) {
         self.say(prefill_command::Command::Stop(v1::PrefillStop {}));
+        push(&mut self.events);
     }
 
     fn say(&self, command: prefill_command::Command) {
@@ -63,7 +66,7 @@ impl PrefillLeg {
 /// The decode call.
 pub struct DecodeLeg {
     /// What the node says.
-    pub events: Peekable<Events<v1::DecodeEvent>>,
+    pub events: Events<v1::DecodeEvent>,
     /// Open as long as the leg: a closed command stream would look like a client that left.
     commands: mpsc::Sender<v1::DecodeCommand>,
 }
@@ -83,22 +86,27 @@ impl DecodeLeg {
                 yield event;
             }
         };
-        let events: Events<v1::DecodeEvent> = Box::pin(events);
+        let events: Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(events);
         Self { events: events.peekable(), commands }
     }
 
     /// Hands the call to its connection now, ahead of others of this task. Of two connections that have something to write,
     /// the reactor runs the one that was told last first: that is to be the prefill node's, for which the client waits.
     pub fn begin(&mut self) {
-        // Nothing is lost: an event that is there already stays, and the next look is woken as ever.
-        let _ = Pin::new(&mut self.events).peek().now_or_never();
+        push(&mut self.events);
     }
 
     /// The answer is complete: the node ends its work well, and reports. With `no_handoff` it waits for no KV either.
-    pub fn stop(&self, no_handoff: bool) {
+    pub fn stop(&mut self, no_handoff: bool) {
         let stop = v1::DecodeStop { no_handoff };
         let _ = self.commands.try_send(v1::DecodeCommand { command: Some(decode_command::Command::Stop(stop)) });
+        push(&mut self.events);
     }
+}
+
+/// Lets what was said leave now. Nothing is lost: an event that is there already stays, and the next look is woken as ever.
+fn push<T>(events: &mut Events<T>) {
+    let _ = Pin::new(events).peek().now_or_never();
 }
 
 /// The legs of an answer that ended before its nodes did: what they have still to say are their spans.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
-use futures::stream::{Stream, StreamExt, select_all};
+use futures::stream::{Stream, StreamExt};
 use http::header;
 use serde_json::Value;
 use tandem_proto::{Error, ErrorKind};
@@ -15,7 +15,7 @@ use super::logprobs::{Scored, Spell, Writer};
 use super::options::Options;
 use super::timings;
 use super::types::{Answer, Choice, Head, Kind, Message, finish_reason, sum};
-use crate::api::{GenerationEvent, Usage};
+use crate::api::{GenerationEvent, Usage, merged};
 
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
@@ -27,8 +27,7 @@ pub(super) async fn respond<S>(mut encoder: Encoder, answers: Vec<S>) -> Result<
 where
     S: Stream<Item = Result<GenerationEvent, Error>> + Send + Unpin + 'static,
 {
-    let numbered = answers.into_iter().enumerate().map(|(index, answer)| answer.map(move |event| (index, event)));
-    let mut events = select_all(numbered);
+    let mut events = merged(answers);
     let first = match events.next().await {
         Some((_, Err(error))) => return Err(error.into()),
         first => first,
@@ -36,9 +35,9 @@ where
     // Dropped with the connection: that cancels every prompt still running.
     let body = async_stream::stream! {
         let mut next = first;
-        while let Some((index, event)) = next {
+        while let Some((choice, event)) = next {
             match event {
-                Ok(event) => yield Ok::<_, Infallible>(encoder.event(index, event)),
+                Ok(event) => yield Ok::<_, Infallible>(encoder.event(choice as usize, event)),
                 Err(error) => {
                     yield Ok(failure(error));
                     return;

@@ -11,6 +11,7 @@ use super::breaker::Breaker;
 use super::room::Occupied;
 use crate::select::backlog::Backlog;
 use crate::select::calibrate::Factor;
+use crate::select::coming::{Awaited, Coming};
 use crate::select::cost::{self, StepCost};
 use crate::select::processor::Processor;
 use crate::select::{Candidate, NodeView, Role, Work};
@@ -28,6 +29,8 @@ pub(super) struct Entry {
     prompts: u32,
     /// The prompts that it has to compute.
     backlog: Backlog,
+    /// Requests of the routes there are whose prompts another node has not computed yet.
+    awaited: Awaited,
     /// How far predictions of its prompts are off.
     factor: Factor,
 }
@@ -40,10 +43,21 @@ pub(super) struct Share {
     work: Work,
     /// `None` where the node computes none for this request, or has done so.
     prompt: Option<Prompt>,
+    /// Whether the prompt is still being computed elsewhere.
+    awaited: bool,
     /// Whether the work is still on the node: until the route is dropped, or the prompt is computed.
     held: bool,
     /// The breaker's one request while it is half-open; until the verdict.
     pub probe: bool,
+}
+
+/// What a node has to do with a request's prompt.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Part {
+    /// It computes it; `None`: it has it already.
+    Computes(Option<Prompt>),
+    /// Its KV comes from another node, after so many milliseconds by the prediction.
+    Awaits(f64),
 }
 
 /// A prompt that a node is to compute, as it was predicted.
@@ -71,8 +85,8 @@ impl Prompt {
 impl Entry {
     pub fn new(node: Arc<Node>, breaker: Breaker, now: Instant) -> Self {
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
-        let (backlog, factor) = (Backlog::new(now), Factor::default());
-        Self { node, load, epoch: 0, heard: now, breaker, prompts: 0, backlog, factor }
+        let (backlog, awaited, factor) = (Backlog::new(now), Awaited::new(now), Factor::default());
+        Self { node, load, epoch: 0, heard: now, breaker, prompts: 0, backlog, awaited, factor }
     }
 
     /// The view of a node that has just registered.
@@ -94,6 +108,7 @@ impl Entry {
             reported: Work::default(),
             routed: Work::default(),
             held: Work::default(),
+            coming: Coming::default(),
             processor: Processor::reported(info.processor.as_ref()),
             step_cost: StepCost::default(),
             prefill_factor: 1.0,
@@ -144,24 +159,42 @@ impl Entry {
     pub fn refresh(&self, view: &mut NodeView, now: Instant, suspicion: Duration) {
         view.shut = !self.is_sound(now, suspicion);
         view.backlog_ms = self.backlog.wait_ms(now);
+        view.coming = self.awaited.coming(now);
         view.prefill_factor = self.factor.value();
         view.computes_prompts = self.factor.has_seen();
         view.cached_blocks_of_prompt = 0;
     }
 
-    pub fn book(&mut self, view: &mut NodeView, work: Work, prompt: Option<Prompt>, now: Instant) -> Share {
+    pub fn book(&mut self, view: &mut NodeView, work: Work, part: Part, now: Instant) -> Share {
         view.routed.add(&work);
         view.held.add(&work);
-        self.prompts += u32::from(prompt.is_some());
-        if let Some(prompt) = &prompt {
-            self.backlog.add(now, prompt.prefill_ms);
+        let (mut prompt, mut awaited) = (None, false);
+        match part {
+            Part::Computes(None) => {}
+            Part::Computes(Some(computes)) => {
+                self.prompts += 1;
+                self.backlog.add(now, computes.prefill_ms);
+                prompt = Some(computes);
+            }
+            Part::Awaits(ms) => {
+                self.awaited.add(now, ms);
+                awaited = true;
+            }
         }
         let probe = self.breaker.begin(now);
-        Share { session: view.session, epoch: self.epoch, work, prompt, held: true, probe }
+        Share { session: view.session, epoch: self.epoch, work, prompt, awaited, held: true, probe }
+    }
+
+    /// The request's prompt is computed, on another node: it begins here.
+    pub fn begins(&mut self, share: &mut Share) {
+        if std::mem::take(&mut share.awaited) {
+            self.awaited.remove();
+        }
     }
 
     /// The node has done its work for this request, but for what its next report says.
     pub fn release(&mut self, view: &mut NodeView, share: &mut Share) {
+        self.begins(share);
         if std::mem::take(&mut share.held) {
             view.held.sub(&share.work);
             self.prompts = self.prompts.saturating_sub(share.prompt.is_some().into());

@@ -1,14 +1,15 @@
-//! How a call reaches a node: over a gRPC connection that is made at its first call, or, in simulations and tests, by a
+//! How a call reaches a node: over a connection ([`super::wire`]), or, in simulations and tests, by a
 //! service in this process. Callers see a tower service either way.
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
+use http::uri::Authority;
 use tandem_proto::v1;
 use tonic::Status;
 use tonic::body::Body;
-use tonic::transport::Endpoint;
-use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
+
+use super::wire::Wire;
 
 /// Carries calls to one node. Clones share the way.
 pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
@@ -22,9 +23,9 @@ pub(super) enum Reaching {
 }
 
 impl Reaching {
-    pub fn reach(&self, info: &v1::Register, endpoint: Endpoint) -> Reach {
+    pub fn reach(&self, info: &v1::Register, endpoint: Authority) -> Reach {
         match self {
-            Self::ByEndpoint => Reach::Network { endpoint: Box::new(endpoint), calls: OnceLock::new() },
+            Self::ByEndpoint => Reach::Network(Wire::new(endpoint)),
             Self::InProcess(find) => Reach::InProcess(find(info)),
         }
     }
@@ -42,7 +43,7 @@ impl fmt::Debug for Reaching {
 /// The way to one incarnation of a node.
 #[derive(Debug)]
 pub(super) enum Reach {
-    Network { endpoint: Box<Endpoint>, calls: OnceLock<Calls> },
+    Network(Wire),
     InProcess(Calls),
 }
 
@@ -50,10 +51,7 @@ impl Reach {
     /// Needs a tokio runtime.
     pub fn calls(&self) -> Calls {
         match self {
-            Self::Network { endpoint, calls } => {
-                let connect = || endpoint.connect_lazy().map_err(|error| Status::from_error(Box::new(error)));
-                calls.get_or_init(|| Calls::new(connect())).clone()
-            }
+            Self::Network(wire) => Calls::new(wire.clone()),
             Self::InProcess(calls) => calls.clone(),
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
 
 use super::breaker::{Breaker, Settings};
-use super::entry::{Entry, Prompt, Share};
+use super::entry::{Entry, Part, Prompt, Share};
 use super::fence::Fence;
 use super::room::{Room, Rooms, Wanted};
 use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
@@ -241,7 +241,7 @@ impl Table {
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
         // A node that is kept has the prompt.
-        let (prompt, tokens) = (Prompt::of(best, now), if best.kept { 0 } else { uncached });
+        let (prompt, tokens) = (Part::Computes(Prompt::of(best, now)), if best.kept { 0 } else { uncached });
         let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), ..Work::default() };
         let context = u64::from(need.prompt_tokens);
         let answers = u64::from(need.total_tokens.saturating_sub(need.prompt_tokens));
@@ -249,7 +249,7 @@ impl Table {
         let (prefill, decode) = match (best.plan(), best.prefill) {
             (Plan::Pair, Some(prefill)) => {
                 let prefill = self.book(prefill, prefill_work, prompt, now)?;
-                (Some(prefill), self.book(best.decode, decode_work, None, now)?)
+                (Some(prefill), self.book(best.decode, decode_work, Part::Awaits(best.ttft_ms()), now)?)
             }
             _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, prompt, now)?),
         };
@@ -286,16 +286,19 @@ impl Table {
         self.views.iter().map(|view| view.cached_blocks_of_prompt).collect()
     }
 
-    fn book(&mut self, session: u64, work: Work, prompt: Option<Prompt>, now: Instant) -> Result<Booking, NoPair> {
+    fn book(&mut self, session: u64, work: Work, part: Part, now: Instant) -> Result<Booking, NoPair> {
         let (entry, view) = self.of(session).ok_or(NoPair::Incompatible)?;
-        let share = entry.book(view, work, prompt, now);
+        let share = entry.book(view, work, part, now);
         Ok(Booking { node: Arc::clone(&entry.node), share })
     }
 
-    /// The first token of the prompt that was booked with `share` is here.
-    pub fn computed(&mut self, share: &mut Share, now: Instant) {
-        if let Some((entry, view)) = self.of(share.session) {
-            entry.computed(view, share, now);
+    /// The first token of the request that was booked with `prefill`, if its plan is a pair, and `decode` is here.
+    pub fn computed(&mut self, prefill: Option<&mut Share>, decode: &mut Share, now: Instant) {
+        for share in prefill.into_iter().chain([decode]) {
+            if let Some((entry, view)) = self.of(share.session) {
+                entry.computed(view, share, now);
+                entry.begins(share);
+            }
         }
     }
 

@@ -51,7 +51,8 @@ impl Backlog {
     }
 }
 
-fn duration(ms: f64) -> Duration {
+/// So many milliseconds, none of what is no number, and [`LONGEST`] at most.
+pub fn duration(ms: f64) -> Duration {
     Duration::try_from_secs_f64(ms.max(0.0) / 1e3).unwrap_or(LONGEST).min(LONGEST)
 }
 

@@ -12,7 +12,7 @@
 //! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no longer
 //!   slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
 //! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these: each
-//!   of them waits for what the prompt adds to the steps ([`harm_ms`]);
+//!   of them waits for what the prompt adds to the steps ([`harm_ms`]), who begins meanwhile for the rest of it ([`super::coming`]);
 //! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow each
 //!   other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
 use super::{Need, NodeView};
@@ -135,7 +135,7 @@ pub struct DecodeTerms {
 pub struct LocalTerms {
     /// From its begin to the first token, milliseconds.
     pub prefill_ms: f64,
-    /// What each running stream waits for it, milliseconds.
+    /// What each stream waits for it in the mean, milliseconds.
     pub delay_ms: f64,
     /// What the prompts of a prefill node on the same cores wait for it, milliseconds.
     pub prompts_ms: f64,
@@ -206,10 +206,11 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
     let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * like.prefill_factor;
     let crowding = if like.session == node.session { 0.0 } else { like.processor.crowding(&node.processor) };
     let alone_ms = added_ms + running_ms;
+    let delayed = node.coming.delayed(node.requests(), node.backlog_ms, alone_ms);
     let prompts_ms = crowding * alone_ms.min(like.backlog_ms);
     LocalTerms {
         prefill_ms: alone_ms + prompts_ms,
-        delay_ms: added_ms,
+        delay_ms: added_ms * delayed,
         prompts_ms,
         factor: like.prefill_factor,
         cached_tokens,
@@ -298,6 +299,7 @@ pub fn step_tokens(node: &NodeView) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::coming::Coming;
     use super::super::processor::Processor;
     use super::super::tests::{NEED, node};
     use super::super::{Role, Work};
@@ -399,6 +401,10 @@ mod tests {
         let busy = local(&decode_node, &decode_node, &COST, &NEED);
         assert!((busy.delay_ms - 100.5).abs() < 1e-9, "{busy:?}");
         assert!((busy.prefill_ms - (100.5 + 2.0 + 1.0 + 2.0)).abs() < 1e-9, "{busy:?}");
+        decode_node.coming = Coming { requests: 1, within_ms: busy.prefill_ms };
+        let later = local(&decode_node, &decode_node, &COST, &NEED);
+        assert!((later.delay_ms - 0.75 * 100.5).abs() < 1e-9, "one of them begins half-way through it: {later:?}");
+        decode_node.coming = Coming::default();
         decode_node.cached_blocks_of_prompt = 6;
         assert!((local(&decode_node, &decode_node, &COST, &NEED).delay_ms - (2.0 + 0.01 * 394.0)).abs() < 1e-9);
     }

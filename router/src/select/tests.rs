@@ -24,6 +24,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         reported: Work::default(),
         routed: Work::default(),
         held: Work::default(),
+        coming: Coming::default(),
         processor: Processor::default(),
         step_cost: COST,
         prefill_factor: 1.0,

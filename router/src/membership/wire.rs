@@ -1,0 +1,265 @@
+//! The HTTP/2 connection to one node, made at the first call and anew at the first one after it broke. A tower service as
+//! tonic's own channel is, but straight on `h2`: a call's head and its first message leave in one write, put into the
+//! connection by the task that calls. (The channel's client gives a new stream its body only once the stream is open, which
+//! is a write later, and passes each call through three tasks on its way; a node is woken by each write.)
+//!
+//! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the call.
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use futures::future::{BoxFuture, FutureExt, Shared};
+use h2::client::{Connection, SendRequest};
+use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
+use http::uri::{Authority, PathAndQuery, Scheme};
+use http::{HeaderMap, Request, Response, Uri};
+use http_body::{Body as _, Frame};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tonic::Status;
+use tonic::body::Body;
+use tower::Service;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// While calls are open the node is asked so often whether it is there,
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
+/// and the connection is broken when it does not answer for so long.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Bytes of one answer, and of all answers, that a node may send before they are read.
+const STREAM_WINDOW: u32 = 2 * 1024 * 1024;
+const CONNECTION_WINDOW: u32 = 5 * 1024 * 1024;
+/// Bytes of an answer's head at most.
+const MAX_HEAD: u32 = 16 * 1024;
+
+/// The way to one node. Clones share the connection.
+#[derive(Clone, Debug)]
+pub(super) struct Wire {
+    node: Authority,
+    line: Arc<Mutex<Option<Line>>>,
+}
+
+/// A connection that is there, or on its way.
+type Line = Shared<BoxFuture<'static, Result<Connected, Status>>>;
+
+/// A connection, to open calls on.
+#[derive(Clone)]
+struct Connected {
+    sender: SendRequest<Bytes>,
+    /// One for each call that is open, beside the connection's own and that of the line.
+    open: Arc<()>,
+}
+
+impl Wire {
+    /// To the node there; connects at the first call.
+    pub fn new(node: Authority) -> Self {
+        Self { node, line: Arc::default() }
+    }
+
+    async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {
+        let Connected { mut sender, open } = self.ready().await?;
+        let (mut head, body) = request.into_parts();
+        head.uri = self.target(head.uri)?;
+        let (mut answer, stream) = sender.send_request(Request::from_parts(head, ()), false)?;
+        let mut outbound = Outbound { body: Some(body), stream };
+        let answer = poll_fn(|context| {
+            outbound.push(context);
+            answer.poll_unpin(context)
+        });
+        Ok(answer.await?.map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, _open: open })))
+    }
+
+    /// A connection that takes calls. One that broke while nobody used it shows that only now.
+    async fn ready(&self) -> Result<Connected, Status> {
+        for _ in 0..2 {
+            let line = self.line();
+            let Connected { sender, open } = line.clone().await?;
+            match sender.ready().await {
+                Ok(sender) => return Ok(Connected { sender, open }),
+                Err(_) => self.forget(&line),
+            }
+        }
+        Err(Status::unavailable(format!("connections to {} break at once", self.node)))
+    }
+
+    /// The one there, or a new one. It is made by a task of its own: whoever waits for it may leave.
+    fn line(&self) -> Line {
+        let wire = self.clone();
+        let connect = || {
+            let connecting = tokio::spawn(async move {
+                let made = connect(&wire.node).await;
+                if made.is_err() {
+                    *wire.lock() = None;
+                }
+                made
+            });
+            let gone = |error| Status::internal(format!("connecting failed: {error}"));
+            connecting.map(move |made| made.map_err(gone).flatten()).boxed().shared()
+        };
+        self.lock().get_or_insert_with(connect).clone()
+    }
+
+    fn forget(&self, line: &Line) {
+        let mut current = self.lock();
+        if current.as_ref().is_some_and(|current| current.ptr_eq(line)) {
+            *current = None;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Line>> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `path` on the node.
+    fn target(&self, path: Uri) -> Result<Uri, Status> {
+        let path = path.into_parts().path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
+        let whole = Uri::builder().scheme(Scheme::HTTP).authority(self.node.clone()).path_and_query(path);
+        whole.build().map_err(|error| Status::internal(error.to_string()))
+    }
+}
+
+impl Service<Request<Body>> for Wire {
+    type Response = Response<Body>;
+    type Error = Status;
+    type Future = BoxFuture<'static, Result<Response<Body>, Status>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        self.clone().open(request).boxed()
+    }
+}
+
+async fn connect(node: &Authority) -> Result<Connected, Status> {
+    let failed = |why: &dyn std::fmt::Display| Status::unavailable(format!("cannot connect to {node}: {why}"));
+    let address = (node.host().trim_matches(['[', ']']), node.port_u16().unwrap_or(80));
+    let made = async {
+        let stream = TcpStream::connect(address).await.map_err(|error| failed(&error))?;
+        stream.set_nodelay(true).map_err(|error| failed(&error))?;
+        serve(stream).await
+    };
+    tokio::time::timeout(CONNECT_TIMEOUT, made).await.unwrap_or_else(|_| Err(failed(&"it takes too long")))
+}
+
+/// Starts the connection's own task over `stream`. It ends when nobody can call any more.
+async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Result<Connected, Status> {
+    let mut builder = h2::client::Builder::new();
+    builder.initial_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
+    let (sender, connection) = builder.max_header_list_size(MAX_HEAD).enable_push(false).handshake(stream).await?;
+    let connected = Connected { sender, open: Arc::default() };
+    tokio::spawn(drive(connection, Arc::clone(&connected.open)));
+    Ok(connected)
+}
+
+/// Reads and writes until the connection is over or the node is silent. Dropped, a connection fails the calls on it.
+async fn drive<T: AsyncRead + AsyncWrite + Unpin>(mut connection: Connection<T, Bytes>, open: Arc<()>) {
+    let pings = connection.ping_pong();
+    tokio::select! {
+        ended = connection => {
+            if let Err(error) = ended {
+                tracing::debug!(%error, "a connection to a node broke");
+            }
+        }
+        () = silence(pings, &open) => tracing::debug!("a node answers no ping"),
+    }
+}
+
+/// Ends when a ping has no answer.
+async fn silence(pings: Option<PingPong>, open: &Arc<()>) {
+    let Some(mut pings) = pings else { return std::future::pending().await };
+    loop {
+        tokio::time::sleep(KEEPALIVE_INTERVAL).await;
+        // This one's, and that of the line.
+        if Arc::strong_count(open) <= 2 {
+            continue;
+        }
+        match tokio::time::timeout(KEEPALIVE_TIMEOUT, pings.ping(Ping::opaque())).await {
+            Ok(Ok(_)) => {}
+            // The connection says it as well.
+            Ok(Err(_)) => return std::future::pending().await,
+            Err(_) => return,
+        }
+    }
+}
+
+/// The messages of a call that are to be sent.
+struct Outbound {
+    /// `None` once it is over.
+    body: Option<Body>,
+    stream: SendStream<Bytes>,
+}
+
+impl Outbound {
+    /// Hands over all that is there, whether the node takes it now or later: messages are few, and in memory already.
+    fn push(&mut self, context: &mut Context<'_>) {
+        while let Some(body) = &mut self.body {
+            let over = match Pin::new(body).poll_frame(context) {
+                Poll::Pending => return,
+                // A stream that takes nothing any more says why to those who read it.
+                Poll::Ready(Some(Ok(frame))) => {
+                    frame.into_data().is_ok_and(|data| self.stream.send_data(data, false).is_err())
+                }
+                Poll::Ready(Some(Err(error))) => {
+                    tracing::debug!(%error, "a message to a node cannot be written");
+                    self.stream.send_reset(Reason::INTERNAL_ERROR);
+                    true
+                }
+                Poll::Ready(None) => {
+                    let _ = self.stream.send_data(Bytes::new(), true);
+                    true
+                }
+            };
+            if over {
+                self.body = None;
+            }
+        }
+    }
+}
+
+/// What a node answers; reading it sends the rest of the call.
+struct Answer {
+    outbound: Outbound,
+    inbound: RecvStream,
+    data_over: bool,
+    _open: Arc<()>,
+}
+
+impl Answer {
+    fn poll_data(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
+        let data = ready!(self.inbound.poll_data(context));
+        if let Some(Ok(data)) = &data {
+            // Fails only where more is given back than was taken.
+            let _ = self.inbound.flow_control().release_capacity(data.len());
+        }
+        Poll::Ready(data)
+    }
+
+    fn poll_trailers(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<HeaderMap, h2::Error>>> {
+        self.inbound.poll_trailers(context).map(Result::transpose)
+    }
+}
+
+impl http_body::Body for Answer {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let answer = self.get_mut();
+        answer.outbound.push(context);
+        if !answer.data_over {
+            if let Some(data) = ready!(answer.poll_data(context)) {
+                return Poll::Ready(Some(data.map(Frame::data).map_err(Status::from)));
+            }
+            answer.data_over = true;
+        }
+        let trailers = ready!(answer.poll_trailers(context));
+        Poll::Ready(trailers.map(|trailers| trailers.map(Frame::trailers).map_err(Status::from)))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,183 @@
+//! Calls over pipes in memory, to an HTTP/2 server whose every step the tests take; and connections that are not there.
+use std::io;
+
+use http_body_util::{BodyExt, StreamBody};
+use tokio::io::{DuplexStream, ReadBuf};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+
+use super::*;
+
+type Messages = mpsc::UnboundedSender<Bytes>;
+/// What each of them wrote.
+type Writes = Arc<Mutex<Vec<Vec<u8>>>>;
+type Server = h2::server::Connection<DuplexStream, Bytes>;
+
+/// A connection to a server in this process, and the writes that it has made.
+async fn connected() -> (Wire, Server, Writes) {
+    let (near, far) = tokio::io::duplex(1 << 20);
+    let writes = Writes::default();
+    let counted = Counted { io: near, writes: Arc::clone(&writes) };
+    let (connected, server) = tokio::join!(serve(counted), h2::server::handshake(far));
+    let wire = Wire::new("node:1".parse().unwrap());
+    *wire.lock() = Some(async { connected }.boxed().shared());
+    (wire, server.unwrap(), writes)
+}
+
+/// Of frames (RFC 9113, section 6).
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const PING: u8 = 6;
+
+/// The kinds of the frames in a write, behind the preface that a connection begins with.
+fn kinds(write: &[u8]) -> Vec<u8> {
+    let mut rest = write.strip_prefix(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap_or(write);
+    let mut kinds = Vec::new();
+    while let [a, b, c, kind, ..] = *rest {
+        kinds.push(kind);
+        rest = &rest[9 + u32::from_be_bytes([0, a, b, c]) as usize..];
+    }
+    kinds
+}
+
+struct Counted {
+    io: DuplexStream,
+    writes: Writes,
+}
+
+impl AsyncRead for Counted {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Counted {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.io).poll_write(cx, buf))?;
+        self.writes.lock().unwrap().push(buf[..written].to_vec());
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+/// A call whose first message is there, and what says the others.
+fn request(first: &'static str) -> (Request<Body>, Messages) {
+    let (messages, receiver) = mpsc::unbounded_channel();
+    messages.send(Bytes::from(first)).unwrap();
+    let frames =
+        futures::StreamExt::map(UnboundedReceiverStream::new(receiver), |data| Ok::<_, Status>(Frame::data(data)));
+    (Request::post("/tandem.v1.Decode/Generate").body(Body::new(StreamBody::new(frames))).unwrap(), messages)
+}
+
+type Incoming = (Request<RecvStream>, h2::server::SendResponse<Bytes>);
+
+/// The next call that the server sees, while `calling` goes on.
+async fn accept(server: &mut Server) -> Incoming {
+    server.accept().await.unwrap().unwrap()
+}
+
+#[tokio::test]
+async fn a_call_and_its_first_message_are_one_write_and_the_rest_follows() {
+    let (mut wire, mut server, writes) = connected().await;
+    let (request, messages) = request("start");
+    let answering = tokio::spawn(async move {
+        let (mut request, mut respond) = accept(&mut server).await;
+        assert_eq!(request.uri(), "http://node:1/tandem.v1.Decode/Generate");
+        // The server's own task, as it is on a node.
+        tokio::spawn(async move { while server.accept().await.is_some() {} });
+        assert_eq!(request.body_mut().data().await.unwrap().unwrap(), "start");
+        let mut answer = respond.send_response(Response::new(()), false).unwrap();
+        assert_eq!(request.body_mut().data().await.unwrap().unwrap(), "ticket");
+        answer.send_data("token".into(), false).unwrap();
+        let mut trailers = HeaderMap::new();
+        trailers.insert("grpc-status", "0".parse().unwrap());
+        answer.send_trailers(trailers).unwrap();
+        assert!(request.body_mut().data().await.unwrap().unwrap().is_empty(), "the client's end");
+    });
+    let mut answer = wire.call(request).await.unwrap().into_body();
+    let frames: Vec<Vec<u8>> = writes.lock().unwrap().iter().map(|write| kinds(write)).collect();
+    assert!(frames.iter().any(|kinds| kinds.ends_with(&[HEADERS, DATA])), "{frames:?}");
+    messages.send("ticket".into()).unwrap();
+    drop(messages);
+    assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap(), "token");
+    assert_eq!(answer.frame().await.unwrap().unwrap().into_trailers().unwrap()["grpc-status"], "0");
+    assert!(answer.frame().await.is_none());
+    answering.await.unwrap();
+}
+
+#[tokio::test]
+async fn who_drops_an_answer_resets_the_call() {
+    let (mut wire, mut server, _) = connected().await;
+    let (request, _messages) = request("start");
+    let (reset, was_reset) = tokio::sync::oneshot::channel();
+    tokio::spawn(async move {
+        let (_request, mut respond) = accept(&mut server).await;
+        tokio::spawn(async move { while server.accept().await.is_some() {} });
+        let mut answer = respond.send_response(Response::new(()), false).unwrap();
+        reset.send(poll_fn(|context| answer.poll_reset(context)).await.unwrap()).unwrap();
+    });
+    drop(wire.call(request).await.unwrap());
+    assert_eq!(was_reset.await.unwrap(), Reason::CANCEL);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_node_fails_its_calls_and_an_idle_one_is_not_asked() {
+    let (mut wire, mut server, writes) = connected().await;
+    tokio::time::sleep(10 * KEEPALIVE_INTERVAL).await;
+    assert!(!writes.lock().unwrap().iter().any(|write| kinds(write).contains(&PING)));
+    let (request, _messages) = request("start");
+    let (mut answer, _kept) = tokio::join!(async { wire.call(request).await.unwrap().into_body() }, async {
+        let (_request, mut respond) = accept(&mut server).await;
+        let answer = respond.send_response(Response::new(()), false).unwrap();
+        // Writes the head, and stands still from then on.
+        let _ = tokio::time::timeout(KEEPALIVE_INTERVAL / 2, server.accept()).await;
+        (server, answer)
+    });
+    let asked = tokio::time::Instant::now();
+    let error = answer.frame().await.unwrap().unwrap_err();
+    assert!(asked.elapsed() <= KEEPALIVE_INTERVAL + KEEPALIVE_TIMEOUT, "{:?}", asked.elapsed());
+    assert_eq!(tandem_proto::Error::from(error).kind, tandem_proto::ErrorKind::Unavailable);
+}
+
+#[tokio::test]
+async fn a_broken_connection_is_made_anew() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut wire = Wire::new(listener.local_addr().unwrap().to_string().parse().unwrap());
+    for _ in 0..3 {
+        let (request, _messages) = request("start");
+        let (answer, _) = tokio::join!(wire.call(request), async {
+            let mut server = h2::server::handshake(listener.accept().await.unwrap().0).await.unwrap();
+            let (_, mut respond) = server.accept().await.unwrap().unwrap();
+            respond.send_response(Response::builder().status(204).body(()).unwrap(), true).unwrap();
+            // To the end of the answer; then the connection is gone.
+            let _ = tokio::time::timeout(Duration::from_millis(100), server.accept()).await;
+        });
+        let mut answer = answer.unwrap();
+        assert_eq!(answer.status(), 204);
+        assert!(answer.body_mut().frame().await.is_none());
+        // This side has seen the end.
+        let line = wire.line().await.unwrap();
+        while line.sender.clone().ready().await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn nobody_there_is_said_by_name() {
+    let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let mut wire = Wire::new(free.to_string().parse().unwrap());
+    let status = wire.call(request("start").0).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::Unavailable);
+    assert!(status.message().starts_with(&format!("cannot connect to {free}: ")), "{}", status.message());
+    // The next call tries again.
+    assert!(wire.lock().is_none());
+}

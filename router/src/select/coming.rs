@@ -1,0 +1,103 @@
+//! Requests of a decode node whose prompts are still being computed elsewhere: they run there later, and a prompt that the
+//! node computes itself meanwhile is in their way for less of its time. Pure; [`super::cost`] asks.
+use std::time::{Duration, Instant};
+
+use super::backlog::duration;
+
+/// The requests, as they are booked and begin.
+#[derive(Clone, Copy, Debug)]
+pub struct Awaited {
+    requests: u32,
+    /// When the last of them was predicted to begin.
+    until: Instant,
+}
+
+impl Awaited {
+    /// None.
+    pub fn new(now: Instant) -> Self {
+        Self { requests: 0, until: now }
+    }
+
+    /// One that is predicted to begin after `ms`.
+    pub fn add(&mut self, now: Instant, ms: f64) {
+        self.requests = self.requests.saturating_add(1);
+        self.until = self.until.max(now + duration(ms));
+    }
+
+    /// One begins, or is given up.
+    pub fn remove(&mut self) {
+        self.requests = self.requests.saturating_sub(1);
+    }
+
+    /// As the choice sees them.
+    pub fn coming(&self, now: Instant) -> Coming {
+        let within = if self.requests == 0 { Duration::ZERO } else { self.until.saturating_duration_since(now) };
+        Coming { requests: self.requests, within_ms: within.as_secs_f64() * 1e3 }
+    }
+}
+
+/// How many are to begin, and when.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Coming {
+    /// Of those that this router sent.
+    pub requests: u32,
+    /// Until the last of them begins, milliseconds.
+    pub within_ms: f64,
+}
+
+impl Coming {
+    /// The share of a prompt that `requests` wait for in the mean, these among them: all of it, or what is left of it when they
+    /// begin, evenly spread over the time. It is begun after `wait_ms` and takes `prefill_ms`.
+    pub fn delayed(&self, requests: f64, wait_ms: f64, prefill_ms: f64) -> f64 {
+        if self.requests == 0 || self.within_ms <= 0.0 || prefill_ms <= 0.0 {
+            return 1.0;
+        }
+        let before_ms = wait_ms.min(self.within_ms);
+        let during_ms = (self.within_ms - before_ms).min(prefill_ms);
+        let of_coming = (before_ms + during_ms - during_ms * during_ms / (2.0 * prefill_ms)) / self.within_ms;
+        let coming = f64::from(self.requests);
+        1.0 - coming / requests.max(coming) * (1.0 - of_coming)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_begins_later_waits_for_less_of_a_prompt() {
+        for (within_ms, share) in [(0.0, 1.0), (50.0, 0.75), (100.0, 0.5), (200.0, 0.25), (1000.0, 0.05)] {
+            let coming = Coming { requests: 2, within_ms };
+            let same = |a: f64, b: f64| assert!((a - b).abs() < 1e-9, "{within_ms}: {a} instead of {b}");
+            same(coming.delayed(2.0, 0.0, 100.0), share);
+            same(coming.delayed(4.0, 0.0, 100.0), (1.0 + share) / 2.0);
+            // Those that begin before it wait for all of it.
+            same(coming.delayed(2.0, within_ms, 100.0), 1.0);
+            // More than are known of.
+            same(coming.delayed(0.0, 0.0, 100.0), share);
+            same(coming.delayed(2.0, 0.0, 0.0), 1.0);
+        }
+        // One of two begins in the first half second, which it waits for all of it; the other in the second one.
+        assert!((Coming { requests: 2, within_ms: 1000.0 }.delayed(2.0, 500.0, 500.0) - 0.75).abs() < 1e-9);
+        assert_eq!(Coming::default().delayed(3.0, 0.0, 100.0), 1.0);
+    }
+
+    #[test]
+    fn the_last_one_says_for_how_long_they_come() {
+        let start = Instant::now();
+        let mut awaited = Awaited::new(start);
+        assert_eq!(awaited.coming(start), Coming::default());
+        awaited.add(start, 300.0);
+        awaited.add(start, 100.0);
+        assert_eq!(awaited.coming(start), Coming { requests: 2, within_ms: 300.0 });
+        awaited.remove();
+        let later = start + Duration::from_millis(200);
+        assert_eq!(awaited.coming(later), Coming { requests: 1, within_ms: 100.0 });
+        assert_eq!(awaited.coming(start + Duration::from_secs(1)), Coming { requests: 1, within_ms: 0.0 });
+        awaited.remove();
+        awaited.remove();
+        assert_eq!(awaited.coming(start), Coming::default());
+        awaited.add(start, f64::INFINITY);
+        assert!(awaited.coming(start).within_ms.is_finite());
+    }
+}
