@@ -225,13 +225,16 @@ impl Run {
         if self.shared.admission.has_tenants() {
             self.progress.level();
         }
-        self.record.timeline.end_phase(clock::now());
-        let (priority, wait) = (self.progress.request.priority, self.record.timeline.length(Phase::Queue));
-        self.shared.metrics.waited(priority, wait, self.record.identities.root);
-        let route = self.route()?;
-        self.slot.iter().for_each(Slot::routed);
+        let now = clock::now();
+        self.record.timeline.end_phase(now);
+        let routed = self.shared.membership.route(self.tokens().ask(), &Wish::default(), now);
+        let route = routed.map_err(|why| refusal(&why)).inspect_err(|_| self.waited())?;
         let mut attempt = self.open(route);
         self.record.timeline.end_phase(clock::now());
+        // What the client waits for leaves first: the call that computes the prompt. Then the other one, and the books.
+        tokio::task::yield_now().await;
+        self.waited();
+        self.chosen(&attempt.route, now);
         // One for all attempts: characters and stop strings go across their borders.
         let text = self.shared.model.decoder(&self.progress.request.stop);
         let mut text = text.not_within(self.progress.request.sampling.min_tokens);
@@ -251,18 +254,21 @@ impl Run {
         }
     }
 
-    fn route(&mut self) -> Result<Route, Error> {
-        let now = clock::now();
-        let routed = self.shared.membership.route(self.tokens().ask(), &Wish::default(), now);
-        let route = routed.map_err(|why| refusal(&why))?;
+    fn waited(&self) {
+        let (priority, wait) = (self.progress.request.priority, self.record.timeline.length(Phase::Queue));
+        self.shared.metrics.waited(priority, wait, self.record.identities.root);
+    }
+
+    /// Notes how the first attempt came about.
+    fn chosen(&mut self, route: &Route, at: Instant) {
+        self.slot.iter().for_each(Slot::routed);
         self.record.chosen = Some(Chosen {
-            nodes: Names::of(&route),
+            nodes: Names::of(route),
             candidates: route.candidates.clone(),
             choice: *self.shared.membership.choice(),
-            at: now,
+            at,
         });
         self.shared.metrics.planned(route.plan());
-        Ok(route)
     }
 
     /// What is left to do, as nodes are chosen for it.

@@ -78,13 +78,17 @@ enum DecodeSide {
 }
 
 impl Attempt {
-    /// Opens all legs at once. `prompt` is for the prefill node, if the plan has one; `basis` tokens of the answer are in
+    /// Opens all legs; the call that computes the prompt begins at once, the other one with the first [`Self::next`]: of two
+    /// connections that have something to write, nobody says which one the reactor runs first. `prompt` is for the prefill node, if the plan has one; `basis` tokens of the answer are in
     /// the prompt of `start`.
     pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
         let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
-        let prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
+        let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
         let mut decode = DecodeLeg::open(&route.decode, start);
-        decode.begin();
+        match &mut prefill {
+            Some(prefill) => prefill.begin(),
+            None => decode.begin(),
+        }
         let (decode, prefill_open) = (DecodeSide::Leg(decode), prefill.is_some());
         let (deaths, silent) = (Deaths::of(&route), Box::pin(tokio::time::sleep(Duration::ZERO)));
         let (computed, decode_works) = (false, false);

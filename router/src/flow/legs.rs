@@ -26,7 +26,7 @@ pub struct PrefillLeg {
 }
 
 impl PrefillLeg {
-    /// Starts the computation at once; the ticket follows by [`Self::deliver`].
+    /// For a computation; the ticket follows by [`Self::deliver`].
     pub fn open(node: &Node, spec: v1::RequestSpec) -> Self {
         // Room for all that a request ever sends: a start, a ticket for each attempt, a stop.
         let (commands, outbound) = mpsc::channel(2 + MOST_ATTEMPTS as usize);
@@ -44,6 +44,11 @@ impl PrefillLeg {
         };
         let events: Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(events);
         Self { events: events.peekable(), commands }
+    }
+
+    /// Hands the call to its connection now.
+    pub fn begin(&mut self) {
+        push(&mut self.events);
     }
 
     /// Hands decode's ticket over, in place of an earlier one, at the next look at the events. A call that has ended says so
@@ -72,7 +77,7 @@ pub struct DecodeLeg {
 }
 
 impl DecodeLeg {
-    /// Asks for a reservation at once.
+    /// For a reservation.
     pub fn open(node: &Node, start: v1::DecodeStart) -> Self {
         // Room for both commands that a request ever sends.
         let (commands, outbound) = mpsc::channel(2);
@@ -90,8 +95,7 @@ impl DecodeLeg {
         Self { events: events.peekable(), commands }
     }
 
-    /// Hands the call to its connection now, ahead of others of this task. Of two connections that have something to write,
-    /// the reactor runs the one that was told last first: that is to be the prefill node's, for which the client waits.
+    /// Hands the call to its connection now.
     pub fn begin(&mut self) {
         push(&mut self.events);
     }

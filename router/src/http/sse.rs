@@ -17,6 +17,8 @@ use super::timings;
 use super::types::{Answer, Choice, Head, Kind, Message, finish_reason, sum};
 use crate::api::{GenerationEvent, Usage, merged};
 
+/// An event with a token and without extras is not longer.
+const USUAL_EVENT_BYTES: usize = 320;
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// Starts the response once the first event is there, so that what fails before it still gets its HTTP status.
@@ -173,7 +175,8 @@ fn failure(error: Error) -> Bytes {
 }
 
 fn event_bytes(answer: &Answer<'_>) -> Bytes {
-    let mut bytes = b"data: ".to_vec();
+    let mut bytes = Vec::with_capacity(USUAL_EVENT_BYTES);
+    bytes.extend_from_slice(b"data: ");
     // Strings, integers and lists of them cannot fail to serialize into memory.
     if serde_json::to_writer(&mut bytes, answer).is_err() {
         return failure(Error::new(ErrorKind::Internal, "the answer cannot be written as JSON"));

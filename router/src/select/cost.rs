@@ -218,12 +218,13 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
 }
 
 /// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are worth
-/// one of TPOT: over an answer's tokens the delay is as much of its TPOT.
+/// one of TPOT: over an answer's tokens the delay is as much of its TPOT. It is never worse than the same delay of a first token:
+/// an answer of few tokens has little of a TPOT.
 pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) -> f64 {
     match streams(node) * delay_ms {
         // Whatever the weight is.
         0.0 => 0.0,
-        delays_ms => delays_ms * step_weight / answer_tokens(node, need),
+        delays_ms => delays_ms * (step_weight / answer_tokens(node, need)).min(1.0),
     }
 }
 
@@ -419,7 +420,9 @@ mod tests {
         assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / 20.0).abs() < 1e-9);
         decode_node.held.answers = 1_000_000;
         assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / USUAL_ANSWER).abs() < 1e-9);
-        decode_node.max_running = 1;
+        decode_node.held.answers = 2;
+        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0).abs() < 1e-9, "no worse than as much of TTFT");
+        (decode_node.held.answers, decode_node.max_running) = (1_000_000, 1);
         assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 50.0 * 10.0 / USUAL_ANSWER).abs() < 1e-9);
     }
 
