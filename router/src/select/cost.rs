@@ -218,13 +218,16 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
 }
 
 /// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are worth
-/// one of TPOT: over an answer's tokens the delay is as much of its TPOT. It is never worse than the same delay of a first token:
-/// an answer of few tokens has little of a TPOT.
+/// one of TPOT: over the tokens that follow an answer's first one the delay is as much of its TPOT. Without such tokens there is
+/// none; below one in the mean, as many answers have one.
 pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) -> f64 {
     match streams(node) * delay_ms {
         // Whatever the weight is.
         0.0 => 0.0,
-        delays_ms => delays_ms * (step_weight / answer_tokens(node, need)).min(1.0),
+        delays_ms => {
+            let further = answer_tokens(node, need) - 1.0;
+            delays_ms * step_weight * if further < 1.0 { further } else { 1.0 / further }
+        }
     }
 }
 
@@ -415,15 +418,18 @@ mod tests {
         let mut decode_node = node(3, Role::Decode);
         decode_node.reported.requests = 2;
         // Somebody else's: they are taken to be as long as this one.
-        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / 100.0).abs() < 1e-9);
-        decode_node.held = Work { requests: 2, answers: 40, ..Work::default() };
-        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / 20.0).abs() < 1e-9);
-        decode_node.held.answers = 1_000_000;
-        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0 * 10.0 / USUAL_ANSWER).abs() < 1e-9);
-        decode_node.held.answers = 2;
-        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 2.0 * 50.0).abs() < 1e-9, "no worse than as much of TTFT");
-        (decode_node.held.answers, decode_node.max_running) = (1_000_000, 1);
-        assert!((harm_ms(&decode_node, &NEED, 50.0, 10.0) - 50.0 * 10.0 / USUAL_ANSWER).abs() < 1e-9);
+        let harms = |node: &NodeView, streams: f64, further: f64| {
+            let harm_ms = harm_ms(node, &NEED, 50.0, 10.0);
+            assert!((harm_ms - streams * 50.0 * 10.0 / further).abs() < 1e-9, "{further}: {harm_ms}");
+        };
+        harms(&decode_node, 2.0, 99.0);
+        for (answers, further) in [(40, 19.0), (4, 1.0), (3, 2.0), (2, f64::INFINITY), (1_000_000, USUAL_ANSWER - 1.0)]
+        {
+            decode_node.held = Work { requests: 2, answers, ..Work::default() };
+            harms(&decode_node, 2.0, further);
+        }
+        decode_node.max_running = 1;
+        harms(&decode_node, 1.0, USUAL_ANSWER - 1.0);
     }
 
     #[test]
