@@ -41,7 +41,7 @@ struct Args {
     /// Python with `sglang-router` and `vllm-router`, to measure them as well
     #[arg(long)]
     python: Option<PathBuf>,
-    /// Another router than this build's, such as target/dist/tandem-router
+    /// Another router than this build's: the absolute path of the program
     #[arg(long, default_value = "tandem-router")]
     router: String,
     /// Pass bytes on to these, and nothing else

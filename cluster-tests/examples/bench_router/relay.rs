@@ -18,11 +18,13 @@ impl Relay {
     pub async fn start(nodes: &[&str; 2]) -> anyhow::Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         let child = command.args(nodes.map(|node| format!("--relay={node}"))).stdout(Stdio::piped()).spawn();
-        let mut child = child.context("the relay does not start")?;
-        let mut lines = BufReader::new(child.stdout.take().context("no stdout")?).lines();
-        let mut url = || anyhow::Ok(format!("http://{}", lines.next().context("the relay ended")??));
-        let urls = [url()?, url()?];
-        Ok(Self { child, urls })
+        let child = child.context("the relay does not start")?;
+        let mut relay = Self { child, urls: [String::new(), String::new()] };
+        let mut lines = BufReader::new(relay.child.stdout.take().context("no stdout")?).lines();
+        for url in &mut relay.urls {
+            *url = format!("http://{}", lines.next().context("the relay ended")??);
+        }
+        Ok(relay)
     }
 
     pub fn urls(&self) -> [String; 2] {

@@ -79,8 +79,8 @@ enum DecodeSide {
 
 impl Attempt {
     /// Opens all legs; the call that computes the prompt begins at once, the other one with the first [`Self::next`]: of two
-    /// connections that have something to write, nobody says which one the reactor runs first. `prompt` is for the prefill node, if the plan has one; `basis` tokens of the answer are in
-    /// the prompt of `start`.
+    /// connections that have something to write, nobody says which one the reactor runs first. `prompt` is for the prefill
+    /// node, if the plan has one; `basis` tokens of the answer are in the prompt of `start`.
     pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
         let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
         let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
@@ -118,6 +118,10 @@ impl Attempt {
         self.decode = DecodeSide::Leg(DecodeLeg::open(&route.decode, start));
         self.deaths = Deaths::of(&route);
         self.route = route;
+        if self.computed {
+            // The first token of this attempt was here before this node was chosen.
+            self.route.computed(clock::now());
+        }
     }
 
     /// Hands decode's ticket to prefill.

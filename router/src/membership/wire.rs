@@ -6,7 +6,7 @@
 //! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the call.
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -31,6 +31,8 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Bytes of one answer, and of all answers, that a node may send before they are read.
 const STREAM_WINDOW: u32 = 2 * 1024 * 1024;
 const CONNECTION_WINDOW: u32 = 5 * 1024 * 1024;
+/// Calls at the same time before the node has said how many it takes; others wait for that.
+const EARLY_CALLS: usize = 100;
 /// Bytes of an answer's head at most.
 const MAX_HEAD: u32 = 16 * 1024;
 
@@ -48,8 +50,8 @@ type Line = Shared<BoxFuture<'static, Result<Connected, Status>>>;
 #[derive(Clone)]
 struct Connected {
     sender: SendRequest<Bytes>,
-    /// One for each call that is open, beside the connection's own and that of the line.
-    open: Arc<()>,
+    /// Held by each call that is open, and by the connection's task.
+    open: Weak<()>,
 }
 
 impl Wire {
@@ -68,14 +70,15 @@ impl Wire {
             outbound.push(context);
             answer.poll_unpin(context)
         });
-        Ok(answer.await?.map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, _open: open })))
+        let _open = open.upgrade();
+        Ok(answer.await?.map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, _open })))
     }
 
     /// A connection that takes calls. One that broke while nobody used it shows that only now.
     async fn ready(&self) -> Result<Connected, Status> {
         for _ in 0..2 {
             let line = self.line();
-            let Connected { sender, open } = line.clone().await?;
+            let Connected { sender, open } = line.clone().await.inspect_err(|_| self.forget(&line))?;
             match sender.ready().await {
                 Ok(sender) => return Ok(Connected { sender, open }),
                 Err(_) => self.forget(&line),
@@ -91,11 +94,12 @@ impl Wire {
             let connecting = tokio::spawn(async move {
                 let made = connect(&wire.node).await;
                 if made.is_err() {
+                    // Also where nobody waits for it any more.
                     *wire.lock() = None;
                 }
                 made
             });
-            let gone = |error| Status::internal(format!("connecting failed: {error}"));
+            let gone = |error| Status::unavailable(format!("connecting failed: {error}"));
             connecting.map(move |made| made.map_err(gone).flatten()).boxed().shared()
         };
         self.lock().get_or_insert_with(connect).clone()
@@ -149,9 +153,11 @@ async fn connect(node: &Authority) -> Result<Connected, Status> {
 async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Result<Connected, Status> {
     let mut builder = h2::client::Builder::new();
     builder.initial_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
+    builder.initial_max_send_streams(EARLY_CALLS);
     let (sender, connection) = builder.max_header_list_size(MAX_HEAD).enable_push(false).handshake(stream).await?;
-    let connected = Connected { sender, open: Arc::default() };
-    tokio::spawn(drive(connection, Arc::clone(&connected.open)));
+    let open = Arc::new(());
+    let connected = Connected { sender, open: Arc::downgrade(&open) };
+    tokio::spawn(drive(connection, open));
     Ok(connected)
 }
 
@@ -159,6 +165,8 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> 
 async fn drive<T: AsyncRead + AsyncWrite + Unpin>(mut connection: Connection<T, Bytes>, open: Arc<()>) {
     let pings = connection.ping_pong();
     tokio::select! {
+        // First: after a standstill of this process the answer to a ping is there when its time is over.
+        biased;
         ended = connection => {
             if let Err(error) = ended {
                 tracing::debug!(%error, "a connection to a node broke");
@@ -173,8 +181,8 @@ async fn silence(pings: Option<PingPong>, open: &Arc<()>) {
     let Some(mut pings) = pings else { return std::future::pending().await };
     loop {
         tokio::time::sleep(KEEPALIVE_INTERVAL).await;
-        // This one's, and that of the line.
-        if Arc::strong_count(open) <= 2 {
+        // This one is its own.
+        if Arc::strong_count(open) == 1 {
             continue;
         }
         match tokio::time::timeout(KEEPALIVE_TIMEOUT, pings.ping(Ping::opaque())).await {
@@ -225,7 +233,7 @@ struct Answer {
     outbound: Outbound,
     inbound: RecvStream,
     data_over: bool,
-    _open: Arc<()>,
+    _open: Option<Arc<()>>,
 }
 
 impl Answer {

@@ -20,6 +20,10 @@ impl Awaited {
 
     /// One that is predicted to begin after `ms`.
     pub fn add(&mut self, now: Instant, ms: f64) {
+        if self.requests == 0 {
+            // What was predicted of others says nothing of this one.
+            self.until = now;
+        }
         self.requests = self.requests.saturating_add(1);
         self.until = self.until.max(now + duration(ms));
     }
@@ -99,5 +103,12 @@ mod tests {
         assert_eq!(awaited.coming(start), Coming::default());
         awaited.add(start, f64::INFINITY);
         assert!(awaited.coming(start).within_ms.is_finite());
+        awaited.remove();
+        awaited.add(start, 50.0);
+        assert_eq!(
+            awaited.coming(start),
+            Coming { requests: 1, within_ms: 50.0 },
+            "nothing is left of those that are gone"
+        );
     }
 }

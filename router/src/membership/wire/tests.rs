@@ -79,7 +79,7 @@ fn request(first: &'static str) -> (Request<Body>, Messages) {
 
 type Incoming = (Request<RecvStream>, h2::server::SendResponse<Bytes>);
 
-/// The next call that the server sees, while `calling` goes on.
+/// The next call that the server sees.
 async fn accept(server: &mut Server) -> Incoming {
     server.accept().await.unwrap().unwrap()
 }
