@@ -33,7 +33,7 @@ use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wis
 use breaker::Circuit;
 use entry::Share;
 pub use reach::Calls;
-use reach::{Reach, Reaching};
+use reach::Reaching;
 use room::Wanted;
 use table::{Booked, Table};
 
@@ -64,7 +64,7 @@ pub struct Node {
     pub role: Role,
     /// What it said when it registered.
     pub info: v1::Register,
-    reach: Reach,
+    calls: Calls,
     dead: CancellationToken,
     why: OnceLock<String>,
 }
@@ -77,7 +77,7 @@ impl Node {
 
     /// The way to the node; its connection is made at the first call.
     pub fn calls(&self) -> Calls {
-        self.reach.calls()
+        self.calls.clone()
     }
 
     /// Waits for the node's death, and says what it died of.
@@ -86,13 +86,8 @@ impl Node {
         self.why.get().cloned().unwrap_or_default()
     }
 
-    /// The same, for who keeps the wait.
-    pub async fn death(self: Arc<Self>) -> String {
-        self.died().await
-    }
-
-    fn new(session: u64, role: Role, info: v1::Register, reach: Reach) -> Self {
-        Self { session, role, info, reach, dead: CancellationToken::new(), why: OnceLock::new() }
+    fn new(session: u64, role: Role, info: v1::Register, calls: Calls) -> Self {
+        Self { session, role, info, calls, dead: CancellationToken::new(), why: OnceLock::new() }
     }
 
     fn end(&self, why: &str) {
@@ -358,8 +353,8 @@ impl Membership {
     /// incarnation that was, `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
-        let reach = self.reaching.reach(&info, endpoint);
-        let node = lock(&self.table).insert(|session| Node::new(session, role, info, reach), now);
+        let calls = self.reaching.reach(&info, endpoint);
+        let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
         self.changed.notify_waiters();
         self.freed.tell();
         node

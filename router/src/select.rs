@@ -10,8 +10,8 @@
 //! each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives: it is the
 //! cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. The harm is the second part of that for the
 //! requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted, [`calibrate`] what predictions
-//! learn, [`backlog`] how a queue is worked off between two reports, [`coming`] who runs there later, [`processor`] which nodes are in each other's way. Work
-//! that was routed after a node's last report counts as if the node had reported it.
+//! learn, [`backlog`] how a queue is worked off between two reports, [`coming`] who runs there later, [`processor`] which
+//! nodes are in each other's way. Work that was routed after a node's last report counts as if the node had reported it.
 //!
 //! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
 //! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is

@@ -18,9 +18,8 @@ use std::path::PathBuf;
 use clap::Parser;
 use direct::Direct;
 use peers::Peer;
-use relay::Relay;
 use tandem_cluster_tests::cluster::words;
-use tandem_cluster_tests::{Cluster, Options};
+use tandem_cluster_tests::{Cluster, Options, Process};
 use way::Way;
 
 /// `make bench-router`
@@ -52,9 +51,6 @@ struct Args {
     router_args: String,
 }
 
-/// The place of our HTTP API among the ways.
-const HTTP: usize = 3;
-
 /// One way to the nodes, and who is in it.
 struct Subject {
     name: &'static str,
@@ -85,7 +81,7 @@ async fn main() -> anyhow::Result<()> {
         Some(python) => peers::start(python, &http, cluster.dir()).await?,
         None => Vec::new(),
     };
-    let relay = Relay::start(&[cluster.prefill.ready("grpc"), cluster.decode.ready("grpc")]).await?;
+    let relay = relay::start(&cluster).await?;
     let subjects = subjects(&cluster, &relay, &http, &model, &peers).await?;
     let mut latencies: Vec<Vec<load::Latencies>> = subjects.iter().map(|_| Vec::new()).collect();
     let mut streams: Vec<Vec<load::Streamed>> = subjects.iter().map(|_| Vec::new()).collect();
@@ -108,7 +104,7 @@ async fn main() -> anyhow::Result<()> {
 
 async fn subjects(
     cluster: &Cluster,
-    relay: &Relay,
+    relay: &Process,
     http: &str,
     model: &str,
     peers: &[Peer],
@@ -117,16 +113,18 @@ async fn subjects(
     let over_http = |url: &str| Way::http(url, model);
     let nodes = [cluster.prefill.url("grpc"), cluster.decode.url("grpc")];
     let direct = Way::Direct(Direct::connect(cluster, nodes).await?);
-    let relayed = Way::Direct(Direct::connect(cluster, relay.urls()).await?);
+    let relayed = Way::Direct(Direct::connect(cluster, relay::NODES.map(|node| relay.url(node))).await?);
     let mut subjects = vec![
         Subject { name: "direct", way: direct, router: None, without: None },
         Subject { name: "a bare relay", way: relayed, router: Some(relay.pid()), without: Some(0) },
         Subject { name: "tandem, gRPC", way: Way::grpc(cluster).await?, router, without: Some(0) },
         Subject { name: "tandem, HTTP", way: over_http(http)?, router, without: Some(0) },
     ];
+    // Our HTTP API, which they stand before.
+    let without = Some(subjects.len() - 1);
     for peer in peers {
         let way = over_http(&peer.url)?;
-        subjects.push(Subject { name: peer.name, way, router: Some(peer.pid()), without: Some(HTTP) });
+        subjects.push(Subject { name: peer.name, way, router: Some(peer.pid()), without });
     }
     Ok(subjects)
 }

@@ -1,59 +1,33 @@
 //! A process that passes bytes on between a client and the nodes: what any process in between costs on this machine.
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Child, Command, Stdio};
 
 use anyhow::Context;
+use tandem_cluster_tests::{Cluster, Process};
 use tokio::net::{TcpListener, TcpStream};
 
-/// A running one; ended on drop.
-pub struct Relay {
-    child: Child,
-    /// Of its ports, in the order of the nodes.
-    urls: [String; 2],
+/// Keys of its ready line, in the order in which it is given the nodes.
+pub const NODES: [&str; 2] = ["prefill", "decode"];
+
+/// One in front of the nodes of `cluster`: this program again.
+pub async fn start(cluster: &Cluster) -> anyhow::Result<Process> {
+    let own = std::env::current_exe()?;
+    let nodes = [&cluster.prefill, &cluster.decode].map(|node| format!("--relay={}", node.ready("grpc")));
+    Process::start("relay", own.to_str().context("this program's path is not UTF-8")?, &nodes, cluster.dir()).await
 }
 
-impl Relay {
-    /// In front of the nodes at these addresses: this program again.
-    pub async fn start(nodes: &[&str; 2]) -> anyhow::Result<Self> {
-        let mut command = Command::new(std::env::current_exe()?);
-        let child = command.args(nodes.map(|node| format!("--relay={node}"))).stdout(Stdio::piped()).spawn();
-        let child = child.context("the relay does not start")?;
-        let mut relay = Self { child, urls: [String::new(), String::new()] };
-        let mut lines = BufReader::new(relay.child.stdout.take().context("no stdout")?).lines();
-        for url in &mut relay.urls {
-            *url = format!("http://{}", lines.next().context("the relay ended")??);
-        }
-        Ok(relay)
-    }
-
-    pub fn urls(&self) -> [String; 2] {
-        self.urls.clone()
-    }
-
-    pub fn pid(&self) -> u32 {
-        self.child.id()
-    }
-}
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// The relay's process: prints a port for each of `nodes`, and passes on until it is killed.
+/// The relay's process: prints a ready line with a port for each of `nodes`, and passes on until it is killed.
 pub async fn run(nodes: &[SocketAddr]) -> anyhow::Result<()> {
-    for node in nodes.iter().copied() {
+    let mut ready = "ready".to_owned();
+    for (name, node) in NODES.into_iter().zip(nodes.iter().copied()) {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
-        println!("{}", listener.local_addr()?);
+        ready += &format!(" {name}={}", listener.local_addr()?);
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 tokio::spawn(pass_on(client, node));
             }
         });
     }
+    println!("{ready}");
     std::future::pending().await
 }
 

@@ -67,7 +67,10 @@ struct Deaths {
 
 impl Deaths {
     fn of(route: &Route) -> Self {
-        let of = |role| Arc::clone(route.node(role)).death().boxed().fuse();
+        let of = |role| {
+            let node = Arc::clone(route.node(role));
+            async move { node.died().await }.boxed().fuse()
+        };
         Self { prefill: of(Role::Prefill), decode: of(Role::Decode) }
     }
 }

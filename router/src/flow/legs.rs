@@ -3,8 +3,8 @@
 use std::pin::Pin;
 use std::time::Duration;
 
-use futures::stream::Peekable;
-use futures::{FutureExt, Stream, StreamExt};
+use futures::stream::{BoxStream, Peekable};
+use futures::{FutureExt, StreamExt};
 use tandem_proto::v1::{self, decode_command, decode_event, prefill_command, prefill_event};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tokio::sync::mpsc;
@@ -16,7 +16,7 @@ use super::timeline::Phase;
 use crate::membership::Node;
 
 /// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
-pub type Events<T> = Peekable<Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>>;
+pub type Events<T> = Peekable<BoxStream<'static, Result<T, Status>>>;
 
 /// The prefill call.
 pub struct PrefillLeg {
@@ -42,8 +42,7 @@ impl PrefillLeg {
                 yield event;
             }
         };
-        let events: Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(events);
-        Self { events: events.peekable(), commands }
+        Self { events: events.boxed().peekable(), commands }
     }
 
     /// Hands the call to its connection now.
@@ -91,8 +90,7 @@ impl DecodeLeg {
                 yield event;
             }
         };
-        let events: Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(events);
-        Self { events: events.peekable(), commands }
+        Self { events: events.boxed().peekable(), commands }
     }
 
     /// Hands the call to its connection now.

@@ -1,5 +1,5 @@
-//! How a call reaches a node: over a connection ([`super::wire`]), or, in simulations and tests, by a
-//! service in this process. Callers see a tower service either way.
+//! How a call reaches a node: over a connection ([`super::wire`]), or, in simulations and tests, by a service in this process.
+//! Callers see a tower service either way.
 use std::fmt;
 use std::sync::Arc;
 
@@ -23,10 +23,11 @@ pub(super) enum Reaching {
 }
 
 impl Reaching {
-    pub fn reach(&self, info: &v1::Register, endpoint: Authority) -> Reach {
+    /// The way to the incarnation that registers so.
+    pub fn reach(&self, info: &v1::Register, endpoint: Authority) -> Calls {
         match self {
-            Self::ByEndpoint => Reach::Network(Wire::new(endpoint)),
-            Self::InProcess(find) => Reach::InProcess(find(info)),
+            Self::ByEndpoint => Calls::new(Wire::new(endpoint)),
+            Self::InProcess(find) => find(info),
         }
     }
 }
@@ -37,22 +38,5 @@ impl fmt::Debug for Reaching {
             Self::ByEndpoint => "ByEndpoint",
             Self::InProcess(_) => "InProcess",
         })
-    }
-}
-
-/// The way to one incarnation of a node.
-#[derive(Debug)]
-pub(super) enum Reach {
-    Network(Wire),
-    InProcess(Calls),
-}
-
-impl Reach {
-    /// Needs a tokio runtime.
-    pub fn calls(&self) -> Calls {
-        match self {
-            Self::Network(wire) => Calls::new(wire.clone()),
-            Self::InProcess(calls) => calls.clone(),
-        }
     }
 }

@@ -241,17 +241,17 @@ impl Table {
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
         // A node that is kept has the prompt.
-        let (prompt, tokens) = (Part::Computes(Prompt::of(best, now)), if best.kept { 0 } else { uncached });
+        let (part, tokens) = (Part::Computes(Prompt::of(best, now)), if best.kept { 0 } else { uncached });
         let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), ..Work::default() };
         let context = u64::from(need.prompt_tokens);
         let answers = u64::from(need.total_tokens.saturating_sub(need.prompt_tokens));
         let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks(), context, answers };
         let (prefill, decode) = match (best.plan(), best.prefill) {
             (Plan::Pair, Some(prefill)) => {
-                let prefill = self.book(prefill, prefill_work, prompt, now)?;
+                let prefill = self.book(prefill, prefill_work, part, now)?;
                 (Some(prefill), self.book(best.decode, decode_work, Part::Awaits(best.ttft_ms()), now)?)
             }
-            _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, prompt, now)?),
+            _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, part, now)?),
         };
         Ok(Booked { prefill, decode, candidates })
     }

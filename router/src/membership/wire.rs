@@ -15,7 +15,7 @@ use futures::future::{BoxFuture, FutureExt, Shared};
 use h2::client::{Connection, SendRequest};
 use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
 use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{HeaderMap, Request, Response, Uri};
+use http::{Request, Response, Uri};
 use http_body::{Body as _, Frame};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
@@ -89,8 +89,8 @@ impl Wire {
 
     /// The one there, or a new one. It is made by a task of its own: whoever waits for it may leave.
     fn line(&self) -> Line {
-        let wire = self.clone();
         let connect = || {
+            let wire = self.clone();
             let connecting = tokio::spawn(async move {
                 let made = connect(&wire.node).await;
                 if made.is_err() {
@@ -245,10 +245,6 @@ impl Answer {
         }
         Poll::Ready(data)
     }
-
-    fn poll_trailers(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<HeaderMap, h2::Error>>> {
-        self.inbound.poll_trailers(context).map(Result::transpose)
-    }
 }
 
 impl http_body::Body for Answer {
@@ -264,7 +260,7 @@ impl http_body::Body for Answer {
             }
             answer.data_over = true;
         }
-        let trailers = ready!(answer.poll_trailers(context));
+        let trailers = ready!(answer.inbound.poll_trailers(context)).transpose();
         Poll::Ready(trailers.map(|trailers| trailers.map(Frame::trailers).map_err(Status::from)))
     }
 }

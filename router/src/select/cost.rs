@@ -12,7 +12,8 @@
 //! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no longer
 //!   slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
 //! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these: each
-//!   of them waits for what the prompt adds to the steps ([`harm_ms`]), who begins meanwhile for the rest of it ([`super::coming`]);
+//!   of them waits for what the prompt adds to the steps ([`harm_ms`]), who begins meanwhile for the rest of it
+//!   ([`super::coming`]);
 //! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow each
 //!   other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
 use super::{Need, NodeView};
@@ -221,13 +222,11 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
 /// one of TPOT: over the tokens that follow an answer's first one the delay is as much of its TPOT. Without such tokens there is
 /// none; below one in the mean, as many answers have one.
 pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) -> f64 {
-    match streams(node) * delay_ms {
+    let further = answer_tokens(node, need) - 1.0;
+    match streams(node) * delay_ms * further.min(1.0 / further) {
         // Whatever the weight is.
         0.0 => 0.0,
-        delays_ms => {
-            let further = answer_tokens(node, need) - 1.0;
-            delays_ms * step_weight * if further < 1.0 { further } else { 1.0 / further }
-        }
+        per_token_ms => per_token_ms * step_weight,
     }
 }
 
@@ -417,11 +416,11 @@ mod tests {
     fn a_delay_counts_as_time_per_token_of_the_answers_that_wait() {
         let mut decode_node = node(3, Role::Decode);
         decode_node.reported.requests = 2;
-        // Somebody else's: they are taken to be as long as this one.
         let harms = |node: &NodeView, streams: f64, further: f64| {
             let harm_ms = harm_ms(node, &NEED, 50.0, 10.0);
             assert!((harm_ms - streams * 50.0 * 10.0 / further).abs() < 1e-9, "{further}: {harm_ms}");
         };
+        // Somebody else's: they are taken to be as long as this one.
         harms(&decode_node, 2.0, 99.0);
         for (answers, further) in [(40, 19.0), (4, 1.0), (3, 2.0), (2, f64::INFINITY), (1_000_000, USUAL_ANSWER - 1.0)]
         {

@@ -1,6 +1,7 @@
 //! Calls over pipes in memory, to an HTTP/2 server whose every step the tests take; and connections that are not there.
 use std::io;
 
+use http::HeaderMap;
 use http_body_util::{BodyExt, StreamBody};
 use tokio::io::{DuplexStream, ReadBuf};
 use tokio::net::TcpListener;
