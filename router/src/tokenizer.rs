@@ -1,6 +1,7 @@
 //! Token ids ↔ bytes. What a tokenizer is made of comes from a GGUF file's metadata (`gguf.rs`) or from a
-//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated. Knows no chat and no streams: see
+//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated; `encoder.rs` uses it. Knows no chat and no streams: see
 //! [`crate::template`] for the former and [`crate::text`] for both.
+mod encoder;
 mod gguf;
 mod json;
 
@@ -9,6 +10,7 @@ use std::sync::Arc;
 
 use tandem_proto::{Error, ErrorKind};
 
+use encoder::Encoder;
 pub(crate) use json::SpecialNames;
 
 /// What text that spells a control token (`<|im_end|>`) becomes.
@@ -22,8 +24,8 @@ pub enum SpecialTokens {
 
 /// Encoder and vocabulary of one model.
 pub struct Tokenizer {
-    bpe: tokenizers::Tokenizer,
-    inner: Option<tokenizers::Tokenizer>,
+    bpe: Encoder,
+    inner: Option<Encoder>,
     pieces: Arc<Pieces>,
     specials: Specials,
     prefix: Vec<u32>,
@@ -72,9 +74,10 @@ impl Tokenizer {
     /// `max_tokens` bounds what [`Self::encode`] accepts.
     fn new(parts: Parts, max_tokens: u32) -> Self {
         let Parts { bpe, inner, vocabulary, spelling, prefix, eos } = parts;
+        let (bpe, inner) = (Encoder::new(bpe), inner.map(Encoder::new));
         let pieces = Pieces::new(&vocabulary, spelling);
         // A normalizer composes characters: at most three become one.
-        let per_token = pieces.longest() * if bpe.get_normalizer().is_some() { 3 } else { 1 };
+        let per_token = pieces.longest() * if bpe.normalizes() { 3 } else { 1 };
         Self {
             bpe,
             inner,
@@ -183,11 +186,7 @@ impl Tokenizer {
             return Ok(());
         }
         let bpe = self.inner.as_ref().filter(|_| !first).unwrap_or(&self.bpe);
-        let encoding = bpe
-            .encode_fast(text, false)
-            .map_err(|error| Error::new(ErrorKind::Internal, format!("the tokenizer failed: {error}")))?;
-        ids.extend_from_slice(encoding.get_ids());
-        Ok(())
+        bpe.encode(text, ids).map_err(|error| Error::new(ErrorKind::Internal, format!("the tokenizer failed: {error}")))
     }
 }
 

@@ -1,4 +1,5 @@
-//! One accepted connection: a socket with its place among the port's, and a deadline for its first bytes.
+//! One accepted connection: a socket with its place among the port's, and, where many streams share it, a deadline for its
+//! first bytes and writes that gather.
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -9,6 +10,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
+use crate::gathering::Gathering;
 use crate::stream::Stream;
 
 /// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
@@ -19,6 +21,7 @@ pub struct Connection {
     stream: Stream,
     peer: TcpConnectInfo,
     greeting: Option<Greeting>,
+    gathering: Option<Gathering>,
     _room: Option<OwnedSemaphorePermit>,
 }
 
@@ -30,11 +33,17 @@ struct Greeting {
 
 impl Connection {
     pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, room: Option<OwnedSemaphorePermit>) -> Self {
-        Self { stream, peer, greeting: None, _room: room }
+        Self { stream, peer, greeting: None, gathering: None, _room: room }
     }
 
+    /// The same for HTTP/2.
     pub(crate) fn greeted_within(self, silence: Duration) -> Self {
-        Self { greeting: Some(Greeting { missing: PREFACE_BYTES, late: Box::pin(sleep(silence)) }), ..self }
+        let greeting = Greeting { missing: PREFACE_BYTES, late: Box::pin(sleep(silence)) };
+        Self { greeting: Some(greeting), gathering: Some(Gathering::default()), ..self }
+    }
+
+    fn poll_gathered(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.gathering.as_mut().map_or(Poll::Ready(()), |gathering| gathering.poll(cx))
     }
 }
 
@@ -57,6 +66,7 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        ready!(self.poll_gathered(cx));
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
@@ -65,6 +75,7 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_gathered(cx));
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 
@@ -73,7 +84,9 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
+        self.gathering.iter_mut().for_each(Gathering::flushed);
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

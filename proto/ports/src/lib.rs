@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod connection;
+mod gathering;
 mod http;
 mod stream;
 mod tls;

@@ -11,6 +11,7 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{NormalizerWrapper, SplitDelimiterBehavior};
 
+use super::encoder::{AFTER_DIGITS, BEFORE_DIGITS};
 use super::{Parts, Spelling, Token, TokenKind, Tokenizer, VISIBLE_SPACE};
 use crate::text::{Metadata, ModelTextError};
 
@@ -105,9 +106,7 @@ fn byte_level(metadata: &Metadata, tokens: &[&str]) -> Result<tokenizers::Tokeni
             if compose {
                 tokenizer.with_normalizer(Some(NFC)).map_err(internal)?;
             }
-            let expression = format!(
-                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-            );
+            let expression = format!("{BEFORE_DIGITS}{digits}{AFTER_DIGITS}");
             let split = Split::new(SplitPattern::Regex(expression), SplitDelimiterBehavior::Isolated, false);
             vec![split.map_err(internal)?.into(), ByteLevel::new(false, false, false).into()]
         }

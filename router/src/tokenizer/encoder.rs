@@ -1,0 +1,236 @@
+//! Text without special tokens → ids. What comes out is the `tokenizers` crate's word; but that takes a microsecond for each
+//! token, and texts consist of the same words again and again. So a text is cut into words, where that changes nothing, and
+//! what a word became once is looked up.
+use std::collections::HashMap;
+use std::sync::{PoisonError, RwLock};
+
+use tokenizers::SplitDelimiterBehavior;
+use tokenizers::normalizers::NormalizerWrapper;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::split::SplitPattern;
+
+/// Words that are remembered; with one more, all are forgotten. They take some 4 MiB.
+const MOST_WORDS: usize = 1 << 15;
+/// Bytes of a word that is remembered.
+const LONGEST_WORD: usize = 24;
+
+/// A BPE, and what it made of words.
+pub(super) struct Encoder {
+    bpe: tokenizers::Tokenizer,
+    /// `None` where the ids of a word may depend on what stands beside it. Held for a look-up at a time.
+    words: Option<RwLock<Words>>,
+}
+
+type Words = HashMap<Box<str>, Box<[u32]>>;
+
+impl Encoder {
+    pub fn new(bpe: tokenizers::Tokenizer) -> Self {
+        let words = cuts_at_words(&bpe).then(RwLock::default);
+        Self { bpe, words }
+    }
+
+    /// Whether the text is changed before it is cut.
+    pub fn normalizes(&self) -> bool {
+        self.bpe.get_normalizer().is_some()
+    }
+
+    /// Appends the ids of `text`.
+    pub fn encode(&self, text: &str, ids: &mut Vec<u32>) -> tokenizers::Result<()> {
+        let Some(words) = &self.words else { return self.encode_whole(text, ids) };
+        let (mut from, mut at) = (0, 0);
+        for segment in segments(text) {
+            let start = at;
+            at += segment.len();
+            if is_word(segment) {
+                self.encode_whole(&text[from..start], ids)?;
+                self.encode_word(words, segment, ids)?;
+                from = at;
+            }
+        }
+        self.encode_whole(&text[from..], ids)
+    }
+
+    fn encode_word(&self, words: &RwLock<Words>, word: &str, ids: &mut Vec<u32>) -> tokenizers::Result<()> {
+        // A panic of a holder leaves no half a word behind.
+        if let Some(known) = words.read().unwrap_or_else(PoisonError::into_inner).get(word) {
+            ids.extend_from_slice(known);
+            return Ok(());
+        }
+        let before = ids.len();
+        self.encode_whole(word, ids)?;
+        let mut words = words.write().unwrap_or_else(PoisonError::into_inner);
+        if words.len() >= MOST_WORDS {
+            words.clear();
+        }
+        words.insert(word.into(), ids[before..].into());
+        Ok(())
+    }
+
+    fn encode_whole(&self, text: &str, ids: &mut Vec<u32>) -> tokenizers::Result<()> {
+        if !text.is_empty() {
+            ids.extend_from_slice(self.bpe.encode_fast(text, false)?.get_ids());
+        }
+        Ok(())
+    }
+}
+
+/// Whether a segment is likely to come again: numbers and long ones are not.
+fn is_word(segment: &str) -> bool {
+    segment.len() <= LONGEST_WORD && segment.bytes().all(|byte| byte.is_ascii() && !byte.is_ascii_digit())
+}
+
+/// `text`, cut behind ASCII letters where another ASCII character follows, and before a space where an ASCII letter does.
+fn segments(text: &str) -> impl Iterator<Item = &str> {
+    let cuts = text.as_bytes().windows(2).enumerate().filter_map(|(at, pair)| match pair {
+        [before, after] if before.is_ascii_alphabetic() => {
+            (after.is_ascii() && !after.is_ascii_alphabetic()).then_some(at + 1)
+        }
+        [b' ', after] if after.is_ascii_alphabetic() => Some(at),
+        _ => None,
+    });
+    let mut from = 0;
+    let all = cuts.chain([text.len()]).map(move |to| &text[std::mem::replace(&mut from, to)..to]);
+    all.filter(|segment| !segment.is_empty())
+}
+
+/// Whether the tokenizer itself cuts wherever [`segments`] does, and sees nothing across the cut. GPT-2's expression and its kin
+/// match letters until one that is none; and a space before letters together with them, or, as the last one of several, at
+/// their head. None of them looks back.
+fn cuts_at_words(bpe: &tokenizers::Tokenizer) -> bool {
+    let harmless = |pre: &PreTokenizerWrapper| match pre {
+        PreTokenizerWrapper::ByteLevel(bytes) => !bytes.add_prefix_space,
+        PreTokenizerWrapper::Digits(_) => true,
+        pre => is_known(pre),
+    };
+    let cuts = |pre: &PreTokenizerWrapper| match pre {
+        PreTokenizerWrapper::ByteLevel(bytes) => bytes.use_regex,
+        pre => is_known(pre),
+    };
+    let composes_at_most = matches!(bpe.get_normalizer(), None | Some(NormalizerWrapper::NFC(_)));
+    let steps = match bpe.get_pre_tokenizer() {
+        Some(PreTokenizerWrapper::Sequence(sequence)) => sequence.as_ref(),
+        Some(pre) => std::slice::from_ref(pre),
+        None => &[],
+    };
+    let spells_bytes = steps.iter().any(|pre| matches!(pre, PreTokenizerWrapper::ByteLevel(_)));
+    composes_at_most && spells_bytes && steps.iter().all(harmless) && steps.iter().any(cuts)
+}
+
+/// GPT-4's expression and its kin, whatever they do with digits.
+fn is_known(pre: &PreTokenizerWrapper) -> bool {
+    let PreTokenizerWrapper::Split(split) = pre else { return false };
+    let SplitPattern::Regex(expression) = &split.pattern else { return false };
+    let digits = expression.strip_prefix(BEFORE_DIGITS).and_then(|rest| rest.strip_suffix(AFTER_DIGITS));
+    let digits = digits.is_some_and(|digits| [r"\p{N}", r"\p{N}{1,3}"].contains(&digits));
+    digits && split.behavior == SplitDelimiterBehavior::Isolated && !split.invert
+}
+
+/// The expression by which GPT-4's kin cut text, before what it says of digits.
+pub(super) const BEFORE_DIGITS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|";
+/// The rest of it.
+pub(super) const AFTER_DIGITS: &str = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use proptest::prelude::*;
+    use tokenizers::normalizers::Lowercase;
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+    use tokenizers::pre_tokenizers::digits::Digits;
+    use tokenizers::pre_tokenizers::sequence::Sequence;
+    use tokenizers::pre_tokenizers::split::Split;
+
+    use super::*;
+
+    /// A model of the tests of families, without its special tokens.
+    fn bare(name: &str) -> tokenizers::Tokenizer {
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/families/data");
+        let whole = tokenizers::Tokenizer::from_file(data.join(name).join("tokenizer.json")).expect("test data");
+        let mut bare = tokenizers::Tokenizer::new(whole.get_model().clone());
+        bare.with_normalizer(whole.get_normalizer().cloned()).unwrap();
+        bare.with_pre_tokenizer(whole.get_pre_tokenizer().cloned());
+        bare
+    }
+
+    /// The same, cut in another way.
+    fn cut_by(pre: impl Into<PreTokenizerWrapper>) -> tokenizers::Tokenizer {
+        let mut bare = bare("llama");
+        bare.with_pre_tokenizer(Some(pre));
+        bare
+    }
+
+    fn bytes(with_space: bool, cutting: bool) -> PreTokenizerWrapper {
+        ByteLevel::new(with_space, false, cutting).into()
+    }
+
+    fn expression(expression: &str) -> PreTokenizerWrapper {
+        let pattern = SplitPattern::Regex(expression.to_owned());
+        Split::new(pattern, SplitDelimiterBehavior::Isolated, false).unwrap().into()
+    }
+
+    proptest! {
+        #[test]
+        fn ids_are_the_library_s(
+            pieces in prop::collection::vec(
+                prop::sample::select(vec![
+                    "node", " node", " nodes", " the", " and", "one", " one", "code", " nod", "es", "The", "don't", " it's",
+                    "'ll", "'S", " ", "  ", "\n", "\r\n ", "\t", "1", " 42", "2345", "!", " ?", "é", " é", "e\u{301}", "\u{301}",
+                    "中文", " 中", "。", "\u{a0}", "ſ", "K", "🦀", "_", "-the",
+                ]),
+                0..16,
+            ),
+        ) {
+            let text = pieces.concat();
+            let gpt2 = cut_by(Sequence::new(vec![Digits::new(true).into(), bytes(false, true)]));
+            for bpe in [bare("llama"), bare("qwen3"), gpt2, bare("mistral")] {
+                let expected = bpe.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
+                let mut ids = Vec::new();
+                Encoder::new(bpe).encode(&text, &mut ids).unwrap();
+                prop_assert_eq!(ids, expected, "{:?}", text);
+            }
+        }
+    }
+
+    #[test]
+    fn words_are_remembered_up_to_a_bound() {
+        let known = |encoder: &Encoder| encoder.words.as_ref().unwrap().read().unwrap().len();
+        for bpe in [bare("llama"), bare("qwen3"), cut_by(bytes(false, true))] {
+            let (encoder, mut ids) = (Encoder::new(bpe), Vec::new());
+            encoder.encode("the nodes, and the nodes: 42 nodes!", &mut ids).unwrap();
+            let words = encoder.words.as_ref().unwrap().read().unwrap();
+            let mut words: Vec<&str> = words.keys().map(AsRef::as_ref).collect();
+            words.sort_unstable();
+            assert_eq!(words, [" and", " nodes", " the", "!", ",", "the"]);
+        }
+        let (encoder, mut ids) = (Encoder::new(bare("llama")), Vec::new());
+        let letter = |number: usize| char::from(b'a' + (number % 26) as u8);
+        for number in 0..MOST_WORDS + 10 {
+            let word: String = (0..4).map(|place| letter(number / 26_usize.pow(place))).collect();
+            encoder.encode(&word, &mut ids).unwrap();
+        }
+        assert_eq!(known(&encoder), 10);
+    }
+
+    #[test]
+    fn where_a_word_may_depend_on_others_nothing_is() {
+        let mut lowercase = bare("llama");
+        lowercase.with_normalizer(Some(Lowercase)).unwrap();
+        let lines = Sequence::new(vec![expression(r"\n+"), bytes(false, false)]);
+        let of_lines_and_words = Sequence::new(vec![expression(r"\w+ \w+"), bytes(false, true)]);
+        let uncut = [bytes(false, false), bytes(true, true)].map(cut_by);
+        for bpe in [bare("mistral"), lowercase, cut_by(lines), cut_by(of_lines_and_words)].into_iter().chain(uncut) {
+            let pre = format!("{:?}", bpe.get_pre_tokenizer());
+            assert!(Encoder::new(bpe).words.is_none(), "{pre}");
+        }
+    }
+
+    #[test]
+    fn texts_are_cut_between_words_alone() {
+        let cut = |text| segments(text).collect::<Vec<_>>();
+        assert_eq!(cut("The nodes don't  see 2 é, x"), ["The", " nodes", " don", "'t", " ", " see", " 2 é,", " x"]);
+        assert_eq!(cut("aé bé"), ["aé", " bé"]);
+        assert_eq!(cut(" (`a.b` 1a2\nb"), [" (`a", ".b", "` 1a", "2\nb"]);
+        assert!(cut("").is_empty());
+    }
+}
