@@ -1,6 +1,6 @@
 //! Token ids ↔ bytes. What a tokenizer is made of comes from a GGUF file's metadata (`gguf.rs`) or from a
-//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated; `encoder.rs` uses it. Knows no chat and no streams: see
-//! [`crate::template`] for the former and [`crate::text`] for both.
+//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated. `encoder.rs` remembers what it made of
+//! words. Knows no chat and no streams: see [`crate::template`] for the former and [`crate::text`] for both.
 mod encoder;
 mod gguf;
 mod json;
@@ -182,9 +182,6 @@ impl Tokenizer {
     fn encode_plain(&self, text: &str, first: bool, guard: Option<char>, ids: &mut Vec<u32>) -> Result<(), Error> {
         let unguarded = guard.filter(|guard| text.contains(*guard)).map(|guard| text.replace(guard, ""));
         let text = unguarded.as_deref().unwrap_or(text);
-        if text.is_empty() {
-            return Ok(());
-        }
         let bpe = self.inner.as_ref().filter(|_| !first).unwrap_or(&self.bpe);
         bpe.encode(text, ids).map_err(|error| Error::new(ErrorKind::Internal, format!("the tokenizer failed: {error}")))
     }

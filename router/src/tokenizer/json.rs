@@ -74,7 +74,9 @@ fn vocabulary(whole: &tokenizers::Tokenizer, vocab_size: u32) -> Result<Vec<Toke
 
 /// The tokenizer without its added tokens; and, where the first word of a text is treated in its own way, one for texts
 /// that are not first.
-fn plain(whole: &tokenizers::Tokenizer) -> tokenizers::Result<(tokenizers::Tokenizer, Option<tokenizers::Tokenizer>)> {
+pub(super) fn plain(
+    whole: &tokenizers::Tokenizer,
+) -> tokenizers::Result<(tokenizers::Tokenizer, Option<tokenizers::Tokenizer>)> {
     let mut first = tokenizers::Tokenizer::new(whole.get_model().clone());
     first.with_normalizer(whole.get_normalizer().cloned())?;
     first.with_pre_tokenizer(whole.get_pre_tokenizer().cloned());
