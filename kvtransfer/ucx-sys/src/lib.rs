@@ -16,10 +16,13 @@ pub use types::*;
 /// What UCX reads in constructors, when the library is opened; a context's configuration is too late for these.
 ///
 /// - It would replace the process's handlers of fatal signals.
-/// - It watches `mmap` and `munmap`, to forget registrations of memory that is gone. By default it writes jumps into the code
-///   of libc, and a thread that runs there meanwhile crashes (UCX's pull requests 5855 and 9148 narrow that, and its own CI
-///   still meets it). Changing the tables through which libraries call them is one store for each.
-const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "reloc")];
+/// - It would watch memory that comes and goes (`mmap`, `munmap`, `sbrk`, `malloc`), to forget registrations of memory that is
+///   gone. Both of its ways are unsafe in a process that has threads. `bistro` writes jumps into the code of libc, and a
+///   thread that runs there meanwhile crashes (its pull requests 5855 and 9148 narrow that, its own CI still meets it).
+///   `reloc` puts UCX's own allocator behind `malloc` and `free`, never frees what came from glibc's, and hands its own
+///   blocks to code of libc that frees them by glibc's (its issue 5644): here the heap of one test run was corrupt. An arena is
+///   registered once and outlives its registration, and small frames go through UCX's own buffers, so there is nothing to watch.
+const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
 
 /// The process already has several threads, so the environment may no longer be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -32,8 +35,8 @@ pub struct TooLate {
 }
 
 /// Makes the settings that UCX reads when it is loaded, but for those that the operator has made: it leaves the process's
-/// signal handlers alone, and does not write into code that other threads run. Call it as the first statement of `main`,
-/// before any runtime or thread starts.
+/// signal handlers and its memory functions alone. Call it as the first statement of `main`, before any runtime or thread
+/// starts.
 ///
 /// # Errors
 /// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works all the
@@ -64,5 +67,13 @@ mod tests {
         // The test harness runs this beside its main thread.
         let prepared = SETTINGS.iter().all(|(name, _)| std::env::var_os(name).is_some());
         assert_eq!(prepare_environment().is_ok(), prepared);
+    }
+
+    #[test]
+    fn cargo_makes_the_same_settings_for_tests_and_benchmarks() {
+        let config = include_str!("../../../.cargo/config.toml");
+        for (name, value) in SETTINGS {
+            assert!(config.contains(&format!("{name} = \"{value}\"\n")), "{name} is not {value} in .cargo/config.toml");
+        }
     }
 }

@@ -1,5 +1,5 @@
 //! Opens `libucs.so.0` and `libucp.so.0`, checks the version and resolves every function that is used. The libraries
-//! stay open for the life of the process: UCX patches the memory functions of libc and cannot be taken out again.
+//! stay open for the life of the process: UCX has threads and, where an operator lets it watch memory, hooks in libc.
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -204,7 +204,7 @@ fn place(directory: Option<&Path>) -> String {
 
 struct OpenLibrary {
     file: String,
-    /// Never closed, not even when refused: its constructors have already hooked into libc.
+    /// Never closed, not even when refused: its constructors have run.
     library: ManuallyDrop<Library>,
 }
 
