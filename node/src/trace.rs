@@ -127,7 +127,7 @@ impl Trace {
 
     fn export(&mut self) {
         for span in &self.done[self.exported..] {
-            self.sink.exporter.export(span.clone());
+            self.sink.exporter.export(span);
         }
         self.exported = self.done.len();
     }

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_node::call::Events;
+use tandem_proto::spans::pack;
 use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, PrefillEvent, Span, Ticket, Undelivered};
 use tandem_proto::{Error, ErrorKind};
@@ -24,8 +25,8 @@ pub struct Delivery<'a> {
     wanted: &'a watch::Sender<bool>,
     redeliver_wait: Duration,
     tickets: u64,
-    /// Of the hand-offs that ended.
-    spans: Vec<Span>,
+    /// Of the hand-offs that ended, packed.
+    spans: Vec<u8>,
     /// Why the last one failed, and until when another ticket may come.
     failed: Option<(Error, Instant)>,
 }
@@ -73,7 +74,7 @@ impl<'a> Delivery<'a> {
                 },
                 ended = end_of(&mut running) => {
                     running = None;
-                    self.spans.extend(ended.spans);
+                    self.spans.extend(pack(ended.spans));
                     match ended.outcome {
                         Ok(delivered) => return Ok(Delivered { spans: self.spans, ..delivered }),
                         Err(Failed::Here(error)) => return Err(error),

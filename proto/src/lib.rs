@@ -5,7 +5,7 @@
 //! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
-//! - [`trace`]: W3C trace context.
+//! - [`trace`]: W3C trace context. [`spans`]: how spans travel.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
 //!   `cluster.proto` the control plane.
 #![forbid(unsafe_code)]
@@ -15,6 +15,7 @@ pub mod hash;
 pub mod ids;
 pub mod model;
 pub mod sampling;
+pub mod spans;
 pub mod trace;
 
 /// Generated from `proto/tandem/v1/*.proto`.

@@ -23,6 +23,7 @@ pub mod timeline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tandem_proto::spans::unpack;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc::{self, error::TrySendError};
@@ -191,8 +192,8 @@ struct Run {
     /// Prompt tokens that the node of the first token did not have to compute.
     cached_tokens: u32,
     replan: Replan,
-    /// The nodes', of all attempts.
-    spans: Vec<v1::Span>,
+    /// The nodes', of all attempts, packed.
+    spans: Vec<u8>,
     client: Client,
     /// Given back when the last word is with the client: the drain waits for it.
     slot: Option<Slot>,
@@ -329,7 +330,7 @@ impl Run {
     }
 
     async fn send_token(&mut self, token: GenerationEvent) -> Result<(), Error> {
-        self.send(Ok(token)).await?;
+        send(&self.shared, &self.client, Ok(token)).await?;
         let now = clock::now();
         if self.record.tokens.is_empty() {
             self.record.timeline.end_phase(now);
@@ -337,25 +338,6 @@ impl Run {
         }
         self.record.tokens.push(now);
         Ok(())
-    }
-
-    async fn send(&self, event: Result<GenerationEvent, Error>) -> Result<(), Error> {
-        let event = match self.client.try_send(event) {
-            Ok(()) => return Ok(()),
-            Err(TrySendError::Full(event) | TrySendError::Closed(event)) => event,
-        };
-        // Who did not take a token hears of its end in vain, too: that is the same stall.
-        let (stall, first) = (self.shared.limits.client_stall, event.is_ok());
-        match tokio::time::timeout(stall, self.client.send(event)).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(_)) => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
-            Err(_) => {
-                if first {
-                    self.shared.metrics.client_stalled();
-                }
-                Err(Error::new(ErrorKind::Cancelled, format!("the client took nothing for {stall:?}")))
-            }
-        }
     }
 
     /// The client has another token. That ends an outage unless decode is still being sought.
@@ -420,17 +402,17 @@ impl Run {
 
     /// To the ring, and to the collector: what is sampled, and every request that failed or was slow. Says who sends the
     /// nodes' spans, those to come too, where the nodes do not.
-    fn keep_trace(&self, reason: Result<v1::FinishReason, &Error>, of_nodes: Vec<v1::Span>) -> Option<Exporter> {
+    fn keep_trace(&self, reason: Result<v1::FinishReason, &Error>, of_nodes: &[u8]) -> Option<Exporter> {
         let (shared, record) = (&self.shared, &self.record);
         let TraceContext { trace_id, sampled, .. } = record.identities.root;
         let telling = reason.is_err() || record.is_slow();
         let own = record.spans(&shared.instance, reason);
         if sampled || telling {
-            own.iter().for_each(|span| shared.exporter.export(span.clone()));
+            own.iter().for_each(|span| shared.exporter.export(span));
         }
         let for_nodes = (telling && !sampled).then(|| shared.exporter.clone());
-        pass_on(for_nodes.as_ref(), trace_id, &of_nodes);
-        shared.traces.finish(trace_id, own.into_iter().chain(of_nodes));
+        pass_on(for_nodes.as_ref(), trace_id, of_nodes);
+        shared.traces.finish(trace_id, own, of_nodes);
         for_nodes
     }
 
@@ -441,9 +423,8 @@ impl Run {
         if outcome.is_err() {
             self.record.ended = clock::now();
         }
-        let of_nodes = std::mem::take(&mut self.spans);
         let reason = outcome.as_ref().map(|answered| answered.reason);
-        let for_nodes = self.keep_trace(reason, of_nodes);
+        let for_nodes = self.keep_trace(reason, &self.spans);
         let (shared, record) = (&self.shared, &self.record);
         if !record.tokens.is_empty() {
             shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));
@@ -465,25 +446,50 @@ impl Run {
             timings: Box::new(record.timings()),
             trace_id: record.identities.root.trace_id_hex(),
         });
-        // A client that left does not miss it.
-        let _ = self.send(last).await;
-        drop(self.client);
-        if let Some(rest) = rest {
-            let (late, trace_id) = (rest.spans(STOPPED_SPANS).await, self.record.identities.root.trace_id);
-            pass_on(for_nodes.as_ref(), trace_id, &late);
-            self.shared.traces.complete(trace_id, late);
+        let Self { shared, record, client, slot, .. } = self;
+        // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
+        let told = async {
+            let _ = send(&shared, &client, last).await;
+            drop(client);
+        };
+        let reported = async {
+            let late = rest?.spans(STOPPED_SPANS).await;
+            pass_on(for_nodes.as_ref(), record.identities.root.trace_id, &late);
+            shared.traces.complete(record.identities.root.trace_id, &late);
+            Some(())
+        };
+        tokio::join!(told, reported);
+        if let Some(mut slot) = slot {
+            slot.used(u64::from(record.prompt_tokens) + u64::from(record.completion_tokens()));
         }
-        if let Some(mut slot) = self.slot {
-            slot.used(u64::from(self.record.prompt_tokens) + u64::from(self.record.completion_tokens()));
+    }
+}
+
+/// Waits for room with a slow client, within bounds.
+async fn send(shared: &Shared, client: &Client, event: Result<GenerationEvent, Error>) -> Result<(), Error> {
+    let event = match client.try_send(event) {
+        Ok(()) => return Ok(()),
+        Err(TrySendError::Full(event) | TrySendError::Closed(event)) => event,
+    };
+    // Who did not take a token hears of its end in vain, too: that is the same stall.
+    let (stall, first) = (shared.limits.client_stall, event.is_ok());
+    match tokio::time::timeout(stall, client.send(event)).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(_)) => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
+        Err(_) => {
+            if first {
+                shared.metrics.client_stalled();
+            }
+            Err(Error::new(ErrorKind::Cancelled, format!("the client took nothing for {stall:?}")))
         }
     }
 }
 
 /// Where the nodes did not know that their trace would be kept, their spans reach the collector from here.
-fn pass_on(exporter: Option<&Exporter>, trace_id: [u8; 16], of_nodes: &[v1::Span]) {
+fn pass_on(exporter: Option<&Exporter>, trace_id: [u8; 16], of_nodes: &[u8]) {
     let Some(exporter) = exporter else { return };
-    let of_trace = of_nodes.iter().filter(|span| span.trace_id == trace_id);
-    of_trace.for_each(|span| exporter.pass_on(span.clone()));
+    let of_trace = unpack(of_nodes).into_iter().filter(|span| span.trace_id == trace_id);
+    of_trace.for_each(|span| exporter.pass_on(span));
 }
 
 fn refusal(why: &NoPair) -> Error {

@@ -1,18 +1,22 @@
-//! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces and in spans;
-//! the oldest goes first. Knows nothing of what the spans mean. `jaeger` tells them as Jaeger does.
+//! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, spans and
+//! bytes; the oldest goes first. Nodes' spans are kept as they came and read when somebody looks. Knows nothing of what the
+//! spans mean. `jaeger` tells them as Jaeger does.
 mod jaeger;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Map, Value, json};
+use tandem_proto::spans::unpack;
 use tandem_proto::trace::hex;
 use tandem_proto::v1::{self, attribute};
 
 /// Traces kept.
 const MAX_TRACES: usize = 1_000;
-/// Spans kept of one trace.
+/// Spans of one trace: kept of the router's, and told of all.
 const MAX_SPANS: usize = 256;
+/// Bytes kept of nodes' spans of one trace; a request without events has some 2 KiB.
+const MAX_NODE_BYTES: usize = 256 << 10;
 /// Traces in one answer at most.
 const MAX_FOUND: usize = 100;
 
@@ -48,20 +52,46 @@ pub struct Traces {
 
 #[derive(Debug, Default)]
 struct Ring {
-    spans: HashMap<TraceId, Vec<v1::Span>>,
+    kept: HashMap<TraceId, Arc<Kept>>,
     /// By age; the newest is at the back.
     order: VecDeque<TraceId>,
 }
 
+/// A trace as it came. Whoever looks at it reads it outside the ring's lock.
+#[derive(Clone, Debug, Default)]
+struct Kept {
+    own: Vec<v1::Span>,
+    /// Packed (`tandem_proto::spans`), of whatever trace the nodes say.
+    of_nodes: Vec<u8>,
+}
+
+impl Kept {
+    fn add(&mut self, own: Vec<v1::Span>, of_nodes: &[u8]) {
+        let room = MAX_SPANS.saturating_sub(self.own.len());
+        self.own.extend(own.into_iter().take(room));
+        if self.of_nodes.len() + of_nodes.len() <= MAX_NODE_BYTES {
+            self.of_nodes.extend_from_slice(of_nodes);
+        }
+    }
+
+    fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
+        let all = self.own.iter().cloned().chain(unpack(&self.of_nodes));
+        all.filter(|span| span.trace_id == trace_id).take(MAX_SPANS).collect()
+    }
+}
+
 impl Traces {
-    /// Adds the spans of a request that ended; spans of another trace are left out. It is the last one now.
-    pub fn finish(&self, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
-        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        let Ring { spans: kept, order } = &mut *ring;
+    /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It is
+    /// the last one now.
+    pub fn finish(&self, trace_id: TraceId, own: Vec<v1::Span>, of_nodes: &[u8]) {
+        let mut ring = self.lock();
+        let Ring { kept, order } = &mut *ring;
         // A client may send several requests under one trace: they share an entry.
-        order.retain(|id| *id != trace_id);
+        if kept.contains_key(&trace_id) {
+            order.retain(|id| *id != trace_id);
+        }
         order.push_back(trace_id);
-        add(kept.entry(trace_id).or_default(), trace_id, spans);
+        Arc::make_mut(kept.entry(trace_id).or_default()).add(own, of_nodes);
         while order.len() > MAX_TRACES {
             if let Some(oldest) = order.pop_front() {
                 kept.remove(&oldest);
@@ -69,25 +99,23 @@ impl Traces {
         }
     }
 
-    /// Adds what became known after the end of a request, if its trace is still here. The last one stays the last one.
-    pub fn complete(&self, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
-        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(entry) = ring.spans.get_mut(&trace_id) {
-            add(entry, trace_id, spans);
+    /// Adds what nodes told after the end of a request, if its trace is still here. The last one stays the last one.
+    pub fn complete(&self, trace_id: TraceId, of_nodes: &[u8]) {
+        if let Some(kept) = self.lock().kept.get_mut(&trace_id) {
+            Arc::make_mut(kept).add(Vec::new(), of_nodes);
         }
     }
 
     /// A trace by its 32 hexadecimal digits, or the "last" one that ended.
     pub fn json(&self, id: &str) -> Option<Value> {
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let trace_id = match id {
-            "last" => *ring.order.back()?,
+            "last" => *self.lock().order.back()?,
             digits => parse(digits)?,
         };
-        let mut spans: Vec<&v1::Span> = ring.spans.get(&trace_id)?.iter().collect();
+        let mut spans = self.spans(trace_id)?;
         spans.sort_by_key(|span| (span.start_unix_ns, std::cmp::Reverse(span.end_unix_ns)));
         let data = [jaeger::classic(&hex(&trace_id), &spans)];
-        let spans: Vec<Value> = spans.into_iter().map(span_json).collect();
+        let spans: Vec<Value> = spans.iter().map(span_json).collect();
         // Ours, and Jaeger's beside it.
         Some(json!({ "trace_id": hex(&trace_id), "spans": spans, "data": data }))
     }
@@ -95,42 +123,50 @@ impl Traces {
     /// One trace by its 32 hexadecimal digits, in one of Jaeger's forms.
     pub fn one(&self, id: &str, form: Form) -> Option<Value> {
         let trace_id = parse(id)?;
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        let spans: Vec<&v1::Span> = ring.spans.get(&trace_id)?.iter().collect();
-        Some(told([(trace_id, spans)].into(), form))
+        Some(told(&[(trace_id, self.spans(trace_id)?)], form))
     }
 
-    /// The newest traces that match.
+    /// The newest traces that match. Reads all traces where few match.
     pub fn find(&self, query: &Query, form: Form) -> Value {
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let matches = |span: &v1::Span| {
             (query.service.is_empty() || span.service == query.service)
                 && (query.operation.is_empty() || span.name == query.operation)
         };
         let limit = if query.limit == 0 { 20 } else { query.limit.min(MAX_FOUND) };
-        let traces = ring.order.iter().rev().filter_map(|id| {
-            let spans = ring.spans.get(id)?;
-            spans.iter().any(matches).then(|| (*id, spans.iter().collect()))
-        });
-        told(traces.take(limit).collect(), form)
+        let matching = self.newest_first().filter(|(_, spans)| spans.iter().any(matches));
+        told(&matching.take(limit).collect::<Vec<_>>(), form)
     }
 
-    /// The services that have spans here.
+    /// The services that have spans here. Reads all traces.
     pub fn services(&self) -> BTreeSet<String> {
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        ring.spans.values().flatten().map(|span| span.service.clone()).collect()
+        self.newest_first().flat_map(|(_, spans)| spans).map(|span| span.service).collect()
     }
 
-    /// The names of the spans of `service`, each with its kind.
+    /// The names of the spans of `service`, each with its kind. Reads all traces.
     pub fn operations(&self, service: &str) -> BTreeSet<(String, String)> {
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        let spans = ring.spans.values().flatten().filter(|span| span.service == service);
-        spans.map(|span| (span.name.clone(), span.kind.clone())).collect()
+        let spans = self.newest_first().flat_map(|(_, spans)| spans).filter(|span| span.service == service);
+        spans.map(|span| (span.name, span.kind)).collect()
+    }
+
+    fn spans(&self, trace_id: TraceId) -> Option<Vec<v1::Span>> {
+        let kept = Arc::clone(self.lock().kept.get(&trace_id)?);
+        Some(kept.spans(trace_id))
+    }
+
+    fn newest_first(&self) -> impl Iterator<Item = (TraceId, Vec<v1::Span>)> + use<> {
+        let ring = self.lock();
+        let all: Vec<_> =
+            ring.order.iter().rev().filter_map(|id| Some((*id, Arc::clone(ring.kept.get(id)?)))).collect();
+        all.into_iter().map(|(id, kept)| (id, kept.spans(id)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn told(traces: Vec<(TraceId, Vec<&v1::Span>)>, form: Form) -> Value {
-    let each = |tell: fn(&str, &[&v1::Span]) -> Value| {
+fn told(traces: &[(TraceId, Vec<v1::Span>)], form: Form) -> Value {
+    let each = |tell: fn(&str, &[v1::Span]) -> Value| {
         traces.iter().map(|(id, spans)| tell(&hex(id), spans)).collect::<Vec<Value>>()
     };
     match form {
@@ -138,16 +174,8 @@ fn told(traces: Vec<(TraceId, Vec<&v1::Span>)>, form: Form) -> Value {
             json!({"data": each(jaeger::classic), "errors": null, "limit": 0, "offset": 0, "total": traces.len()})
         }
         Form::Summary => json!({"summaries": each(jaeger::summary)}),
-        Form::Otlp => {
-            let all: Vec<&v1::Span> = traces.iter().flat_map(|(_, spans)| spans.iter().copied()).collect();
-            json!({"result": jaeger::otlp(&all)})
-        }
+        Form::Otlp => json!({"result": jaeger::otlp(traces.iter().flat_map(|(_, spans)| spans))}),
     }
-}
-
-fn add(entry: &mut Vec<v1::Span>, trace_id: TraceId, spans: impl IntoIterator<Item = v1::Span>) {
-    let room = MAX_SPANS.saturating_sub(entry.len());
-    entry.extend(spans.into_iter().filter(|span| span.trace_id == trace_id).take(room));
 }
 
 fn parse(digits: &str) -> Option<TraceId> {
@@ -193,6 +221,8 @@ fn value_json(attribute: &v1::Attribute) -> Option<Value> {
 
 #[cfg(test)]
 mod tests {
+    use tandem_proto::spans::pack;
+
     use super::*;
 
     fn id(number: u64) -> TraceId {
@@ -207,7 +237,7 @@ mod tests {
     fn keeps_the_recent_ones() {
         let traces = Traces::default();
         for number in 0..1_100 {
-            traces.finish(id(number), [span(id(number), "a"), span(id(0), "a stranger's")]);
+            traces.finish(id(number), vec![span(id(number), "a")], &pack(vec![span(id(0), "a stranger's")]));
         }
         assert!(traces.json(&hex(&id(99))).is_none());
         let last = traces.json("last").unwrap();
@@ -217,19 +247,26 @@ mod tests {
     #[test]
     fn spans_of_one_trace_are_bounded() {
         let traces = Traces::default();
-        for _ in 0..3 {
-            traces.finish(id(1), (0..200).map(|_| span(id(1), "a")));
+        for number in [1, 2] {
+            for _ in 0..3 {
+                let many: Vec<_> = (0..200).map(|_| span(id(number), "a")).collect();
+                let (own, of_nodes) = if number == 1 { (many, Vec::new()) } else { (Vec::new(), pack(many)) };
+                traces.finish(id(number), own, &of_nodes);
+            }
+            assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
         }
-        assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
+        let many = pack((0..10_000).map(|_| span(id(2), "a")).collect());
+        (0..100).for_each(|_| traces.complete(id(2), &many));
+        assert!(traces.lock().kept[&id(2)].of_nodes.len() <= MAX_NODE_BYTES);
     }
 
     #[test]
     fn late_spans_join_their_trace_and_change_no_order() {
         let traces = Traces::default();
-        traces.finish(id(1), [span(id(1), "a")]);
-        traces.finish(id(2), [span(id(2), "a")]);
-        traces.complete(id(1), [span(id(1), "late"), span(id(2), "a stranger's")]);
-        traces.complete(id(3), [span(id(3), "forgotten")]);
+        traces.finish(id(1), vec![span(id(1), "a")], &[]);
+        traces.finish(id(2), vec![span(id(2), "a")], &[]);
+        traces.complete(id(1), &pack(vec![span(id(1), "late"), span(id(2), "a stranger's")]));
+        traces.complete(id(3), &pack(vec![span(id(3), "forgotten")]));
         assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
         assert_eq!(traces.json("last").unwrap()["trace_id"], json!(hex(&id(2))));
         assert!(traces.json(&hex(&id(3))).is_none());
@@ -258,7 +295,7 @@ mod tests {
                 error: "no".into(),
                 ..span(id(number), if number == 3 { "rare" } else { "decode" })
             };
-            traces.finish(id(number), [child, root]);
+            traces.finish(id(number), vec![root], &pack(vec![child]));
         }
         assert_eq!(traces.services().into_iter().collect::<Vec<_>>(), ["tandem-decode", "tandem-router"]);
         assert_eq!(traces.operations("tandem-router"), [("chat m".to_owned(), "server".to_owned())].into());

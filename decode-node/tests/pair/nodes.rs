@@ -10,6 +10,7 @@ use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::{Arena, Transport};
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_prefill_node::Settings;
+use tandem_proto::spans::unpack;
 use tandem_proto::v1::decode_client::DecodeClient;
 use tandem_proto::v1::decode_command::Command as DecodeCommandKind;
 use tandem_proto::v1::decode_event::Event as DecodeEventKind;
@@ -96,11 +97,11 @@ impl Pair {
         let mut answer = Answer { tokens: vec![first.token_id], cached_tokens, ..Answer::default() };
         let delivered = delivered(&mut prefill);
         if first.finished.is_some() {
-            answer.spans = delivered.await?.spans;
+            answer.spans = unpack(&delivered.await?.spans);
             return Ok(answer);
         }
         let (delivered, ()) = tokio::try_join!(delivered, collect(&mut decode, &mut answer))?;
-        answer.spans.extend(delivered.spans);
+        answer.spans.extend(unpack(&delivered.spans));
         Ok(answer)
     }
 
@@ -271,7 +272,7 @@ pub async fn collect(stream: &mut Streaming<DecodeEvent>, answer: &mut Answer) -
             Some(DecodeEventKind::Verified(verified)) => answer.verified = Some(verified),
             Some(DecodeEventKind::Finished(finished)) => {
                 answer.reason = finished.reason;
-                answer.spans.extend(finished.spans);
+                answer.spans.extend(unpack(&finished.spans));
                 return Ok(());
             }
             other => panic!("unexpected {other:?}"),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use tandem_kvtransfer::{Refusal, transport::Faults};
+use tandem_proto::spans::unpack;
 use tandem_proto::v1::prefill_command::Command as PrefillCommandKind;
 use tandem_proto::v1::prefill_event::Event as PrefillEventKind;
 use tandem_proto::v1::{self, PrefillCommand, RequestSpec};
@@ -191,7 +192,9 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
     stopping.send(stop(true)).await.unwrap();
     collect(&mut decode, &mut Answer::default()).await.unwrap();
     match prefill.message().await.unwrap().and_then(|event| event.event) {
-        Some(PrefillEventKind::Delivered(delivered)) => assert!(delivered.spans.iter().all(|s| s.error.is_empty())),
+        Some(PrefillEventKind::Delivered(delivered)) => {
+            assert!(unpack(&delivered.spans).iter().all(|s| s.error.is_empty()))
+        }
         other => panic!("expected delivered, got {other:?}"),
     }
     // With a ticket the prefill node cancels the hand-off itself, before or after the router's word.

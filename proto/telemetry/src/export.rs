@@ -69,10 +69,10 @@ impl Exporter {
         Self { sender: None }
     }
 
-    /// Queues a span. Never blocks; a full queue or a malformed span is a counted drop.
-    pub fn export(&self, span: v1::Span) {
+    /// Queues a copy of a span. Never blocks; a full queue or a malformed span is a counted drop.
+    pub fn export(&self, span: &v1::Span) {
         let Some(sender) = self.with_room() else { return };
-        match span_data(span) {
+        match span_data(span.clone()) {
             Some(data) => sender.processor.on_end(data),
             None => sender.counts.settle(1, false),
         }

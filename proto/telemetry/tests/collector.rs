@@ -52,7 +52,7 @@ async fn a_span_arrives_whole() {
     let (endpoint, mut received) = collector().await;
     let exporter = Exporter::start("tandem-decode", "d0", Some(endpoint)).unwrap();
     let sent = span(0);
-    exporter.export(sent.clone());
+    exporter.export(&sent);
     exporter.shutdown().await;
     let request = received.recv().await.unwrap();
     let resource = &request.resource_spans[0];
@@ -75,7 +75,7 @@ async fn a_span_arrives_whole() {
 async fn spans_are_passed_on_in_the_name_of_their_process() {
     let (endpoint, mut received) = collector().await;
     let exporter = Exporter::start("tandem-router", "r0", Some(endpoint)).unwrap();
-    exporter.export(span(0));
+    exporter.export(&span(0));
     for (number, instance) in [(1, "d0"), (2, "d1"), (3, "d0")] {
         exporter.pass_on(v1::Span { instance: instance.into(), ..span(number) });
     }
@@ -102,7 +102,7 @@ async fn spans_are_passed_on_in_the_name_of_their_process() {
 async fn a_dead_collector_drops_and_counts() {
     let exporter = Exporter::start("tandem-decode", "d0", Some("http://127.0.0.1:1".to_owned())).unwrap();
     for number in 0..10_000 {
-        exporter.export(span(number));
+        exporter.export(&span(number));
     }
     exporter.pass_on(span(0));
     exporter.shutdown().await;

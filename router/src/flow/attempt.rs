@@ -229,7 +229,7 @@ impl Attempt {
     }
 
     /// The answer is complete without more tokens: the nodes end their work well. `whole`: prefill's token was all of it.
-    pub async fn stop(mut self, whole: bool) -> (Rest, Vec<v1::Span>) {
+    pub async fn stop(mut self, whole: bool) -> (Rest, Vec<u8>) {
         if let DecodeSide::Leg(leg) = &mut self.decode {
             leg.stop(whole || !self.exchange.hands_off());
         }

@@ -60,8 +60,8 @@ pub struct Exchange {
     pub verified: Option<v1::Verified>,
     /// What prefill said when decode had acknowledged.
     pub delivered: Option<v1::Delivered>,
-    /// The nodes' spans.
-    pub spans: Vec<v1::Span>,
+    /// The nodes' spans, packed.
+    pub spans: Vec<u8>,
 }
 
 impl Exchange {
@@ -227,6 +227,8 @@ fn disorder(what: &str) -> Error {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use tandem_proto::spans::{pack, unpack};
+
     use super::*;
 
     pub fn first_token(token_id: u32, finished: Option<FinishReason>) -> v1::PrefillEvent {
@@ -252,7 +254,7 @@ pub(super) mod tests {
             blocks: 2,
             descriptors: 1,
             transfer_ms: 1.5,
-            spans,
+            spans: pack(spans),
             handoff_id,
             ..v1::Delivered::default()
         };
@@ -304,7 +306,7 @@ pub(super) mod tests {
     }
 
     pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {
-        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans }))
+        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans: pack(spans) }))
     }
 
     pub fn local_first(token_id: u32, cached_tokens: u32) -> v1::DecodeEvent {
@@ -388,7 +390,7 @@ pub(super) mod tests {
             }
             assert_eq!(exchange.on_prefill(delivered_to("d0", vec![v1::Span::default()])).unwrap(), Step::Spent);
             assert!(exchange.needs_prefill());
-            assert_eq!(exchange.spans.len(), 1);
+            assert_eq!(unpack(&exchange.spans).len(), 1);
         }
     }
 
@@ -413,7 +415,7 @@ pub(super) mod tests {
         assert_eq!(exchange.cached_tokens, 16);
         assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
         let end = exchange.on_decode(finished(FinishReason::Stop, vec![v1::Span::default()])).unwrap();
-        assert_eq!((end, exchange.spans.len()), (Step::Finished(FinishReason::Stop), 1));
+        assert_eq!((end, unpack(&exchange.spans).len()), (Step::Finished(FinishReason::Stop), 1));
     }
 
     #[test]

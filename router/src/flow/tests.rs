@@ -326,6 +326,26 @@ async fn a_stopped_node_that_says_nothing_is_cancelled() {
 }
 
 #[tokio::test]
+async fn a_client_that_takes_nothing_does_not_keep_the_stop_from_its_node() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let asked = GenerationRequest { stop: vec!["c".into()], max_tokens: 100, ..request() };
+    let stream = cluster.service.generate(asked).unwrap();
+    let (mut prefill, _, mut decode, _) = cluster.legs().await;
+    hand_off(&mut prefill, &decode, 'a').await;
+    // With the last token its queue is full: the end has to wait. The node is some tokens ahead by then.
+    for _ in 0..CLIENT_QUEUE_EVENTS - 2 {
+        decode.send(token(id('b'))).await;
+    }
+    decode.sent().await;
+    for next in "cbbb".chars() {
+        decode.send(token(id(next))).await;
+    }
+    let stop = tokio::time::timeout(Duration::from_secs(10), stopped(&mut decode)).await;
+    assert_eq!(stop.expect("at once"), v1::DecodeStop { no_handoff: false });
+    drop(stream);
+}
+
+#[tokio::test]
 async fn the_deadline_ends_both_legs() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let deadline = Some(Instant::now() + Duration::from_millis(100));

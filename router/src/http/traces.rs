@@ -10,7 +10,7 @@ use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use crate::api::Service;
-use crate::traces::{Form, Query};
+use crate::traces::{Form, Query, Traces};
 
 type Answer = Result<Json<Value>, ApiError>;
 
@@ -65,35 +65,48 @@ async fn one_otlp(State(service): State<Service>, path: Id) -> Answer {
     Ok(Json(service.traces().one(&id, Form::Otlp).ok_or_else(missing)?))
 }
 
+/// Reads the ring beside the reactor's threads: a thousand traces take longer than a stream may wait for its token.
+async fn aside<T: Send + 'static>(
+    service: &Service,
+    read: fn(&Traces, &Query) -> T,
+    query: Query,
+) -> Result<T, ApiError> {
+    let traces = service.traces().clone();
+    let failed = |_| Error::new(ErrorKind::Internal, "the traces cannot be read");
+    Ok(tokio::task::spawn_blocking(move || read(&traces, &query)).await.map_err(failed)?)
+}
+
 async fn find(State(service): State<Service>, asked: AskedOf) -> Answer {
-    Ok(Json(service.traces().find(&query(asked)?, Form::Otlp)))
+    Ok(Json(aside(&service, |traces, query| traces.find(query, Form::Otlp), query(asked)?).await?))
 }
 
 async fn find_classic(State(service): State<Service>, asked: AskedOf) -> Answer {
-    Ok(Json(service.traces().find(&query(asked)?, Form::Classic)))
+    Ok(Json(aside(&service, |traces, query| traces.find(query, Form::Classic), query(asked)?).await?))
 }
 
 async fn summaries(State(service): State<Service>, asked: AskedOf) -> Answer {
-    Ok(Json(service.traces().find(&query(asked)?, Form::Summary)))
+    Ok(Json(aside(&service, |traces, query| traces.find(query, Form::Summary), query(asked)?).await?))
 }
 
-async fn services(State(service): State<Service>) -> Json<Value> {
-    Json(json!({"services": service.traces().services()}))
+async fn services(State(service): State<Service>) -> Answer {
+    let services = aside(&service, |traces, _| traces.services(), Query::default()).await?;
+    Ok(Json(json!({"services": services})))
 }
 
-async fn services_classic(State(service): State<Service>) -> Json<Value> {
-    let services = service.traces().services();
-    Json(json!({"total": services.len(), "data": services, "limit": 0, "offset": 0, "errors": null}))
+async fn services_classic(State(service): State<Service>) -> Answer {
+    let services = aside(&service, |traces, _| traces.services(), Query::default()).await?;
+    Ok(Json(json!({"total": services.len(), "data": services, "limit": 0, "offset": 0, "errors": null})))
 }
 
 async fn operations(State(service): State<Service>, asked: AskedOf) -> Answer {
-    let operations = service.traces().operations(&query(asked)?.service);
+    let operations = aside(&service, |traces, query| traces.operations(&query.service), query(asked)?).await?;
     let operations = operations.into_iter().map(|(name, kind)| json!({"name": name, "spanKind": kind}));
     Ok(Json(json!({"operations": operations.collect::<Vec<_>>()})))
 }
 
 async fn operations_classic(State(service): State<Service>, path: Id) -> Answer {
-    let operations = service.traces().operations(&id(path)?);
+    let query = Query { service: id(path)?, ..Query::default() };
+    let operations = aside(&service, |traces, query| traces.operations(&query.service), query).await?;
     let mut names: Vec<String> = operations.into_iter().map(|(name, _)| name).collect();
     names.dedup();
     Ok(Json(json!({"total": names.len(), "data": names, "limit": 0, "offset": 0, "errors": null})))

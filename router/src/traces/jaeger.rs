@@ -10,7 +10,7 @@ use tandem_proto::v1::{self, attribute};
 const KINDS: [(&str, u8); 5] = [("internal", 1), ("server", 2), ("client", 3), ("producer", 4), ("consumer", 5)];
 
 /// One trace of `data` in the classic form. Times are microseconds.
-pub(super) fn classic(trace_id: &str, spans: &[&v1::Span]) -> Value {
+pub(super) fn classic(trace_id: &str, spans: &[v1::Span]) -> Value {
     let mut processes: BTreeMap<(&str, &str), String> = BTreeMap::new();
     for span in spans {
         let number = processes.len() + 1;
@@ -73,7 +73,7 @@ fn tag(key: &str, value: Value) -> Value {
 }
 
 /// `result` of v3: OTLP's `TracesData`, a resource for each process.
-pub(super) fn otlp(spans: &[&v1::Span]) -> Value {
+pub(super) fn otlp<'a>(spans: impl Iterator<Item = &'a v1::Span>) -> Value {
     let mut resources: BTreeMap<(&str, &str), Vec<Value>> = BTreeMap::new();
     for span in spans {
         resources.entry((&span.service, &span.instance)).or_default().push(otlp_span(span));
@@ -129,7 +129,7 @@ fn otlp_attributes(attributes: &[v1::Attribute]) -> Vec<Value> {
 }
 
 /// One line of a list of traces: its root, its length, who took part.
-pub(super) fn summary(trace_id: &str, spans: &[&v1::Span]) -> Value {
+pub(super) fn summary(trace_id: &str, spans: &[v1::Span]) -> Value {
     let ids: Vec<&[u8]> = spans.iter().map(|span| span.span_id.as_slice()).collect();
     let root = spans.iter().find(|span| !ids.contains(&span.parent_span_id.as_slice()));
     let start = spans.iter().map(|span| span.start_unix_ns).min().unwrap_or(0);

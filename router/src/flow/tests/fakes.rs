@@ -25,6 +25,13 @@ impl<C, E> Call<C, E> {
         self.events.send(Ok(event)).await.expect("the call was cancelled");
     }
 
+    /// Waits until all of it is on its way: what is sent next, without a wait between, leaves together.
+    pub async fn sent(&self) {
+        while self.events.capacity() < self.events.max_capacity() {
+            tokio::task::yield_now().await;
+        }
+    }
+
     pub async fn fail(&self, status: Status) {
         self.events.send(Err(status)).await.expect("the call was cancelled");
     }
