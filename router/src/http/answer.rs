@@ -185,9 +185,9 @@ pub(super) fn whole<'a>(
             ..Choice::default()
         }
     };
-    let choices = answers.iter().zip(prompts).enumerate().map(choice).collect();
+    let choices: Vec<_> = answers.iter().zip(prompts).enumerate().map(choice).collect();
     let usage = sum(numbers.into_iter().zip(answers.iter().map(|answer| answer.usage)));
     let timings = || timings::tandem(answers.iter().map(|answer| answer.timings.clone()).collect());
     let tandem = options.include_timings.then(timings);
-    Json(head.answer(choices, usage).with(tandem)).into_response()
+    Json(head.answer(&choices, usage, tandem)).into_response()
 }

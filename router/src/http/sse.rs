@@ -14,7 +14,7 @@ use super::error::ApiError;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::Options;
 use super::timings;
-use super::types::{Answer, Choice, Head, Kind, Message, finish_reason, sum};
+use super::types::{Choice, Head, Kind, Message, Part, finish_reason, sum};
 use crate::api::{GenerationEvent, Usage, merged};
 
 /// An event with a token and without extras is not longer.
@@ -60,7 +60,9 @@ where
 
 /// Events of all answers to bytes; pure.
 pub(super) struct Encoder {
-    head: Head,
+    kind: Kind,
+    /// What every chunk begins with: its fields of the head, as an object that lacks its end.
+    opening: Vec<u8>,
     include_usage: bool,
     continuous_usage: bool,
     include_timings: bool,
@@ -106,7 +108,8 @@ impl Encoder {
             usage: Usage { prompt: u32::try_from(prompt.tokens).unwrap_or(u32::MAX), ..Usage::default() },
         };
         Self {
-            head,
+            kind: head.kind,
+            opening: opening(&head),
             include_usage: options.include_usage,
             continuous_usage: options.continuous_usage,
             include_timings: options.include_timings,
@@ -138,7 +141,7 @@ impl Encoder {
             None => text,
         };
         let first = !std::mem::replace(&mut progress.started, true);
-        match self.head.kind {
+        match self.kind {
             Kind::Completion => choice.text = Some(text),
             Kind::Chat => {
                 // The role travels with the first token, never before it.
@@ -149,7 +152,7 @@ impl Encoder {
         let ids: &[u32] = id.as_slice();
         choice.token_ids = self.return_token_ids.then_some(ids);
         let usage = if self.continuous_usage { Some(Some(progress.usage)) } else { self.include_usage.then_some(None) };
-        event_bytes(&self.head.chunk(vec![choice], usage))
+        self.chunk(&Part::new(&[choice], usage, None))
     }
 
     /// What follows the last event: counts and `[DONE]`, or an error if an answer just stopped.
@@ -161,26 +164,40 @@ impl Encoder {
         if self.include_usage || self.include_timings {
             let usage = || Some(sum(self.choices.iter().map(|progress| (progress.choice, progress.usage))));
             let timings = || timings::tandem(self.choices.iter().map(|progress| progress.timings.clone()).collect());
-            let chunk = self.head.chunk(Vec::new(), self.include_usage.then(usage));
-            let chunk = chunk.with(self.include_timings.then(timings));
-            bytes.extend_from_slice(&event_bytes(&chunk));
+            let last = Part::new(&[], self.include_usage.then(usage), self.include_timings.then(timings));
+            bytes.extend_from_slice(&self.chunk(&last));
         }
         bytes.extend_from_slice(DONE);
         bytes.into()
     }
+
+    fn chunk(&self, part: &Part<'_>) -> Bytes {
+        let mut bytes = Vec::with_capacity(USUAL_EVENT_BYTES);
+        bytes.extend_from_slice(&self.opening);
+        let joint = bytes.len();
+        if serde_json::to_writer(&mut bytes, part).is_err() {
+            return unwritten();
+        }
+        // One object of two.
+        bytes[joint] = b',';
+        bytes.extend_from_slice(b"\n\n");
+        bytes.into()
+    }
+}
+
+fn opening(head: &Head) -> Vec<u8> {
+    let mut bytes = b"data: ".to_vec();
+    // Two strings, a word and a number cannot fail to serialize into memory.
+    let _ = serde_json::to_writer(&mut bytes, &head.of_chunks());
+    bytes.pop();
+    bytes
 }
 
 fn failure(error: Error) -> Bytes {
     format!("data: {}\n\n", ApiError::from(error).json()).into()
 }
 
-fn event_bytes(answer: &Answer<'_>) -> Bytes {
-    let mut bytes = Vec::with_capacity(USUAL_EVENT_BYTES);
-    bytes.extend_from_slice(b"data: ");
-    // Strings, integers and lists of them cannot fail to serialize into memory.
-    if serde_json::to_writer(&mut bytes, answer).is_err() {
-        return failure(Error::new(ErrorKind::Internal, "the answer cannot be written as JSON"));
-    }
-    bytes.extend_from_slice(b"\n\n");
-    bytes.into()
+/// Strings, integers and lists of them cannot fail to serialize into memory.
+fn unwritten() -> Bytes {
+    failure(Error::new(ErrorKind::Internal, "the answer cannot be written as JSON"))
 }

@@ -45,33 +45,49 @@ impl Head {
     }
 
     /// A whole answer.
-    pub fn answer<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Usage) -> Answer<'a> {
+    pub fn answer<'a>(&'a self, choices: &'a [Choice<'a>], usage: Usage, tandem: Option<Value>) -> Answer<'a> {
         let object = match self.kind {
             Kind::Chat => "chat.completion",
             Kind::Completion => "text_completion",
         };
-        Answer { object, ..self.chunk(choices, Some(Some(usage))) }
+        Answer { head: self.fields(object), part: Part::new(choices, Some(Some(usage)), tandem) }
     }
 
-    /// A part of a streamed answer. `usage`: absent, `null`, or counts.
-    pub fn chunk<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Option<Option<Usage>>) -> Answer<'a> {
-        let object = match self.kind {
+    /// The fields that all chunks of a streamed answer begin with.
+    pub fn of_chunks(&self) -> HeadFields<'_> {
+        self.fields(match self.kind {
             Kind::Chat => "chat.completion.chunk",
             Kind::Completion => "text_completion",
-        };
-        let usage = usage.map(|usage| usage.map(UsageBody::from));
-        Answer { id: &self.id, object, created: self.created, model: &self.model, choices, usage, tandem: None }
+        })
+    }
+
+    fn fields(&self, object: &'static str) -> HeadFields<'_> {
+        HeadFields { id: &self.id, object, created: self.created, model: &self.model }
     }
 }
 
 /// The outermost object.
 #[derive(Serialize)]
 pub(super) struct Answer<'a> {
+    #[serde(flatten)]
+    head: HeadFields<'a>,
+    #[serde(flatten)]
+    part: Part<'a>,
+}
+
+/// Its first fields.
+#[derive(Serialize)]
+pub(super) struct HeadFields<'a> {
     id: &'a str,
     object: &'static str,
     created: u64,
     model: &'a str,
-    choices: Vec<Choice<'a>>,
+}
+
+/// The fields after them, which differ from chunk to chunk.
+#[derive(Serialize)]
+pub(super) struct Part<'a> {
+    choices: &'a [Choice<'a>],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
     /// See [`super::timings`].
@@ -79,10 +95,10 @@ pub(super) struct Answer<'a> {
     tandem: Option<Value>,
 }
 
-impl Answer<'_> {
-    /// With Tandem's own extension, where it was asked for.
-    pub fn with(self, tandem: Option<Value>) -> Self {
-        Self { tandem, ..self }
+impl<'a> Part<'a> {
+    /// `usage`: absent, `null`, or counts. `tandem`: where it was asked for.
+    pub fn new(choices: &'a [Choice<'a>], usage: Option<Option<Usage>>, tandem: Option<Value>) -> Self {
+        Self { choices, usage: usage.map(|usage| usage.map(UsageBody::from)), tandem }
     }
 }
 
