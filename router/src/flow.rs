@@ -36,7 +36,7 @@ use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
-use crate::traces::Traces;
+use crate::traces::{Traces, join};
 use attempt::{Attempt, Happening};
 use exchange::{Exchange, Step};
 use legs::Rest;
@@ -48,7 +48,7 @@ use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
 pub const CLIENT_QUEUE_EVENTS: usize = 64;
-/// How long nodes that were stopped have for their reports, while the client already has its end.
+/// How long nodes that were stopped have for their reports; the client does not wait for these.
 const STOPPED_SPANS: Duration = Duration::from_secs(1);
 
 /// The bounds of all waits.
@@ -285,7 +285,7 @@ impl Run {
     async fn relay(&mut self, attempt: &mut Attempt, text: &mut TextStream) -> Result<End, Error> {
         loop {
             let happening = attempt.next(self.shared.limits.silence).await;
-            self.spans.append(&mut attempt.exchange.spans);
+            join(&mut self.spans, &std::mem::take(&mut attempt.exchange.spans));
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {
@@ -386,7 +386,7 @@ impl Run {
         if timeline.phase() == Phase::Decode {
             timeline.end_phase(self.record.ended);
         }
-        let (rest, mut spans) = match by {
+        let (rest, spans) = match by {
             By::Decode => {
                 attempt.last_spans().await;
                 (None, std::mem::take(&mut attempt.exchange.spans))
@@ -396,7 +396,7 @@ impl Run {
                 (Some(rest), spans)
             }
         };
-        self.spans.append(&mut spans);
+        join(&mut self.spans, &spans);
         rest
     }
 
@@ -417,14 +417,16 @@ impl Run {
     }
 
     /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace. Only
-    /// what stopped nodes have to report comes behind it.
+    /// what stopped nodes have to report comes beside it or later.
     async fn conclude(mut self, mut outcome: Result<Answered, Error>) {
         let rest = outcome.as_mut().ok().and_then(|answered| answered.rest.take());
         if outcome.is_err() {
             self.record.ended = clock::now();
         }
         let reason = outcome.as_ref().map(|answered| answered.reason);
-        let for_nodes = self.keep_trace(reason, &self.spans);
+        let of_nodes = std::mem::take(&mut self.spans);
+        let for_nodes = self.keep_trace(reason, &of_nodes);
+        drop(of_nodes);
         let (shared, record) = (&self.shared, &self.record);
         if !record.tokens.is_empty() {
             shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));
@@ -458,7 +460,7 @@ impl Run {
             shared.traces.complete(record.identities.root.trace_id, &late);
             Some(())
         };
-        tokio::join!(told, reported);
+        tokio::join!(biased; told, reported);
         if let Some(mut slot) = slot {
             slot.used(u64::from(record.prompt_tokens) + u64::from(record.completion_tokens()));
         }
@@ -488,7 +490,7 @@ async fn send(shared: &Shared, client: &Client, event: Result<GenerationEvent, E
 /// Where the nodes did not know that their trace would be kept, their spans reach the collector from here.
 fn pass_on(exporter: Option<&Exporter>, trace_id: [u8; 16], of_nodes: &[u8]) {
     let Some(exporter) = exporter else { return };
-    let of_trace = unpack(of_nodes).into_iter().filter(|span| span.trace_id == trace_id);
+    let of_trace = unpack(of_nodes).filter(|span| span.trace_id == trace_id);
     of_trace.for_each(|span| exporter.pass_on(span));
 }
 

@@ -10,10 +10,11 @@ use serde_json::{Map, Value, json};
 use tandem_proto::spans::unpack;
 use tandem_proto::trace::hex;
 use tandem_proto::v1::{self, attribute};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Traces kept.
 const MAX_TRACES: usize = 1_000;
-/// Spans of one trace: kept of the router's, and told of all.
+/// Spans of one trace: the router's, and as many of nodes.
 const MAX_SPANS: usize = 256;
 /// Bytes kept of nodes' spans of one trace; a request without events has some 2 KiB.
 const MAX_NODE_BYTES: usize = 256 << 10;
@@ -45,9 +46,17 @@ pub enum Form {
 }
 
 /// Handle to the ring.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Traces {
     ring: Arc<Mutex<Ring>>,
+    /// One at a time reads many of them.
+    turn: Arc<Semaphore>,
+}
+
+impl Default for Traces {
+    fn default() -> Self {
+        Self { ring: Arc::default(), turn: Arc::new(Semaphore::new(1)) }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -69,14 +78,20 @@ impl Kept {
     fn add(&mut self, own: Vec<v1::Span>, of_nodes: &[u8]) {
         let room = MAX_SPANS.saturating_sub(self.own.len());
         self.own.extend(own.into_iter().take(room));
-        if self.of_nodes.len() + of_nodes.len() <= MAX_NODE_BYTES {
-            self.of_nodes.extend_from_slice(of_nodes);
-        }
+        join(&mut self.of_nodes, of_nodes);
     }
 
     fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
-        let all = self.own.iter().cloned().chain(unpack(&self.of_nodes));
-        all.filter(|span| span.trace_id == trace_id).take(MAX_SPANS).collect()
+        let of_nodes = unpack(&self.of_nodes).filter(|span| span.trace_id == trace_id);
+        self.own.iter().cloned().chain(of_nodes.take(MAX_SPANS)).collect()
+    }
+}
+
+/// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of one
+/// nothing could be read.
+pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
+    if spans.len() + more.len() <= MAX_NODE_BYTES {
+        spans.extend_from_slice(more);
     }
 }
 
@@ -146,6 +161,11 @@ impl Traces {
     pub fn operations(&self, service: &str) -> BTreeSet<(String, String)> {
         let spans = self.newest_first().flat_map(|(_, spans)| spans).filter(|span| span.service == service);
         spans.map(|span| (span.name, span.kind)).collect()
+    }
+
+    /// Waits until nobody else reads. `None`: never, and it does not happen.
+    pub async fn turn(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.turn).acquire_owned().await.ok()
     }
 
     fn spans(&self, trace_id: TraceId) -> Option<Vec<v1::Span>> {
@@ -255,6 +275,12 @@ mod tests {
             }
             assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
         }
+        // Each request has its place, with what its nodes told.
+        for _ in 0..50 {
+            let of = |spans| (0..spans).map(|_| span(id(3), "a")).collect::<Vec<_>>();
+            traces.finish(id(3), of(6), &pack(of(5)));
+        }
+        assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS + 250);
         let many = pack((0..10_000).map(|_| span(id(2), "a")).collect());
         (0..100).for_each(|_| traces.complete(id(2), &many));
         assert!(traces.lock().kept[&id(2)].of_nodes.len() <= MAX_NODE_BYTES);

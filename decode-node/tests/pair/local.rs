@@ -82,7 +82,7 @@ async fn a_stop_ends_it_well_at_any_point() {
     waiting.send(stop(false)).await.unwrap();
     let Some(Event::Finished(finished)) = next(&mut stream).await else { panic!("it waits for blocks") };
     assert_eq!(finished.reason(), FinishReason::Stop);
-    assert!(unpack(&finished.spans).iter().all(|span| span.error.is_empty()));
+    assert!(unpack(&finished.spans).all(|span| span.error.is_empty()));
     drop((running, _held));
 
     let (commands, mut stream) = pair.open_local(&endless(3, 100, 900)).await.unwrap();
@@ -134,8 +134,7 @@ async fn a_long_prompt_does_not_stall_a_running_stream() {
         }
     }
     let Some(Event::Finished(finished)) = next(&mut prompt).await else { panic!("one token is its answer") };
-    let spans = unpack(&finished.spans);
-    let forward = spans.iter().find(|span| span.name == "prefill.forward").unwrap();
+    let forward = unpack(&finished.spans).find(|span| span.name == "prefill.forward").unwrap();
     let chunks = forward.events.iter().filter(|event| event.name == "chunk.done").count();
     // 63 tokens a step are left beside the stream's one.
     assert_eq!(chunks, 1000_usize.div_ceil(63));

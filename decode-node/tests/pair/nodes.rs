@@ -97,7 +97,7 @@ impl Pair {
         let mut answer = Answer { tokens: vec![first.token_id], cached_tokens, ..Answer::default() };
         let delivered = delivered(&mut prefill);
         if first.finished.is_some() {
-            answer.spans = unpack(&delivered.await?.spans);
+            answer.spans.extend(unpack(&delivered.await?.spans));
             return Ok(answer);
         }
         let (delivered, ()) = tokio::try_join!(delivered, collect(&mut decode, &mut answer))?;

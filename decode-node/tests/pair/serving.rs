@@ -193,7 +193,7 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
     collect(&mut decode, &mut Answer::default()).await.unwrap();
     match prefill.message().await.unwrap().and_then(|event| event.event) {
         Some(PrefillEventKind::Delivered(delivered)) => {
-            assert!(unpack(&delivered.spans).iter().all(|s| s.error.is_empty()))
+            assert!(unpack(&delivered.spans).all(|s| s.error.is_empty()))
         }
         other => panic!("expected delivered, got {other:?}"),
     }

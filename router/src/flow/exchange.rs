@@ -390,7 +390,7 @@ pub(super) mod tests {
             }
             assert_eq!(exchange.on_prefill(delivered_to("d0", vec![v1::Span::default()])).unwrap(), Step::Spent);
             assert!(exchange.needs_prefill());
-            assert_eq!(unpack(&exchange.spans).len(), 1);
+            assert_eq!(unpack(&exchange.spans).count(), 1);
         }
     }
 
@@ -415,7 +415,7 @@ pub(super) mod tests {
         assert_eq!(exchange.cached_tokens, 16);
         assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
         let end = exchange.on_decode(finished(FinishReason::Stop, vec![v1::Span::default()])).unwrap();
-        assert_eq!((end, unpack(&exchange.spans).len()), (Step::Finished(FinishReason::Stop), 1));
+        assert_eq!((end, unpack(&exchange.spans).count()), (Step::Finished(FinishReason::Stop), 1));
     }
 
     #[test]

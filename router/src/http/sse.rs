@@ -175,10 +175,12 @@ impl Encoder {
         let mut bytes = Vec::with_capacity(USUAL_EVENT_BYTES);
         bytes.extend_from_slice(&self.opening);
         let joint = bytes.len();
+        // Strings, integers and lists of them cannot fail to serialize into memory.
         if serde_json::to_writer(&mut bytes, part).is_err() {
-            return unwritten();
+            return failure(Error::new(ErrorKind::Internal, "the answer cannot be written as JSON"));
         }
         // One object of two.
+        debug_assert_eq!(bytes[joint], b'{');
         bytes[joint] = b',';
         bytes.extend_from_slice(b"\n\n");
         bytes.into()
@@ -189,15 +191,11 @@ fn opening(head: &Head) -> Vec<u8> {
     let mut bytes = b"data: ".to_vec();
     // Two strings, a word and a number cannot fail to serialize into memory.
     let _ = serde_json::to_writer(&mut bytes, &head.of_chunks());
-    bytes.pop();
+    let end = bytes.pop();
+    debug_assert_eq!(end, Some(b'}'));
     bytes
 }
 
 fn failure(error: Error) -> Bytes {
     format!("data: {}\n\n", ApiError::from(error).json()).into()
-}
-
-/// Strings, integers and lists of them cannot fail to serialize into memory.
-fn unwritten() -> Bytes {
-    failure(Error::new(ErrorKind::Internal, "the answer cannot be written as JSON"))
 }

@@ -1,5 +1,7 @@
 //! The recent traces over HTTP: ours at `/api/traces/{id}`, and beside it Jaeger's query API, classic and v3, so that a
 //! Jaeger UI or Grafana can be pointed at the router. What the ring holds is in [`crate::traces`].
+use std::collections::BTreeSet;
+
 use axum::Json;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query as Parameters, State};
@@ -10,7 +12,7 @@ use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use crate::api::Service;
-use crate::traces::{Form, Query, Traces};
+use crate::traces::{Form, Query};
 
 type Answer = Result<Json<Value>, ApiError>;
 
@@ -55,58 +57,71 @@ fn wrong(text: String) -> Error {
     Error::new(ErrorKind::InvalidArgument, text)
 }
 
+/// Reads traces beside the reactor's threads, one reader at a time: a thousand of them take longer than a stream may wait for
+/// its token.
+async fn aside<T: Send + 'static>(
+    service: Service,
+    read: impl FnOnce(&Service) -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    let turn = service.traces().turn().await;
+    let read = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        read(&service)
+    });
+    Ok(read.await.map_err(|_| Error::new(ErrorKind::Internal, "the traces cannot be read"))?)
+}
+
 async fn one(State(service): State<Service>, path: Id) -> Answer {
-    Ok(Json(service.trace_json(&id(path)?)?))
+    let id = id(path)?;
+    Ok(Json(aside(service, move |service| service.trace_json(&id)).await??))
 }
 
 async fn one_otlp(State(service): State<Service>, path: Id) -> Answer {
     let id = id(path)?;
-    let missing = || Error::new(ErrorKind::NotFound, format!("no trace `{id}` among the recent ones"));
-    Ok(Json(service.traces().one(&id, Form::Otlp).ok_or_else(missing)?))
+    let missing = Error::new(ErrorKind::NotFound, format!("no trace `{id}` among the recent ones"));
+    let found = aside(service, move |service| service.traces().one(&id, Form::Otlp)).await?;
+    Ok(Json(found.ok_or(missing)?))
 }
 
-/// Reads the ring beside the reactor's threads: a thousand traces take longer than a stream may wait for its token.
-async fn aside<T: Send + 'static>(
-    service: &Service,
-    read: fn(&Traces, &Query) -> T,
-    query: Query,
-) -> Result<T, ApiError> {
-    let traces = service.traces().clone();
-    let failed = |_| Error::new(ErrorKind::Internal, "the traces cannot be read");
-    Ok(tokio::task::spawn_blocking(move || read(&traces, &query)).await.map_err(failed)?)
+async fn find_in(service: Service, asked: AskedOf, form: Form) -> Answer {
+    let query = query(asked)?;
+    Ok(Json(aside(service, move |service| service.traces().find(&query, form)).await?))
 }
 
 async fn find(State(service): State<Service>, asked: AskedOf) -> Answer {
-    Ok(Json(aside(&service, |traces, query| traces.find(query, Form::Otlp), query(asked)?).await?))
+    find_in(service, asked, Form::Otlp).await
 }
 
 async fn find_classic(State(service): State<Service>, asked: AskedOf) -> Answer {
-    Ok(Json(aside(&service, |traces, query| traces.find(query, Form::Classic), query(asked)?).await?))
+    find_in(service, asked, Form::Classic).await
 }
 
 async fn summaries(State(service): State<Service>, asked: AskedOf) -> Answer {
-    Ok(Json(aside(&service, |traces, query| traces.find(query, Form::Summary), query(asked)?).await?))
+    find_in(service, asked, Form::Summary).await
 }
 
 async fn services(State(service): State<Service>) -> Answer {
-    let services = aside(&service, |traces, _| traces.services(), Query::default()).await?;
+    let services = aside(service, |service| service.traces().services()).await?;
     Ok(Json(json!({"services": services})))
 }
 
 async fn services_classic(State(service): State<Service>) -> Answer {
-    let services = aside(&service, |traces, _| traces.services(), Query::default()).await?;
+    let services = aside(service, |service| service.traces().services()).await?;
     Ok(Json(json!({"total": services.len(), "data": services, "limit": 0, "offset": 0, "errors": null})))
 }
 
+async fn operations_of(service: Service, name: String) -> Result<BTreeSet<(String, String)>, ApiError> {
+    aside(service, move |service| service.traces().operations(&name)).await
+}
+
 async fn operations(State(service): State<Service>, asked: AskedOf) -> Answer {
-    let operations = aside(&service, |traces, query| traces.operations(&query.service), query(asked)?).await?;
-    let operations = operations.into_iter().map(|(name, kind)| json!({"name": name, "spanKind": kind}));
+    let operations = operations_of(service, query(asked)?.service).await?.into_iter();
+    let operations = operations.map(|(name, kind)| json!({"name": name, "spanKind": kind}));
     Ok(Json(json!({"operations": operations.collect::<Vec<_>>()})))
 }
 
 async fn operations_classic(State(service): State<Service>, path: Id) -> Answer {
-    let query = Query { service: id(path)?, ..Query::default() };
-    let operations = aside(&service, |traces, query| traces.operations(&query.service), query).await?;
+    let operations = operations_of(service, id(path)?).await?;
     let mut names: Vec<String> = operations.into_iter().map(|(name, _)| name).collect();
     names.dedup();
     Ok(Json(json!({"total": names.len(), "data": names, "limit": 0, "offset": 0, "errors": null})))
