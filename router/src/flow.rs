@@ -402,7 +402,7 @@ impl Run {
 
     /// To the ring, and to the collector: what is sampled, and every request that failed or was slow. Says who sends the
     /// nodes' spans, those to come too, where the nodes do not.
-    fn keep_trace(&self, reason: Result<v1::FinishReason, &Error>, of_nodes: &[u8]) -> Option<Exporter> {
+    fn keep_trace(&self, reason: Result<v1::FinishReason, &Error>, of_nodes: Vec<u8>) -> Option<Exporter> {
         let (shared, record) = (&self.shared, &self.record);
         let TraceContext { trace_id, sampled, .. } = record.identities.root;
         let telling = reason.is_err() || record.is_slow();
@@ -411,8 +411,8 @@ impl Run {
             own.iter().for_each(|span| shared.exporter.export(span));
         }
         let for_nodes = (telling && !sampled).then(|| shared.exporter.clone());
-        pass_on(for_nodes.as_ref(), trace_id, of_nodes);
-        shared.traces.finish(trace_id, own, of_nodes);
+        pass_on(for_nodes.as_ref(), trace_id, &of_nodes);
+        shared.traces.finish(trace_id, own, &of_nodes);
         for_nodes
     }
 
@@ -423,10 +423,9 @@ impl Run {
         if outcome.is_err() {
             self.record.ended = clock::now();
         }
-        let reason = outcome.as_ref().map(|answered| answered.reason);
         let of_nodes = std::mem::take(&mut self.spans);
-        let for_nodes = self.keep_trace(reason, &of_nodes);
-        drop(of_nodes);
+        let reason = outcome.as_ref().map(|answered| answered.reason);
+        let for_nodes = self.keep_trace(reason, of_nodes);
         let (shared, record) = (&self.shared, &self.record);
         if !record.tokens.is_empty() {
             shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));

@@ -49,7 +49,7 @@ pub enum Form {
 #[derive(Clone, Debug)]
 pub struct Traces {
     ring: Arc<Mutex<Ring>>,
-    /// One at a time reads many of them.
+    /// Of those who read them: one at a time.
     turn: Arc<Semaphore>,
 }
 
