@@ -33,6 +33,9 @@ pub const MAX_STOP_TOKENS: usize = 64;
 /// Answers of one request at most, over all its prompts.
 pub const MAX_CHOICES: u32 = 128;
 
+/// Texts up to this size are tokenized (in well under a millisecond) where they are; others beside the reactor's threads.
+const INLINE_TEXT_BYTES: usize = 4096;
+
 /// One prompt to answer, as an edge hands it over: tokenized, every default resolved.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
@@ -66,15 +69,18 @@ pub struct GenerationRequest {
 }
 
 impl GenerationRequest {
-    /// The request for answer `choice` of `n` to the same prompt: its seed is `seed + choice`, so that any of them can be
+    /// The requests for `n` answers to the same prompt: the seed of each is `seed` + its number, so that any of them can be
     /// asked for alone.
-    pub fn choice(&self, choice: u32, n: u32) -> Self {
-        let mut request = self.clone();
-        if n > 1 {
-            request.request_id = format!("{}-{choice}", self.request_id);
-            request.sampling.seed = self.sampling.seed.wrapping_add(choice.into());
+    pub fn choices(self, n: u32) -> Vec<Self> {
+        if n == 1 {
+            return vec![self];
         }
-        request
+        let of = |choice: u32| Self {
+            request_id: format!("{}-{choice}", self.request_id),
+            sampling: v1::Sampling { seed: self.sampling.seed.wrapping_add(choice.into()), ..self.sampling.clone() },
+            ..self.clone()
+        };
+        (0..n).map(of).collect()
     }
 }
 
@@ -260,6 +266,22 @@ impl Service {
         &self.flow.model
     }
 
+    /// Runs `work` on so many bytes of text without holding up the other requests.
+    ///
+    /// # Errors
+    /// Those of `work`.
+    pub async fn with_model<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce(&ModelText) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        if bytes <= INLINE_TEXT_BYTES {
+            return work(self.model());
+        }
+        let model = Arc::clone(self.model());
+        beside("the tokenizer failed on this text", move || work(&model)).await?
+    }
+
     /// Whether a request could start now: a compatible pair of nodes is there, or a decode node that may prefill.
     pub fn ready(&self) -> bool {
         let flow = &self.flow;
@@ -276,8 +298,7 @@ impl Service {
     /// # Errors
     /// `NotFound` when the ring does not hold it.
     pub fn trace_json(&self, id: &str) -> Result<serde_json::Value, Error> {
-        let missing = || Error::new(ErrorKind::NotFound, format!("no trace `{id}` among the recent ones"));
-        self.flow.traces.json(id).ok_or_else(missing)
+        self.flow.traces.json(id).ok_or_else(|| no_trace(id))
     }
 
     /// The recent traces.
@@ -313,6 +334,22 @@ impl Service {
     pub async fn drain(&self, limit: std::time::Duration) {
         self.flow.admission.drain(limit).await;
     }
+}
+
+/// The ring does not hold it, or not any more.
+pub fn no_trace(id: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("no trace `{id}` among the recent ones"))
+}
+
+/// Runs work that takes long beside the reactor's threads, where no stream waits for it.
+///
+/// # Errors
+/// `Internal`, with what has `failed`: the work panicked.
+pub async fn beside<T: Send + 'static>(
+    failed: &'static str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Error> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| Error::new(ErrorKind::Internal, failed))
 }
 
 /// A request id for clients that sent none.

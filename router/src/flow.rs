@@ -141,7 +141,7 @@ pub fn start(
         verified: None,
         ended: request.received,
     };
-    let run = Run {
+    let run = Box::new(Run {
         deadline,
         replan: Replan::new(shared.limits.max_attempts, shared.limits.replan),
         progress: Progress::new(request, &shared.model),
@@ -151,7 +151,7 @@ pub fn start(
         spans: Vec::new(),
         client,
         slot: None,
-    };
+    });
     tokio::spawn(run.until_the_end(entry, cancel));
     identities
 }
@@ -182,7 +182,8 @@ enum By {
     Router,
 }
 
-/// One running request.
+/// One running request. It is boxed, and so is each of its futures that begins after the last token or a failure: a task's future
+/// is as large as all that it may ever wait for, and is copied whole on its way to the reactor.
 struct Run {
     shared: Arc<Shared>,
     /// The answer so far: what the next attempt goes on from.
@@ -200,7 +201,7 @@ struct Run {
 }
 
 impl Run {
-    async fn until_the_end(mut self, entry: Entry, cancel: CancellationToken) {
+    async fn until_the_end(mut self: Box<Self>, entry: Entry, cancel: CancellationToken) {
         // Leaving this block without an answer drops both legs, which cancels the work on both nodes.
         let outcome = tokio::select! {
             biased;
@@ -217,7 +218,7 @@ impl Run {
             }
             _ => error,
         });
-        self.conclude(outcome).await;
+        Box::pin(self.conclude(outcome)).await;
     }
 
     /// Attempt after attempt, until the answer is complete or there is no other attempt.
@@ -242,16 +243,16 @@ impl Run {
         loop {
             let failure = match self.relay(&mut attempt, &mut text).await? {
                 End::Complete { reason, by } => {
-                    let rest = self.complete(attempt, by).await;
+                    let rest = Box::pin(self.complete(attempt, by)).await;
                     return Ok(Answered { reason, text: text.finish(), rest });
                 }
                 End::Failed(failure) => failure,
             };
             if let Some(reason) = self.progress.is_complete() {
-                let rest = self.complete(attempt, By::Router).await;
+                let rest = Box::pin(self.complete(attempt, By::Router)).await;
                 return Ok(Answered { reason, text: text.finish(), rest });
             }
-            attempt = self.again(attempt, failure).await?;
+            attempt = Box::pin(self.again(attempt, failure)).await?;
         }
     }
 
@@ -418,7 +419,7 @@ impl Run {
 
     /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace. Only
     /// what stopped nodes have to report comes beside it or later.
-    async fn conclude(mut self, mut outcome: Result<Answered, Error>) {
+    async fn conclude(mut self: Box<Self>, mut outcome: Result<Answered, Error>) {
         let rest = outcome.as_mut().ok().and_then(|answered| answered.rest.take());
         if outcome.is_err() {
             self.record.ended = clock::now();
@@ -447,7 +448,7 @@ impl Run {
             timings: Box::new(record.timings()),
             trace_id: record.identities.root.trace_id_hex(),
         });
-        let Self { shared, record, client, slot, .. } = self;
+        let Self { shared, record, client, slot, .. } = *self;
         // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
         let told = async {
             let _ = send(&shared, &client, last).await;
@@ -474,7 +475,7 @@ async fn send(shared: &Shared, client: &Client, event: Result<GenerationEvent, E
     };
     // Who did not take a token hears of its end in vain, too: that is the same stall.
     let (stall, first) = (shared.limits.client_stall, event.is_ok());
-    match tokio::time::timeout(stall, client.send(event)).await {
+    match Box::pin(tokio::time::timeout(stall, client.send(event))).await {
         Ok(Ok(())) => Ok(()),
         Ok(Err(_)) => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
         Err(_) => {

@@ -20,8 +20,6 @@ use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOIC
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 
-/// Bytes of text above which the tokenizer runs beside the reactor's threads.
-const INLINE_TEXT_BYTES: usize = 4096;
 /// Bytes of a client's request id at most.
 const MAX_REQUEST_ID_BYTES: usize = 128;
 /// How long the head of an answer waits for its first message.
@@ -133,8 +131,7 @@ impl Edge {
         if n > MAX_CHOICES {
             return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")));
         }
-        let request = self.request(message, caller, received).await?;
-        Ok((0..n).map(|choice| request.choice(choice, n)).collect())
+        Ok(self.request(message, caller, received).await?.choices(n))
     }
 
     async fn request(
@@ -154,7 +151,7 @@ impl Edge {
             v1::generate_request::Input::Chat(_) => "chat",
             _ => "text_completion",
         };
-        let prompt_ids = tokenize(model, input).await?;
+        let prompt_ids = tokenize(&self.service, input).await?;
         Ok(GenerationRequest {
             request_id: caller.request_id.clone(),
             max_tokens: self.service.resolve_max_tokens(message.max_tokens, prompt_ids.len())?,
@@ -235,25 +232,19 @@ fn parse_timeout(text: &str) -> Option<Duration> {
     }
 }
 
-async fn tokenize(model: &Arc<ModelText>, input: v1::generate_request::Input) -> Result<Vec<u32>, Error> {
+async fn tokenize(service: &Service, input: v1::generate_request::Input) -> Result<Vec<u32>, Error> {
     use v1::generate_request::Input;
     let bytes = match &input {
         Input::Text(text) => text.len(),
         Input::Chat(chat) => chat.messages.iter().map(|message| message.content.len()).sum(),
         Input::TokenIds(_) => 0,
     };
-    let encode = |model: &ModelText, input| match input {
+    let encode = move |model: &ModelText| match input {
         Input::Text(text) => model.encode(&text, SpecialTokens::Parse),
         Input::Chat(chat) => model.encode_chat(&chat.messages),
         Input::TokenIds(tokens) => Ok(tokens.ids),
     };
-    if bytes <= INLINE_TEXT_BYTES {
-        return encode(model, input);
-    }
-    let model = Arc::clone(model);
-    tokio::task::spawn_blocking(move || encode(&model, input))
-        .await
-        .map_err(|_| Error::new(ErrorKind::Internal, "the tokenizer failed on this prompt"))?
+    service.with_model(bytes, encode).await
 }
 
 /// The answers' messages as they come; the first error ends them all. The head of the call goes with the first message, in one

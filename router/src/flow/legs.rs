@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use futures::stream::{BoxStream, Peekable};
-use futures::{FutureExt, StreamExt};
+use futures::{FutureExt, Stream, StreamExt};
 use tandem_proto::v1::{self, decode_command, decode_event, prefill_command, prefill_event};
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tokio::sync::mpsc;
@@ -18,11 +18,14 @@ use crate::membership::Node;
 /// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
 pub type Events<T> = Peekable<BoxStream<'static, Result<T, Status>>>;
 
+/// To the node. Boxed: a channel makes room for 32 messages at once, of which a request sends two or three.
+type Commands<T> = mpsc::Sender<Box<T>>;
+
 /// The prefill call.
 pub struct PrefillLeg {
     /// What the node says.
     pub events: Events<v1::PrefillEvent>,
-    commands: mpsc::Sender<v1::PrefillCommand>,
+    commands: Commands<v1::PrefillCommand>,
 }
 
 impl PrefillLeg {
@@ -32,12 +35,12 @@ impl PrefillLeg {
         let (commands, outbound) = mpsc::channel(2 + MOST_ATTEMPTS as usize);
         let start = v1::PrefillCommand { command: Some(prefill_command::Command::Start(spec)) };
         // The channel is new and has room.
-        let _ = commands.try_send(start);
+        let _ = commands.try_send(Box::new(start));
         let mut client = v1::prefill_client::PrefillClient::new(node.calls())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
-            let mut inbound = client.prefill(Request::new(ReceiverStream::new(outbound))).await?.into_inner();
+            let mut inbound = client.prefill(Request::new(unboxed(outbound))).await?.into_inner();
             while let Some(event) = inbound.message().await? {
                 yield event;
             }
@@ -63,7 +66,7 @@ impl PrefillLeg {
     }
 
     fn say(&self, command: prefill_command::Command) {
-        let _ = self.commands.try_send(v1::PrefillCommand { command: Some(command) });
+        let _ = self.commands.try_send(Box::new(v1::PrefillCommand { command: Some(command) }));
     }
 }
 
@@ -72,7 +75,7 @@ pub struct DecodeLeg {
     /// What the node says.
     pub events: Events<v1::DecodeEvent>,
     /// Open as long as the leg: a closed command stream would look like a client that left.
-    commands: mpsc::Sender<v1::DecodeCommand>,
+    commands: Commands<v1::DecodeCommand>,
 }
 
 impl DecodeLeg {
@@ -80,12 +83,13 @@ impl DecodeLeg {
     pub fn open(node: &Node, start: v1::DecodeStart) -> Self {
         // Room for both commands that a request ever sends.
         let (commands, outbound) = mpsc::channel(2);
-        let _ = commands.try_send(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
+        let start = v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) };
+        let _ = commands.try_send(Box::new(start));
         let mut client = v1::decode_client::DecodeClient::new(node.calls())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
-            let mut inbound = client.generate(Request::new(ReceiverStream::new(outbound))).await?.into_inner();
+            let mut inbound = client.generate(Request::new(unboxed(outbound))).await?.into_inner();
             while let Some(event) = inbound.message().await? {
                 yield event;
             }
@@ -101,9 +105,14 @@ impl DecodeLeg {
     /// The answer is complete: the node ends its work well, and reports. With `no_handoff` it waits for no KV either.
     pub fn stop(&mut self, no_handoff: bool) {
         let stop = v1::DecodeStop { no_handoff };
-        let _ = self.commands.try_send(v1::DecodeCommand { command: Some(decode_command::Command::Stop(stop)) });
+        let stop = v1::DecodeCommand { command: Some(decode_command::Command::Stop(stop)) };
+        let _ = self.commands.try_send(Box::new(stop));
         push(&mut self.events);
     }
+}
+
+fn unboxed<T: Send + 'static>(commands: mpsc::Receiver<Box<T>>) -> impl Stream<Item = T> + Send + 'static {
+    ReceiverStream::new(commands).map(|command| *command)
 }
 
 /// Lets what was said leave now. Nothing is lost: an event that is there already stays, and the next look is woken as ever.

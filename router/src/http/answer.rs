@@ -21,9 +21,6 @@ use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds
 use crate::api::{GenerationEvent, GenerationRequest, MAX_CHOICES, Service, Usage};
 use crate::text::ModelText;
 
-/// Texts up to this size are tokenized (in well under a millisecond) where they are; others on the blocking pool.
-const INLINE_TEXT_BYTES: usize = 4096;
-
 /// A prompt as its endpoint understood it.
 pub(super) struct Encoded {
     pub ids: Vec<u32>,
@@ -89,29 +86,10 @@ impl Checked {
             let info = PromptInfo { echo: prompt.echo, tokens: prompt.ids.len(), choice: 0 };
             infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
             let prompt = Prompt { request_id, ids: prompt.ids, max_tokens, received };
-            let request = options.request(caller, prompt, seed, kind.operation());
-            requests.extend((0..n).map(|choice| request.choice(choice, n)));
+            requests.extend(options.request(caller, prompt, seed, kind.operation()).choices(n));
         }
         Ok(Self { options, requests, infos })
     }
-}
-
-/// Runs `work` on `bytes` of text without holding up the other requests.
-///
-/// # Errors
-/// Those of `work`.
-pub(super) async fn with_model<T: Send + 'static>(
-    service: &Service,
-    bytes: usize,
-    work: impl FnOnce(&ModelText) -> Result<T, Error> + Send + 'static,
-) -> Result<T, Error> {
-    if bytes <= INLINE_TEXT_BYTES {
-        return work(service.model());
-    }
-    let model = Arc::clone(service.model());
-    tokio::task::spawn_blocking(move || work(&model))
-        .await
-        .map_err(|error| Error::new(ErrorKind::Internal, format!("tokenizing failed: {error}")))?
 }
 
 fn check_ids(model: &ModelText, ids: &[u32]) -> Result<(), Error> {

@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 use tandem_proto::Error;
 use tandem_proto::v1::ChatMessage;
 
-use super::answer::{Encoded, Job, answer, with_model};
+use super::answer::{Encoded, Job, answer};
 use super::error::ApiError;
 use super::fields::{Fields, Neutral, value};
 use super::options::Options;
@@ -47,7 +47,7 @@ async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
     let received = clock::now();
     let Chat { options, messages } = parse(&json)?;
     check_model(service, options.model.as_deref())?;
-    let ids = with_model(service, json.len(), move |model| model.encode_chat(&messages)).await?;
+    let ids = service.with_model(json.len(), move |model| model.encode_chat(&messages)).await?;
     let prompts = vec![Encoded { ids, echo: None }];
     Ok(Job { kind: Kind::Chat, options, prompts, received })
 }

@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::response::Response;
 use tandem_proto::Error;
 
-use super::answer::{Encoded, Job, answer, with_model};
+use super::answer::{Encoded, Job, answer};
 use super::error::ApiError;
 use super::fields::{Fields, Neutral, value};
 use super::options::Options;
@@ -37,7 +37,7 @@ async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
     check_model(service, options.model.as_deref())?;
     let bytes = json.len();
     let encode = move |model: &ModelText| prompts.into_iter().map(|prompt| prompt.encode(model, echo)).collect();
-    let prompts = with_model(service, bytes, encode).await?;
+    let prompts = service.with_model(bytes, encode).await?;
     Ok(Job { kind: Kind::Completion, options, prompts, received })
 }
 

@@ -321,9 +321,10 @@ mod tests {
         };
         assert_eq!(request.sampling, sampling);
         assert_eq!((options.n, options.logprobs), (2, true));
-        let second = request.choice(1, 2);
-        assert_eq!((second.request_id.as_str(), second.sampling.seed), ("r-0-1", 0), "seeds wrap around");
-        assert_eq!(request.choice(0, 1).request_id, "r-0");
+        let names = |n| request.clone().choices(n).into_iter().map(|one| (one.request_id, one.sampling.seed));
+        assert_eq!(names(1).collect::<Vec<_>>(), [("r-0".to_owned(), u64::MAX)]);
+        let both = [("r-0-0".to_owned(), u64::MAX), ("r-0-1".to_owned(), 0)];
+        assert_eq!(names(2).collect::<Vec<_>>(), both, "seeds wrap around");
         assert_eq!((request.stop, request.stop_token_ids), (vec!["END".to_owned()], vec![4, 5]));
         assert_eq!(request.deadline, Some(received + Duration::from_millis(1500)));
         assert!(request.ignore_eos);

@@ -5,7 +5,6 @@ use axum::extract::State;
 use serde_json::{Value, json};
 use tandem_proto::Error;
 
-use super::answer::with_model;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{body, chat, check_model};
@@ -18,10 +17,10 @@ pub(super) async fn tokenize(State(service): State<Service>, body: Body) -> Resu
     let fields = Fields::parse(&json)?;
     check_model(&service, fields.get::<String>("model")?.as_deref())?;
     let tokens = match fields.get::<String>("prompt")? {
-        Some(text) => with_model(&service, json.len(), move |m| m.encode(&text, SpecialTokens::Parse)).await?,
+        Some(text) => service.with_model(json.len(), move |m| m.encode(&text, SpecialTokens::Parse)).await?,
         None if fields.raw("messages").is_some() => {
             let messages = chat::messages(&fields)?;
-            with_model(&service, json.len(), move |model| model.encode_chat(&messages)).await?
+            service.with_model(json.len(), move |model| model.encode_chat(&messages)).await?
         }
         None => return Err(Error::invalid("prompt", "prompt or messages is missing").into()),
     };

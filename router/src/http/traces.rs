@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
-use crate::api::Service;
+use crate::api::{Service, beside, no_trace};
 use crate::traces::{Form, Query};
 
 type Answer = Result<Json<Value>, ApiError>;
@@ -64,11 +64,11 @@ async fn aside<T: Send + 'static>(
     read: impl FnOnce(&Service) -> T + Send + 'static,
 ) -> Result<T, ApiError> {
     let turn = service.traces().turn().await;
-    let read = tokio::task::spawn_blocking(move || {
+    let read = move || {
         let _turn = turn;
         read(&service)
-    });
-    Ok(read.await.map_err(|_| Error::new(ErrorKind::Internal, "the traces cannot be read"))?)
+    };
+    Ok(beside("the traces cannot be read", read).await?)
 }
 
 async fn one(State(service): State<Service>, path: Id) -> Answer {
@@ -78,9 +78,8 @@ async fn one(State(service): State<Service>, path: Id) -> Answer {
 
 async fn one_otlp(State(service): State<Service>, path: Id) -> Answer {
     let id = id(path)?;
-    let missing = Error::new(ErrorKind::NotFound, format!("no trace `{id}` among the recent ones"));
-    let found = aside(service, move |service| service.traces().one(&id, Form::Otlp)).await?;
-    Ok(Json(found.ok_or(missing)?))
+    let found = move |service: &Service| service.traces().one(&id, Form::Otlp).ok_or_else(|| no_trace(&id));
+    Ok(Json(aside(service, found).await??))
 }
 
 async fn find_in(service: Service, asked: AskedOf, form: Form) -> Answer {

@@ -165,7 +165,7 @@ async fn first_tokens_that_would_come_too_late_are_refused_before_they_start() {
 #[tokio::test]
 async fn answers_of_one_call_start_together_or_not_at_all() {
     let mut cluster = Cluster::start(Limits { max_inflight: 2, max_queue: 1, ..Limits::default() }).await;
-    let call = |n: u32| (0..n).map(|choice| request().choice(choice, n)).collect::<Vec<_>>();
+    let call = |n: u32| request().choices(n);
     let never = cluster.service.generate_all(call(4)).unwrap_err();
     assert_eq!((never.kind, never.param), (ErrorKind::InvalidArgument, Some("n")), "{never:?}");
     let _running = cluster.service.generate(request()).unwrap();
