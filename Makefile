@@ -12,8 +12,8 @@ setup: ## System packages and the model, once; says what it installs
 build: ## All programs, optimized
 	cargo build --release --locked
 
-dist: setup ## The same, optimized across crates, in target/dist; takes many minutes
-	cargo build --profile dist --locked
+dist: setup ## As one would ship them, in target/dist: optimized across crates, the router by its load as well; half an hour
+	deploy/dist/build.sh
 
 demo: setup build ## A cluster, three prompts, the timeline of the last, and a clean end
 	deploy/demo.sh
@@ -42,9 +42,8 @@ bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 bench-handoff: setup build ## How much of the KV transfer hides behind the prefill; over shared memory, tcp, and a link of 1 Gbit/s (root)
 	cargo run --release --locked -p tandem-cluster-tests --example bench_handoff -- $(BENCH_HANDOFF)
 
-bench-router: setup build ## What the router adds to a request, beside sglang-router and vllm-router
+bench-router: setup build dist ## What the router adds to a request, beside sglang-router and vllm-router
 	deploy/bench/routers.sh
-	cargo build --profile dist --locked -p tandem-router --bin tandem-router
 	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --router "$(CURDIR)/target/dist/tandem-router" \
 	  --python "$$(deploy/bench/routers.sh --path)" $(BENCH_ROUTER)
 

@@ -21,10 +21,11 @@ class Cluster:
         urls = dict(word.split("=", 1) for word in ready.split()[1:])
         self.http, self.grpc = urls["http"], urls["grpc"].replace("http://", "grpc://")
 
-    def bench(self, *flags):
+    def bench(self, *flags, api="grpc"):
         """What `tandem bench` with these flags measures of it: the numbers of its JSON."""
+        whom = ["--url", self.grpc, "--http", self.http] if api == "grpc" else ["--url", self.http, "--api", api]
         out = pathlib.Path(self.directory.name) / "bench.json"
-        command = [self.tandem, "bench", "--url", self.grpc, "--http", self.http, *flags, "--json", str(out)]
+        command = [self.tandem, "bench", *whom, *flags, "--json", str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())
 

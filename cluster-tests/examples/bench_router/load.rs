@@ -23,13 +23,18 @@ const WARM_UP: Duration = Duration::from_millis(500);
 /// Linux counts in these towards programs, whatever its own clock does (proc(5), USER_HZ).
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// Milliseconds to the first token, of one turn; sorted.
-pub struct Latencies(Vec<f64>);
+/// One turn of single requests.
+pub struct Latencies {
+    /// Milliseconds to the first token, sorted.
+    first_token_ms: Vec<f64>,
+    /// Processor time of the router for a request, in microseconds.
+    pub processor_us: Option<f64>,
+}
 
 impl Latencies {
-    /// The value that a share of the requests stays below.
+    /// The time to the first token that a share of the requests stays below.
     pub fn percentile(&self, share: f64) -> f64 {
-        percentile(&self.0, share)
+        percentile(&self.first_token_ms, share)
     }
 }
 
@@ -42,7 +47,15 @@ pub struct Streamed {
 }
 
 /// Requests at random moments, each of which counts from when it was to be sent.
-pub async fn open_loop(way: &Way, rate: f64, seconds: f64, seed: u64) -> anyhow::Result<Latencies> {
+pub async fn open_loop(
+    way: &Way,
+    rate: f64,
+    seconds: f64,
+    seed: u64,
+    router: Option<u32>,
+) -> anyhow::Result<Latencies> {
+    let cpu = || router.map(cpu_seconds).transpose();
+    let before = cpu()?;
     let mut moments = moments(rate, seconds, seed)?;
     let (mut running, mut number) = (Vec::new(), seed << 32);
     while let Some(intended) = moments.recv().await {
@@ -62,7 +75,9 @@ pub async fn open_loop(way: &Way, rate: f64, seconds: f64, seed: u64) -> anyhow:
         latencies.push(request.await??.as_secs_f64() * 1e3);
     }
     latencies.sort_by(f64::total_cmp);
-    Ok(Latencies(latencies))
+    let spent = before.zip(cpu()?).map(|(before, after)| after - before);
+    let processor_us = spent.map(|seconds| seconds * 1e6 / latencies.len().max(1) as f64);
+    Ok(Latencies { first_token_ms: latencies, processor_us })
 }
 
 /// Each moment of a Poisson process, when it has come: a thread waits for it, because tokio's timers are up to a millisecond

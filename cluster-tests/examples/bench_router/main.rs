@@ -34,7 +34,7 @@ struct Args {
     /// Requests a second, at random moments (Poisson)
     #[arg(long, default_value_t = 200.0)]
     rate: f64,
-    /// Streams at once, for the tokens of a core
+    /// Streams at once, for the tokens of a core; 0 to leave that out
     #[arg(long, default_value_t = 64)]
     streams: usize,
     /// Python with `sglang-router` and `vllm-router`, to measure them as well
@@ -90,15 +90,18 @@ async fn main() -> anyhow::Result<()> {
         for index in (0..subjects.len()).map(|turn| (turn + round) % subjects.len()) {
             let subject = &subjects[index];
             eprintln!("round {} of {}: {}", round + 1, args.rounds, subject.name);
-            latencies[index].push(load::open_loop(&subject.way, args.rate, args.seconds, round as u64).await?);
-            if let Some(router) = subject.router {
+            let turn = load::open_loop(&subject.way, args.rate, args.seconds, round as u64, subject.router).await?;
+            latencies[index].push(turn);
+            if let Some(router) = subject.router.filter(|_| args.streams > 0) {
                 streams[index].push(load::streams(&subject.way, args.streams, args.seconds, router).await?);
             }
         }
     }
     table::latency(&subjects, &latencies);
-    println!();
-    table::streaming(&subjects, &streams);
+    if args.streams > 0 {
+        println!();
+        table::streaming(&subjects, &streams);
+    }
     Ok(())
 }
 

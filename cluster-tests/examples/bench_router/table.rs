@@ -4,8 +4,10 @@ use crate::load::{Latencies, Streamed};
 
 /// Time to the first token, and what each router adds to it: differences of neighbouring turns.
 pub fn latency(subjects: &[Subject], turns: &[Vec<Latencies>]) {
-    println!("| way | first token p50 ms | p99 ms | added p50 µs | added p99 µs |");
-    println!("|---|---|---|---|---|");
+    println!(
+        "| way | first token p50 ms | p99 ms | added p50 µs | added p99 µs | the router's processor time for a request, µs |"
+    );
+    println!("|---|---|---|---|---|---|");
     for (subject, own) in subjects.iter().zip(turns) {
         let of = |share: f64| median(own.iter().map(|turn| turn.percentile(share)));
         let added = |share: f64| match subject.without {
@@ -16,7 +18,12 @@ pub fn latency(subjects: &[Subject], turns: &[Vec<Latencies>]) {
             }
             None => "–".to_owned(),
         };
-        println!("| {} | {:.3} | {:.3} | {} | {} |", subject.name, of(0.5), of(0.99), added(0.5), added(0.99));
+        let processor = match subject.router {
+            Some(_) => format!("{:.0}", median(own.iter().filter_map(|turn| turn.processor_us))),
+            None => "–".to_owned(),
+        };
+        let (p50, p99) = (of(0.5), of(0.99));
+        println!("| {} | {p50:.3} | {p99:.3} | {} | {} | {processor} |", subject.name, added(0.5), added(0.99));
     }
 }
 
