@@ -37,6 +37,10 @@ failed() { # file below $work
   die "what was said is in $work/$1"
 }
 
+case "${1:-}" in
+  "" | --plain) ;;
+  *) die "build.sh [--plain], not $1" ;;
+esac
 cargo build --profile dist --locked
 [ "${1:-}" != --plain ] || exit 0
 [ "$(uname -m)" = x86_64 ] || { say "the router is guided by counts on x86-64 only; this is the plain build"; exit 0; }
@@ -45,8 +49,10 @@ host=$(rustc -vV | sed -n 's/^host: //p')
 llvm=$(rustc -vV | sed -n 's/^LLVM version: \([0-9]*\).*/\1/p')
 tools=/usr/lib/llvm-$llvm
 # The compiler's own version, which alone reads and writes its counts.
-[ -x "$tools/bin/llvm-profdata" ] && [ -x "$tools/bin/llvm-bolt" ] && [ -e "$tools/lib/libbolt_rt_instr.a" ] ||
+if [ ! -x "$tools/bin/llvm-profdata" ] || [ ! -x "$tools/bin/llvm-bolt" ] || [ ! -e "$tools/lib/libbolt_rt_instr.a" ]; then
+  say "needed to optimize the router by its load (without: deploy/dist/build.sh --plain): the tools of LLVM $llvm"
   install_packages "llvm-$llvm" "bolt-$llvm" "libbolt-$llvm-dev"
+fi
 
 say "a router that counts"
 router counting "-Cprofile-generate=$work/counts"
