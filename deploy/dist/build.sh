@@ -59,7 +59,8 @@ router counting "-Cprofile-generate=$work/counts"
 if [ ! "$work/router.profdata" -nt "$built" ]; then
   rm -rf "$work/counts"
   load "$built"
-  "$tools/bin/llvm-profdata" merge --output="$work/router.profdata" "$work/counts"
+  "$tools/bin/llvm-profdata" merge --output="$work/merged" "$work/counts"
+  mv "$work/merged" "$work/router.profdata"
 fi
 
 say "a router that is guided by the counts"
@@ -72,9 +73,11 @@ if [ ! "$work/tandem-router" -nt "$built" ]; then
   "$tools/bin/llvm-bolt" "$built" -instrument -o "$work/router-counting" --instrumentation-file="$work/router.fdata" \
     -skip-funcs='ring_core_.*' > "$work/bolt.log" 2>&1 || failed bolt.log
   load "$work/router-counting"
-  "$tools/bin/llvm-bolt" "$built" -o "$work/tandem-router" -data="$work/router.fdata" -skip-funcs='ring_core_.*' \
+  "$tools/bin/llvm-bolt" "$built" -o "$work/router-laid-out" -data="$work/router.fdata" -skip-funcs='ring_core_.*' \
     -reorder-blocks=ext-tsp -reorder-functions=cdsort -split-functions -split-all-cold -split-eh -icf=all >> "$work/bolt.log" 2>&1 ||
     failed bolt.log
+  # Whole, or not there: the next run takes what is there.
+  mv "$work/router-laid-out" "$work/tandem-router"
 fi
 # What lies there is a second name of a file that cargo keeps: not to be written into.
 cp --remove-destination "$work/tandem-router" "$dist/tandem-router"

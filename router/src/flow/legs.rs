@@ -18,8 +18,21 @@ use crate::membership::Node;
 /// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
 pub type Events<T> = Peekable<BoxStream<'static, Result<T, Status>>>;
 
-/// To the node. Boxed: a channel makes room for 32 messages at once, of which a request sends two or three.
-type Commands<T> = mpsc::Sender<Box<T>>;
+/// The way of words to a node. They are boxed: a channel makes room for 32 of them at once, and a request sends two or three.
+struct Commands<T>(mpsc::Sender<Box<T>>);
+
+impl<T: Send + 'static> Commands<T> {
+    /// With room for all that a request ever sends.
+    fn new(room: usize) -> (Self, impl Stream<Item = T> + Send + 'static) {
+        let (sender, receiver) = mpsc::channel(room);
+        (Self(sender), ReceiverStream::new(receiver).map(|command| *command))
+    }
+
+    /// A call that has ended says so in its events.
+    fn say(&self, command: T) {
+        let _ = self.0.try_send(Box::new(command));
+    }
+}
 
 /// The prefill call.
 pub struct PrefillLeg {
@@ -31,16 +44,14 @@ pub struct PrefillLeg {
 impl PrefillLeg {
     /// For a computation; the ticket follows by [`Self::deliver`].
     pub fn open(node: &Node, spec: v1::RequestSpec) -> Self {
-        // Room for all that a request ever sends: a start, a ticket for each attempt, a stop.
-        let (commands, outbound) = mpsc::channel(2 + MOST_ATTEMPTS as usize);
-        let start = v1::PrefillCommand { command: Some(prefill_command::Command::Start(spec)) };
-        // The channel is new and has room.
-        let _ = commands.try_send(Box::new(start));
+        // A start, a ticket for each attempt, a stop.
+        let (commands, outbound) = Commands::new(2 + MOST_ATTEMPTS as usize);
+        commands.say(v1::PrefillCommand { command: Some(prefill_command::Command::Start(spec)) });
         let mut client = v1::prefill_client::PrefillClient::new(node.calls())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
-            let mut inbound = client.prefill(Request::new(unboxed(outbound))).await?.into_inner();
+            let mut inbound = client.prefill(Request::new(outbound)).await?.into_inner();
             while let Some(event) = inbound.message().await? {
                 yield event;
             }
@@ -66,7 +77,7 @@ impl PrefillLeg {
     }
 
     fn say(&self, command: prefill_command::Command) {
-        let _ = self.commands.try_send(Box::new(v1::PrefillCommand { command: Some(command) }));
+        self.commands.say(v1::PrefillCommand { command: Some(command) });
     }
 }
 
@@ -81,15 +92,14 @@ pub struct DecodeLeg {
 impl DecodeLeg {
     /// For a reservation.
     pub fn open(node: &Node, start: v1::DecodeStart) -> Self {
-        // Room for both commands that a request ever sends.
-        let (commands, outbound) = mpsc::channel(2);
-        let start = v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) };
-        let _ = commands.try_send(Box::new(start));
+        // A start and a stop.
+        let (commands, outbound) = Commands::new(2);
+        commands.say(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
         let mut client = v1::decode_client::DecodeClient::new(node.calls())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
-            let mut inbound = client.generate(Request::new(unboxed(outbound))).await?.into_inner();
+            let mut inbound = client.generate(Request::new(outbound)).await?.into_inner();
             while let Some(event) = inbound.message().await? {
                 yield event;
             }
@@ -105,14 +115,9 @@ impl DecodeLeg {
     /// The answer is complete: the node ends its work well, and reports. With `no_handoff` it waits for no KV either.
     pub fn stop(&mut self, no_handoff: bool) {
         let stop = v1::DecodeStop { no_handoff };
-        let stop = v1::DecodeCommand { command: Some(decode_command::Command::Stop(stop)) };
-        let _ = self.commands.try_send(Box::new(stop));
+        self.commands.say(v1::DecodeCommand { command: Some(decode_command::Command::Stop(stop)) });
         push(&mut self.events);
     }
-}
-
-fn unboxed<T: Send + 'static>(commands: mpsc::Receiver<Box<T>>) -> impl Stream<Item = T> + Send + 'static {
-    ReceiverStream::new(commands).map(|command| *command)
 }
 
 /// Lets what was said leave now. Nothing is lost: an event that is there already stays, and the next look is woken as ever.
