@@ -25,7 +25,8 @@ pub trait Executor: Send {
     fn arena(&self) -> Arc<[AtomicU64]>;
 
     /// Computes every item's tokens: writes their K and V into the item's blocks, and into `logits`, laid out for the
-    /// items in their order, those of the last token (`vocab_size` values) of each item that wants them. Calls
+    /// items in their order, those of the last token of each item that wants them (`vocab_size` values; with fewer, the
+    /// tokens behind them are impossible). Calls
     /// `layers_done(n)` on this thread once the K and V of the first `n` layers are in the arena for the whole step, for
     /// each `n` from 1 to `layers`: the step writes nothing there any more.
     ///

@@ -274,7 +274,7 @@ impl Scheduler {
         if !item.wants_logits {
             return Ok(Decision::Advance { computed, chunk, sampled: None, finish: None });
         }
-        let logits = logits.filter(|logits| logits.len() == self.vocab_size);
+        let logits = logits.filter(|logits| (1..=self.vocab_size).contains(&logits.len()));
         let logits = logits.ok_or_else(|| EngineError::Executor("no logits over the vocabulary".into()))?;
         // Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
         if !sampler::are_numbers(logits) {

@@ -5,6 +5,9 @@
 //! Arena layout, as a model's: `[layer][token]`, equal slots of 64-bit words. A slot's first word is a hash of the token,
 //! its position, the slot before it and its slot of the layer below (both read from the arena); its other words are
 //! hashes of the first. A step goes layer by layer.
+//!
+//! A step takes as long as the configuration says, and as little as may be of it is processor time: what stands beside a
+//! simulated node on the same cores is what is measured.
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +20,10 @@ use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDon
 use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::step_model::StepShape;
+
+/// A simulated model says only the first so many tokens of its vocabulary. To choose among more takes longer than the rest
+/// of a step.
+const SPOKEN_TOKENS: usize = 4096;
 
 /// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size`, `block_tokens`,
 /// `block_bytes` and `layers` are the same model.
@@ -167,6 +174,14 @@ impl SimulatedExecutor {
         Ok(())
     }
 
+    /// The logits of all items that want them.
+    fn answer(&self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
+        let width = self.spec.vocab_size.min(SPOKEN_TOKENS);
+        let rows = logits.lay_out(width, batch.wants_logits()).chunks_exact_mut(width);
+        let mut wanted = batch.items.iter().filter(|item| item.wants_logits).zip(rows);
+        wanted.try_for_each(|(item, row)| self.attend(item, row))
+    }
+
     /// Like attention, the last position reads all positions in all layers: damage anywhere shows.
     fn attend(&self, item: &BatchItem, logits: &mut [f32]) -> Result<(), EngineError> {
         let mut state = self.spec.model_digest;
@@ -209,14 +224,20 @@ impl Executor for SimulatedExecutor {
         let started = Instant::now();
         let layers = u32::try_from(self.spec.layers).unwrap_or(u32::MAX);
         let layer_takes = self.config.step_time(StepShape::of(batch)) / layers;
-        for layer in 0..layers {
-            batch.items.iter().try_for_each(|item| self.run(item, layer as usize))?;
-            pass(started, layer_takes * (layer + 1));
-            layers_done(layer as usize + 1);
+        // Only a prompt's KV leaves layer by layer: to wait for each of a single token's would be wakings for nothing.
+        let in_layers = batch.items.iter().any(|item| item.tokens.len() > 1);
+        for layer in 1..=layers {
+            let last = layer == layers;
+            batch.items.iter().try_for_each(|item| self.run(item, layer as usize - 1))?;
+            if last {
+                self.answer(batch, logits)?;
+            }
+            if in_layers || last {
+                pass(started, layer_takes * layer);
+            }
+            layers_done(layer as usize);
         }
-        let rows = logits.lay_out(self.spec.vocab_size, batch.wants_logits()).chunks_exact_mut(self.spec.vocab_size);
-        let mut wanted = batch.items.iter().filter(|item| item.wants_logits).zip(rows);
-        wanted.try_for_each(|(item, row)| self.attend(item, row))
+        Ok(())
     }
 }
 
@@ -227,9 +248,13 @@ fn pass(started: Instant, takes: Duration) {
     }
 }
 
+/// Every bit of the slot counts, and where it stands. Its words are hashes already: a product each is enough.
 fn fold(slot: &[AtomicU64]) -> u64 {
-    slot.iter().fold(0, |state, word| mix(state, word.load(Ordering::Relaxed)))
+    slot.iter().fold(0, |state: u64, word| state.wrapping_mul(FACTOR).wrapping_add(word.load(Ordering::Relaxed)))
 }
+
+/// Odd, so that nothing is lost in products (PCG's multiplier).
+const FACTOR: u64 = 0x5851_f42d_4c95_7f2d;
 
 /// SplitMix64's finalizer (<https://prng.di.unimi.it/splitmix64.c>) over both inputs.
 fn mix(a: u64, b: u64) -> u64 {
@@ -242,4 +267,48 @@ fn mix(a: u64, b: u64) -> u64 {
 /// Uniform in [-8, 8): the spread of a real model's logits, roughly.
 fn logit(hash: u64) -> f32 {
     (hash >> 40) as f32 / (1u64 << 20) as f32 - 8.0
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::BlockPool;
+
+    const TOKENS: usize = 20;
+
+    /// Computes a prompt of [`TOKENS`] and then one token more, before which `harm` has the arena. The latter's logits.
+    fn last_logits(vocab_size: usize, harm: impl FnOnce(&[AtomicU64])) -> Vec<f32> {
+        let config = SimulatedConfig { vocab_size, blocks: 2, ..SimulatedConfig::default() };
+        let mut executor = SimulatedExecutor::new(&config).unwrap();
+        let blocks = Arc::new(BlockPool::new(2, config.block_tokens).try_reserve(2).unwrap());
+        let mut step = |start: usize, tokens: usize| {
+            let tokens = (start..start + tokens).map(|token| token as u32).collect();
+            let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), wants_logits: true };
+            let mut logits = Logits::default();
+            executor.execute(&Batch { items: vec![item] }, &mut logits, &mut |_| ()).unwrap();
+            (executor.arena(), logits.of(0).unwrap().to_vec())
+        };
+        harm(&step(0, TOKENS).0);
+        step(TOKENS, 1).1
+    }
+
+    proptest! {
+        #[test]
+        fn a_changed_bit_anywhere_gives_other_logits(layer in 0usize..4, token in 0usize..TOKENS, word in 0usize..8, bit in 0u32..64) {
+            let harmed = last_logits(1024, |arena| {
+                // `[layer][token]` in each block of 16 tokens, 8 words a slot.
+                let slot = (token / 16 * 4 + layer) * 16 + token % 16;
+                arena[slot * 8 + word].fetch_xor(1 << bit, Ordering::Relaxed);
+            });
+            prop_assert_ne!(harmed, last_logits(1024, |_| ()));
+        }
+    }
+
+    #[test]
+    fn a_large_vocabulary_is_not_spoken_whole() {
+        assert_eq!(last_logits(1024, |_| ()).len(), 1024);
+        assert_eq!(last_logits(49_152, |_| ()).len(), SPOKEN_TOKENS);
+    }
 }
