@@ -152,7 +152,8 @@ pub fn start(
         client,
         slot: None,
     });
-    tokio::spawn(run.until_the_end(entry, cancel));
+    // Boxed: on its way to the reactor a task is copied whole, five times.
+    tokio::spawn(Box::pin(run.until_the_end(entry, cancel)));
     identities
 }
 
