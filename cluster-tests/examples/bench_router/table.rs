@@ -1,25 +1,25 @@
 //! Medians over the turns, as markdown.
-use crate::Subject;
-use crate::load::{Latencies, Streamed};
+use crate::load::Streamed;
+use crate::{Subject, Turn};
 
-/// Time to the first token, and what each router adds to it: differences of neighbouring turns.
-pub fn latency(subjects: &[Subject], turns: &[Vec<Latencies>]) {
+/// Time to the first token, and what each router adds to it: differences within each round.
+pub fn latency(subjects: &[Subject], rounds: &[Vec<Turn>]) {
     println!(
         "| way | first token p50 ms | p99 ms | added p50 µs | added p99 µs | the router's processor time for a request, µs |"
     );
     println!("|---|---|---|---|---|---|");
-    for (subject, own) in subjects.iter().zip(turns) {
-        let of = |share: f64| median(own.iter().map(|turn| turn.percentile(share)));
+    for (index, subject) in subjects.iter().enumerate() {
+        let percentile = |turns: &[Turn], of: usize, share| turns[of].latencies.percentile(share);
+        let of = |share: f64| median(rounds.iter().map(|turns| percentile(turns, index, share)));
         let added = |share: f64| match subject.without {
             Some(without) => {
-                let pairs = own.iter().zip(&turns[without]);
-                let micros = median(pairs.map(|(with, bare)| with.percentile(share) - bare.percentile(share))) * 1e3;
-                format!("{micros:.0}")
+                let more = |turns: &Vec<Turn>| percentile(turns, index, share) - percentile(turns, without, share);
+                format!("{:.0}", median(rounds.iter().map(more)) * 1e3)
             }
             None => "–".to_owned(),
         };
         let processor = match subject.router {
-            Some(_) => format!("{:.0}", median(own.iter().filter_map(|turn| turn.processor_us))),
+            Some(_) => format!("{:.0}", median(rounds.iter().filter_map(|turns| turns[index].latencies.processor_us))),
             None => "–".to_owned(),
         };
         let (p50, p99) = (of(0.5), of(0.99));
@@ -28,11 +28,12 @@ pub fn latency(subjects: &[Subject], turns: &[Vec<Latencies>]) {
 }
 
 /// Tokens through each router.
-pub fn streaming(subjects: &[Subject], turns: &[Vec<Streamed>]) {
+pub fn streaming(subjects: &[Subject], rounds: &[Vec<Turn>]) {
     println!("| way | tokens/s | tokens per second of the router's processor time |");
     println!("|---|---|---|");
-    for (subject, own) in subjects.iter().zip(turns).filter(|(subject, _)| subject.router.is_some()) {
-        let of = |figure: fn(&Streamed) -> f64| median(own.iter().map(figure));
+    for (index, subject) in subjects.iter().enumerate().filter(|(_, subject)| subject.router.is_some()) {
+        let streamed = rounds.iter().filter_map(|turns| turns[index].streamed.as_ref());
+        let of = |figure: fn(&Streamed) -> f64| median(streamed.clone().map(figure));
         println!(
             "| {} | {:.0} | {:.0} |",
             subject.name,
