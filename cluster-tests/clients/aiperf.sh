@@ -1,6 +1,7 @@
 #!/bin/bash
-# aiperf, unmodified, against a cluster of `tandem up`: a chat and a completions profile, without an error. After each of them `tandem bench` with prompts as
-# long, as many tokens to generate, the same rate and the same even arrivals, on the same cluster; what both measured is printed side by side.
+# aiperf, unmodified, against a cluster of `tandem up`: a chat and a completions profile, without an error. Beside each of them `tandem bench` with prompts as
+# long, as many tokens to generate, the same rate and the same even arrivals, on the same cluster; what both measured is printed side by side. With
+# AIPERF_TURNS=6 both measure six times, the other one first in each turn: a machine's speed moves by more than the tools differ.
 # aiperf is installed once, into $TANDEM_AIPERF_VENV (~/.cache/tandem/aiperf-venv). Reports stay in target/aiperf.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -10,6 +11,7 @@ venv=${TANDEM_AIPERF_VENV:-$HOME/.cache/tandem/aiperf-venv}
 requests=${AIPERF_REQUESTS:-40}
 rate=${AIPERF_RATE:-4}
 osl=${AIPERF_OSL:-16}
+turns=${AIPERF_TURNS:-1}
 out=$PWD/target/aiperf
 if [ ! -x "$venv/bin/aiperf" ]; then
   echo "test-aiperf: installing aiperf $version into $venv"
@@ -24,16 +26,35 @@ gguf=${TANDEM_CACHE:-$HOME/.cache/tandem}/SmolLM2-135M-Instruct.Q4_1.gguf
 model=$(python3 -c 'import json, sys, urllib.request as u; print(json.load(u.urlopen(sys.argv[1] + "/v1/models"))["data"][0]["id"])' "$http")
 # So that neither of the two meets a cluster that has not answered yet.
 target/release/tandem bench --url "$http" --input 64 --output "$osl" --requests 4 --warmup 0 > "$work/warm.txt"
-for kind in chat completions; do
+# aiperf KIND DIRECTORY
+run_aiperf() {
   # HF_HUB_OFFLINE must be unset, and the tokenizer's path absolute.
   env -u HF_HUB_OFFLINE "$venv/bin/aiperf" profile -m "$model" --tokenizer "$tokenizer" -u "$http" \
-    --endpoint-type "$kind" --streaming --isl 64 --osl "$osl" --request-rate "$rate" --arrival-pattern constant \
+    --endpoint-type "$1" --streaming --isl 64 --osl "$osl" --request-rate "$rate" --arrival-pattern constant \
     --request-count "$requests" \
-    --extra-inputs ignore_eos:true --use-server-token-count --ui none --artifact-dir "$out/$kind"
-  python3 cluster-tests/clients/aiperf_check.py "$out/$kind" "$requests"
-  input=$(python3 cluster-tests/clients/aiperf_beside.py "$out/$kind")
-  target/release/tandem bench --url "$http" --api "$kind" --input "$input" --output "$osl" --rate "$rate" --arrivals constant \
-    --requests "$requests" --warmup 0 --json "$out/$kind/tandem.json" > "$out/$kind/tandem.txt"
-  python3 cluster-tests/clients/aiperf_beside.py "$out/$kind" "$out/$kind/tandem.json"
+    --extra-inputs ignore_eos:true --use-server-token-count --ui none --artifact-dir "$2"
+  python3 cluster-tests/clients/aiperf_check.py "$2" "$requests"
+}
+# tandem bench KIND DIRECTORY PROMPT-TOKENS
+run_bench() {
+  target/release/tandem bench --url "$http" --api "$1" --input "$3" --output "$osl" --rate "$rate" --arrivals constant \
+    --requests "$requests" --warmup 0 --json "$2/tandem.json" > "$2/tandem.txt"
+}
+for kind in chat completions; do
+  rm -rf "${out:?}/$kind"
+  for turn in $(seq "$turns"); do
+    directory=$out/$kind/$turn
+    mkdir -p "$directory"
+    # The first one says how long aiperf's prompts are by the server's count.
+    if [ $((turn % 2)) = 0 ]; then
+      run_bench "$kind" "$directory" "$input"
+      run_aiperf "$kind" "$directory"
+    else
+      run_aiperf "$kind" "$directory"
+      input=$(python3 cluster-tests/clients/aiperf_beside.py --prompt-tokens "$out/$kind/1")
+      run_bench "$kind" "$directory" "$input"
+    fi
+  done
+  python3 cluster-tests/clients/aiperf_beside.py "$out/$kind"
 done
 echo "test-aiperf: all passed"

@@ -1,7 +1,7 @@
 """aiperf's numbers beside those of `tandem bench`, of one shape and rate on one cluster.
 
-Usage: aiperf_beside.py DIRECTORY             prints the prompt tokens of aiperf's requests, as the server counted them, in the mean
-       aiperf_beside.py DIRECTORY BENCH.json  prints the table
+Usage: aiperf_beside.py --prompt-tokens TURN  prints the prompt tokens of aiperf's requests, as the server counted them, in the mean
+       aiperf_beside.py DIRECTORY             prints the table: means over its turns, which are directories with both reports
 
 Prompts are as long by the server's own count (`usage.prompt_tokens`): `tandem bench --input` counts a chat's template in, aiperf's `--isl` does not.
 What aiperf calls inter token latency is our TPOT. aiperf counts from the moment at which it sent a request; `tandem bench` from the moment at which it
@@ -10,10 +10,11 @@ was to be sent: the generator's own lag, which its report tells, is in its first
 
 import json
 import pathlib
+import statistics
 import sys
 
 
-def report_of(directory: str) -> dict:
+def report_of(directory: str | pathlib.Path) -> dict:
     reports = sorted(pathlib.Path(directory).rglob("profile_export_aiperf.json"))
     assert reports, f"no profile_export_aiperf.json below {directory}"
     return json.loads(reports[-1].read_text())
@@ -34,17 +35,25 @@ def difference(aiperf: float, bench: float) -> str:
     return f"{(bench / aiperf - 1) * 100:+.1f} %" if aiperf else "–"
 
 
-def main(directory: str, bench: str | None = None) -> None:
-    aiperf = report_of(directory)
-    if bench is None:
-        print(max(1, round(aiperf["input_sequence_length"]["avg"])))
-        return
-    ours = json.loads(pathlib.Path(bench).read_text())
-    print(f"{pathlib.Path(directory).name:<38}{'aiperf':>10}{'tandem':>10}{'difference':>12}")
-    for name, theirs, own in rows(aiperf, ours):
+def table(directory: pathlib.Path) -> None:
+    turns = sorted(path for path in directory.iterdir() if path.is_dir())
+    ours = [json.loads((turn / "tandem.json").read_text()) for turn in turns]
+    measured = [rows(report_of(turn), own) for turn, own in zip(turns, ours)]
+    print(f"{f'{directory.name}, {len(turns)} turn(s)':<38}{'aiperf':>10}{'tandem':>10}{'difference':>12}")
+    for of_each_turn in zip(*measured):
+        name = of_each_turn[0][0]
+        theirs, own = (statistics.fmean(row[column] for row in of_each_turn) for column in (1, 2))
         print(f"{name:<38}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
-    lag = ours["tandem"]["run"]["own_lag_p99_ms"]
+    lag = max(own["tandem"]["run"]["own_lag_p99_ms"] for own in ours)
     print(f"(tandem bench itself sent up to {lag:.2f} ms late at p99; that is in its TTFT and not in aiperf's)")
+
+
+def main(first: str, turn: str | None = None) -> None:
+    if first == "--prompt-tokens":
+        assert turn, __doc__
+        print(max(1, round(report_of(turn)["input_sequence_length"]["avg"])))
+    else:
+        table(pathlib.Path(first))
 
 
 if __name__ == "__main__":
