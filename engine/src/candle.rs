@@ -192,6 +192,7 @@ fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
         model_digest,
         compatibility_digest: 0,
         vocab_size: model.vocab_size,
+        logits: model.vocab_size,
         eos_token_id: model.eos_token_id,
         max_context_tokens: model.max_context_tokens,
         block_tokens: layout.block_tokens,

@@ -25,8 +25,7 @@ pub trait Executor: Send {
     fn arena(&self) -> Arc<[AtomicU64]>;
 
     /// Computes every item's tokens: writes their K and V into the item's blocks, and into `logits`, laid out for the
-    /// items in their order, those of the last token of each item that wants them (`vocab_size` values; with fewer, the
-    /// tokens behind them are impossible). Calls
+    /// items in their order, those of the last token (`logits` values of the spec) of each item that wants them. Calls
     /// `layers_done(n)` on this thread once the K and V of the first `n` layers are in the arena for the whole step, for
     /// each `n` from 1 to `layers`: the step writes nothing there any more.
     ///
@@ -110,8 +109,10 @@ pub struct EngineSpec {
     pub model_digest: u64,
     /// Equal on two nodes whose KV blocks mean the same; see [`EngineSpec::sealed`].
     pub compatibility_digest: u64,
-    /// Token ids are below this; so many logits has a position.
+    /// Token ids are below this.
     pub vocab_size: usize,
+    /// So many logits has a position: those of the first tokens of the vocabulary, for a real model of all.
+    pub logits: usize,
     /// Ends a sequence, unless the request ignores it.
     pub eos_token_id: u32,
     /// Longest sequence, prompt and answer together.

@@ -87,7 +87,7 @@ impl Decision {
 pub struct Scheduler {
     max_running: usize,
     max_step_tokens: usize,
-    vocab_size: usize,
+    logits: usize,
     eos_token_id: u32,
     max_context_tokens: usize,
     block_tokens: usize,
@@ -125,7 +125,7 @@ impl Scheduler {
         Self {
             max_running: config.max_running.clamp(1, max_step_tokens),
             max_step_tokens,
-            vocab_size: spec.vocab_size,
+            logits: spec.logits,
             eos_token_id: spec.eos_token_id,
             max_context_tokens: spec.max_context_tokens,
             block_tokens: spec.block_tokens.max(1),
@@ -274,7 +274,7 @@ impl Scheduler {
         if !item.wants_logits {
             return Ok(Decision::Advance { computed, chunk, sampled: None, finish: None });
         }
-        let logits = logits.filter(|logits| (1..=self.vocab_size).contains(&logits.len()));
+        let logits = logits.filter(|logits| logits.len() == self.logits);
         let logits = logits.ok_or_else(|| EngineError::Executor("no logits over the vocabulary".into()))?;
         // Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
         if !sampler::are_numbers(logits) {

@@ -135,6 +135,7 @@ impl SimulatedExecutor {
             model_digest: config.identity,
             compatibility_digest: 0,
             vocab_size: config.vocab_size,
+            logits: config.vocab_size.min(SPOKEN_TOKENS),
             eos_token_id: config.eos_token_id,
             max_context_tokens: config.max_context_tokens,
             block_tokens: config.block_tokens,
@@ -176,7 +177,7 @@ impl SimulatedExecutor {
 
     /// The logits of all items that want them.
     fn answer(&self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
-        let width = self.spec.vocab_size.min(SPOKEN_TOKENS);
+        let width = self.spec.logits;
         let rows = logits.lay_out(width, batch.wants_logits()).chunks_exact_mut(width);
         let mut wanted = batch.items.iter().filter(|item| item.wants_logits).zip(rows);
         wanted.try_for_each(|(item, row)| self.attend(item, row))
