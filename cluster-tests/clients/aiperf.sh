@@ -35,9 +35,10 @@ run_aiperf() {
     --extra-inputs ignore_eos:true --use-server-token-count --ui none --artifact-dir "$2"
   python3 cluster-tests/clients/aiperf_check.py "$2" "$requests"
 }
-# tandem bench KIND DIRECTORY PROMPT-TOKENS
+# tandem bench KIND DIRECTORY, with prompts as long as aiperf's first ones were by the server's count
 run_bench() {
-  target/release/tandem bench --url "$http" --api "$1" --input "$3" --output "$osl" --rate "$rate" --arrivals constant \
+  target/release/tandem bench --url "$http" --api "$1" --output "$osl" --rate "$rate" --arrivals constant \
+    --input "$(python3 cluster-tests/clients/aiperf_beside.py --prompt-tokens "$out/$1/1")" \
     --requests "$requests" --warmup 0 --json "$2/tandem.json" > "$2/tandem.txt"
 }
 for kind in chat completions; do
@@ -45,15 +46,9 @@ for kind in chat completions; do
   for turn in $(seq "$turns"); do
     directory=$out/$kind/$turn
     mkdir -p "$directory"
-    # The first one says how long aiperf's prompts are by the server's count.
-    if [ $((turn % 2)) = 0 ]; then
-      run_bench "$kind" "$directory" "$input"
-      run_aiperf "$kind" "$directory"
-    else
-      run_aiperf "$kind" "$directory"
-      input=$(python3 cluster-tests/clients/aiperf_beside.py --prompt-tokens "$out/$kind/1")
-      run_bench "$kind" "$directory" "$input"
-    fi
+    tools=(run_aiperf run_bench)
+    [ $((turn % 2)) = 1 ] || tools=(run_bench run_aiperf)
+    for tool in "${tools[@]}"; do "$tool" "$kind" "$directory"; done
   done
   python3 cluster-tests/clients/aiperf_beside.py "$out/$kind"
 done

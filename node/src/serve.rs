@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use tandem_ports::{Limits, Port, raise_descriptor_limit, serve_http};
+use tandem_ports::{Limits, Port, raise_descriptor_limit, reactor_threads, serve_http};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -44,10 +44,8 @@ pub fn prepare_environment() {
 pub fn run_process(service: &'static str, life: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
     tandem_telemetry::init_logging(service);
     raise_descriptor_limit();
-    // The engine has its own threads, and UCX has; these only wait for sockets. What is woken is one of them: on few cores a
-    // second one is woken to look for work that the first is at already.
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let runtime = Builder::new_multi_thread().worker_threads((cores / 4).clamp(1, 2)).enable_all().build();
+    // The engine has its own threads, and UCX has; these, two at most, only wait for sockets.
+    let runtime = Builder::new_multi_thread().worker_threads(reactor_threads().min(2)).enable_all().build();
     let result = runtime.context("cannot start the runtime").and_then(|runtime| {
         let result = runtime.block_on(life);
         runtime.shutdown_timeout(CLOSE_TIMEOUT);

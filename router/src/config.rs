@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
-use tandem_ports::TlsFiles;
+use tandem_ports::{TlsFiles, reactor_threads};
 
 use crate::admission::pools::Pools;
 use crate::flow::Limits;
@@ -209,14 +209,9 @@ impl From<Flags> for Config {
             },
             index_blocks: flags.index_blocks as usize,
             drain: millis(flags.drain_ms),
-            threads: flags.threads.map_or_else(default_threads, usize::from),
+            threads: flags.threads.map_or_else(reactor_threads, usize::from),
         }
     }
-}
-
-fn default_threads() -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    (cores / 4).max(1)
 }
 
 #[cfg(test)]
@@ -230,7 +225,7 @@ mod tests {
         assert_eq!((config.limits.node_queue, config.limits.max_ttft, config.api_keys), (4, None, None));
         assert_eq!(config.limits.pools, Pools::default());
         assert_eq!(config.lease, Duration::from_secs(3));
-        assert_eq!(config.threads, default_threads());
+        assert_eq!(config.threads, reactor_threads());
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
         assert!(config.tls.is_none() && config.nodes.is_none() && config.cors_origins.is_empty());

@@ -121,11 +121,10 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A turn of each subject. Another one begins each time: what follows a load on the machine is not always the same way.
+/// A turn of each subject, in their order. Another one begins each time: what follows a load on the machine is not always the same way.
 async fn round(subjects: &[Subject], args: &Args, number: usize) -> anyhow::Result<Vec<Turn>> {
-    let mut turns: Vec<Option<Turn>> = subjects.iter().map(|_| None).collect();
-    for index in (0..subjects.len()).map(|turn| (turn + number) % subjects.len()) {
-        let subject = &subjects[index];
+    let (first, mut turns) = (number % subjects.len(), Vec::new());
+    for subject in subjects.iter().cycle().skip(first).take(subjects.len()) {
         eprintln!("round {}: {}", number + 1, subject.name);
         let latencies = load::open_loop(&subject.way, args.rate, args.seconds, number as u64, subject.router).await?;
         let streamed = match subject.router {
@@ -134,9 +133,10 @@ async fn round(subjects: &[Subject], args: &Args, number: usize) -> anyhow::Resu
             }
             _ => None,
         };
-        turns[index] = Some(Turn { latencies, streamed });
+        turns.push(Turn { latencies, streamed });
     }
-    Ok(turns.into_iter().flatten().collect())
+    turns.rotate_right(first);
+    Ok(turns)
 }
 
 async fn subjects(

@@ -110,6 +110,13 @@ impl Port {
     }
 }
 
+/// Threads of a reactor that does nothing but wait for sockets: one for four cores. On few cores a second one is woken to
+/// look for work that the first is at already.
+pub fn reactor_threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    (cores / 4).max(1)
+}
+
 /// Lets the process open as many descriptors as the system allows it: the usual soft limit of 1,024 is less than two
 /// full ports.
 pub fn raise_descriptor_limit() {
