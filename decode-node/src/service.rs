@@ -17,9 +17,6 @@ use crate::generate;
 /// Name of the service in health checks.
 pub const SERVICE_NAME: &str = <DecodeServer<DecodeService> as NamedService>::NAME;
 
-/// A call that says nothing holds its place no longer than this.
-const START_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// The service over a started node; `lease` is how long a prefill node may be silent in a hand-off.
 pub fn routes(node: Arc<Node>, lease: Duration) -> Routes {
     let server = DecodeServer::new(DecodeService { node, lease });
@@ -40,22 +37,20 @@ impl decode_server::Decode for DecodeService {
         &self,
         request: Request<Streaming<DecodeCommand>>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let call = self.node.work.begin()?;
-        let (node, lease, mut commands) = (self.node.clone(), self.lease, request.into_inner());
-        Ok(Response::new(call::spawn(call, |events| async move {
-            let start = start(&mut commands).await?;
-            generate::serve(node, start, lease, events, Stop::from_router(commands)).await
-        })))
+        let (node, lease) = (self.node.clone(), self.lease);
+        let events = call::spawn(&self.node.work, start(request.into_inner()), move |(start, stop), events| {
+            generate::serve(node, start, lease, events, stop)
+        })?;
+        Ok(Response::new(events))
     }
 }
 
-async fn start(commands: &mut Streaming<DecodeCommand>) -> Result<DecodeStart, Error> {
-    let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
-    let message = tokio::time::timeout(START_TIMEOUT, commands.message()).await;
-    let message = message.map_err(|_| invalid("the call said nothing"))??;
-    match message.and_then(|message| message.command) {
-        Some(Command::Start(start)) => Ok(start),
-        Some(Command::Stop(_)) | None => Err(invalid("the first message of a call must be `start`")),
+async fn start(mut commands: Streaming<DecodeCommand>) -> Result<(DecodeStart, Stop), Error> {
+    match commands.message().await?.and_then(|message| message.command) {
+        Some(Command::Start(start)) => Ok((start, Stop::from_router(commands))),
+        Some(Command::Stop(_)) | None => {
+            Err(Error::new(ErrorKind::InvalidArgument, "the first message of a call must be `start`"))
+        }
     }
 }
 

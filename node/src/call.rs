@@ -1,6 +1,8 @@
 //! One streaming call as a task. The task dies with its client: when the response stream is dropped, the future is
 //! dropped at its present await, and with it every lease, sequence and hand-off that it holds. So it is when the router
 //! declares this life of the node dead.
+//!
+//! A call may be open before it says what it is for: a router opens some ahead. It counts from that word on.
 use std::future::Future;
 
 use tandem_proto::{Error, ErrorKind};
@@ -8,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use crate::work::Call;
+use crate::work::{Opened, Work};
 
 /// Events that may wait for a slow client; beyond that the producer waits.
 const EVENTS: usize = 64;
@@ -33,44 +35,89 @@ impl<E> Events<E> {
 /// Response body of a call.
 pub type EventStream<E> = ReceiverStream<Result<E, Status>>;
 
-/// Runs `body` until it ends or the client goes; its error becomes the status of the call.
-pub fn spawn<E, F>(call: Call, body: impl FnOnce(Events<E>) -> F) -> EventStream<E>
+/// Runs what `start` asks for, the call's first message, until that ends or the client goes; its error becomes the status of
+/// the call.
+///
+/// # Errors
+/// `Unavailable` while draining, `Overloaded` while too many calls have not said what they are for.
+pub fn spawn<S, E, F>(
+    work: &Work,
+    start: impl Future<Output = Result<S, Error>> + Send + 'static,
+    body: impl FnOnce(S, Events<E>) -> F + Send + 'static,
+) -> Result<EventStream<E>, Error>
 where
+    S: Send + 'static,
     E: Send + 'static,
     F: Future<Output = Result<(), Error>> + Send + 'static,
 {
+    let (opened, tasks) = (work.open()?, work.tasks().clone());
     let (sender, receiver) = mpsc::channel(EVENTS);
-    let running = body(Events { sender: sender.clone() });
-    let life_over = call.life_over();
-    call.tasks().spawn(async move {
+    tasks.spawn(async move {
+        let events = Events { sender: sender.clone() };
         let result = tokio::select! {
             biased;
-            // Leaving this block drops `running`, whatever it waits for.
-            () = life_over => Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead")),
-            // `call` is dropped without an end: cancelled.
+            // Leaving this block drops the call, whatever it waits for: without an end it counts as cancelled.
             () = sender.closed() => return,
-            result = running => result,
+            result = live(opened, start, |start| body(start, events)) => result,
         };
-        call.end(&result);
         if let Err(error) = result {
-            tracing::info!(kind = ?error.kind, "call failed: {error}");
             let _ = sender.send(Err(error.into())).await;
         }
     });
-    ReceiverStream::new(receiver)
+    Ok(ReceiverStream::new(receiver))
+}
+
+async fn live<S, F>(
+    opened: Opened,
+    start: impl Future<Output = Result<S, Error>>,
+    body: impl FnOnce(S) -> F,
+) -> Result<(), Error>
+where
+    F: Future<Output = Result<(), Error>>,
+{
+    let (call, start) = opened.begin(start).await?;
+    let result = tokio::select! {
+        biased;
+        () = call.life_over() => Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead")),
+        result = body(start) => result,
+    };
+    if let Err(error) = &result {
+        tracing::info!(kind = ?error.kind, "call failed: {error}");
+    }
+    call.end(&result);
+    result
 }
 
 #[cfg(test)]
 mod tests {
+    use std::future::{pending, ready};
+
+    use tandem_proto::START_TIMEOUT;
+    use tokio::sync::oneshot;
     use tokio_stream::StreamExt;
 
     use super::*;
-    use crate::work::Work;
+
+    /// A call that starts at once.
+    fn begun<F>(work: &Work, body: impl FnOnce(Events<u32>) -> F + Send + 'static) -> EventStream<u32>
+    where
+        F: Future<Output = Result<(), Error>> + Send + 'static,
+    {
+        spawn(work, ready(Ok(())), |(), events| body(events)).unwrap()
+    }
+
+    /// One that never does.
+    fn silent(work: &Work) -> Result<EventStream<u32>, Error> {
+        spawn(work, pending::<Result<(), _>>(), |(), _| ready(Ok(())))
+    }
+
+    fn counted(work: &Work) -> Vec<(&'static str, u64)> {
+        work.outcomes().filter(|(_, count)| *count > 0).collect()
+    }
 
     #[tokio::test]
     async fn events_then_the_error() {
-        let work = Work::new(1);
-        let mut stream = spawn(work.begin().unwrap(), |events: Events<u32>| async move {
+        let mut stream = begun(&Work::new(1), |events| async move {
             events.send(1).await?;
             Err(Error::new(ErrorKind::Corrupt, "bad block"))
         });
@@ -82,33 +129,58 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_a_life_drops_its_calls_and_no_later_ones() {
         let work = Work::new(2);
-        let (held, released) = tokio::sync::oneshot::channel::<()>();
-        let mut old = spawn(work.begin().unwrap(), |_events: Events<u32>| async move {
+        let (held, released) = oneshot::channel::<()>();
+        let mut old = begun(&work, |events| async move {
             let _held = held;
-            std::future::pending().await
+            events.send(0).await?;
+            pending().await
         });
+        assert_eq!(old.next().await.unwrap().unwrap(), 0);
         work.end_life();
-        let mut new = spawn(work.begin().unwrap(), |events: Events<u32>| async move { events.send(1).await });
+        let mut new = begun(&work, |events| async move { events.send(1).await });
         released.await.unwrap_err();
         let status = old.next().await.unwrap().unwrap_err();
         assert_eq!(Error::from(status).kind, ErrorKind::DeclaredDead);
         assert_eq!(new.next().await.unwrap().unwrap(), 1);
         assert!(new.next().await.is_none() && old.next().await.is_none());
-        assert!(work.outcomes().any(|outcome| outcome == ("declared_dead", 1)));
+        assert_eq!(counted(&work), [("ok", 1), ("declared_dead", 1)]);
     }
 
     #[tokio::test]
     async fn dropping_the_stream_drops_the_body() {
         let work = Work::new(1);
-        let (held, released) = tokio::sync::oneshot::channel::<()>();
-        let stream = spawn(work.begin().unwrap(), |_events: Events<u32>| async move {
+        let (held, released) = oneshot::channel::<()>();
+        let mut stream = begun(&work, |events| async move {
             let _held = held;
-            std::future::pending().await
+            events.send(0).await?;
+            pending().await
         });
+        assert_eq!(stream.next().await.unwrap().unwrap(), 0);
         drop(stream);
         released.await.unwrap_err();
         work.drain();
         work.drained().await;
-        assert!(work.outcomes().any(|outcome| outcome == ("cancelled", 1)));
+        assert_eq!(counted(&work), [("cancelled", 1)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_without_a_word_is_no_call_in_flight() {
+        let work = Work::new(1);
+        let mut waiting = silent(&work).unwrap();
+        let begun_at = tokio::time::Instant::now();
+        // It takes no place of those that have one, but there is no room for another.
+        assert_eq!(silent(&work).unwrap_err().kind, ErrorKind::Overloaded);
+        assert_eq!((work.in_flight(), work.begin().is_ok()), (0, true));
+        let status = waiting.next().await.unwrap().unwrap_err();
+        assert_eq!((status.code(), begun_at.elapsed()), (tonic::Code::InvalidArgument, START_TIMEOUT));
+        // Neither does one whose caller has left.
+        drop(silent(&work).unwrap());
+        tokio::task::yield_now().await;
+        let mut waiting = silent(&work).unwrap();
+        work.drain();
+        work.drained().await;
+        assert_eq!(waiting.next().await.unwrap().unwrap_err().code(), tonic::Code::Unavailable);
+        assert_eq!(silent(&work).unwrap_err().kind, ErrorKind::Unavailable);
+        assert_eq!(counted(&work), [("cancelled", 1)], "the one that was begun and dropped above");
     }
 }

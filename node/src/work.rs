@@ -1,10 +1,12 @@
 //! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over. Each
-//! belongs to a life of the node (an incarnation) and is cancelled when that one is declared dead.
+//! belongs to a life of the node (an incarnation) and is cancelled when that one is declared dead. A call is in flight once
+//! it has said what it is for; a drain ends those that have not, and waits for the others.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::{Error, ErrorKind, START_TIMEOUT};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
@@ -20,6 +22,8 @@ pub struct Work {
 #[derive(Debug)]
 struct Inner {
     permits: Arc<Semaphore>,
+    /// Places of calls that have said nothing.
+    openings: Arc<Semaphore>,
     limit: usize,
     tracker: TaskTracker,
     tasks: Tasks,
@@ -58,8 +62,10 @@ impl Work {
 
     /// At most `limit` calls at once, which run on `tasks`.
     pub fn on(tasks: Tasks, limit: usize) -> Self {
+        let places = || Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS)));
         let inner = Inner {
-            permits: Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS))),
+            permits: places(),
+            openings: places(),
             limit,
             tracker: TaskTracker::new(),
             tasks,
@@ -72,19 +78,31 @@ impl Work {
         Self { inner: Arc::new(inner) }
     }
 
+    /// Takes in a call that has said nothing.
+    ///
+    /// # Errors
+    /// `Unavailable` while draining, `Overloaded` where there are as many of them as calls in flight may be.
+    pub fn open(&self) -> Result<Opened, Error> {
+        Ok(Opened { _permit: self.place(&self.inner.openings)?, work: self.clone() })
+    }
+
     /// Admits a call.
     ///
     /// # Errors
     /// `Unavailable` while draining, `Overloaded` at the limit.
     pub fn begin(&self) -> Result<Call, Error> {
-        if self.is_draining() {
-            return Err(Error::new(ErrorKind::Unavailable, "this node is draining: it takes no new requests"));
-        }
-        let permit = self.inner.permits.clone().try_acquire_owned().map_err(|_| {
-            Error::new(ErrorKind::Overloaded, format!("this node has its {} calls already", self.inner.limit))
-        })?;
+        let permit = self.place(&self.inner.permits)?;
         let life = self.life().clone();
         Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), life, outcome: CANCELLED })
+    }
+
+    fn place(&self, places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Error> {
+        if self.is_draining() {
+            return Err(draining());
+        }
+        places.clone().try_acquire_owned().map_err(|_| {
+            Error::new(ErrorKind::Overloaded, format!("this node has its {} calls already", self.inner.limit))
+        })
     }
 
     /// Cancels all calls in flight, each with an error; calls that begin from now on are of the next life.
@@ -144,6 +162,34 @@ impl Work {
         let counts = self.inner.outcomes.iter().map(|count| count.load(Ordering::Relaxed));
         OUTCOMES.into_iter().zip(counts)
     }
+}
+
+/// A call that has said nothing.
+#[derive(Debug)]
+pub struct Opened {
+    work: Work,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Opened {
+    /// Waits for what it is for, its first message, and admits it.
+    ///
+    /// # Errors
+    /// `start`'s own, `InvalidArgument` when it takes longer than [`START_TIMEOUT`], and those of [`Work::begin`].
+    pub async fn begin<S>(self, start: impl Future<Output = Result<S, Error>>) -> Result<(Call, S), Error> {
+        let Self { work, .. } = &self;
+        let silent = |_| Error::new(ErrorKind::InvalidArgument, "the call said nothing");
+        let start = tokio::select! {
+            biased;
+            start = timeout(START_TIMEOUT, start) => start.map_err(silent)??,
+            () = work.draining() => return Err(draining()),
+        };
+        Ok((work.begin()?, start))
+    }
+}
+
+fn draining() -> Error {
+    Error::new(ErrorKind::Unavailable, "this node is draining: it takes no new requests")
 }
 
 /// One call in flight; counted when dropped, as cancelled unless it ended before.

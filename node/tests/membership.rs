@@ -161,10 +161,12 @@ async fn an_incarnation_that_was_declared_dead_ends_its_calls_and_comes_back_as_
     let mut reports = serve_but(listener, CancellationToken::new(), dead, Arc::default()).await;
     let lease = Arc::new(node.engine.pool().try_reserve(3).unwrap());
     let held = Arc::downgrade(&lease);
-    let mut call = tandem_node::call::spawn(node.work.begin().unwrap(), |_events: Events<()>| async move {
+    let started = std::future::ready(Ok(()));
+    let mut call = tandem_node::call::spawn(&node.work, started, |(), _events: Events<()>| async move {
         let _held = lease;
         std::future::pending().await
-    });
+    })
+    .unwrap();
     let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
 
     assert_eq!(registered(&mut reports).await.incarnation, first.0);

@@ -12,7 +12,7 @@ use tandem_node::request::{top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::spans::pack;
 use tandem_proto::v1::prefill_event::Event;
-use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent};
+use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent, RequestSpec};
 use tandem_proto::{Error, ErrorKind, TraceContext};
 use tandem_telemetry::{Kind, clock};
 use tokio::sync::watch;
@@ -43,10 +43,15 @@ pub struct Shared {
 ///
 /// # Errors
 /// What the call's status will be. Whatever the outcome, blocks are back when the last holder lets go of them.
-pub async fn run(shared: Shared, mut commands: Commands, events: Events<PrefillEvent>) -> Result<(), Error> {
+pub async fn run(
+    shared: Shared,
+    spec: RequestSpec,
+    mut commands: Commands,
+    events: Events<PrefillEvent>,
+) -> Result<(), Error> {
     let accepted = clock::now();
     let node = &shared.node;
-    let request = CheckedRequest::check(commands.start().await?, node.engine.spec())?;
+    let request = CheckedRequest::check(spec, node.engine.spec())?;
     let mut trace = node.trace();
     let server = trace.open("prefill", Kind::Server, request.parent, accepted);
     trace.attr("tandem.request_id", request.id.as_str());

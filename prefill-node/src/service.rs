@@ -1,6 +1,5 @@
 //! The gRPC service: one call is one request; closing it cancels the request. What happens in between is `prefill.rs`.
 use std::sync::Arc;
-use std::time::Duration;
 
 use prost::Message;
 use tandem_node::Node;
@@ -19,9 +18,6 @@ use crate::settings::Settings;
 
 /// Name of the service in health checks.
 pub const SERVICE_NAME: &str = <PrefillServer<PrefillService> as NamedService>::NAME;
-
-/// A call that says nothing holds its place no longer than this.
-const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The service over a started node, as it is without flags.
 pub fn routes(node: Arc<Node>) -> Routes {
@@ -48,10 +44,11 @@ impl prefill_server::Prefill for PrefillService {
         &self,
         request: Request<Streaming<PrefillCommand>>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
-        let call = self.shared.node.work.begin()?;
-        let shared = self.shared.clone();
-        let commands = Commands { stream: request.into_inner() };
-        Ok(Response::new(call::spawn(call, |events| prefill::run(shared, commands, events))))
+        let (shared, start) = (self.shared.clone(), Commands::start(request.into_inner()));
+        let events = call::spawn(&self.shared.node.work, start, move |(spec, commands), events| {
+            prefill::run(shared, spec, commands, events)
+        })?;
+        Ok(Response::new(events))
     }
 }
 
@@ -65,21 +62,16 @@ pub enum Word {
     Closed,
 }
 
-/// The router's side of a call: a start, then tickets.
+/// The router's side of a call that has started: tickets.
 pub struct Commands {
     stream: Streaming<PrefillCommand>,
 }
 
 impl Commands {
-    /// The first message.
-    ///
-    /// # Errors
-    /// `InvalidArgument` when it is something else or does not come.
-    pub async fn start(&mut self) -> Result<RequestSpec, Error> {
-        let message = tokio::time::timeout(START_TIMEOUT, self.stream.message()).await;
-        let message = message.map_err(|_| invalid("the call said nothing"))??;
-        match message.and_then(|message| message.command) {
-            Some(Command::Start(spec)) => Ok(spec),
+    /// The first message, and who hears the others.
+    async fn start(mut stream: Streaming<PrefillCommand>) -> Result<(RequestSpec, Self), Error> {
+        match stream.message().await?.and_then(|message| message.command) {
+            Some(Command::Start(spec)) => Ok((spec, Self { stream })),
             _ => Err(invalid("the first message of a call must be `start`")),
         }
     }

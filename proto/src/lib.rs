@@ -27,6 +27,8 @@ pub mod v1 {
     pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/tandem_descriptor.bin"));
 }
 
+use std::time::Duration;
+
 pub use error::{Error, ErrorKind};
 pub use hash::SequenceHash;
 pub use ids::{HandoffId, Incarnation};
@@ -44,6 +46,9 @@ pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
 pub const PROTOCOL_VERSION: u32 = 3;
+
+/// A node ends a call that has not said by then what it is for.
+pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Largest control-plane message: a prompt of a million token ids fits, a runaway body does not.
 pub const MAX_MESSAGE_BYTES: usize = 8 << 20;

@@ -4,6 +4,10 @@
 //! is a write later, and passes each call through three tasks on its way; a node is woken by each write.)
 //!
 //! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the call.
+//! Once the node has said its first word, a further call is opened, which the next one to come is put on ([`ahead`]).
+mod ahead;
+mod outbound;
+
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,15 +17,18 @@ use std::time::Duration;
 use axum::body::Bytes;
 use futures::future::{BoxFuture, FutureExt, Shared};
 use h2::client::{Connection, SendRequest};
-use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
+use h2::{Ping, PingPong, RecvStream};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{Request, Response, Uri};
-use http_body::{Body as _, Frame};
+use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tonic::Status;
 use tonic::body::Body;
 use tower::Service;
+
+use ahead::{Ahead, Head, Opened};
+use outbound::Outbound;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// While calls are open the node is asked so often whether it is there,
@@ -39,15 +46,21 @@ const MAX_HEAD: u32 = 16 * 1024;
 /// The way to one node. Clones share the connection.
 #[derive(Clone, Debug)]
 pub(super) struct Wire {
+    way: Arc<Way>,
+}
+
+#[derive(Debug)]
+struct Way {
     node: Authority,
-    line: Arc<Mutex<Option<Line>>>,
+    line: Mutex<Option<Line>>,
+    ahead: Ahead,
 }
 
 /// A connection that is there, or on its way.
 type Line = Shared<BoxFuture<'static, Result<Connected, Status>>>;
 
 /// A connection, to open calls on.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 struct Connected {
     sender: SendRequest<Bytes>,
     /// Held by each call that is open, and by the connection's task.
@@ -57,21 +70,27 @@ struct Connected {
 impl Wire {
     /// To the node there; connects at the first call.
     pub fn new(node: Authority) -> Self {
-        Self { node, line: Arc::default() }
+        Self { way: Arc::new(Way { node, line: Mutex::default(), ahead: Ahead::default() }) }
     }
 
     async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {
-        let Connected { mut sender, open } = self.ready().await?;
-        let (mut head, body) = request.into_parts();
-        head.uri = self.target(head.uri)?;
-        let (mut answer, stream) = sender.send_request(Request::from_parts(head, ()), false)?;
-        let mut outbound = Outbound { body: Some(body), stream };
+        let (head, body) = request.into_parts();
+        let head = Head { uri: self.target(head.uri)?, method: head.method, headers: head.headers };
+        let call = match self.way.ahead.take(&head) {
+            Some(call) => call,
+            None => Opened::on(self.ready().await?, Arc::new(head))?,
+        };
+        let Opened { head, line, mut reply, stream, .. } = call;
+        let _open = line.open.upgrade();
+        let mut outbound = Outbound::new(body, stream);
         let answer = poll_fn(|context| {
             outbound.push(context);
-            answer.poll_unpin(context)
+            reply.poll_unpin(context)
         });
-        let _open = open.upgrade();
-        Ok(answer.await?.map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, _open })))
+        let next = Some(Next { way: self.way, line, head });
+        Ok(answer
+            .await?
+            .map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, next, heard: false, _open })))
     }
 
     /// A connection that takes calls. One that broke while nobody used it shows that only now.
@@ -84,7 +103,7 @@ impl Wire {
                 Err(_) => self.forget(&line),
             }
         }
-        Err(Status::unavailable(format!("connections to {} break at once", self.node)))
+        Err(Status::unavailable(format!("connections to {} break at once", self.way.node)))
     }
 
     /// The one there, or a new one. It is made by a task of its own: whoever waits for it may leave.
@@ -92,7 +111,7 @@ impl Wire {
         let connect = || {
             let wire = self.clone();
             let connecting = tokio::spawn(async move {
-                let made = connect(&wire.node).await;
+                let made = connect(&wire.way.node).await;
                 if made.is_err() {
                     // Also where nobody waits for it any more.
                     *wire.lock() = None;
@@ -113,13 +132,13 @@ impl Wire {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Line>> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+        self.way.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// `path` on the node.
     fn target(&self, path: Uri) -> Result<Uri, Status> {
         let path = path.into_parts().path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
-        let whole = Uri::builder().scheme(Scheme::HTTP).authority(self.node.clone()).path_and_query(path);
+        let whole = Uri::builder().scheme(Scheme::HTTP).authority(self.way.node.clone()).path_and_query(path);
         whole.build().map_err(|error| Status::internal(error.to_string()))
     }
 }
@@ -194,46 +213,30 @@ async fn silence(pings: Option<PingPong>, open: &Arc<()>) {
     }
 }
 
-/// The messages of a call that are to be sent.
-struct Outbound {
-    /// `None` once it is over.
-    body: Option<Body>,
-    stream: SendStream<Bytes>,
-}
-
-impl Outbound {
-    /// Hands over all that is there, whether the node takes it now or later: messages are few, and in memory already.
-    fn push(&mut self, context: &mut Context<'_>) {
-        while let Some(body) = &mut self.body {
-            let over = match Pin::new(body).poll_frame(context) {
-                Poll::Pending => return,
-                // A stream that takes nothing any more says why to those who read it.
-                Poll::Ready(Some(Ok(frame))) => {
-                    frame.into_data().is_ok_and(|data| self.stream.send_data(data, false).is_err())
-                }
-                Poll::Ready(Some(Err(error))) => {
-                    tracing::debug!(%error, "a message to a node cannot be written");
-                    self.stream.send_reset(Reason::INTERNAL_ERROR);
-                    true
-                }
-                Poll::Ready(None) => {
-                    let _ = self.stream.send_data(Bytes::new(), true);
-                    true
-                }
-            };
-            if over {
-                self.body = None;
-            }
-        }
-    }
-}
-
 /// What a node answers; reading it sends the rest of the call.
 struct Answer {
     outbound: Outbound,
     inbound: RecvStream,
     data_over: bool,
+    /// Until its first word is with whoever reads.
+    next: Option<Next>,
+    heard: bool,
     _open: Option<Arc<()>>,
+}
+
+/// A call like this one, to be opened.
+struct Next {
+    way: Arc<Way>,
+    line: Connected,
+    head: Arc<Head>,
+}
+
+impl Next {
+    /// A connection that takes none shows that to the call that needs it.
+    fn open(self) {
+        let Self { way, line, head } = self;
+        way.ahead.keep(|| Opened::on(line, head).ok());
+    }
 }
 
 impl Answer {
@@ -254,8 +257,14 @@ impl http_body::Body for Answer {
     fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let answer = self.get_mut();
         answer.outbound.push(context);
+        if answer.heard
+            && let Some(next) = answer.next.take()
+        {
+            next.open();
+        }
         if !answer.data_over {
             if let Some(data) = ready!(answer.poll_data(context)) {
+                answer.heard = true;
                 return Poll::Ready(Some(data.map(Frame::data).map_err(Status::from)));
             }
             answer.data_over = true;

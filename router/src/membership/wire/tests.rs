@@ -1,8 +1,10 @@
 //! Calls over pipes in memory, to an HTTP/2 server whose every step the tests take; and connections that are not there.
 use std::io;
 
+use h2::Reason;
 use http::HeaderMap;
 use http_body_util::{BodyExt, StreamBody};
+use tandem_proto::START_TIMEOUT;
 use tokio::io::{DuplexStream, ReadBuf};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -146,6 +148,121 @@ async fn a_silent_node_fails_its_calls_and_an_idle_one_is_not_asked() {
     let error = answer.frame().await.unwrap().unwrap_err();
     assert!(asked.elapsed() <= KEEPALIVE_INTERVAL + KEEPALIVE_TIMEOUT, "{:?}", asked.elapsed());
     assert_eq!(tandem_proto::Error::from(error).kind, tandem_proto::ErrorKind::Unavailable);
+}
+
+/// A server of calls that answers each head at once, and each call's first message with the number of the call. Those beyond
+/// `patience` it ends before they have said anything. Says which calls it has seen, and which it has answered.
+fn counting(mut server: Server, patience: u32) -> mpsc::UnboundedReceiver<(u32, bool)> {
+    let (told, seen) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let mut number = 0;
+        while let Some(Ok((mut request, mut respond))) = server.accept().await {
+            number += 1;
+            let (number, told) = (number, told.clone());
+            let _ = told.send((number, false));
+            tokio::spawn(async move {
+                let mut answer = respond.send_response(Response::new(()), number > patience).unwrap();
+                if number <= patience && request.body_mut().data().await.is_some_and(|first| first.is_ok()) {
+                    let _ = told.send((number, true));
+                    answer.send_data(number.to_string().into(), true).unwrap();
+                }
+            });
+        }
+    });
+    seen
+}
+
+/// The number of the call that this one became. It is read to its end.
+async fn number(wire: &mut Wire) -> String {
+    let (request, _messages) = request("start");
+    let answer = wire.call(request).await.unwrap().into_body();
+    String::from_utf8(answer.collect().await.unwrap().to_bytes().to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn the_next_call_is_open_before_it_comes() {
+    let (mut wire, server, writes) = connected().await;
+    let mut seen = counting(server, u32::MAX);
+    assert_eq!(number(&mut wire).await, "1");
+    for (event, then) in [((1, false), (1, true)), ((2, false), (2, true)), ((3, false), (3, true))] {
+        assert_eq!(seen.recv().await.unwrap(), event);
+        if event.0 > 1 {
+            writes.lock().unwrap().clear();
+            assert_eq!(number(&mut wire).await, event.0.to_string());
+            let first = kinds(&writes.lock().unwrap()[0]);
+            assert_eq!(first[0], DATA, "its head was there: {first:?}");
+        }
+        assert_eq!(seen.recv().await.unwrap(), then);
+    }
+}
+
+#[tokio::test]
+async fn a_call_of_another_kind_is_opened_for_itself() {
+    let (mut wire, server, _) = connected().await;
+    let mut seen = counting(server, u32::MAX);
+    assert_eq!(number(&mut wire).await, "1");
+    let (mut other, _messages) = request("start");
+    other.headers_mut().insert("grpc-timeout", "1S".parse().unwrap());
+    let mut answer = wire.call(other).await.unwrap().into_body();
+    assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap(), "3", "2 was open");
+    for event in [(1, false), (1, true), (2, false), (3, false), (3, true)] {
+        assert_eq!(seen.recv().await.unwrap(), event);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_that_the_node_will_end_are_not_used() {
+    let (mut wire, server, _) = connected().await;
+    let _seen = counting(server, u32::MAX);
+    assert_eq!(number(&mut wire).await, "1");
+    tokio::time::advance(START_TIMEOUT / 2).await;
+    assert_eq!(number(&mut wire).await, "3");
+    tokio::time::advance(START_TIMEOUT / 2 - Duration::from_millis(1)).await;
+    assert_eq!(number(&mut wire).await, "4");
+}
+
+#[tokio::test]
+async fn a_call_that_the_node_has_ended_is_not_used() {
+    let (mut wire, server, _) = connected().await;
+    let mut seen = counting(server, 1);
+    assert_eq!(number(&mut wire).await, "1");
+    for event in [(1, false), (1, true), (2, false)] {
+        assert_eq!(seen.recv().await.unwrap(), event);
+    }
+    // Its end has arrived.
+    for _ in 0..8 {
+        tokio::task::yield_now().await;
+    }
+    let (request, _messages) = request("start");
+    drop(wire.call(request).await.unwrap());
+    assert_eq!(seen.recv().await.unwrap(), (3, false), "a call of its own");
+}
+
+#[tokio::test]
+async fn calls_that_come_together_leave_as_many_open_and_no_more() {
+    let (mut wire, server, _) = connected().await;
+    let mut seen = counting(server, u32::MAX);
+    let mut answers = Vec::new();
+    for _ in 0..10 {
+        let (request, messages) = request("start");
+        answers.push((wire.call(request).await.unwrap().into_body(), messages));
+    }
+    for (answer, _messages) in answers {
+        answer.collect().await.unwrap();
+    }
+    let mut opened = 0;
+    while opened < 14 {
+        opened += u32::from(!seen.recv().await.unwrap().1);
+    }
+    for _ in 0..4 {
+        let (request, _messages) = request("start");
+        drop(wire.call(request).await.unwrap());
+    }
+    assert_eq!(
+        number(&mut wire).await,
+        "15",
+        "none is left, and none was put in the place of a call without an answer"
+    );
 }
 
 #[tokio::test]
