@@ -35,8 +35,13 @@ impl TraceContext {
 
 impl fmt::Display for TraceContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let flags = u8::from(self.sampled);
-        write!(f, "00-{}-{}-{flags:02x}", hex(&self.trace_id), hex(&self.span_id))
+        let mut text = String::with_capacity(55);
+        text.push_str("00-");
+        push_hex(&mut text, &self.trace_id);
+        text.push('-');
+        push_hex(&mut text, &self.span_id);
+        text.push_str(if self.sampled { "-01" } else { "-00" });
+        f.write_str(&text)
     }
 }
 
@@ -74,8 +79,17 @@ impl FromStr for TraceContext {
 
 /// Lower-case hexadecimal digits of `bytes`.
 pub fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(2 * bytes.len());
+    push_hex(&mut text, bytes);
+    text
+}
+
+fn push_hex(text: &mut String, bytes: &[u8]) {
     let digit = |half: u8| char::from(b"0123456789abcdef"[usize::from(half)]);
-    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+    for byte in bytes {
+        text.push(digit(byte >> 4));
+        text.push(digit(byte & 15));
+    }
 }
 
 fn unhex<const N: usize>(text: &str) -> Result<[u8; N], BadTraceParent> {

@@ -196,7 +196,7 @@ impl Service {
             metrics: Metrics::new(&model.model_name, &instance),
             admission,
             limits,
-            instance,
+            instance: instance.into(),
             model,
         };
         Self { flow: Arc::new(flow), keys }

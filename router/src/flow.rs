@@ -7,13 +7,15 @@
 //! - [`progress`]: the request and its answer so far (pure).
 //! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its nodes.
-//! - [`timeline`]: the phases that the client waits for (pure). [`record`]: timings and spans (pure).
+//! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]: timings and spans
+//!   (pure).
 pub mod admit;
 pub mod again;
 pub mod attempt;
 pub mod check;
 pub mod exchange;
 pub mod legs;
+pub mod pace;
 pub mod progress;
 pub mod record;
 pub mod replan;
@@ -40,6 +42,7 @@ use crate::traces::{Traces, join};
 use attempt::{Attempt, Happening};
 use exchange::{Exchange, Step};
 use legs::Rest;
+use pace::{Arrivals, Pace};
 use progress::Progress;
 use record::{Chosen, Identities, Names, Record};
 use replan::{Failure, Replan};
@@ -111,7 +114,7 @@ pub struct Shared {
     /// Bounds.
     pub limits: Limits,
     /// This router's name in traces.
-    pub instance: String,
+    pub instance: Arc<str>,
 }
 
 type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
@@ -135,7 +138,7 @@ pub fn start(
         sampling: request.sampling.clone(),
         identities,
         timeline: Timeline::new(request.received),
-        tokens: Vec::new(),
+        pace: Pace::default(),
         chosen: None,
         replans: Vec::new(),
         verified: None,
@@ -147,6 +150,7 @@ pub fn start(
         progress: Progress::new(request, &shared.model),
         shared: Arc::clone(shared),
         record,
+        arrivals: Arrivals::default(),
         cached_tokens: 0,
         spans: Vec::new(),
         client,
@@ -190,7 +194,9 @@ struct Run {
     /// The answer so far: what the next attempt goes on from.
     progress: Progress,
     deadline: Instant,
+    /// What is known till now; the pace when it has ended.
     record: Record,
+    arrivals: Arrivals,
     /// Prompt tokens that the node of the first token did not have to compute.
     cached_tokens: u32,
     replan: Replan,
@@ -311,7 +317,7 @@ impl Run {
                 Step::Token { id, logprob, top, finished } => {
                     let step = text.push(id);
                     let stopped = step.stopped.then_some(v1::FinishReason::Stop);
-                    let index = self.record.completion_tokens();
+                    let index = self.arrivals.count();
                     self.send_token(GenerationEvent::Token { id, text: step.text, logprob, top, index }).await?;
                     self.progress.sent.push(id);
                     self.progressed(attempt);
@@ -334,11 +340,11 @@ impl Run {
     async fn send_token(&mut self, token: GenerationEvent) -> Result<(), Error> {
         send(&self.shared, &self.client, Ok(token)).await?;
         let now = clock::now();
-        if self.record.tokens.is_empty() {
+        if self.arrivals.count() == 0 {
             self.record.timeline.end_phase(now);
             self.slot.iter().for_each(|slot| slot.first_token(now));
         }
-        self.record.tokens.push(now);
+        self.arrivals.push(now);
         Ok(())
     }
 
@@ -402,54 +408,42 @@ impl Run {
         rest
     }
 
-    /// To the ring, and to the collector: what is sampled, and every request that failed or was slow. Says who sends the
-    /// nodes' spans, those to come too, where the nodes do not.
-    fn keep_trace(&self, reason: Result<v1::FinishReason, &Error>, of_nodes: Vec<u8>) -> Option<Exporter> {
-        let (shared, record) = (&self.shared, &self.record);
-        let TraceContext { trace_id, sampled, .. } = record.identities.root;
-        let telling = reason.is_err() || record.is_slow();
-        let own = record.spans(&shared.instance, reason);
-        if sampled || telling {
-            own.iter().for_each(|span| shared.exporter.export(span));
-        }
-        let for_nodes = (telling && !sampled).then(|| shared.exporter.clone());
-        pass_on(for_nodes.as_ref(), trace_id, &of_nodes);
-        shared.traces.finish(trace_id, own, &of_nodes);
-        for_nodes
-    }
-
-    /// Spans, metrics, and the last word to the client, in this order: who has the answer can look at its trace. Only
+    /// Metrics, the trace, and the last word to the client, in this order: who has the answer can look at its trace. Only
     /// what stopped nodes have to report comes beside it or later.
-    async fn conclude(mut self: Box<Self>, mut outcome: Result<Answered, Error>) {
-        let rest = outcome.as_mut().ok().and_then(|answered| answered.rest.take());
+    async fn conclude(mut self: Box<Self>, outcome: Result<Answered, Error>) {
         if outcome.is_err() {
             self.record.ended = clock::now();
         }
-        let of_nodes = std::mem::take(&mut self.spans);
-        let reason = outcome.as_ref().map(|answered| answered.reason);
-        let for_nodes = self.keep_trace(reason, of_nodes);
-        let (shared, record) = (&self.shared, &self.record);
-        if !record.tokens.is_empty() {
-            shared.metrics.looked_up(record.prompt_tokens, self.cached_tokens.min(record.prompt_tokens));
+        self.record.pace = self.arrivals.pace();
+        let Self { shared, record, arrivals, client, slot, spans, cached_tokens, .. } = *self;
+        let usage = Usage {
+            prompt: record.prompt_tokens,
+            completion: record.pace.tokens,
+            // A node's word: never more than there is.
+            cached: cached_tokens.min(record.prompt_tokens),
+        };
+        if usage.completion > 0 {
+            shared.metrics.looked_up(usage.prompt, usage.cached);
         }
-        shared.metrics.ended(record, reason);
-        if let Err(error) = &outcome {
-            let (request, phase) = (&record.request_id, record.timeline.phase().as_str());
-            tracing::info!(request, phase, kind = ?error.kind, error = error.message, "request failed");
-        }
-        let last = outcome.map(|answered| GenerationEvent::Finish {
-            reason: answered.reason,
-            text: answered.text,
-            usage: Usage {
-                prompt: record.prompt_tokens,
-                completion: record.completion_tokens(),
-                // A node's word: never more than there is.
-                cached: self.cached_tokens.min(record.prompt_tokens),
-            },
-            timings: Box::new(record.timings()),
-            trace_id: record.identities.root.trace_id_hex(),
+        shared.metrics.ended(&record, &arrivals, outcome.as_ref().map(|answered| answered.reason));
+        let root = record.identities.root;
+        let timings = Box::new(record.timings());
+        let (reason, text, rest) = match outcome {
+            Ok(Answered { reason, text, rest }) => (Ok(reason), text, rest),
+            Err(error) => {
+                let (request, phase) = (&record.request_id, record.timeline.phase().as_str());
+                tracing::info!(request, phase, kind = ?error.kind, error = error.message, "request failed");
+                (Err(error), String::new(), None)
+            }
+        };
+        let last = reason.clone().map(|reason| GenerationEvent::Finish {
+            reason,
+            text,
+            usage,
+            timings,
+            trace_id: root.trace_id_hex(),
         });
-        let Self { shared, record, client, slot, .. } = *self;
+        let for_nodes = keep_trace(&shared, record, reason, &spans);
         // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
         let told = async {
             let _ = send(&shared, &client, last).await;
@@ -457,15 +451,36 @@ impl Run {
         };
         let reported = async {
             let late = rest?.spans(STOPPED_SPANS).await;
-            pass_on(for_nodes.as_ref(), record.identities.root.trace_id, &late);
-            shared.traces.complete(record.identities.root.trace_id, &late);
+            pass_on(for_nodes.as_ref(), root.trace_id, &late);
+            shared.traces.complete(root.trace_id, &late);
             Some(())
         };
         tokio::join!(biased; told, reported);
         if let Some(mut slot) = slot {
-            slot.used(u64::from(record.prompt_tokens) + u64::from(record.completion_tokens()));
+            slot.used(u64::from(usage.prompt) + u64::from(usage.completion));
         }
     }
+}
+
+/// To the ring, and to the collector: what is sampled, and every request that failed or was slow. Says who sends the
+/// nodes' spans, those to come too, where the nodes do not.
+fn keep_trace(
+    shared: &Shared,
+    record: Record,
+    reason: Result<v1::FinishReason, Error>,
+    of_nodes: &[u8],
+) -> Option<Exporter> {
+    let TraceContext { trace_id, sampled, .. } = record.identities.root;
+    let telling = shared.exporter.is_on() && (reason.is_err() || record.is_slow());
+    let for_nodes = (telling && !sampled).then(|| shared.exporter.clone());
+    let instance = Arc::clone(&shared.instance);
+    let own = move || record.spans(&instance, reason.as_ref().copied());
+    if shared.exporter.is_on() && (sampled || telling) {
+        own().iter().for_each(|span| shared.exporter.export(span));
+    }
+    pass_on(for_nodes.as_ref(), trace_id, of_nodes);
+    shared.traces.finish(trace_id, Arc::new(own), of_nodes);
+    for_nodes
 }
 
 /// Waits for room with a slow client, within bounds.

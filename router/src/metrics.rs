@@ -6,20 +6,23 @@ mod admission;
 mod cache;
 mod vllm;
 
+use std::fmt::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tandem_proto::trace::hex;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 
 use crate::admission::{Counts, Reason};
+use crate::flow::pace::Arrivals;
 use crate::flow::record::Record;
 use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
@@ -79,10 +82,20 @@ struct NodeInstance {
     node_instance: String,
 }
 
-/// Points from a histogram's bucket to a trace.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+/// Points from a histogram's bucket to a trace. Each request leaves some twenty.
+#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Exemplar {
-    trace_id: String,
+    trace_id: TraceId,
+}
+
+/// Written as 32 hexadecimal digits.
+#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
+struct TraceId([u8; 16]);
+
+impl EncodeLabelValue for TraceId {
+    fn encode(&self, encoder: &mut LabelValueEncoder) -> std::fmt::Result {
+        encoder.write_str(&hex(&self.0))
+    }
 }
 
 type Traced = HistogramWithExemplars<Exemplar>;
@@ -91,7 +104,7 @@ type ByPlan = Family<Planned, Traced, fn() -> Traced>;
 
 impl Exemplar {
     fn of(trace: TraceContext) -> Self {
-        Self { trace_id: trace.trace_id_hex() }
+        Self { trace_id: TraceId(trace.trace_id) }
     }
 }
 
@@ -193,12 +206,12 @@ impl Metrics {
         self.vllm.cache.looked_up(prompt_tokens, cached_tokens);
     }
 
-    /// A request that ended.
-    pub fn ended(&self, record: &Record, result: Result<v1::FinishReason, &Error>) {
+    /// A request that ended, and when its tokens came.
+    pub fn ended(&self, record: &Record, arrivals: &Arrivals, result: Result<v1::FinishReason, &Error>) {
         let outcome = result.map_or_else(|error| outcome(error.kind), |_| "ok");
         self.own.requests.get_or_create(&Outcome { outcome }).inc();
-        self.own.observe(record, result.is_ok());
-        self.vllm.observe(record, result.ok());
+        self.own.observe(record, arrivals, result.is_ok());
+        self.vllm.observe(record, arrivals, result.ok());
     }
 
     /// Decode has reserved, and the KV of so many tokens is to come from the prefill node.
@@ -210,7 +223,7 @@ impl Metrics {
     pub fn handed_off(&self, kv: &v1::Verified, tokens: u64, trace: TraceContext) {
         self.own.handoffs.inc();
         self.own.kv_bytes.inc_by(kv.bytes);
-        self.vllm.cache.handed_off(kv, tokens, &Exemplar::of(trace));
+        self.vllm.cache.handed_off(kv, tokens, Exemplar::of(trace));
     }
 
     /// An attempt of a request got the nodes of such a plan.
@@ -342,9 +355,9 @@ impl Own {
         own
     }
 
-    fn observe(&self, record: &Record, complete: bool) {
+    fn observe(&self, record: &Record, arrivals: &Arrivals, complete: bool) {
         let trace = Exemplar::of(record.identities.root);
-        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace.clone()), None);
+        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace), None);
         if record.timeline.end_of(Phase::Queue).is_some() {
             note(&self.queue, seconds(record.timeline.length(Phase::Queue)));
         }
@@ -358,10 +371,10 @@ impl Own {
             note(&self.prediction_error_ms.get_or_create(&of), off_ms);
             note(&self.prediction_error_ratio.get_or_create(&of), off_ms / actual_ms.max(f64::MIN_POSITIVE));
         }
-        if let Some(gap) = record.gaps().next() {
-            note(&self.handoff_gap, seconds(gap));
+        if let Some(rhythm) = &record.pace.rhythm {
+            note(&self.handoff_gap, seconds(rhythm.first));
+            observe_gaps(&self.itl, arrivals, trace);
         }
-        observe_gaps(&self.itl, record, &trace);
         if record.verified.is_some() {
             note(&self.transfer_exposed, seconds(record.timeline.length(Phase::Transfer)));
         }
@@ -404,10 +417,10 @@ impl Own {
 
 /// All gaps between a request's tokens. Only the longest points to the trace: it is what one looks for there, and the
 /// others need not be written a thousand times.
-fn observe_gaps(histogram: &Traced, record: &Record, trace: &Exemplar) {
-    let mut longest = record.gaps().max();
-    for gap in record.gaps() {
-        let exemplar = longest.take_if(|longest| *longest == gap).map(|_| trace.clone());
+fn observe_gaps(histogram: &Traced, arrivals: &Arrivals, trace: Exemplar) {
+    let mut longest = arrivals.gaps().max();
+    for gap in arrivals.gaps() {
+        let exemplar = longest.take_if(|longest| *longest == gap).map(|_| trace);
         histogram.observe(seconds(gap), exemplar, None);
     }
 }
@@ -463,7 +476,7 @@ mod tests {
     fn text(accept: Option<&str>) -> String {
         let metrics = Metrics::new("m", "r0");
         metrics.refused(ErrorKind::Overloaded);
-        metrics.own.ttft.observe(0.02, Some(Exemplar { trace_id: "abc".into() }), None);
+        metrics.own.ttft.observe(0.02, Some(Exemplar { trace_id: TraceId([0xab; 16]) }), None);
         let breakers = Breakers { nodes: vec![(Role::Decode, "d0".into(), Circuit::Open)], opened: [0, 3] };
         metrics.replan_exhausted(Bound::Time);
         let _waits = metrics.waits_for_node();
@@ -510,7 +523,7 @@ mod tests {
     #[test]
     fn open_metrics_when_asked() {
         let text = text(Some("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
-        assert!(text.ends_with("# EOF\n") && text.contains("# {trace_id=\"abc\"}"));
+        assert!(text.ends_with("# EOF\n") && text.contains("# {trace_id=\"abababababababababababababababab\"}"));
         assert!(text.contains("# TYPE tandem_requests counter"));
     }
 }

@@ -1,6 +1,6 @@
-//! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, spans and
-//! bytes; the oldest goes first. Nodes' spans are kept as they came and read when somebody looks. Knows nothing of what the
-//! spans mean. `jaeger` tells them as Jaeger does.
+//! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, requests and
+//! bytes; the oldest goes first. Spans come about when somebody looks: the router's are told by the request's record, nodes' are read
+//! from what came. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
 mod jaeger;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -14,14 +14,19 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Traces kept.
 const MAX_TRACES: usize = 1_000;
-/// Spans of one trace: the router's, and as many of nodes.
-const MAX_SPANS: usize = 256;
+/// Requests of one trace, of which there are some six spans each.
+const MAX_REQUESTS: usize = 64;
+/// Spans of one trace that are read from what nodes sent.
+const MAX_NODE_SPANS: usize = 256;
 /// Bytes kept of nodes' spans of one trace; a request without events has some 2 KiB.
 const MAX_NODE_BYTES: usize = 256 << 10;
 /// Traces in one answer at most.
 const MAX_FOUND: usize = 100;
 
 type TraceId = [u8; 16];
+
+/// Tells the router's spans of one request. What it holds has a bound.
+pub type Own = Arc<dyn Fn() -> Vec<v1::Span> + Send + Sync>;
 
 /// Which traces are looked for; empty matches all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,7 +51,7 @@ pub enum Form {
 }
 
 /// Handle to the ring.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Traces {
     ring: Arc<Mutex<Ring>>,
     /// Of those who read them: one at a time.
@@ -59,7 +64,7 @@ impl Default for Traces {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Ring {
     kept: HashMap<TraceId, Arc<Kept>>,
     /// By age; the newest is at the back.
@@ -67,23 +72,24 @@ struct Ring {
 }
 
 /// A trace as it came. Whoever looks at it reads it outside the ring's lock.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 struct Kept {
-    own: Vec<v1::Span>,
+    own: Vec<Own>,
     /// Packed (`tandem_proto::spans`), of whatever trace the nodes say.
     of_nodes: Vec<u8>,
 }
 
 impl Kept {
-    fn add(&mut self, own: Vec<v1::Span>, of_nodes: &[u8]) {
-        let room = MAX_SPANS.saturating_sub(self.own.len());
-        self.own.extend(own.into_iter().take(room));
+    fn add(&mut self, own: Own, of_nodes: &[u8]) {
+        if self.own.len() < MAX_REQUESTS {
+            self.own.push(own);
+        }
         join(&mut self.of_nodes, of_nodes);
     }
 
     fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
         let of_nodes = unpack(&self.of_nodes).filter(|span| span.trace_id == trace_id);
-        self.own.iter().cloned().chain(of_nodes.take(MAX_SPANS)).collect()
+        self.own.iter().flat_map(|own| own()).chain(of_nodes.take(MAX_NODE_SPANS)).collect()
     }
 }
 
@@ -98,7 +104,7 @@ pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
 impl Traces {
     /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It is
     /// the last one now.
-    pub fn finish(&self, trace_id: TraceId, own: Vec<v1::Span>, of_nodes: &[u8]) {
+    pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: &[u8]) {
         let mut ring = self.lock();
         let Ring { kept, order } = &mut *ring;
         // A client may send several requests under one trace: they share an entry.
@@ -117,7 +123,7 @@ impl Traces {
     /// Adds what nodes told after the end of a request, if its trace is still here. The last one stays the last one.
     pub fn complete(&self, trace_id: TraceId, of_nodes: &[u8]) {
         if let Some(kept) = self.lock().kept.get_mut(&trace_id) {
-            Arc::make_mut(kept).add(Vec::new(), of_nodes);
+            join(&mut Arc::make_mut(kept).of_nodes, of_nodes);
         }
     }
 
@@ -253,11 +259,15 @@ mod tests {
         v1::Span { trace_id: trace_id.to_vec(), name: name.into(), ..v1::Span::default() }
     }
 
+    fn own(spans: Vec<v1::Span>) -> Own {
+        Arc::new(move || spans.clone())
+    }
+
     #[test]
     fn keeps_the_recent_ones() {
         let traces = Traces::default();
         for number in 0..1_100 {
-            traces.finish(id(number), vec![span(id(number), "a")], &pack(vec![span(id(0), "a stranger's")]));
+            traces.finish(id(number), own(vec![span(id(number), "a")]), &pack(vec![span(id(0), "a stranger's")]));
         }
         assert!(traces.json(&hex(&id(99))).is_none());
         let last = traces.json("last").unwrap();
@@ -265,23 +275,20 @@ mod tests {
     }
 
     #[test]
-    fn spans_of_one_trace_are_bounded() {
+    fn a_trace_is_bounded() {
         let traces = Traces::default();
-        for number in [1, 2] {
-            for _ in 0..3 {
-                let many: Vec<_> = (0..200).map(|_| span(id(number), "a")).collect();
-                let (own, of_nodes) = if number == 1 { (many, Vec::new()) } else { (Vec::new(), pack(many)) };
-                traces.finish(id(number), own, &of_nodes);
-            }
-            assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
+        let of = |number, spans| (0..spans).map(|_| span(id(number), "a")).collect::<Vec<_>>();
+        let count = || traces.json("last").unwrap()["spans"].as_array().unwrap().len();
+        for _ in 0..3 {
+            traces.finish(id(1), own(of(1, 6)), &pack(of(1, 200)));
         }
+        assert_eq!(count(), 3 * 6 + MAX_NODE_SPANS);
         // Each request has its place, with what its nodes told.
-        for _ in 0..50 {
-            let of = |spans| (0..spans).map(|_| span(id(3), "a")).collect::<Vec<_>>();
-            traces.finish(id(3), of(6), &pack(of(5)));
+        for _ in 0..MAX_REQUESTS + 10 {
+            traces.finish(id(2), own(of(2, 6)), &pack(of(2, 2)));
         }
-        assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS + 250);
-        let many = pack((0..10_000).map(|_| span(id(2), "a")).collect());
+        assert_eq!(count(), MAX_REQUESTS * 6 + (MAX_REQUESTS + 10) * 2);
+        let many = pack(of(2, 10_000));
         (0..100).for_each(|_| traces.complete(id(2), &many));
         assert!(traces.lock().kept[&id(2)].of_nodes.len() <= MAX_NODE_BYTES);
     }
@@ -289,8 +296,8 @@ mod tests {
     #[test]
     fn late_spans_join_their_trace_and_change_no_order() {
         let traces = Traces::default();
-        traces.finish(id(1), vec![span(id(1), "a")], &[]);
-        traces.finish(id(2), vec![span(id(2), "a")], &[]);
+        traces.finish(id(1), own(vec![span(id(1), "a")]), &[]);
+        traces.finish(id(2), own(vec![span(id(2), "a")]), &[]);
         traces.complete(id(1), &pack(vec![span(id(1), "late"), span(id(2), "a stranger's")]));
         traces.complete(id(3), &pack(vec![span(id(3), "forgotten")]));
         assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
@@ -321,7 +328,7 @@ mod tests {
                 error: "no".into(),
                 ..span(id(number), if number == 3 { "rare" } else { "decode" })
             };
-            traces.finish(id(number), vec![root], &pack(vec![child]));
+            traces.finish(id(number), own(vec![root]), &pack(vec![child]));
         }
         assert_eq!(traces.services().into_iter().collect::<Vec<_>>(), ["tandem-decode", "tandem-router"]);
         assert_eq!(traces.operations("tandem-router"), [("chat m".to_owned(), "server".to_owned())].into());

@@ -69,6 +69,11 @@ impl Exporter {
         Self { sender: None }
     }
 
+    /// Whether it does not forget.
+    pub fn is_on(&self) -> bool {
+        self.sender.is_some()
+    }
+
     /// Queues a copy of a span. Never blocks; a full queue or a malformed span is a counted drop.
     pub fn export(&self, span: &v1::Span) {
         let Some(sender) = self.with_room() else { return };

@@ -164,7 +164,12 @@ impl Attempt {
                     *prefill_open = false;
                     (Role::Prefill, Step::Wait)
                 }
-                event => (Role::Prefill, on_prefill(exchange, event)?),
+                event => {
+                    let step = on_prefill(exchange, event)?;
+                    // That was its last word.
+                    *prefill_open = exchange.delivered.is_none();
+                    (Role::Prefill, step)
+                }
             },
             event = leg.events.next(), if exchange.takes_decode() => {
                 let event = event.unwrap_or_else(|| Err(too_early())).map_err(Error::from);

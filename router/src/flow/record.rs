@@ -5,16 +5,13 @@ use std::time::{Duration, Instant};
 use tandem_proto::{Error, TraceContext, v1};
 use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
 
+use super::pace::Pace;
 use super::timeline::{Phase, Timeline};
 use crate::membership::Route;
 use crate::select::{self, Candidate, Plan, Role};
 
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
-/// A reader's pace: a token that comes later than this after the one before it was shown is late (Andes' playback
-/// model, <https://arxiv.org/abs/2404.16283>).
-const READER_TPOT: Duration = Duration::from_millis(100);
-
 /// The identities of this request's spans, drawn at its start because nodes need them while it runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Identities {
@@ -124,8 +121,8 @@ pub struct Record {
     pub identities: Identities,
     /// Of its phases.
     pub timeline: Timeline,
-    /// When each token was in the client's stream.
-    pub tokens: Vec<Instant>,
+    /// How its tokens came.
+    pub pace: Pace,
     /// The first plan, once chosen.
     pub chosen: Option<Chosen>,
     /// What came after it, in order.
@@ -137,11 +134,6 @@ pub struct Record {
 }
 
 impl Record {
-    /// Tokens that were sent.
-    pub fn completion_tokens(&self) -> u32 {
-        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
-    }
-
     /// Time to the first token; `None` if there was none.
     pub fn ttft(&self) -> Option<Duration> {
         self.timeline.end_of(Phase::Prefill).map(|at| at - self.timeline.received())
@@ -168,9 +160,7 @@ impl Record {
 
     /// Mean time per token after the first; `None` below two tokens.
     pub fn tpot(&self) -> Option<Duration> {
-        let (first, last) = (self.tokens.first()?, self.tokens.last()?);
-        let gaps = u32::try_from(self.tokens.len() - 1).unwrap_or(u32::MAX);
-        (*last - *first).checked_div(gaps)
+        self.pace.rhythm.map(|rhythm| rhythm.mean)
     }
 
     /// Whether it took longer than the objectives by which its nodes were chosen. Such a trace is kept.
@@ -178,11 +168,6 @@ impl Record {
         let Some(Chosen { choice, .. }) = &self.chosen else { return false };
         let beyond = |took: Option<Duration>, objective_ms: f64| took.is_some_and(|took| ms(took) > objective_ms);
         beyond(self.ttft(), choice.ttft_objective_ms) || beyond(self.tpot(), choice.tpot_objective_ms)
-    }
-
-    /// Gaps between tokens; the first one is the hand-off's, if there was one.
-    pub fn gaps(&self) -> impl Iterator<Item = Duration> {
-        self.tokens.windows(2).map(|pair| pair[1] - pair[0])
     }
 
     /// The nodes that had the request last.
@@ -209,7 +194,7 @@ impl Record {
             decode_ms: phase(Phase::Decode),
             e2e_ms: ms(self.e2e()),
             tpot_ms: self.tpot().map_or(0.0, ms),
-            handoff_gap_ms: self.gaps().next().map_or(0.0, ms),
+            handoff_gap_ms: self.pace.rhythm.map_or(0.0, |rhythm| ms(rhythm.first)),
             kv_bytes: kv.map_or(0, |kv| kv.bytes),
             kv_blocks: kv.map_or(0, |kv| kv.blocks),
             kv_transport: kv.map(|kv| kv.transport.clone()).unwrap_or_default(),
@@ -217,7 +202,7 @@ impl Record {
             prefill_instance: name(Names::prefill),
             decode_instance: name(Names::decode),
             replans: self.replan_count(),
-            longest_gap_ms: self.gaps().max().map_or(0.0, ms),
+            longest_gap_ms: self.pace.rhythm.map_or(0.0, |rhythm| ms(rhythm.longest)),
             predicted_ttft_ms: self.predicted_ttft_ms().unwrap_or(0.0),
         }
     }
@@ -252,7 +237,7 @@ impl Record {
             (Phase::Prefill, _, Some(nodes), _) => span.attr("tandem.prefill.instance", nodes.prefill()),
             (Phase::Decode, _, Some(nodes), _) => span
                 .attr("tandem.decode.instance", nodes.decode())
-                .attr("tandem.tokens", self.tokens.len().saturating_sub(1)),
+                .attr("tandem.tokens", self.pace.tokens.saturating_sub(1)),
             (Phase::Transfer, .., Some(kv)) => self.with_copy(with_kv(span, kv), kv),
             _ => span,
         }
@@ -319,7 +304,7 @@ impl Record {
             .attr("gen_ai.request.presence_penalty", self.sampling.presence_penalty)
             .attr("gen_ai.request.frequency_penalty", self.sampling.frequency_penalty)
             .attr("gen_ai.usage.input_tokens", self.prompt_tokens)
-            .attr("gen_ai.usage.output_tokens", self.completion_tokens())
+            .attr("gen_ai.usage.output_tokens", self.pace.tokens)
             .attr("gen_ai.latency.time_in_queue", self.timeline.length(Phase::Queue).as_secs_f64())
             .attr("gen_ai.latency.e2e", self.e2e().as_secs_f64())
             .attr("gen_ai.latency.time_in_model_prefill", self.timeline.length(Phase::Prefill).as_secs_f64())
@@ -334,17 +319,14 @@ impl Record {
         if let Some(ttft) = self.ttft() {
             span = span.attr("tandem.ttft_ms", ms(ttft)).attr("gen_ai.latency.time_to_first_token", ttft.as_secs_f64());
         }
-        let mut gaps: Vec<Duration> = self.gaps().collect();
-        if let (Some(tpot), Some(handoff)) = (self.tpot(), gaps.first().copied()) {
-            gaps.sort_unstable();
-            let percentile = |percent: usize| ms(gaps[(gaps.len() - 1) * percent / 100]);
+        if let Some(rhythm) = &self.pace.rhythm {
             span = span
-                .attr("tandem.tpot_ms", ms(tpot))
-                .attr("tandem.handoff_gap_ms", ms(handoff))
-                .attr("tandem.itl.p50_ms", percentile(50))
-                .attr("tandem.itl.p99_ms", percentile(99))
-                .attr("tandem.itl.max_ms", percentile(100))
-                .attr("tandem.smoothness", smoothness(&self.tokens));
+                .attr("tandem.tpot_ms", ms(rhythm.mean))
+                .attr("tandem.handoff_gap_ms", ms(rhythm.first))
+                .attr("tandem.itl.p50_ms", ms(rhythm.p50))
+                .attr("tandem.itl.p99_ms", ms(rhythm.p99))
+                .attr("tandem.itl.max_ms", ms(rhythm.longest))
+                .attr("tandem.smoothness", rhythm.smoothness);
         }
         span
     }
@@ -416,18 +398,6 @@ fn with_kv(span: SpanBuilder, kv: &v1::Verified) -> SpanBuilder {
         .attr("tandem.kv.gbps", gigabytes_per_second(kv))
 }
 
-/// The share of tokens that come no later than a reader at [`READER_TPOT`] needs them.
-fn smoothness(tokens: &[Instant]) -> f64 {
-    let Some(mut shown) = tokens.first().copied() else { return 1.0 };
-    let mut on_time = 1_usize;
-    for &arrival in &tokens[1..] {
-        let wanted = shown + READER_TPOT;
-        on_time += usize::from(arrival <= wanted);
-        shown = arrival.max(wanted);
-    }
-    on_time as f64 / tokens.len() as f64
-}
-
 /// 10⁹ bytes a second while bytes were moving; 0 when no time was measured.
 fn gigabytes_per_second(kv: &v1::Verified) -> f64 {
     if kv.copying_ms > 0.0 { kv.bytes as f64 / kv.copying_ms / 1e6 } else { 0.0 }
@@ -439,21 +409,4 @@ fn ms(duration: Duration) -> f64 {
 
 fn after(at: Instant) -> Instant {
     at + Duration::from_micros(1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn smoothness_counts_what_comes_after_the_reader_wants_it() {
-        let start = Instant::now();
-        let at =
-            |millis: &[u64]| -> Vec<Instant> { millis.iter().map(|m| start + Duration::from_millis(*m)).collect() };
-        assert!((smoothness(&at(&[0, 10, 20, 30])) - 1.0).abs() < 1e-9);
-        // A burst buys time: the fourth token is wanted at 300 ms.
-        assert!((smoothness(&at(&[0, 10, 20, 290])) - 1.0).abs() < 1e-9);
-        // Wanted at 0, 100, 350, 450 ms: the second and the last one are late.
-        assert!((smoothness(&at(&[0, 250, 260, 500])) - 0.5).abs() < 1e-9);
-    }
 }

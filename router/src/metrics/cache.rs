@@ -84,9 +84,9 @@ impl Cache {
     }
 
     /// It came.
-    pub fn handed_off(&self, kv: &v1::Verified, tokens: u64, trace: &Exemplar) {
+    pub fn handed_off(&self, kv: &v1::Verified, tokens: u64, trace: Exemplar) {
         self.external_hits.inc_by(tokens);
-        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace.clone()), None);
+        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace), None);
         note(&self.transfer_seconds, kv.transfer_ms / 1e3);
         note(&self.transfer_bytes, kv.bytes as f64);
         note(&self.transfer_blocks, kv.blocks.into());
@@ -112,6 +112,7 @@ impl Cache {
 mod tests {
     use prometheus_client::encoding::text::encode;
 
+    use super::super::TraceId;
     use super::*;
 
     #[test]
@@ -124,7 +125,7 @@ mod tests {
         let kv = v1::Verified { blocks: 1, held_blocks: 2, bytes: 5000, transfer_ms: 2.0, ..v1::Verified::default() };
         cache.awaited(40);
         cache.awaited(8);
-        cache.handed_off(&kv, 8, &Exemplar { trace_id: "ab".into() });
+        cache.handed_off(&kv, 8, Exemplar { trace_id: TraceId([0xab; 16]) });
         // The block size of whoever is there at the scrape changes nothing.
         cache.set(&Totals { block_tokens: 64, total_blocks: 0, ..Totals::default() });
         cache.set(&Totals { block_tokens: 16, total_blocks: 200, ..Totals::default() });
@@ -136,7 +137,7 @@ mod tests {
             "vllm:prefix_cache_hits_total 32",
             "vllm:external_prefix_cache_queries_total 48",
             "vllm:external_prefix_cache_hits_total 8",
-            "vllm:nixl_xfer_time_seconds_bucket{le=\"0.0025\"} 1 # {trace_id=\"ab\"} 0.002",
+            "vllm:nixl_xfer_time_seconds_bucket{le=\"0.0025\"} 1 # {trace_id=\"abababababababababababababababab\"} 0.002",
             "vllm:nixl_bytes_transferred_sum 5000.0",
             "vllm:nixl_num_descriptors_count 1",
             "vllm:num_preemptions_total 0",

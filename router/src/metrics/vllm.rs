@@ -12,6 +12,7 @@ use tandem_proto::v1;
 use super::cache::Cache;
 use super::{Exemplar, SECONDS, Traced, observe_gaps, seconds, whole};
 use crate::admission::Counts;
+use crate::flow::pace::Arrivals;
 use crate::flow::record::{Record, reason_text};
 use crate::flow::timeline::Phase;
 use crate::membership::Totals;
@@ -94,14 +95,14 @@ impl Vllm {
     }
 
     /// A request that ended, for this reason if it was answered.
-    pub fn observe(&self, record: &Record, reason: Option<v1::FinishReason>) {
+    pub fn observe(&self, record: &Record, arrivals: &Arrivals, reason: Option<v1::FinishReason>) {
         let Some(ttft) = record.ttft() else { return };
         let trace = Exemplar::of(record.identities.root);
-        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace.clone()), None);
+        let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace), None);
         self.prompt_tokens.inc_by(record.prompt_tokens.into());
-        self.generation_tokens.inc_by(record.completion_tokens().into());
+        self.generation_tokens.inc_by(record.pace.tokens.into());
         note(&self.ttft, seconds(ttft));
-        observe_gaps(&self.itl, record, &trace);
+        observe_gaps(&self.itl, arrivals, trace);
         let Some(reason) = reason else { return };
         self.success.get_or_create(&Finished { finished_reason: reason_text(reason) }).inc();
         let length = |phase| seconds(record.timeline.length(phase));
@@ -115,7 +116,7 @@ impl Vllm {
             note(&self.tpot, seconds(tpot));
         }
         note(&self.request_prompt_tokens, record.prompt_tokens.into());
-        note(&self.request_generation_tokens, record.completion_tokens().into());
+        note(&self.request_generation_tokens, record.pace.tokens.into());
     }
 
     /// What is looked at when somebody scrapes; `seeking` of the admitted requests look for a node.

@@ -2,12 +2,14 @@
 //! token, and texts consist of the same words again and again. So a text is cut into words, where that changes nothing, and
 //! what a word became once is looked up.
 use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher};
 use std::sync::{PoisonError, RwLock};
 
 use tokenizers::SplitDelimiterBehavior;
 use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::split::SplitPattern;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Words that are remembered; with one more, all are forgotten. They take some 4 MiB.
 const MOST_WORDS: usize = 1 << 15;
@@ -21,7 +23,7 @@ pub(super) struct Encoder {
     words: Option<RwLock<Words>>,
 }
 
-type Words = HashMap<Box<str>, Box<[u32]>>;
+type Words = HashMap<Box<str>, Box<[u32]>, Seed>;
 
 impl Encoder {
     pub fn new(bpe: tokenizers::Tokenizer) -> Self {
@@ -38,10 +40,11 @@ impl Encoder {
     pub fn encode(&self, text: &str, ids: &mut Vec<u32>) -> tokenizers::Result<()> {
         let Some(words) = &self.words else { return self.encode_whole(text, ids) };
         let (mut from, mut at) = (0, 0);
-        for segment in segments(text) {
+        for Segment { text: segment, plain } in segments(text) {
             let start = at;
             at += segment.len();
-            if is_word(segment) {
+            // Numbers and long ones are not likely to come again.
+            if plain && segment.len() <= LONGEST_WORD {
                 self.encode_whole(&text[from..start], ids)?;
                 self.encode_word(words, segment, ids)?;
                 from = at;
@@ -74,23 +77,101 @@ impl Encoder {
     }
 }
 
-/// Whether a segment is likely to come again: numbers and long ones are not.
-fn is_word(segment: &str) -> bool {
-    segment.len() <= LONGEST_WORD && segment.bytes().all(|byte| byte.is_ascii() && !byte.is_ascii_digit())
+/// Hashes words faster than the standard library does: of a prompt every word is looked up. Nobody outside knows the seed.
+#[derive(Clone)]
+struct Seed(u64);
+
+impl Default for Seed {
+    fn default() -> Self {
+        Self(rand::random())
+    }
+}
+
+impl BuildHasher for Seed {
+    type Hasher = Hash;
+
+    fn build_hasher(&self) -> Hash {
+        Hash(self.0)
+    }
+}
+
+struct Hash(u64);
+
+impl Hasher for Hash {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = xxh3_64_with_seed(bytes, self.0);
+    }
+
+    /// What ends a text, where several are hashed. Here it is one.
+    fn write_u8(&mut self, _: u8) {}
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// What a byte is, as far as cuts go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Letter,
+    Space,
+    Digit,
+    /// Of ASCII.
+    Other,
+    /// Of a longer character.
+    Wide,
+}
+
+const KINDS: [Kind; 256] = {
+    let mut kinds = [Kind::Wide; 256];
+    let mut byte = 0_u8;
+    while byte.is_ascii() {
+        kinds[byte as usize] = match byte {
+            b' ' => Kind::Space,
+            b'0'..=b'9' => Kind::Digit,
+            b'A'..=b'Z' | b'a'..=b'z' => Kind::Letter,
+            _ => Kind::Other,
+        };
+        byte += 1;
+    }
+    kinds
+};
+
+fn kind(byte: Option<&u8>) -> Kind {
+    byte.map_or(Kind::Wide, |byte| KINDS[usize::from(*byte)])
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Segment<'a> {
+    text: &'a str,
+    /// Of ASCII, and without digits.
+    plain: bool,
 }
 
 /// `text`, cut behind ASCII letters where another ASCII character follows, and before a space where an ASCII letter does.
-fn segments(text: &str) -> impl Iterator<Item = &str> {
-    let cuts = text.as_bytes().windows(2).enumerate().filter_map(|(at, pair)| match pair {
-        [before, after] if before.is_ascii_alphabetic() => {
-            (after.is_ascii() && !after.is_ascii_alphabetic()).then_some(at + 1)
+fn segments(mut text: &str) -> impl Iterator<Item = Segment<'_>> {
+    std::iter::from_fn(move || {
+        let bytes = text.as_bytes();
+        let mut last = kind(Some(bytes.first()?));
+        let (mut plain, mut end) = (true, 0);
+        loop {
+            plain &= !matches!(last, Kind::Digit | Kind::Wide);
+            end += 1;
+            let next = kind(bytes.get(end));
+            let cut = match (last, next) {
+                (Kind::Letter, Kind::Space | Kind::Digit | Kind::Other) => true,
+                (_, Kind::Space) => kind(bytes.get(end + 1)) == Kind::Letter,
+                _ => end >= bytes.len(),
+            };
+            if cut {
+                break;
+            }
+            last = next;
         }
-        [b' ', after] if after.is_ascii_alphabetic() => Some(at),
-        _ => None,
-    });
-    let mut from = 0;
-    let all = cuts.chain([text.len()]).map(move |to| &text[std::mem::replace(&mut from, to)..to]);
-    all.filter(|segment| !segment.is_empty())
+        let (segment, rest) = text.split_at(end);
+        text = rest;
+        Some(Segment { text: segment, plain })
+    })
 }
 
 /// Whether the tokenizer itself cuts wherever [`segments`] does, and sees nothing across the cut. GPT-2's expression and its kin
@@ -231,10 +312,12 @@ mod tests {
 
     #[test]
     fn texts_are_cut_between_words_alone() {
-        let cut = |text| segments(text).collect::<Vec<_>>();
+        let cut = |text| segments(text).map(|segment| segment.text).collect::<Vec<_>>();
         assert_eq!(cut("The nodes don't  see 2 é, x"), ["The", " nodes", " don", "'t", " ", " see", " 2 é,", " x"]);
         assert_eq!(cut("aé bé"), ["aé", " bé"]);
         assert_eq!(cut(" (`a.b` 1a2\nb"), [" (`a", ".b", "` 1a", "2\nb"]);
         assert!(cut("").is_empty());
+        let plain = |text| segments(text).map(|segment| segment.plain).collect::<Vec<_>>();
+        assert_eq!(plain("The nodes don't see 2 é, x"), [true, true, true, true, true, false, true]);
     }
 }

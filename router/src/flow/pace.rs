@@ -1,0 +1,116 @@
+//! How the tokens of an answer come to its client: each one while it runs, and what is kept of that when it ends. Pure.
+use std::time::{Duration, Instant};
+
+/// A reader's pace: a token that comes later than this after the one before it was shown is late (Andes' playback
+/// model, <https://arxiv.org/abs/2404.16283>).
+const READER_TPOT: Duration = Duration::from_millis(100);
+
+/// When each token was in the client's stream, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Arrivals(Vec<Instant>);
+
+impl Arrivals {
+    /// The next one was.
+    pub fn push(&mut self, at: Instant) {
+        self.0.push(at);
+    }
+
+    /// Tokens so far.
+    pub fn count(&self) -> u32 {
+        u32::try_from(self.0.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Times between tokens; the first one is the hand-off's, if there was one.
+    pub fn gaps(&self) -> impl Iterator<Item = Duration> {
+        self.0.windows(2).map(|pair| pair[1] - pair[0])
+    }
+
+    /// All of it, in short.
+    pub fn pace(&self) -> Pace {
+        Pace { tokens: self.count(), rhythm: self.rhythm() }
+    }
+
+    fn rhythm(&self) -> Option<Rhythm> {
+        let first = self.gaps().next()?;
+        let mut gaps: Vec<Duration> = self.gaps().collect();
+        gaps.sort_unstable();
+        let percentile = |percent: usize| gaps[(gaps.len() - 1) * percent / 100];
+        let all: Duration = gaps.iter().sum();
+        Some(Rhythm {
+            mean: all / u32::try_from(gaps.len()).unwrap_or(u32::MAX),
+            first,
+            p50: percentile(50),
+            p99: percentile(99),
+            longest: percentile(100),
+            smoothness: self.smoothness(),
+        })
+    }
+
+    /// The share of tokens that come no later than a reader at [`READER_TPOT`] needs them.
+    fn smoothness(&self) -> f64 {
+        let Some(mut shown) = self.0.first().copied() else { return 1.0 };
+        let mut on_time = 1_usize;
+        for &arrival in &self.0[1..] {
+            let wanted = shown + READER_TPOT;
+            on_time += usize::from(arrival <= wanted);
+            shown = arrival.max(wanted);
+        }
+        on_time as f64 / self.0.len() as f64
+    }
+}
+
+/// How the tokens of an answer came.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pace {
+    /// How many.
+    pub tokens: u32,
+    /// `None` below two tokens.
+    pub rhythm: Option<Rhythm>,
+}
+
+/// The times between tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Rhythm {
+    /// Time per token after the first.
+    pub mean: Duration,
+    /// Between the first two tokens: the hand-off's.
+    pub first: Duration,
+    /// Median.
+    pub p50: Duration,
+    /// 99th percentile.
+    pub p99: Duration,
+    /// Longest.
+    pub longest: Duration,
+    /// The share of tokens that come in time for a reader.
+    pub smoothness: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(millis: &[u64]) -> Arrivals {
+        let start = Instant::now();
+        Arrivals(millis.iter().map(|millis| start + Duration::from_millis(*millis)).collect())
+    }
+
+    #[test]
+    fn smoothness_counts_what_comes_after_the_reader_wants_it() {
+        assert!((at(&[0, 10, 20, 30]).smoothness() - 1.0).abs() < 1e-9);
+        // A burst buys time: the fourth token is wanted at 300 ms.
+        assert!((at(&[0, 10, 20, 290]).smoothness() - 1.0).abs() < 1e-9);
+        // Wanted at 0, 100, 350, 450 ms: the second and the last one are late.
+        assert!((at(&[0, 250, 260, 500]).smoothness() - 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_rhythm_needs_two_tokens() {
+        let pace = at(&[]).pace();
+        assert!(pace.tokens == 0 && pace.rhythm.is_none());
+        let pace = at(&[7]).pace();
+        assert!(pace.tokens == 1 && pace.rhythm.is_none());
+        let Pace { tokens, rhythm: Some(rhythm) } = at(&[0, 50, 60, 90]).pace() else { panic!("four tokens") };
+        let all = [rhythm.mean, rhythm.first, rhythm.p50, rhythm.p99, rhythm.longest];
+        assert_eq!((tokens, all.map(|gap| gap.as_millis())), (4, [30, 50, 30, 30, 50]));
+    }
+}
