@@ -75,7 +75,9 @@ async fn live<S, F>(
 where
     F: Future<Output = Result<(), Error>>,
 {
-    let (call, start) = opened.begin(start).await?;
+    let begun = opened.begin(start).await;
+    let (call, start) =
+        begun.inspect_err(|error| tracing::debug!(kind = ?error.kind, "call without a start: {error}"))?;
     let result = tokio::select! {
         biased;
         () = call.life_over() => Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead")),
@@ -168,11 +170,15 @@ mod tests {
         let work = Work::new(1);
         let mut waiting = silent(&work).unwrap();
         let begun_at = tokio::time::Instant::now();
-        // It takes no place of those that have one, but there is no room for another.
+        // It takes no place of those that have begun.
+        assert_eq!((work.in_flight(), work.begin().is_ok()), (0, true));
+        let others: Vec<_> = std::iter::repeat_with(|| silent(&work)).map_while(Result::ok).take(1000).collect();
+        assert!(others.len() < 1000, "they have a bound, too");
         assert_eq!(silent(&work).unwrap_err().kind, ErrorKind::Overloaded);
         assert_eq!((work.in_flight(), work.begin().is_ok()), (0, true));
+        drop(others);
         let status = waiting.next().await.unwrap().unwrap_err();
-        assert_eq!((status.code(), begun_at.elapsed()), (tonic::Code::InvalidArgument, START_TIMEOUT));
+        assert_eq!((status.code(), begun_at.elapsed()), (tonic::Code::Unavailable, START_TIMEOUT));
         // Neither does one whose caller has left.
         drop(silent(&work).unwrap());
         tokio::task::yield_now().await;
@@ -181,6 +187,6 @@ mod tests {
         work.drained().await;
         assert_eq!(waiting.next().await.unwrap().unwrap_err().code(), tonic::Code::Unavailable);
         assert_eq!(silent(&work).unwrap_err().kind, ErrorKind::Unavailable);
-        assert_eq!(counted(&work), [("cancelled", 1)], "the one that was begun and dropped above");
+        assert_eq!(counted(&work), [("cancelled", 2)], "those that were begun and dropped above");
     }
 }

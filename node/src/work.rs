@@ -22,7 +22,7 @@ pub struct Work {
 #[derive(Debug)]
 struct Inner {
     permits: Arc<Semaphore>,
-    /// Places of calls that have said nothing.
+    /// Places of calls that have said nothing: as many, and what routers may have open ahead.
     openings: Arc<Semaphore>,
     limit: usize,
     tracker: TaskTracker,
@@ -34,6 +34,10 @@ struct Inner {
     prompt_tokens: AtomicU64,
     generated_tokens: AtomicU64,
 }
+
+/// Calls that have said nothing, beyond those that may be in flight: each router has some open before it needs them, and opens
+/// a new one before it has closed one that got too old.
+const AHEAD: usize = 64;
 
 /// Labels of `tandem_requests_total{outcome}`.
 pub const OUTCOMES: [&str; 12] = [
@@ -62,10 +66,10 @@ impl Work {
 
     /// At most `limit` calls at once, which run on `tasks`.
     pub fn on(tasks: Tasks, limit: usize) -> Self {
-        let places = || Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS)));
+        let places = |count: usize| Arc::new(Semaphore::new(count.min(Semaphore::MAX_PERMITS)));
         let inner = Inner {
-            permits: places(),
-            openings: places(),
+            permits: places(limit),
+            openings: places(limit.saturating_add(AHEAD)),
             limit,
             tracker: TaskTracker::new(),
             tasks,
@@ -81,9 +85,10 @@ impl Work {
     /// Takes in a call that has said nothing.
     ///
     /// # Errors
-    /// `Unavailable` while draining, `Overloaded` where there are as many of them as calls in flight may be.
+    /// `Unavailable` while draining, `Overloaded` where too many of them wait.
     pub fn open(&self) -> Result<Opened, Error> {
-        Ok(Opened { _permit: self.place(&self.inner.openings)?, work: self.clone() })
+        let full = || "too many calls to this node have not said what they are for".to_owned();
+        Ok(Opened { _permit: self.place(&self.inner.openings, full)?, work: self.clone() })
     }
 
     /// Admits a call.
@@ -91,18 +96,17 @@ impl Work {
     /// # Errors
     /// `Unavailable` while draining, `Overloaded` at the limit.
     pub fn begin(&self) -> Result<Call, Error> {
-        let permit = self.place(&self.inner.permits)?;
+        let full = || format!("this node has its {} calls already", self.inner.limit);
+        let permit = self.place(&self.inner.permits, full)?;
         let life = self.life().clone();
         Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), life, outcome: CANCELLED })
     }
 
-    fn place(&self, places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Error> {
+    fn place(&self, places: &Arc<Semaphore>, full: impl FnOnce() -> String) -> Result<OwnedSemaphorePermit, Error> {
         if self.is_draining() {
             return Err(draining());
         }
-        places.clone().try_acquire_owned().map_err(|_| {
-            Error::new(ErrorKind::Overloaded, format!("this node has its {} calls already", self.inner.limit))
-        })
+        places.clone().try_acquire_owned().map_err(|_| Error::new(ErrorKind::Overloaded, full()))
     }
 
     /// Cancels all calls in flight, each with an error; calls that begin from now on are of the next life.
@@ -175,10 +179,10 @@ impl Opened {
     /// Waits for what it is for, its first message, and admits it.
     ///
     /// # Errors
-    /// `start`'s own, `InvalidArgument` when it takes longer than [`START_TIMEOUT`], and those of [`Work::begin`].
+    /// `start`'s own, `Unavailable` when it takes longer than [`START_TIMEOUT`], and those of [`Work::begin`].
     pub async fn begin<S>(self, start: impl Future<Output = Result<S, Error>>) -> Result<(Call, S), Error> {
         let Self { work, .. } = &self;
-        let silent = |_| Error::new(ErrorKind::InvalidArgument, "the call said nothing");
+        let silent = |_| Error::new(ErrorKind::Unavailable, format!("the call said nothing for {START_TIMEOUT:?}"));
         let start = tokio::select! {
             biased;
             start = timeout(START_TIMEOUT, start) => start.map_err(silent)??,

@@ -7,7 +7,7 @@ use prost::Message;
 use prost::bytes::BufMut;
 use tonic::Status;
 use tonic::codec::{BufferSettings, EncodeBuf, Encoder};
-use tonic_prost::{ProstCodec, ProstDecoder};
+use tonic_prost::ProstDecoder;
 
 /// Each call has a buffer for either direction; they grow when a message is larger.
 const BUFFER_BYTES: usize = 1 << 10;
@@ -39,7 +39,7 @@ where
     }
 
     fn decoder(&mut self) -> ProstDecoder<U> {
-        ProstCodec::<T, U>::raw_decoder(buffers())
+        ProstDecoder::new(buffers())
     }
 }
 
@@ -63,4 +63,29 @@ impl<T: Message> Encoder for Whole<T> {
 
 fn buffers() -> BufferSettings {
     BufferSettings::new(BUFFER_BYTES, MOST_AT_ONCE)
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::{StreamExt, stream};
+    use proptest::prelude::*;
+    use tonic::Streaming;
+    use tonic::codec::{Codec as _, EncodeBody};
+
+    use super::*;
+    use crate::v1;
+
+    proptest! {
+        #[test]
+        fn messages_come_as_they_went(prompts in prop::collection::vec(prop::collection::vec(any::<u32>(), 0..2_000), 0..4)) {
+            let spec = |prompt: &Vec<u32>| v1::RequestSpec { prompt: prompt.clone(), ..v1::RequestSpec::default() };
+            let went: Vec<_> = prompts.iter().map(spec).collect();
+            let mut codec = Codec::<v1::RequestSpec, v1::RequestSpec>::default();
+            let messages = stream::iter(went.clone()).map(Ok);
+            let body = EncodeBody::new_client(codec.encoder(), messages, None, None);
+            let came = Streaming::new_request(codec.decoder(), body, None, None).map(Result::unwrap);
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            prop_assert_eq!(runtime.block_on(came.collect::<Vec<_>>()), went);
+        }
+    }
 }

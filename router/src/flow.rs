@@ -22,6 +22,7 @@ pub mod replan;
 pub mod seek;
 pub mod timeline;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -135,7 +136,8 @@ pub fn start(
         request_id: request.request_id.clone(),
         prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
         max_tokens: request.max_tokens,
-        sampling: request.sampling.clone(),
+        // The ring keeps it, and the bias of three hundred tokens is told nowhere.
+        sampling: v1::Sampling { logit_bias: HashMap::new(), ..request.sampling.clone() },
         identities,
         timeline: Timeline::new(request.received),
         pace: Pace::default(),
@@ -427,7 +429,6 @@ impl Run {
         }
         shared.metrics.ended(&record, &arrivals, outcome.as_ref().map(|answered| answered.reason));
         let root = record.identities.root;
-        let timings = Box::new(record.timings());
         let (reason, text, rest) = match outcome {
             Ok(Answered { reason, text, rest }) => (Ok(reason), text, rest),
             Err(error) => {
@@ -440,7 +441,7 @@ impl Run {
             reason,
             text,
             usage,
-            timings,
+            timings: Box::new(record.timings()),
             trace_id: root.trace_id_hex(),
         });
         let for_nodes = keep_trace(&shared, record, reason, &spans);
@@ -471,11 +472,11 @@ fn keep_trace(
     of_nodes: &[u8],
 ) -> Option<Exporter> {
     let TraceContext { trace_id, sampled, .. } = record.identities.root;
-    let telling = shared.exporter.is_on() && (reason.is_err() || record.is_slow());
-    let for_nodes = (telling && !sampled).then(|| shared.exporter.clone());
+    let exported = shared.exporter.is_on() && (sampled || reason.is_err() || record.is_slow());
+    let for_nodes = (exported && !sampled).then(|| shared.exporter.clone());
     let instance = Arc::clone(&shared.instance);
     let own = move || record.spans(&instance, reason.as_ref().copied());
-    if shared.exporter.is_on() && (sampled || telling) {
+    if exported {
         own().iter().for_each(|span| shared.exporter.export(span));
     }
     pass_on(for_nodes.as_ref(), trace_id, of_nodes);

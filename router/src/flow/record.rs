@@ -12,6 +12,7 @@ use crate::select::{self, Candidate, Plan, Role};
 
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
+
 /// The identities of this request's spans, drawn at its start because nodes need them while it runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Identities {

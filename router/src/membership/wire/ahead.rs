@@ -19,12 +19,17 @@ use http::{HeaderMap, Method, Request, Response, Uri};
 use tandem_proto::START_TIMEOUT;
 use tandem_telemetry::clock;
 
-use super::Connected;
+use super::{Connected, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
 /// To one node at most: so many begin in a burst before the first of them has an answer.
 const MOST: usize = 4;
-/// Older ones are not used: a first message has the rest of the node's patience for its way.
-const FRESH: Duration = Duration::from_millis(START_TIMEOUT.as_millis() as u64 / 2);
+/// Older ones are not used: a first message has the rest of the node's patience for its way. A node that stands still is found out
+/// by then, so that it is not the call that ends.
+pub const FRESH: Duration = Duration::from_secs(5);
+const _: () = {
+    let rest = START_TIMEOUT.as_millis() - FRESH.as_millis();
+    assert!(KEEPALIVE_INTERVAL.as_millis() + KEEPALIVE_TIMEOUT.as_millis() < rest);
+};
 
 /// What a call says before its messages.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,13 +50,14 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// On this connection, with room for one.
-    pub fn on(mut line: Connected, head: Arc<Head>) -> Result<Self, h2::Error> {
+    /// On this connection.
+    pub fn on(line: Connected, head: Arc<Head>) -> Result<Self, h2::Error> {
         let mut request = Request::new(());
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
         *request.headers_mut() = head.headers.clone();
-        let (awaited, stream) = line.sender.send_request(request, false)?;
+        // By a handle of its own: one that has to wait for room holds the call, which would then outlive who dropped it.
+        let (awaited, stream) = line.sender.clone().send_request(request, false)?;
         let reply = Reply { awaited, there: None };
         Ok(Self { head, line, reply, stream, at: clock::now() })
     }

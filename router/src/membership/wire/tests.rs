@@ -4,12 +4,12 @@ use std::io;
 use h2::Reason;
 use http::HeaderMap;
 use http_body_util::{BodyExt, StreamBody};
-use tandem_proto::START_TIMEOUT;
 use tokio::io::{DuplexStream, ReadBuf};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
+use super::ahead::FRESH;
 use super::*;
 
 type Messages = mpsc::UnboundedSender<Bytes>;
@@ -73,8 +73,14 @@ impl AsyncWrite for Counted {
 
 /// A call whose first message is there, and what says the others.
 fn request(first: &'static str) -> (Request<Body>, Messages) {
-    let (messages, receiver) = mpsc::unbounded_channel();
+    let (request, messages) = silent_request();
     messages.send(Bytes::from(first)).unwrap();
+    (request, messages)
+}
+
+/// A call, and what says its messages.
+fn silent_request() -> (Request<Body>, Messages) {
+    let (messages, receiver) = mpsc::unbounded_channel();
     let frames =
         futures::StreamExt::map(UnboundedReceiverStream::new(receiver), |data| Ok::<_, Status>(Frame::data(data)));
     (Request::post("/tandem.v1.Decode/Generate").body(Body::new(StreamBody::new(frames))).unwrap(), messages)
@@ -215,10 +221,28 @@ async fn calls_that_the_node_will_end_are_not_used() {
     let (mut wire, server, _) = connected().await;
     let _seen = counting(server, u32::MAX);
     assert_eq!(number(&mut wire).await, "1");
-    tokio::time::advance(START_TIMEOUT / 2).await;
+    tokio::time::advance(FRESH).await;
     assert_eq!(number(&mut wire).await, "3");
-    tokio::time::advance(START_TIMEOUT / 2 - Duration::from_millis(1)).await;
+    tokio::time::advance(FRESH - Duration::from_millis(1)).await;
     assert_eq!(number(&mut wire).await, "4");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_open_ahead_is_not_asked_after_until_it_is_used() {
+    let (mut wire, server, writes) = connected().await;
+    let mut seen = counting(server, u32::MAX);
+    assert_eq!(number(&mut wire).await, "1");
+    let asked = || writes.lock().unwrap().iter().any(|write| kinds(write).contains(&PING));
+    tokio::time::sleep(3 * KEEPALIVE_INTERVAL).await;
+    assert!(!asked());
+    let (request, _messages) = silent_request();
+    let _answer = wire.call(request).await.unwrap();
+    tokio::time::sleep(2 * KEEPALIVE_INTERVAL).await;
+    assert!(asked());
+    for event in [(1, false), (1, true), (2, false)] {
+        assert_eq!(seen.recv().await.unwrap(), event);
+    }
+    assert!(seen.is_empty(), "it is the call that was open");
 }
 
 #[tokio::test]
