@@ -48,7 +48,12 @@ for kind in chat completions; do
     mkdir -p "$directory"
     tools=(run_aiperf run_bench)
     [ $((turn % 2)) = 1 ] || tools=(run_bench run_aiperf)
-    for tool in "${tools[@]}"; do "$tool" "$kind" "$directory"; done
+    # The router's own word of both runs, beside which the tools' words stand: one of them takes more of the processors than the other.
+    for tool in "${tools[@]}"; do
+      curl -fsS "$http/metrics" > "$directory/$tool.before"
+      "$tool" "$kind" "$directory"
+      curl -fsS "$http/metrics" > "$directory/$tool.after"
+    done
   done
   python3 cluster-tests/clients/aiperf_beside.py "$out/$kind"
 done

@@ -6,6 +6,9 @@ Usage: aiperf_beside.py --prompt-tokens TURN  prints the prompt tokens of aiperf
 Prompts are as long by the server's own count (`usage.prompt_tokens`): `tandem bench --input` counts a chat's template in, aiperf's `--isl` does not.
 What aiperf calls inter token latency is our TPOT. aiperf counts from the moment at which it sent a request; `tandem bench` from the moment at which it
 was to be sent: the generator's own lag, which its report tells, is in its first-token times.
+
+On few cores the tools slow down what they measure, and not alike. So what the router measured itself in each of the two runs is read from its metrics:
+whether the tools agree is whether they are as far from that.
 """
 
 import json
@@ -31,6 +34,20 @@ def rows(aiperf: dict, bench: dict) -> list[tuple[str, float, float]]:
     ]
 
 
+def means(turn: pathlib.Path, run: str) -> list[float]:
+    """Milliseconds to the first token and for each further one, as the router counted them in this run."""
+
+    def total(when: str, name: str) -> float:
+        lines = (turn / f"{run}.{when}").read_text().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+    def mean(histogram: str) -> float:
+        seconds, count = (total("after", histogram + part) - total("before", histogram + part) for part in ("_sum", "_count"))
+        return seconds / count * 1e3
+
+    return [mean("tandem_ttft_seconds"), mean("vllm:request_time_per_output_token_seconds")]
+
+
 def difference(aiperf: float, bench: float) -> str:
     return f"{(bench / aiperf - 1) * 100:+.1f} %" if aiperf else "–"
 
@@ -44,6 +61,13 @@ def table(directory: pathlib.Path) -> None:
         name = of_each_turn[0][0]
         theirs, own = (statistics.fmean(row[column] for row in of_each_turn) for column in (1, 2))
         print(f"{name:<38}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
+    routers = [[statistics.fmean(of) for of in zip(*(means(turn, run) for turn in turns))] for run in ("run_aiperf", "run_bench")]
+    tools = [[statistics.fmean(of[row][column] for of in measured) for row in (0, 1)] for column in (1, 2)]
+    for row, name in enumerate(("TTFT", "TPOT")):
+        theirs, own = (router[row] for router in routers)
+        print(f"{f'the router itself: {name}, mean ms':<38}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
+        theirs, own = (tool[row] / router[row] for tool, router in zip(tools, routers))
+        print(f"{f'{name}, by the router itself':<38}{theirs:>10.3f}{own:>10.3f}{difference(theirs, own):>12}")
     lag = max(own["tandem"]["run"]["own_lag_p99_ms"] for own in ours)
     print(f"(tandem bench itself sent up to {lag:.2f} ms late at p99; that is in its TTFT and not in aiperf's)")
 
