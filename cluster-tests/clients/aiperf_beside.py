@@ -16,6 +16,10 @@ import pathlib
 import statistics
 import sys
 
+TTFT = "TTFT, mean ms"
+TPOT = "inter-token latency, mean ms"
+ROUTERS = "router's own "
+
 
 def report_of(directory: str | pathlib.Path) -> dict:
     reports = sorted(pathlib.Path(directory).rglob("profile_export_aiperf.json"))
@@ -26,26 +30,27 @@ def report_of(directory: str | pathlib.Path) -> dict:
 def rows(aiperf: dict, bench: dict) -> list[tuple[str, float, float]]:
     completed = max(bench["completed"], 1)
     return [
-        ("TTFT, mean ms", aiperf["time_to_first_token"]["avg"], bench["mean_ttft_ms"]),
-        ("inter-token latency (TPOT), mean ms", aiperf["inter_token_latency"]["avg"], bench["mean_tpot_ms"]),
+        (TTFT, aiperf["time_to_first_token"]["avg"], bench["mean_ttft_ms"]),
+        (TPOT, aiperf["inter_token_latency"]["avg"], bench["mean_tpot_ms"]),
         ("prompt tokens, mean", aiperf["input_sequence_length"]["avg"], bench["total_input_tokens"] / completed),
         ("output tokens, mean", aiperf["output_sequence_length"]["avg"], bench["total_output_tokens"] / completed),
         ("requests answered", aiperf["request_count"]["avg"], bench["completed"]),
     ]
 
 
-def means(turn: pathlib.Path, run: str) -> list[float]:
-    """Milliseconds to the first token and for each further one, as the router counted them in this run."""
+def of_router(turn: pathlib.Path) -> list[tuple[str, float, float]]:
+    """The same two latencies of the two runs, as the router counted them."""
 
-    def total(when: str, name: str) -> float:
+    def total(run: str, when: str, name: str) -> float:
         lines = (turn / f"{run}.{when}").read_text().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
-    def mean(histogram: str) -> float:
-        seconds, count = (total("after", histogram + part) - total("before", histogram + part) for part in ("_sum", "_count"))
+    def mean_ms(run: str, histogram: str) -> float:
+        seconds, count = (total(run, "after", histogram + part) - total(run, "before", histogram + part) for part in ("_sum", "_count"))
         return seconds / count * 1e3
 
-    return [mean("tandem_ttft_seconds"), mean("vllm:request_time_per_output_token_seconds")]
+    histograms = {TTFT: "tandem_ttft_seconds", TPOT: "vllm:request_time_per_output_token_seconds"}
+    return [(ROUTERS + name, mean_ms("run_aiperf", of), mean_ms("run_bench", of)) for name, of in histograms.items()]
 
 
 def difference(aiperf: float, bench: float) -> str:
@@ -55,19 +60,16 @@ def difference(aiperf: float, bench: float) -> str:
 def table(directory: pathlib.Path) -> None:
     turns = sorted(path for path in directory.iterdir() if path.is_dir())
     ours = [json.loads((turn / "tandem.json").read_text()) for turn in turns]
-    measured = [rows(report_of(turn), own) for turn, own in zip(turns, ours)]
-    print(f"{f'{directory.name}, {len(turns)} turn(s)':<38}{'aiperf':>10}{'tandem':>10}{'difference':>12}")
+    measured = [rows(report_of(turn), own) + of_router(turn) for turn, own in zip(turns, ours)]
+    print(f"{f'{directory.name}, {len(turns)} turn(s)':<46}{'aiperf':>10}{'tandem':>10}{'difference':>12}")
+    means = {}
     for of_each_turn in zip(*measured):
         name = of_each_turn[0][0]
-        theirs, own = (statistics.fmean(row[column] for row in of_each_turn) for column in (1, 2))
-        print(f"{name:<38}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
-    routers = [[statistics.fmean(of) for of in zip(*(means(turn, run) for turn in turns))] for run in ("run_aiperf", "run_bench")]
-    tools = [[statistics.fmean(of[row][column] for of in measured) for row in (0, 1)] for column in (1, 2)]
-    for row, name in enumerate(("TTFT", "TPOT")):
-        theirs, own = (router[row] for router in routers)
-        print(f"{f'the router itself: {name}, mean ms':<38}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
-        theirs, own = (tool[row] / router[row] for tool, router in zip(tools, routers))
-        print(f"{f'{name}, by the router itself':<38}{theirs:>10.3f}{own:>10.3f}{difference(theirs, own):>12}")
+        theirs, own = means[name] = [statistics.fmean(row[column] for row in of_each_turn) for column in (1, 2)]
+        print(f"{name:<46}{theirs:>10.2f}{own:>10.2f}{difference(theirs, own):>12}")
+    for name in (TTFT, TPOT):
+        theirs, own = (tool / router for tool, router in zip(means[name], means[ROUTERS + name]))
+        print(f"{f'{name}: by the router':<46}{theirs:>10.3f}{own:>10.3f}{difference(theirs, own):>12}")
     lag = max(own["tandem"]["run"]["own_lag_p99_ms"] for own in ours)
     print(f"(tandem bench itself sent up to {lag:.2f} ms late at p99; that is in its TTFT and not in aiperf's)")
 

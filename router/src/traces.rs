@@ -1,4 +1,4 @@
-//! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, requests and
+//! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, spans and
 //! bytes; the oldest goes first. Spans come about when somebody looks: the router's are told by the request's record, nodes' are read
 //! from what came. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
 mod jaeger;
@@ -14,10 +14,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Traces kept.
 const MAX_TRACES: usize = 1_000;
-/// Requests of one trace, of which there are some six spans each.
-const MAX_REQUESTS: usize = 64;
-/// Spans of one trace that are read from what nodes sent.
-const MAX_NODE_SPANS: usize = 256;
+/// Spans of one trace: the router's, and as many of nodes.
+const MAX_SPANS: usize = 256;
+/// Requests of one trace: none has less than two spans, what failed and the root.
+const MAX_REQUESTS: usize = MAX_SPANS / 2;
 /// Bytes kept of nodes' spans of one trace; a request without events has some 2 KiB.
 const MAX_NODE_BYTES: usize = 256 << 10;
 /// Traces in one answer at most.
@@ -89,7 +89,8 @@ impl Kept {
 
     fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
         let of_nodes = unpack(&self.of_nodes).filter(|span| span.trace_id == trace_id);
-        self.own.iter().flat_map(|own| own()).chain(of_nodes.take(MAX_NODE_SPANS)).collect()
+        let own = self.own.iter().flat_map(|own| own());
+        own.take(MAX_SPANS).chain(of_nodes.take(MAX_SPANS)).collect()
     }
 }
 
@@ -275,20 +276,27 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_is_bounded() {
+    fn spans_of_one_trace_are_bounded() {
         let traces = Traces::default();
-        let of = |number, spans| (0..spans).map(|_| span(id(number), "a")).collect::<Vec<_>>();
-        let count = || traces.json("last").unwrap()["spans"].as_array().unwrap().len();
-        for _ in 0..3 {
-            traces.finish(id(1), own(of(1, 6)), &pack(of(1, 200)));
+        for number in [1, 2] {
+            for _ in 0..3 {
+                let many: Vec<_> = (0..200).map(|_| span(id(number), "a")).collect();
+                let (own_spans, of_nodes) = if number == 1 { (many, Vec::new()) } else { (Vec::new(), pack(many)) };
+                traces.finish(id(number), own(own_spans), &of_nodes);
+            }
+            assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
         }
-        assert_eq!(count(), 3 * 6 + MAX_NODE_SPANS);
         // Each request has its place, with what its nodes told.
-        for _ in 0..MAX_REQUESTS + 10 {
-            traces.finish(id(2), own(of(2, 6)), &pack(of(2, 2)));
+        for _ in 0..50 {
+            let of = |spans| (0..spans).map(|_| span(id(3), "a")).collect::<Vec<_>>();
+            traces.finish(id(3), own(of(6)), &pack(of(5)));
         }
-        assert_eq!(count(), MAX_REQUESTS * 6 + (MAX_REQUESTS + 10) * 2);
-        let many = pack(of(2, 10_000));
+        assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS + 250);
+        for _ in 0..MAX_REQUESTS {
+            traces.finish(id(3), own(Vec::new()), &[]);
+        }
+        assert_eq!(traces.lock().kept[&id(3)].own.len(), MAX_REQUESTS);
+        let many = pack((0..10_000).map(|_| span(id(2), "a")).collect());
         (0..100).for_each(|_| traces.complete(id(2), &many));
         assert!(traces.lock().kept[&id(2)].of_nodes.len() <= MAX_NODE_BYTES);
     }
