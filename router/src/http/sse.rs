@@ -81,7 +81,7 @@ struct Progress {
     started: bool,
     finished: bool,
     usage: Usage,
-    /// Once it has ended.
+    /// Once it has ended, when they are wanted.
     timings: Value,
 }
 
@@ -130,7 +130,9 @@ impl Encoder {
             }
             GenerationEvent::Finish { reason, text, usage, timings, trace_id } => {
                 progress.usage = usage;
-                progress.timings = timings::of_answer(&timings, &trace_id);
+                if self.include_timings {
+                    progress.timings = timings::of_answer(&timings, &trace_id);
+                }
                 progress.finished = true;
                 choice.finish_reason = Some(finish_reason(reason));
                 (text, None)

@@ -4,7 +4,7 @@
 //! is a write later, and passes each call through three tasks on its way; a node is woken by each write.)
 //!
 //! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the call.
-//! Once the node has said its first word, a further call is opened, which the next one to come is put on ([`ahead`]).
+//! Once the node has said more than its first word, a further call is opened, which the next one to come is put on ([`ahead`]).
 mod ahead;
 mod outbound;
 
@@ -90,7 +90,7 @@ impl Wire {
         let next = Some(Next { way: self.way, line, head });
         Ok(answer
             .await?
-            .map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, next, heard: false, _open })))
+            .map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, heard: false, next, _open })))
     }
 
     /// A connection that takes calls. One that broke while nobody used it shows that only now.
@@ -218,9 +218,9 @@ struct Answer {
     outbound: Outbound,
     inbound: RecvStream,
     data_over: bool,
-    /// Until its first word is with whoever reads.
-    next: Option<Next>,
     heard: bool,
+    /// Until the node has said more than its first word.
+    next: Option<Next>,
     _open: Option<Arc<()>>,
 }
 
@@ -246,7 +246,17 @@ impl Answer {
             // Fails only where more is given back than was taken.
             let _ = self.inbound.flow_control().release_capacity(data.len());
         }
+        self.heard();
         Poll::Ready(data)
+    }
+
+    /// The next call waits for more than the first word: a client waits for that one, and opening takes both sides' time.
+    fn heard(&mut self) {
+        if std::mem::replace(&mut self.heard, true)
+            && let Some(next) = self.next.take()
+        {
+            next.open();
+        }
     }
 }
 
@@ -257,14 +267,8 @@ impl http_body::Body for Answer {
     fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let answer = self.get_mut();
         answer.outbound.push(context);
-        if answer.heard
-            && let Some(next) = answer.next.take()
-        {
-            next.open();
-        }
         if !answer.data_over {
             if let Some(data) = ready!(answer.poll_data(context)) {
-                answer.heard = true;
                 return Poll::Ready(Some(data.map(Frame::data).map_err(Status::from)));
             }
             answer.data_over = true;

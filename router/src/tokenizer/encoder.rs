@@ -157,6 +157,10 @@ fn segments(mut text: &str) -> impl Iterator<Item = Segment<'_>> {
         loop {
             plain &= !matches!(last, Kind::Digit | Kind::Wide);
             end += 1;
+            // Most of a text, and never cut.
+            if last == Kind::Letter {
+                end += bytes[end..].iter().take_while(|byte| kind(Some(byte)) == Kind::Letter).count();
+            }
             let next = kind(bytes.get(end));
             let cut = match (last, next) {
                 (Kind::Letter, Kind::Space | Kind::Digit | Kind::Other) => true,

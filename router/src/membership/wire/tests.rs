@@ -203,6 +203,34 @@ async fn the_next_call_is_open_before_it_comes() {
 }
 
 #[tokio::test]
+async fn the_next_call_does_not_stand_in_the_way_of_the_first_word() {
+    let (mut wire, mut server, writes) = connected().await;
+    let (go_on, second) = tokio::sync::oneshot::channel();
+    let serving = tokio::spawn(async move {
+        let (_request, mut respond) = accept(&mut server).await;
+        let mut answer = respond.send_response(Response::new(()), false).unwrap();
+        answer.send_data("token".into(), false).unwrap();
+        let next = tokio::spawn(async move { accept(&mut server).await });
+        second.await.unwrap();
+        answer.send_data("delivered".into(), false).unwrap();
+        next.await.unwrap();
+    });
+    let (request, _messages) = request("start");
+    let mut answer = wire.call(request).await.unwrap().into_body();
+    writes.lock().unwrap().clear();
+    assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap(), "token");
+    // Looks for more, as the flow does before the client's task runs.
+    assert!(answer.frame().now_or_never().is_none());
+    for _ in 0..8 {
+        tokio::task::yield_now().await;
+    }
+    assert!(!writes.lock().unwrap().iter().any(|write| kinds(write).contains(&HEADERS)));
+    go_on.send(()).unwrap();
+    assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap(), "delivered");
+    serving.await.unwrap();
+}
+
+#[tokio::test]
 async fn a_call_of_another_kind_is_opened_for_itself() {
     let (mut wire, server, _) = connected().await;
     let mut seen = counting(server, u32::MAX);
