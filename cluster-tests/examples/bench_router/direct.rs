@@ -50,8 +50,9 @@ impl Direct {
             to_decode.generate(tokio_stream::iter([start]).chain(tokio_stream::pending())),
         )?;
         let (mut prefill, mut decode) = (prefill.into_inner(), decode.into_inner());
-        let mut delivered = false;
-        loop {
+        // Decode has the first token with the KV, and may have ended before prefill's own word of it is here.
+        let (mut delivered, mut finished) = (false, false);
+        while !(delivered && finished) {
             tokio::select! {
                 biased;
                 event = prefill.message(), if !delivered => match event?.and_then(|event| event.event) {
@@ -59,17 +60,18 @@ impl Direct {
                     Some(PrefillEvent::Delivered(_)) => delivered = true,
                     other => bail!("prefill: {other:?}"),
                 },
-                event = decode.message() => match event?.and_then(|event| event.event).context("decode ended early")? {
+                event = decode.message(), if !finished => match event?.and_then(|event| event.event).context("decode ended early")? {
                     DecodeEvent::Reserved(reserved) => {
                         let ticket = v1::Deliver { ticket: reserved.ticket };
                         commands.send(command(PrefillCommand::Deliver(ticket))).await?;
                     }
                     DecodeEvent::Token(_) | DecodeEvent::FirstToken(_) => token(),
-                    DecodeEvent::Finished(_) => return Ok(()),
+                    DecodeEvent::Finished(_) => finished = true,
                     DecodeEvent::Verified(_) => {}
                 },
             }
         }
+        Ok(())
     }
 }
 

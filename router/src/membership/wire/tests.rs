@@ -19,10 +19,14 @@ type Server = h2::server::Connection<DuplexStream, Bytes>;
 
 /// A connection to a server in this process, and the writes that it has made.
 async fn connected() -> (Wire, Server, Writes) {
+    connected_to(&h2::server::Builder::new()).await
+}
+
+async fn connected_to(server: &h2::server::Builder) -> (Wire, Server, Writes) {
     let (near, far) = tokio::io::duplex(1 << 20);
     let writes = Writes::default();
     let counted = Counted { io: near, writes: Arc::clone(&writes) };
-    let (connected, server) = tokio::join!(serve(counted), h2::server::handshake(far));
+    let (connected, server) = tokio::join!(serve(counted), server.handshake(far));
     let wire = Wire::new("node:1".parse().unwrap());
     *wire.lock() = Some(async { connected }.boxed().shared());
     (wire, server.unwrap(), writes)
@@ -339,6 +343,62 @@ async fn a_broken_connection_is_made_anew() {
             tokio::task::yield_now().await;
         }
     }
+}
+
+#[tokio::test]
+async fn calls_that_are_open_end_with_their_connection() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut wire = Wire::new(listener.local_addr().unwrap().to_string().parse().unwrap());
+    for drains in [true, false, true, false] {
+        let (request, _messages) = request("start");
+        let answering = async {
+            let mut server = h2::server::handshake(listener.accept().await.unwrap().0).await.unwrap();
+            let (_, mut respond) = server.accept().await.unwrap().unwrap();
+            let mut answer = respond.send_response(Response::new(()), false).unwrap();
+            answer.send_data("token".into(), false).unwrap();
+            answer.send_data("delivered".into(), true).unwrap();
+            let open = server.accept().await.unwrap().unwrap();
+            if drains {
+                server.graceful_shutdown();
+                drop(open);
+                while server.accept().await.is_some() {}
+            }
+        };
+        let (answer, ()) =
+            tokio::join!(async { wire.call(request).await.unwrap().into_body().collect().await }, answering);
+        assert_eq!(answer.unwrap().to_bytes(), "tokendelivered", "on a connection of its own");
+        // This side has seen the end.
+        let line = wire.line().await.unwrap();
+        while line.sender.clone().ready().await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn who_leaves_before_the_node_has_room_says_nothing() {
+    let (mut wire, mut server, _) = connected_to(h2::server::Builder::new().max_concurrent_streams(1)).await;
+    let serving = tokio::spawn(async move {
+        let (_first, mut respond) = accept(&mut server).await;
+        let _answer = respond.send_response(Response::new(()), false).unwrap();
+        let mut said = Vec::new();
+        while said.is_empty() || said.last().is_some_and(Result::is_err) {
+            let (mut request, _respond) = accept(&mut server).await;
+            said.push(request.body_mut().data().now_or_never().unwrap().unwrap());
+        }
+        said.into_iter().map(|said| said.map_err(|error| error.reason())).collect::<Vec<_>>()
+    });
+    let (first, _messages) = request("first");
+    let first = wire.call(first).await.unwrap();
+    for message in ["second", "third"] {
+        let (request, _messages) = request(message);
+        assert!(wire.call(request).now_or_never().is_none(), "the node takes one call at a time");
+    }
+    drop(first);
+    let (last, _messages) = request("last");
+    let (_, said) = tokio::join!(wire.call(last), serving);
+    let cancelled = Err(Some(Reason::CANCEL));
+    assert_eq!(said.unwrap(), [cancelled.clone(), cancelled, Ok("last".into())]);
 }
 
 #[tokio::test]
