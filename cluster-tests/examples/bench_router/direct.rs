@@ -1,5 +1,5 @@
 //! A client that is its own router: it opens both legs at once and carries the ticket over.
-use anyhow::{Context, bail};
+use anyhow::bail;
 use futures::StreamExt;
 use tandem_cluster_tests::Cluster;
 use tandem_proto::v1;
@@ -60,14 +60,15 @@ impl Direct {
                     Some(PrefillEvent::Delivered(_)) => delivered = true,
                     other => bail!("prefill: {other:?}"),
                 },
-                event = decode.message(), if !finished => match event?.and_then(|event| event.event).context("decode ended early")? {
-                    DecodeEvent::Reserved(reserved) => {
+                event = decode.message(), if !finished => match event?.and_then(|event| event.event) {
+                    Some(DecodeEvent::Reserved(reserved)) => {
                         let ticket = v1::Deliver { ticket: reserved.ticket };
                         commands.send(command(PrefillCommand::Deliver(ticket))).await?;
                     }
-                    DecodeEvent::Token(_) | DecodeEvent::FirstToken(_) => token(),
-                    DecodeEvent::Finished(_) => finished = true,
-                    DecodeEvent::Verified(_) => {}
+                    Some(DecodeEvent::Token(_) | DecodeEvent::FirstToken(_)) => token(),
+                    Some(DecodeEvent::Finished(_)) => finished = true,
+                    Some(DecodeEvent::Verified(_)) => {}
+                    None => bail!("decode ended early"),
                 },
             }
         }

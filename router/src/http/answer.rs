@@ -7,7 +7,6 @@ use axum::response::{IntoResponse, Response};
 use futures::future::try_join_all;
 use futures::{Stream, StreamExt};
 use http::{HeaderName, HeaderValue};
-use serde_json::Value;
 use tandem_proto::v1::FinishReason;
 use tandem_proto::{Error, ErrorKind};
 
@@ -16,7 +15,7 @@ use super::error::ApiError;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
-use super::timings;
+use super::timings::{self, Timed};
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
 use crate::api::{GenerationEvent, GenerationRequest, MAX_CHOICES, Service, Usage};
 use crate::text::ModelText;
@@ -113,8 +112,7 @@ pub(super) struct Collected {
     pub scored: Vec<Scored>,
     pub reason: FinishReason,
     pub usage: Usage,
-    /// Of its phases, with the trace id.
-    pub timings: Value,
+    pub timed: Timed,
 }
 
 /// Waits for the whole answer.
@@ -130,8 +128,8 @@ pub(super) async fn collect(
                 all += &text;
             }
             GenerationEvent::Finish { reason, text, usage, timings, trace_id } => {
-                let timings = timings::of_answer(&timings, &trace_id);
-                return Ok(Collected { text: all + &text, ids, scored, reason, usage, timings });
+                let timed = Timed { timings, trace_id };
+                return Ok(Collected { text: all + &text, ids, scored, reason, usage, timed });
             }
         }
     }
@@ -165,7 +163,7 @@ pub(super) fn whole<'a>(
     };
     let choices: Vec<_> = answers.iter().zip(prompts).enumerate().map(choice).collect();
     let usage = sum(numbers.into_iter().zip(answers.iter().map(|answer| answer.usage)));
-    let timings = || timings::tandem(answers.iter().map(|answer| answer.timings.clone()).collect());
+    let timings = || timings::tandem(answers.iter().map(|answer| &answer.timed));
     let tandem = options.include_timings.then(timings);
     Json(head.answer(&choices, usage, tandem)).into_response()
 }

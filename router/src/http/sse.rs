@@ -7,13 +7,12 @@ use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use futures::stream::{Stream, StreamExt};
 use http::header;
-use serde_json::Value;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::Options;
-use super::timings;
+use super::timings::{self, Timed};
 use super::types::{Choice, Head, Kind, Message, Part, finish_reason, sum};
 use crate::api::{GenerationEvent, Usage, merged};
 
@@ -79,10 +78,9 @@ struct Progress {
     /// The prompt's text, sent before the first token.
     echo: Option<String>,
     started: bool,
-    finished: bool,
     usage: Usage,
-    /// Once it has ended, when they are wanted.
-    timings: Value,
+    /// Once it has ended.
+    timed: Option<Timed>,
 }
 
 /// What is to be known of one answer's prompt.
@@ -103,8 +101,7 @@ impl Encoder {
             logprobs: options.logprobs.then(|| Writer::new(kind, Arc::clone(spell))),
             echo: prompt.echo,
             started: false,
-            finished: false,
-            timings: Value::Null,
+            timed: None,
             usage: Usage { prompt: u32::try_from(prompt.tokens).unwrap_or(u32::MAX), ..Usage::default() },
         };
         Self {
@@ -130,10 +127,7 @@ impl Encoder {
             }
             GenerationEvent::Finish { reason, text, usage, timings, trace_id } => {
                 progress.usage = usage;
-                if self.include_timings {
-                    progress.timings = timings::of_answer(&timings, &trace_id);
-                }
-                progress.finished = true;
+                progress.timed = Some(Timed { timings, trace_id });
                 choice.finish_reason = Some(finish_reason(reason));
                 (text, None)
             }
@@ -159,13 +153,13 @@ impl Encoder {
 
     /// What follows the last event: counts and `[DONE]`, or an error if an answer just stopped.
     pub fn end(&self) -> Bytes {
-        if !self.choices.iter().all(|progress| progress.finished) {
+        if !self.choices.iter().all(|progress| progress.timed.is_some()) {
             return failure(Error::new(ErrorKind::Internal, "the answer ended without a reason"));
         }
         let mut bytes = Vec::new();
         if self.include_usage || self.include_timings {
             let usage = || Some(sum(self.choices.iter().map(|progress| (progress.choice, progress.usage))));
-            let timings = || timings::tandem(self.choices.iter().map(|progress| progress.timings.clone()).collect());
+            let timings = || timings::tandem(self.choices.iter().filter_map(|progress| progress.timed.as_ref()));
             let last = Part::new(&[], self.include_usage.then(usage), self.include_timings.then(timings));
             bytes.extend_from_slice(&self.chunk(&last));
         }

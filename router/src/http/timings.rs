@@ -3,13 +3,19 @@
 use serde_json::{Value, json};
 use tandem_proto::v1;
 
-/// The value of `tandem`: an object, or, of several answers, a list of objects by `index`.
-pub(super) fn tandem(mut answers: Vec<Value>) -> Value {
-    if answers.len() == 1 { answers.remove(0) } else { Value::Array(answers) }
+/// What an answer's last event says of its time. It becomes JSON only for those who asked.
+pub(super) struct Timed {
+    pub timings: Box<v1::Timings>,
+    pub trace_id: String,
 }
 
-/// What is told of one answer.
-pub(super) fn of_answer(timings: &v1::Timings, trace_id: &str) -> Value {
+/// The value of `tandem`: an object, or, of several answers, a list of objects by `index`.
+pub(super) fn tandem<'a>(answers: impl Iterator<Item = &'a Timed>) -> Value {
+    let mut told: Vec<Value> = answers.map(of_answer).collect();
+    if told.len() == 1 { told.remove(0) } else { Value::Array(told) }
+}
+
+fn of_answer(Timed { timings, trace_id }: &Timed) -> Value {
     json!({
         "trace_id": trace_id,
         "queue_ms": timings.queue_ms,
@@ -42,7 +48,7 @@ mod tests {
     #[test]
     fn every_field_of_the_message_is_told() {
         let pool = prost_fields("Timings");
-        let told = of_answer(&v1::Timings::default(), "t");
+        let told = of_answer(&Timed { timings: Box::default(), trace_id: "t".into() });
         let told = told.as_object().unwrap();
         assert!(pool.len() >= 19, "{pool:?}");
         assert!(pool.iter().all(|field| told.contains_key(field)), "{pool:?} {told:?}");
@@ -74,9 +80,9 @@ mod tests {
             predicted_ttft_ms: 38.0,
         };
         let read: Value = serde_json::from_str(include_str!("timings.json")).unwrap();
-        let told = of_answer(&timings, "4bf92f3577b34da6a3ce929d0e0e4736");
-        assert_eq!(tandem(vec![told.clone()]), read);
-        assert_eq!(tandem(vec![told.clone(), told]), json!([read, read]), "of several answers, a list");
+        let told = Timed { timings: Box::new(timings), trace_id: "4bf92f3577b34da6a3ce929d0e0e4736".into() };
+        assert_eq!(tandem([&told].into_iter()), read);
+        assert_eq!(tandem([&told, &told].into_iter()), json!([read, read]), "of several answers, a list");
     }
 
     fn prost_fields(message: &str) -> Vec<String> {

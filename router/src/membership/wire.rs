@@ -246,12 +246,12 @@ impl Answer {
             // Fails only where more is given back than was taken.
             let _ = self.inbound.flow_control().release_capacity(data.len());
         }
-        self.heard();
+        self.open_next();
         Poll::Ready(data)
     }
 
-    /// The next call waits for more than the first word: a client waits for that one, and opening takes both sides' time.
-    fn heard(&mut self) {
+    /// With the second word, or the end: a client waits for the first one, and opening takes both sides' time.
+    fn open_next(&mut self) {
         if std::mem::replace(&mut self.heard, true)
             && let Some(next) = self.next.take()
         {
