@@ -77,7 +77,8 @@ impl ModelText {
                 tokenizer.eos(),
                 ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"]
                     .into_iter()
-                    .filter_map(|key| metadata.integer(key).ok()),
+                    .filter_map(|key| metadata.integer(key).ok())
+                    .chain(tokenizer.ends_by_name()),
                 tokenizer.vocab_size(),
             ),
             digest: metadata::digest(path)?,

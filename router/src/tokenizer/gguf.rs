@@ -23,6 +23,36 @@ enum Pre {
     Words { digits: &'static str, compose: bool, ignore_merges: bool },
 }
 
+/// Tokens that end an answer by their names: most files name only one of them in a key (`eos_token_id`), and chat models
+/// end their turns with another. The names are those by which llama.cpp finds them (`llama-vocab.cpp`, `special_eog_ids`).
+const END_NAMES: [&str; 24] = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "[EOT]",
+    "<EOT>",
+    "_<EOT>",
+    // What stands around the files of a repository in code models: a prompt's scaffold, and never part of an answer.
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<|fim_repo|>",
+    "<fim-repo>",
+    "<|repo_name|>",
+    "<reponame>",
+    "<|file_sep|>",
+    "<PAD>",
+];
+
 impl Pre {
     const KNOWN: [&str; 8] =
         ["smollm", "starcoder", "refact", "codeshell", "llama-bpe", "llama3", "qwen2", "deepseek-r1-qwen"];
@@ -37,9 +67,19 @@ impl Pre {
     }
 }
 
-/// Values of `tokenizer.ggml.token_type`.
-fn kind(number: i64) -> TokenKind {
+/// Whether a plain prompt begins with the beginning-of-sequence token where the file does not say: llama.cpp's defaults.
+/// Public files of Llama 3 lack the key, and the model was trained with the token.
+fn begins_with_bos(metadata: &Metadata, spelling: Spelling) -> bool {
+    match spelling {
+        Spelling::Pieces => true,
+        Spelling::ByteLevel => matches!(metadata.text("tokenizer.ggml.pre"), Ok("llama-bpe" | "llama3")),
+    }
+}
+
+/// Values of `tokenizer.ggml.token_type`. A token that ends answers is a control token, whatever the file calls it.
+fn kind(text: &str, number: i64) -> TokenKind {
     match number {
+        _ if END_NAMES.contains(&text) => TokenKind::Control,
         3 => TokenKind::Control,
         4 => TokenKind::UserDefined,
         _ => TokenKind::Plain,
@@ -71,14 +111,18 @@ impl Tokenizer {
             Ok(id) => Err(contradiction(key, format!("token {id} of {}", tokens.len()))),
             Err(error) => Err(error),
         };
-        // llama.cpp's default for SentencePiece.
-        let with_bos = metadata.flag("tokenizer.ggml.add_bos_token", matches!(spelling, Spelling::Pieces));
+        let with_bos = metadata.flag("tokenizer.ggml.add_bos_token", begins_with_bos(metadata, spelling));
         let prefix = if with_bos { vec![known("tokenizer.ggml.bos_token_id")?] } else { Vec::new() };
         let vocabulary = tokens.iter().zip(&types);
-        let vocabulary = vocabulary.map(|(text, number)| Token { text: (*text).to_owned(), kind: kind(*number) });
+        let vocabulary = vocabulary.map(|(text, number)| Token { text: (*text).to_owned(), kind: kind(text, *number) });
         let eos = known("tokenizer.ggml.eos_token_id")?;
         let parts = Parts { bpe, inner: None, vocabulary: vocabulary.collect(), spelling, prefix, eos };
         Ok(Self::new(parts, max_tokens))
+    }
+
+    /// The tokens whose names say that they end an answer.
+    pub(crate) fn ends_by_name(&self) -> impl Iterator<Item = u32> {
+        END_NAMES.iter().filter_map(|name| self.special_id(name))
     }
 }
 
