@@ -140,17 +140,24 @@ impl Received {
     }
 }
 
-/// The sender says when it posted the first range. It cannot have been before the grant or after the arrival: a sender
-/// that says so has another clock than ours, and the arrival counts.
+/// Two hosts' clocks, each related to the router's, differ by less.
+const CLOCKS: Duration = Duration::from_millis(20);
+
+/// The sender says when it posted the first range, by the router's clock as it knows it. It cannot have been before the grant or
+/// after the arrival: a little is the clocks' difference, and for one that is far off the arrival counts.
 fn copy_start(verified: &Verified, granted: Instant) -> Instant {
     let posted = clock().instant(verified.seal.first_post_unix_ns);
-    posted.filter(|posted| (granted..=verified.first_arrival).contains(posted)).unwrap_or(verified.first_arrival)
+    within(posted, granted, verified.first_arrival).unwrap_or(verified.first_arrival)
 }
 
-/// The sender says when it had computed the prompt, too. Another clock than ours makes all of the copy exposed.
+/// The sender says when it had computed the prompt, too. A clock that is far off makes all of the copy exposed.
 fn computed(verified: &Verified, start: Instant) -> Instant {
-    let computed = clock().instant(verified.seal.computed_unix_ns);
-    computed.filter(|computed| (start..=verified.verified_at).contains(computed)).unwrap_or(start)
+    within(clock().instant(verified.seal.computed_unix_ns), start, verified.verified_at).unwrap_or(start)
+}
+
+/// The time between these two that is meant by one which may be a little beside them.
+fn within(at: Option<Instant>, earliest: Instant, latest: Instant) -> Option<Instant> {
+    at.filter(|at| *at + CLOCKS >= earliest && *at <= latest + CLOCKS).map(|at| at.max(earliest).min(latest))
 }
 
 fn ms(duration: Duration) -> f64 {
@@ -202,6 +209,8 @@ mod tests {
         };
         let posted = granted + Duration::from_millis(2);
         assert_eq!(copy_start(&verified(clock().unix_ns(posted)), granted), posted);
+        let a_little_early = granted - Duration::from_millis(1);
+        assert_eq!(copy_start(&verified(clock().unix_ns(a_little_early)), granted), granted);
         assert_eq!(copy_start(&verified(0), granted), arrived);
         assert_eq!(copy_start(&verified(u64::MAX), granted), arrived);
     }

@@ -37,7 +37,7 @@ impl CheckedRequest {
     /// Checks `spec`.
     ///
     /// # Errors
-    /// `InvalidArgument` with the field that is wrong; `DeadlineExceeded` when it came too late.
+    /// `InvalidArgument` with the field that is wrong.
     pub fn check(spec: v1::RequestSpec, engine: &EngineSpec) -> Result<Self, Error> {
         let (len, limit) = (spec.prompt.len(), engine.max_context_tokens);
         if len == 0 {
@@ -68,7 +68,7 @@ impl CheckedRequest {
             prompt: spec.prompt,
             output_tokens,
             max_tokens: spec.max_tokens.min(room),
-            deadline: deadline(spec.deadline_unix_ns)?,
+            deadline: deadline(spec.time_left_ns),
             parent: context(&spec.traceparent),
             sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?,
             ignore_eos: spec.ignore_eos,
@@ -153,14 +153,9 @@ pub async fn until_deadline<T>(deadline: Instant, body: impl Future<Output = Res
     }
 }
 
-fn deadline(unix_ns: u64) -> Result<Instant, Error> {
-    let now = clock::now();
-    let latest = now + LONGEST_REQUEST;
-    if unix_ns == 0 {
-        return Ok(latest);
-    }
-    let deadline = clock().instant(unix_ns).unwrap_or(latest).min(latest);
-    if deadline <= now { Err(too_late()) } else { Ok(deadline) }
+fn deadline(time_left_ns: u64) -> Instant {
+    let left = Duration::from_nanos(time_left_ns);
+    clock::now() + if left.is_zero() { LONGEST_REQUEST } else { left.min(LONGEST_REQUEST) }
 }
 
 fn priority(priority: i32) -> Result<i32, Error> {
@@ -305,10 +300,15 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_in_the_past_is_refused() {
-        let late = v1::RequestSpec { deadline_unix_ns: 1, ..spec() };
-        assert_eq!(CheckedRequest::check(late, &engine()).unwrap_err().kind, ErrorKind::DeadlineExceeded);
-        let far = v1::RequestSpec { deadline_unix_ns: u64::MAX, ..spec() };
-        assert!(CheckedRequest::check(far, &engine()).is_ok());
+    fn a_deadline_is_what_is_left_whatever_time_it_is() {
+        let left = |time_left_ns| {
+            let spec = v1::RequestSpec { time_left_ns, ..spec() };
+            CheckedRequest::check(spec, &engine()).unwrap().deadline.saturating_duration_since(clock::now())
+        };
+        let second = Duration::from_secs(1);
+        assert!(left(second.as_nanos() as u64) <= second && left(second.as_nanos() as u64) > second / 2);
+        for none_or_far in [0, u64::MAX] {
+            assert!(left(none_or_far) > LONGEST_REQUEST - second);
+        }
     }
 }

@@ -71,6 +71,7 @@ impl Membership for FakeRouter {
                         report_interval_ms: 10,
                         lease_ms: 1000,
                         kv_snapshot: false,
+                        clock: None,
                     };
                     let _ = answers.send(Ok(hello)).await;
                 }

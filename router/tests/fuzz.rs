@@ -439,6 +439,7 @@ fn node_reports(time: Duration) {
             Report::Load(load) => membership.report(session, &load, now),
             Report::Draining(_) => membership.draining(session, now),
             Report::KvEvents(events) => decode_all(&events.encode_to_vec()),
+            Report::ClockProbe(probe) => decode_all(&probe.encode_to_vec()),
         }
         match what {
             0 => membership.leave(session, "fuzz"),

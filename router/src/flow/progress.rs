@@ -42,8 +42,8 @@ impl Progress {
     /// `block_tokens`, hashed with `salt`.
     pub fn tokens(&self, salt: u64, block_tokens: u32) -> Tokens {
         let prompt = match self.sent.as_slice() {
-            [] => Cow::Borrowed(&self.request.prompt_ids),
-            sent => Cow::Owned([&self.request.prompt_ids, sent].concat()),
+            [] => Cow::Borrowed(&*self.request.prompt_ids),
+            sent => Cow::Owned([&*self.request.prompt_ids, sent].concat()),
         };
         let left = self.request.max_tokens.saturating_sub(count(self.sent.len()));
         prompt_tokens(&prompt, left, salt, block_tokens)
@@ -56,12 +56,12 @@ impl Progress {
         let output_tokens = u32::try_from(output.len()).unwrap_or(u32::MAX);
         v1::RequestSpec {
             request_id: request.request_id.clone(),
-            prompt: [&request.prompt_ids, output].concat(),
+            prompt: [&*request.prompt_ids, output].concat(),
             sampling: Some(request.sampling.clone()),
             max_tokens: request.max_tokens.saturating_sub(output_tokens),
             ignore_eos: request.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
-            deadline_unix_ns: clock().unix_ns(deadline),
+            time_left_ns: time_left_ns(deadline),
             traceparent: parent.to_string(),
             output_tokens,
             priority: self.priority,
@@ -76,6 +76,12 @@ impl Progress {
         }
         (self.sent.len() >= self.request.max_tokens as usize).then_some(v1::FinishReason::Length)
     }
+}
+
+/// From now, at least a nanosecond: none would be no deadline.
+fn time_left_ns(deadline: Instant) -> u64 {
+    let left = deadline.saturating_duration_since(clock::now());
+    u64::try_from(left.as_nanos()).unwrap_or(u64::MAX).max(1)
 }
 
 /// Of a prompt with so many tokens after it, see [`Progress::tokens`].

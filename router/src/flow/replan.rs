@@ -65,16 +65,31 @@ pub struct Failure {
 
 impl Failure {
     /// A leg ended with `error`.
-    pub fn of_leg(role: Role, error: Error) -> Self {
+    pub fn of_leg(role: Role, mut error: Error) -> Self {
         let cause = match (error.kind, role) {
-            (ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::DeadlineExceeded, _) => Cause::Request,
+            (ErrorKind::InvalidArgument | ErrorKind::NotFound, _) => Cause::Request,
             (ErrorKind::Overloaded, _) => Cause::Overloaded,
             (ErrorKind::Corrupt | ErrorKind::Incompatible, _) => Cause::Refused,
             // The client's own cancellation never comes from a node: the sender let go of the hand-off.
             (ErrorKind::Cancelled, Role::Decode) => Cause::Undelivered,
             _ => Cause::Failed,
         };
+        // Between the router and the node: no client is asked for the cluster's token.
+        if error.kind == ErrorKind::Unauthenticated {
+            error.kind = ErrorKind::Unavailable;
+        }
         Self { role, cause, error }
+    }
+
+    /// The same, with the router's own clock as the judge of time: whether the request is `late`. A node that says so before is
+    /// wrong, and another one goes on.
+    pub fn judged(self, late: bool) -> Self {
+        let Self { role, cause, error } = self;
+        match error.kind {
+            ErrorKind::DeadlineExceeded if late => Self { role, cause: Cause::Request, error },
+            ErrorKind::DeadlineExceeded => Self { role, cause, error: Error { kind: ErrorKind::Unavailable, ..error } },
+            _ => Self { role, cause, error },
+        }
     }
 
     /// The one node of a local plan ended its call with `error`: there is no other whose fault it could be.
@@ -268,10 +283,29 @@ mod tests {
     fn a_clients_error_is_nobodys_failure() {
         for kind in [ErrorKind::InvalidArgument, ErrorKind::DeadlineExceeded] {
             let mut replan = Replan::new(4, WITHIN);
-            let failure = failure(Role::Decode, kind);
+            let failure = failure(Role::Decode, kind).judged(true);
             assert_eq!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Hopeless);
             assert!(failure.blamed().is_empty() && *replan.avoid() == Avoid::default());
         }
+    }
+
+    #[test]
+    fn a_node_is_no_judge_of_the_request_s_time() {
+        for role in [Role::Prefill, Role::Decode] {
+            let failure = failure(role, ErrorKind::DeadlineExceeded).judged(false);
+            assert_eq!((failure.cause, failure.error.kind), (Cause::Failed, ErrorKind::Unavailable));
+            assert_eq!(failure.blamed(), [role]);
+            let verdict = Replan::new(4, WITHIN).failed(&failure, (Some(1), 2), Instant::now());
+            assert!(matches!(verdict, Verdict::Retry(_)), "another node goes on");
+        }
+        let local = Failure::of_local(Error::new(ErrorKind::DeadlineExceeded, "x"));
+        assert_eq!(local.judged(false).cause, Cause::Failed);
+    }
+
+    #[test]
+    fn a_node_that_does_not_know_the_router_is_no_matter_of_the_client() {
+        let failure = failure(Role::Prefill, ErrorKind::Unauthenticated).judged(false);
+        assert_eq!((failure.cause, failure.error.kind), (Cause::Failed, ErrorKind::Unavailable));
     }
 
     #[test]

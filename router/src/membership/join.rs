@@ -1,13 +1,17 @@
 //! The gRPC service `Membership`: one stream per node feeds the table. The stream's end, for any reason, is the node's
 //! death, and the node's death (silence, replacement) ends the stream, so that a node that wakes up registers anew.
-use tandem_telemetry::clock;
+use std::time::Instant;
 
 use tandem_proto::{Error, ErrorKind, v1};
+use tandem_telemetry::clock;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{Membership, Node, REPORT_INTERVAL};
+
+/// That wait for a node to read them: the acceptance or a wish for a snapshot, its end, and readings of the clock.
+const REPLIES: usize = 4;
 
 type Reports = Streaming<v1::NodeReport>;
 type Replies = mpsc::Sender<Result<v1::RouterReport, Status>>;
@@ -27,7 +31,7 @@ impl v1::membership_server::Membership for Membership {
         let node = self.register(info, clock::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
         let (role, transport) = (node.role.as_str(), node.info.transport.as_ref().map_or("", |t| &t.name));
         tracing::info!(node = node.info.node_id, role, transport, incarnation = %node.incarnation(), "node joined");
-        let (replies, receiver) = mpsc::channel(2);
+        let (replies, receiver) = mpsc::channel(REPLIES);
         tokio::spawn(Session { membership: self.clone(), node, why: "its stream was cut" }.run(reports, replies));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
@@ -68,7 +72,21 @@ impl Session {
             report_interval_ms: REPORT_INTERVAL.min(self.membership.lease() / 3).as_millis() as u32,
             lease_ms: u32::try_from(self.membership.lease().as_millis()).unwrap_or(u32::MAX),
             kv_snapshot,
+            clock: None,
         }
+    }
+
+    /// What time it is here. A node that asks faster than it reads gets no answer: the next one is as good.
+    fn tell_time(&self, probe: v1::ClockProbe, received: Instant, replies: &Replies) {
+        if replies.capacity() < 2 {
+            return;
+        }
+        let clock = v1::ClockReading {
+            sent_unix_ns: probe.sent_unix_ns,
+            received_unix_ns: clock().unix_ns(received),
+            answered_unix_ns: clock().unix_ns(clock::now()),
+        };
+        let _ = replies.try_send(Ok(v1::RouterReport { clock: Some(clock), ..self.reply(false) }));
     }
 
     fn take(&self, report: v1::NodeReport, replies: &Replies) -> Result<(), &'static str> {
@@ -76,6 +94,7 @@ impl Session {
         let session = self.node.session;
         match report.report {
             Some(Report::Load(load)) => self.membership.report(session, &load, clock::now()),
+            Some(Report::ClockProbe(probe)) => self.tell_time(probe, clock::now(), replies),
             Some(Report::Draining(_)) => self.membership.draining(session, clock::now()),
             Some(Report::Register(_)) => return Err("it registered twice on one stream"),
             Some(Report::KvEvents(events)) => {
