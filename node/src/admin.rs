@@ -66,6 +66,12 @@ fn requests(text: &mut Text, node: &Node) {
     text.sample(&[], f64::from(load.waiting));
     text.family("tandem_queued_tokens", "gauge", "Tokens accepted and not computed.");
     text.sample(&[], load.queued_tokens as f64);
+    text.family(
+        "tandem_strangers_refused_total",
+        "counter",
+        "Calls refused because they lack the cluster's join token.",
+    );
+    text.sample(&[], node.strangers.refused() as f64);
     text.family("tandem_requests_total", "counter", "Requests that ended, by outcome.");
     for (outcome, count) in node.work.outcomes() {
         text.sample(&[("outcome", outcome)], count as f64);

@@ -7,6 +7,7 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use tandem_engine::KvDtype;
 use tandem_engine::ops::simd::IsaChoice;
+use tandem_ports::JoinToken;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tonic::transport::Endpoint;
@@ -19,6 +20,9 @@ pub struct NodeArgs {
     /// The router's gRPC address: http://host:port.
     #[arg(long)]
     pub router: String,
+    /// File with the cluster's secret, the same on router and nodes: only calls that carry it are answered.
+    #[arg(long, value_name = "FILE")]
+    pub join_token_file: Option<PathBuf>,
     /// Where to serve gRPC; port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub listen: SocketAddr,
@@ -106,6 +110,9 @@ pub struct NodeArgs {
     /// Name of this node; made from role and incarnation when absent.
     #[arg(long)]
     pub node_id: Option<String>,
+    /// Demonstration: this host's clock is so many milliseconds ahead; negative: behind.
+    #[arg(long, value_name = "MS", default_value_t = 0, allow_negative_numbers = true)]
+    pub debug_clock_offset_ms: i32,
     /// Compute tokens as a hash of the KV, without weights; with --model, in the name of that model.
     #[arg(long)]
     pub simulated: bool,
@@ -175,6 +182,8 @@ pub struct NodeConfig {
     pub role: Role,
     /// The router's membership service.
     pub router: Endpoint,
+    /// The cluster's secret, if it has one.
+    pub join: Option<JoinToken>,
     /// gRPC.
     pub listen: SocketAddr,
     /// Replaces the host, and the port if it has one, of `listen` in what the router is told.
@@ -227,6 +236,8 @@ pub struct NodeConfig {
     pub otlp_endpoint: Option<String>,
     /// Given name.
     pub node_id: Option<String>,
+    /// By which a demonstration puts this process's clock wrong, in milliseconds.
+    pub clock_offset_ms: i32,
 }
 
 /// What computes tokens.
@@ -256,7 +267,7 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, or `--listen` on all interfaces without `--advertise-host`.
+    /// A router address that is none, a join token that cannot be read, or `--listen` on all interfaces without `--advertise-host`.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let router = endpoint(&self.router)?;
         if self.listen.ip().is_unspecified() && self.advertise_host.is_none() {
@@ -281,6 +292,7 @@ impl NodeArgs {
         Ok(NodeConfig {
             role,
             router,
+            join: self.join_token_file.as_deref().map(JoinToken::load).transpose()?,
             listen: self.listen,
             advertise_host: self.advertise_host,
             admin: self.admin,
@@ -317,6 +329,7 @@ impl NodeArgs {
             kv_advertise: self.kv_advertise,
             otlp_endpoint: self.otlp_endpoint,
             node_id: self.node_id,
+            clock_offset_ms: self.debug_clock_offset_ms,
         })
     }
 }

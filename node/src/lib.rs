@@ -6,7 +6,7 @@
 //!   [`processor`]: the cores that it shares with other nodes.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`kv_feed`]: what it
-//!   is told of the prefix cache. [`admin`]: `/health` and `/metrics`.
+//!   is told of the prefix cache; [`clock_offset`]: how far this host's clock is from its. [`admin`]: `/health` and `/metrics`.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
 //!   of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
 //! - [`call`]: one streaming call as a task that dies with its client.
@@ -16,6 +16,7 @@
 
 pub mod admin;
 pub mod call;
+pub mod clock_offset;
 pub mod config;
 pub mod figures;
 pub mod handoffs;
@@ -35,3 +36,6 @@ pub use node::Node;
 pub use request::CheckedRequest;
 pub use serve::{Listeners, Running, prepare_environment, run_process};
 pub use trace::Trace;
+
+/// Who may call a node: one of [`node::Parts`].
+pub use tandem_ports::JoinGuard;

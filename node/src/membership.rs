@@ -7,24 +7,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
+use http::HeaderMap;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::prefix_cache::CacheUpdate;
+use tandem_ports::{JOIN_HEADER, JoinToken};
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
-use tandem_proto::v1::{Draining, NodeReport, RouterReport};
+use tandem_proto::v1::{ClockProbe, ClockReading, Draining, NodeReport, RouterReport};
 use tandem_proto::{Error, ErrorKind};
-use tandem_telemetry::clock;
+use tandem_telemetry::clock::{self, clock};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
+use tonic::metadata::MetadataMap;
 use tonic::transport::Endpoint;
-use tonic::{Status, Streaming};
+use tonic::{Request, Status, Streaming};
 use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
 
+use crate::clock_offset::ClockOffset;
 use crate::kv_feed::KvFeed;
 use crate::node::Node;
 
@@ -47,8 +51,8 @@ pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, 
 /// How the router is reached.
 #[derive(Clone)]
 pub enum RouterWay {
-    /// Over the network.
-    Network(Box<Endpoint>),
+    /// Over the network, with what calls of this cluster carry.
+    Network(Box<Endpoint>, Option<JoinToken>),
     /// In this process, for simulations and tests: what connects.
     InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, Status>> + Send + Sync>),
 }
@@ -57,7 +61,7 @@ impl RouterWay {
     async fn connect(&self) -> Result<Calls, Error> {
         let lost = |error: &dyn std::error::Error| unavailable(with_causes(error));
         match self {
-            Self::Network(endpoint) => {
+            Self::Network(endpoint, _) => {
                 let channel = endpoint.connect().await.map_err(|error| lost(&error))?;
                 Ok(Calls::new(channel.map_err(|error| Status::from_error(Box::new(error)))))
             }
@@ -65,9 +69,20 @@ impl RouterWay {
         }
     }
 
+    /// A call to it with these messages.
+    fn call<T>(&self, messages: T) -> Request<T> {
+        let mut request = Request::new(messages);
+        if let Self::Network(_, Some(token)) = self {
+            let mut metadata = HeaderMap::new();
+            metadata.insert(JOIN_HEADER, token.header());
+            *request.metadata_mut() = MetadataMap::from_headers(metadata);
+        }
+        request
+    }
+
     fn name(&self) -> String {
         match self {
-            Self::Network(endpoint) => endpoint.uri().to_string(),
+            Self::Network(endpoint, _) => endpoint.uri().to_string(),
             Self::InProcess(_) => "in this process".to_owned(),
         }
     }
@@ -75,14 +90,15 @@ impl RouterWay {
 
 impl From<Endpoint> for RouterWay {
     fn from(endpoint: Endpoint) -> Self {
-        Self::Network(Box::new(endpoint))
+        Self::Network(Box::new(endpoint), None)
     }
 }
 
 /// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a router
 /// may come back at any time.
 pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint: String, stop: CancellationToken) {
-    let mut link = Link { router: router.into(), endpoint, state: State::New, backoff: FIRST_BACKOFF };
+    let (router, offset) = (router.into(), ClockOffset::default());
+    let mut link = Link { router, endpoint, offset, state: State::New, backoff: FIRST_BACKOFF };
     // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each run.
     let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
     loop {
@@ -105,6 +121,7 @@ pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint
 struct Link {
     router: RouterWay,
     endpoint: String,
+    offset: ClockOffset,
     state: State,
     backoff: Duration,
 }
@@ -130,7 +147,8 @@ impl Link {
         match joined {
             Ok((reports, inbound, hello)) => {
                 self.joined();
-                report(node, reports, inbound, period(&hello)).await
+                self.offset.start_over();
+                report(node, reports, inbound, period(&hello), &mut self.offset).await
             }
             Err(error) => error,
         }
@@ -144,7 +162,7 @@ impl Link {
         send(&reports, Report::Register(register))?;
         let answer = async {
             let mut client = MembershipClient::new(channel);
-            let mut inbound = client.join(ReceiverStream::new(outbox)).await?.into_inner();
+            let mut inbound = client.join(self.router.call(ReceiverStream::new(outbox))).await?.into_inner();
             let hello = inbound.message().await?;
             Ok::<_, Status>((inbound, hello))
         };
@@ -174,7 +192,13 @@ impl Link {
 type Reports = mpsc::Sender<NodeReport>;
 
 /// Reports until the stream is lost.
-async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterReport>, period: Duration) -> Error {
+async fn report(
+    node: &Node,
+    reports: Reports,
+    mut inbound: Streaming<RouterReport>,
+    period: Duration,
+    offset: &mut ClockOffset,
+) -> Error {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let mut told = false;
@@ -191,6 +215,7 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
             }
             message = inbound.message() => match message {
                 Ok(Some(message)) => {
+                    message.clock.iter().for_each(|reading| relate(offset, reading));
                     if message.kv_snapshot {
                         kv.start_over();
                         kv_due = Some(in_kv_interval());
@@ -202,7 +227,9 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
             },
             _ = ticks.tick() => tell_cache(&reports, &mut kv, read).and_then(|rest| {
                 kv_due = rest.then(in_kv_interval);
-                send(&reports, Report::Load(node.load()))
+                send(&reports, Report::Load(node.load()))?;
+                let sent_unix_ns = clock().own_unix_ns(clock::now());
+                send(&reports, Report::ClockProbe(ClockProbe { sent_unix_ns }))
             }),
             () = until(kv_due) => {
                 tell_cache(&reports, &mut kv, read).map(|rest| kv_due = rest.then(in_kv_interval))
@@ -215,6 +242,15 @@ async fn report(node: &Node, reports: Reports, mut inbound: Streaming<RouterRepo
         if let Err(error) = sent {
             return error;
         }
+    }
+}
+
+/// Puts this process's Unix times on the router's time line.
+fn relate(offset: &mut ClockOffset, reading: &ClockReading) {
+    if let Some(behind_ns) = offset.read(reading, clock().own_unix_ns(clock::now())) {
+        clock::relate(behind_ns);
+        let behind_ms = behind_ns as f64 / 1e6;
+        tracing::info!(behind_ms, "this host's clock is not the router's: times are told by the router's");
     }
 }
 

@@ -17,9 +17,10 @@ use tandem_kvtransfer::tcp::TcpConfig;
 use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_kvtransfer::{Arena, Transport};
+use tandem_ports::JoinGuard;
 use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
-use tandem_telemetry::Exporter;
+use tandem_telemetry::{Exporter, clock};
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
 use crate::figures::Figures;
@@ -49,6 +50,8 @@ pub struct Node {
     pub handoffs: Handoffs,
     /// Of its caches and tokens.
     pub figures: Figures,
+    /// Who may call it.
+    pub strangers: JoinGuard,
     /// Tokens of an engine step at most.
     pub max_step_tokens: usize,
     max_step: Duration,
@@ -83,6 +86,8 @@ pub struct Parts {
     pub max_step: Duration,
     /// Sequences that run at once, as the router is told.
     pub max_running: usize,
+    /// Who may call it.
+    pub strangers: JoinGuard,
     /// What it computes on; `None`: nothing that others use.
     pub processor: Option<v1::Processor>,
 }
@@ -102,6 +107,7 @@ impl Node {
             work,
             handoffs: Handoffs::default(),
             figures: Figures::default(),
+            strangers: parts.strangers,
             max_step_tokens: parts.max_step_tokens,
             max_step: parts.max_step,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
@@ -127,6 +133,9 @@ impl Node {
         config: &NodeConfig,
         open: impl FnOnce(Arc<Arena>) -> Result<Arc<dyn Transport>, TransferError>,
     ) -> anyhow::Result<Arc<Self>> {
+        if config.clock_offset_ms != 0 {
+            clock::shift(i64::from(config.clock_offset_ms) * 1_000_000);
+        }
         let incarnation = Incarnation::random(&mut rand::rng());
         let node_id = config.node_id.clone().unwrap_or_else(|| {
             let short = &incarnation.to_string()[..8];
@@ -158,6 +167,7 @@ impl Node {
             max_step_tokens: config.max_step_tokens,
             max_step: config.max_step,
             max_running: config.max_running,
+            strangers: JoinGuard::new(config.join.as_ref()),
             processor,
             incarnation,
         }))

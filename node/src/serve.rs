@@ -19,6 +19,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
 
 use crate::config::NodeConfig;
+use crate::membership::RouterWay;
 use crate::node::{Node, role_name};
 use crate::{admin, membership};
 
@@ -116,6 +117,7 @@ impl Running {
             .max_concurrent_streams(STREAMS)
             .http2_keepalive_interval(Some(KEEP_ALIVE))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+            .layer(node.strangers.clone())
             .add_routes(routes.add_service(health_service))
             .serve_with_incoming_shutdown(
                 Port::new(listeners.grpc, Limits::default()).incoming(),
@@ -126,7 +128,8 @@ impl Running {
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
-        tokio::spawn(membership::stay_joined(node.clone(), config.router.clone(), endpoint, stop));
+        let router = RouterWay::Network(Box::new(config.router.clone()), config.join.clone());
+        tokio::spawn(membership::stay_joined(node.clone(), router, endpoint, stop));
         println!(
             "ready role={} grpc={grpc} admin={admin_address} transport={} incarnation={}",
             role_name(node.role),

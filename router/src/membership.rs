@@ -22,6 +22,7 @@ use tandem_telemetry::clock;
 use http::Uri;
 use http::uri::{Authority, Scheme};
 use serde_json::json;
+use tandem_ports::{JoinGuard, JoinToken};
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
@@ -108,6 +109,8 @@ pub struct Membership {
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
+    /// Who may join.
+    strangers: JoinGuard,
     choice: select::Settings,
 }
 
@@ -305,7 +308,19 @@ impl Membership {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
-        Self { table, changed: Arc::default(), freed: Freed::default(), expected, lease, reaching, choice }
+        let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
+        Self { table, changed, freed, expected, lease, reaching, strangers, choice }
+    }
+
+    /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
+    pub fn with_join_token(self, token: Option<&JoinToken>) -> Self {
+        let reaching = token.map_or(Reaching::ByEndpoint, |token| Reaching::WithToken(token.header()));
+        Self { reaching, strangers: JoinGuard::new(token), ..self }
+    }
+
+    /// What stands before the port on which nodes join.
+    pub fn strangers(&self) -> &JoinGuard {
+        &self.strangers
     }
 
     /// The same, with decode nodes that compute prompts, too.
@@ -474,6 +489,11 @@ impl Membership {
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
     pub fn has_pair(&self) -> bool {
         lock(&self.table).has_pair(self.choice.local)
+    }
+
+    /// Tokens of prompt and answer that fit the largest decode node; nothing while there is none.
+    pub fn most_tokens(&self) -> Option<u32> {
+        lock(&self.table).most_tokens()
     }
 
     /// Sums over all nodes.

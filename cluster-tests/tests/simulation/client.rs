@@ -74,7 +74,7 @@ async fn read(
 ) -> End {
     let wish = GenerationRequest {
         request_id: format!("r{index}"),
-        prompt_ids: expected.prompt.clone(),
+        prompt_ids: expected.prompt.as_slice().into(),
         max_tokens: request.max_tokens,
         sampling: request.sampling.clone(),
         ignore_eos: request.ignore_eos,

@@ -7,6 +7,7 @@ use futures::FutureExt;
 use tandem_engine::{Engine, SchedulerConfig, SimulatedExecutor};
 use tandem_kvtransfer::Arena;
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
+use tandem_node::JoinGuard;
 use tandem_node::Node;
 use tandem_node::membership::{self, RouterWay};
 use tandem_node::node::Parts;
@@ -98,6 +99,7 @@ impl NodeProcess {
             max_step_tokens: schedule.max_step_tokens,
             max_step: Duration::from_secs(60),
             max_running: schedule.max_running,
+            strangers: JoinGuard::default(),
             processor: None,
         });
         let routes = match role {

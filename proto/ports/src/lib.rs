@@ -4,12 +4,14 @@
 //! - [`Port`]: a listener that counts its connections, and what gRPC servers accept from ([`Port::incoming`]).
 //! - [`Connection`]: one of them; it ends when its first bytes are late.
 //! - [`serve_http`]: HTTP/1.1 on a port.
+//! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it.
 //! - [`Tls`]: certificates of a port; a handshake is part of a connection's first bytes.
 #![forbid(unsafe_code)]
 
 mod connection;
 mod gathering;
 mod http;
+mod join;
 mod stream;
 mod tls;
 
@@ -25,6 +27,7 @@ use tonic::transport::server::Connected;
 
 pub use crate::connection::Connection;
 pub use crate::http::serve_http;
+pub use crate::join::{JOIN_HEADER, JoinGuard, JoinToken, JoinTokenError, Joined};
 pub use crate::tls::{Tls, TlsError, TlsFiles};
 
 /// Wait after an `accept` that failed for a reason of ours, such as no descriptors.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use http::HeaderValue;
 use http::uri::Authority;
 use tandem_proto::v1;
 use tonic::Status;
@@ -19,6 +20,8 @@ pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, 
 pub(super) enum Reaching {
     #[default]
     ByEndpoint,
+    /// With this in each call's head: the cluster's own know each other by it.
+    WithToken(HeaderValue),
     InProcess(Arc<dyn Fn(&v1::Register) -> Calls + Send + Sync>),
 }
 
@@ -26,7 +29,8 @@ impl Reaching {
     /// The way to the incarnation that registers so.
     pub fn reach(&self, info: &v1::Register, endpoint: Authority) -> Calls {
         match self {
-            Self::ByEndpoint => Calls::new(Wire::new(endpoint)),
+            Self::ByEndpoint => Calls::new(Wire::new(endpoint, None)),
+            Self::WithToken(token) => Calls::new(Wire::new(endpoint, Some(token.clone()))),
             Self::InProcess(find) => find(info),
         }
     }
@@ -36,6 +40,7 @@ impl fmt::Debug for Reaching {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::ByEndpoint => "ByEndpoint",
+            Self::WithToken(_) => "WithToken",
             Self::InProcess(_) => "InProcess",
         })
     }

@@ -391,6 +391,16 @@ impl Table {
         select::is_served(&self.views, local)
     }
 
+    /// Tokens of prompt and answer for which the largest decode node has KV blocks; nothing while there is none.
+    pub fn most_tokens(&self) -> Option<u32> {
+        let decodes = self.entries.values().filter(|entry| entry.node.role == Role::Decode);
+        let tokens = decodes.map(|entry| {
+            let info = &entry.node.info;
+            info.total_blocks.saturating_mul(info.block_tokens).min(info.max_context_tokens)
+        });
+        tokens.max()
+    }
+
     pub fn totals(&self) -> Totals {
         let none = Totals { block_tokens: self.block_tokens(), deaths: self.deaths, ..Totals::default() };
         self.entries.values().zip(&self.views).fold(none, |mut totals, (entry, view)| {

@@ -1,0 +1,72 @@
+//! The cluster's secret: who has it belongs to the cluster, who lacks it is told so and nothing else.
+use std::time::Duration;
+
+use tandem_cluster_tests::client::{ask, metric, text};
+use tandem_cluster_tests::cluster::{model, words};
+use tandem_cluster_tests::process::Process;
+use tandem_cluster_tests::{Cluster, Options};
+use tandem_proto::v1;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Request};
+
+const SOON: Duration = Duration::from_secs(20);
+
+#[tokio::test]
+async fn only_who_has_the_token_belongs_to_the_cluster() -> anyhow::Result<()> {
+    let dir = tempfile::tempdir()?;
+    let file = |name: &str, token: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, token).map(|()| format!("--join-token-file {}", path.display()))
+    };
+    let (ours, theirs) =
+        (words(&file("ours", "our-cluster-s-secret\n")?), words(&file("theirs", "another-one-s-secret")?));
+    let options =
+        Options { router_args: ours.clone(), node_args: [words("--threads 1"), ours].concat(), ..Options::default() };
+    let cluster = Cluster::start(options).await?;
+    let answer = cluster.answer(ask(text("The capital of France is"), 8)).await?;
+    assert!(answer.text.contains("Paris"), "{}", answer.text);
+
+    strangers_are_refused(&cluster).await?;
+    for (name, token) in [("without", Vec::new()), ("with-another", theirs)] {
+        does_not_join(&cluster, name, token).await?;
+    }
+    assert!(metric(&cluster.router, "tandem_strangers_refused_total").await? >= 2.0);
+    assert_eq!(cluster.nodes().await?.len(), 2);
+    let again = cluster.answer(ask(text("The capital of France is"), 8)).await?;
+    assert_eq!(again.tokens, answer.tokens, "honest requests go on");
+    Ok(())
+}
+
+/// Calls to the nodes and to the router's membership, before anything of theirs is read: each says nothing, for ever.
+async fn strangers_are_refused(cluster: &Cluster) -> anyhow::Result<()> {
+    let refused = |code| assert_eq!(code, Some(Code::Unauthenticated));
+    let mut prefill = v1::prefill_client::PrefillClient::connect(cluster.prefill.url("grpc")).await?;
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let call = tokio::time::timeout(SOON, prefill.prefill(ReceiverStream::new(silent))).await?;
+    refused(call.err().map(|status| status.code()));
+    let mut decode = v1::decode_client::DecodeClient::connect(cluster.decode.url("grpc")).await?;
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let call = tokio::time::timeout(SOON, decode.generate(ReceiverStream::new(silent))).await?;
+    refused(call.err().map(|status| status.code()));
+    let mut membership = v1::membership_client::MembershipClient::connect(cluster.router.url("grpc")).await?;
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let mut guessed = Request::new(ReceiverStream::new(silent));
+    guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
+    refused(tokio::time::timeout(SOON, membership.join(guessed)).await?.err().map(|status| status.code()));
+    for node in [&cluster.prefill, &cluster.decode] {
+        assert_eq!(metric(node, "tandem_strangers_refused_total").await?, 1.0);
+    }
+    Ok(())
+}
+
+/// Such a node says what is wrong with it, and the router does not list it.
+async fn does_not_join(cluster: &Cluster, name: &str, token: Vec<String>) -> anyhow::Result<()> {
+    let model = model()?.display().to_string();
+    let args = format!("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --model {model}");
+    let mut args = words(&format!("{args} --node-id {name} --router {}", cluster.router.url("grpc")));
+    args.extend(token);
+    let stranger = Process::start(name, "tandem-decode-node", &args, cluster.dir()).await?;
+    let told = async |_: &Cluster| stranger.log().contains("join token");
+    cluster.wait_until(SOON, "the node says that its token is wrong", told).await?;
+    Ok(())
+}
