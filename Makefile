@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ bench-router: setup build dist ## What the router adds to a request, beside sgla
 
 bench-overload: setup build ## Three times what a cluster can answer, for two minutes
 	cargo run --release --locked -p tandem-cluster-tests --example bench_overload -- $(BENCH_OVERLOAD)
+
+bench-large-requests: setup build ## A hundred requests of 8 MB beside a polite client: its latencies, and the router's memory
+	cargo run --release --locked -p tandem-cluster-tests --example bench_large_requests -- $(BENCH_LARGE_REQUESTS)
 
 # BENCH_POLICIES="--trace FILE": a trace of Mooncake's; the project ships none.
 bench-policies: setup build ## The router's policies on a production trace, simulated nodes with measured costs

@@ -226,10 +226,7 @@ impl Admission {
     /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that cannot be
     /// kept; `Unavailable` when the router drains.
     pub fn enter_all(&self, tenant: &Tenant, asked: Vec<Asked>, now: Instant) -> Result<Vec<Entry>, Refusal> {
-        if self.is_closed() {
-            let error = Error::new(ErrorKind::Unavailable, "the router is shutting down");
-            return Err(Refusal { reason: Reason::Draining, error });
-        }
+        self.open()?;
         let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();
         let costs: Vec<u64> = asks.iter().map(Ask::cost).collect();
         let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
@@ -249,7 +246,36 @@ impl Admission {
         }
     }
 
-    /// Whether there are several tenants, as far as the queue has seen.
+    /// Whether a request of this tenant could be let in at all; takes nothing. Asked before a request is read: what it says is
+    /// as old as the reading takes, so [`Self::enter_all`] has the last word.
+    ///
+    /// # Errors
+    /// As [`Self::enter_all`], of what does not depend on the request.
+    pub fn may_enter(&self, tenant: &Tenant, now: Instant) -> Result<(), Refusal> {
+        self.open()?;
+        tenant.could_take(now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
+        let full = self.inner.lock().queue.full(now);
+        full.map_or(Ok(()), |refused| Err(self.inner.refusal(refused, self.counts(), tenant.name())))
+    }
+
+    /// Takes one request from the tenant's rates, for work that is done here.
+    ///
+    /// # Errors
+    /// As [`Self::enter_all`], of a router that drains and of rates.
+    pub fn charge(&self, tenant: &Tenant, now: Instant) -> Result<(), Refusal> {
+        self.open()?;
+        tenant.take(1, 0, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))
+    }
+
+    fn open(&self) -> Result<(), Refusal> {
+        if !self.is_closed() {
+            return Ok(());
+        }
+        let error = Error::new(ErrorKind::Unavailable, "the router is shutting down");
+        Err(Refusal { reason: Reason::Draining, error })
+    }
+
+    /// Whether there are several tenants: they have API keys.
     pub fn has_tenants(&self) -> bool {
         self.inner.lock().queue.has_tenants()
     }

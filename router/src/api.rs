@@ -16,13 +16,14 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::admission::keys::Keys;
 use crate::admission::{Admission, Counts, Tenant};
 use crate::flow::{self, Limits};
+use crate::intake::Intake;
 use crate::membership::Membership;
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
 use crate::traces::Traces;
 
-/// Tokens generated when the client does not say how many.
-pub const DEFAULT_MAX_TOKENS: u32 = 256;
+/// Tokens generated at most when neither the client nor `--max-tokens-default` says how many.
+pub const DEFAULT_MAX_TOKENS: u32 = 1024;
 /// Stop strings of one request at most.
 pub const MAX_STOP_STRINGS: usize = 4;
 /// Bytes of one stop string at most.
@@ -33,16 +34,13 @@ pub const MAX_STOP_TOKENS: usize = 64;
 /// Answers of one request at most, over all its prompts.
 pub const MAX_CHOICES: u32 = 128;
 
-/// Texts up to this size are tokenized (in well under a millisecond) where they are; others beside the reactor's threads.
-const INLINE_TEXT_BYTES: usize = 4096;
-
 /// One prompt to answer, as an edge hands it over: tokenized, every default resolved.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
     /// Of the client, or drawn by the edge (see [`new_request_id`]).
     pub request_id: String,
-    /// The prompt's tokens.
-    pub prompt_ids: Vec<u32>,
+    /// The prompt's tokens; all answers to one prompt share them.
+    pub prompt_ids: Arc<[u32]>,
     /// Tokens to generate at most (≥ 1); see [`Service::resolve_max_tokens`].
     pub max_tokens: u32,
     /// Temperature 0 is greedy.
@@ -99,6 +97,8 @@ pub enum GenerationEvent {
         top: Vec<v1::TokenLogprob>,
         /// 0 for the first generated token.
         index: u32,
+        /// Prompt tokens that no node had to compute.
+        cached: u32,
     },
     /// The answer is complete.
     Finish {
@@ -165,6 +165,7 @@ pub fn merged<S: Stream + Send + Unpin>(answers: Vec<S>) -> impl Stream<Item = (
 pub struct Service {
     flow: Arc<flow::Shared>,
     keys: Keys,
+    intake: Intake,
 }
 
 impl Service {
@@ -199,7 +200,7 @@ impl Service {
             instance: instance.into(),
             model,
         };
-        Self { flow: Arc::new(flow), keys }
+        Self { flow: Arc::new(flow), keys, intake: Intake::default() }
     }
 
     /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
@@ -208,6 +209,28 @@ impl Service {
     /// `Unauthenticated` where keys are needed and this is none, `InvalidArgument` for a tenant's name that is none.
     pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
         self.keys.tenant(authorization, name)
+    }
+
+    /// Whether a request of this tenant could start or wait at all now: asked before its body is read, so that who is refused
+    /// anyhow costs no more than a look at the headers.
+    ///
+    /// # Errors
+    /// `Unavailable` while the router drains, `Overloaded` for a full queue or a rate that is used up.
+    pub fn may_enter(&self, tenant: &Tenant) -> Result<(), Error> {
+        flow::admit::may_enter(&self.flow, tenant)
+    }
+
+    /// Takes one request from the tenant's rates for work that no node does, as `/tokenize`.
+    ///
+    /// # Errors
+    /// As [`Self::may_enter`].
+    pub fn charge(&self, tenant: &Tenant) -> Result<(), Error> {
+        flow::admit::charge(&self.flow, tenant)
+    }
+
+    /// The bounds of what is read and tokenized before a request has its place.
+    pub fn intake(&self) -> &Intake {
+        &self.intake
     }
 
     /// Counts a request that its edge refused, so that it never came to [`Self::generate`], which counts its own refusals.
@@ -240,24 +263,37 @@ impl Service {
         Ok(requests.into_iter().zip(entries).map(start).collect())
     }
 
-    /// The tokens to generate: what the client asked for, or [`DEFAULT_MAX_TOKENS`], or what the context leaves.
+    /// Whether a prompt can be answered at all; asked before anything is made of it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` (param `prompt`): it is empty, as long as the context, or holds ids outside the vocabulary.
+    pub fn check_prompt(&self, ids: &[u32]) -> Result<(), Error> {
+        flow::check::prompt(ids, &self.flow.model)
+    }
+
+    /// The tokens to generate: what the client asked for, or the default (see [`Limits::max_tokens_default`]) as far as the
+    /// context and the nodes' KV memory have room for it beside the prompt.
     ///
     /// # Errors
     /// `InvalidArgument` (param `max_tokens`) for 0 or more than the context leaves.
     pub fn resolve_max_tokens(&self, asked: Option<u32>, prompt_tokens: usize) -> Result<u32, Error> {
         let context = self.flow.model.context_len;
-        let left = context.saturating_sub(u32::try_from(prompt_tokens).unwrap_or(u32::MAX));
+        let prompt = u32::try_from(prompt_tokens).unwrap_or(u32::MAX);
+        let left = context.saturating_sub(prompt);
         match asked {
             Some(0) => Err(Error::invalid("max_tokens", "max_tokens must be at least 1")),
-            Some(asked) if asked > left && left > 0 => Err(Error::invalid(
+            Some(asked) if asked > left => Err(Error::invalid(
                 "max_tokens",
                 format!(
                     "the context holds {context} tokens: {prompt_tokens} of the prompt leave {left}, {asked} were asked for"
                 ),
             )),
             Some(asked) => Ok(asked),
-            // A prompt without room is refused by `generate`, whose message is about the prompt.
-            None => Ok(DEFAULT_MAX_TOKENS.min(left).max(1)),
+            None => {
+                let most = self.flow.membership.most_tokens().map_or(u32::MAX, |most| most.saturating_sub(prompt));
+                // A prompt without any room is refused by `generate`, whose message is about the prompt.
+                Ok(self.flow.limits.max_tokens_default.min(left).min(most).max(1))
+            }
         }
     }
 
@@ -269,17 +305,14 @@ impl Service {
     /// Runs `work` on so many bytes of text without holding up the other requests.
     ///
     /// # Errors
-    /// Those of `work`.
-    pub async fn with_model<T: Send + 'static>(
+    /// Those of `work`, and `Overloaded` when too many texts wait for a worker.
+    pub async fn with_model<T: Send + 'static, E: From<Error> + Send + 'static>(
         &self,
         bytes: usize,
-        work: impl FnOnce(&ModelText) -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        if bytes <= INLINE_TEXT_BYTES {
-            return work(self.model());
-        }
+        work: impl FnOnce(&ModelText) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, E> {
         let model = Arc::clone(self.model());
-        beside("the tokenizer failed on this text", move || work(&model)).await?
+        self.intake.work(bytes, move || work(&model)).await
     }
 
     /// Whether a request could start now: a compatible pair of nodes is there, or a decode node that may prefill.
@@ -315,6 +348,8 @@ impl Service {
             requests: flow.admission.counts(),
             depths: flow.admission.depths(),
             spans_dropped: flow.exporter.dropped(),
+            intake: self.intake.load(),
+            strangers: flow.membership.strangers().refused(),
             index: flow.membership.index(),
         };
         flow.metrics.text(accept, &seen)

@@ -7,6 +7,7 @@ use clap::Parser;
 use tandem_ports::{TlsFiles, reactor_threads};
 
 use crate::admission::pools::Pools;
+use crate::api::DEFAULT_MAX_TOKENS;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::http::Origin;
@@ -27,6 +28,10 @@ struct Flags {
     /// Address on which nodes join, instead of the gRPC API's: then clients cannot call themselves nodes. Never within TLS
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
+    /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have it may
+    /// join
+    #[arg(long, value_name = "FILE")]
+    join_token_file: Option<PathBuf>,
     /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
@@ -74,6 +79,9 @@ struct Flags {
     /// A node that is silent for so long is dead
     #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
     lease_ms: u32,
+    /// Tokens of an answer whose client sets no limit, as far as the context and the nodes' KV memory hold them
+    #[arg(long, default_value_t = DEFAULT_MAX_TOKENS, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens_default: u32,
     /// Deadline of requests that bring none
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
     max_request_ms: u32,
@@ -134,6 +142,8 @@ pub struct Config {
     pub grpc: SocketAddr,
     /// Where nodes join, if not there.
     pub nodes: Option<SocketAddr>,
+    /// The cluster's secret.
+    pub join_token_file: Option<PathBuf>,
     /// Of the ports for clients.
     pub tls: Option<TlsFiles>,
     /// Whose web pages may read answers.
@@ -176,6 +186,7 @@ impl From<Flags> for Config {
             http: flags.http,
             grpc: flags.grpc,
             nodes: flags.nodes,
+            join_token_file: flags.join_token_file,
             tls: flags.tls_cert.zip(flags.tls_key).map(|(cert, key)| TlsFiles {
                 cert,
                 key,
@@ -191,6 +202,7 @@ impl From<Flags> for Config {
                 node_queue: flags.node_queue.into(),
                 max_ttft: flags.max_ttft_ms.map(millis),
                 pools: flags.pools.unwrap_or_default(),
+                max_tokens_default: flags.max_tokens_default,
                 max_request: millis(flags.max_request_ms),
                 max_attempts: flags.max_attempts,
                 replan: millis(flags.replan_ms),
@@ -224,6 +236,7 @@ mod tests {
         assert_eq!((config.limits.max_queue, config.limits.max_inflight), (256, 512));
         assert_eq!((config.limits.node_queue, config.limits.max_ttft, config.api_keys), (4, None, None));
         assert_eq!(config.limits.pools, Pools::default());
+        assert_eq!(config.limits.max_tokens_default, 1024);
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!(config.threads, reactor_threads());
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
@@ -262,6 +275,7 @@ mod tests {
             ["--policy", "best"],
             ["--index-blocks", "0"],
             ["--max-attempts", "0"],
+            ["--max-tokens-default", "0"],
             ["--max-attempts", "17"],
             ["--breaker-failures", "0"],
             ["--threads", "0"],

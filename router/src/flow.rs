@@ -34,7 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admission::pools::Pools;
 use crate::admission::{Admission, Entry, Slot};
-use crate::api::{GenerationEvent, GenerationRequest, Usage};
+use crate::api::{DEFAULT_MAX_TOKENS, GenerationEvent, GenerationRequest, Usage};
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
@@ -69,6 +69,8 @@ pub struct Limits {
     pub max_ttft: Option<Duration>,
     /// Classes of requests by prompt length.
     pub pools: Pools,
+    /// Tokens of an answer whose client does not say how many it wants.
+    pub max_tokens_default: u32,
     /// Deadline of a request that brings none.
     pub max_request: Duration,
     /// Neither leg says anything for so long: the attempt fails.
@@ -89,6 +91,7 @@ impl Default for Limits {
             node_queue: 4,
             max_ttft: None,
             pools: Pools::default(),
+            max_tokens_default: DEFAULT_MAX_TOKENS,
             max_request: Duration::from_secs(600),
             silence: Duration::from_secs(600),
             max_attempts: 4,
@@ -320,7 +323,12 @@ impl Run {
                     let step = text.push(id);
                     let stopped = step.stopped.then_some(v1::FinishReason::Stop);
                     let index = self.arrivals.count();
-                    self.send_token(GenerationEvent::Token { id, text: step.text, logprob, top, index }).await?;
+                    if index == 0 {
+                        // A node's word: never more than there is.
+                        self.cached_tokens = attempt.exchange.cached_tokens.min(self.record.prompt_tokens);
+                    }
+                    let (text, cached) = (step.text, self.cached_tokens);
+                    self.send_token(GenerationEvent::Token { id, text, logprob, top, index, cached }).await?;
                     self.progress.sent.push(id);
                     self.progressed(attempt);
                     if let Some(reason) = stopped.or(finished) {
@@ -353,9 +361,6 @@ impl Run {
     /// The client has another token. That ends an outage unless decode is still being sought.
     fn progressed(&mut self, attempt: &Attempt) {
         let first = self.progress.sent.len() == 1;
-        if first {
-            self.cached_tokens = attempt.exchange.cached_tokens;
-        }
         if attempt.route.plan() == Plan::Local {
             self.nothing_to_transfer(first);
         }
@@ -418,12 +423,7 @@ impl Run {
         }
         self.record.pace = self.arrivals.pace();
         let Self { shared, record, arrivals, client, slot, spans, cached_tokens, .. } = *self;
-        let usage = Usage {
-            prompt: record.prompt_tokens,
-            completion: record.pace.tokens,
-            // A node's word: never more than there is.
-            cached: cached_tokens.min(record.prompt_tokens),
-        };
+        let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached: cached_tokens };
         if usage.completion > 0 {
             shared.metrics.looked_up(usage.prompt, usage.cached);
         }

@@ -1,5 +1,8 @@
 //! The gRPC edge: `tandem.v1.Inference`, health and reflection, and the port that nodes join on. Messages to requests
-//! and back; it knows nothing of nodes. `grpc-timeout` is read here, because tonic does not enforce it on streams.
+//! and back; it knows nothing of nodes. `grpc-timeout` is read here, because tonic does not enforce it on streams. `guard` stands
+//! before it: keys and bounds.
+mod guard;
+
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,11 +17,13 @@ use tonic::service::{Routes, RoutesBuilder};
 use tonic::{Code, Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
+use tower::Layer;
 
 use crate::admission::Tenant;
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged, new_request_id};
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
+use guard::{Guarded, Room};
 
 /// Bytes of a client's request id at most.
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -32,7 +37,7 @@ type Inference = v1::inference_server::InferenceServer<Edge>;
 /// What nodes need, for a port of their own.
 pub fn node_routes(membership: &Membership) -> Routes {
     let service = v1::membership_server::MembershipServer::new(membership.clone());
-    Routes::new(service.max_decoding_message_size(MAX_MESSAGE_BYTES))
+    Routes::new(membership.strangers().layer(service.max_decoding_message_size(MAX_MESSAGE_BYTES)))
 }
 
 /// All gRPC services of the router, for clients and nodes on one port.
@@ -60,15 +65,18 @@ fn for_clients(mut routes: RoutesBuilder, service: &Service, health: HealthRepor
             .with_service_name(Inference::NAME)
             .with_service_name("grpc.health.v1.Health")
     };
-    let inference = Inference::new(Edge { service: service.clone() }).max_decoding_message_size(MAX_MESSAGE_BYTES);
     routes
-        .add_service(inference)
+        .add_service(Guarded::new(inference(service), service.clone()))
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?)
         .add_service(tonic_health::pb::health_server::HealthServer::new(
             tonic_health::server::HealthService::from_health_reporter(health),
         ));
     Ok(routes.routes())
+}
+
+fn inference(service: &Service) -> Inference {
+    Inference::new(Edge { service: service.clone() }).max_decoding_message_size(MAX_MESSAGE_BYTES)
 }
 
 /// Keeps the health of `Inference` in step with the cluster: serving while the nodes of a plan are there. Ends never.
@@ -100,14 +108,16 @@ impl v1::inference_server::Inference for Edge {
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Responses>, Status> {
         let received = clock::now();
-        let (metadata, _, message) = request.into_parts();
+        let (metadata, mut extensions, message) = request.into_parts();
         let refused = |error: &Error| self.service.refused(error.kind);
         let mut caller = Caller::read(&metadata, &message, received).inspect_err(refused)?;
-        let checked = async {
-            caller.tenant = tenant(&self.service, &metadata)?;
-            self.check(message, &caller, received).await
-        };
-        let started = match checked.await.inspect_err(refused) {
+        // As the guard found out: no call comes past it.
+        let unknown = || Error::new(ErrorKind::Unauthenticated, "nobody has asked whose call this is");
+        caller.tenant = extensions.remove::<Tenant>().ok_or_else(unknown).inspect_err(refused)?;
+        let checked = self.check(message, &caller, received).await;
+        // The message is tokens by now: its room is for others.
+        drop(extensions.remove::<Room>());
+        let started = match checked.inspect_err(refused) {
             // What the flow refuses, it counts itself.
             Ok(requests) => self.service.generate_all(requests),
             Err(error) => Err(error),
@@ -152,10 +162,11 @@ impl Edge {
             _ => "text_completion",
         };
         let prompt_ids = tokenize(&self.service, input).await?;
+        self.service.check_prompt(&prompt_ids)?;
         Ok(GenerationRequest {
             request_id: caller.request_id.clone(),
             max_tokens: self.service.resolve_max_tokens(message.max_tokens, prompt_ids.len())?,
-            prompt_ids,
+            prompt_ids: prompt_ids.into(),
             sampling: message.sampling.unwrap_or_default(),
             ignore_eos: message.ignore_eos,
             stop_token_ids: message.stop_token_ids,
@@ -188,10 +199,8 @@ impl Caller {
             None => None,
         };
         let asked = if message.request_id.is_empty() { text("x-request-id") } else { Some(&*message.request_id) };
-        let valid =
-            |id: &&str| !id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES && id.chars().all(|c| c.is_ascii_graphic());
         let request_id = match asked {
-            Some(id) if valid(&id) => id.to_owned(),
+            Some(id) if is_request_id(&id) => id.to_owned(),
             Some(_) if !message.request_id.is_empty() => {
                 let why = format!("a request id has 1 to {MAX_REQUEST_ID_BYTES} visible ASCII characters");
                 return Err(Error::invalid("request_id", why));
@@ -208,10 +217,14 @@ impl Caller {
     }
 }
 
-/// Whose call it is, by its key or its own word.
-fn tenant(service: &Service, metadata: &MetadataMap) -> Result<Tenant, Error> {
-    let text = |key| metadata.get(key).and_then(|value| value.to_str().ok());
-    service.tenant(text("authorization"), text("x-tandem-tenant"))
+/// The client's, where its headers name a usable one, or a new one.
+fn request_id(headers: &http::HeaderMap) -> String {
+    let sent = headers.get("x-request-id").and_then(|value| value.to_str().ok());
+    sent.filter(is_request_id).map_or_else(new_request_id, str::to_owned)
+}
+
+fn is_request_id(id: &&str) -> bool {
+    !id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES && id.chars().all(|c| c.is_ascii_graphic())
 }
 
 /// <https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>: `TimeoutValue TimeoutUnit`.
@@ -355,7 +368,7 @@ impl Trailer {
 fn message(event: GenerationEvent, choice: u32, request_id: &str, model: &ModelText) -> v1::GenerateResponse {
     use v1::generate_response::Event;
     let event = match event {
-        GenerationEvent::Token { id, text, logprob, mut top, index } => {
+        GenerationEvent::Token { id, text, logprob, mut top, index, .. } => {
             top.iter_mut().for_each(|top| top.token = model.token(top.token_id).bytes);
             Event::Token(v1::TokenChunk { token_id: id, text, logprob, index, top_logprobs: top, choice })
         }
@@ -387,6 +400,7 @@ mod tests {
         let ask = |message: v1::GenerateRequest, metadata: (&'static str, &str)| {
             let mut request = Request::new(message);
             request.metadata_mut().insert(metadata.0, metadata.1.parse().unwrap());
+            request.extensions_mut().insert(Tenant::default());
             edge.generate(request)
         };
         let message = v1::GenerateRequest::default();
@@ -395,8 +409,7 @@ mod tests {
         let good = v1::GenerateRequest { input: Some(tokens), ..message.clone() };
         for (message, metadata, code, counted) in [
             (message.clone(), ("grpc-timeout", "soon"), Code::InvalidArgument, "invalid_argument\"} 1"),
-            (message.clone(), ("x-tandem-tenant", "a b"), Code::InvalidArgument, "invalid_argument\"} 2"),
-            (message, ("x-request-id", "r"), Code::InvalidArgument, "invalid_argument\"} 3"),
+            (message, ("x-request-id", "r"), Code::InvalidArgument, "invalid_argument\"} 2"),
             (other, ("x-request-id", "r"), Code::NotFound, "not_found\"} 1"),
             // The flow's own refusal.
             (good, ("x-request-id", "r"), Code::Unavailable, "unavailable\"} 1"),

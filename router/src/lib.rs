@@ -3,6 +3,7 @@
 //! - [`api`]: the border between the edges and the flow; start reading here.
 //! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
 //! - [`admission`]: who may start: tenants, API keys, rates, the fair queue.
+//! - [`intake`]: what may be read and tokenized at the same time, before that.
 //! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and other nodes
 //!   when one fails.
 //! - [`select`]: which nodes; pure. [`index`]: which node has which blocks in its cache; pure.
@@ -21,6 +22,7 @@ pub mod flow;
 pub mod grpc;
 pub mod http;
 pub mod index;
+pub mod intake;
 pub mod membership;
 pub mod metrics;
 pub mod select;

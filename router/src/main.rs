@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use futures::FutureExt;
 use mimalloc::MiMalloc;
-use tandem_ports::{Limits, Port, Tls, raise_descriptor_limit, serve_http};
+use tandem_ports::{JoinToken, Limits, Port, Tls, raise_descriptor_limit, serve_http};
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::config::Config;
@@ -61,6 +61,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Some(path) => Keys::load(path, clock::now())?,
         None => Keys::default(),
     };
+    let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let ports = Ports::bind(&config, tls).await?;
     let instance = format!("router-{}", ports.grpc_address.port());
@@ -68,6 +69,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, config.lease)
+        .with_join_token(join.as_ref())
         .with_breakers(config.breakers)
         .with_choice(config.choice)
         .with_index_blocks(config.index_blocks);

@@ -27,6 +27,7 @@ use crate::flow::record::Record;
 use crate::flow::replan::{Bound, Failure};
 use crate::flow::timeline::Phase;
 use crate::index::IndexTotals;
+use crate::intake::Load;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, DEATHS, Totals};
 use crate::select::{Plan, Role};
@@ -172,6 +173,10 @@ pub struct Seen {
     pub spans_dropped: u64,
     /// What is known of the nodes' caches.
     pub index: IndexTotals,
+    /// Bodies and texts on their way to the queue.
+    pub intake: Load,
+    /// Calls to join without the cluster's token.
+    pub strangers: u64,
 }
 
 impl Metrics {
@@ -257,7 +262,7 @@ impl Metrics {
     /// The content type and the text for a scraper with this `Accept` header.
     pub fn text(&self, accept: Option<&str>, seen: &Seen) -> (&'static str, String) {
         self.own.set(seen);
-        self.admission.set(&seen.depths);
+        self.admission.set(seen);
         let seeking = usize::try_from(self.own.waiting_for_node.get()).unwrap_or(0);
         self.vllm.set(&seen.nodes, seen.requests, seeking);
         let mut text = String::new();

@@ -4,6 +4,9 @@
 //! - [`failures`]: nodes die, hang, come back; clients leave.
 //! - [`corruption`]: damaged KV is refused.
 //! - [`bad_input`]: whatever comes in, the service goes on.
+//! - [`clocks`]: nodes whose clocks are wrong.
+//! - [`join_token`]: who belongs to the cluster.
+//! - [`large_requests`]: the largest requests, many at once.
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
@@ -15,9 +18,12 @@
 //! - [`turns`]: a second turn moves only what is missing.
 
 mod bad_input;
+mod clocks;
 mod corruption;
 mod failures;
 mod first_light;
+mod join_token;
+mod large_requests;
 mod local;
 mod metrics;
 mod overload;

@@ -8,7 +8,7 @@
 //! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then its pool
 //! waits for it, and after [`MAX_PASSES_OF_OTHERS`] the other pools, too.
 //!
-//! **Bounds.** Slots; each pool's share of them; places in the queue. Once there are several tenants, one may hold no more
+//! **Bounds.** Slots; each pool's share of them; places in the queue. Where there are several tenants, one may hold no more
 //! than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however many of
 //! them want more, some places stay free for who comes new.
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,6 +20,7 @@ use super::fair::Fair;
 use super::lateness::Lateness;
 use super::pace::Pace;
 use super::pools::Pools;
+use super::tenant::DEFAULT_TENANT;
 
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
@@ -93,7 +94,8 @@ pub struct Bounds {
     pub pools: Pools,
     /// First tokens predicted later than this are refused.
     pub max_ttft: Option<Duration>,
-    /// There are several tenants; else that shows when a second one comes.
+    /// Tenants are known by their API keys: each has its share of the service and of the queue. Without keys a tenant's name is
+    /// a label that anybody may write, and all requests stand in one line.
     pub tenants: bool,
 }
 
@@ -132,7 +134,8 @@ pub struct Queue {
     inflight: usize,
     ahead: Ahead,
     last: Ticket,
-    first_tenant: Option<Arc<str>>,
+    /// The tenant of all requests where tenants have no shares.
+    everybody: Arc<str>,
     /// Of those whose first token is to come: since when, and after which time that was predicted.
     expected: HashMap<Ticket, (Instant, Duration)>,
     lateness: Lateness,
@@ -211,7 +214,7 @@ impl Queue {
             inflight: 0,
             ahead: Ahead::default(),
             last: 0,
-            first_tenant: None,
+            everybody: Arc::from(DEFAULT_TENANT),
             expected: HashMap::new(),
             lateness: Lateness::default(),
         }
@@ -279,7 +282,17 @@ impl Queue {
         turn
     }
 
-    /// Whether several tenants are known, or expected.
+    /// Why nobody may wait now, if so: as many wait as may. Without a queue only those who do not start are refused.
+    pub fn full(&self, now: Instant) -> Option<Refused> {
+        if self.bounds.max_queue == 0 || self.waiting() < self.bounds.max_queue {
+            return None;
+        }
+        let retry_after = self.pools.iter().filter_map(|pool| pool.half_drained(now)).min();
+        let retry_after = retry_after.map(|drained| drained.min(LONGEST_RETRY));
+        Some(Refused { reason: Reason::QueueFull, retry_after, first_token: None })
+    }
+
+    /// Whether tenants have shares.
     pub fn has_tenants(&self) -> bool {
         self.bounds.tenants
     }
@@ -296,9 +309,17 @@ impl Queue {
 
     /// Requests that wait, by tenant; those of known tenants that wait for nothing are 0.
     pub fn depths(&self) -> BTreeMap<Arc<str>, usize> {
-        let mut depths = BTreeMap::new();
-        for (tenant, lane) in self.pools.iter().flat_map(|pool| &pool.lanes) {
-            *depths.entry(Arc::clone(tenant)).or_default() += lane.waiting.len();
+        let mut depths: BTreeMap<Arc<str>, usize> = BTreeMap::new();
+        for (lane_name, lane) in self.pools.iter().flat_map(|pool| &pool.lanes) {
+            if self.bounds.tenants {
+                *depths.entry(Arc::clone(lane_name)).or_default() += lane.waiting.len();
+                continue;
+            }
+            for waiting in lane.waiting.values() {
+                let known = depths.contains_key(&waiting.ask.tenant) || depths.len() < MAX_TENANTS;
+                let name = if known { Arc::clone(&waiting.ask.tenant) } else { Arc::from(OTHERS) };
+                *depths.entry(name).or_default() += 1;
+            }
         }
         depths
     }
@@ -316,12 +337,11 @@ impl Queue {
     }
 
     fn push(&mut self, ask: Ask) -> Ticket {
-        let first = self.first_tenant.get_or_insert_with(|| Arc::clone(&ask.tenant));
-        self.bounds.tenants |= *first != ask.tenant;
         self.last += 1;
         let (ticket, pool) = (self.last, self.bounds.pools.of(ask.prompt_tokens));
         let class = &mut self.pools[pool];
-        let name = class.lane_of(&ask.tenant);
+        // A name that clients give themselves is no claim: whoever invents names would have as many shares.
+        let name = if self.bounds.tenants { class.lane_of(&ask.tenant) } else { Arc::clone(&self.everybody) };
         let lane = class.lanes.entry(Arc::clone(&name)).or_default();
         let key = (lane.arrivals.saturating_sub(i64::from(ask.priority) * PLACES_A_LEVEL), ticket);
         lane.arrivals += 1;

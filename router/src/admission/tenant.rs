@@ -81,6 +81,15 @@ impl Tenant {
         self.limiter(|limiter| limiter.take(requests, tokens, now)).unwrap_or(Ok(()))
     }
 
+    /// Whether the smallest request would be within its rates; takes nothing.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn could_take(&self, now: Instant) -> Result<(), Exceeded> {
+        // On a copy.
+        self.limiter(|limiter| limiter.clone().take(1, 1, now)).unwrap_or(Ok(()))
+    }
+
     /// Gives back what was taken and not used.
     pub fn give_back(&self, requests: u32, tokens: u64, now: Instant) {
         self.limiter(|limiter| limiter.give_back(requests, tokens, now));

@@ -8,7 +8,7 @@ use tandem_telemetry::clock;
 use super::progress::prompt_tokens;
 use super::{Shared, check, refusal};
 use crate::admission::queue::Predicted;
-use crate::admission::{Asked, Entry, Reason, Refusal};
+use crate::admission::{Asked, Entry, Reason, Refusal, Tenant};
 use crate::api::GenerationRequest;
 use crate::membership::Ask;
 use crate::select::Wish;
@@ -23,6 +23,27 @@ pub fn all(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>
         .and_then(|()| few_enough(shared, requests.len()))
         .and_then(|()| enter(shared, requests))
         .inspect_err(|error| shared.metrics.refused(error.kind))
+}
+
+/// Whether any request of the tenant could start or wait now, asked before one is read; takes nothing.
+///
+/// # Errors
+/// As [`all`], of what does not depend on the request.
+pub fn may_enter(shared: &Shared, tenant: &Tenant) -> Result<(), Error> {
+    shared.admission.may_enter(tenant, clock::now()).map_err(|refusal| turned_away(shared, refusal))
+}
+
+/// Takes one request from the tenant's rates.
+///
+/// # Errors
+/// As [`may_enter`].
+pub fn charge(shared: &Shared, tenant: &Tenant) -> Result<(), Error> {
+    shared.admission.charge(tenant, clock::now()).map_err(|refusal| turned_away(shared, refusal))
+}
+
+fn turned_away(shared: &Shared, Refusal { reason, error }: Refusal) -> Error {
+    shared.metrics.turned_away(reason);
+    error
 }
 
 /// When the request ends at the latest.
@@ -48,10 +69,7 @@ fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, 
         true => shared.admission.enter_all(&first.tenant, asked(shared, requests, now), now),
         false => Err(Refusal { reason: Reason::NoPair, error: no_pair(shared, now) }),
     };
-    entered.map_err(|Refusal { reason, error }| {
-        shared.metrics.turned_away(reason);
-        error
-    })
+    entered.map_err(|refusal| turned_away(shared, refusal))
 }
 
 fn asked(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<Asked> {

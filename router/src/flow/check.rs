@@ -4,23 +4,40 @@ use tandem_proto::{Error, MAX_PRIORITY};
 use crate::api::{self, GenerationRequest};
 use crate::text::ModelText;
 
+/// Checks a prompt against the model.
+///
+/// # Errors
+/// `InvalidArgument`: it is empty, fills the context, or has ids outside the vocabulary.
+pub fn prompt(ids: &[u32], model: &ModelText) -> Result<(), Error> {
+    let (tokens, context) = (ids.len(), model.context_len as usize);
+    if tokens == 0 {
+        return Err(Error::invalid("prompt", "the prompt is empty"));
+    }
+    if tokens >= context {
+        return Err(too_long(tokens, model));
+    }
+    match ids.iter().find(|id| **id >= model.vocab_size()) {
+        Some(id) => {
+            let message = format!("token id {id} is outside the vocabulary of {} tokens", model.vocab_size());
+            Err(Error::invalid("prompt", message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// What a prompt without room for an answer is told.
+pub fn too_long(tokens: usize, model: &ModelText) -> Error {
+    let (name, context) = (&model.model_name, model.context_len);
+    Error::invalid("prompt", format!("the prompt has {tokens} tokens, the context of {name} holds {context}"))
+}
+
 /// Checks every field against the model.
 ///
 /// # Errors
 /// `InvalidArgument` naming the field.
 pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error> {
+    self::prompt(&request.prompt_ids, model)?;
     let (prompt, context) = (request.prompt_ids.len(), model.context_len as usize);
-    if prompt == 0 {
-        return Err(Error::invalid("prompt", "the prompt has no tokens"));
-    }
-    if let Some(id) = request.prompt_ids.iter().find(|id| **id >= model.vocab_size()) {
-        let message = format!("token id {id} is outside the vocabulary of {} tokens", model.vocab_size());
-        return Err(Error::invalid("prompt", message));
-    }
-    if prompt >= context {
-        let message = format!("the prompt has {prompt} tokens, the context of {} holds {context}", model.model_name);
-        return Err(Error::invalid("prompt", message));
-    }
     if request.max_tokens == 0 || prompt + request.max_tokens as usize > context {
         let message =
             format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);

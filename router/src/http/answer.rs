@@ -18,13 +18,12 @@ use super::sse::{self, Encoder, PromptInfo};
 use super::timings::{self, Timed};
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
 use crate::api::{GenerationEvent, GenerationRequest, MAX_CHOICES, Service, Usage};
-use crate::text::ModelText;
 
 /// A prompt as its endpoint understood it.
 pub(super) struct Encoded {
     pub ids: Vec<u32>,
     /// The prompt's text, to be repeated before the answer.
-    pub echo: Option<String>,
+    pub echo: Option<Arc<str>>,
 }
 
 /// One request with everything that its endpoint found out.
@@ -77,30 +76,19 @@ impl Checked {
             let message = format!("{} prompts with n = {n} are more than {MAX_CHOICES} answers", prompts.len());
             return Err(Error::invalid("n", message));
         }
-        let (mut infos, mut requests, seed) = (Vec::new(), Vec::new(), rand::random());
-        for (index, prompt) in prompts.into_iter().enumerate() {
-            check_ids(service.model(), &prompt.ids)?;
-            let max_tokens = service.resolve_max_tokens(options.max_tokens, prompt.ids.len())?;
+        prompts.iter().try_for_each(|prompt| service.check_prompt(&prompt.ids))?;
+        let (mut infos, mut requests) = (Vec::new(), Vec::new());
+        for (index, Encoded { ids, echo }) in prompts.into_iter().enumerate() {
+            let max_tokens = service.resolve_max_tokens(options.max_tokens, ids.len())?;
             let request_id = if several { format!("{}-{index}", caller.request_id) } else { caller.request_id.clone() };
-            let info = PromptInfo { echo: prompt.echo, tokens: prompt.ids.len(), choice: 0 };
+            let info = PromptInfo { echo, tokens: ids.len(), choice: 0 };
             infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
-            let prompt = Prompt { request_id, ids: prompt.ids, max_tokens, received };
+            let prompt = Prompt { request_id, ids: ids.into(), max_tokens, received };
+            // Of each prompt its own: two equal ones are two questions.
+            let seed = rand::random();
             requests.extend(options.request(caller, prompt, seed, kind.operation()).choices(n));
         }
         Ok(Self { options, requests, infos })
-    }
-}
-
-fn check_ids(model: &ModelText, ids: &[u32]) -> Result<(), Error> {
-    if ids.is_empty() {
-        return Err(Error::invalid("prompt", "the prompt is empty"));
-    }
-    match ids.iter().find(|id| **id >= model.vocab_size()) {
-        Some(id) => {
-            let message = format!("token id {id} is outside the vocabulary of {}", model.vocab_size());
-            Err(Error::invalid("prompt", message))
-        }
-        None => Ok(()),
     }
 }
 
@@ -146,7 +134,7 @@ pub(super) fn whole<'a>(
 ) -> Response {
     let numbers: Vec<u32> = prompts.iter().map(|prompt| prompt.choice).collect();
     let choice = |(index, (answer, prompt)): (usize, (&'a Collected, PromptInfo))| {
-        let text = prompt.echo.unwrap_or_default() + &answer.text;
+        let text = [prompt.echo.as_deref().unwrap_or_default(), &answer.text].concat();
         let (text, message) = match head.kind {
             Kind::Completion => (Some(text), None),
             Kind::Chat => (None, Some(Message { role: Some("assistant"), content: Some(text) })),

@@ -29,6 +29,17 @@ pub(super) async fn identify(
     Ok(next.run(request).await)
 }
 
+/// Refuses what would be refused anyhow, before its body is read.
+///
+/// # Errors
+/// As [`Service::may_enter`].
+pub(super) async fn admit(State(service): State<Service>, request: Request, next: Next) -> Result<Response, ApiError> {
+    if let Some(caller) = request.extensions().get::<Caller>() {
+        service.may_enter(&caller.tenant).inspect_err(|error| service.refused(error.kind))?;
+    }
+    Ok(next.run(request).await)
+}
+
 fn tenant(service: &Service, headers: &HeaderMap) -> Result<Tenant, Error> {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     service.tenant(text(header::AUTHORIZATION.as_str()), text(TENANT_HEADER))

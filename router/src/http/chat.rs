@@ -1,22 +1,21 @@
 //! `POST /v1/chat/completions`: messages, rendered with the model's own template.
-use tandem_telemetry::clock;
-
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
-use serde::Deserialize;
 use serde_json::value::RawValue;
 use tandem_proto::Error;
 use tandem_proto::v1::ChatMessage;
+use tandem_telemetry::clock;
 
 use super::answer::{Encoded, Job, answer};
 use super::error::ApiError;
-use super::fields::{Fields, Neutral, value};
+use super::fields::{AtMost, Fields, Neutral, value};
 use super::options::Options;
 use super::types::Kind;
 use super::{Caller, body, check_model};
 use crate::api::Service;
+use crate::text::ModelText;
 
 const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("tools", Neutral::Empty),
@@ -30,6 +29,7 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("echo", Neutral::Flag(false)),
     ("add_generation_prompt", Neutral::Flag(true)),
     ("continue_final_message", Neutral::Flag(false)),
+    ("add_special_tokens", Neutral::Flag(false)),
 ];
 
 /// The handler.
@@ -43,13 +43,16 @@ pub(super) async fn handle(
 }
 
 async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
-    let json = body::read(body).await?;
-    let received = clock::now();
-    let Chat { options, messages } = parse(&json)?;
-    check_model(service, options.model.as_deref())?;
-    let ids = service.with_model(json.len(), move |model| model.encode_chat(&messages)).await?;
-    let prompts = vec![Encoded { ids, echo: None }];
-    Ok(Job { kind: Kind::Chat, options, prompts, received })
+    let json = body::read(service.intake(), body).await?;
+    let (received, bytes) = (clock::now(), json.len());
+    let work = move |model: &ModelText| {
+        let Chat { options, messages } = parse(&json)?;
+        check_model(model, options.model.as_deref())?;
+        drop(json);
+        let prompts = vec![Encoded { ids: model.encode_chat(&messages)?, echo: None }];
+        Ok::<_, ApiError>(Job { kind: Kind::Chat, options, prompts, received })
+    };
+    service.with_model(bytes, work).await
 }
 
 /// A checked request.
@@ -65,53 +68,54 @@ fn parse(json: &str) -> Result<Chat, Error> {
     Ok(Chat { messages: messages(&fields)?, options: Options::parse(&fields, Kind::Chat)? })
 }
 
-#[derive(Deserialize)]
-struct RawMessage<'a> {
-    role: String,
-    #[serde(borrow)]
-    content: Option<&'a RawValue>,
-    #[serde(borrow)]
-    tool_calls: Option<&'a RawValue>,
-}
-
-#[derive(Deserialize)]
-struct Part {
-    #[serde(rename = "type")]
-    kind: String,
-    text: Option<String>,
-}
+/// Messages of one chat at most, and parts of a message.
+const MAX_MESSAGES: usize = 16_384;
 
 /// The `messages` field, each content as one text.
 ///
 /// # Errors
-/// `InvalidArgument` for anything but text.
+/// `InvalidArgument` for anything but text; it names the message by its number.
 pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<ChatMessage>, Error> {
     let raw = fields.raw("messages").ok_or_else(|| Error::invalid("messages", "messages is missing"))?;
-    let messages: Vec<RawMessage<'_>> = value("messages", raw)?;
-    messages.into_iter().map(message).collect()
+    let AtMost(messages) = value::<AtMost<&RawValue, MAX_MESSAGES>>("messages", raw)?;
+    messages.into_iter().enumerate().map(|(index, raw)| message(index, raw.get())).collect()
 }
 
-fn message(message: RawMessage<'_>) -> Result<ChatMessage, Error> {
-    if message.tool_calls.is_some_and(|calls| !matches!(calls.get(), "null" | "[]")) {
-        return Err(Error::invalid("messages", "messages with tool_calls are not supported"));
+fn message(index: usize, raw: &str) -> Result<ChatMessage, Error> {
+    let wrong = |what: String| Error::invalid("messages", format!("messages[{index}]{what}"));
+    if !raw.starts_with('{') {
+        return Err(wrong(" must be an object with `role` and `content`".into()));
     }
-    let raw = message.content.map_or("null", RawValue::get);
-    let content = match raw {
-        "null" => return Err(Error::invalid("messages", "a message without content")),
-        text if text.starts_with('"') => value("messages", text)?,
-        parts => value::<Vec<Part>>("messages", parts)?
-            .into_iter()
-            .map(|part| match (part.kind.as_str(), part.text) {
-                ("text", Some(text)) => Ok(text),
-                (kind, _) => {
-                    let kind: String = kind.chars().take(40).collect();
-                    Err(Error::invalid("messages", format!("a content part of type {kind:?}; only text is supported")))
-                }
-            })
-            .collect::<Result<Vec<_>, Error>>()?
-            .join("\n"),
+    let fields = Fields::parse(raw).map_err(|error| wrong(format!(": {}", error.message)))?;
+    let role = fields.get::<String>("role").ok().flatten();
+    let role = role.ok_or_else(|| wrong(".role must be a string".into()))?;
+    if fields.raw("tool_calls").is_some_and(|calls| calls != "[]") {
+        return Err(wrong(".tool_calls is not supported".into()));
+    }
+    let content = match fields.raw("content") {
+        None => return Err(wrong(" has no content".into())),
+        Some(text) if text.starts_with('"') => value("messages", text)?,
+        Some(parts) if parts.starts_with('[') => {
+            let AtMost(parts) = value::<AtMost<&RawValue, MAX_MESSAGES>>("messages", parts)?;
+            let texts = parts.iter().map(|part| part_text(part.get()).map_err(&wrong));
+            texts.collect::<Result<Vec<_>, Error>>()?.join("\n")
+        }
+        Some(_) => return Err(wrong(".content must be a string or an array of text parts".into())),
     };
-    Ok(ChatMessage { role: message.role, content })
+    Ok(ChatMessage { role, content })
+}
+
+/// The text of a content part, or what is wrong with it.
+fn part_text(raw: &str) -> Result<String, String> {
+    let no_part = || ".content has a part that is no object with a `type`".to_owned();
+    let fields = Fields::parse(raw).map_err(|_| no_part())?;
+    let kind: String = fields.get("type").ok().flatten().ok_or_else(no_part)?;
+    if kind != "text" {
+        let kind: String = kind.chars().take(40).collect();
+        return Err(format!(".content has a part of type {kind:?}; only \"text\" is supported"));
+    }
+    let text = fields.get("text").ok().flatten();
+    text.ok_or_else(|| ".content has a part of type \"text\" without a string `text`".to_owned())
 }
 
 #[cfg(test)]
@@ -147,6 +151,22 @@ mod tests {
             r#"[{"role": "assistant", "content": "x", "tool_calls": [{}]}]"#,
         ] {
             assert_eq!(parse_messages(messages).expect_err(messages).param, Some("messages"), "{messages}");
+        }
+    }
+
+    #[test]
+    fn errors_say_what_is_wrong_with_which_message() {
+        let good = r#"{"role": "user", "content": "x"}"#;
+        for (second, why) in [
+            (r#""hi""#, "messages[1] must be an object with `role` and `content`"),
+            (r#"{"content": "x"}"#, "messages[1].role must be a string"),
+            (r#"{"role": "user", "content": 5}"#, "messages[1].content must be a string or an array of text parts"),
+            (r#"{"role": "user", "content": [{"type": "text"}]}"#, "of type \"text\" without a string `text`"),
+            (r#"{"role": "user", "content": [{"type": "image_url"}]}"#, "only \"text\" is supported"),
+            (r#"{"role": "user", "content": ["x"]}"#, "no object with a `type`"),
+        ] {
+            let error = parse_messages(&format!("[{good}, {second}]")).unwrap_err();
+            assert!(error.message.contains(why), "{second}: {}", error.message);
         }
     }
 

@@ -39,6 +39,7 @@ pub use self::cors::{Origin, with_cors};
 use self::error::ApiError;
 use crate::admission::Tenant;
 use crate::api::{Service, new_request_id};
+use crate::text::ModelText;
 
 /// Bytes of a request body at most.
 const MAX_BODY_BYTES: usize = 8 << 20;
@@ -50,11 +51,12 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// All HTTP routes of the router process.
 pub fn router(service: Service) -> axum::Router {
+    let admitting = || from_fn_with_state(service.clone(), auth::admit);
     let guarded = axum::Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
-        .route("/v1/completions", post(completions::handle))
-        .route("/v1/chat/completions", post(chat::handle))
+        .route("/v1/completions", post(completions::handle).route_layer(admitting()))
+        .route("/v1/chat/completions", post(chat::handle).route_layer(admitting()))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route_layer(from_fn_with_state(service.clone(), auth::identify));
@@ -146,7 +148,7 @@ async fn models(State(service): State<Service>) -> Response {
 
 async fn model(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
     let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
-    check_model(&service, Some(&id))?;
+    check_model(service.model(), Some(&id))?;
     Ok(Json(model_card(&service)).into_response())
 }
 
@@ -159,9 +161,9 @@ fn model_card(service: &Service) -> serde_json::Value {
 }
 
 /// An absent model means the only one.
-fn check_model(service: &Service, asked: Option<&str>) -> Result<(), ApiError> {
+fn check_model(model: &ModelText, asked: Option<&str>) -> Result<(), ApiError> {
     match asked {
-        Some(name) if name != service.model().model_name => Err(ApiError::no_model(name, &service.model().model_name)),
+        Some(name) if name != model.model_name => Err(ApiError::no_model(name, &model.model_name)),
         _ => Ok(()),
     }
 }

@@ -1,12 +1,14 @@
 //! What `/v1/completions` and `/v1/chat/completions` have in common: the fields that say how to generate. Pure.
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Instant;
 
+use serde::Deserialize;
 use tandem_proto::sampling::MAX_TOP_LOGPROBS;
 use tandem_proto::{Error, MAX_PRIORITY, v1};
 
 use super::Caller;
-use super::fields::{Fields, Neutral, one_or_many};
+use super::fields::{AtMost, Fields, Integer, Neutral, one_or_many};
 use super::types::Kind;
 use crate::api::{GenerationRequest, MAX_CHOICES, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
 
@@ -24,7 +26,24 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("guided_choice", Neutral::Empty),
     ("guided_grammar", Neutral::Empty),
     ("structured_outputs", Neutral::Empty),
+    ("truncate_prompt_tokens", Neutral::Nothing),
+    ("return_tokens_as_token_ids", Neutral::Flag(false)),
+    ("detokenize", Neutral::Flag(true)),
+    ("spaces_between_special_tokens", Neutral::Flag(true)),
+    ("logprob_token_ids", Neutral::Empty),
+    ("cache_salt", Neutral::Empty),
+    ("kv_transfer_params", Neutral::Empty),
+    ("modalities", Neutral::Only("text")),
+    ("web_search_options", Neutral::Nothing),
+    ("prediction", Neutral::Nothing),
+    ("reasoning_effort", Neutral::Text("none")),
+    ("thinking_token_budget", Neutral::Nothing),
+    ("length_penalty", Neutral::Number(1.0)),
+    ("early_stopping", Neutral::Flag(false)),
 ];
+
+/// Items of a list that are read at all; the lists' own limits are below it, with better words.
+const MANY: usize = 1024;
 
 /// How to generate.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,9 +83,9 @@ impl Options {
         fields.refuse(UNSUPPORTED)?;
         refuse_response_format(fields)?;
         // OpenAI's newer name wins.
-        let max_tokens = match fields.get("max_completion_tokens")? {
+        let max_tokens = match fields.integer("max_completion_tokens")? {
             Some(limit) => Some(limit),
-            None => fields.get("max_tokens")?,
+            None => fields.integer("max_tokens")?,
         };
         let stream_options = match fields.raw("stream_options") {
             Some(raw) => Some(Fields::parse(raw).map_err(|_| Error::invalid("stream_options", "not an object"))?),
@@ -119,7 +138,7 @@ impl Options {
 /// One prompt of a request, encoded.
 pub(super) struct Prompt {
     pub request_id: String,
-    pub ids: Vec<u32>,
+    pub ids: Arc<[u32]>,
     pub max_tokens: u32,
     pub received: Instant,
 }
@@ -150,7 +169,7 @@ fn sampling(fields: &Fields<'_>, top_logprobs: u32) -> Result<v1::Sampling, Erro
         presence_penalty: number("presence_penalty")?,
         frequency_penalty: number("frequency_penalty")?,
         logit_bias: logit_bias(fields)?,
-        min_tokens: fields.get("min_tokens")?.unwrap_or(0),
+        min_tokens: fields.integer("min_tokens")?.unwrap_or(0),
         top_logprobs,
     };
     sampling.check(u32::MAX)?;
@@ -172,11 +191,11 @@ fn logit_bias(fields: &Fields<'_>) -> Result<HashMap<u32, f32>, Error> {
 
 /// `best_of` other than `n` would mean to generate more answers than are sent.
 fn choices(fields: &Fields<'_>) -> Result<u32, Error> {
-    let n = fields.get::<u32>("n")?.unwrap_or(1);
+    let n = fields.integer::<u32>("n")?.unwrap_or(1);
     if n == 0 || n > MAX_CHOICES {
         return Err(Error::invalid("n", format!("n must be 1 to {MAX_CHOICES}, not {n}")));
     }
-    match fields.get::<u32>("best_of")? {
+    match fields.integer::<u32>("best_of")? {
         Some(best_of) if best_of != n => {
             let message =
                 format!("best_of {best_of} is not supported: leave it out, or make it equal to n, which is {n}");
@@ -188,7 +207,7 @@ fn choices(fields: &Fields<'_>) -> Result<u32, Error> {
 
 /// `logprobs: true` and `top_logprobs: n`; how many of the likeliest tokens are wanted, if log probabilities are.
 fn chat_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Error> {
-    let (wanted, top) = (fields.flag("logprobs")?, fields.get::<u32>("top_logprobs")?);
+    let (wanted, top) = (fields.flag("logprobs")?, fields.integer::<u32>("top_logprobs")?);
     match top {
         Some(1..) if !wanted => Err(Error::invalid("top_logprobs", "top_logprobs needs logprobs to be true")),
         _ => Ok(wanted.then_some(top.unwrap_or(0))),
@@ -200,7 +219,7 @@ fn completion_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Error> {
     if fields.raw("logprobs") == Some("false") {
         return Ok(None);
     }
-    let top = fields.get::<u32>("logprobs")?;
+    let top = fields.integer::<u32>("logprobs")?;
     match top {
         Some(n) if n > MAX_TOP_LOGPROBS => {
             Err(Error::invalid("logprobs", format!("logprobs must be 0 to {MAX_TOP_LOGPROBS}, not {n}")))
@@ -211,9 +230,11 @@ fn completion_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Error> {
 
 /// -1 and 0 mean off, as vLLM's clients write it.
 fn top_k(fields: &Fields<'_>) -> Result<u32, Error> {
-    match fields.get::<i64>("top_k")? {
+    match fields.integer::<i64>("top_k")? {
         None | Some(-1) => Ok(0),
-        Some(k) => u32::try_from(k).map_err(|_| Error::invalid("top_k", format!("top_k must be -1 or more, not {k}"))),
+        // More than there are tokens are all of them.
+        Some(k @ 0..) => Ok(u32::try_from(k).unwrap_or(u32::MAX)),
+        Some(k) => Err(Error::invalid("top_k", format!("top_k must be -1 or more, not {k}"))),
     }
 }
 
@@ -224,6 +245,7 @@ fn seed(fields: &Fields<'_>) -> Result<Option<u64>, Error> {
         Some(number) => number
             .as_u64()
             .or_else(|| number.as_i64().map(i64::cast_unsigned))
+            .or_else(|| Integer::deserialize(&number).ok().map(|Integer(whole)| whole.cast_unsigned()))
             .map(Some)
             .ok_or_else(|| Error::invalid("seed", format!("seed must be a 64-bit integer, not {number}"))),
     }
@@ -231,7 +253,7 @@ fn seed(fields: &Fields<'_>) -> Result<Option<u64>, Error> {
 
 /// vLLM's field, with vLLM's meaning: lower ones go first.
 fn priority(fields: &Fields<'_>) -> Result<i32, Error> {
-    match fields.get::<i32>("priority")? {
+    match fields.integer::<i32>("priority")? {
         Some(asked) if asked.unsigned_abs() > MAX_PRIORITY.unsigned_abs() => {
             let message = format!("priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}, lower ones first, not {asked}");
             Err(Error::invalid("priority", message))
@@ -241,7 +263,7 @@ fn priority(fields: &Fields<'_>) -> Result<i32, Error> {
 }
 
 fn stop(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
-    let stop = fields.raw("stop").map_or(Ok(Vec::new()), |raw| one_or_many("stop", raw))?;
+    let stop = fields.raw("stop").map_or(Ok(Vec::new()), |raw| one_or_many::<MANY>("stop", raw))?;
     if stop.len() > MAX_STOP_STRINGS {
         return Err(Error::invalid("stop", format!("{} stop strings; {MAX_STOP_STRINGS} at most", stop.len())));
     }
@@ -252,7 +274,7 @@ fn stop(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
 }
 
 fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
-    let ids: Vec<u32> = fields.get("stop_token_ids")?.unwrap_or_default();
+    let ids = fields.get::<AtMost<u32, MANY>>("stop_token_ids")?.map(|ids| ids.0).unwrap_or_default();
     if ids.len() > MAX_STOP_TOKENS {
         return Err(Error::invalid("stop_token_ids", format!("{} ids; {MAX_STOP_TOKENS} at most", ids.len())));
     }
@@ -303,7 +325,7 @@ mod tests {
         let received = Instant::now();
         let timeout = Some(Duration::from_millis(1500));
         let caller = Caller { request_id: "r".into(), parent: None, timeout, tenant: Tenant::named("team").unwrap() };
-        let prompt = Prompt { request_id: "r-0".into(), ids: vec![1, 2], max_tokens: 7, received };
+        let prompt = Prompt { request_id: "r-0".into(), ids: [1, 2].into(), max_tokens: 7, received };
         let request = options.request(&caller, prompt, 9, "chat");
         assert_eq!((request.request_id.as_str(), request.prompt_ids.len(), request.max_tokens), ("r-0", 2, 7));
         let sampling = v1::Sampling {
@@ -334,7 +356,7 @@ mod tests {
     #[test]
     fn an_absent_seed_is_drawn_by_the_edge() {
         let caller = Caller { request_id: "r".into(), parent: None, timeout: None, tenant: Tenant::default() };
-        let prompt = Prompt { request_id: "r".into(), ids: vec![1], max_tokens: 1, received: Instant::now() };
+        let prompt = Prompt { request_id: "r".into(), ids: [1].into(), max_tokens: 1, received: Instant::now() };
         assert_eq!(parse("{}").unwrap().request(&caller, prompt, 9, "chat").sampling.seed, 9);
     }
 

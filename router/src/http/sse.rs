@@ -76,7 +76,7 @@ struct Progress {
     /// When they are wanted.
     logprobs: Option<Writer>,
     /// The prompt's text, sent before the first token.
-    echo: Option<String>,
+    echo: Option<Arc<str>>,
     started: bool,
     usage: Usage,
     /// Once it has ended.
@@ -87,7 +87,7 @@ struct Progress {
 #[derive(Clone)]
 pub(super) struct PromptInfo {
     /// The prompt's text, to be repeated before the answer.
-    pub echo: Option<String>,
+    pub echo: Option<Arc<str>>,
     pub tokens: usize,
     /// The answer's number among those of the prompt.
     pub choice: u32,
@@ -120,8 +120,9 @@ impl Encoder {
         let Some(progress) = self.choices.get_mut(index) else { return Bytes::new() };
         let mut choice = Choice { index, ..Choice::default() };
         let (text, id) = match event {
-            GenerationEvent::Token { id, text, logprob, top, .. } => {
+            GenerationEvent::Token { id, text, logprob, top, cached, .. } => {
                 progress.usage.completion += 1;
+                progress.usage.cached = cached;
                 choice.logprobs = progress.logprobs.as_mut().map(|writer| writer.write(&[Scored { id, logprob, top }]));
                 (text, Some(id))
             }
@@ -133,7 +134,7 @@ impl Encoder {
             }
         };
         let text = match progress.echo.take() {
-            Some(prompt) => prompt + &text,
+            Some(prompt) => [&*prompt, &text].concat(),
             None => text,
         };
         let first = !std::mem::replace(&mut progress.started, true);

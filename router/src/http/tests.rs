@@ -22,7 +22,8 @@ use crate::text::TokenText;
 type Events = BoxStream<'static, Result<GenerationEvent, Error>>;
 
 fn token(index: u32, id: u32, text: &str) -> Result<GenerationEvent, Error> {
-    Ok(GenerationEvent::Token { id, text: text.into(), logprob: -0.5, top: vec![top(id, -0.5), top(9, -1.5)], index })
+    let top = vec![top(id, -0.5), top(9, -1.5)];
+    Ok(GenerationEvent::Token { id, text: text.into(), logprob: -0.5, top, index, cached: 1 })
 }
 
 fn top(token_id: u32, logprob: f32) -> TokenLogprob {
@@ -49,7 +50,7 @@ fn options(json: &str) -> Options {
 }
 
 fn encoder(kind: Kind, options: &Options, echoes: &[Option<&str>]) -> Encoder {
-    let info = |echo: &Option<&str>| PromptInfo { echo: echo.map(str::to_owned), tokens: 3, choice: 0 };
+    let info = |echo: &Option<&str>| PromptInfo { echo: echo.map(Arc::from), tokens: 3, choice: 0 };
     Encoder::new(Head::new(kind, "r1", "m", 7), options, echoes.iter().map(info).collect(), &spell())
 }
 
@@ -111,7 +112,11 @@ async fn usage_only_when_asked() {
     assert_eq!(plain[1]["choices"][0]["delta"], json!({}));
     let each = options(r#"{"stream": true, "stream_options": {"continuous_usage_stats": true}}"#);
     let response = respond(encoder(Kind::Chat, &each, &[None]), vec![answer(script)]).await.unwrap();
-    assert_eq!(events(response).await[0]["usage"]["completion_tokens"], 1);
+    let events = events(response).await;
+    assert_eq!(events[0]["usage"]["completion_tokens"], 1);
+    for event in events.iter().filter(|event| event.is_object()) {
+        assert_eq!(event["usage"]["prompt_tokens_details"]["cached_tokens"], 1, "as in every chunk: {event}");
+    }
 }
 
 #[tokio::test]

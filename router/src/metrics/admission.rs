@@ -4,10 +4,10 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Exemplar, SECONDS, Traced, seconds, whole};
+use super::{Exemplar, SECONDS, Seen, Traced, seconds, whole};
 use crate::admission::{REASONS, Reason};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -34,16 +34,39 @@ pub(super) struct AdmissionMetrics {
     depth: Family<OfTenant, Gauge>,
     refused: Family<Why, Counter>,
     wait: Waits,
+    body_bytes: Gauge,
+    texts_working: Gauge,
+    texts_waiting: Gauge,
+    intake_refused: Counter,
+    strangers: Counter,
 }
 
 impl AdmissionMetrics {
     pub fn register(registry: &mut Registry) -> Self {
         let histogram: fn() -> Traced = || Traced::new(SECONDS.into_iter());
-        let own =
-            Self { depth: Family::default(), refused: Family::default(), wait: Waits::new_with_constructor(histogram) };
+        let own = Self {
+            depth: Family::default(),
+            refused: Family::default(),
+            wait: Waits::new_with_constructor(histogram),
+            body_bytes: Gauge::default(),
+            texts_working: Gauge::default(),
+            texts_waiting: Gauge::default(),
+            intake_refused: Counter::default(),
+            strangers: Counter::default(),
+        };
         registry.register("tandem_queue_depth", "Requests that wait for admission, by tenant", own.depth.clone());
         registry.register("tandem_refused", "Requests refused before they started", own.refused.clone());
         registry.register("tandem_queue_wait_seconds", "Waiting of those admitted, by priority", own.wait.clone());
+        let bytes = "Bytes of request bodies over 16 KiB that are being read";
+        registry.register("tandem_body_bytes", bytes, own.body_bytes.clone());
+        let working = "Texts that are parsed or tokenized beside the reactor";
+        registry.register("tandem_texts_working", working, own.texts_working.clone());
+        let waiting = "Texts that wait for a thread to be parsed or tokenized";
+        registry.register("tandem_texts_waiting", waiting, own.texts_waiting.clone());
+        let refused = "Requests refused because too many large ones were being read or tokenized";
+        registry.register("tandem_intake_refused", refused, own.intake_refused.clone());
+        let strangers = "Calls to join that were refused because they lack the cluster's join token";
+        registry.register("tandem_strangers_refused", strangers, own.strangers.clone());
         for reason in REASONS {
             let _ = own.refused.get_or_create(&Why { reason: reason.as_str() });
         }
@@ -60,7 +83,12 @@ impl AdmissionMetrics {
     }
 
     /// Tenants that are no longer known leave no series behind.
-    pub fn set(&self, depths: &[(Arc<str>, usize)]) {
+    pub fn set(&self, Seen { depths, intake, strangers, .. }: &Seen) {
+        self.strangers.inner().store(*strangers, Ordering::Relaxed);
+        self.body_bytes.set(whole(intake.body_bytes));
+        self.texts_working.set(whole(intake.working));
+        self.texts_waiting.set(whole(intake.waiting));
+        self.intake_refused.inner().store(intake.refused, Ordering::Relaxed);
         self.depth.clear();
         for (tenant, depth) in depths {
             self.depth.get_or_create(&OfTenant { tenant: tenant.to_string() }).set(whole(*depth));

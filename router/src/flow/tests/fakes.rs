@@ -8,6 +8,7 @@ use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
+use crate::admission::keys::Keys;
 use crate::api::Service;
 use crate::membership::{Expected, Node};
 use crate::select::{self, LocalPrefill};
@@ -186,6 +187,14 @@ pub fn router_telling(exporter: Exporter, limits: Limits, choice: select::Settin
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, Duration::from_secs(3)).with_choice(choice);
     Service::new(model, membership, exporter, limits, "router-test".into())
+}
+
+/// A router without nodes, for clients with these keys.
+pub fn router_with_keys(limits: Limits, keys: Keys) -> Service {
+    let model = Arc::new(model());
+    let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
+    let membership = Membership::new(expected, Duration::from_secs(3));
+    Service::with_keys(model, membership, Exporter::disabled(), limits, "router-test".into(), keys)
 }
 
 pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {

@@ -49,7 +49,7 @@ async fn a_prefill_node_gets_the_next_prompt_when_it_has_computed_one() {
     let mut cluster = Cluster::start(no_node_queue()).await;
     let long = |id: &str| GenerationRequest {
         request_id: id.into(),
-        prompt_ids: vec![fakes::id('a'); 200],
+        prompt_ids: vec![fakes::id('a'); 200].into(),
         max_tokens: 2,
         ..request()
     };
@@ -136,7 +136,7 @@ async fn first_tokens_that_would_come_too_late_are_refused_before_they_start() {
     let max_ttft = Some(Duration::from_millis(50));
     let mut cluster = Cluster::start(Limits { max_ttft, ..Limits::default() }).await;
     let of = |tokens, deadline| GenerationRequest {
-        prompt_ids: vec![id('a'); tokens],
+        prompt_ids: vec![id('a'); tokens].into(),
         deadline,
         received: clock::now(),
         ..request()
@@ -189,13 +189,7 @@ async fn with_key() -> (Service, tempfile::TempDir) {
     )
     .unwrap();
     let keys = Keys::load(&path, clock::now()).unwrap();
-    let open = fakes::router(Limits::default());
-    let membership = crate::membership::Membership::new(
-        crate::membership::Expected { model_digest: open.model().digest, eos_token_id: open.model().eos },
-        Duration::from_secs(3),
-    );
-    let (model, limits) = (Arc::clone(open.model()), Limits::default());
-    (Service::with_keys(model, membership, Exporter::disabled(), limits, "router-test".into(), keys), dir)
+    (fakes::router_with_keys(Limits::default(), keys), dir)
 }
 
 #[tokio::test]

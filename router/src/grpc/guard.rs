@@ -1,0 +1,202 @@
+//! What stands before `Inference`: whose call it is, and whether it has any chance, are asked of its headers alone; then its
+//! message is read within bounds of time, and of memory for all calls together. A stranger's call costs no more than its
+//! headers.
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures::Stream;
+use http_body::{Body as _, Frame};
+use http_body_util::{BodyExt, StreamBody};
+use prost::bytes::Bytes;
+use tandem_proto::{Error, MAX_MESSAGE_BYTES};
+use tokio::time::{Instant, timeout_at};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::server::NamedService;
+
+use super::Inference;
+use crate::admission::Tenant;
+use crate::api::Service;
+use crate::intake::{FREE_BYTES, Intake, Reserved};
+
+/// A call's message takes this long at most.
+const READ_LIMIT: Duration = Duration::from_secs(60);
+/// What stands before each message: a flag and its length.
+const PREFIX_BYTES: usize = 5;
+
+/// `Inference` behind its guard.
+#[derive(Clone)]
+pub(super) struct Guarded {
+    inner: Inference,
+    service: Service,
+}
+
+/// The room of a call's message. Its handler and its body share it: the one that is done last gives it back.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Room(Arc<Mutex<Reserved>>);
+
+impl Room {
+    fn keep(&self, reserved: Reserved) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = reserved;
+    }
+}
+
+impl Guarded {
+    pub fn new(inner: Inference, service: Service) -> Self {
+        Self { inner, service }
+    }
+
+    fn tenant(&self, headers: &http::HeaderMap) -> Result<Tenant, Error> {
+        let text = |key| headers.get(key).and_then(|value| value.to_str().ok());
+        let tenant = self.service.tenant(text("authorization"), text("x-tandem-tenant"))?;
+        self.service.may_enter(&tenant)?;
+        Ok(tenant)
+    }
+}
+
+impl NamedService for Guarded {
+    const NAME: &'static str = Inference::NAME;
+}
+
+impl tower::Service<http::Request<Body>> for Guarded {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        tower::Service::<http::Request<Body>>::poll_ready(&mut self.inner, context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let tenant = match self.tenant(request.headers()) {
+            Ok(tenant) => tenant,
+            Err(error) => {
+                self.service.refused(error.kind);
+                let status = super::identified(error, &super::head("", &super::request_id(request.headers())));
+                return Box::pin(std::future::ready(Ok(status.into_http())));
+            }
+        };
+        let room = Room::default();
+        request.extensions_mut().insert(tenant);
+        request.extensions_mut().insert(room.clone());
+        let intake = self.service.intake().clone();
+        let request = request.map(|body| Body::new(StreamBody::new(bounded(body, intake, room))));
+        self.inner.call(request)
+    }
+}
+
+/// The frames of one message. Its length stands at its beginning; for a long one, room is asked before more of it is read, and
+/// HTTP/2's flow control holds the client back meanwhile.
+fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
+    let deadline = Instant::now() + READ_LIMIT;
+    async_stream::try_stream! {
+        let mut prefix = Vec::with_capacity(PREFIX_BYTES);
+        while !body.is_end_stream() {
+            let slow = |_| Status::deadline_exceeded(format!("the message did not arrive within {READ_LIMIT:?}"));
+            let Some(frame) = timeout_at(deadline, body.frame()).await.map_err(slow)? else { break };
+            let frame = frame?;
+            if let Some(data) = frame.data_ref().filter(|_| prefix.len() < PREFIX_BYTES) {
+                prefix.extend(data.iter().take(PREFIX_BYTES - prefix.len()));
+                // What is longer than a message may be, tonic refuses by the same prefix.
+                if let Some(bytes) = length(&prefix).filter(|bytes| (FREE_BYTES..=MAX_MESSAGE_BYTES).contains(bytes)) {
+                    room.keep(intake.reserve(bytes).await.map_err(Status::from)?);
+                }
+            }
+            yield frame;
+        }
+    }
+}
+
+fn length(prefix: &[u8]) -> Option<usize> {
+    let bytes: [u8; 4] = prefix.get(1..PREFIX_BYTES)?.try_into().ok()?;
+    usize::try_from(u32::from_be_bytes(bytes)).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::StreamExt;
+    use tonic::Code;
+    use tower::Service as _;
+
+    use super::*;
+    use crate::admission::keys::Keys;
+    use crate::flow::Limits;
+    use crate::flow::tests::fakes;
+
+    const METHOD: &str = "/tandem.v1.Inference/Generate";
+
+    fn guarded(service: &Service) -> Guarded {
+        Guarded::new(super::super::inference(service), service.clone())
+    }
+
+    /// A body that says whether anybody read it, and never ends.
+    fn silent(read: Arc<Mutex<bool>>) -> Body {
+        let frames = futures::stream::poll_fn(move |_| {
+            *read.lock().unwrap() = true;
+            Poll::<Option<Result<Frame<Bytes>, Status>>>::Pending
+        });
+        Body::new(StreamBody::new(frames))
+    }
+
+    fn request(body: Body, headers: &[(&'static str, &str)]) -> http::Request<Body> {
+        let mut request = http::Request::post(METHOD).header("content-type", "application/grpc").body(body).unwrap();
+        for (name, value) in headers {
+            request.headers_mut().insert(*name, value.parse().unwrap());
+        }
+        request
+    }
+
+    fn code(response: &http::Response<Body>) -> Option<Code> {
+        Status::from_header_map(response.headers()).map(|status| status.code())
+    }
+
+    #[tokio::test]
+    async fn a_stranger_s_message_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys.json");
+        std::fs::write(&path, r#"{"keys": [{"name": "alice", "key": "sk-alice-123"}]}"#).unwrap();
+        let keys = Keys::load(&path, std::time::Instant::now()).unwrap();
+        let service = fakes::router_with_keys(Limits::default(), keys);
+        for headers in [&[][..], &[("authorization", "Bearer wrong-key-1")]] {
+            let read = Arc::new(Mutex::new(false));
+            let response = guarded(&service).call(request(silent(Arc::clone(&read)), headers)).await.unwrap();
+            assert_eq!(code(&response), Some(Code::Unauthenticated));
+            assert!(response.headers().contains_key("x-request-id"));
+            assert!(!*read.lock().unwrap(), "nothing of it was read");
+        }
+        assert!(service.metrics_text(None).1.contains("outcome=\"unauthenticated\"} 2"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_message_that_never_ends_is_given_up() {
+        let service = fakes::router(Limits::default());
+        let call = guarded(&service).call(request(silent(Arc::default()), &[]));
+        let response = tokio::time::timeout(2 * READ_LIMIT, call).await.expect("an answer").unwrap();
+        assert_eq!(code(&response), Some(Code::DeadlineExceeded));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn long_messages_wait_for_room_and_are_refused_without() {
+        let service = fakes::router(Limits::default());
+        let all = service.intake().reserve(crate::intake::BUDGET_BYTES).await.unwrap();
+        let announces = |bytes: u32| {
+            let prefix: Vec<u8> = [&[0][..], &bytes.to_be_bytes()].concat();
+            let frames = futures::stream::iter([Ok::<_, Status>(Frame::data(Bytes::from(prefix)))]);
+            Body::new(StreamBody::new(frames.chain(futures::stream::pending())))
+        };
+        let call = guarded(&service).call(request(announces(1 << 20), &[]));
+        assert_eq!(code(&call.await.unwrap()), Some(Code::ResourceExhausted));
+        drop(all);
+        let held = tokio::spawn(guarded(&service).call(request(announces(1 << 20), &[])));
+        while service.intake().load().body_bytes == 0 {
+            tokio::task::yield_now().await;
+        }
+        held.abort();
+        let _ = held.await;
+        assert_eq!(service.intake().load().body_bytes, 0, "a call that is gone leaves its room");
+    }
+}

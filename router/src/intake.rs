@@ -1,0 +1,250 @@
+//! What may be read and worked on before a request has its place in the queue: bytes of bodies that arrive, and texts that
+//! are parsed and tokenized. Both are bounded here, for all ports together, so that many large requests cost the others
+//! neither memory nor threads: what does not fit waits a little, and is then refused as an overload.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+
+/// The bytes of larger bodies that are in memory at the same time: eight of the largest.
+pub const BUDGET_BYTES: usize = 8 * MAX_MESSAGE_BYTES;
+/// Bodies up to this size are read without asking; the number of connections and of calls on each bounds them.
+pub const FREE_BYTES: usize = 16 << 10;
+/// Texts up to this size are worked on (in well under a millisecond) where they are; others beside the reactor's threads.
+const INLINE_BYTES: usize = 4096;
+/// Texts from this size on have workers of their own: they take tens of milliseconds, and the others shall not wait for them.
+const LARGE_BYTES: usize = 256 << 10;
+/// Texts that wait for a worker, of either class.
+const MAX_WAITING: usize = 256;
+/// For room in the budget, or for a worker.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The budget is counted in these.
+const UNIT_BYTES: usize = 1 << 10;
+
+/// Handle to the bounds.
+#[derive(Clone, Debug)]
+pub struct Intake {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    bytes: Arc<Semaphore>,
+    small: Workers,
+    large: Workers,
+    refused: AtomicU64,
+}
+
+/// Some threads, and those who wait for one.
+#[derive(Debug)]
+struct Workers {
+    free: Arc<Semaphore>,
+    threads: usize,
+    waiting: AtomicUsize,
+}
+
+/// Room for one body; dropping it gives the room back.
+#[derive(Debug, Default)]
+pub struct Reserved {
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+/// For metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Bytes taken by larger bodies, of [`BUDGET_BYTES`].
+    pub body_bytes: usize,
+    /// Texts that are worked on.
+    pub working: usize,
+    /// Texts that wait for a worker.
+    pub waiting: usize,
+    /// Requests refused here since the start.
+    pub refused: u64,
+}
+
+impl Default for Intake {
+    fn default() -> Self {
+        Self::new(std::thread::available_parallelism().map_or(1, usize::from))
+    }
+}
+
+impl Intake {
+    /// For a machine of so many cores.
+    pub fn new(cores: usize) -> Self {
+        let workers = |threads: usize| Workers {
+            free: Arc::new(Semaphore::new(threads)),
+            threads,
+            waiting: AtomicUsize::default(),
+        };
+        let bytes = Arc::new(Semaphore::new(BUDGET_BYTES / UNIT_BYTES));
+        // The reactor and the small texts keep half of the machine.
+        let (small, large) = (workers(cores.max(1)), workers((cores / 2).clamp(1, 4)));
+        Self { inner: Arc::new(Inner { bytes, small, large, refused: AtomicU64::default() }) }
+    }
+
+    /// Room for a body of so many bytes, before more than [`FREE_BYTES`] of it are read.
+    ///
+    /// # Errors
+    /// `Overloaded`: others took all the room, for longer than is worth waiting.
+    pub async fn reserve(&self, bytes: usize) -> Result<Reserved, Error> {
+        if bytes <= FREE_BYTES {
+            return Ok(Reserved::default());
+        }
+        let units = u32::try_from(bytes.min(BUDGET_BYTES).div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX);
+        match timeout(PATIENCE, Arc::clone(&self.inner.bytes).acquire_many_owned(units)).await {
+            Ok(Ok(room)) => Ok(Reserved { _room: Some(room) }),
+            _ => Err(self.refuse("too many large requests arrive at once: try later")),
+        }
+    }
+
+    /// Does the work on so many bytes of text without holding up the requests of others.
+    ///
+    /// # Errors
+    /// Those of `work`; `Overloaded` when no worker is free for long, `Internal` when the work panicked.
+    pub async fn work<T: Send + 'static, E: From<Error> + Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce() -> Result<T, E> + Send + 'static,
+    ) -> Result<T, E> {
+        if bytes <= INLINE_BYTES {
+            return work();
+        }
+        let workers = if bytes < LARGE_BYTES { &self.inner.small } else { &self.inner.large };
+        let worker =
+            workers.one().await.ok_or_else(|| self.refuse("too many texts are tokenized at once: try later"))?;
+        // The permit goes with the work: a client that leaves does not free a thread that still computes.
+        let done = tokio::task::spawn_blocking(move || {
+            let result = work();
+            drop(worker);
+            result
+        });
+        done.await.map_err(|_| Error::new(ErrorKind::Internal, "the tokenizer failed on this text"))?
+    }
+
+    /// Now.
+    pub fn load(&self) -> Load {
+        let Inner { bytes, small, large, refused } = &*self.inner;
+        Load {
+            body_bytes: BUDGET_BYTES - bytes.available_permits() * UNIT_BYTES,
+            working: small.working() + large.working(),
+            waiting: small.waiting.load(Ordering::Relaxed) + large.waiting.load(Ordering::Relaxed),
+            refused: refused.load(Ordering::Relaxed),
+        }
+    }
+
+    fn refuse(&self, why: &str) -> Error {
+        self.inner.refused.fetch_add(1, Ordering::Relaxed);
+        Error::new(ErrorKind::Overloaded, why)
+    }
+}
+
+impl Workers {
+    async fn one(&self) -> Option<OwnedSemaphorePermit> {
+        if let Ok(free) = Arc::clone(&self.free).try_acquire_owned() {
+            return Some(free);
+        }
+        let _place = Waits::enter(&self.waiting)?;
+        timeout(PATIENCE, Arc::clone(&self.free).acquire_owned()).await.ok()?.ok()
+    }
+
+    fn working(&self) -> usize {
+        self.threads - self.free.available_permits()
+    }
+}
+
+/// One that waits, also while it is being dropped.
+struct Waits<'a>(&'a AtomicUsize);
+
+impl<'a> Waits<'a> {
+    fn enter(waiting: &'a AtomicUsize) -> Option<Self> {
+        let entered = waiting.fetch_add(1, Ordering::Relaxed) < MAX_WAITING;
+        let place = Self(waiting);
+        entered.then_some(place)
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn large_bodies_share_a_budget_and_small_ones_need_none() {
+        let intake = Intake::new(2);
+        let mut held = Vec::new();
+        for _ in 0..8 {
+            held.push(intake.reserve(MAX_MESSAGE_BYTES).await.unwrap());
+        }
+        assert_eq!(intake.load().body_bytes, BUDGET_BYTES);
+        assert!(intake.reserve(FREE_BYTES).await.is_ok());
+        let refused = intake.reserve(FREE_BYTES + 1).await.unwrap_err();
+        assert_eq!((refused.kind, intake.load().refused), (ErrorKind::Overloaded, 1));
+        drop(held);
+        assert!(intake.reserve(usize::MAX).await.is_ok(), "whatever is announced, the whole budget is enough");
+        assert_eq!(intake.load().body_bytes, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_room_gets_it() {
+        let intake = Intake::new(2);
+        let all = intake.reserve(BUDGET_BYTES).await.unwrap();
+        let waits = tokio::spawn({
+            let intake = intake.clone();
+            async move { intake.reserve(1 << 20).await.is_ok() }
+        });
+        tokio::task::yield_now().await;
+        drop(all);
+        assert!(waits.await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn texts_have_as_many_threads_as_there_are_and_no_more() {
+        use std::sync::mpsc::channel;
+        let intake = Intake::new(1);
+        let (sender, holds) = channel::<()>();
+        let busy = tokio::spawn({
+            let intake = intake.clone();
+            async move { intake.work(LARGE_BYTES, move || Ok::<_, Error>(holds.recv().is_ok())).await }
+        });
+        while intake.load().working == 0 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(intake.work(INLINE_BYTES, || Ok::<_, Error>(7)).await, Ok(7), "small texts wait for nobody");
+        assert_eq!(intake.work(LARGE_BYTES - 1, || Ok::<_, Error>(8)).await, Ok(8), "nor do those of the other class");
+        let waits: Vec<_> = (0..MAX_WAITING)
+            .map(|_| {
+                let intake = intake.clone();
+                tokio::spawn(async move { intake.work(LARGE_BYTES, || Ok::<_, Error>(9)).await })
+            })
+            .collect();
+        while intake.load().waiting < MAX_WAITING {
+            tokio::task::yield_now().await;
+        }
+        let refused = intake.work(LARGE_BYTES, || Ok::<_, Error>(10)).await.unwrap_err();
+        assert_eq!((refused.kind, intake.load().waiting), (ErrorKind::Overloaded, MAX_WAITING));
+        sender.send(()).unwrap();
+        assert_eq!(busy.await.unwrap(), Ok(true));
+        for one in waits {
+            assert_eq!(one.await.unwrap(), Ok(9));
+        }
+        assert_eq!(intake.load(), Load { refused: 1, ..Load::default() });
+    }
+
+    #[tokio::test]
+    async fn work_that_panics_is_an_error_and_keeps_no_thread() {
+        let intake = Intake::new(1);
+        for _ in 0..3 {
+            let failed = intake.work::<(), Error>(LARGE_BYTES, || panic!("as a test wants")).await.unwrap_err();
+            assert_eq!(failed.kind, ErrorKind::Internal);
+        }
+        assert_eq!(intake.load(), Load::default());
+    }
+}
