@@ -13,6 +13,7 @@ use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use ucx_sys::{Api, UCS_OK};
 
+use super::address::{AddressKey, CheckedAddress};
 use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
 use super::inbox::{self, Event};
 use super::operations::{Operation, OperationId, Operations, Work, Writes};
@@ -53,7 +54,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 /// What the rest of the process asks of the driver.
 pub(super) enum Command {
     /// Connect, announce a hand-off, and reply when it is welcome.
-    Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
+    Open { handoff: HandoffId, address: CheckedAddress, reply: oneshot::Sender<Result<Opened, TransferError>> },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
     /// Tell the receiver that more is to come.
@@ -82,7 +83,7 @@ pub(super) struct Shared {
     pub(super) registry: Arc<Registry>,
     pub(super) pending: Arc<PendingAnswers>,
     pub(super) queue: Arc<Queue<Command>>,
-    /// Of the worker; written by the driver.
+    /// Of the worker, as it travels; written by the driver.
     pub(super) address: Arc<Mutex<Vec<u8>>>,
     /// Why the thread ended.
     pub(super) failure: Arc<OnceLock<String>>,
@@ -113,6 +114,7 @@ pub(super) struct Driver {
     pub(super) shared: Shared,
     pub(super) config: UcxConfig,
     pub(super) build_id: String,
+    pub(super) key: AddressKey,
     name: String,
     spare: Vec<Event>,
     ticked: Instant,
@@ -133,7 +135,8 @@ impl Driver {
         })?;
         let region = Region::register(&context, shared.arena.clone())?;
         let worker = Worker::create(&context)?;
-        shared.set_address(worker.address()?);
+        let key = AddressKey::new(&config.address_key, &build_id);
+        shared.set_address(worker.address()?.sealed(&key));
         Ok(Self {
             probe: None,
             closed: Vec::new(),
@@ -147,6 +150,7 @@ impl Driver {
             shared,
             config,
             build_id,
+            key,
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
@@ -418,7 +422,8 @@ impl Driver {
 
     fn start_probe(&mut self, now: Instant) {
         if self.probe.is_none() {
-            let probe = Probe::start(&self.context, &self.shared.address(), now);
+            let address = self.worker.address();
+            let probe = address.and_then(|address| Ok(Probe::start(&self.context, &address, now)?));
             self.probe = probe.inspect_err(|error| tracing::warn!(%error, "cannot probe the UCX worker")).ok();
         }
     }
@@ -438,7 +443,8 @@ impl Driver {
             self.shared.pending.peer_gone((*id).into(), &why);
             self.sending.forget(*id, &why);
         }
-        let replaced = Worker::create(&self.context).and_then(|worker| Ok((worker.address()?, worker)));
+        let replaced = Worker::create(&self.context).map_err(TransferError::from);
+        let replaced = replaced.and_then(|worker| Ok((worker.address()?, worker)));
         let (address, worker) = match replaced {
             Ok(replaced) => replaced,
             Err(error) => {
@@ -448,7 +454,7 @@ impl Driver {
                 return;
             }
         };
-        self.shared.set_address(address);
+        self.shared.set_address(address.sealed(&self.key));
         let endpoints = self.endpoints.reset(worker.clone());
         let old = std::mem::replace(&mut self.worker, worker);
         if self.config.profile == UcxProfile::Tcp {

@@ -1,8 +1,11 @@
 //! The driver with events in an order that UCX rarely gives. Each test's thread owns a worker; without UCX they skip.
 use std::sync::atomic::AtomicU64;
 
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use tandem_proto::Incarnation;
 
+use super::super::hello::Hello;
 use super::*;
 use crate::incoming::Incoming;
 use crate::registry::{Claim, PeerLink};
@@ -44,11 +47,11 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime")
 }
 
-/// A grant whose only range is claimed by `peer`, and the owner of its blocks.
-fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
+/// A grant of one block, and the owner of it.
+fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) {
     let owner = Arc::new(());
     let grant = Grant {
-        handoff: HandoffId([1; 16]),
+        handoff,
         prefill_incarnation: Incarnation(1),
         decode_incarnation: Incarnation(2),
         compatibility_digest: 3,
@@ -58,7 +61,12 @@ fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
         owner: owner.clone(),
         lease: LEASE,
     };
-    let incoming = driver.shared.registry.accept(grant, Default::default(), Vec::new()).expect("accept");
+    (registry.accept(grant, Default::default(), Vec::new()).expect("accept"), owner)
+}
+
+/// The same, with its only range claimed by `peer`.
+fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
+    let (incoming, owner) = granted(&driver.shared.registry, HandoffId([1; 16]));
     let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
     let claim = driver.shared.registry.claim(peer.into(), range, 64).expect("claim");
     (incoming, claim, owner)
@@ -93,10 +101,34 @@ fn a_receive_that_fails_before_that_waits_for_the_others_of_its_endpoint() {
 }
 
 /// An open hand-off of a driver, as the transport asks for it.
-fn opening(driver: &mut Driver, address: Vec<u8>) -> oneshot::Receiver<Result<Opened, TransferError>> {
+fn opening(driver: &mut Driver, receiver: &Receiver) -> oneshot::Receiver<Result<Opened, TransferError>> {
+    opening_of(driver, receiver, HandoffId([1; 16]))
+}
+
+fn opening_of(
+    driver: &mut Driver,
+    receiver: &Receiver,
+    handoff: HandoffId,
+) -> oneshot::Receiver<Result<Opened, TransferError>> {
     let (reply, opened) = oneshot::channel();
-    driver.open_handoff(HandoffId([1; 16]), &address, reply);
+    let address = CheckedAddress::parse(&receiver.shared.address(), &driver.key).expect("an honest address");
+    driver.open_handoff(handoff, &address, reply);
     opened
+}
+
+/// Turns until the hand-off is open or refused.
+fn until_opened(
+    driver: &mut Driver,
+    opened: &mut oneshot::Receiver<Result<Opened, TransferError>>,
+) -> Result<Opened, TransferError> {
+    let until = Instant::now() + Duration::from_secs(4);
+    loop {
+        turn(driver);
+        match opened.try_recv() {
+            Ok(opened) => return opened,
+            Err(_) => assert!(Instant::now() < until, "no answer"),
+        }
+    }
 }
 
 /// One turn without sleep.
@@ -108,8 +140,7 @@ fn turn(driver: &mut Driver) {
 
 /// A driver on a thread of its own.
 struct Receiver {
-    address: Vec<u8>,
-    queue: Arc<Queue<Command>>,
+    shared: Shared,
     thread: std::thread::JoinHandle<()>,
 }
 
@@ -119,39 +150,33 @@ impl Receiver {
         let (known, told) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             let Some(driver) = driver() else { return };
-            let _ = known.send((driver.shared.address(), driver.shared.queue.clone()));
+            let _ = known.send(driver.shared.clone());
             let _ = start.recv();
             driver.run();
         });
-        let (address, queue) = told.recv().ok()?;
-        Some(Self { address, queue, thread })
+        let shared = told.recv().ok()?;
+        Some(Self { shared, thread })
     }
 
     fn end(self) {
-        self.queue.close();
+        self.shared.queue.close();
         self.thread.join().expect("no panic");
     }
 }
 
 #[test]
 fn no_range_can_be_sent_before_the_receiver_has_read_the_hello() {
-    let (go, start) = std::sync::mpsc::channel();
+    let (runtime, (go, start)) = (runtime(), std::sync::mpsc::channel());
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
-    let mut opened = opening(&mut sender, receiver.address.clone());
+    let _entered = runtime.enter();
+    let _granted = granted(&receiver.shared.registry, HandoffId([1; 16]));
+    let mut opened = opening(&mut sender, &receiver);
     for _ in 0..1000 {
         turn(&mut sender);
     }
     assert!(opened.try_recv().is_err(), "nobody has read the hello");
     go.send(()).expect("the receiver waits");
-    let until = Instant::now() + Duration::from_secs(4);
-    let opened = loop {
-        turn(&mut sender);
-        match opened.try_recv() {
-            Ok(opened) => break opened,
-            Err(_) => assert!(Instant::now() < until, "no welcome"),
-        }
-    };
-    assert!(opened.is_ok());
+    assert!(until_opened(&mut sender, &mut opened).is_ok());
     receiver.end();
 }
 
@@ -160,15 +185,8 @@ fn a_receiver_that_does_not_answer_is_a_timeout() {
     let (go, start) = std::sync::mpsc::channel();
     let config = UcxConfig { stall_timeout: Duration::from_millis(50), ..UcxConfig::new(UcxProfile::Shm) };
     let (Some(mut sender), Some(receiver)) = (driver_with(config), Receiver::new(start)) else { return };
-    let mut opened = opening(&mut sender, receiver.address.clone());
-    let until = Instant::now() + Duration::from_secs(4);
-    let error = loop {
-        turn(&mut sender);
-        match opened.try_recv() {
-            Ok(opened) => break opened.err().expect("nobody has read the hello"),
-            Err(_) => assert!(Instant::now() < until, "it waits for ever"),
-        }
-    };
+    let mut opened = opening(&mut sender, &receiver);
+    let error = until_opened(&mut sender, &mut opened).err().expect("nobody has read the hello");
     assert_eq!(error.kind, TransferErrorKind::Timeout);
     go.send(()).expect("the receiver waits");
     receiver.end();
@@ -178,10 +196,73 @@ fn a_receiver_that_does_not_answer_is_a_timeout() {
 fn an_answer_instead_of_a_welcome_reaches_whoever_opens() {
     let (go, start) = std::sync::mpsc::channel();
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
-    let mut opened = opening(&mut sender, receiver.address.clone());
+    let mut opened = opening(&mut sender, &receiver);
     sender.on_answer(HandoffId([1; 16]), Answer::Refused(crate::error::Refusal::WrongPeer));
     let error = opened.try_recv().expect("told").err().expect("refused");
     assert_eq!(error.refusal, Some(crate::error::Refusal::WrongPeer));
     drop(go);
     receiver.end();
+}
+
+/// What a stranger makes of an honest hello. The hand-off's id, in front, needs no check of this kind.
+fn garbled(rng: &mut StdRng, honest: &[u8]) -> Vec<u8> {
+    let mut bytes = honest.to_vec();
+    match rng.random_range(0..4) {
+        0 => bytes.truncate(rng.random_range(0..honest.len())),
+        1 => bytes[rng.random_range(16..honest.len())] ^= 1 << rng.random_range(0..8),
+        // The build and the head of an address, with anything behind them.
+        2 => bytes[16 + 2 + 4 + 22..].iter_mut().for_each(|byte| *byte = rng.random()),
+        _ => bytes = (0..rng.random_range(0..4000)).map(|_| rng.random()).collect(),
+    }
+    bytes
+}
+
+#[test]
+fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome() {
+    const ROUNDS: u8 = 20;
+    const HELLOS: u64 = 250;
+    let (runtime, (go, start)) = (runtime(), std::sync::mpsc::channel());
+    let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
+    let (_entered, counters) = (runtime.enter(), receiver.shared.registry.counters().clone());
+    go.send(()).expect("the receiver waits");
+    let mut rng = StdRng::seed_from_u64(1);
+    for round in 0..ROUNDS {
+        let handoff = HandoffId([round; 16]);
+        let _granted = granted(&receiver.shared.registry, handoff);
+        let mut opened = opening_of(&mut sender, &receiver, handoff);
+        let opened = until_opened(&mut sender, &mut opened).expect("welcome");
+        let honest = Hello::encode(handoff, "test", &sender.shared.address());
+        for _ in 0..HELLOS {
+            let hello = garbled(&mut rng, &honest);
+            sender.post_frame(opened.endpoint, Header::hello(), hello);
+            turn(&mut sender);
+        }
+        let (all, until) = (u64::from(round + 1) * HELLOS, Instant::now() + Duration::from_secs(4));
+        while counters.rejected_hello_addresses.load(Relaxed) < all {
+            turn(&mut sender);
+            assert!(
+                Instant::now() < until,
+                "{} of {all} were refused",
+                counters.rejected_hello_addresses.load(Relaxed)
+            );
+        }
+    }
+    let all = u64::from(ROUNDS) * HELLOS;
+    let counted = (counters.rejected_hello_addresses.load(Relaxed), counters.protocol_errors.load(Relaxed));
+    assert_eq!(counted, (all, all));
+    assert_eq!(counters.lost_peers.load(Relaxed), 0);
+    receiver.end();
+}
+
+#[test]
+fn a_hello_of_another_key_reaches_no_endpoint() {
+    let (Some(mut receiver), Some(stranger)) =
+        (driver(), driver_with(UcxConfig { address_key: [1; 32], ..UcxConfig::new(UcxProfile::Shm) }))
+    else {
+        return;
+    };
+    let hello = Hello::encode(HandoffId([1; 16]), "test", &stranger.shared.address());
+    receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
+    assert_eq!(receiver.endpoints.all(), vec![]);
+    assert_eq!(receiver.shared.registry.counters().rejected_hello_addresses.load(Relaxed), 1);
 }

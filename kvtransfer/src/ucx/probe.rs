@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::HandoffId;
 
+use super::address::CheckedAddress;
 use super::endpoints::EndpointId;
 use super::operations::OperationId;
 use super::owners::{Context, Endpoint, Worker};
@@ -33,7 +34,7 @@ pub(super) struct Probe {
 
 impl Probe {
     /// Sends it to the worker of `address`.
-    pub(super) fn start(context: &Rc<Context>, address: &[u8], now: Instant) -> Result<Self, UcxError> {
+    pub(super) fn start(context: &Rc<Context>, address: &CheckedAddress, now: Instant) -> Result<Self, UcxError> {
         let worker = Worker::create(context)?;
         let endpoint = Endpoint::connect(&worker, address, EndpointId::NONE)?;
         let header = Box::new(Header::Cancel(PROBE).encode());

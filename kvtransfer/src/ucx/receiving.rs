@@ -1,13 +1,14 @@
 //! The driver's receiving half: which endpoint a hand-off came from, and where its ranges go. The rules are the
 //! registry's; an address from the wire is never used, a range's place comes from its claim.
 use std::collections::HashMap;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
 use super::driver::Driver;
 use super::endpoints::EndpointId;
-use super::hello::Hello;
+use super::hello::{Hello, HelloError};
 use super::inbox::Descriptor;
 use super::probe::PROBE;
 use crate::error::Refusal;
@@ -79,14 +80,20 @@ impl Receiving {
 
 impl Driver {
     pub(super) fn on_hello(&mut self, protocol: u32, payload: &[u8]) {
-        let hello = Hello::parse(payload).filter(|hello| hello.build_id == self.build_id);
-        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
-            self.shared.registry.violation();
-            return;
+        let hello = Hello::parse(payload, &self.build_id, &self.key);
+        let build = if protocol == PROTOCOL_VERSION { Ok(()) } else { Err(HelloError::Build) };
+        let hello = match build.and(hello) {
+            Ok(hello) => hello,
+            Err(error) => {
+                tracing::debug!("KV hello refused: {error}");
+                self.shared.registry.counters().rejected_hello_addresses.fetch_add(1, Relaxed);
+                self.shared.registry.violation();
+                return;
+            }
         };
         let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
         let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = match self.endpoints.connect(hello.address, Instant::now(), busy) {
+        let endpoint = match self.endpoints.connect(&hello.address, Instant::now(), busy) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
