@@ -160,6 +160,16 @@ impl Registry {
         }
     }
 
+    /// Whether `peer` may open a hand-off, for backends whose senders announce it. A refusal is counted here, and answered by
+    /// the backend: the hand-off is not this peer's, so there may be nobody else to tell.
+    ///
+    /// # Errors
+    /// `Unknown`, `Used`, `WrongPeer` or `Expired`.
+    pub fn admits(&self, peer: PeerId, handoff: HandoffId) -> Result<(), Refusal> {
+        let admitted = self.lock().sessions.admits(peer, handoff, clock::now());
+        admitted.inspect_err(|refusal| self.counters.count_refusal(*refusal))
+    }
+
     /// A seal frame arrived. Refusals go to the peer from here.
     pub fn seal(&self, peer: PeerId, handoff: HandoffId, payload: &[u8]) {
         let mut table = self.lock();

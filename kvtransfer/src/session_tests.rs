@@ -305,3 +305,19 @@ proptest! {
         prop_assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (1, 0));
     }
 }
+
+#[test]
+fn who_may_open_a_handoff_is_known_before_its_first_frame() {
+    let Setup { mut sessions, now, .. } = offered(2);
+    assert_eq!(sessions.admits(PEER, HandoffId([8; 16]), now), Err(Refusal::Unknown));
+    assert_eq!(sessions.admits(PEER, ID, now), Ok(()));
+    assert_eq!(sessions.state(ID), Some(State::Offered), "it binds nobody");
+    assert_eq!(sessions.admits(PEER, ID, now + LEASE), Err(Refusal::Expired));
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    assert_eq!(sessions.admits(PeerId(2), ID, now), Err(Refusal::WrongPeer));
+    assert_eq!(sessions.admits(PEER, ID, now), Ok(()));
+    sessions.abort(ID, now).unwrap();
+    assert_eq!(sessions.admits(PEER, ID, now), Err(Refusal::Used), "in quarantine");
+    sessions.written(range(0, 1), now);
+    assert_eq!(sessions.admits(PEER, ID, now), Err(Refusal::Used), "over");
+}

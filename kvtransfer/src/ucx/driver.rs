@@ -289,7 +289,8 @@ impl Driver {
                 Event::Completed { operation, status } => self.completed(operation, status),
                 Event::EndpointFailed { endpoint, status } => {
                     let text = self.worker.api().describe(status);
-                    self.lose(endpoint, Loss::Dead, TransferError::peer_gone(format!("the KV peer is gone: {text}")));
+                    let why = TransferError::peer_gone(format!("the KV peer is gone: {text}"));
+                    self.lose(endpoint, Loss::of(status), why);
                 }
                 Event::Frame { header, payload } => self.on_frame(&header, payload),
                 Event::Range { header, length, descriptor } => self.on_range(&header, length, descriptor),

@@ -7,6 +7,7 @@ use tandem_proto::Incarnation;
 
 use super::super::hello::Hello;
 use super::*;
+use crate::error::Refusal;
 use crate::incoming::Incoming;
 use crate::registry::{Claim, PeerLink};
 use crate::session::{DEFAULT_GRACE, PeerId};
@@ -47,10 +48,9 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime")
 }
 
-/// A grant of one block, and the owner of it.
-fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) {
-    let owner = Arc::new(());
-    let grant = Grant {
+/// Of one block.
+fn grant(handoff: HandoffId, owner: Arc<()>) -> Grant {
+    Grant {
         handoff,
         prefill_incarnation: Incarnation(1),
         decode_incarnation: Incarnation(2),
@@ -58,10 +58,16 @@ fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) 
         blocks: vec![0],
         units: 1,
         held: Held::default(),
-        owner: owner.clone(),
+        owner,
         lease: LEASE,
-    };
-    (registry.accept(grant, Default::default(), Vec::new()).expect("accept"), owner)
+    }
+}
+
+/// A grant of one block that is out, and the block's owner.
+fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) {
+    let owner = Arc::new(());
+    let incoming = registry.accept(grant(handoff, owner.clone()), Default::default(), Vec::new());
+    (incoming.expect("accept"), owner)
 }
 
 /// The same, with its only range claimed by `peer`.
@@ -197,9 +203,9 @@ fn an_answer_instead_of_a_welcome_reaches_whoever_opens() {
     let (go, start) = std::sync::mpsc::channel();
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
     let mut opened = opening(&mut sender, &receiver);
-    sender.on_answer(HandoffId([1; 16]), Answer::Refused(crate::error::Refusal::WrongPeer));
+    sender.on_answer(HandoffId([1; 16]), Answer::Refused(Refusal::WrongPeer));
     let error = opened.try_recv().expect("told").err().expect("refused");
-    assert_eq!(error.refusal, Some(crate::error::Refusal::WrongPeer));
+    assert_eq!(error.refusal, Some(Refusal::WrongPeer));
     drop(go);
     receiver.end();
 }
@@ -265,4 +271,81 @@ fn a_hello_of_another_key_reaches_no_endpoint() {
     receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
     assert_eq!(receiver.endpoints.all(), vec![]);
     assert_eq!(receiver.shared.registry.counters().rejected_hello_addresses.load(Relaxed), 1);
+}
+
+#[test]
+fn a_hello_for_a_handoff_that_nobody_granted_is_refused_and_takes_no_place() {
+    let (runtime, (go, start)) = (runtime(), std::sync::mpsc::channel());
+    let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
+    let (_entered, registry) = (runtime.enter(), receiver.shared.registry.clone());
+    go.send(()).expect("the receiver waits");
+    let refusal = |sender: &mut Driver, handoff| {
+        let mut opened = opening_of(sender, &receiver, handoff);
+        until_opened(sender, &mut opened).err().expect("refused").refusal
+    };
+    assert_eq!(refusal(&mut sender, HandoffId([1; 16])), Some(Refusal::Unknown));
+    let (incoming, _) = granted(&registry, HandoffId([2; 16]));
+    drop(incoming);
+    assert_eq!(refusal(&mut sender, HandoffId([2; 16])), Some(Refusal::Used));
+    let _bound = registry.accept(grant(HandoffId([3; 16]), Arc::new(())), Default::default(), Vec::new());
+    registry.keep_alive(PeerId(u64::MAX), HandoffId([3; 16]));
+    assert_eq!(refusal(&mut sender, HandoffId([3; 16])), Some(Refusal::WrongPeer));
+    let counted = [Refusal::Unknown, Refusal::Used, Refusal::WrongPeer].map(|why| registry.counters().refused_for(why));
+    assert_eq!(counted, [1, 1, 1]);
+    receiver.end();
+}
+
+#[test]
+fn a_flood_of_hellos_for_nothing_leaves_room_for_honest_ones() {
+    let (Some(mut receiver), Some(sender)) = (driver(), driver()) else { return };
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    let address = sender.shared.address();
+    // More than the table of hand-offs holds.
+    for number in 0..20_000u128 {
+        let hello = Hello::encode(HandoffId(number.to_le_bytes()), "test", &address);
+        receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
+        receiver.progress();
+        receiver.handle_events();
+    }
+    let honest = HandoffId([0xff; 16]);
+    let _granted = granted(&receiver.shared.registry, honest);
+    receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &Hello::encode(honest, "test", &address));
+    assert_eq!(receiver.shared.registry.counters().refused_for(Refusal::Overloaded), 0);
+    assert_eq!(receiver.shared.registry.counters().refused_for(Refusal::Unknown), 20_000);
+    let endpoint = receiver.endpoints.all()[0];
+    assert!(receiver.receiving.uses(endpoint), "the honest one is listed");
+}
+
+/// A receive of `incoming`'s block that UCX has not ended, on a live endpoint, when UCX says `status` of the endpoint.
+fn blocks_held_after_an_endpoint_failed(status: ucx_sys::ucs_status_t) -> Option<u64> {
+    let (go, start) = std::sync::mpsc::channel();
+    let (Some(mut driver), Some(peer)) = (driver(), Receiver::new(start)) else { return None };
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    let _opening = opening(&mut driver, &peer);
+    let endpoint = driver.endpoints.all()[0];
+    let (incoming, claim, owner) = claimed(&driver, endpoint);
+    let operation = driver.operations.next_id();
+    let work = Work::Receive { claim, target: Vec::new() };
+    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
+    drop(incoming);
+    // SAFETY: the callback reads no pointer: its argument is the endpoint's number.
+    unsafe { inbox::on_endpoint_failed(endpoint.0 as usize as *mut std::ffi::c_void, std::ptr::null_mut(), status) };
+    let until = Instant::now() + Duration::from_secs(10);
+    while driver.endpoints.has(endpoint) || driver.probe.is_some() || !driver.closed.is_empty() {
+        turn(&mut driver);
+        assert!(Instant::now() < until, "the endpoint does not close");
+    }
+    go.send(()).expect("the peer waits");
+    peer.end();
+    Some(Arc::strong_count(&owner) as u64 - 1)
+}
+
+#[test]
+fn only_a_failure_that_proves_the_peer_dead_frees_blocks_under_its_writes() {
+    const UCS_ERR_IO_ERROR: ucx_sys::ucs_status_t = -3;
+    let Some(held) = blocks_held_after_an_endpoint_failed(UCS_ERR_IO_ERROR) else { return };
+    assert_eq!(held, 1, "a peer that may live keeps them in quarantine");
+    assert_eq!(blocks_held_after_an_endpoint_failed(ucx_sys::UCS_ERR_CONNECTION_RESET), Some(0));
 }

@@ -101,20 +101,29 @@ impl Driver {
                 return;
             }
         };
-        let known = self.receiving.endpoint(hello.handoff);
-        if known.is_some_and(|known| known != endpoint) {
-            self.shared.registry.counters().count_refusal(Refusal::WrongPeer);
-            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::WrongPeer));
-            self.post_frame(endpoint, answer, Vec::new());
-        } else if self.receiving.has_room() {
-            self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
-            self.post_frame(endpoint, Header::Welcome(hello.handoff), Vec::new());
-        } else {
+        // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
+        let answer = match self.welcomes(endpoint, hello.handoff) {
+            Ok(()) => {
+                self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
+                Header::Welcome(hello.handoff)
+            }
             // Told, or it would wait for its lease.
-            self.shared.registry.counters().count_refusal(Refusal::Overloaded);
-            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::Overloaded));
-            self.post_frame(endpoint, answer, Vec::new());
-        }
+            Err(refusal) => Header::Answer(hello.handoff, Answer::Refused(refusal)),
+        };
+        self.post_frame(endpoint, answer, Vec::new());
+    }
+
+    /// Whether a hand-off may come from `endpoint`. Refusals are counted.
+    fn welcomes(&mut self, endpoint: EndpointId, handoff: HandoffId) -> Result<(), Refusal> {
+        let registry = &self.shared.registry;
+        registry.admits(endpoint.into(), handoff)?;
+        let refusal = match self.receiving.endpoint(handoff) {
+            Some(known) if known != endpoint => Refusal::WrongPeer,
+            _ if self.receiving.has_room() => return Ok(()),
+            _ => Refusal::Overloaded,
+        };
+        registry.counters().count_refusal(refusal);
+        Err(refusal)
     }
 
     pub(super) fn on_range(&mut self, header: &[u8; HEADER_BYTES], length: usize, descriptor: Descriptor) {
