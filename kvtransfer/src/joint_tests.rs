@@ -262,7 +262,11 @@ impl World {
             Event::SenderCut => _ = self.delivery.told(Err(TransferError::peer_gone("cut"))),
             Event::Fenced(peer) => {
                 self.claims.retain(|_, claim| claim.peer != peer);
+                let before = self.sessions.state(ID);
                 self.aborted |= !self.sessions.fence(peer, self.now).is_empty();
+                if before == Some(State::Sealed) {
+                    assert_eq!(self.sessions.state(ID), before, "all of it is here: it needs no peer");
+                }
             }
             Event::Written { claim, ok } => self.written(claim, ok),
             Event::Checked => self.checked(),

@@ -205,13 +205,24 @@ impl Registry {
         }
     }
 
+    /// The sender's connection is lost, and its writes may go on: [`Registry::fence`] comes later. A hand-off that is here
+    /// in whole goes on without it.
+    pub fn lost_by(&self, peer: PeerId, handoff: HandoffId) {
+        let mut table = self.lock();
+        if let Some(ended) = table.sessions.lost_by(peer, handoff, clock::now()) {
+            self.count_end(ended, Refusal::PeerLost);
+            self.counters.count_refusal(Refusal::PeerLost);
+            table.fail(handoff, sender_gone());
+        }
+    }
+
     /// No write of `peer` can touch the arena any more.
     pub fn fence(&self, peer: PeerId) {
         let mut table = self.lock();
         for handoff in table.sessions.fence(peer, clock::now()) {
             self.counters.aborted_handoffs.fetch_add(1, Relaxed);
             self.counters.count_refusal(Refusal::PeerLost);
-            table.fail(handoff, TransferError::peer_gone("the KV sender is gone"));
+            table.fail(handoff, sender_gone());
         }
     }
 
@@ -434,6 +445,10 @@ impl Drop for Timer {
             registry.lock().has_timer = false;
         }
     }
+}
+
+fn sender_gone() -> TransferError {
+    TransferError::peer_gone("the KV sender is gone")
 }
 
 fn lease_ended() -> TransferError {

@@ -324,9 +324,18 @@ impl Sessions {
         Some(ended)
     }
 
+    /// `peer` is lost, and may still write: ends the hand-off unless all of it is here. Its blocks wait for its writers.
+    pub fn lost_by(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Option<Ended> {
+        if self.state(handoff) == Some(State::Sealed) {
+            return None;
+        }
+        self.cancelled_by(peer, handoff, now)
+    }
+
     /// No write of `peer` touches the arena any more: ends its hand-offs and its quarantine. Returns those that ended now.
+    /// A sealed hand-off is whole and has no writers: it needs its peer no more, and is left to its verification.
     pub fn fence(&mut self, peer: PeerId, now: Instant) -> Vec<HandoffId> {
-        let ids = self.ids(|session| session.peer == Some(peer));
+        let ids = self.ids(|session| session.peer == Some(peer) && session.state != State::Sealed);
         let mut ended = Vec::new();
         for id in ids {
             if self.abort(id, now).is_some() {

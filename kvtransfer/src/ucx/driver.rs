@@ -402,7 +402,7 @@ impl Driver {
         } else {
             tracing::error!(peer = closed.id.0, kept, "a lost KV peer may still write: the blocks stay quarantined");
             for handoff in held.handoffs {
-                self.shared.registry.cancelled_by(closed.id.into(), handoff);
+                self.shared.registry.lost_by(closed.id.into(), handoff);
             }
         }
         drop(held.claims);

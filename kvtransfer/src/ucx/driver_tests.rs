@@ -3,7 +3,7 @@ use std::sync::atomic::AtomicU64;
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use tandem_proto::Incarnation;
+use tandem_proto::{Incarnation, v1};
 
 use super::super::hello::Hello;
 use super::*;
@@ -12,8 +12,10 @@ use crate::incoming::Incoming;
 use crate::registry::{Claim, PeerLink};
 use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::transport::{Grant, Held};
-use crate::wire::Units;
+use crate::wire::{Units, encode_seal};
 
+/// Says nothing of whether the peer lives.
+const UCS_ERR_IO_ERROR: ucx_sys::ucs_status_t = -3;
 const LEASE: Duration = Duration::from_secs(60);
 
 struct Nobody;
@@ -317,35 +319,76 @@ fn a_flood_of_hellos_for_nothing_leaves_room_for_honest_ones() {
     assert!(receiver.receiving.uses(endpoint), "the honest one is listed");
 }
 
-/// A receive of `incoming`'s block that UCX has not ended, on a live endpoint, when UCX says `status` of the endpoint.
-fn blocks_held_after_an_endpoint_failed(status: ucx_sys::ucs_status_t) -> Option<u64> {
-    let (go, start) = std::sync::mpsc::channel();
-    let (Some(mut driver), Some(peer)) = (driver(), Receiver::new(start)) else { return None };
-    let runtime = runtime();
-    let _entered = runtime.enter();
+/// A driver with an endpoint to a peer that lives.
+fn connected() -> Option<(Driver, EndpointId, Receiver)> {
+    let (_, start) = std::sync::mpsc::channel();
+    let (mut driver, peer) = (driver()?, Receiver::new(start)?);
     let _opening = opening(&mut driver, &peer);
     let endpoint = driver.endpoints.all()[0];
-    let (incoming, claim, owner) = claimed(&driver, endpoint);
-    let operation = driver.operations.next_id();
-    let work = Work::Receive { claim, target: Vec::new() };
-    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
-    drop(incoming);
+    Some((driver, endpoint, peer))
+}
+
+/// UCX says `status` of an endpoint, and it is closed.
+fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_t) {
     // SAFETY: the callback reads no pointer: its argument is the endpoint's number.
     unsafe { inbox::on_endpoint_failed(endpoint.0 as usize as *mut std::ffi::c_void, std::ptr::null_mut(), status) };
     let until = Instant::now() + Duration::from_secs(10);
+    driver.handle_events();
     while driver.endpoints.has(endpoint) || driver.probe.is_some() || !driver.closed.is_empty() {
-        turn(&mut driver);
+        turn(driver);
         assert!(Instant::now() < until, "the endpoint does not close");
     }
-    go.send(()).expect("the peer waits");
-    peer.end();
-    Some(Arc::strong_count(&owner) as u64 - 1)
+}
+
+/// UCX has not ended this receive.
+fn hangs(driver: &mut Driver, endpoint: EndpointId, claim: Claim) {
+    let operation = driver.operations.next_id();
+    let work = Work::Receive { claim, target: Vec::new() };
+    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
 }
 
 #[test]
 fn only_a_failure_that_proves_the_peer_dead_frees_blocks_under_its_writes() {
-    const UCS_ERR_IO_ERROR: ucx_sys::ucs_status_t = -3;
-    let Some(held) = blocks_held_after_an_endpoint_failed(UCS_ERR_IO_ERROR) else { return };
-    assert_eq!(held, 1, "a peer that may live keeps them in quarantine");
-    assert_eq!(blocks_held_after_an_endpoint_failed(ucx_sys::UCS_ERR_CONNECTION_RESET), Some(0));
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    for (status, held) in [(UCS_ERR_IO_ERROR, 1), (ucx_sys::UCS_ERR_CONNECTION_RESET, 0)] {
+        let Some((mut driver, endpoint, peer)) = connected() else { return };
+        let (incoming, claim, owner) = claimed(&driver, endpoint);
+        hangs(&mut driver, endpoint, claim);
+        drop(incoming);
+        fails(&mut driver, endpoint, status);
+        assert_eq!(Arc::strong_count(&owner) - 1, held, "status {status}");
+        assert_eq!(driver.shared.registry.quarantined().handoffs, held, "status {status}");
+        peer.end();
+    }
+}
+
+#[test]
+fn a_handoff_that_is_here_in_whole_outlives_its_connection() {
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    // With a write of another hand-off under way, and without.
+    for writing in [true, false] {
+        let Some((mut driver, endpoint, peer)) = connected() else { return };
+        let (whole, claim, _) = claimed(&driver, endpoint);
+        claim.written();
+        let registry = driver.shared.registry.clone();
+        let seal = v1::Seal { handoff_id: vec![1; 16], ..v1::Seal::default() };
+        registry.seal(endpoint.into(), HandoffId([1; 16]), &encode_seal(&seal));
+        let other = HandoffId([2; 16]);
+        let (_half, _owner) = granted(&registry, other);
+        let range = DataHeader { handoff: other, first: 0, count: 1, units: Units::ALL };
+        let claim = registry.claim(endpoint.into(), range, 64).expect("claim");
+        [HandoffId([1; 16]), other].into_iter().for_each(|handoff| driver.receiving.list(handoff, endpoint));
+        if writing {
+            hangs(&mut driver, endpoint, claim);
+        } else {
+            drop(claim);
+        }
+        fails(&mut driver, endpoint, UCS_ERR_IO_ERROR);
+        assert_eq!(registry.admits(endpoint.into(), other), Err(Refusal::Used), "half of it was here");
+        assert_eq!(registry.admits(endpoint.into(), HandoffId([1; 16])), Ok(()), "it is being verified");
+        drop(whole);
+        peer.end();
+    }
 }

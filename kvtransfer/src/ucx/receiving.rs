@@ -67,6 +67,11 @@ impl Receiving {
         self.handoffs.len() < MAX_HANDOFFS
     }
 
+    /// Frames of the hand-off come from `endpoint`.
+    pub(super) fn list(&mut self, handoff: HandoffId, endpoint: EndpointId) {
+        self.handoffs.insert(handoff, Inbound { endpoint, forget_at: None });
+    }
+
     fn endpoint(&self, handoff: HandoffId) -> Option<EndpointId> {
         self.handoffs.get(&handoff).map(|inbound| inbound.endpoint)
     }
@@ -104,7 +109,7 @@ impl Driver {
         // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
         let answer = match self.welcomes(endpoint, hello.handoff) {
             Ok(()) => {
-                self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
+                self.receiving.list(hello.handoff, endpoint);
                 Header::Welcome(hello.handoff)
             }
             // Told, or it would wait for its lease.
