@@ -191,6 +191,14 @@ impl Driver {
         self.shut_down();
     }
 
+    /// One turn of a driver that does not run: all but sleep.
+    pub(super) fn turn(&mut self) {
+        self.run_commands();
+        self.progress();
+        self.handle_events();
+        self.tick(Instant::now());
+    }
+
     /// Posts a small frame; a failure takes the endpoint.
     pub(super) fn post_frame(&mut self, to: EndpointId, header: Header, payload: Vec<u8>) {
         let operation = self.operations.next_id();

@@ -131,19 +131,12 @@ fn until_opened(
 ) -> Result<Opened, TransferError> {
     let until = Instant::now() + Duration::from_secs(4);
     loop {
-        turn(driver);
+        driver.turn();
         match opened.try_recv() {
             Ok(opened) => return opened,
             Err(_) => assert!(Instant::now() < until, "no answer"),
         }
     }
-}
-
-/// One turn without sleep.
-fn turn(driver: &mut Driver) {
-    driver.progress();
-    driver.handle_events();
-    driver.tick(Instant::now());
 }
 
 /// A driver on a thread of its own.
@@ -180,7 +173,7 @@ fn no_range_can_be_sent_before_the_receiver_has_read_the_hello() {
     let _granted = granted(&receiver.shared.registry, HandoffId([1; 16]));
     let mut opened = opening(&mut sender, &receiver);
     for _ in 0..1000 {
-        turn(&mut sender);
+        sender.turn();
     }
     assert!(opened.try_recv().is_err(), "nobody has read the hello");
     go.send(()).expect("the receiver waits");
@@ -243,11 +236,11 @@ fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome(
         for _ in 0..HELLOS {
             let hello = garbled(&mut rng, &honest);
             sender.post_frame(opened.endpoint, Header::hello(), hello);
-            turn(&mut sender);
+            sender.turn();
         }
         let (all, until) = (u64::from(round + 1) * HELLOS, Instant::now() + Duration::from_secs(4));
         while counters.rejected_hello_addresses.load(Relaxed) < all {
-            turn(&mut sender);
+            sender.turn();
             assert!(
                 Instant::now() < until,
                 "{} of {all} were refused",
@@ -335,7 +328,7 @@ fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_
     let until = Instant::now() + Duration::from_secs(10);
     driver.handle_events();
     while driver.endpoints.has(endpoint) || driver.probe.is_some() || !driver.closed.is_empty() {
-        turn(driver);
+        driver.turn();
         assert!(Instant::now() < until, "the endpoint does not close");
     }
 }

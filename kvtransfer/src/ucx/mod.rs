@@ -26,6 +26,8 @@ mod queue;
 mod receiving;
 pub mod result;
 mod sending;
+#[doc(hidden)]
+pub mod stranger;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -71,19 +73,9 @@ impl UcxTransport {
     pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Arc<Self>, TransferError> {
         let api = Api::load(config.lib_dir.as_deref())
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
-        let build_id = format!("ucx-{}/{}/{}", api.version, config.profile, address::FORMAT);
+        let build_id = build_id(api, &config);
         let key = AddressKey::new(&config.address_key, &build_id);
-        let queue = Queue::new()?;
-        let link = Box::new(UcxPeerLink { queue: queue.clone() });
-        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
-        let shared = Shared {
-            arena,
-            registry,
-            pending: Arc::default(),
-            queue,
-            address: Arc::default(),
-            failure: Arc::default(),
-        };
+        let shared = Shared::new(arena, &config)?;
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let (for_driver, driver_config, driver_build) = (shared.clone(), config.clone(), build_id.clone());
         let thread = std::thread::Builder::new().name("kv-ucx".to_owned()).spawn(move || {
@@ -161,6 +153,21 @@ impl Drop for UcxTransport {
             // Bounded: the driver flushes for a tenth of a second at most. A panic there was already printed.
             let _ = thread.join();
         }
+    }
+}
+
+/// Equal on nodes that understand each other: UCX's version, its transports, and the form of addresses.
+fn build_id(api: &Api, config: &UcxConfig) -> String {
+    format!("ucx-{}/{}/{}", api.version, config.profile, address::FORMAT)
+}
+
+impl Shared {
+    fn new(arena: Arc<Arena>, config: &UcxConfig) -> std::io::Result<Self> {
+        let queue = Queue::new()?;
+        let link = Box::new(UcxPeerLink { queue: queue.clone() });
+        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
+        let (address, failure) = (Arc::default(), Arc::default());
+        Ok(Self { arena, registry, pending: Arc::default(), queue, address, failure })
     }
 }
 
