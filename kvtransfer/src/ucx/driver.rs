@@ -202,7 +202,7 @@ impl Driver {
     /// Posts a small frame; a failure takes the endpoint.
     pub(super) fn post_frame(&mut self, to: EndpointId, header: Header, payload: Vec<u8>) {
         let operation = self.operations.next_id();
-        let header = Box::new(header.encode());
+        let header = header.encode().to_vec();
         let Some(entry) = self.endpoints.get(to) else { return };
         // SAFETY: heap memory, kept in the table of operations until the callback came.
         let posted = unsafe { entry.endpoint.send_frame(&header[..], &payload, operation) };
@@ -306,6 +306,7 @@ impl Driver {
             }
         }
         self.spare = events;
+        self.shared.registry.counters().dropped_frames.fetch_add(inbox::take_dropped(), Relaxed);
         any
     }
 
@@ -331,7 +332,7 @@ impl Driver {
             let text = self.worker.api().describe(status);
             let why = TransferError::peer_gone(format!("a KV transfer failed: {text}"));
             self.lose(operation.endpoint, Loss::of(status), why);
-        } else {
+        } else if self.endpoints.has(operation.endpoint) {
             // A slow peer is none that hangs.
             self.operations.progressed(operation.endpoint, Instant::now() + self.config.stall_timeout);
         }

@@ -334,10 +334,11 @@ fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_
 }
 
 /// UCX has not ended this receive.
-fn hangs(driver: &mut Driver, endpoint: EndpointId, claim: Claim) {
+fn hangs(driver: &mut Driver, endpoint: EndpointId, claim: Claim) -> OperationId {
     let operation = driver.operations.next_id();
     let work = Work::Receive { claim, target: Vec::new() };
     driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
+    operation
 }
 
 #[test]
@@ -384,4 +385,18 @@ fn a_handoff_that_is_here_in_whole_outlives_its_connection() {
         drop(whole);
         peer.end();
     }
+}
+
+#[test]
+fn a_late_completion_leaves_nothing_of_its_endpoint() {
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    let Some((mut driver, endpoint, peer)) = connected() else { return };
+    let (incoming, claim, _owner) = claimed(&driver, endpoint);
+    let operation = hangs(&mut driver, endpoint, claim);
+    fails(&mut driver, endpoint, UCS_ERR_IO_ERROR);
+    driver.completed(operation, UCS_OK);
+    assert!(!driver.operations.is_extended(endpoint), "it is closed, and nothing would remove it");
+    drop(incoming);
+    peer.end();
 }

@@ -429,11 +429,15 @@ fn print_to_string(print: impl FnOnce(*mut libc::FILE)) -> String {
     }
     print(stream);
     // SAFETY: open; closing it makes buffer and length final.
-    unsafe { libc::fclose(stream) };
-    // SAFETY: `length` bytes that the stream allocated and wrote.
-    let text = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>().cast_const(), length) };
-    let text = String::from_utf8_lossy(text).into_owned();
-    // SAFETY: allocated by the stream with malloc, freed once.
+    let closed = unsafe { libc::fclose(stream) };
+    let text = if closed == 0 && !buffer.is_null() {
+        // SAFETY: `length` bytes that the stream allocated and wrote.
+        let text = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>().cast_const(), length) };
+        String::from_utf8_lossy(text).into_owned()
+    } else {
+        String::new()
+    };
+    // SAFETY: null, or allocated by the stream with malloc; freed once.
     unsafe { libc::free(buffer.cast()) };
     text
 }

@@ -138,7 +138,7 @@ impl Driver {
             [] => self.region.vector(runs),
             bytes => vec![ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
         };
-        let header = Box::new(Header::Data(range).encode());
+        let header = Header::Data(range).encode().to_vec();
         let region = altered.is_empty().then_some(&self.region);
         let operation = self.operations.next_id();
         let Some(entry) = self.endpoints.get(to) else { return };
