@@ -28,6 +28,12 @@ pub struct Counters {
     pub fenced_peers: AtomicU64,
     /// Frames or connections that were not ours to read: garbage.
     pub protocol_errors: AtomicU64,
+    /// Frames and ranges for which there was no room: a peer sends more than this node reads.
+    pub dropped_frames: AtomicU64,
+    /// Tickets whose address was refused before it was used.
+    pub rejected_ticket_addresses: AtomicU64,
+    /// Hellos that were refused before their address was used.
+    pub rejected_hello_addresses: AtomicU64,
     /// Peers lost.
     pub lost_peers: AtomicU64,
     refused: [AtomicU64; REFUSAL_LABELS.len()],

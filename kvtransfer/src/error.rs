@@ -171,8 +171,38 @@ pub enum TransferErrorKind {
     Overloaded,
     /// The other side gave up on purpose.
     Cancelled,
+    /// A peer's address was refused before it was used: it is garbage, or of another cluster.
+    BadAddress(AddressError),
     /// Sockets, libraries, addresses.
     Io,
+}
+
+/// Why an address from a ticket or a hello was refused. Nothing of it has reached UCX.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum AddressError {
+    /// There is none.
+    #[error("there is no KV address")]
+    Empty,
+    /// Shorter than every address.
+    #[error("the KV address is truncated")]
+    Truncated,
+    /// It does not begin as one.
+    #[error("these bytes are no KV address (or one of another version of Tandem)")]
+    Magic,
+    /// It is not as long as it says.
+    #[error("the KV address is not as long as it says: truncated or changed on its way")]
+    Length,
+    /// Longer than any may be.
+    #[error("the KV address has {bytes} bytes, {most} are allowed: name fewer network devices")]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+        /// The limit.
+        most: usize,
+    },
+    /// Nobody with our key and build made it.
+    #[error("the KV address fails its check: changed on its way, or of a cluster with another key or build")]
+    Tag,
 }
 
 /// A failed hand-off.
@@ -214,6 +244,12 @@ impl From<Refusal> for TransferError {
     }
 }
 
+impl From<AddressError> for TransferError {
+    fn from(error: AddressError) -> Self {
+        Self::new(TransferErrorKind::BadAddress(error), error.to_string())
+    }
+}
+
 impl From<std::io::Error> for TransferError {
     fn from(error: std::io::Error) -> Self {
         use std::io::ErrorKind::*;
@@ -233,7 +269,8 @@ impl From<TransferError> for Error {
         let kind = match error.kind {
             TransferErrorKind::Timeout | TransferErrorKind::PeerGone | TransferErrorKind::Io => ErrorKind::Unavailable,
             TransferErrorKind::Refused(_) => ErrorKind::Unavailable,
-            TransferErrorKind::Incompatible => ErrorKind::Incompatible,
+            // Another try with these two nodes would fail as well.
+            TransferErrorKind::Incompatible | TransferErrorKind::BadAddress(_) => ErrorKind::Incompatible,
             TransferErrorKind::Corrupt => ErrorKind::Corrupt,
             TransferErrorKind::Overloaded => ErrorKind::Overloaded,
             TransferErrorKind::Cancelled => ErrorKind::Cancelled,

@@ -42,6 +42,8 @@ enum Fault {
     Flipped(usize),
     /// The connection breaks, and what is under way comes from a stranger.
     LinkLost,
+    /// The connection breaks some time after it has arrived.
+    LinkLostBehind,
     /// Its write into the arena fails.
     WriteFails,
     /// Its write into the arena never ends.
@@ -65,6 +67,7 @@ fn any_fault() -> impl Strategy<Value = Fault> {
         (1usize..40).prop_map(Fault::Truncated),
         any::<usize>().prop_map(Fault::Flipped),
         Just(Fault::LinkLost),
+        Just(Fault::LinkLostBehind),
         Just(Fault::WriteFails),
         Just(Fault::WriteHangs),
         Just(Fault::SenderLeaves),
@@ -262,7 +265,11 @@ impl World {
             Event::SenderCut => _ = self.delivery.told(Err(TransferError::peer_gone("cut"))),
             Event::Fenced(peer) => {
                 self.claims.retain(|_, claim| claim.peer != peer);
+                let before = self.sessions.state(ID);
                 self.aborted |= !self.sessions.fence(peer, self.now).is_empty();
+                if before == Some(State::Sealed) {
+                    assert_eq!(self.sessions.state(ID), before, "all of it is here: it needs no peer");
+                }
             }
             Event::Written { claim, ok } => self.written(claim, ok),
             Event::Checked => self.checked(),
@@ -349,6 +356,14 @@ impl World {
                 self.after(delay, Event::Fenced(self.peer));
                 self.after(delay * 2, Event::SenderCut);
                 self.peer.0 += 1;
+            }
+            Some(Fault::LinkLostBehind) => {
+                let behind = delay + self.millis(0..100);
+                self.after(delay, Event::Frame { peer: self.peer, header, payload, write });
+                self.after(behind, Event::Fenced(self.peer));
+                self.after(behind * 2, Event::SenderCut);
+                self.peer.0 += 1;
+                return;
             }
             Some(Fault::SenderLeaves) => self.give_up_sending(),
             Some(Fault::ReceiverLeaves) => self.give_up_receiving(),

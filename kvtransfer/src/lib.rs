@@ -43,7 +43,7 @@ mod joint_tests;
 
 pub use arena::{Arena, Run, Slice};
 pub use counters::Counters;
-pub use error::{Refusal, TransferError, TransferErrorKind};
+pub use error::{AddressError, Refusal, TransferError, TransferErrorKind};
 pub use incoming::Incoming;
 pub use outgoing::Outgoing;
 pub use seal::{Manifest, seal_for};

@@ -160,6 +160,16 @@ impl Registry {
         }
     }
 
+    /// Whether `peer` may open a hand-off, for backends whose senders announce it. A refusal is counted here, and answered by
+    /// the backend: the hand-off is not this peer's, so there may be nobody else to tell.
+    ///
+    /// # Errors
+    /// `Unknown`, `Used`, `WrongPeer` or `Expired`.
+    pub fn admits(&self, peer: PeerId, handoff: HandoffId) -> Result<(), Refusal> {
+        let admitted = self.lock().sessions.admits(peer, handoff, clock::now());
+        admitted.inspect_err(|refusal| self.counters.count_refusal(*refusal))
+    }
+
     /// A seal frame arrived. Refusals go to the peer from here.
     pub fn seal(&self, peer: PeerId, handoff: HandoffId, payload: &[u8]) {
         let mut table = self.lock();
@@ -195,13 +205,24 @@ impl Registry {
         }
     }
 
+    /// The sender's connection is lost, and its writes may go on: [`Registry::fence`] comes later. A hand-off that is here
+    /// in whole goes on without it.
+    pub fn lost_by(&self, peer: PeerId, handoff: HandoffId) {
+        let mut table = self.lock();
+        if let Some(ended) = table.sessions.lost_by(peer, handoff, clock::now()) {
+            self.count_end(ended, Refusal::PeerLost);
+            self.counters.count_refusal(Refusal::PeerLost);
+            table.fail(handoff, sender_gone());
+        }
+    }
+
     /// No write of `peer` can touch the arena any more.
     pub fn fence(&self, peer: PeerId) {
         let mut table = self.lock();
         for handoff in table.sessions.fence(peer, clock::now()) {
             self.counters.aborted_handoffs.fetch_add(1, Relaxed);
             self.counters.count_refusal(Refusal::PeerLost);
-            table.fail(handoff, TransferError::peer_gone("the KV sender is gone"));
+            table.fail(handoff, sender_gone());
         }
     }
 
@@ -424,6 +445,10 @@ impl Drop for Timer {
             registry.lock().has_timer = false;
         }
     }
+}
+
+fn sender_gone() -> TransferError {
+    TransferError::peer_gone("the KV sender is gone")
 }
 
 fn lease_ended() -> TransferError {

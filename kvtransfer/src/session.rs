@@ -195,6 +195,23 @@ impl Sessions {
         Ok(())
     }
 
+    /// Whether `peer` may act on a hand-off: what a backend asks before it welcomes a sender. Binds nobody.
+    ///
+    /// # Errors
+    /// `Unknown`, `Used` (over, or in quarantine), `WrongPeer` or `Expired`.
+    pub fn admits(&self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<(), Refusal> {
+        let Some(session) = self.live.get(&handoff) else {
+            return Err(if self.used.contains(handoff) { Refusal::Used } else { Refusal::Unknown });
+        };
+        if session.state == State::Aborted {
+            return Err(Refusal::Used);
+        }
+        if session.peer.is_some_and(|bound| bound != peer) {
+            return Err(Refusal::WrongPeer);
+        }
+        if now >= session.deadline && session.state != State::Sealed { Err(Refusal::Expired) } else { Ok(()) }
+    }
+
     /// Asks to write `len` bytes to a range. On success the caller may write to the returned pieces, and owes one
     /// [`Sessions::written`] or [`Sessions::failed`].
     ///
@@ -307,9 +324,18 @@ impl Sessions {
         Some(ended)
     }
 
+    /// `peer` is lost, and may still write: ends the hand-off unless all of it is here. Its blocks wait for its writers.
+    pub fn lost_by(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Option<Ended> {
+        if self.state(handoff) == Some(State::Sealed) {
+            return None;
+        }
+        self.cancelled_by(peer, handoff, now)
+    }
+
     /// No write of `peer` touches the arena any more: ends its hand-offs and its quarantine. Returns those that ended now.
+    /// A sealed hand-off is whole and has no writers: it needs its peer no more, and is left to its verification.
     pub fn fence(&mut self, peer: PeerId, now: Instant) -> Vec<HandoffId> {
-        let ids = self.ids(|session| session.peer == Some(peer));
+        let ids = self.ids(|session| session.peer == Some(peer) && session.state != State::Sealed);
         let mut ended = Vec::new();
         for id in ids {
             if self.abort(id, now).is_some() {
@@ -378,17 +404,10 @@ impl Sessions {
     /// Finds a hand-off that `peer` may act on, and binds it to its first peer.
     fn admit(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<&mut Session, Rejected> {
         let foreign = |refusal| Rejected { refusal, aborted: false };
-        let Some(session) = self.live.get(&handoff) else {
-            return Err(foreign(if self.used.contains(handoff) { Refusal::Used } else { Refusal::Unknown }));
-        };
-        if session.state == State::Aborted {
-            return Err(foreign(Refusal::Used));
-        }
-        if session.peer.is_some_and(|bound| bound != peer) {
-            return Err(foreign(Refusal::WrongPeer));
-        }
-        if now >= session.deadline && session.state != State::Sealed {
-            return Err(self.reject(handoff, Refusal::Expired, now));
+        match self.admits(peer, handoff, now) {
+            Ok(()) => {}
+            Err(Refusal::Expired) => return Err(self.reject(handoff, Refusal::Expired, now)),
+            Err(refusal) => return Err(foreign(refusal)),
         }
         let session = self.live.get_mut(&handoff).ok_or(foreign(Refusal::Unknown))?;
         session.extend(now);

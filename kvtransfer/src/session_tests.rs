@@ -210,6 +210,24 @@ fn fencing_a_peer_ends_its_handoffs_and_quarantine() {
 }
 
 #[test]
+fn a_sealed_handoff_needs_its_peer_no_more() {
+    let Setup { mut sessions, owner, now } = offered(1);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    sessions.written(range(0, 1), now);
+    sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap().expect("whole");
+    assert_eq!(sessions.lost_by(PEER, ID, now), None);
+    assert_eq!(sessions.fence(PEER, now), vec![]);
+    assert_eq!((sessions.state(ID), Arc::strong_count(&owner)), (Some(State::Sealed), 2));
+    assert_eq!(sessions.verified(ID), Some(PEER));
+
+    let Setup { mut sessions, owner, now } = offered(1);
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    assert_eq!(sessions.lost_by(PeerId(2), ID, now), None);
+    assert_eq!(sessions.lost_by(PEER, ID, now), Some(Ended { peer: Some(PEER), quarantined: true }));
+    assert_eq!(Arc::strong_count(&owner), 2, "it may still write");
+}
+
+#[test]
 fn expiry_ends_what_is_late_but_not_what_is_being_verified() {
     let Setup { mut sessions, owner, now } = offered(1);
     assert!(sessions.expire(now).is_empty());
@@ -304,4 +322,20 @@ proptest! {
         }
         prop_assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (1, 0));
     }
+}
+
+#[test]
+fn who_may_open_a_handoff_is_known_before_its_first_frame() {
+    let Setup { mut sessions, now, .. } = offered(2);
+    assert_eq!(sessions.admits(PEER, HandoffId([8; 16]), now), Err(Refusal::Unknown));
+    assert_eq!(sessions.admits(PEER, ID, now), Ok(()));
+    assert_eq!(sessions.state(ID), Some(State::Offered), "it binds nobody");
+    assert_eq!(sessions.admits(PEER, ID, now + LEASE), Err(Refusal::Expired));
+    sessions.claim(PEER, range(0, 1), 64, now).unwrap();
+    assert_eq!(sessions.admits(PeerId(2), ID, now), Err(Refusal::WrongPeer));
+    assert_eq!(sessions.admits(PEER, ID, now), Ok(()));
+    sessions.abort(ID, now).unwrap();
+    assert_eq!(sessions.admits(PEER, ID, now), Err(Refusal::Used), "in quarantine");
+    sessions.written(range(0, 1), now);
+    assert_eq!(sessions.admits(PEER, ID, now), Err(Refusal::Used), "over");
 }

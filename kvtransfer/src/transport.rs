@@ -15,7 +15,7 @@
 //! | keep-alive | `registry.keep_alive(peer, handoff)` |
 //! | seal | `registry.seal(peer, handoff, payload)` |
 //! | cancel | `registry.cancelled_by(peer, handoff)` |
-//! | peer gone | when no write of that peer can touch the arena any more: `registry.fence(peer)` |
+//! | peer gone | when no write of that peer can touch the arena any more: `registry.fence(peer)`; before that, for each of its hand-offs, `registry.lost_by(peer, handoff)` where its writes may go on |
 //! | garbage | `registry.violation()` and close the connection |
 //!
 //! While a `Claim` lives, its blocks stay out of the pool, whatever happens to the hand-off.

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, Expected, Grant, Held, TransferErrorKind, Transport, seal_for};
-use tandem_proto::{HandoffId, Incarnation};
+use tandem_kvtransfer::{AddressError, Arena, Expected, Grant, Held, TransferErrorKind, Transport, seal_for};
+use tandem_proto::{HandoffId, Incarnation, v1};
 
 const BLOCK_BYTES: usize = 256 << 10;
 
@@ -68,11 +70,65 @@ async fn a_ticket_with_a_foreign_address_or_build_is_refused_before_ucx_sees_it(
     let to = arena(2);
     let Ok(transport) = UcxTransport::start(to, UcxConfig::new(UcxProfile::Shm)) else { return };
     let ticket = transport.accept(grant(1, vec![0])).expect("accept").ticket();
-    for address in [vec![], vec![0; 4097]] {
-        let bad = tandem_proto::v1::Ticket { address, ..ticket.clone() };
-        assert_eq!(transport.open(&bad).await.err().expect("refused").kind, TransferErrorKind::Io);
+    for (address, expected) in [
+        (vec![], AddressError::Empty),
+        (vec![0; 4097], AddressError::Magic),
+        (vec![0; 4119], AddressError::TooLong { bytes: 4119, most: 4118 }),
+    ] {
+        let bad = v1::Ticket { address, ..ticket.clone() };
+        let refused = transport.open(&bad).await.err().expect("refused");
+        assert_eq!(refused.kind, TransferErrorKind::BadAddress(expected));
     }
     let mut other = ticket;
     other.transport.as_mut().expect("transport").build_id = "ucx-1.22.0/shm".to_owned();
     assert_eq!(transport.open(&other).await.err().expect("refused").kind, TransferErrorKind::Incompatible);
+}
+
+#[tokio::test]
+async fn an_address_of_another_key_is_refused_before_ucx_sees_it() {
+    let keyed = |byte| UcxConfig { address_key: [byte; 32], ..UcxConfig::new(UcxProfile::Shm) };
+    let Ok(sender) = UcxTransport::start(arena(1), keyed(1)) else { return };
+    let receiver = UcxTransport::start(arena(1), keyed(2)).expect("the first one started");
+    let ticket = receiver.accept(grant(1, vec![0])).expect("accept").ticket();
+    let refused = sender.open(&ticket).await.err().expect("refused");
+    assert_eq!(refused.kind, TransferErrorKind::BadAddress(AddressError::Tag));
+    assert_eq!(sender.counters().rejected_ticket_addresses.load(Relaxed), 1);
+}
+
+/// What a stranger who knows an honest address, and not the key, makes of it.
+fn garbled(rng: &mut StdRng, honest: &[u8]) -> Vec<u8> {
+    let mut bytes = honest.to_vec();
+    match rng.random_range(0..4) {
+        0 => bytes.truncate(rng.random_range(0..honest.len())),
+        1 => bytes[rng.random_range(0..honest.len())] ^= 1 << rng.random_range(0..8),
+        // The head of an address, with anything behind it.
+        2 => bytes[22..].iter_mut().for_each(|byte| *byte = rng.random()),
+        _ => bytes = (0..rng.random_range(0..5000)).map(|_| rng.random()).collect(),
+    }
+    bytes
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn five_thousand_garbled_tickets_are_refused_and_honest_ones_beside_them_served() {
+    let (from, to) = (arena(4), arena(4));
+    let Ok(sender) = UcxTransport::start(from.clone(), UcxConfig::new(UcxProfile::Shm)) else { return };
+    let receiver = UcxTransport::start(to, UcxConfig::new(UcxProfile::Shm)).expect("the first one started");
+    let mut rng = StdRng::seed_from_u64(1);
+    for round in 0..10 {
+        let incoming = receiver.accept(grant(round, vec![0, 1])).expect("accept");
+        let ticket = incoming.ticket();
+        for _ in 0..500 {
+            let bad = v1::Ticket { address: garbled(&mut rng, &ticket.address), ..ticket.clone() };
+            let refused = sender.open(&bad).await.err().expect("refused");
+            assert!(matches!(refused.kind, TransferErrorKind::BadAddress(_)), "{refused:?}");
+        }
+        let mut outgoing = sender.open(&ticket).await.expect("open");
+        outgoing.push(0, &[2, 3], Arc::new(())).await.expect("push");
+        let seal = seal_for(&from, &[2, 3], &ticket, 9, vec![5; 2]);
+        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 2] };
+        let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
+        assert_eq!((receipt.expect("receipt").blocks, verified.expect("verified").blocks), (2, 2));
+    }
+    assert_eq!(sender.counters().rejected_ticket_addresses.load(Relaxed), 5000);
+    assert_eq!(sender.counters().lost_peers.load(Relaxed), 0);
 }

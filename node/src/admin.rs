@@ -121,6 +121,15 @@ fn handoffs(text: &mut Text, node: &Node) {
     text.sample(&[("direction", "received")], counters.received_bytes.load(Relaxed) as f64);
     text.family("tandem_kv_protocol_errors_total", "counter", "Garbage on the KV transport.");
     text.sample(&[], counters.protocol_errors.load(Relaxed) as f64);
+    text.family(
+        "tandem_kv_rejected_addresses_total",
+        "counter",
+        "KV addresses refused before they were used, by where they came from.",
+    );
+    text.sample(&[("from", "ticket")], counters.rejected_ticket_addresses.load(Relaxed) as f64);
+    text.sample(&[("from", "hello")], counters.rejected_hello_addresses.load(Relaxed) as f64);
+    text.family("tandem_kv_dropped_frames_total", "counter", "KV frames for which there was no room.");
+    text.sample(&[], counters.dropped_frames.load(Relaxed) as f64);
     text.family("tandem_kv_lost_peers_total", "counter", "KV peers lost.");
     text.sample(&[], counters.lost_peers.load(Relaxed) as f64);
     text.family("tandem_kv_fenced_peers_total", "counter", "KV peers cut off because a write of theirs did not end.");

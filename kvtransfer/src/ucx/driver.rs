@@ -13,6 +13,7 @@ use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use ucx_sys::{Api, UCS_OK};
 
+use super::address::{AddressKey, CheckedAddress};
 use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
 use super::inbox::{self, Event};
 use super::operations::{Operation, OperationId, Operations, Work, Writes};
@@ -53,7 +54,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 /// What the rest of the process asks of the driver.
 pub(super) enum Command {
     /// Connect, announce a hand-off, and reply when it is welcome.
-    Open { handoff: HandoffId, address: Vec<u8>, reply: oneshot::Sender<Result<Opened, TransferError>> },
+    Open { handoff: HandoffId, address: CheckedAddress, reply: oneshot::Sender<Result<Opened, TransferError>> },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
     /// Tell the receiver that more is to come.
@@ -82,7 +83,7 @@ pub(super) struct Shared {
     pub(super) registry: Arc<Registry>,
     pub(super) pending: Arc<PendingAnswers>,
     pub(super) queue: Arc<Queue<Command>>,
-    /// Of the worker; written by the driver.
+    /// Of the worker, as it travels; written by the driver.
     pub(super) address: Arc<Mutex<Vec<u8>>>,
     /// Why the thread ended.
     pub(super) failure: Arc<OnceLock<String>>,
@@ -113,6 +114,7 @@ pub(super) struct Driver {
     pub(super) shared: Shared,
     pub(super) config: UcxConfig,
     pub(super) build_id: String,
+    pub(super) key: AddressKey,
     name: String,
     spare: Vec<Event>,
     ticked: Instant,
@@ -133,7 +135,8 @@ impl Driver {
         })?;
         let region = Region::register(&context, shared.arena.clone())?;
         let worker = Worker::create(&context)?;
-        shared.set_address(worker.address()?);
+        let key = AddressKey::new(&config.address_key, &build_id);
+        shared.set_address(worker.address()?.sealed(&key));
         Ok(Self {
             probe: None,
             closed: Vec::new(),
@@ -147,6 +150,7 @@ impl Driver {
             shared,
             config,
             build_id,
+            key,
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
@@ -187,10 +191,18 @@ impl Driver {
         self.shut_down();
     }
 
+    /// One turn of a driver that does not run: all but sleep.
+    pub(super) fn turn(&mut self) {
+        self.run_commands();
+        self.progress();
+        self.handle_events();
+        self.tick(Instant::now());
+    }
+
     /// Posts a small frame; a failure takes the endpoint.
     pub(super) fn post_frame(&mut self, to: EndpointId, header: Header, payload: Vec<u8>) {
         let operation = self.operations.next_id();
-        let header = Box::new(header.encode());
+        let header = header.encode().to_vec();
         let Some(entry) = self.endpoints.get(to) else { return };
         // SAFETY: heap memory, kept in the table of operations until the callback came.
         let posted = unsafe { entry.endpoint.send_frame(&header[..], &payload, operation) };
@@ -285,7 +297,8 @@ impl Driver {
                 Event::Completed { operation, status } => self.completed(operation, status),
                 Event::EndpointFailed { endpoint, status } => {
                     let text = self.worker.api().describe(status);
-                    self.lose(endpoint, Loss::Dead, TransferError::peer_gone(format!("the KV peer is gone: {text}")));
+                    let why = TransferError::peer_gone(format!("the KV peer is gone: {text}"));
+                    self.lose(endpoint, Loss::of(status), why);
                 }
                 Event::Frame { header, payload } => self.on_frame(&header, payload),
                 Event::Range { header, length, descriptor } => self.on_range(&header, length, descriptor),
@@ -293,6 +306,7 @@ impl Driver {
             }
         }
         self.spare = events;
+        self.shared.registry.counters().dropped_frames.fetch_add(inbox::take_dropped(), Relaxed);
         any
     }
 
@@ -318,7 +332,7 @@ impl Driver {
             let text = self.worker.api().describe(status);
             let why = TransferError::peer_gone(format!("a KV transfer failed: {text}"));
             self.lose(operation.endpoint, Loss::of(status), why);
-        } else {
+        } else if self.endpoints.has(operation.endpoint) {
             // A slow peer is none that hangs.
             self.operations.progressed(operation.endpoint, Instant::now() + self.config.stall_timeout);
         }
@@ -397,7 +411,7 @@ impl Driver {
         } else {
             tracing::error!(peer = closed.id.0, kept, "a lost KV peer may still write: the blocks stay quarantined");
             for handoff in held.handoffs {
-                self.shared.registry.cancelled_by(closed.id.into(), handoff);
+                self.shared.registry.lost_by(closed.id.into(), handoff);
             }
         }
         drop(held.claims);
@@ -418,7 +432,8 @@ impl Driver {
 
     fn start_probe(&mut self, now: Instant) {
         if self.probe.is_none() {
-            let probe = Probe::start(&self.context, &self.shared.address(), now);
+            let address = self.worker.address();
+            let probe = address.and_then(|address| Ok(Probe::start(&self.context, &address, now)?));
             self.probe = probe.inspect_err(|error| tracing::warn!(%error, "cannot probe the UCX worker")).ok();
         }
     }
@@ -438,7 +453,8 @@ impl Driver {
             self.shared.pending.peer_gone((*id).into(), &why);
             self.sending.forget(*id, &why);
         }
-        let replaced = Worker::create(&self.context).and_then(|worker| Ok((worker.address()?, worker)));
+        let replaced = Worker::create(&self.context).map_err(TransferError::from);
+        let replaced = replaced.and_then(|worker| Ok((worker.address()?, worker)));
         let (address, worker) = match replaced {
             Ok(replaced) => replaced,
             Err(error) => {
@@ -448,7 +464,7 @@ impl Driver {
                 return;
             }
         };
-        self.shared.set_address(address);
+        self.shared.set_address(address.sealed(&self.key));
         let endpoints = self.endpoints.reset(worker.clone());
         let old = std::mem::replace(&mut self.worker, worker);
         if self.config.profile == UcxProfile::Tcp {

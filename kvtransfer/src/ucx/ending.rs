@@ -25,6 +25,7 @@ mod tests {
     use tandem_proto::{HandoffId, Incarnation};
     use tokio::sync::oneshot;
 
+    use super::super::address::CheckedAddress;
     use super::super::driver::Command;
     use super::super::queue::Queue;
     use super::super::{UcxConfig, UcxProfile, UcxTransport};
@@ -59,7 +60,8 @@ mod tests {
             failure: Arc::default(),
         };
         let (reply, opened) = oneshot::channel();
-        let command = Command::Open { handoff: HandoffId([1; 16]), address: vec![1], reply };
+        let address = CheckedAddress::own(&[1]).expect("short");
+        let command = Command::Open { handoff: HandoffId([1; 16]), address: address.clone(), reply };
         assert!(shared.queue.send(command).await.is_ok());
         let ending = Ending(shared.clone());
         let driver = std::thread::spawn(move || {
@@ -70,7 +72,7 @@ mod tests {
         assert!(opened.await.is_err(), "the reply was dropped with its command");
         assert_eq!(shared.failure.get().map(String::as_str), Some("its thread panicked"));
         let (reply, _opened) = oneshot::channel();
-        let late = Command::Open { handoff: HandoffId([2; 16]), address: vec![1], reply };
+        let late = Command::Open { handoff: HandoffId([2; 16]), address, reply };
         assert!(shared.queue.send(late).await.is_err());
     }
 

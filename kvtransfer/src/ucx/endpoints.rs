@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 use ucx_sys::{UCS_ERR_CONNECTION_RESET, UCS_ERR_FAILURES, UCS_ERR_NOT_CONNECTED, ucs_status_t};
 
+use super::address::CheckedAddress;
 use super::owners::{Closing, Endpoint, Worker};
 use crate::error::{TransferError, TransferErrorKind};
 use crate::session::PeerId;
@@ -39,7 +40,7 @@ pub(super) struct Entry {
     pub(super) endpoint: Endpoint,
     /// Bytes that may still be put in flight.
     pub(super) credit: Arc<Semaphore>,
-    address: Vec<u8>,
+    address: CheckedAddress,
     used: Instant,
 }
 
@@ -81,7 +82,7 @@ struct Leaving {
 pub(super) struct Endpoints {
     worker: Rc<Worker>,
     open: HashMap<EndpointId, Entry>,
-    by_address: HashMap<Vec<u8>, EndpointId>,
+    by_address: HashMap<CheckedAddress, EndpointId>,
     closing: Vec<Leaving>,
     credit_bytes: usize,
     last_id: u64,
@@ -96,7 +97,7 @@ impl Endpoints {
     /// `busy` makes room.
     pub(super) fn connect(
         &mut self,
-        address: &[u8],
+        address: &CheckedAddress,
         now: Instant,
         busy: impl Fn(EndpointId) -> bool,
     ) -> Result<EndpointId, TransferError> {
@@ -116,8 +117,8 @@ impl Endpoints {
         let id = EndpointId(self.last_id);
         let endpoint = Endpoint::connect(&self.worker, address, id)?;
         let credit = Arc::new(Semaphore::new(self.credit_bytes));
-        self.open.insert(id, Entry { endpoint, credit, address: address.to_vec(), used: now });
-        self.by_address.insert(address.to_vec(), id);
+        self.open.insert(id, Entry { endpoint, credit, address: address.clone(), used: now });
+        self.by_address.insert(address.clone(), id);
         Ok(id)
     }
 

@@ -1,56 +1,61 @@
 //! The first frame of a hand-off: which hand-off, by which build, and where the receiver's answers go; the first of them
-//! is the welcome, and nothing else of the hand-off is sent before it came. UCX parses worker
-//! addresses in C and trusts them, so what arrives is measured and checksummed first; that guards against garbage, and
-//! the network must guard against malice, as it must for UCX itself.
+//! is the welcome, and nothing else of the hand-off is sent before it came. The address is tagged as in a ticket
+//! (`address.rs`): a hello that is not one of our cluster's reaches nothing of UCX.
 //!
 //! ```text
 //! 0..16  hand-off id
-//! 16..24 XXH3-64 of the rest     (little endian)
-//! 24..26 bytes of the build id   (little endian)
-//! 26..   build id, then the sender's worker address
+//! 16..18 bytes of the build id   (little endian)
+//! 18..   build id, then the sender's address, tagged
 //! ```
-use tandem_proto::{HandoffId, hash};
+use tandem_proto::HandoffId;
 
+use super::address::{AddressKey, CheckedAddress, HEAD_BYTES, MAX_ADDRESS_BYTES};
+use crate::error::AddressError;
 use crate::wire::MAX_HELLO_BYTES;
 
-/// A worker address has some hundred bytes; one with many network devices a few thousand.
-pub(super) const MAX_ADDRESS_BYTES: usize = 4096;
+const BUILD_AT: usize = 18;
 
-const BUILD_AT: usize = 26;
-
-/// A hello, read or to be written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hello<'a> {
+/// A hello that was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
     pub(super) handoff: HandoffId,
-    pub(super) build_id: &'a str,
-    pub(super) address: &'a [u8],
+    pub(super) address: CheckedAddress,
 }
 
-impl<'a> Hello<'a> {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut rest = (self.build_id.len() as u16).to_le_bytes().to_vec();
-        rest.extend_from_slice(self.build_id.as_bytes());
-        rest.extend_from_slice(self.address);
-        let mut bytes = self.handoff.0.to_vec();
-        bytes.extend_from_slice(&hash::checksum(&rest).to_le_bytes());
-        bytes.extend_from_slice(&rest);
+/// Why a hello was not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum HelloError {
+    #[error("it has not the form of a hello")]
+    Malformed,
+    #[error("it is of another build: run one build, one UCX version and one profile on all nodes")]
+    Build,
+    #[error("{0}")]
+    Address(#[from] AddressError),
+}
+
+impl Hello {
+    /// The payload; `address` as it travels.
+    pub(super) fn encode(handoff: HandoffId, build_id: &str, address: &[u8]) -> Vec<u8> {
+        let mut bytes = handoff.0.to_vec();
+        bytes.extend_from_slice(&(build_id.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(build_id.as_bytes());
+        bytes.extend_from_slice(address);
         bytes
     }
 
-    /// `None` for anything that [`Hello::encode`] does not write.
-    pub(super) fn parse(bytes: &'a [u8]) -> Option<Self> {
-        let (handoff, after) = bytes.split_first_chunk::<16>()?;
-        let (checksum, rest) = after.split_first_chunk::<8>()?;
-        let sizes = BUILD_AT..=BUILD_AT + MAX_HELLO_BYTES + MAX_ADDRESS_BYTES;
-        if !sizes.contains(&bytes.len()) || hash::checksum(rest) != u64::from_le_bytes(*checksum) {
-            return None;
+    /// Reads one of `build_id`.
+    pub(super) fn parse(bytes: &[u8], build_id: &str, key: &AddressKey) -> Result<Self, HelloError> {
+        if bytes.len() > BUILD_AT + MAX_HELLO_BYTES + HEAD_BYTES + MAX_ADDRESS_BYTES {
+            return Err(HelloError::Malformed);
         }
-        let (length, rest) = rest.split_first_chunk::<2>()?;
-        let (build_id, address) = rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?;
-        if address.is_empty() || address.len() > MAX_ADDRESS_BYTES {
-            return None;
+        let (handoff, rest) = bytes.split_first_chunk::<16>().ok_or(HelloError::Malformed)?;
+        let (length, rest) = rest.split_first_chunk::<2>().ok_or(HelloError::Malformed)?;
+        let (build, address) =
+            rest.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(HelloError::Malformed)?;
+        if build != build_id.as_bytes() {
+            return Err(HelloError::Build);
         }
-        Some(Self { handoff: HandoffId(*handoff), build_id: str::from_utf8(build_id).ok()?, address })
+        Ok(Self { handoff: HandoffId(*handoff), address: CheckedAddress::parse(address, key)? })
     }
 }
 
@@ -60,23 +65,30 @@ mod tests {
 
     use super::*;
 
+    const BUILD: &str = "ucx-1.13.1/shm/tka1";
+
+    fn key() -> AddressKey {
+        AddressKey::new(&[5; 32], BUILD)
+    }
+
     proptest! {
         #[test]
         fn round_trip_and_one_changed_byte(
-            id in any::<[u8; 16]>(), build_id in "[a-z0-9/.]{0,40}",
-            address in prop::collection::vec(any::<u8>(), 1..300), at in any::<prop::sample::Index>(),
+            id in any::<[u8; 16]>(), address in prop::collection::vec(any::<u8>(), 1..300),
+            at in any::<prop::sample::Index>(),
         ) {
-            let hello = Hello { handoff: HandoffId(id), build_id: &build_id, address: &address };
-            let mut bytes = hello.encode();
-            prop_assert_eq!(Hello::parse(&bytes), Some(hello));
+            let address = CheckedAddress::own(&address).expect("short");
+            let mut bytes = Hello::encode(HandoffId(id), BUILD, &address.sealed(&key()));
+            prop_assert_eq!(Hello::parse(&bytes, BUILD, &key()), Ok(Hello { handoff: HandoffId(id), address }));
+            prop_assert_eq!(Hello::parse(&bytes, "another", &key()), Err(HelloError::Build));
             let at = at.index(bytes.len());
             bytes[at] ^= 0x40;
-            prop_assert_eq!(Hello::parse(&bytes).is_some(), at < 16, "only the id is not covered");
+            prop_assert_eq!(Hello::parse(&bytes, BUILD, &key()).is_ok(), at < 16, "only the id is not covered");
         }
 
         #[test]
         fn never_panics(bytes in prop::collection::vec(any::<u8>(), 0..5000)) {
-            prop_assert_eq!(Hello::parse(&bytes), None);
+            prop_assert!(Hello::parse(&bytes, BUILD, &key()).is_err());
         }
     }
 }

@@ -4,7 +4,7 @@
 //! The inbox is thread-local: a thread has at most one worker, UCX calls back on that thread only
 //! (`UCS_THREAD_MODE_SINGLE`), and so a callback needs no pointer into our memory, which a request that UCX lost would
 //! outlive. Callbacks do not unwind: they copy, push and return.
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 
@@ -14,7 +14,8 @@ use super::endpoints::EndpointId;
 use super::operations::OperationId;
 use crate::wire::{HEADER_BYTES, MAX_SEAL_BYTES};
 
-/// Events between two looks; what arrives beyond is refused and counted.
+/// Events between two looks. What arrives beyond is dropped and counted: a range is refused, and a hand-off whose frame was
+/// lost ends by its lease.
 const MAX_EVENTS: usize = 16 * 1024;
 
 /// A rendezvous payload that waits for its place. UCX keeps it until it is received or released.
@@ -60,6 +61,7 @@ pub(super) enum Event {
 
 thread_local! {
     static INBOX: RefCell<Vec<Event>> = const { RefCell::new(Vec::new()) };
+    static DROPPED: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Takes what the callbacks of this thread noted. `spare` is an emptied vector of an earlier call, for its memory.
@@ -72,9 +74,14 @@ pub(super) fn is_empty() -> bool {
     INBOX.with_borrow(Vec::is_empty)
 }
 
+/// How many events found no room since the last call.
+pub(super) fn take_dropped() -> u64 {
+    DROPPED.take()
+}
+
 /// False: there is no room, or the thread is ending.
 fn push(event: Event) -> bool {
-    INBOX
+    let pushed = INBOX
         .try_with(|inbox| match inbox.try_borrow_mut() {
             Ok(mut events) if events.len() < MAX_EVENTS || is_ours(&event) => {
                 events.push(event);
@@ -82,7 +89,12 @@ fn push(event: Event) -> bool {
             }
             _ => false,
         })
-        .unwrap_or(false)
+        .unwrap_or(false);
+    if !pushed {
+        // A thread that is ending tells nobody.
+        let _ = DROPPED.try_with(|dropped| dropped.set(dropped.get() + 1));
+    }
+    pushed
 }
 
 /// Bounded by what we posted, and lost for ever if not noted.
@@ -181,7 +193,10 @@ mod tests {
         for _ in 0..MAX_EVENTS {
             deliver(&[1; 32], &mut [], 0);
         }
+        assert_eq!(take_dropped(), 0);
         assert_eq!(deliver(&[2; 32], &mut [0], UCP_AM_RECV_ATTR_FLAG_RNDV), UCS_OK, "full");
+        assert_eq!(deliver(&[1; 32], &mut [], 0), UCS_OK, "full");
+        assert_eq!((take_dropped(), take_dropped()), (2, 0));
         assert_eq!(take(Vec::new()).len(), MAX_EVENTS);
     }
 }

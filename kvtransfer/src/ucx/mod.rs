@@ -1,16 +1,18 @@
 //! KV over UCX (<https://openucx.org>): shared memory, sockets or RDMA by active-message rendezvous. The sender announces
-//! a range, the receiver looks its blocks up in its own grant and lets UCX put the bytes there: no remote key, and no
-//! address, ever crosses the wire.
+//! a range, the receiver looks its blocks up in its own grant and lets UCX put the bytes there: our frames carry no remote
+//! key and no memory address. UCX's own frames do, on a fabric: its rendezvous sends the address of the data and a key of
+//! the registered memory, which is the whole arena. So a peer on RDMA is one that is trusted with all of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its tables,
-//! `inbox` what callbacks leave, `queue` how the process reaches it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one
+//! `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one
 //! frame that only this backend has.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id, which
 //! is compared before UCX is touched. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
+mod address;
 mod driver;
 mod ending;
 mod endpoints;
@@ -24,8 +26,11 @@ mod queue;
 mod receiving;
 pub mod result;
 mod sending;
+#[doc(hidden)]
+pub mod stranger;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 
 use futures::future::BoxFuture;
@@ -34,10 +39,10 @@ use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
 pub use ucx_sys::prepare_environment;
 
+use self::address::{AddressKey, CheckedAddress};
 use self::driver::{Command, Driver, Shared};
 use self::ending::Ending;
 use self::endpoints::EndpointId;
-use self::hello::MAX_ADDRESS_BYTES;
 pub use self::profile::{UcxConfig, UcxProfile};
 use self::queue::Queue;
 use crate::arena::{Arena, Run};
@@ -55,6 +60,7 @@ pub struct UcxTransport {
     info: v1::TransportInfo,
     shared: Shared,
     config: UcxConfig,
+    key: AddressKey,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -63,22 +69,13 @@ impl UcxTransport {
     ///
     /// # Errors
     /// `Incompatible` when UCX is absent, of a version that is not served, or has no transport for the profile; `Io` when
-    /// it refuses the settings or the arena.
+    /// it refuses the settings or the arena; `BadAddress` when its address is longer than peers take.
     pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Arc<Self>, TransferError> {
         let api = Api::load(config.lib_dir.as_deref())
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
-        let build_id = format!("ucx-{}/{}", api.version, config.profile);
-        let queue = Queue::new()?;
-        let link = Box::new(UcxPeerLink { queue: queue.clone() });
-        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
-        let shared = Shared {
-            arena,
-            registry,
-            pending: Arc::default(),
-            queue,
-            address: Arc::default(),
-            failure: Arc::default(),
-        };
+        let build_id = build_id(api, &config);
+        let key = AddressKey::new(&config.address_key, &build_id);
+        let shared = Shared::new(arena, &config)?;
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let (for_driver, driver_config, driver_build) = (shared.clone(), config.clone(), build_id.clone());
         let thread = std::thread::Builder::new().name("kv-ucx".to_owned()).spawn(move || {
@@ -97,7 +94,7 @@ impl UcxTransport {
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
         let name = outcome.recv().unwrap_or_else(died)?;
         let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
-        Ok(Arc::new(Self { info, shared, config, thread: Some(thread) }))
+        Ok(Arc::new(Self { info, shared, config, key, thread: Some(thread) }))
     }
 }
 
@@ -128,11 +125,11 @@ impl Transport for UcxTransport {
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         Box::pin(async move {
             let checked = check_ticket(ticket, &self.info, &self.shared.arena)?;
-            if ticket.address.is_empty() || ticket.address.len() > MAX_ADDRESS_BYTES {
-                return Err(TransferError::new(TransferErrorKind::Io, "the ticket has no UCX worker address"));
-            }
+            let address = CheckedAddress::parse(&ticket.address, &self.key).inspect_err(|_| {
+                self.counters().rejected_ticket_addresses.fetch_add(1, Relaxed);
+            })?;
             let (reply, opened) = oneshot::channel();
-            let command = Command::Open { handoff: checked.handoff, address: ticket.address.clone(), reply };
+            let command = Command::Open { handoff: checked.handoff, address, reply };
             self.shared.queue.send(command).await.map_err(|_| shut_down())?;
             let opened = opened.await.map_err(|_| shut_down())??;
             let link = UcxSendLink {
@@ -156,6 +153,21 @@ impl Drop for UcxTransport {
             // Bounded: the driver flushes for a tenth of a second at most. A panic there was already printed.
             let _ = thread.join();
         }
+    }
+}
+
+/// Equal on nodes that understand each other: UCX's version, its transports, and the form of addresses.
+fn build_id(api: &Api, config: &UcxConfig) -> String {
+    format!("ucx-{}/{}/{}", api.version, config.profile, address::FORMAT)
+}
+
+impl Shared {
+    fn new(arena: Arc<Arena>, config: &UcxConfig) -> std::io::Result<Self> {
+        let queue = Queue::new()?;
+        let link = Box::new(UcxPeerLink { queue: queue.clone() });
+        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
+        let (address, failure) = (Arc::default(), Arc::default());
+        Ok(Self { arena, registry, pending: Arc::default(), queue, address, failure })
     }
 }
 
@@ -193,7 +205,8 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    /// A vector of pieces names no registered memory: on a fabric each would be registered for its transfer.
+    /// A vector of pieces names no registered memory, so on a fabric UCX copies it, piece by piece, on the driver's thread.
+    /// This bounds the sender's side alone: where the receiver's blocks of a range lie scattered, UCX copies there.
     fn max_runs(&self) -> usize {
         if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
     }

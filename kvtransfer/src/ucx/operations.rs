@@ -12,7 +12,6 @@ use super::endpoints::EndpointId;
 use super::result::Request;
 use crate::registry::Claim;
 use crate::transport::BlockOwner;
-use crate::wire::HEADER_BYTES;
 
 /// Names an operation for the life of the transport; travels through UCX as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,16 +39,17 @@ pub(super) struct Operation {
     pub(super) work: Work,
 }
 
-/// What an operation does and what it keeps. Heap memory: it stays in place when the entry moves.
+/// What an operation does and what it keeps. Heap memory: it stays in place when the entry moves, and UCX may point to it
+/// all the while, as a `Vec` allows and a `Box`, which claims its content with each move, does not.
 pub(super) enum Work {
     /// A header with a small payload.
-    Frame { header: Box<[u8; HEADER_BYTES]>, payload: Vec<u8> },
+    Frame { header: Vec<u8>, payload: Vec<u8> },
     /// A range of blocks leaves.
     Send(Box<SendWork>),
     /// A range of blocks arrives.
     Receive { claim: Claim, target: Vec<ucp_dt_iov> },
     /// UCX lost the request, and may one day look at the header; the blocks are free.
-    Lost { _header: Box<[u8; HEADER_BYTES]>, _payload: Vec<u8>, _target: Vec<ucp_dt_iov> },
+    Lost { _header: Vec<u8>, _payload: Vec<u8>, _target: Vec<ucp_dt_iov> },
 }
 
 /// What may still happen to the receives of a closed endpoint.
@@ -64,7 +64,7 @@ pub(super) enum Writes {
 /// A range on its way out.
 pub(super) struct SendWork {
     pub(super) handoff: HandoffId,
-    pub(super) header: Box<[u8; HEADER_BYTES]>,
+    pub(super) header: Vec<u8>,
     pub(super) source: Vec<ucp_dt_iov>,
     /// A changed copy of the range, for injected faults.
     pub(super) altered: Vec<u8>,
@@ -145,6 +145,11 @@ impl Operations {
             }
         }
         kept
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_extended(&self, endpoint: EndpointId) -> bool {
+        self.extended.contains_key(&endpoint)
     }
 
     fn live(&self) -> impl Iterator<Item = &Operation> {

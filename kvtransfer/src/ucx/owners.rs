@@ -7,11 +7,13 @@ use std::rc::Rc;
 
 use ucx_sys::*;
 
+use super::address::CheckedAddress;
 use super::endpoints::EndpointId;
 use super::inbox;
 use super::operations::OperationId;
 use super::result::{Posted, Request, UcxError, check, posted};
 use crate::arena::{Arena, Run};
+use crate::error::TransferError;
 
 /// The only active-message id in use: the frame's header says what it is.
 const FRAME_ID: u32 = 1;
@@ -198,16 +200,20 @@ impl Worker {
     }
 
     /// What peers connect to.
-    pub(super) fn address(&self) -> Result<Vec<u8>, UcxError> {
+    ///
+    /// # Errors
+    /// UCX's, or `BadAddress` when no peer would take it.
+    pub(super) fn address(&self) -> Result<CheckedAddress, TransferError> {
         let (mut address, mut length) = (null_mut(), 0);
         // SAFETY: both are written on success.
         let status = unsafe { (self.api().ucp_worker_get_address)(self.raw, &mut address, &mut length) };
         check(self.api(), "ucp_worker_get_address", status)?;
         // SAFETY: UCX gave `length` bytes at `address`, released right after the copy.
-        let bytes = unsafe { std::slice::from_raw_parts(address.cast::<u8>().cast_const(), length) }.to_vec();
+        let bytes = unsafe { std::slice::from_raw_parts(address.cast::<u8>().cast_const(), length) };
+        let checked = CheckedAddress::own(bytes);
         // SAFETY: from this worker, released once.
         unsafe { (self.api().ucp_worker_release_address)(self.raw, address) };
-        Ok(bytes)
+        Ok(checked?)
     }
 
     /// Lets the payload behind `descriptor` fly into `target`; `on_received` reports `operation`.
@@ -264,8 +270,8 @@ pub(super) struct Endpoint {
 }
 
 impl Endpoint {
-    /// Starts to connect; failures come as events. `address` has been checked as far as that is possible.
-    pub(super) fn connect(worker: &Rc<Worker>, address: &[u8], id: EndpointId) -> Result<Self, UcxError> {
+    /// Starts to connect; failures come as events.
+    pub(super) fn connect(worker: &Rc<Worker>, address: &CheckedAddress, id: EndpointId) -> Result<Self, UcxError> {
         // SAFETY: as in `Context::open`.
         let mut params: ucp_ep_params = unsafe { std::mem::zeroed() };
         params.field_mask =
@@ -274,7 +280,8 @@ impl Endpoint {
         params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
         params.err_handler = ucp_err_handler { cb: Some(inbox::on_endpoint_failed), arg: id.0 as usize as *mut c_void };
         let mut raw = null_mut();
-        // SAFETY: the address is alive during the call; the handler's argument is a number, never dereferenced.
+        // SAFETY: the address is alive during the call, and whole: a UCX of this build made it, as its type says. UCX
+        // reads it without knowing its length. The handler's argument is a number, never dereferenced.
         let status = unsafe { (worker.api().ucp_ep_create)(worker.raw, &params, &mut raw) };
         check(worker.api(), "ucp_ep_create", status)?;
         Ok(Self { worker: worker.clone(), raw })
@@ -422,11 +429,15 @@ fn print_to_string(print: impl FnOnce(*mut libc::FILE)) -> String {
     }
     print(stream);
     // SAFETY: open; closing it makes buffer and length final.
-    unsafe { libc::fclose(stream) };
-    // SAFETY: `length` bytes that the stream allocated and wrote.
-    let text = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>().cast_const(), length) };
-    let text = String::from_utf8_lossy(text).into_owned();
-    // SAFETY: allocated by the stream with malloc, freed once.
+    let closed = unsafe { libc::fclose(stream) };
+    let text = if closed == 0 && !buffer.is_null() {
+        // SAFETY: `length` bytes that the stream allocated and wrote.
+        let text = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>().cast_const(), length) };
+        String::from_utf8_lossy(text).into_owned()
+    } else {
+        String::new()
+    };
+    // SAFETY: null, or allocated by the stream with malloc; freed once.
     unsafe { libc::free(buffer.cast()) };
     text
 }

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::HandoffId;
 
+use super::address::CheckedAddress;
 use super::endpoints::EndpointId;
 use super::operations::OperationId;
 use super::owners::{Context, Endpoint, Worker};
 use super::result::UcxError;
-use crate::wire::{HEADER_BYTES, Header};
+use crate::wire::Header;
 
 /// The hand-off that a probe cancels. Real ones are 128 random bits.
 pub(super) const PROBE: HandoffId = HandoffId(*b"tandem ucx probe");
@@ -26,17 +27,17 @@ const MIN_TURNS: u32 = 200;
 pub(super) struct Probe {
     endpoint: Option<Endpoint>,
     worker: Rc<Worker>,
-    _header: Box<[u8; HEADER_BYTES]>,
+    _header: Vec<u8>,
     until: Instant,
     turns: u32,
 }
 
 impl Probe {
     /// Sends it to the worker of `address`.
-    pub(super) fn start(context: &Rc<Context>, address: &[u8], now: Instant) -> Result<Self, UcxError> {
+    pub(super) fn start(context: &Rc<Context>, address: &CheckedAddress, now: Instant) -> Result<Self, UcxError> {
         let worker = Worker::create(context)?;
         let endpoint = Endpoint::connect(&worker, address, EndpointId::NONE)?;
-        let header = Box::new(Header::Cancel(PROBE).encode());
+        let header = Header::Cancel(PROBE).encode().to_vec();
         // SAFETY: the header is heap memory that lives until the worker is destroyed.
         unsafe { endpoint.send_frame(&header[..], &[], OperationId::NONE)? };
         Ok(Self { endpoint: Some(endpoint), worker, _header: header, until: now + TIMEOUT, turns: 0 })

@@ -35,7 +35,7 @@ impl fmt::Display for UcxProfile {
 }
 
 /// Settings of a [`super::UcxTransport`].
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct UcxConfig {
     /// Where the peers are.
     pub profile: UcxProfile,
@@ -54,8 +54,19 @@ pub struct UcxConfig {
     /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its endpoint is closed by force; and
     /// if that does not end them, the whole worker is replaced, which does.
     pub grace: Duration,
+    /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is the
+    /// default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
+    pub address_key: [u8; 32],
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,
+}
+
+/// Without the secret.
+impl fmt::Debug for UcxConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keyed = self.address_key != [0; 32];
+        f.debug_struct("UcxConfig").field("profile", &self.profile).field("keyed", &keyed).finish_non_exhaustive()
+    }
 }
 
 impl UcxConfig {
@@ -73,6 +84,7 @@ impl UcxConfig {
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(5),
             grace: DEFAULT_GRACE,
+            address_key: [0; 32],
             faults: Faults::default(),
         }
     }

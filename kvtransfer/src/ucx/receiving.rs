@@ -1,13 +1,14 @@
 //! The driver's receiving half: which endpoint a hand-off came from, and where its ranges go. The rules are the
 //! registry's; an address from the wire is never used, a range's place comes from its claim.
 use std::collections::HashMap;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
 use super::driver::Driver;
 use super::endpoints::EndpointId;
-use super::hello::Hello;
+use super::hello::{Hello, HelloError};
 use super::inbox::Descriptor;
 use super::probe::PROBE;
 use crate::error::Refusal;
@@ -66,6 +67,11 @@ impl Receiving {
         self.handoffs.len() < MAX_HANDOFFS
     }
 
+    /// Frames of the hand-off come from `endpoint`.
+    pub(super) fn list(&mut self, handoff: HandoffId, endpoint: EndpointId) {
+        self.handoffs.insert(handoff, Inbound { endpoint, forget_at: None });
+    }
+
     fn endpoint(&self, handoff: HandoffId) -> Option<EndpointId> {
         self.handoffs.get(&handoff).map(|inbound| inbound.endpoint)
     }
@@ -79,14 +85,20 @@ impl Receiving {
 
 impl Driver {
     pub(super) fn on_hello(&mut self, protocol: u32, payload: &[u8]) {
-        let hello = Hello::parse(payload).filter(|hello| hello.build_id == self.build_id);
-        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
-            self.shared.registry.violation();
-            return;
+        let hello = Hello::parse(payload, &self.build_id, &self.key);
+        let build = if protocol == PROTOCOL_VERSION { Ok(()) } else { Err(HelloError::Build) };
+        let hello = match build.and(hello) {
+            Ok(hello) => hello,
+            Err(error) => {
+                tracing::debug!("KV hello refused: {error}");
+                self.shared.registry.counters().rejected_hello_addresses.fetch_add(1, Relaxed);
+                self.shared.registry.violation();
+                return;
+            }
         };
         let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
         let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = match self.endpoints.connect(hello.address, Instant::now(), busy) {
+        let endpoint = match self.endpoints.connect(&hello.address, Instant::now(), busy) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
@@ -94,20 +106,29 @@ impl Driver {
                 return;
             }
         };
-        let known = self.receiving.endpoint(hello.handoff);
-        if known.is_some_and(|known| known != endpoint) {
-            self.shared.registry.counters().count_refusal(Refusal::WrongPeer);
-            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::WrongPeer));
-            self.post_frame(endpoint, answer, Vec::new());
-        } else if self.receiving.has_room() {
-            self.receiving.handoffs.insert(hello.handoff, Inbound { endpoint, forget_at: None });
-            self.post_frame(endpoint, Header::Welcome(hello.handoff), Vec::new());
-        } else {
+        // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
+        let answer = match self.welcomes(endpoint, hello.handoff) {
+            Ok(()) => {
+                self.receiving.list(hello.handoff, endpoint);
+                Header::Welcome(hello.handoff)
+            }
             // Told, or it would wait for its lease.
-            self.shared.registry.counters().count_refusal(Refusal::Overloaded);
-            let answer = Header::Answer(hello.handoff, Answer::Refused(Refusal::Overloaded));
-            self.post_frame(endpoint, answer, Vec::new());
-        }
+            Err(refusal) => Header::Answer(hello.handoff, Answer::Refused(refusal)),
+        };
+        self.post_frame(endpoint, answer, Vec::new());
+    }
+
+    /// Whether a hand-off may come from `endpoint`. Refusals are counted.
+    fn welcomes(&mut self, endpoint: EndpointId, handoff: HandoffId) -> Result<(), Refusal> {
+        let registry = &self.shared.registry;
+        registry.admits(endpoint.into(), handoff)?;
+        let refusal = match self.receiving.endpoint(handoff) {
+            Some(known) if known != endpoint => Refusal::WrongPeer,
+            _ if self.receiving.has_room() => return Ok(()),
+            _ => Refusal::Overloaded,
+        };
+        registry.counters().count_refusal(refusal);
+        Err(refusal)
     }
 
     pub(super) fn on_range(&mut self, header: &[u8; HEADER_BYTES], length: usize, descriptor: Descriptor) {

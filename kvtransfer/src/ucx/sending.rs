@@ -9,6 +9,7 @@ use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use ucx_sys::ucp_dt_iov;
 
+use super::address::CheckedAddress;
 use super::driver::{Driver, Opened};
 use super::endpoints::EndpointId;
 use super::hello::Hello;
@@ -87,7 +88,7 @@ impl Outbound {
 }
 
 impl Driver {
-    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &[u8], reply: Reply) {
+    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &CheckedAddress, reply: Reply) {
         let opened = match self.announce(handoff, address) {
             Ok(opened) => opened,
             Err(error) => {
@@ -100,7 +101,7 @@ impl Driver {
         let announced = Some(Announced { opened, reply, until: Instant::now() + self.config.stall_timeout });
         let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults, announced };
         self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello { handoff, build_id: &self.build_id, address: &self.shared.address() }.encode();
+        let hello = Hello::encode(handoff, &self.build_id, &self.shared.address());
         self.post_frame(endpoint, Header::hello(), hello);
     }
 
@@ -137,7 +138,7 @@ impl Driver {
             [] => self.region.vector(runs),
             bytes => vec![ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
         };
-        let header = Box::new(Header::Data(range).encode());
+        let header = Header::Data(range).encode().to_vec();
         let region = altered.is_empty().then_some(&self.region);
         let operation = self.operations.next_id();
         let Some(entry) = self.endpoints.get(to) else { return };
@@ -196,7 +197,7 @@ impl Driver {
         }
     }
 
-    fn announce(&mut self, handoff: HandoffId, address: &[u8]) -> Result<Opened, TransferError> {
+    fn announce(&mut self, handoff: HandoffId, address: &CheckedAddress) -> Result<Opened, TransferError> {
         let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
         let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
         let endpoint = self.endpoints.connect(address, Instant::now(), busy)?;

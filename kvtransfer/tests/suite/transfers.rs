@@ -98,8 +98,9 @@ pub async fn an_id_is_single_use(make: MakePair) {
     assert_eq!(again.err().and_then(|error| error.refusal), Some(Refusal::Used));
 
     // The old ticket opens nothing any more.
-    let mut outgoing = prompt(pair.sender.open(&ticket)).await.expect("open");
     let refused = async {
+        // Where a hand-off is announced, it ends here.
+        let mut outgoing = pair.sender.open(&ticket).await?;
         outgoing.push(0, &from, Arc::new(())).await?;
         outgoing.seal(seal).await
     };
@@ -112,8 +113,8 @@ pub async fn an_expired_lease_is_refused(make: MakePair) {
     let seal = handoff.seal(&pair);
     // A sender that believes in a longer lease.
     handoff.ticket.lease_ms = 10_000;
-    let mut outgoing = open(&pair, &handoff).await;
     let refused = async {
+        let mut outgoing = pair.sender.open(&handoff.ticket).await?;
         outgoing.push(0, &handoff.from, Arc::new(())).await?;
         outgoing.seal(seal).await
     };

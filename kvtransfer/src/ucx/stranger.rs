@@ -1,0 +1,70 @@
+//! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos as bytes, well made
+//! or not, to any node that it has an address of, or that has connected to it. Not a part of any node.
+use std::sync::Arc;
+use std::time::Instant;
+
+use tandem_proto::{HandoffId, PROTOCOL_VERSION};
+use ucx_sys::Api;
+
+use super::address::CheckedAddress;
+use super::driver::{Driver, Shared};
+use super::endpoints::EndpointId;
+use super::hello::Hello;
+use super::{UcxConfig, build_id};
+use crate::arena::Arena;
+use crate::error::{TransferError, TransferErrorKind};
+use crate::session::PeerId;
+use crate::wire::Header;
+
+/// Stays on the thread that made it, which has to call [`Stranger::turn`] all the time.
+pub struct Stranger {
+    driver: Driver,
+}
+
+impl Stranger {
+    /// One with a worker, and no thread.
+    ///
+    /// # Errors
+    /// As [`super::UcxTransport::start`].
+    pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Self, TransferError> {
+        let api = Api::load(config.lib_dir.as_deref())
+            .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
+        let shared = Shared::new(arena, &config)?;
+        let build_id = build_id(api, &config);
+        Ok(Self { driver: Driver::open(api, config, build_id, shared)? })
+    }
+
+    /// An honest address of its worker, as a ticket has it.
+    pub fn address(&self) -> Vec<u8> {
+        self.driver.shared.address()
+    }
+
+    /// Connects to a node, by the honest address of a ticket of it.
+    ///
+    /// # Errors
+    /// `BadAddress`, or what UCX says.
+    pub fn connect(&mut self, address: &[u8]) -> Result<PeerId, TransferError> {
+        let address = CheckedAddress::parse(address, &self.driver.key)?;
+        Ok(self.driver.endpoints.connect(&address, Instant::now(), |_| true)?.into())
+    }
+
+    /// Those that it has connected to, and those that have said hello to it.
+    pub fn peers(&self) -> Vec<PeerId> {
+        self.driver.endpoints.all().into_iter().map(PeerId::from).collect()
+    }
+
+    /// The payload of an honest hello.
+    pub fn hello(&self, handoff: HandoffId) -> Vec<u8> {
+        Hello::encode(handoff, &self.driver.build_id, &self.address())
+    }
+
+    /// Sends a hello with this payload.
+    pub fn say_hello(&mut self, to: PeerId, payload: Vec<u8>) {
+        self.driver.post_frame(EndpointId(to.0), Header::Hello { protocol: PROTOCOL_VERSION }, payload);
+    }
+
+    /// Lets UCX work.
+    pub fn turn(&mut self) {
+        self.driver.turn();
+    }
+}
