@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use futures::future::Either;
 use futures::stream::{Stream, StreamExt, select_all};
+use tandem_ports::Places;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
@@ -165,6 +166,8 @@ pub fn merged<S: Stream + Send + Unpin>(answers: Vec<S>) -> impl Stream<Item = (
 pub struct Service {
     flow: Arc<flow::Shared>,
     keys: Keys,
+    /// The process's ports, for metrics.
+    ports: Arc<[(&'static str, Places)]>,
 }
 
 impl Service {
@@ -199,7 +202,12 @@ impl Service {
             instance: instance.into(),
             model,
         };
-        Self { flow: Arc::new(flow), keys }
+        Self { flow: Arc::new(flow), keys, ports: Arc::default() }
+    }
+
+    /// The same with the ports that it is asked at, by name: their connections are in its metrics.
+    pub fn at_ports(self, ports: Vec<(&'static str, Places)>) -> Self {
+        Self { ports: ports.into(), ..self }
     }
 
     /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
@@ -316,6 +324,7 @@ impl Service {
             depths: flow.admission.depths(),
             spans_dropped: flow.exporter.dropped(),
             index: flow.membership.index(),
+            ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
         };
         flow.metrics.text(accept, &seen)
     }

@@ -27,6 +27,14 @@ struct Flags {
     /// Address on which nodes join, instead of the gRPC API's: then clients cannot call themselves nodes. Never within TLS
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
+    /// Address of a port for probes and scrapers alone: /live, /ready, /health, /metrics. It answers while the others are full;
+    /// never within TLS, without keys
+    #[arg(long, value_name = "ADDR")]
+    admin: Option<SocketAddr>,
+    /// Connections that each port may have open; who comes later takes the place of the one that is idle or half-open longest.
+    /// Fewer where the system allows the process fewer descriptors
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_connections: u32,
     /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
@@ -134,6 +142,10 @@ pub struct Config {
     pub grpc: SocketAddr,
     /// Where nodes join, if not there.
     pub nodes: Option<SocketAddr>,
+    /// Where probes and scrapers ask, if they have a port of their own.
+    pub admin: Option<SocketAddr>,
+    /// Of each port.
+    pub max_connections: usize,
     /// Of the ports for clients.
     pub tls: Option<TlsFiles>,
     /// Whose web pages may read answers.
@@ -176,6 +188,8 @@ impl From<Flags> for Config {
             http: flags.http,
             grpc: flags.grpc,
             nodes: flags.nodes,
+            admin: flags.admin,
+            max_connections: flags.max_connections as usize,
             tls: flags.tls_cert.zip(flags.tls_key).map(|(cert, key)| TlsFiles {
                 cert,
                 key,
@@ -226,6 +240,7 @@ mod tests {
         assert_eq!(config.limits.pools, Pools::default());
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!(config.threads, reactor_threads());
+        assert_eq!((config.max_connections, config.admin), (4096, None));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
         assert!(config.tls.is_none() && config.nodes.is_none() && config.cors_origins.is_empty());
@@ -265,6 +280,8 @@ mod tests {
             ["--max-attempts", "17"],
             ["--breaker-failures", "0"],
             ["--threads", "0"],
+            ["--max-connections", "0"],
+            ["--admin", "8080"],
         ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");

@@ -22,14 +22,17 @@ fn router() -> Router {
 }
 
 fn router_with(keys: Keys) -> Router {
+    tandem_router::http::router(service_with(keys))
+}
+
+fn service_with(keys: Keys) -> Service {
     let mut text = ModelText::load(&model::path()).expect("model file");
     text.model_name = "org/tiny".into();
     let expected = Expected { model_digest: text.digest, eos_token_id: text.eos };
     let membership = Membership::new(expected, Duration::from_secs(3));
     let instance = "router-test".to_owned();
     let (exporter, limits) = (Exporter::disabled(), Limits::default());
-    let service = Service::with_keys(Arc::new(text), membership, exporter, limits, instance, keys);
-    tandem_router::http::router(service)
+    Service::with_keys(Arc::new(text), membership, exporter, limits, instance, keys)
 }
 
 async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
@@ -68,6 +71,15 @@ async fn routes_without_nodes() {
         assert_eq!((got, &body["error"]["code"]), (status, &json!(code)), "{path}");
         assert!(body["error"]["message"].is_string() && body["error"].get("param").is_some(), "{path}");
     }
+}
+
+#[tokio::test]
+async fn probes_have_routes_of_their_own() {
+    let admin = tandem_router::http::admin(service_with(Keys::default()));
+    for (path, status) in [("/live", 200), ("/ready", 503), ("/health", 503), ("/metrics", 200), ("/v1/models", 404)] {
+        assert_eq!(get(&admin, path).await.0, status, "{path}");
+    }
+    assert_eq!(post(&admin, "/live", "").await.0, StatusCode::METHOD_NOT_ALLOWED);
 }
 
 #[tokio::test]

@@ -25,12 +25,12 @@ mod types;
 
 use std::time::{Duration, Instant};
 
-use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::Json;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use serde_json::json;
 use tandem_proto::{Error, ErrorKind, TraceContext};
@@ -68,6 +68,18 @@ pub fn router(service: Service) -> axum::Router {
         .fallback(no_route)
         .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
         .layer(from_fn_with_state(service.clone(), with_request_id))
+        .with_state(service)
+}
+
+/// The routes of a port for probes and scrapers alone, which answers whatever the others are at.
+pub fn admin(service: Service) -> axum::Router {
+    axum::Router::new()
+        .route("/live", get(|| async { Json(json!({"status": "ok"})) }))
+        .route("/ready", get(health))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .fallback(no_route)
+        .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
         .with_state(service)
 }
 
@@ -144,7 +156,10 @@ async fn models(State(service): State<Service>) -> Response {
     Json(json!({"object": "list", "data": [model_card(&service)]})).into_response()
 }
 
-async fn model(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
+async fn model(
+    State(service): State<Service>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, ApiError> {
     let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
     check_model(&service, Some(&id))?;
     Ok(Json(model_card(&service)).into_response())
