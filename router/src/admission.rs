@@ -29,7 +29,7 @@ use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::{Notify, oneshot, watch};
 
-use crate::flow::Limits;
+use crate::flow::{ENDING, Limits};
 use crate::membership::Membership;
 use limiter::Exceeded;
 use looks::{Look, Looks};
@@ -227,7 +227,7 @@ impl Admission {
     /// kept; `Unavailable` when the router drains.
     pub fn enter_all(&self, tenant: &Tenant, asked: Vec<Asked>, now: Instant) -> Result<Vec<Entry>, Refusal> {
         if self.is_closed() {
-            let error = Error::new(ErrorKind::Unavailable, "the router is shutting down");
+            let error = Error::new(ErrorKind::Unavailable, ENDING);
             return Err(Refusal { reason: Reason::Draining, error });
         }
         let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();

@@ -201,6 +201,7 @@ impl Service {
             limits,
             instance: instance.into(),
             model,
+            ending: CancellationToken::new(),
         };
         Self { flow: Arc::new(flow), keys, ports: Arc::default() }
     }
@@ -341,6 +342,13 @@ impl Service {
 
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.
     pub async fn drain(&self, limit: std::time::Duration) {
+        self.flow.admission.drain(limit).await;
+    }
+
+    /// Takes no new request and ends the running and waiting ones with an error (`Unavailable`): none is tried again. Waits until
+    /// their clients' edges have it, no longer than `limit`.
+    pub async fn end(&self, limit: std::time::Duration) {
+        self.flow.ending.cancel();
         self.flow.admission.drain(limit).await;
     }
 }

@@ -124,7 +124,7 @@ struct Flags {
     /// forgotten
     #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     index_blocks: u32,
-    /// How long running requests may take to end after SIGTERM
+    /// How long running requests may take to end after SIGTERM; then they end with an error, within two seconds
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
     /// Threads that serve clients and nodes, some 50,000 tokens a second each; few of them wake each other less [default: one

@@ -30,6 +30,8 @@ use tokio_util::sync::CancellationToken;
 const CLIENT_KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_secs(10), timeout: Duration::from_secs(10) };
 /// Probes and scrapers are few.
 const ADMIN_LIMITS: Limits = Limits { connections: 64, silence: Duration::from_secs(30) };
+/// How long clients may take to take the error that ends their requests.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
@@ -115,6 +117,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         () = service.drain(config.drain) => {}
         () = signals.first() => tracing::warn!("second signal: ending at once"),
     }
+    // Before the nodes go: that would be a failure to recover from.
+    service.end(LAST_WORDS).await;
     // The last bytes of the last answers go out; nodes see their streams end.
     membership.close();
     stop.cancel();
