@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-connections bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -33,7 +33,7 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo clippy --release --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
-bench: bench-transfer bench-handoff bench-router bench-overload bench-kernels bench-cpu ## All benchmarks
+bench: bench-transfer bench-handoff bench-router bench-overload bench-connections bench-kernels bench-cpu ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 	deploy/setup.sh bench
@@ -49,6 +49,9 @@ bench-router: setup build dist ## What the router adds to a request, beside sgla
 
 bench-overload: setup build ## Three times what a cluster can answer, for two minutes
 	cargo run --release --locked -p tandem-cluster-tests --example bench_overload -- $(BENCH_OVERLOAD)
+
+bench-connections: setup build ## /health of a router whose port is full of connections that ask nothing
+	cargo run --release --locked -p tandem-cluster-tests --example bench_connections -- $(BENCH_CONNECTIONS)
 
 # BENCH_POLICIES="--trace FILE": a trace of Mooncake's; the project ships none.
 bench-policies: setup build ## The router's policies on a production trace, simulated nodes with measured costs
