@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -33,7 +33,7 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo clippy --release --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
-bench: bench-transfer bench-handoff bench-router bench-overload bench-kernels bench-cpu ## All benchmarks
+bench: bench-transfer bench-handoff bench-router bench-overload bench-connections bench-kernels bench-cpu ## All benchmarks
 
 bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 	deploy/setup.sh bench
@@ -52,6 +52,9 @@ bench-overload: setup build ## Three times what a cluster can answer, for two mi
 
 bench-large-requests: setup build ## A hundred requests of 8 MB beside a polite client: its latencies, and the router's memory
 	cargo run --release --locked -p tandem-cluster-tests --example bench_large_requests -- $(BENCH_LARGE_REQUESTS)
+
+bench-connections: setup build ## /health of a router whose port is full of connections that ask nothing
+	cargo run --release --locked -p tandem-cluster-tests --example bench_connections -- $(BENCH_CONNECTIONS)
 
 # BENCH_POLICIES="--trace FILE": a trace of Mooncake's; the project ships none.
 bench-policies: setup build ## The router's policies on a production trace, simulated nodes with measured costs

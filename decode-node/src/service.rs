@@ -19,8 +19,10 @@ pub const SERVICE_NAME: &str = <DecodeServer<DecodeService> as NamedService>::NA
 
 /// The service over a started node; `lease` is how long a prefill node may be silent in a hand-off.
 pub fn routes(node: Arc<Node>, lease: Duration) -> Routes {
+    let strangers = node.strangers.clone();
     let server = DecodeServer::new(DecodeService { node, lease });
-    Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))
+    let server = server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES);
+    Routes::new(strangers.around(server))
 }
 
 /// Serves `tandem.v1.Decode`.

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use tandem_ports::{Limits, Port, raise_descriptor_limit, reactor_threads, serve_http};
+use tandem_ports::{
+    KeepAlive, Limits, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc, serve_http,
+};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -14,7 +16,6 @@ use tokio::task::JoinHandle;
 use tokio::time::{interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use tonic::transport::Server;
 use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
 
@@ -25,11 +26,8 @@ use crate::{admin, membership};
 
 /// Longest wait for connections to close after that.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Streams of one connection: the router has one connection for all its calls.
-const STREAMS: u32 = 4096;
 /// A router that vanished without a word frees its calls after at most the sum of the two.
-const KEEP_ALIVE: Duration = Duration::from_secs(2);
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_secs(2), timeout: Duration::from_secs(3) };
 /// Supervisors and scrapers are few.
 const ADMIN_LIMITS: Limits = Limits { connections: 64, silence: Duration::from_secs(30) };
 const FAILURE_CHECK: Duration = Duration::from_millis(200);
@@ -113,16 +111,10 @@ impl Running {
         let (health, health_service) = health_reporter();
         health.set_service_status(service, ServingStatus::Serving).await;
         let stop = CancellationToken::new();
-        let server = Server::builder()
-            .max_concurrent_streams(STREAMS)
-            .http2_keepalive_interval(Some(KEEP_ALIVE))
-            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-            .layer(node.strangers.clone())
-            .add_routes(routes.add_service(health_service))
-            .serve_with_incoming_shutdown(
-                Port::new(listeners.grpc, Limits::default()).incoming(),
-                stop.clone().cancelled_owned(),
-            );
+        let limits = Limits::default();
+        let connections = connections_within(raise_descriptor_limit(), 1, limits.connections);
+        let port = Port::new(listeners.grpc, Limits { connections, ..limits });
+        let server = serve_grpc(port, routes.add_service(health_service), KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
         let running = Self { node: node.clone(), service, health, signals, stop: stop.clone(), drain, grpc: grpc_task };
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);

@@ -26,9 +26,11 @@ pub fn routes(node: Arc<Node>) -> Routes {
 
 /// As [`routes`], told otherwise.
 pub fn routes_with(node: Arc<Node>, settings: Settings) -> Routes {
+    let strangers = node.strangers.clone();
     let shared = Shared { node, settings, pressure: Pressure::default(), link: Arc::default() };
     let server = PrefillServer::new(PrefillService { shared });
-    Routes::new(server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES))
+    let server = server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES);
+    Routes::new(strangers.around(server))
 }
 
 /// Serves `tandem.v1.Prefill`.

@@ -29,7 +29,7 @@ use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::{Notify, oneshot, watch};
 
-use crate::flow::Limits;
+use crate::flow::{ENDING, Limits};
 use crate::membership::Membership;
 use limiter::Exceeded;
 use looks::{Look, Looks};
@@ -271,7 +271,7 @@ impl Admission {
         if !self.is_closed() {
             return Ok(());
         }
-        let error = Error::new(ErrorKind::Unavailable, "the router is shutting down");
+        let error = Error::new(ErrorKind::Unavailable, ENDING);
         Err(Refusal { reason: Reason::Draining, error })
     }
 

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use futures::future::Either;
 use futures::stream::{Stream, StreamExt, select_all};
+use tandem_ports::Places;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
@@ -166,6 +167,8 @@ pub struct Service {
     flow: Arc<flow::Shared>,
     keys: Keys,
     intake: Intake,
+    /// The process's ports, for metrics.
+    ports: Arc<[(&'static str, Places)]>,
 }
 
 impl Service {
@@ -199,8 +202,14 @@ impl Service {
             limits,
             instance: instance.into(),
             model,
+            ending: CancellationToken::new(),
         };
-        Self { flow: Arc::new(flow), keys, intake: Intake::default() }
+        Self { flow: Arc::new(flow), keys, intake: Intake::default(), ports: Arc::default() }
+    }
+
+    /// The same with the ports that it is asked at, by name: their connections are in its metrics.
+    pub fn at_ports(self, ports: Vec<(&'static str, Places)>) -> Self {
+        Self { ports: ports.into(), ..self }
     }
 
     /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
@@ -351,6 +360,7 @@ impl Service {
             intake: self.intake.load(),
             strangers: flow.membership.strangers().refused(),
             index: flow.membership.index(),
+            ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
         };
         flow.metrics.text(accept, &seen)
     }
@@ -367,6 +377,13 @@ impl Service {
 
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.
     pub async fn drain(&self, limit: std::time::Duration) {
+        self.flow.admission.drain(limit).await;
+    }
+
+    /// Takes no new request and ends the running and waiting ones with an error (`Unavailable`): none is tried again. Waits until
+    /// their clients' edges have it, no longer than `limit`.
+    pub async fn end(&self, limit: std::time::Duration) {
+        self.flow.ending.cancel();
         self.flow.admission.drain(limit).await;
     }
 }

@@ -32,6 +32,14 @@ struct Flags {
     /// join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
+    /// Address of a port for probes and scrapers alone: /live, /ready, /health, /metrics. It answers while the others are full;
+    /// never within TLS, without keys
+    #[arg(long, value_name = "ADDR")]
+    admin: Option<SocketAddr>,
+    /// Connections that each port may have open; who comes later takes the place of the one that is idle or half-open longest.
+    /// Fewer where the system allows the process fewer descriptors
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_connections: u32,
     /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
@@ -124,7 +132,7 @@ struct Flags {
     /// forgotten
     #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     index_blocks: u32,
-    /// How long running requests may take to end after SIGTERM
+    /// How long running requests may take to end after SIGTERM; then they end with an error, within two seconds
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
     /// Threads that serve clients and nodes, some 50,000 tokens a second each; few of them wake each other less [default: one
@@ -144,6 +152,10 @@ pub struct Config {
     pub nodes: Option<SocketAddr>,
     /// The cluster's secret.
     pub join_token_file: Option<PathBuf>,
+    /// Where probes and scrapers ask, if they have a port of their own.
+    pub admin: Option<SocketAddr>,
+    /// Of each port.
+    pub max_connections: usize,
     /// Of the ports for clients.
     pub tls: Option<TlsFiles>,
     /// Whose web pages may read answers.
@@ -187,6 +199,8 @@ impl From<Flags> for Config {
             grpc: flags.grpc,
             nodes: flags.nodes,
             join_token_file: flags.join_token_file,
+            admin: flags.admin,
+            max_connections: flags.max_connections as usize,
             tls: flags.tls_cert.zip(flags.tls_key).map(|(cert, key)| TlsFiles {
                 cert,
                 key,
@@ -239,6 +253,7 @@ mod tests {
         assert_eq!(config.limits.max_tokens_default, 1024);
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!(config.threads, reactor_threads());
+        assert_eq!((config.max_connections, config.admin), (4096, None));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
         assert!(config.tls.is_none() && config.nodes.is_none() && config.cors_origins.is_empty());
@@ -279,6 +294,8 @@ mod tests {
             ["--max-attempts", "17"],
             ["--breaker-failures", "0"],
             ["--threads", "0"],
+            ["--max-connections", "0"],
+            ["--admin", "8080"],
         ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");

@@ -52,6 +52,8 @@ use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
 pub const CLIENT_QUEUE_EVENTS: usize = 64;
+/// What clients are told by a router that ends, whatever their requests were at.
+pub const ENDING: &str = "the router is shutting down";
 /// How long nodes that were stopped have for their reports; the client does not wait for these.
 const STOPPED_SPANS: Duration = Duration::from_secs(1);
 
@@ -119,6 +121,8 @@ pub struct Shared {
     pub limits: Limits,
     /// This router's name in traces.
     pub instance: Arc<str>,
+    /// Fires when the process ends: no request goes on.
+    pub ending: CancellationToken,
 }
 
 type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
@@ -214,10 +218,12 @@ struct Run {
 
 impl Run {
     async fn until_the_end(mut self: Box<Self>, entry: Entry, cancel: CancellationToken) {
+        let ending = self.shared.ending.clone();
         // Leaving this block without an answer drops both legs, which cancels the work on both nodes.
         let outcome = tokio::select! {
             biased;
             () = cancel.cancelled() => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
+            () = ending.cancelled() => Err(Error::new(ErrorKind::Unavailable, ENDING)),
             () = tokio::time::sleep_until(self.deadline.into()) => {
                 Err(Error::new(ErrorKind::DeadlineExceeded, String::new()))
             }

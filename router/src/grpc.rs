@@ -17,7 +17,6 @@ use tonic::service::{Routes, RoutesBuilder};
 use tonic::{Code, Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
-use tower::Layer;
 
 use crate::admission::Tenant;
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged, new_request_id};
@@ -37,7 +36,7 @@ type Inference = v1::inference_server::InferenceServer<Edge>;
 /// What nodes need, for a port of their own.
 pub fn node_routes(membership: &Membership) -> Routes {
     let service = v1::membership_server::MembershipServer::new(membership.clone());
-    Routes::new(membership.strangers().layer(service.max_decoding_message_size(MAX_MESSAGE_BYTES)))
+    Routes::new(membership.strangers().around(service.max_decoding_message_size(MAX_MESSAGE_BYTES)))
 }
 
 /// All gRPC services of the router, for clients and nodes on one port.

@@ -8,9 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use futures::FutureExt;
+use futures::{FutureExt, TryFutureExt};
 use mimalloc::MiMalloc;
-use tandem_ports::{JoinToken, Limits, Port, Tls, raise_descriptor_limit, serve_http};
+use tandem_ports::{
+    JoinToken, KeepAlive, Limits, Places, Port, Tls, connections_within, raise_descriptor_limit, serve_grpc, serve_http,
+};
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::config::Config;
@@ -25,10 +27,11 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 /// A client whose host is gone is noticed after these.
-const CLIENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-const CLIENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Calls of one connection at the same time.
-const STREAMS: u32 = 4096;
+const CLIENT_KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_secs(10), timeout: Duration::from_secs(10) };
+/// Probes and scrapers are few.
+const ADMIN_LIMITS: Limits = Limits { connections: 64, silence: Duration::from_secs(30) };
+/// How long clients may take to take the error that ends their requests.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
@@ -39,7 +42,7 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 fn main() -> ExitCode {
     let config = Config::from_args();
     tandem_telemetry::init_logging("tandem-router");
-    raise_descriptor_limit();
+    let config = within_descriptors(config, raise_descriptor_limit());
     let served =
         reactor(config.threads).context("cannot start threads").and_then(|reactor| reactor.block_on(run(config)));
     match served {
@@ -49,6 +52,11 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn within_descriptors(config: Config, descriptors: u64) -> Config {
+    let ports = 2 + usize::from(config.nodes.is_some());
+    Config { max_connections: connections_within(descriptors, ports, config.max_connections), ..config }
 }
 
 fn reactor(threads: usize) -> std::io::Result<Runtime> {
@@ -75,6 +83,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .with_index_blocks(config.index_blocks);
     let limits = config.limits.clone();
     let service = Service::with_keys(model, membership.clone(), exporter.clone(), limits, instance, keys.clone());
+    let service = service.at_ports(ports.places());
     let health = tonic_health::server::HealthReporter::new();
 
     let stop = CancellationToken::new();
@@ -83,13 +92,16 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let routes = match ports.nodes {
         None => grpc::routes(&service, health.clone())?,
         Some((port, _)) => {
-            servers.spawn(serve_grpc(grpc::node_routes(&membership), port, stop.clone()));
+            servers.spawn(grpc_server(port, grpc::node_routes(&membership), stop.clone()));
             grpc::client_routes(&service, health.clone())?
         }
     };
-    servers.spawn(serve_grpc(routes, ports.grpc, stop.clone()));
+    servers.spawn(grpc_server(ports.grpc, routes, stop.clone()));
     let pages = http::with_cors(http::router(service.clone()), &config.cors_origins);
     servers.spawn(serve_http(ports.http, pages, stop.clone()).map(Ok));
+    if let Some((port, _)) = ports.admin {
+        servers.spawn(serve_http(port, http::admin(service.clone()), stop.clone()).map(Ok));
+    }
     // These end with the process.
     if keys.required() {
         tokio::spawn(reload_at_hangup(keys, signal(SignalKind::hangup())?));
@@ -107,6 +119,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         () = service.drain(config.drain) => {}
         () = signals.first() => tracing::warn!("second signal: ending at once"),
     }
+    // Before the nodes go: that would be a failure to recover from.
+    service.end(LAST_WORDS).await;
     // The last bytes of the last answers go out; nodes see their streams end.
     membership.close();
     stop.cancel();
@@ -125,34 +139,56 @@ struct Ports {
     grpc_address: SocketAddr,
     /// Where nodes join, if not at gRPC's.
     nodes: Option<(Port, SocketAddr)>,
+    /// Where probes and scrapers ask.
+    admin: Option<(Port, SocketAddr)>,
     scheme: &'static str,
 }
 
 impl Ports {
     async fn bind(config: &Config, tls: Option<Tls>) -> anyhow::Result<Self> {
         let scheme = if tls.is_some() { "https://" } else { "" };
-        let (http, http_address) = bind("http", config.http).await?;
-        let (grpc, grpc_address) = bind("grpc", config.grpc).await?;
-        let nodes = match config.nodes {
-            Some(address) => Some(bind("nodes", address).await?),
-            None => None,
-        };
+        let limits = Limits { connections: config.max_connections, ..Limits::default() };
+        let (http, http_address) = bind("http", config.http, limits).await?;
+        let (grpc, grpc_address) = bind("grpc", config.grpc, limits).await?;
+        let nodes = bind_if("nodes", config.nodes, limits).await?;
+        let admin = bind_if("admin", config.admin, ADMIN_LIMITS).await?;
         let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
-        Ok(Self { http, http_address, grpc, grpc_address, nodes, scheme })
+        Ok(Self { http, http_address, grpc, grpc_address, nodes, admin, scheme })
+    }
+
+    /// All of them, by name.
+    fn places(&self) -> Vec<(&'static str, Places)> {
+        let own = |name, port: &Option<(Port, SocketAddr)>| port.as_ref().map(|(port, _)| (name, port.places()));
+        let both = [("http", self.http.places()), ("grpc", self.grpc.places())];
+        both.into_iter().chain(own("nodes", &self.nodes)).chain(own("admin", &self.admin)).collect()
     }
 
     /// The line that supervisors wait for.
     fn ready(&self) -> String {
         let Self { http_address, grpc_address, scheme, .. } = self;
-        let nodes = self.nodes.as_ref().map(|(_, address)| format!(" nodes={address}")).unwrap_or_default();
-        format!("ready http={scheme}{http_address} grpc={scheme}{grpc_address}{nodes}")
+        let own = |name, port: &Option<(Port, SocketAddr)>| {
+            port.as_ref().map(|(_, address)| format!(" {name}={address}")).unwrap_or_default()
+        };
+        let (nodes, admin) = (own("nodes", &self.nodes), own("admin", &self.admin));
+        format!("ready http={scheme}{http_address} grpc={scheme}{grpc_address}{nodes}{admin}")
     }
 }
 
-async fn bind(name: &str, address: SocketAddr) -> anyhow::Result<(Port, SocketAddr)> {
+async fn bind_if(
+    name: &str,
+    address: Option<SocketAddr>,
+    limits: Limits,
+) -> anyhow::Result<Option<(Port, SocketAddr)>> {
+    match address {
+        Some(address) => Ok(Some(bind(name, address, limits).await?)),
+        None => Ok(None),
+    }
+}
+
+async fn bind(name: &str, address: SocketAddr, limits: Limits) -> anyhow::Result<(Port, SocketAddr)> {
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))?;
     let address = listener.local_addr()?;
-    Ok((Port::new(listener, Limits::default()), address))
+    Ok((Port::new(listener, limits), address))
 }
 
 /// New keys work and old ones do not from the signal on.
@@ -177,16 +213,13 @@ async fn load_model(config: &Config) -> anyhow::Result<Arc<ModelText>> {
     Ok(Arc::new(model))
 }
 
-async fn serve_grpc(routes: tonic::service::Routes, port: Port, stop: CancellationToken) -> anyhow::Result<()> {
-    tonic::transport::Server::builder()
-        // So many answers at once on one connection; what a client opens beyond them waits.
-        .max_concurrent_streams(STREAMS)
-        .http2_keepalive_interval(Some(CLIENT_KEEPALIVE_INTERVAL))
-        .http2_keepalive_timeout(Some(CLIENT_KEEPALIVE_TIMEOUT))
-        .add_routes(routes)
-        .serve_with_incoming_shutdown(port.incoming(), stop.cancelled_owned())
-        .await
-        .context("the gRPC server ended")
+fn grpc_server(
+    port: Port,
+    routes: tonic::service::Routes,
+    stop: CancellationToken,
+) -> impl Future<Output = anyhow::Result<()>> {
+    serve_grpc(port, routes, CLIENT_KEEP_ALIVE, stop)
+        .map_err(|error| anyhow::Error::new(error).context("the gRPC server ended"))
 }
 
 struct Signals {

@@ -4,6 +4,7 @@
 //! Every histogram that a request fills points to its trace.
 mod admission;
 mod cache;
+mod ports;
 mod vllm;
 
 use std::fmt::Write;
@@ -18,6 +19,7 @@ use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tandem_ports::Occupancy;
 use tandem_proto::trace::hex;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 
@@ -32,6 +34,7 @@ use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, DEATHS, Totals};
 use crate::select::{Plan, Role};
 use admission::AdmissionMetrics;
+use ports::PortMetrics;
 use vllm::Vllm;
 
 /// Down to 0.5 ms, up to two minutes.
@@ -115,6 +118,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     own: Own,
     admission: AdmissionMetrics,
+    ports: PortMetrics,
     vllm: Vllm,
 }
 
@@ -177,6 +181,8 @@ pub struct Seen {
     pub intake: Load,
     /// Calls to join without the cluster's token.
     pub strangers: u64,
+    /// The ports by name.
+    pub ports: Vec<(&'static str, Occupancy)>,
 }
 
 impl Metrics {
@@ -186,9 +192,10 @@ impl Metrics {
         let who = [("role".into(), "router".into()), ("instance".into(), instance.to_owned().into())];
         let registered = registry.sub_registry_with_labels(who.into_iter());
         let (own, admission) = (Own::register(registered), AdmissionMetrics::register(registered));
+        let ports = PortMetrics::register(registered);
         let vllm =
             Vllm::register(registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())));
-        Self { registry: Arc::new(registry), own, admission, vllm }
+        Self { registry: Arc::new(registry), own, admission, ports, vllm }
     }
 
     /// A request that was refused before it started.
@@ -263,6 +270,7 @@ impl Metrics {
     pub fn text(&self, accept: Option<&str>, seen: &Seen) -> (&'static str, String) {
         self.own.set(seen);
         self.admission.set(seen);
+        self.ports.set(&seen.ports);
         let seeking = usize::try_from(self.own.waiting_for_node.get()).unwrap_or(0);
         self.vllm.set(&seen.nodes, seen.requests, seeking);
         let mut text = String::new();
@@ -493,7 +501,8 @@ mod tests {
         );
         let depths = vec![("team".into(), 7)];
         let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
-        metrics.text(accept, &Seen { breakers, index, depths, ..Seen::default() }).1
+        let ports = vec![("http", Occupancy { open: 6, evicted: 4, refused: 2 })];
+        metrics.text(accept, &Seen { breakers, index, depths, ports, ..Seen::default() }).1
     }
 
     #[test]
@@ -513,6 +522,9 @@ mod tests {
             "tandem_index_blocks{role=\"router\",instance=\"r0\"} 5",
             "tandem_index_evicted_total{role=\"router\",instance=\"r0\"} 2",
             "tandem_index_gaps_total{role=\"router\",instance=\"r0\"} 1",
+            "tandem_connections{role=\"router\",instance=\"r0\",port=\"http\"} 6",
+            "tandem_connections_evicted_total{role=\"router\",instance=\"r0\",port=\"http\"} 4",
+            "tandem_connections_refused_total{role=\"router\",instance=\"r0\",port=\"http\"} 2",
             "tandem_waiting_for_node_requests{role=\"router\",instance=\"r0\"} 1",
             "tandem_queue_depth{role=\"router\",instance=\"r0\",tenant=\"team\"} 7",
             "tandem_refused_total{role=\"router\",instance=\"r0\",reason=\"tenant_share\"} 1",

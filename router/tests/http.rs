@@ -22,14 +22,17 @@ fn router() -> Router {
 }
 
 fn router_with(keys: Keys) -> Router {
+    tandem_router::http::router(service_with(keys))
+}
+
+fn service_with(keys: Keys) -> Service {
     let mut text = ModelText::load(&model::path()).expect("model file");
     text.model_name = "org/tiny".into();
     let expected = Expected { model_digest: text.digest, eos_token_id: text.eos };
     let membership = Membership::new(expected, Duration::from_secs(3));
     let instance = "router-test".to_owned();
     let (exporter, limits) = (Exporter::disabled(), Limits::default());
-    let service = Service::with_keys(Arc::new(text), membership, exporter, limits, instance, keys);
-    tandem_router::http::router(service)
+    Service::with_keys(Arc::new(text), membership, exporter, limits, instance, keys)
 }
 
 async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
@@ -67,6 +70,58 @@ async fn routes_without_nodes() {
         let (got, body) = get(&router, path).await;
         assert_eq!((got, &body["error"]["code"]), (status, &json!(code)), "{path}");
         assert!(body["error"]["message"].is_string() && body["error"].get("param").is_some(), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn probes_have_routes_of_their_own() {
+    let admin = tandem_router::http::admin(service_with(Keys::default()));
+    for (path, status) in [("/live", 200), ("/ready", 503), ("/health", 503), ("/metrics", 200), ("/v1/models", 404)] {
+        assert_eq!(get(&admin, path).await.0, status, "{path}");
+    }
+    assert_eq!(post(&admin, "/live", "").await.0, StatusCode::METHOD_NOT_ALLOWED);
+}
+
+#[tokio::test]
+async fn a_model_is_as_old_as_its_router() {
+    let router = router();
+    let created = async || {
+        let (list, one) = (get(&router, "/v1/models").await.1, get(&router, "/v1/models/org/tiny").await.1);
+        assert_eq!(list["data"][0]["created"], one["created"]);
+        one["created"].as_u64().expect("seconds")
+    };
+    let first = created().await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    assert_eq!(created().await, first);
+}
+
+#[tokio::test]
+async fn a_body_that_is_not_said_to_be_json_is_refused() {
+    let router = router();
+    let page = ("origin", "https://a.example");
+    for (headers, status) in [
+        (vec![], 503),
+        (vec![("content-type", "application/json")], 503),
+        (vec![page, ("content-type", "application/json; charset=utf-8")], 503),
+        (vec![page, ("content-type", "application/vnd.api+json")], 503),
+        (vec![page], 415),
+        (vec![page, ("content-type", "text/plain")], 415),
+        (vec![("content-type", "application/x-www-form-urlencoded")], 415),
+        (vec![("content-type", "application/json"), ("content-encoding", "gzip")], 415),
+    ] {
+        let mut request = Request::post("/v1/completions");
+        for (name, value) in &headers {
+            request = request.header(*name, *value);
+        }
+        let (got, _, body) = send(&router, request.body(r#"{"prompt": "hi"}"#.into()).expect("request")).await;
+        assert_eq!(got, status, "{headers:?} {body}");
+        if status == 415 {
+            assert_eq!(body["error"]["code"], "unsupported_media_type", "{body}");
+        }
+    }
+    for path in ["/v1/chat/completions", "/tokenize", "/detokenize"] {
+        let request = Request::post(path).header("content-type", "text/plain").body(Body::empty()).expect("request");
+        assert_eq!(send(&router, request).await.0, 415, "{path}");
     }
 }
 

@@ -234,7 +234,7 @@ struct UpArgs {
     /// Seconds that a process may take to start
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     start_timeout: u64,
-    /// Seconds that running requests may take to finish at the end
+    /// Seconds that running requests may take to finish at the end; what then still runs ends with an error, a few seconds later
     #[arg(long, default_value_t = 10, value_name = "SECONDS")]
     grace: u64,
     #[command(flatten)]

@@ -15,9 +15,10 @@ use crate::cores;
 use crate::launch::{Member, Recipe, Wrappers, tail};
 use crate::state::{self, State};
 
+/// What a router needs after its drain, the grace: a second to tell clients that their answers end, one for the last bytes,
+/// and some for the rest of its end.
+const LAST_WORDS: Duration = Duration::from_secs(4);
 /// Between two looks at /health while the nodes register.
-/// Between the end of the router's drain and its death.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
 /// Between the death of a child and its restart, doubled at every failure up to the second one.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
@@ -199,7 +200,7 @@ impl<'a> Cluster<'a> {
 
     /// The router takes no more work and finishes what runs, then the nodes end; what does not end in time is killed.
     async fn drain(&mut self) {
-        let deadline = Instant::now() + self.config.grace;
+        let deadline = Instant::now() + self.config.grace + LAST_WORDS;
         let (router, nodes) = self.members.split_at_mut(1);
         for part in [router, nodes] {
             part.iter().for_each(Member::terminate);
@@ -259,10 +260,9 @@ fn programs_dir() -> anyhow::Result<PathBuf> {
 fn router_recipe(config: &Up, programs: &Path) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
     args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
-    // It ends its streams with a word before `drain` kills it.
-    let drain = config.grace.saturating_sub(LAST_WORDS);
+    // What it has to say to those that still run then, it says before `drain` kills it.
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
-        args.extend(flags([("--drain-ms", &drain.as_millis().to_string())]));
+        args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
     }
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
     Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }

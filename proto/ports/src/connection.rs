@@ -1,28 +1,35 @@
 //! One accepted connection: a socket with its place among the port's, and, where many streams share it, a deadline for its
-//! first bytes and writes that gather.
+//! first bytes and writes that gather. When its place goes to another, its reads end as if the client had left.
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::gathering::Gathering;
+use crate::places::{Calls, Place};
 use crate::stream::Stream;
 
 /// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
 
 /// A socket of a [`Port`](crate::Port). Dropping it makes room for another.
-pub struct Connection {
+pub(crate) struct Connection {
     stream: Stream,
     peer: TcpConnectInfo,
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
-    _room: Option<OwnedSemaphorePermit>,
+    place: Place,
+}
+
+/// Who calls over a gRPC connection, and where its calls are noted.
+#[derive(Clone)]
+pub(crate) struct Peer {
+    pub address: TcpConnectInfo,
+    pub calls: Calls,
 }
 
 /// What must still come, and until when.
@@ -32,8 +39,13 @@ struct Greeting {
 }
 
 impl Connection {
-    pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, room: Option<OwnedSemaphorePermit>) -> Self {
-        Self { stream, peer, greeting: None, gathering: None, _room: room }
+    pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, place: Place) -> Self {
+        Self { stream, peer, greeting: None, gathering: None, place }
+    }
+
+    /// For those who see its requests.
+    pub(crate) fn calls(&self) -> Calls {
+        self.place.calls()
     }
 
     /// The same for HTTP/2.
@@ -42,13 +54,20 @@ impl Connection {
         Self { greeting: Some(greeting), gathering: Some(Gathering::default()), ..self }
     }
 
-    fn poll_gathered(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.gathering.as_mut().map_or(Poll::Ready(()), |gathering| gathering.poll(cx))
+    /// Ready when what is to be written may be.
+    fn poll_writable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.place.is_over(cx) {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        self.gathering.as_mut().map_or(Poll::Ready(()), |gathering| gathering.poll(cx)).map(Ok)
     }
 }
 
 impl AsyncRead for Connection {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.place.is_over(cx) {
+            return Poll::Ready(Ok(()));
+        }
         let before = buf.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
         let Some(greeting) = &mut self.greeting else { return polled };
@@ -66,7 +85,7 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        ready!(self.poll_gathered(cx));
+        ready!(self.poll_writable(cx))?;
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
@@ -75,7 +94,7 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        ready!(self.poll_gathered(cx));
+        ready!(self.poll_writable(cx))?;
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 
@@ -86,6 +105,7 @@ impl AsyncWrite for Connection {
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
         self.gathering.iter_mut().for_each(Gathering::flushed);
+        self.place.flushed(cx);
         Poll::Ready(Ok(()))
     }
 
@@ -95,9 +115,9 @@ impl AsyncWrite for Connection {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = Peer;
 
-    fn connect_info(&self) -> Self::ConnectInfo {
-        self.peer.clone()
+    fn connect_info(&self) -> Peer {
+        Peer { address: self.peer.clone(), calls: self.calls() }
     }
 }

@@ -1,14 +1,29 @@
 //! HTTP/1.1 on a port, by hyper's own server: axum's would wait for the head of a request for ever.
+//!
+//! A client that closes its side for writing after a request is taken for one that went away, though RFC 9112 (9.6) lets a
+//! server answer it. hyper's `half_close` would answer, but both look alike until something is written: the work for a
+//! client that gave up on a whole answer would go on to its end. That is the more frequent case, and the dearer one.
+use std::convert::Infallible;
+
+use axum::body::Body;
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HOST, HeaderValue};
 use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
 use tokio_util::sync::CancellationToken;
+use tower::ServiceExt;
 
 use crate::Port;
+use crate::held::Held;
+use crate::places::Calls;
 
-/// Serves `app` until `stop`; then nobody new is let in, idle connections close, and it returns when the requests under
-/// way were answered. A response may take as long as it takes: only silence of the client is bounded.
+const NO_HOST: &str = "an HTTP/1.1 request names its host: exactly one Host header is needed\n";
+
+/// Serves `app` until `stop`; then nobody new is let in, idle and half-open connections close, and it returns when the
+/// requests under way were answered. A response may take as long as it takes: only silence of the client is bounded.
 pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(port.limits.silence);
@@ -18,14 +33,41 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
             connection = port.accept(&tls) => connection,
             () = stop.cancelled() => break,
         };
-        let serving = http.serve_connection(TokioIo::new(connection), TowerToHyperService::new(app.clone()));
-        let serving = connections.watch(serving);
+        let (calls, app) = (connection.calls(), app.clone());
+        let service = service_fn(move |request| answer(app.clone(), &calls, request));
+        let serving = connections.watch(http.serve_connection(TokioIo::new(connection), service));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 tracing::debug!(%error, "HTTP connection");
             }
         });
     }
+    port.places.close();
     drop(port);
     connections.shutdown().await;
+}
+
+/// Its connection is busy from now on until the answer is out.
+fn answer(
+    app: axum::Router,
+    calls: &Calls,
+    request: Request<Incoming>,
+) -> impl Future<Output = Result<Response<Held<Body>>, Infallible>> + use<> {
+    let call = calls.begin();
+    async move {
+        let response = if names_host(&request) { app.oneshot(request.map(Body::new)).await? } else { no_host() };
+        Ok(response.map(|body| Held::new(body, call)))
+    }
+}
+
+/// RFC 9112, 3.2: whatever else it has, a request of HTTP/1.1 without exactly one `Host` is answered with 400.
+fn names_host<B>(request: &Request<B>) -> bool {
+    request.version() != Version::HTTP_11 || request.headers().get_all(HOST).iter().count() == 1
+}
+
+fn no_host() -> Response<Body> {
+    let mut response = Response::new(Body::from(NO_HOST));
+    *response.status_mut() = StatusCode::BAD_REQUEST;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    response
 }

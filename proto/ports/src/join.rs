@@ -16,14 +16,12 @@ use sha2::{Digest, Sha256};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
-use tower::{Layer, Service};
+use tower::Service;
 
 /// The header of a call between the processes of a cluster.
 pub const JOIN_HEADER: HeaderName = HeaderName::from_static("x-tandem-join");
 /// Characters of a token, without the white space around it.
 const CHARACTERS: std::ops::RangeInclusive<usize> = 16..=1024;
-/// Probes ask without a token.
-const HEALTH: &str = "/grpc.health.v1.Health/";
 
 /// The secret. Its text is kept nowhere.
 #[derive(Clone, PartialEq, Eq)]
@@ -110,6 +108,11 @@ impl JoinGuard {
         self.refused.load(Ordering::Relaxed)
     }
 
+    /// `inner`, for those who are let in.
+    pub fn around<S>(&self, inner: S) -> Joined<S> {
+        Joined { guard: self.clone(), inner }
+    }
+
     fn admit(&self, headers: &HeaderMap) -> Result<(), Status> {
         let given = headers.get(JOIN_HEADER);
         let why = match (&self.expected, given) {
@@ -132,15 +135,7 @@ fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && std::hint::black_box(a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b))) == 0
 }
 
-impl<S> Layer<S> for JoinGuard {
-    type Service = Joined<S>;
-
-    fn layer(&self, inner: S) -> Joined<S> {
-        Joined { guard: self.clone(), inner }
-    }
-}
-
-/// A gRPC service, or many, for processes of this cluster only. Health is everybody's.
+/// A gRPC service for processes of this cluster only.
 #[derive(Clone, Debug)]
 pub struct Joined<S> {
     guard: JoinGuard,
@@ -161,12 +156,10 @@ impl<S: Service<Request<Body>, Response = Response<Body>>> Service<Request<Body>
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        if !request.uri().path().starts_with(HEALTH)
-            && let Err(status) = self.guard.admit(request.headers())
-        {
-            return Either::Right(ready(Ok(status.into_http())));
+        match self.guard.admit(request.headers()) {
+            Ok(()) => Either::Left(self.inner.call(request)),
+            Err(status) => Either::Right(ready(Ok(status.into_http()))),
         }
-        Either::Left(self.inner.call(request))
     }
 }
 

@@ -1,17 +1,19 @@
 //! TCP ports that anybody may connect to, with bounds: so many connections at once, so long without a word. A silent
 //! socket costs a descriptor, and a process without descriptors serves nobody. Knows no route and no message.
 //!
-//! - [`Port`]: a listener that counts its connections, and what gRPC servers accept from ([`Port::incoming`]).
-//! - [`Connection`]: one of them; it ends when its first bytes are late.
-//! - [`serve_http`]: HTTP/1.1 on a port.
+//! - [`Port`]: a listener within its limits. [`Places`]: who of its connections goes when there are too many.
+//! - [`serve_http`]: HTTP/1.1 on a port. [`serve_grpc`]: gRPC on one.
 //! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it.
 //! - [`Tls`]: certificates of a port; a handshake is part of a connection's first bytes.
 #![forbid(unsafe_code)]
 
 mod connection;
 mod gathering;
+mod grpc;
+mod held;
 mod http;
 mod join;
+mod places;
 mod stream;
 mod tls;
 
@@ -21,17 +23,22 @@ use std::time::Duration;
 
 use futures::stream::{Stream, unfold};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio_rustls::rustls::ServerConfig;
 use tonic::transport::server::Connected;
 
-pub use crate::connection::Connection;
+use crate::connection::Connection;
+pub use crate::grpc::{KeepAlive, serve_grpc};
 pub use crate::http::serve_http;
 pub use crate::join::{JOIN_HEADER, JoinGuard, JoinToken, JoinTokenError, Joined};
+pub use crate::places::{Occupancy, Places};
 pub use crate::tls::{Tls, TlsError, TlsFiles};
 
 /// Wait after an `accept` that failed for a reason of ours, such as no descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Kept from the ports of a process.
+const KEPT_DESCRIPTORS: u64 = 512;
+/// The system's usual soft limit, where it does not say which one it has.
+const USUAL_DESCRIPTORS: u64 = 1024;
 /// A host that vanished is noticed after the first and three times the second.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
@@ -41,7 +48,7 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 /// Bounds of one port.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Open at once. Who comes later waits in the system's queue until one ends.
+    /// Open at once, at least 1. Who comes later takes the place of one that is idle or half-open; see [`Places`].
     pub connections: usize,
     /// For the first bytes of a gRPC connection, for the head of every HTTP request, and between two of them.
     pub silence: Duration,
@@ -49,7 +56,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { connections: 1024, silence: Duration::from_secs(30) }
+        Self { connections: 4096, silence: Duration::from_secs(30) }
     }
 }
 
@@ -57,7 +64,7 @@ impl Default for Limits {
 pub struct Port {
     listener: TcpListener,
     limits: Limits,
-    room: Arc<Semaphore>,
+    places: Places,
     tls: Option<Tls>,
 }
 
@@ -66,7 +73,7 @@ type Secured = Option<Arc<ServerConfig>>;
 impl Port {
     /// Of a bound listener.
     pub fn new(listener: TcpListener, limits: Limits) -> Self {
-        Self { listener, limits, room: Arc::new(Semaphore::new(limits.connections)), tls: None }
+        Self { listener, limits, places: Places::new(limits.connections), tls: None }
     }
 
     /// The same, within TLS if there is one.
@@ -74,9 +81,14 @@ impl Port {
         Self { tls, ..self }
     }
 
+    /// Who has a place, for metrics.
+    pub fn places(&self) -> Places {
+        self.places.clone()
+    }
+
     /// What a tonic server accepts from: every connection must begin with HTTP/2's preface in time. After that the
     /// server's own keep-alive pings find the dead.
-    pub fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
+    fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
         let tls = self.speaking("h2");
         unfold((self, tls), |(port, tls)| async move {
             let connection = port.accept(&tls).await.greeted_within(port.limits.silence);
@@ -89,26 +101,28 @@ impl Port {
         self.tls.clone().map(|tls| tls.speaking(protocol))
     }
 
-    /// The next connection, when there is room for it.
+    /// The next connection that gets a place.
     async fn accept(&self, tls: &Secured) -> Connection {
-        // Nobody closes the semaphore: without a permit there would be no bound.
-        let room = self.room.clone().acquire_owned().await.ok();
         loop {
-            match self.listener.accept().await {
-                Ok((stream, _)) => {
-                    if let Err(error) = configure(&stream) {
-                        tracing::debug!(%error, "socket options");
-                    }
-                    let peer = stream.connect_info();
-                    return Connection::new(stream::Stream::new(stream, tls.clone()), peer, room);
-                }
+            // Who came before reads its first bytes before others come, who may take its place.
+            tokio::task::yield_now().await;
+            let stream = match self.listener.accept().await {
+                Ok((stream, _)) => stream,
                 // The client's, gone before it was accepted.
-                Err(error) if is_of_the_peer(&error) => {}
+                Err(error) if is_of_the_peer(&error) => continue,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept connections");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
+                    continue;
                 }
+            };
+            // Refused: dropping the socket closes it, which costs less than a word about it.
+            let Some(place) = self.places.enter() else { continue };
+            if let Err(error) = configure(&stream) {
+                tracing::debug!(%error, "socket options");
             }
+            let peer = stream.connect_info();
+            return Connection::new(stream::Stream::new(stream, tls.clone()), peer, place);
         }
     }
 }
@@ -120,15 +134,29 @@ pub fn reactor_threads() -> usize {
     (cores / 4).max(1)
 }
 
-/// Lets the process open as many descriptors as the system allows it: the usual soft limit of 1,024 is less than two
-/// full ports.
-pub fn raise_descriptor_limit() {
+/// Lets the process open as many descriptors as the system allows it: the usual soft limit of 1,024 is less than one full
+/// port. Returns how many it may open now.
+pub fn raise_descriptor_limit() -> u64 {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let raised =
-        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
-    if let Err(error) = raised {
+    let raise = || {
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
+    };
+    if let Err(error) = raise() {
         tracing::warn!(%error, "the limit of open descriptors stays as it is");
     }
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(USUAL_DESCRIPTORS, |(soft, _)| soft)
+}
+
+/// The connections that each of `ports` may have of the `wanted` ones where the process may open so many `descriptors`: a part
+/// of these is kept for files and for connections of its own. Says so in the log if they are fewer.
+pub fn connections_within(descriptors: u64, ports: usize, wanted: usize) -> usize {
+    let kept = KEPT_DESCRIPTORS.min(descriptors / 2);
+    let most = usize::try_from(descriptors - kept).unwrap_or(usize::MAX) / ports.max(1);
+    if wanted > most {
+        tracing::warn!(wanted, most, descriptors, "connections of a port: as many as there are descriptors for");
+    }
+    wanted.min(most).max(1)
 }
 
 fn configure(stream: &TcpStream) -> io::Result<()> {
@@ -142,4 +170,24 @@ fn configure(stream: &TcpStream) -> io::Result<()> {
 fn is_of_the_peer(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_share_the_descriptors() {
+        for (descriptors, ports, wanted, gets) in [
+            (1 << 20, 2, 4096, 4096),
+            (9000, 2, 4096, 4096),
+            (8192, 2, 4096, 3840),
+            (1024, 2, 4096, 256),
+            (100, 2, 4096, 25),
+            (1, 2, 4096, 1),
+            (u64::MAX, 1, 4096, 4096),
+        ] {
+            assert_eq!(connections_within(descriptors, ports, wanted), gets, "{descriptors}");
+        }
+    }
 }

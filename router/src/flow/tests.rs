@@ -1,5 +1,6 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
 mod choices;
+mod ending;
 pub(crate) mod fakes;
 mod figures;
 mod local;

@@ -34,6 +34,11 @@ impl ApiError {
         Self::refusal(StatusCode::REQUEST_TIMEOUT, "request_timeout", message)
     }
 
+    /// The body is of another kind than JSON, or encoded.
+    pub fn unsupported_media(message: String) -> Self {
+        Self::refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
+    }
+
     /// The path exists, the method does not.
     pub fn wrong_method() -> Self {
         let message = "this route does not know this method".to_owned();

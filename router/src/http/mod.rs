@@ -4,7 +4,7 @@
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
 //! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
 //!   `logprobs` and `timings` within it. `traces`: the recent ones.
-//! - `error`: every failure in OpenAI's shape. `auth`: whose request it is. `cors`: which web pages may read all that.
+//! - `media`: whether a body is JSON at all. `error`: every failure in OpenAI's shape. `auth`: whose request it is. `cors`: which web pages may read all that.
 mod answer;
 mod auth;
 mod body;
@@ -14,6 +14,7 @@ mod cors;
 mod error;
 mod fields;
 mod logprobs;
+mod media;
 mod options;
 mod sse;
 #[cfg(test)]
@@ -25,12 +26,12 @@ mod types;
 
 use std::time::{Duration, Instant};
 
-use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Extension, Json};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use serde_json::json;
 use tandem_proto::{Error, ErrorKind, TraceContext};
@@ -59,7 +60,10 @@ pub fn router(service: Service) -> axum::Router {
         .route("/v1/chat/completions", post(chat::handle).route_layer(admitting()))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
-        .route_layer(from_fn_with_state(service.clone(), auth::identify));
+        .route_layer(from_fn_with_state(service.clone(), media::is_json))
+        .route_layer(from_fn_with_state(service.clone(), auth::identify))
+        // When its model is from, as far as clients are concerned.
+        .layer(Extension(Started(types::unix_seconds())));
     // What probes and people look at needs no key.
     axum::Router::new()
         .route("/health", get(health))
@@ -72,6 +76,22 @@ pub fn router(service: Service) -> axum::Router {
         .layer(from_fn_with_state(service.clone(), with_request_id))
         .with_state(service)
 }
+
+/// The routes of a port for probes and scrapers alone, which answers whatever the others are at.
+pub fn admin(service: Service) -> axum::Router {
+    axum::Router::new()
+        .route("/live", get(|| async { Json(json!({"status": "ok"})) }))
+        .route("/ready", get(health))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .fallback(no_route)
+        .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
+        .with_state(service)
+}
+
+/// Unix seconds.
+#[derive(Clone, Copy)]
+struct Started(u64);
 
 /// Who asks, from the request's headers.
 #[derive(Clone, Debug)]
@@ -142,20 +162,24 @@ async fn metrics(State(service): State<Service>, headers: HeaderMap) -> Response
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }
 
-async fn models(State(service): State<Service>) -> Response {
-    Json(json!({"object": "list", "data": [model_card(&service)]})).into_response()
+async fn models(State(service): State<Service>, Extension(started): Extension<Started>) -> Response {
+    Json(json!({"object": "list", "data": [model_card(&service, started)]})).into_response()
 }
 
-async fn model(State(service): State<Service>, id: Result<Path<String>, PathRejection>) -> Result<Response, ApiError> {
+async fn model(
+    State(service): State<Service>,
+    Extension(started): Extension<Started>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, ApiError> {
     let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
     check_model(service.model(), Some(&id))?;
-    Ok(Json(model_card(&service)).into_response())
+    Ok(Json(model_card(&service, started)).into_response())
 }
 
-fn model_card(service: &Service) -> serde_json::Value {
+fn model_card(service: &Service, Started(created): Started) -> serde_json::Value {
     let model = service.model();
     json!({
-        "id": model.model_name, "object": "model", "created": types::unix_seconds(), "owned_by": "tandem",
+        "id": model.model_name, "object": "model", "created": created, "owned_by": "tandem",
         "max_model_len": model.context_len,
     })
 }

@@ -1,0 +1,101 @@
+//! gRPC on a port, by tonic's server, with the bounds that all of Tandem's ports have.
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use hyper::{Request, Response};
+use tokio_util::sync::CancellationToken;
+use tonic::body::Body;
+use tonic::service::Routes;
+use tonic::transport::{Error, Server};
+use tower::{Layer, Service};
+
+use crate::Port;
+use crate::connection::Peer;
+use crate::held::Held;
+
+/// Calls of one connection at the same time: the router has one connection for all its calls to a node. What is opened
+/// beyond them waits.
+const STREAMS: u32 = 4096;
+/// Calls that may be reset before the server has looked at them. More end the connection ("enhance your calm"), and all calls
+/// with it: those of h2's default, 20, are given up in a second of standstill with many clients.
+const RESETS: usize = 64;
+/// Bytes of a call's metadata, names and values, at most; more are refused with 431.
+const HEADER_LIST_BYTES: u32 = 32 << 10;
+
+/// How the dead are found: a ping so often, and an answer to it so soon.
+#[derive(Clone, Copy, Debug)]
+pub struct KeepAlive {
+    /// Between two pings.
+    pub interval: Duration,
+    /// For the answer; without one the connection ends.
+    pub timeout: Duration,
+}
+
+/// Serves `routes` until `stop`; then nobody new is let in, and it returns when the calls under way have ended.
+///
+/// # Errors
+/// The server cannot go on.
+pub async fn serve_grpc(
+    port: Port,
+    routes: Routes,
+    keep_alive: KeepAlive,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    Server::builder()
+        .max_concurrent_streams(STREAMS)
+        .http2_max_pending_accept_reset_streams(Some(RESETS))
+        .http2_max_header_list_size(HEADER_LIST_BYTES)
+        .http2_keepalive_interval(Some(keep_alive.interval))
+        .http2_keepalive_timeout(Some(keep_alive.timeout))
+        .layer(Noted)
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(port.incoming(), stop.cancelled_owned())
+        .await
+}
+
+/// Notes the calls of a connection at its place: while one is under way, the connection is busy.
+#[derive(Clone, Copy)]
+struct Noted;
+
+#[derive(Clone)]
+struct NotedService<S>(S);
+
+impl<S> Layer<S> for Noted {
+    type Service = NotedService<S>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        NotedService(inner)
+    }
+}
+
+impl<S> Service<Request<Body>> for NotedService<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = BoxFuture<'static, Result<Self::Response, Self::Error>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let peer = request.extensions_mut().remove::<Peer>();
+        let call = peer.map(|Peer { address, calls }| {
+            // What tonic's `remote_addr` looks for.
+            request.extensions_mut().insert(address);
+            calls.begin()
+        });
+        let answered = self.0.call(request);
+        Box::pin(async move {
+            let response = answered.await?;
+            Ok(match call {
+                Some(call) => response.map(|body| Body::new(Held::new(body, call))),
+                None => response,
+            })
+        })
+    }
+}

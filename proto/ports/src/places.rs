@@ -1,0 +1,305 @@
+//! The places of a port: who has one, who is busy, and who goes when they are all taken. A newcomer at a full port gets the
+//! place of the connection that has been idle or half-open (no whole request head, a TLS handshake included) longest. A
+//! connection in the middle of a request keeps its place; when all are busy, the newcomer is refused.
+//!
+//! So a flood of silent sockets evicts itself: a client that asks at once is served, whatever the others do. Knows no
+//! socket; a connection looks here whether it is over ([`Place::is_over`]).
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Context;
+
+use futures::task::AtomicWaker;
+
+/// The places of one port, as seen from outside.
+#[derive(Clone)]
+pub struct Places {
+    table: Arc<Mutex<Table>>,
+}
+
+/// How a port is occupied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occupancy {
+    /// Connections now.
+    pub open: usize,
+    /// Idle and half-open ones that made room for others, since the start.
+    pub evicted: u64,
+    /// Newcomers that were closed because all others were busy, since the start.
+    pub refused: u64,
+}
+
+/// Who has a place. `seats` ≤ `limit`; `waiting` names those of them that may be evicted.
+#[derive(Default)]
+struct Table {
+    limit: usize,
+    /// Counts arrivals and ends of requests: the order of those who wait.
+    turn: u64,
+    seats: HashMap<u64, Seat>,
+    /// Idle and half-open ones by the turn since which they are, the longest first.
+    waiting: BTreeMap<u64, u64>,
+    evicted: u64,
+    refused: u64,
+}
+
+struct Seat {
+    /// The turn since which it is idle or half-open; `None`: it is busy.
+    waits_since: Option<u64>,
+    signs: Arc<Signs>,
+}
+
+/// What a connection and the table tell each other without the table's lock. The order is this: a call is counted before the
+/// table is told of it, and `unflushed` is set before the last call is not counted any more. So whoever sees neither has no
+/// request and has sent every byte.
+#[derive(Default)]
+struct Signs {
+    /// Requests under way.
+    calls: AtomicU32,
+    /// The last answer may not be with the system yet.
+    unflushed: AtomicBool,
+    /// Somebody else has the place.
+    evicted: AtomicBool,
+    /// Of the connection's task.
+    waker: AtomicWaker,
+}
+
+/// The place of one connection. Dropping it makes room for another.
+pub(crate) struct Place {
+    calls: Calls,
+}
+
+/// Notes the requests of one connection.
+#[derive(Clone)]
+pub(crate) struct Calls {
+    id: u64,
+    signs: Arc<Signs>,
+    places: Places,
+}
+
+/// One request under way, until its answer is made.
+pub(crate) struct Call(Calls);
+
+impl Places {
+    /// For so many connections.
+    pub(crate) fn new(limit: usize) -> Self {
+        Self { table: Arc::new(Mutex::new(Table { limit: limit.max(1), ..Table::default() })) }
+    }
+
+    /// How they are occupied.
+    pub fn occupancy(&self) -> Occupancy {
+        let table = self.lock();
+        Occupancy { open: table.seats.len(), evicted: table.evicted, refused: table.refused }
+    }
+
+    /// A place for a newcomer, half-open for now; `None`: all others are busy.
+    pub(crate) fn enter(&self) -> Option<Place> {
+        let signs = Arc::new(Signs::default());
+        let (id, evicted) = self.lock().enter(&signs)?;
+        if let Some(evicted) = evicted {
+            evicted.wake();
+        }
+        Some(Place { calls: Calls { id, signs, places: self.clone() } })
+    }
+
+    /// Ends all that are idle or half-open: nobody new comes.
+    pub(crate) fn close(&self) {
+        let waiting = self.lock().close();
+        waiting.iter().for_each(|signs| signs.wake());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        // No holder leaves the table half changed.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Table {
+    /// The newcomer's id, and who was evicted for it.
+    fn enter(&mut self, signs: &Arc<Signs>) -> Option<(u64, Option<Arc<Signs>>)> {
+        let mut evicted = None;
+        if self.seats.len() >= self.limit {
+            let Some((_, longest)) = self.waiting.pop_first() else {
+                self.refused += 1;
+                return None;
+            };
+            evicted = self.seats.remove(&longest).map(Seat::evict);
+            self.evicted += 1;
+        }
+        let id = self.next_turn();
+        self.seats.insert(id, Seat { waits_since: Some(id), signs: Arc::clone(signs) });
+        self.waiting.insert(id, id);
+        Some((id, evicted))
+    }
+
+    fn leave(&mut self, id: u64) {
+        if let Some(since) = self.seats.remove(&id).and_then(|seat| seat.waits_since) {
+            self.waiting.remove(&since);
+        }
+    }
+
+    /// A request began.
+    fn busy(&mut self, id: u64) {
+        if let Some(since) = self.seats.get_mut(&id).and_then(|seat| seat.waits_since.take()) {
+            self.waiting.remove(&since);
+        }
+    }
+
+    /// Every answer is out, unless another request has just begun.
+    fn idle(&mut self, id: u64) {
+        let turn = self.next_turn();
+        let idle = |seat: &&mut Seat| seat.waits_since.is_none() && seat.signs.calls.load(Ordering::SeqCst) == 0;
+        if let Some(seat) = self.seats.get_mut(&id).filter(idle) {
+            seat.waits_since = Some(turn);
+            self.waiting.insert(turn, id);
+        }
+    }
+
+    fn close(&mut self) -> Vec<Arc<Signs>> {
+        let waiting = std::mem::take(&mut self.waiting);
+        waiting.values().filter_map(|id| self.seats.remove(id)).map(Seat::evict).collect()
+    }
+
+    fn next_turn(&mut self) -> u64 {
+        self.turn += 1;
+        self.turn
+    }
+}
+
+impl Seat {
+    fn evict(self) -> Arc<Signs> {
+        self.signs.evicted.store(true, Ordering::SeqCst);
+        self.signs
+    }
+}
+
+impl Signs {
+    fn wake(&self) {
+        self.waker.wake();
+    }
+}
+
+impl Place {
+    /// For those who see the connection's requests.
+    pub fn calls(&self) -> Calls {
+        self.calls.clone()
+    }
+
+    /// Whether the connection was evicted; its task is woken when it is. A request that had begun by then is still answered.
+    pub fn is_over(&self, cx: &Context<'_>) -> bool {
+        let signs = &self.calls.signs;
+        // Before the look: what changes behind it wakes the task.
+        signs.waker.register(cx.waker());
+        let is = |sign: &AtomicBool| sign.load(Ordering::SeqCst);
+        is(&signs.evicted) && signs.calls.load(Ordering::SeqCst) == 0 && !is(&signs.unflushed)
+    }
+
+    /// All that the connection had to write is with the system.
+    pub fn flushed(&self, cx: &Context<'_>) {
+        let Calls { id, signs, places } = &self.calls;
+        if !signs.unflushed.load(Ordering::SeqCst) || signs.calls.load(Ordering::SeqCst) > 0 {
+            return;
+        }
+        signs.unflushed.store(false, Ordering::SeqCst);
+        places.lock().idle(*id);
+        if signs.evicted.load(Ordering::SeqCst) {
+            // Its last answer is out: the next look ends it.
+            cx.waker().wake_by_ref();
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.calls.places.lock().leave(self.calls.id);
+    }
+}
+
+impl Calls {
+    /// A whole head of a request is there.
+    pub fn begin(&self) -> Call {
+        self.signs.calls.fetch_add(1, Ordering::SeqCst);
+        self.places.lock().busy(self.id);
+        Call(self.clone())
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.0.signs.unflushed.store(true, Ordering::SeqCst);
+        self.0.signs.calls.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+
+    fn over(place: &Place) -> bool {
+        place.is_over(&Context::from_waker(Waker::noop()))
+    }
+
+    fn flush(place: &Place) {
+        place.flushed(&Context::from_waker(Waker::noop()));
+    }
+
+    #[test]
+    fn who_waits_longest_goes_first() {
+        let places = Places::new(3);
+        let [a, b, c] = [(); 3].map(|()| places.enter().unwrap());
+        // `a` asks something and is idle afterwards: it waits for less long than the others.
+        drop(a.calls().begin());
+        flush(&a);
+        for (newcomer, gone) in [(&b, "b"), (&c, "c"), (&a, "a")] {
+            assert!(!over(newcomer), "{gone} has its place");
+            std::mem::forget(places.enter().unwrap());
+            assert!(over(newcomer), "{gone} is evicted");
+        }
+        assert_eq!(places.occupancy(), Occupancy { open: 3, evicted: 3, refused: 0 });
+    }
+
+    #[test]
+    fn the_busy_stay_and_newcomers_are_refused() {
+        let places = Places::new(2);
+        let (a, b) = (places.enter().unwrap(), places.enter().unwrap());
+        let (first, second, of_b) = (a.calls().begin(), a.calls().begin(), b.calls().begin());
+        assert!(places.enter().is_none());
+        drop(first);
+        flush(&a);
+        assert!(places.enter().is_none(), "a second request is under way");
+        drop(second);
+        assert!(places.enter().is_none(), "the answer is not out yet");
+        flush(&a);
+        let c = places.enter().unwrap();
+        assert!(over(&a) && !over(&b) && !over(&c));
+        assert_eq!(places.occupancy(), Occupancy { open: 2, evicted: 1, refused: 3 });
+        drop((a, c));
+        assert_eq!(places.occupancy().open, 1, "an evicted connection gives back nothing");
+        drop((b, of_b));
+        assert_eq!(places.occupancy().open, 0);
+    }
+
+    #[test]
+    fn a_request_that_begins_as_its_place_goes_is_answered() {
+        let places = Places::new(1);
+        let a = places.enter().unwrap();
+        let _newcomer = places.enter().unwrap();
+        let call = a.calls().begin();
+        assert!(!over(&a));
+        drop(call);
+        assert!(!over(&a), "its answer is not out yet");
+        flush(&a);
+        assert!(over(&a));
+    }
+
+    #[test]
+    fn the_end_of_the_port_is_the_end_of_those_who_wait() {
+        let places = Places::new(4);
+        let (idle, busy) = (places.enter().unwrap(), places.enter().unwrap());
+        let call = busy.calls().begin();
+        places.close();
+        assert!(over(&idle) && !over(&busy));
+        drop(call);
+        assert_eq!(places.occupancy(), Occupancy { open: 1, evicted: 0, refused: 0 });
+    }
+}

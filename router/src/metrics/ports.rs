@@ -1,0 +1,52 @@
+//! Metrics of the ports: how many connections each has, and how many had to go.
+use std::sync::atomic::Ordering;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tandem_ports::Occupancy;
+
+use super::whole;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfPort {
+    port: &'static str,
+}
+
+/// See the head of this file.
+#[derive(Clone, Default)]
+pub(super) struct PortMetrics {
+    open: Family<OfPort, Gauge>,
+    evicted: Family<OfPort, Counter>,
+    refused: Family<OfPort, Counter>,
+}
+
+impl PortMetrics {
+    pub fn register(registry: &mut Registry) -> Self {
+        let own = Self::default();
+        registry.register("tandem_connections", "Open connections", own.open.clone());
+        registry.register(
+            "tandem_connections_evicted",
+            "Idle and half-open connections that made room for others",
+            own.evicted.clone(),
+        );
+        registry.register(
+            "tandem_connections_refused",
+            "Connections closed at once because all others were busy",
+            own.refused.clone(),
+        );
+        own
+    }
+
+    /// The ports count; this only shows it.
+    pub fn set(&self, ports: &[(&'static str, Occupancy)]) {
+        for (port, now) in ports {
+            let of = OfPort { port };
+            self.open.get_or_create(&of).set(whole(now.open));
+            self.evicted.get_or_create(&of).inner().store(now.evicted, Ordering::Relaxed);
+            self.refused.get_or_create(&of).inner().store(now.refused, Ordering::Relaxed);
+        }
+    }
+}
