@@ -25,15 +25,17 @@ const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Durati
 /// Starts the cluster, keeps it until a signal, drains it.
 ///
 /// # Errors
-/// A process does not start, or the router dies and may not be restarted.
+/// Another cluster has the state file, a process does not start, or the router dies and may not be restarted.
 pub async fn run(config: Up) -> anyhow::Result<()> {
     let mut stop = Stop::new()?;
+    // Held to the last line, past the end of the children.
+    let claim = state::claim(&config.state)?;
     let mut cluster = tokio::select! {
         cluster = Cluster::start(&config) => cluster?,
         // Dropped children are killed.
         () = stop.asked() => bail!("stopped before the cluster was ready"),
     };
-    let published = state::publish(&config.state, &cluster.state())?;
+    let published = claim.publish(&cluster.state())?;
     cluster.announce()?;
     let outcome = tokio::select! {
         outcome = cluster.supervise() => outcome,

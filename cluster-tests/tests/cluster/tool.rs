@@ -110,6 +110,32 @@ async fn up_generate_chat_trace_and_a_clean_end() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
+async fn a_second_up_with_the_same_state_file_refuses_and_touches_nothing() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let mut first = up(dir.path(), &["--simulated"]).await?;
+    let published = std::fs::read(&state)?;
+
+    let logs = dir.path().join("other").display().to_string();
+    let (ok, _, errors) = said(&state, &["up", "--simulated", "--log-dir", &logs]).await?;
+    assert!(!ok && errors.contains(&format!("a cluster runs already, pid {}, http://", first.pid())), "{errors}");
+    assert!(errors.contains("--state FILE"), "{errors}");
+    assert_eq!(std::fs::read(&state)?, published);
+    assert!(!dir.path().join("other").exists(), "it started something");
+    let (ok, _, figures) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(ok, "{figures}");
+
+    // What a killed one leaves behind holds nobody up.
+    first.kill();
+    let mut second = up(dir.path(), &["--simulated"]).await?;
+    assert_ne!(std::fs::read(&state)?, published);
+    second.terminate();
+    assert!(second.ended(SOON).await?.success() && !state.exists());
+    Ok(())
+}
+
+#[tokio::test]
 async fn children_die_with_a_killed_tandem() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
