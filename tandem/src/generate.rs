@@ -1,8 +1,6 @@
 //! `tandem generate`: one prompt over gRPC, the text as it comes, then one line of figures.
 //!
 //! [`Client`] is also what [`crate::chat`] talks through.
-use std::io::Write;
-
 use anyhow::{Context, bail};
 use tandem_proto::v1;
 use tandem_proto::v1::generate_request::Input;
@@ -12,6 +10,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status};
 
 use crate::config::{Generate, Sampling};
+use crate::terminal::{print, say};
 
 /// Streams the answer to standard output, and the figures to standard error.
 ///
@@ -20,7 +19,7 @@ use crate::config::{Generate, Sampling};
 pub async fn run(config: Generate) -> anyhow::Result<()> {
     let mut client = Client::connect(config.options).await?;
     let answer = client.answer(Input::Text(config.text)).await?;
-    eprintln!("{}", summary(&answer.finish));
+    say!("{}", summary(&answer.finish));
     Ok(())
 }
 
@@ -58,18 +57,17 @@ impl Client {
         let mut request = Request::new(self.request(input));
         request.set_timeout(self.options.timeout);
         let mut stream = self.inference.generate(request).await.map_err(explain)?.into_inner();
-        let (mut text, mut out) = (String::new(), std::io::stdout());
+        let mut text = String::new();
         while let Some(message) = stream.message().await.map_err(explain)? {
             let part = match &message.event {
                 Some(Event::Token(token)) => &token.text,
                 Some(Event::Finish(finish)) => &finish.text,
                 None => continue,
             };
-            out.write_all(part.as_bytes())?;
-            out.flush()?;
+            print(part)?;
             text.push_str(part);
             if let Some(Event::Finish(finish)) = message.event {
-                writeln!(out)?;
+                print("\n")?;
                 return Ok(Answer { text, finish });
             }
         }

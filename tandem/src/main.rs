@@ -8,7 +8,10 @@
 //! - [`generate`] and [`chat`]: the gRPC client.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`bench`]: the load generator, and its report.
+//! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
+// They panic where nobody reads: `terminal` does not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
 mod chat;
@@ -18,6 +21,7 @@ mod explain;
 mod generate;
 mod launch;
 mod state;
+mod terminal;
 mod trace;
 mod up;
 mod waterfall;
@@ -29,6 +33,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use config::Config;
 use config::bench::Bench;
+use terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 
 fn main() -> ExitCode {
     let outcome = Config::from_command_line().and_then(|config| {
@@ -37,8 +42,9 @@ fn main() -> ExitCode {
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<OutputClosed>() => ExitCode::from(OUTPUT_CLOSED_STATUS),
         Err(error) => {
-            eprintln!("tandem: {error:#}");
+            say!("tandem: {error:#}");
             ExitCode::FAILURE
         }
     }

@@ -14,6 +14,7 @@ use crate::config::{OnDeath, Pinning, Up, with_scheme};
 use crate::cores;
 use crate::launch::{Member, Recipe, Wrappers, tail};
 use crate::state::{self, State};
+use crate::terminal::{print, say};
 
 /// Between two looks at /health while the nodes register.
 /// Between the end of the router's drain and its death.
@@ -42,7 +43,7 @@ pub async fn run(config: Up) -> anyhow::Result<()> {
         () = stop.asked() => Ok(()),
     };
     drop(published);
-    eprintln!("tandem: stopping");
+    say!("tandem: stopping");
     tokio::select! {
         () = cluster.drain() => {}
         () = stop.asked() => cluster.kill().await,
@@ -89,11 +90,9 @@ impl<'a> Cluster<'a> {
     async fn start(config: &'a Up) -> anyhow::Result<Self> {
         std::fs::create_dir_all(&config.logs).with_context(|| format!("cannot make {}", config.logs.display()))?;
         let wrappers = Wrappers::find();
-        eprintln!("tandem: logs in {}", config.logs.display());
+        say!("tandem: logs in {}", config.logs.display());
         if !wrappers.death_signal {
-            eprintln!(
-                "tandem: note: no `setpriv --pdeathsig` here: a kill -9 of this process leaves its children behind"
-            );
+            say!("tandem: note: no `setpriv --pdeathsig` here: a kill -9 of this process leaves its children behind");
         }
         let programs = programs_dir()?;
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
@@ -141,8 +140,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
-        println!("ready http={} grpc={}", self.http, self.grpc);
-        Ok(())
+        print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
     }
 
     /// The nodes warn, too, but into their logs.
@@ -151,7 +149,7 @@ impl<'a> Cluster<'a> {
         let fallen = |node: &Member| anyhow::Ok(!node.ready.get("transport")?.starts_with("ucx/"));
         if !asked && self.members[1..].iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
             let line = "=".repeat(78);
-            eprintln!(
+            say!(
                 "{line}\n  WARNING: UCX is not in use: KV travels over plain TCP, several times slower.\n  \
                  Why stands in {}.\n  Install UCX (Debian: apt install libucx0), or accept it with --transport tcp.\n{line}",
                 self.config.logs.display()
@@ -165,7 +163,7 @@ impl<'a> Cluster<'a> {
         loop {
             let (index, status) = next_death(&mut self.members).await;
             let dead = &self.members[index];
-            eprintln!("tandem: {} died ({status})\n{}", dead.recipe.name, tail(&dead.log));
+            say!("tandem: {} died ({status})\n{}", dead.recipe.name, tail(&dead.log));
             match self.config.on_death {
                 OnDeath::Restart => {
                     let mut recipe = dead.recipe.clone();
@@ -189,11 +187,12 @@ impl<'a> Cluster<'a> {
             sleep(delay).await;
             match recipe.launch(self.wrappers, &self.config.logs, self.config.start_timeout).await {
                 Ok(member) => {
-                    eprintln!("tandem: {} runs again", recipe.name);
-                    print_node(&member)?;
+                    say!("tandem: {} runs again", recipe.name);
+                    // The cluster serves whether or not somebody still reads this.
+                    let _ = print_node(&member);
                     return Ok(member);
                 }
-                Err(error) => eprintln!("tandem: {error:#}"),
+                Err(error) => say!("tandem: {error:#}"),
             }
             delay = (delay * 2).min(longest);
         }
@@ -218,7 +217,7 @@ async fn end_by(member: &mut Member, deadline: Instant) {
     // A node whose time was used up by the router still gets a moment to react.
     let deadline = deadline.max(Instant::now() + Duration::from_secs(2));
     if timeout_at(deadline, member.wait()).await.is_err() {
-        eprintln!("tandem: {} did not end in time and is killed", member.recipe.name);
+        say!("tandem: {} did not end in time and is killed", member.recipe.name);
         member.kill().await;
     }
 }
@@ -298,11 +297,11 @@ fn cores_of(config: &Up, wrappers: Wrappers, nodes: usize) -> Vec<Vec<usize>> {
     match cores::split(&available, nodes) {
         Some(split) if wrappers.affinity => split,
         Some(_) => {
-            eprintln!("tandem: note: no `taskset` here: the nodes are not pinned to cores");
+            say!("tandem: note: no `taskset` here: the nodes are not pinned to cores");
             free
         }
         None => {
-            eprintln!("tandem: note: {nodes} nodes on {} CPUs: the nodes are not pinned to cores", available.len());
+            say!("tandem: note: {nodes} nodes on {} CPUs: the nodes are not pinned to cores", available.len());
             free
         }
     }
@@ -318,8 +317,8 @@ fn print_node(node: &Member) -> anyhow::Result<()> {
         cpus => cores::list(cpus),
     };
     let Recipe { name, .. } = &node.recipe;
-    println!("node {name} grpc={grpc} transport={transport} cpus={cpus} pid={}", node.pid().unwrap_or(0));
-    Ok(())
+    let pid = node.pid().unwrap_or(0);
+    print(&format!("node {name} grpc={grpc} transport={transport} cpus={cpus} pid={pid}\n"))
 }
 
 fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {

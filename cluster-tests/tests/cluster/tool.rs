@@ -1,8 +1,9 @@
 //! `tandem up`, `generate`, `chat`, `trace`: the commands as a person types them.
 use std::path::Path;
+use std::process::Stdio;
 use std::time::Duration;
 
-use tandem_cluster_tests::process::{Process, run_to_end};
+use tandem_cluster_tests::process::{Process, program, run_to_end};
 use tokio::sync::Mutex;
 
 /// These clusters are not the harness's; one at a time all the same.
@@ -132,6 +133,38 @@ async fn a_second_up_with_the_same_state_file_refuses_and_touches_nothing() -> a
     assert_ne!(std::fs::read(&state)?, published);
     second.terminate();
     assert!(second.ended(SOON).await?.success() && !state.exists());
+    Ok(())
+}
+
+/// As `tandem … | true`, or `2>` the same: exit status, and what came out of the other one.
+async fn without_a_reader(state: &Path, words: &[&str], errors_too: bool) -> anyhow::Result<(Option<i32>, String)> {
+    let closed = || std::io::pipe().map(|(_, writer)| writer);
+    let mut command = tokio::process::Command::new(program("tandem")?);
+    command.args(args(state, words)).stdin(Stdio::null()).stdout(closed()?).stderr(Stdio::piped()).kill_on_drop(true);
+    if errors_too {
+        command.stderr(closed()?);
+    }
+    let output = tokio::time::timeout(SOON, command.spawn()?.wait_with_output()).await??;
+    Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
+#[tokio::test]
+async fn commands_end_quietly_when_nobody_reads_them() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let _tandem = up(dir.path(), &["--simulated"]).await?;
+    let (ok, _, figures) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(ok, "{figures}");
+    let json = dir.path().join("bench.json").display().to_string();
+    let bench = ["bench", "--input", "16", "--output", "4", "--requests", "2", "--warmup", "0", "--json", &json];
+    for words in [&["trace", "last"][..], &["explain", "last"], &["generate", "Hello"], &["chat", "Hello"], &bench] {
+        let (code, errors) = without_a_reader(&state, words, false).await?;
+        assert_eq!(code, Some(141), "{words:?}: {errors}");
+        assert!(!errors.contains("panicked") && !errors.contains("tandem: "), "{words:?}: {errors}");
+        assert_eq!(without_a_reader(&state, words, true).await?.0, Some(141), "{words:?}");
+    }
+    assert!(Path::new(&json).is_file(), "the files of a report do not depend on who reads it");
     Ok(())
 }
 
