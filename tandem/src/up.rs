@@ -16,9 +16,9 @@ use crate::launch::{Member, Recipe, Wrappers, tail};
 use crate::state::{self, State};
 use crate::terminal::{print, say};
 
-/// Between two looks at /health while the nodes register.
 /// Between the end of the router's drain and its death.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Between two looks at /health while the nodes register.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
 /// Between the death of a child and its restart, doubled at every failure up to the second one.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
