@@ -3,7 +3,7 @@
 //! `setpriv --pdeathsig KILL` and `taskset -c` (both util-linux) stand before the program, so that a child ends with this
 //! process even when this process is killed, without any unsafe code here.
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -47,8 +47,16 @@ pub struct Member {
     /// The pairs of its ready line.
     pub ready: Ready,
     /// Standard output and standard error.
-    pub log: PathBuf,
+    pub log: Log,
     child: Child,
+}
+
+/// What one process writes. Its file may begin with what earlier ones of the same name wrote.
+#[derive(Clone)]
+pub struct Log {
+    path: PathBuf,
+    /// Bytes of the earlier ones.
+    from: u64,
 }
 
 impl Wrappers {
@@ -78,9 +86,7 @@ impl Recipe {
     /// # Errors
     /// It cannot be started, ends before it is ready, or is not ready in time; with the tail of its log.
     pub async fn launch(&self, wrappers: Wrappers, logs: &Path, timeout: Duration) -> anyhow::Result<Member> {
-        let log = logs.join(format!("{}.log", self.name));
-        let file = fs::OpenOptions::new().create(true).append(true).open(&log);
-        let file = file.with_context(|| format!("cannot write {}", log.display()))?;
+        let (log, file) = Log::open(logs.join(format!("{}.log", self.name)))?;
         let mut words = wrappers.words(&self.cpus);
         words.push(self.program.display().to_string());
         let mut child = Command::new(&words[0])
@@ -101,9 +107,9 @@ impl Recipe {
             Ok(Ok(ready)) => Ok(Member { recipe: self.clone(), ready, log, child }),
             Ok(Err(_)) => {
                 let status = child.wait().await?;
-                bail!("{} ended before it was ready ({status})\n{}", self.name, tail(&log));
+                bail!("{} ended before it was ready ({status})\n{}", self.name, log.tail());
             }
-            Err(_) => bail!("{} was not ready within {} s\n{}", self.name, timeout.as_secs(), tail(&log)),
+            Err(_) => bail!("{} was not ready within {} s\n{}", self.name, timeout.as_secs(), log.tail()),
         }
     }
 }
@@ -154,22 +160,39 @@ impl Ready {
     }
 }
 
-/// The last lines of a log.
-pub fn tail(log: &Path) -> String {
-    const BYTES: u64 = 4096;
-    let read = || -> std::io::Result<Vec<u8>> {
-        let mut file = fs::File::open(log)?;
+impl Log {
+    /// The log of a process that is about to start, and its file to append to.
+    fn open(path: PathBuf) -> anyhow::Result<(Self, File)> {
+        let open = || -> std::io::Result<(File, u64)> {
+            let file = fs::OpenOptions::new().create(true).append(true).open(&path)?;
+            let from = file.metadata()?.len();
+            Ok((file, from))
+        };
+        let (file, from) = open().with_context(|| format!("cannot write {}", path.display()))?;
+        Ok((Self { path, from }, file))
+    }
+
+    /// The last lines of this process, for people.
+    pub fn tail(&self) -> String {
+        let bytes = self.last_bytes().unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        let lines: Vec<&str> = text.trim_end().lines().rev().take(20).collect();
+        let shown: String = lines.iter().rev().map(|line| format!("  | {line}\n")).collect();
+        format!("{shown}  ({})", self.path.display())
+    }
+
+    fn last_bytes(&self) -> std::io::Result<Vec<u8>> {
+        const MOST: u64 = 4096;
+        let mut file = File::open(&self.path)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(BYTES)))?;
+        // Shorter than it was: somebody has emptied it, and all of it is this process's.
+        let own = if length < self.from { 0 } else { self.from };
+        let start = length.saturating_sub(MOST).max(own);
+        file.seek(SeekFrom::Start(start))?;
         let mut bytes = Vec::new();
-        file.take(BYTES).read_to_end(&mut bytes)?;
+        file.take(length - start).read_to_end(&mut bytes)?;
         Ok(bytes)
-    };
-    let bytes = read().unwrap_or_default();
-    let text = String::from_utf8_lossy(&bytes);
-    let lines: Vec<&str> = text.trim_end().lines().rev().take(20).collect();
-    let shown: String = lines.iter().rev().map(|line| format!("  | {line}\n")).collect();
-    format!("{shown}  ({})", log.display())
+    }
 }
 
 /// Copies the output to the log for as long as the process lives, and tells the ready line.
@@ -217,7 +240,24 @@ mod tests {
         assert!(member.pid().is_some());
         member.kill().await;
         assert_eq!(member.pid(), None);
-        assert!(tail(&member.log).contains("hello"));
+        assert!(member.log.tail().contains("hello"));
+    }
+
+    #[tokio::test]
+    async fn an_excerpt_is_of_this_process_alone() {
+        let logs = tempfile::tempdir().unwrap();
+        let fail = async |text: &str| {
+            let error = shell(&format!("echo {text} >&2; exit 3")).launch(NO_WRAPPERS, logs.path(), SOON).await;
+            error.err().unwrap().to_string()
+        };
+        assert!(fail("wrong flag").await.contains("| wrong flag"));
+        let second = fail("no such port").await;
+        assert!(second.contains("| no such port") && !second.contains("wrong flag"), "{second}");
+        let path = logs.path().join("child.log");
+        let (log, _file) = Log::open(path.clone()).unwrap();
+        assert_eq!(log.tail(), format!("  ({})", path.display()), "it has said nothing yet");
+        fs::write(&path, "emptied meanwhile").unwrap();
+        assert!(log.tail().contains("emptied"));
     }
 
     #[tokio::test]

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::{OnDeath, Pinning, Up, with_scheme};
 use crate::cores;
-use crate::launch::{Member, Recipe, Wrappers, tail};
+use crate::launch::{Member, Recipe, Wrappers};
 use crate::state::{self, State};
 use crate::terminal::{print, say};
 
@@ -116,10 +116,10 @@ impl<'a> Cluster<'a> {
         tokio::select! {
             (member, status) = next_death(&mut self.members) => {
                 let member = &self.members[member];
-                bail!("{} died during the start ({status})\n{}", member.recipe.name, tail(&member.log));
+                bail!("{} died during the start ({status})\n{}", member.recipe.name, member.log.tail());
             }
             healthy = healthy => healthy.with_context(|| {
-                format!("the nodes did not register with {http} in time\n{}", tail(&self.members[0].log))
+                format!("the nodes did not register with {http} in time\n{}", self.members[0].log.tail())
             }),
         }
     }
@@ -163,7 +163,7 @@ impl<'a> Cluster<'a> {
         loop {
             let (index, status) = next_death(&mut self.members).await;
             let dead = &self.members[index];
-            say!("tandem: {} died ({status})\n{}", dead.recipe.name, tail(&dead.log));
+            say!("tandem: {} died ({status})\n{}", dead.recipe.name, dead.log.tail());
             match self.config.on_death {
                 OnDeath::Restart => {
                     let mut recipe = dead.recipe.clone();
