@@ -4,7 +4,7 @@
 //! process even when this process is killed, without any unsafe code here.
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -178,7 +178,17 @@ impl Log {
         let text = String::from_utf8_lossy(&bytes);
         let lines: Vec<&str> = text.trim_end().lines().rev().take(20).collect();
         let shown: String = lines.iter().rev().map(|line| format!("  | {line}\n")).collect();
-        format!("{shown}  ({})", self.path.display())
+        match self.check_writable() {
+            Ok(()) => format!("{shown}  ({})", self.path.display()),
+            Err(error) => format!("{shown}  the log in {} could not be written: {error}", self.path.display()),
+        }
+    }
+
+    /// Where it cannot grow, the process may have said more than is there.
+    fn check_writable(&self) -> std::io::Result<()> {
+        // The empty line stands between this process and the next one.
+        fs::OpenOptions::new().append(true).open(&self.path)?.write_all(b"\n")?;
+        check_writable(self.path.parent().unwrap_or(Path::new(".")))
     }
 
     fn last_bytes(&self) -> std::io::Result<Vec<u8>> {
@@ -193,6 +203,21 @@ impl Log {
         file.take(length - start).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
+}
+
+/// Whether logs can grow in this directory. A process goes on without its log, but nobody learns why it ended.
+///
+/// # Errors
+/// The system's reason, on a full disk `StorageFull`.
+pub fn check_writable(logs: &Path) -> std::io::Result<()> {
+    /// What a start may write. The last bytes of a full disk are enough for a few lines.
+    const BYTES: usize = 64 << 10;
+    let probe = logs.join(format!(".probe-{}", std::process::id()));
+    // Some file systems find out late.
+    let written =
+        File::create(&probe).and_then(|mut file| file.write_all(&[b'\n'; BYTES]).and_then(|()| file.sync_all()));
+    let _ = fs::remove_file(&probe);
+    written
 }
 
 /// Copies the output to the log for as long as the process lives, and tells the ready line.
@@ -266,6 +291,18 @@ mod tests {
         let error = shell("echo no such port >&2; exit 3").launch(NO_WRAPPERS, logs.path(), SOON).await.err().unwrap();
         let text = error.to_string();
         assert!(text.contains("no such port") && text.contains("exit status: 3"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_log_that_cannot_be_written_is_named() {
+        let logs = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/dev/full", logs.path().join("child.log")).unwrap();
+        let error = shell("echo lost >&2; exit 3").launch(NO_WRAPPERS, logs.path(), SOON).await.err().unwrap();
+        let text = error.to_string();
+        assert!(text.contains("exit status: 3") && text.contains("child.log could not be written: No space"), "{text}");
+        check_writable(logs.path()).unwrap();
+        assert_eq!(fs::read_dir(logs.path()).unwrap().count(), 1, "the probe is left behind");
+        assert!(check_writable(&logs.path().join("nowhere")).is_err());
     }
 
     #[test]

@@ -133,9 +133,15 @@ pub struct Published {
 pub fn write(path: &Path, state: &State) -> anyhow::Result<()> {
     make_directory_of(path)?;
     let partial = path.with_extension(format!("{}.partial", state.pid));
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
-    serde_json::to_writer_pretty(&mut file, state)?;
-    fs::rename(&partial, path).with_context(|| format!("cannot write {}", path.display()))
+    let replace = || -> std::io::Result<()> {
+        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
+        serde_json::to_writer_pretty(&mut file, state)?;
+        fs::rename(&partial, path)
+    };
+    replace().with_context(|| {
+        let _ = fs::remove_file(&partial);
+        format!("cannot write {}", path.display())
+    })
 }
 
 fn make_directory_of(path: &Path) -> anyhow::Result<()> {

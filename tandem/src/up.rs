@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::{OnDeath, Pinning, Up, with_scheme};
 use crate::cores;
-use crate::launch::{Member, Recipe, Wrappers};
+use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
 use crate::terminal::{print, say};
 
@@ -89,6 +89,9 @@ impl<'a> Cluster<'a> {
     /// Router first, then all nodes at once, then /health.
     async fn start(config: &'a Up) -> anyhow::Result<Self> {
         std::fs::create_dir_all(&config.logs).with_context(|| format!("cannot make {}", config.logs.display()))?;
+        check_writable(&config.logs).with_context(|| {
+            format!("no log can be written in {}: make room, or give --log-dir DIR", config.logs.display())
+        })?;
         let wrappers = Wrappers::find();
         say!("tandem: logs in {}", config.logs.display());
         if !wrappers.death_signal {

@@ -169,6 +169,68 @@ async fn commands_end_quietly_when_nobody_reads_them() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
+async fn a_log_that_cannot_be_written_stops_no_process() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let logs = dir.path().join("logs");
+    std::fs::create_dir(&logs)?;
+    for name in ["router", "prefill-0", "decode-0"] {
+        std::os::unix::fs::symlink("/dev/full", logs.join(format!("{name}.log")))?;
+    }
+    let mut tandem = up(dir.path(), &["--simulated"]).await?;
+    let (ok, _, figures) = said(&dir.path().join("state.json"), &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(ok, "{figures}");
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    assert!(!tandem.log().contains("died"), "{}", tandem.log());
+
+    // An error at the start that nobody could read in the log.
+    let logs = logs.display().to_string();
+    let words = ["up", "--simulated", "--log-dir", &logs, "--decode-arg=--no-such-flag"];
+    let (ok, _, errors) = said(&dir.path().join("state.json"), &words).await?;
+    assert!(!ok && errors.contains("exit status: 2"), "{errors}");
+    assert!(errors.contains("decode-0.log could not be written: No space left on device"), "{errors}");
+    Ok(())
+}
+
+/// A file system of its own.
+struct TinyDisk(tempfile::TempDir);
+
+impl TinyDisk {
+    /// `None`: mounting is for root.
+    fn mount(options: &str) -> anyhow::Result<Option<Self>> {
+        let dir = tempfile::tempdir()?;
+        let mut mount = std::process::Command::new("mount");
+        let mounted = mount.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(dir.path()).output();
+        Ok(mounted.is_ok_and(|output| output.status.success()).then_some(Self(dir)))
+    }
+}
+
+impl Drop for TinyDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_is_named_at_the_start() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let Some(disk) = TinyDisk::mount("size=64k")? else {
+        eprintln!("skipped: no right to mount a tmpfs");
+        return Ok(());
+    };
+    let dir = tempfile::tempdir()?;
+    // 4 KiB are left.
+    std::fs::write(disk.0.path().join("data"), vec![0; 60 << 10])?;
+    let logs = disk.0.path().display().to_string();
+    let state = dir.path().join("state.json");
+    let (ok, _, errors) = said(&state, &["up", "--simulated", "--log-dir", &logs]).await?;
+    assert!(!ok && errors.contains(&format!("no log can be written in {logs}")), "{errors}");
+    assert!(errors.contains("No space left on device") && errors.contains("--log-dir"), "{errors}");
+    Ok(())
+}
+
+#[tokio::test]
 async fn children_die_with_a_killed_tandem() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
