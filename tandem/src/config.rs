@@ -5,11 +5,12 @@
 //! Next: [`crate::up`], the largest command.
 pub mod bench;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::{Args, Parser, Subcommand};
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::state;
 
@@ -159,13 +160,22 @@ pub struct Explain {
 impl Config {
     /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
-        let CommandLine { command, state } = CommandLine::parse();
+        let mut arguments = without_empty_variables(CommandLine::command()).get_matches();
+        let CommandLine { command, state } =
+            CommandLine::from_arg_matches_mut(&mut arguments).unwrap_or_else(|error| error.exit());
         let state = match state {
             Some(path) => path,
             None => state::default_path(runtime_dir()?),
         };
         command.resolve(state)
     }
+}
+
+/// `TANDEM_STATE= tandem …` is as without the variable; clap takes an empty one for a value.
+fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let is_empty = |name: &OsStr| std::env::var_os(name).is_some_and(|value| value.is_empty());
+    let without = |arg: Arg| if arg.get_env().is_some_and(is_empty) { arg.env(None) } else { arg };
+    command.mut_args(without).mut_subcommands(without_empty_variables)
 }
 
 #[derive(Parser)]
@@ -559,8 +569,6 @@ pub fn with_scheme(address: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
