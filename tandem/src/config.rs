@@ -241,6 +241,9 @@ struct UpArgs {
     /// Start a process again that died
     #[arg(long)]
     restart: bool,
+    /// API keys of the clients, with rates and priorities: see the router's --help. Nodes then join on a port of their own
+    #[arg(long, value_name = "FILE")]
+    api_keys: Option<PathBuf>,
     /// Seconds that a process may take to start
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     start_timeout: u64,
@@ -471,6 +474,18 @@ impl UpArgs {
         }
         router_args
             .extend(self.pass.served_model_name.into_iter().flat_map(|name| ["--served-model-name".into(), name]));
+        if let Some(keys) = self.api_keys {
+            router_args.extend(["--api-keys".to_owned(), keys.display().to_string()]);
+        }
+        // Nodes have no keys.
+        if has_flag(&router_args, "--api-keys") && !has_flag(&router_args, "--nodes") {
+            router_args.extend(["--nodes", "127.0.0.1:0"].map(str::to_owned));
+        }
+        if has_flag(&router_args, "--tls-cert") {
+            anyhow::bail!(
+                "`tandem up` starts its router without TLS: start tandem-router and the nodes by hand for --tls-cert"
+            );
+        }
         Ok(Up {
             prefill,
             decode,
@@ -562,6 +577,11 @@ fn runtime_dir() -> anyhow::Result<PathBuf> {
     }
 }
 
+/// In either form, `--flag value` or `--flag=value`.
+fn has_flag(args: &[String], flag: &str) -> bool {
+    args.iter().any(|arg| arg.strip_prefix(flag).is_some_and(|rest| rest.is_empty() || rest.starts_with('=')))
+}
+
 /// `host:port` becomes `http://host:port`.
 pub fn with_scheme(address: &str) -> String {
     if address.contains("://") { address.trim_end_matches('/').to_owned() } else { format!("http://{address}") }
@@ -634,6 +654,24 @@ mod tests {
         assert!(up("--prefill 0").unwrap_err().to_string().contains("--aggregated"));
         assert!(up("--aggregated --prefill 1").unwrap_err().to_string().contains("no prefill nodes"));
         assert!(up("--decode 0").is_err());
+    }
+
+    #[test]
+    fn with_api_keys_nodes_have_a_port_of_their_own() {
+        let model = tempfile::NamedTempFile::new().unwrap();
+        let router_args = |flags: &str| {
+            let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
+            let line = CommandLine::try_parse_from(line.chain(flags.split_whitespace()))?;
+            let Config::Up(up) = line.command.resolve("/nowhere/state".into())? else { panic!("not `up`") };
+            anyhow::Ok(up.router_args.join(" "))
+        };
+        assert_eq!(router_args("").unwrap(), "");
+        let with_keys = "--api-keys k.json --nodes 127.0.0.1:0";
+        assert_eq!(router_args("--api-keys k.json").unwrap(), with_keys);
+        assert_eq!(router_args("--router-arg=--api-keys --router-arg=k.json").unwrap(), with_keys);
+        let chosen = "--router-arg=--api-keys=k.json --router-arg=--nodes=127.0.0.1:7";
+        assert_eq!(router_args(chosen).unwrap(), "--api-keys=k.json --nodes=127.0.0.1:7");
+        assert!(router_args("--router-arg=--tls-cert=c.pem").unwrap_err().to_string().contains("without TLS"));
     }
 
     #[test]

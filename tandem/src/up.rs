@@ -81,6 +81,8 @@ struct Cluster<'a> {
     wrappers: Wrappers,
     http: String,
     grpc: String,
+    /// Where nodes join: gRPC's port, or one of their own.
+    join: String,
     /// The router is the first one.
     members: Vec<Member>,
 }
@@ -101,12 +103,13 @@ impl<'a> Cluster<'a> {
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
         let router = launch(router_recipe(config, &programs)).await?;
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
-        let nodes = join_all(node_recipes(config, wrappers, &programs, &grpc).into_iter().map(launch)).await;
+        let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
+        let nodes = join_all(node_recipes(config, wrappers, &programs, &join).into_iter().map(launch)).await;
         let mut members = vec![router];
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, wrappers, http, grpc, members };
+        let mut cluster = Self { config, wrappers, http, grpc, join, members };
         cluster.healthy().await?;
         Ok(cluster)
     }
@@ -174,6 +177,7 @@ impl<'a> Cluster<'a> {
                         // The nodes and the clients know these addresses.
                         set_flag(&mut recipe.args, "--http", bare(&self.http));
                         set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
+                        set_flag(&mut recipe.args, "--nodes", bare(&self.join));
                     }
                     self.members[index] = self.restart(&recipe).await?;
                     state::write(&self.config.state, &self.state())?;
@@ -328,11 +332,13 @@ fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {
     pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value.to_owned()]).collect()
 }
 
-/// Replaces the value of a flag that is there.
+/// Replaces the value of a flag that is there, in either form.
 fn set_flag(args: &mut [String], flag: &str, value: &str) {
-    if let Some(at) = args.iter().position(|arg| arg == flag)
-        && let Some(old) = args.get_mut(at + 1)
-    {
+    let with_value = format!("{flag}=");
+    let Some(at) = args.iter().position(|arg| arg == flag || arg.starts_with(&with_value)) else { return };
+    if args[at] != flag {
+        args[at] = with_value + value;
+    } else if let Some(old) = args.get_mut(at + 1) {
         value.clone_into(old);
     }
 }
@@ -351,5 +357,8 @@ mod tests {
         set_flag(&mut args, "--http", bare("http://127.0.0.1:81"));
         set_flag(&mut args, "--grpc", bare("http://127.0.0.1:82"));
         assert_eq!(args, ["--model", "m", "--http", "127.0.0.1:81", "--grpc", "127.0.0.1:82"]);
+        let mut args = vec!["--nodes=127.0.0.1:0".to_owned()];
+        set_flag(&mut args, "--nodes", bare("http://127.0.0.1:83"));
+        assert_eq!(args, ["--nodes=127.0.0.1:83"]);
     }
 }

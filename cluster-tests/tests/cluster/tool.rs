@@ -3,6 +3,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
+use tandem_cluster_tests::cluster::{model, words};
 use tandem_cluster_tests::process::{Process, program, run_to_end};
 use tokio::sync::Mutex;
 
@@ -227,6 +228,61 @@ async fn a_full_disk_is_named_at_the_start() -> anyhow::Result<()> {
     let (ok, _, errors) = said(&state, &["up", "--simulated", "--log-dir", &logs]).await?;
     assert!(!ok && errors.contains(&format!("no log can be written in {logs}")), "{errors}");
     assert!(errors.contains("No space left on device") && errors.contains("--log-dir"), "{errors}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cluster_with_api_keys_is_one_flag_away() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let keys = dir.path().join("keys.json");
+    std::fs::write(&keys, r#"{"keys": [{"name": "alice", "key": "sk-alice"}]}"#)?;
+    let keys = keys.display().to_string();
+    let mut tandem = up(dir.path(), &["--simulated", "--restart", "--api-keys", &keys]).await?;
+    let tandem_ready = (tandem.url("http"), tandem.url("grpc"));
+    // A router that is started again has its nodes again.
+    let router = children(dir.path())?[0];
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(router.try_into()?), nix::sys::signal::Signal::SIGKILL)?;
+    let health = format!("{}/health", tandem_ready.0);
+    let mut healthy = false;
+    for _ in 0..600 {
+        healthy = tandem.log().contains("router runs again")
+            && reqwest::get(&health).await.is_ok_and(|answer| answer.status().is_success());
+        if healthy {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(healthy, "{}", tandem.log());
+    let state = dir.path().join("state.json");
+    let (ok, _, errors) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(!ok && errors.contains("Unauthenticated"), "{errors}");
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_node_at_the_wrong_port_says_why_it_cannot_join() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let model = ["--model".to_owned(), model()?.display().to_string()];
+    let ports = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --nodes 127.0.0.1:0");
+    let router = Process::start("router", "tandem-router", &[&ports, &model[..]].concat(), dir.path()).await?;
+    let reasons = [("grpc", "a router with --nodes"), ("http", "transport error: ")];
+    for (port, reason) in reasons {
+        let flags =
+            words("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --kv-blocks 64 --router");
+        let flags = [&flags[..], &[router.url(port)], &model].concat();
+        let node = Process::start(port, "tandem-decode-node", &flags, dir.path()).await?;
+        let said = async || {
+            while !node.log().contains("no router, trying again") {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(SOON, said()).await?;
+        assert!(node.log().contains(reason), "{}", node.log());
+    }
     Ok(())
 }
 
