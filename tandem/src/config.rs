@@ -12,7 +12,9 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::state;
+use tonic::metadata::AsciiMetadataValue;
+
+use crate::state::{self, State};
 
 /// File name of the model that `make setup` puts into the cache.
 pub const DEFAULT_MODEL: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -111,6 +113,10 @@ pub struct Chat {
 pub struct Sampling {
     /// The router's gRPC URL.
     pub url: String,
+    /// The running `tandem up`, where there is one: for hints.
+    pub cluster: Option<State>,
+    /// Sent with every request.
+    pub authorization: Option<AsciiMetadataValue>,
     /// At most so many tokens.
     pub max_tokens: u32,
     /// 0 is greedy.
@@ -323,6 +329,9 @@ struct SamplingArgs {
     /// The router's gRPC address [default: that of the running `tandem up`]
     #[arg(long, visible_alias = "grpc", value_name = "URL")]
     url: Option<String>,
+    /// Sent as `authorization: Bearer KEY`
+    #[arg(long, env = "TANDEM_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<String>,
     /// Tokens to generate at most
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
@@ -537,14 +546,27 @@ impl PassThrough {
     }
 }
 
+/// The metadata of an API key, which no log prints.
+fn bearer(key: &str) -> anyhow::Result<AsciiMetadataValue> {
+    let value: Result<AsciiMetadataValue, _> = format!("Bearer {key}").parse();
+    let mut value = value.context("--api-key has characters that no header may have")?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
 impl SamplingArgs {
     fn resolve(self, state: &std::path::Path) -> anyhow::Result<Sampling> {
-        let url = match self.url {
-            Some(url) => with_scheme(&url),
-            None => state::load(state)?.grpc,
+        let (url, cluster) = match self.url {
+            Some(url) => (with_scheme(&url), state::load(state).ok()),
+            None => {
+                let cluster = state::load(state)?;
+                (cluster.grpc.clone(), Some(cluster))
+            }
         };
         Ok(Sampling {
             url,
+            cluster,
+            authorization: self.api_key.as_deref().map(bearer).transpose()?,
             max_tokens: self.max_tokens,
             temperature: self.temperature,
             top_p: self.top_p,

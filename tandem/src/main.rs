@@ -5,7 +5,7 @@
 //! - [`config`]: the command line and the environment, resolved once.
 //! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`state`] tells
 //!   the other commands where the cluster is.
-//! - [`generate`] and [`chat`]: the gRPC client.
+//! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`bench`]: the load generator, and its report.
 //! - [`terminal`]: standard output and standard error, whose readers may end first.
@@ -25,6 +25,7 @@ mod terminal;
 mod trace;
 mod up;
 mod waterfall;
+mod wrong_port;
 
 use std::process::ExitCode;
 

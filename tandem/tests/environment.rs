@@ -7,6 +7,16 @@ fn tandem(words: &[&str], variables: &[(&str, &str)]) -> Output {
 }
 
 #[test]
+fn a_reason_is_said_once() {
+    for words in [&["bench", "report", "/nonexist"][..], &["bench", "report", "/dev/null/x"]] {
+        let output = tandem(words, &[]);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(errors.matches("(os error").count(), 1, "{errors}");
+        assert!(errors.contains(words[2]), "{errors}");
+    }
+}
+
+#[test]
 fn an_empty_variable_is_an_unset_one() {
     let dir = tempfile::tempdir().expect("a directory");
     let nowhere = dir.path().join("nowhere.json").display().to_string();

@@ -257,8 +257,34 @@ async fn a_cluster_with_api_keys_is_one_flag_away() -> anyhow::Result<()> {
     let state = dir.path().join("state.json");
     let (ok, _, errors) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
     assert!(!ok && errors.contains("Unauthenticated"), "{errors}");
+    for command in ["generate", "chat"] {
+        let words = [command, "--api-key", "sk-alice", "--max-tokens", "4", "Hello"];
+        let (ok, _, errors) = said(&state, &words).await?;
+        assert!(ok, "{errors}");
+        let words = [command, "--api-key", "sk-\n", "Hello"];
+        let (ok, _, errors) = said(&state, &words).await?;
+        assert!(!ok && errors.contains("--api-key has characters"), "{errors}");
+    }
     tandem.terminate();
     assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_http_port_in_place_of_the_grpc_port_is_a_hint() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let tandem = up(dir.path(), &["--simulated"]).await?;
+    let http = tandem.url("http");
+    let hint = format!("{http} answers HTTP/1.1: is this the HTTP port? the gRPC port is {}", tandem.url("grpc"));
+    for command in ["generate", "chat"] {
+        let (ok, _, errors) = said(&state, &[command, "--url", &http, "hi"]).await?;
+        assert!(!ok && errors.contains(&hint), "{errors}");
+    }
+    let grpc = http.replace("http://", "grpc://");
+    let (ok, _, errors) = said(&state, &["bench", "--url", &grpc]).await?;
+    assert!(!ok && errors.contains("answers HTTP/1.1"), "{errors}");
     Ok(())
 }
 
