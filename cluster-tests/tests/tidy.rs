@@ -106,7 +106,9 @@ fn scripts_ask_where_programs_are_built() {
         let guesses = text.lines().map(|line| line.split(['#', ';']).next().unwrap_or_default()).filter(|line| {
             let is_code = !line.trim_start().starts_with("//");
             let mut built = ["release", "dist", "debug", "guided"].iter();
-            is_code && built.any(|profile| line.contains(&format!("target/{profile}")))
+            // A variable may have the name.
+            let path = line.replace("$target/", "");
+            is_code && built.any(|profile| path.contains(&format!("target/{profile}")))
         });
         guesses.map(|line| format!("{path}: `{}`", line.trim())).collect::<Vec<_>>()
     });

@@ -10,7 +10,8 @@ use futures::future::{join_all, select_all};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::config::{OnDeath, Pinning, Up, with_scheme};
+use crate::config::up::{OnDeath, Pinning, Up};
+use crate::config::with_scheme;
 use crate::cores;
 use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
