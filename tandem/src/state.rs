@@ -21,6 +21,8 @@ pub struct State {
     pub processes: Vec<(String, u32)>,
     /// Directory of the logs.
     pub logs: PathBuf,
+    /// File of the secret by which nodes join.
+    pub join_token_file: PathBuf,
 }
 
 /// The state file of `runtime_dir`.
@@ -173,6 +175,7 @@ mod tests {
             pid,
             processes: vec![("router".into(), 7)],
             logs: "/l".into(),
+            join_token_file: "/t".into(),
         }
     }
 

@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use crate::config::up::{OnDeath, Pinning, Up};
 use crate::config::with_scheme;
 use crate::cores;
+use crate::join_token::JoinToken;
 use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
 use crate::terminal::{print, say};
@@ -32,8 +33,9 @@ pub async fn run(config: Up) -> anyhow::Result<()> {
     let mut stop = Stop::new()?;
     // Held to the last line, past the end of the children.
     let claim = state::claim(&config.state)?;
+    let join_token = JoinToken::of_cluster(&config.state, config.join_token_file.as_deref())?;
     let mut cluster = tokio::select! {
-        cluster = Cluster::start(&config) => cluster?,
+        cluster = Cluster::start(&config, &join_token) => cluster?,
         // Dropped children are killed.
         () = stop.asked() => bail!("stopped before the cluster was ready"),
     };
@@ -79,6 +81,7 @@ impl Stop {
 
 struct Cluster<'a> {
     config: &'a Up,
+    join_token: &'a JoinToken,
     wrappers: Wrappers,
     http: String,
     grpc: String,
@@ -90,7 +93,7 @@ struct Cluster<'a> {
 
 impl<'a> Cluster<'a> {
     /// Router first, then all nodes at once, then /health.
-    async fn start(config: &'a Up) -> anyhow::Result<Self> {
+    async fn start(config: &'a Up, join_token: &'a JoinToken) -> anyhow::Result<Self> {
         std::fs::create_dir_all(&config.logs).with_context(|| format!("cannot make {}", config.logs.display()))?;
         check_writable(&config.logs).with_context(|| {
             format!("no log can be written in {}: make room, or give --log-dir DIR", config.logs.display())
@@ -102,15 +105,17 @@ impl<'a> Cluster<'a> {
         }
         let programs = programs_dir()?;
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
-        let router = launch(router_recipe(config, &programs)).await?;
+        let router = launch(router_recipe(config, join_token, &programs)).await?;
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
         let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
-        let nodes = join_all(node_recipes(config, wrappers, &programs, &join).into_iter().map(launch)).await;
+        let token = join_token_args(join_token);
+        let nodes = node_recipes(config, wrappers, &programs, &join, &token);
+        let nodes = join_all(nodes.into_iter().map(launch)).await;
         let mut members = vec![router];
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, wrappers, http, grpc, join, members };
+        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members };
         cluster.healthy().await?;
         Ok(cluster)
     }
@@ -139,6 +144,7 @@ impl<'a> Cluster<'a> {
             pid: std::process::id(),
             processes: processes.collect(),
             logs: self.config.logs.clone(),
+            join_token_file: self.join_token.path().to_owned(),
         }
     }
 
@@ -265,7 +271,12 @@ fn programs_dir() -> anyhow::Result<PathBuf> {
     Ok(dir.to_owned())
 }
 
-fn router_recipe(config: &Up, programs: &Path) -> Recipe {
+/// The flags of router and nodes for the token. None: neither program has one.
+fn join_token_args(_token: &JoinToken) -> Vec<String> {
+    Vec::new()
+}
+
+fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
     args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
     // It ends its streams with a word before `drain` kills it.
@@ -273,11 +284,12 @@ fn router_recipe(config: &Up, programs: &Path) -> Recipe {
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
         args.extend(flags([("--drain-ms", &drain.as_millis().to_string())]));
     }
+    args.extend(join_token_args(join_token));
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
     Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }
 }
 
-fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) -> Vec<Recipe> {
+fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str, token: &[String]) -> Vec<Recipe> {
     let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
     // The CPUs are split by the number of nodes, whatever their roles.
     let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
@@ -289,7 +301,7 @@ fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) 
         if threads > 0 {
             args.extend(flags([("--threads", &threads.to_string())]));
         }
-        args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
+        args.extend(token.iter().chain(&config.shared_args).chain(&config.node_args).chain(own).cloned());
         Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
     };
     names.into_iter().zip(cpus).map(recipe).collect()

@@ -1,5 +1,5 @@
 //! `tandem up`, `generate`, `chat`, `trace`: the commands as a person types them.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -118,12 +118,15 @@ async fn a_second_up_with_the_same_state_file_refuses_and_touches_nothing() -> a
     let state = dir.path().join("state.json");
     let mut first = up(dir.path(), &["--simulated"]).await?;
     let published = std::fs::read(&state)?;
+    let token = token_file(&state)?;
+    let secret = std::fs::read_to_string(&token)?;
 
     let logs = dir.path().join("other").display().to_string();
     let (ok, _, errors) = said(&state, &["up", "--simulated", "--log-dir", &logs]).await?;
     assert!(!ok && errors.contains(&format!("a cluster runs already, pid {}, http://", first.pid())), "{errors}");
     assert!(errors.contains("--state FILE"), "{errors}");
     assert_eq!(std::fs::read(&state)?, published);
+    assert_eq!(std::fs::read_to_string(&token)?, secret);
     assert!(!dir.path().join("other").exists(), "it started something");
     let (ok, _, figures) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
     assert!(ok, "{figures}");
@@ -134,7 +137,13 @@ async fn a_second_up_with_the_same_state_file_refuses_and_touches_nothing() -> a
     assert_ne!(std::fs::read(&state)?, published);
     second.terminate();
     assert!(second.ended(SOON).await?.success() && !state.exists());
+    assert!(!token.exists(), "the token is left behind");
     Ok(())
+}
+
+fn token_file(state: &Path) -> anyhow::Result<PathBuf> {
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(state)?)?;
+    Ok(state["join_token_file"].as_str().unwrap_or_default().into())
 }
 
 /// As `tandem … | true`, or `2>` the same: exit status, and what came out of the other one.

@@ -28,6 +28,8 @@ pub struct Up {
     pub state: PathBuf,
     /// One log file a process.
     pub logs: PathBuf,
+    /// The user's secret for nodes that join; `None`: one is made.
+    pub join_token_file: Option<PathBuf>,
     /// Give every node its own cores.
     pub pinning: Pinning,
     /// Start a child again that died.
@@ -105,6 +107,9 @@ pub struct UpArgs {
     /// API keys of the clients, with rates and priorities: see the router's --help. Nodes then join on a port of their own
     #[arg(long, value_name = "FILE")]
     api_keys: Option<PathBuf>,
+    /// Secret by which nodes may join, from a file [default: a random one, made beside the state file and removed at the end]
+    #[arg(long, value_name = "FILE")]
+    join_token_file: Option<PathBuf>,
     /// Seconds that a process may take to start
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     start_timeout: u64,
@@ -241,6 +246,7 @@ impl UpArgs {
             model,
             state,
             logs,
+            join_token_file: self.join_token_file,
             pinning: if self.no_pin { Pinning::Free } else { Pinning::OwnCores },
             on_death: if self.restart { OnDeath::Restart } else { OnDeath::Report },
             start_timeout: Duration::from_secs(self.start_timeout),
