@@ -300,7 +300,6 @@ mod tests {
     use clap::Parser;
 
     use super::super::{CommandLine, Config};
-    use super::*;
 
     #[test]
     fn flags_reach_the_processes_they_are_for() {
