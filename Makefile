@@ -19,7 +19,7 @@ demo: setup build ## A cluster, three prompts, the timeline of the last, and a c
 	deploy/demo.sh
 
 up: setup build ## A local cluster until Ctrl-C
-	target/release/tandem up
+	"$$(deploy/target_dir.sh)/release/tandem" up
 
 test: setup ## Format, lints, build, all tests (some start real clusters)
 	cargo fmt --check
@@ -44,7 +44,7 @@ bench-handoff: setup build ## How much of the KV transfer hides behind the prefi
 
 bench-router: setup build dist ## What the router adds to a request, beside sglang-router and vllm-router
 	deploy/bench/routers.sh
-	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --router "$(CURDIR)/target/dist/tandem-router" \
+	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --router "$$(deploy/target_dir.sh)/dist/tandem-router" \
 	  --python "$$(deploy/bench/routers.sh --path)" $(BENCH_ROUTER)
 
 bench-overload: setup build ## Three times what a cluster can answer, for two minutes

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tandem=target/release/tandem
+tandem=$(deploy/target_dir.sh)/release/tandem
 work=$(mktemp -d "${TMPDIR:-/tmp}/tandem-demo.XXXXXX")
 up=""
 

@@ -25,7 +25,7 @@ gguf=${TANDEM_CACHE:-$HOME/.cache/tandem}/SmolLM2-135M-Instruct.Q4_1.gguf
 "$venv/bin/python" cluster-tests/clients/aiperf_tokenizer.py "$gguf" "$tokenizer"
 model=$(python3 -c 'import json, sys, urllib.request as u; print(json.load(u.urlopen(sys.argv[1] + "/v1/models"))["data"][0]["id"])' "$http")
 # So that neither of the two meets a cluster that has not answered yet.
-target/release/tandem bench --url "$http" --input 64 --output "$osl" --requests 4 --warmup 0 > "$work/warm.txt"
+"$tandem" bench --url "$http" --input 64 --output "$osl" --requests 4 --warmup 0 > "$work/warm.txt"
 # aiperf KIND DIRECTORY
 run_aiperf() {
   # HF_HUB_OFFLINE must be unset, and the tokenizer's path absolute.
@@ -37,7 +37,7 @@ run_aiperf() {
 }
 # tandem bench KIND DIRECTORY, with prompts as long as aiperf's first ones were by the server's count
 run_bench() {
-  target/release/tandem bench --url "$http" --api "$1" --output "$osl" --rate "$rate" --arrivals constant \
+  "$tandem" bench --url "$http" --api "$1" --output "$osl" --rate "$rate" --arrivals constant \
     --input "$(python3 cluster-tests/clients/aiperf_beside.py --prompt-tokens "$out/$1/1")" \
     --requests "$requests" --warmup 0 --json "$2/tandem.json" > "$2/tandem.txt"
 }

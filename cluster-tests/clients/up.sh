@@ -11,7 +11,8 @@ finish() {
 }
 trap finish EXIT
 
-target/release/tandem --state "$work/cluster.json" up --log-dir "$work/logs" "$@" > "$work/up.txt" 2>&1 &
+tandem=$(deploy/target_dir.sh)/release/tandem
+"$tandem" --state "$work/cluster.json" up --log-dir "$work/logs" "$@" > "$work/up.txt" 2>&1 &
 up=$!
 for _ in $(seq 1200); do
   if grep -q '^ready ' "$work/up.txt"; then break; fi

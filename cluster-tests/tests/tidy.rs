@@ -2,6 +2,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// The only places of unsafe code; the last is an allocator that counts.
 const ROOMS: [&str; 7] = [
@@ -93,6 +94,50 @@ fn architecture_names_every_crate() {
     nothing(unnamed, "is not named in ARCHITECTURE.md");
 }
 
+/// `CARGO_TARGET_DIR` puts programs elsewhere.
+#[test]
+fn scripts_ask_where_programs_are_built() {
+    let scripts = files().into_iter().filter(|path| {
+        [".sh", ".py", ".js", "Makefile"].iter().any(|ending| path.ends_with(ending))
+            || (path.ends_with(".rs") && !path.ends_with("tests/tidy.rs"))
+    });
+    let guesses = scripts.flat_map(|path| {
+        let text = fs::read_to_string(root().join(&path)).expect("a readable script");
+        let guesses = text.lines().map(|line| line.split(['#', ';']).next().unwrap_or_default()).filter(|line| {
+            let is_code = !line.trim_start().starts_with("//");
+            let mut built = ["release", "dist", "debug", "guided"].iter();
+            // A variable may have the name.
+            let path = line.replace("$target/", "");
+            is_code && built.any(|profile| path.contains(&format!("target/{profile}")))
+        });
+        guesses.map(|line| format!("{path}: `{}`", line.trim())).collect::<Vec<_>>()
+    });
+    nothing(guesses, "does not go through deploy/target_dir.sh or deploy/bench/target_dir.py");
+}
+
+#[test]
+fn the_target_directory_is_cargos() {
+    let root = root();
+    let dir = |program: &str, words: &[&str], variable: Option<&str>| {
+        let mut command = Command::new(program);
+        command.args(words).current_dir("/").env_remove("CARGO_TARGET_DIR");
+        command.envs(variable.map(|value| ("CARGO_TARGET_DIR", value)));
+        let output = command.output().expect("a shell and Python");
+        assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+        PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
+    };
+    let script = root.join("deploy/target_dir.sh").display().to_string();
+    let bench = root.join("deploy/bench");
+    let python = format!("import sys; sys.path.insert(0, {bench:?}); import target_dir; print(target_dir.TARGET_DIR)");
+    let ways: [(&str, Vec<&str>); 2] = [("bash", vec![&script]), ("python3", vec!["-B", "-c", &python])];
+    for (program, words) in ways {
+        assert_eq!(dir(program, &words, None), root.join("target"), "{program}");
+        assert_eq!(dir(program, &words, Some("")), root.join("target"), "{program}");
+        assert_eq!(dir(program, &words, Some("builds/one two")), root.join("builds/one two"), "{program}");
+        assert_eq!(dir(program, &words, Some("/built")), Path::new("/built"), "{program}");
+    }
+}
+
 #[test]
 fn the_check_for_unsafe_code_sees_code_only() {
     let word = concat!("un", "safe");
@@ -130,7 +175,9 @@ fn files() -> Vec<String> {
             let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
             let is_dir = entry.file_type().expect("a file type").is_dir();
             // `shared` at the root is a loan of some workplaces, not a part of the repository.
-            let foreign = name.starts_with('.') || (dir == root() && ["target", "shared", "venv"].contains(&&*name));
+            let of_the_root = dir == root() && ["target", "shared", "venv"].contains(&&*name);
+            // Cargo marks its directory, whatever its name.
+            let foreign = name.starts_with('.') || of_the_root || path.join("CACHEDIR.TAG").exists();
             if is_dir && !foreign {
                 dirs.push(path);
             } else if !is_dir {

@@ -18,6 +18,7 @@ import time
 
 import roofline
 import serving
+from target_dir import TARGET_DIR
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 CACHE = pathlib.Path(os.environ.get("TANDEM_CACHE", pathlib.Path.home() / ".cache/tandem"))
@@ -195,7 +196,7 @@ def describe(options):
 def arguments():
     parser = argparse.ArgumentParser(description="our CPU executor beside llama.cpp")
     parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--driver", default=str(ROOT / "target/release/examples/bench_cpu"), help="our example")
+    parser.add_argument("--driver", default=str(TARGET_DIR / "release/examples/bench_cpu"), help="our example")
     parser.add_argument("--llama", default=str(CACHE / "peers/llama-build/llama_rows"))
     parser.add_argument("--threads", default="1,2", help="thread counts, one table each")
     parser.add_argument("--cores", default=",".join(map(str, sorted(os.sched_getaffinity(0)))))
@@ -203,7 +204,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--extra-rounds", type=int, default=0, help="on a shared machine: more rounds, the quietest count")
     parser.add_argument("--peers", default="", help="mistralrs: 16 requests at once beside it as well")
-    parser.add_argument("--tandem", default=str(ROOT / "target/release/tandem"), help="the program of that part")
+    parser.add_argument("--tandem", default=str(TARGET_DIR / "release/tandem"), help="the program of that part")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
                         help="cpu, on a shared machine: with one thread its CPU time counts, for every engine (cpu_clock.c)")
     parser.add_argument("--isa", help="our kernels' instruction set, such as avx512 (default: the best here)")

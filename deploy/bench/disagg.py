@@ -11,6 +11,7 @@ import pathlib
 import statistics
 
 from cluster import Cluster
+from target_dir import TARGET_DIR
 
 MODES = {
     "aggregated": ["--aggregated", "--decode", "1"],
@@ -98,7 +99,7 @@ def plot(args, measured):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tandem", default="target/release/tandem")
+    parser.add_argument("--tandem", default=str(TARGET_DIR / "release/tandem"))
     parser.add_argument("--rows", default="A@c4,B@c2,C@c4,D@2,E@c4",
                         help="rows of `tandem bench`, each at so many requests at once (c4) or a second (2)")
     parser.add_argument("--rounds", type=int, default=3)

@@ -10,6 +10,7 @@ import json
 import urllib.request
 
 from cluster import Cluster
+from target_dir import TARGET_DIR
 
 POLICIES = ["round-robin", "least-loaded", "cache-only", "joint"]
 
@@ -49,7 +50,7 @@ def row(policy, speed, whole):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tandem", default="target/release/tandem")
+    parser.add_argument("--tandem", default=str(TARGET_DIR / "release/tandem"))
     parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--scale", type=int, default=32, help="lengths are divided by this")
     parser.add_argument("--first", type=int, default=300, help="second of the trace at which the slice begins")

@@ -15,8 +15,9 @@ me=dist
 # shellcheck source=deploy/packages.sh
 . deploy/packages.sh
 
-dist=target/dist
-work=$PWD/target/guided
+target=$(deploy/target_dir.sh)
+dist=$target/dist
+work=$target/guided
 
 router() { # target directory, compiler flags: builds the router there
   RUSTFLAGS=$2 CARGO_TARGET_DIR=$work/$1 cargo build --profile dist --locked -p tandem-router --bin tandem-router --target "$host"

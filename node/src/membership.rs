@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::metadata::MetadataMap;
 use tonic::transport::Endpoint;
-use tonic::{Request, Status, Streaming};
+use tonic::{Code, Request, Status, Streaming};
 use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
 
@@ -167,7 +167,7 @@ impl Link {
             Ok::<_, Status>((inbound, hello))
         };
         let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
-        let (inbound, hello) = answered?;
+        let (inbound, hello) = answered.map_err(refused)?;
         match hello {
             Some(hello) if hello.accepted_incarnation == incarnation => Ok((reports, inbound, hello)),
             _ => Err(unavailable("it closed the stream without accepting this node")),
@@ -223,7 +223,7 @@ async fn report(
                     Ok(())
                 }
                 Ok(None) => Err(unavailable("it closed the stream")),
-                Err(status) => Err(status.into()),
+                Err(status) => Err(refused(status)),
             },
             _ = ticks.tick() => tell_cache(&reports, &mut kv, read).and_then(|rest| {
                 kv_due = rest.then(in_kv_interval);
@@ -287,15 +287,37 @@ fn unavailable(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::Unavailable, message)
 }
 
-/// tonic says "transport error" and keeps what happened in the source.
+/// The router's answer with a reason in any case: a server without the service sends none, tonic has it beneath.
+fn refused(status: Status) -> Error {
+    let mut message = match (status.code(), status.message()) {
+        (Code::Unimplemented, "") => {
+            "nodes cannot join at this address: a router with --nodes has another one for them"
+        }
+        (code, "") => code.description(),
+        (_, message) => message,
+    }
+    .to_owned();
+    add_causes(&mut message, &status);
+    Error { message, ..status.into() }
+}
+
 fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
+    add_causes(&mut text, error);
+    text
+}
+
+/// tonic says "transport error" and keeps what happened in the source, which may begin with the same words.
+fn add_causes(text: &mut String, error: &dyn std::error::Error) {
     let mut cause = error.source();
     while let Some(source) = cause {
-        text = format!("{text}: {source}");
+        let said = source.to_string();
+        if !text.ends_with(&said) {
+            text.push_str(": ");
+            text.push_str(&said);
+        }
         cause = source.source();
     }
-    text
 }
 
 #[cfg(test)]
@@ -304,6 +326,18 @@ mod tests {
 
     use super::*;
     use crate::kv_feed::MOST_HASHES;
+
+    #[test]
+    fn a_refusal_always_has_a_reason() {
+        let unimplemented = refused(Status::unimplemented(""));
+        assert!(unimplemented.message.contains("--nodes"), "{unimplemented}");
+        assert_eq!(unimplemented.kind, ErrorKind::Internal);
+        assert!(!refused(Status::unknown("")).message.is_empty());
+        assert_eq!(refused(Status::unavailable("full")).message, "full");
+        let beneath = std::io::Error::other(std::io::Error::other("connection refused"));
+        let transport = refused(Status::from_error(Box::new(std::io::Error::other(beneath))));
+        assert!(transport.message.ends_with("connection refused"), "{transport}");
+    }
 
     #[test]
     fn a_large_cache_does_not_make_a_slow_stream_a_stuck_one() {

@@ -331,7 +331,9 @@ fn transport(config: &NodeConfig, faults: Faults) -> TransportConfig {
     };
     let (stall_timeout, grace) = (config.kv_stall, config.kv_grace);
     let lib_dir = config.ucx_lib_dir.clone();
-    let ucx = UcxConfig { lib_dir, stall_timeout, grace, faults, ..UcxConfig::new(profile) };
+    // Addresses that nodes of this cluster made, and nobody else: without a token anybody could have.
+    let address_key = config.join.as_ref().map_or([0; 32], |join| join.derive("tandem kv addresses"));
+    let ucx = UcxConfig { lib_dir, stall_timeout, grace, faults, address_key, ..UcxConfig::new(profile) };
     let advertise = config.kv_advertise.clone();
     let tcp = TcpConfig { stall_timeout, grace, faults, advertise, ..TcpConfig::default() };
     TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }

@@ -1,5 +1,6 @@
 //! From a started node to a serving one, and its orderly end. Ports are bound first, so that a taken port is an error
 //! before a model is loaded for nothing.
+use std::io::Write;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -35,7 +36,8 @@ const FAILURE_CHECK: Duration = Duration::from_millis(200);
 /// Must be the first thing in `main`, before any thread: UCX reads its environment when it is loaded.
 pub fn prepare_environment() {
     if let Err(error) = tandem_kvtransfer::ucx::prepare_environment() {
-        eprintln!("warning: {error}");
+        // No log is no reason to end: `eprintln!` would panic.
+        let _ = writeln!(std::io::stderr(), "warning: {error}");
     }
 }
 
@@ -54,7 +56,8 @@ pub fn run_process(service: &'static str, life: impl Future<Output = anyhow::Res
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Some libraries append backtraces to their messages.
-            eprintln!("error: {}", format!("{error:#}").lines().next().unwrap_or_default());
+            let text = format!("{error:#}");
+            let _ = writeln!(std::io::stderr(), "error: {}", text.lines().next().unwrap_or_default());
             ExitCode::FAILURE
         }
     }
@@ -122,12 +125,14 @@ impl Running {
         let endpoint = endpoint(config, grpc.port());
         let router = RouterWay::Network(Box::new(config.router.clone()), config.join.clone());
         tokio::spawn(membership::stay_joined(node.clone(), router, endpoint, stop));
-        println!(
+        writeln!(
+            std::io::stdout(),
             "ready role={} grpc={grpc} admin={admin_address} transport={} incarnation={}",
             role_name(node.role),
             node.transport.info().name,
             node.incarnation()
-        );
+        )
+        .context("cannot write to stdout")?;
         Ok(running)
     }
 

@@ -53,6 +53,7 @@ use self::setup::Connected;
 use self::stats::Distribution;
 use crate::config;
 use crate::config::bench::{Bench, Reporting};
+use crate::terminal::{print, say};
 
 /// Lateness of the generator itself from which on its numbers are suspect, milliseconds at the 99th percentile.
 const SUSPECT_LAG_MS: f64 = 1.0;
@@ -79,7 +80,7 @@ async fn measure(config: config::bench::Run) -> anyhow::Result<()> {
     }
     let mut notes: Vec<String> = servers.iter().flat_map(|server| server.notes.clone()).collect();
     let rows = setup::rows(&config, &servers, &mut notes)?;
-    notes.iter().for_each(|note| eprintln!("tandem bench: {note}"));
+    notes.iter().for_each(|note| say!("tandem bench: {note}"));
     let terms = Terms {
         endpoints: u8::try_from(servers.len())?,
         repeats: config.repeats,
@@ -146,9 +147,7 @@ fn stop_on_ctrl_c() -> CancellationToken {
     let cancel = stop.clone();
     tokio::spawn(async move {
         if tokio::signal::ctrl_c().await.is_ok() {
-            eprintln!(
-                "\ntandem bench: interrupted: the report is of what was measured so far; once more to end at once"
-            );
+            say!("\ntandem bench: interrupted: the report is of what was measured so far; once more to end at once");
             cancel.cancel();
             if tokio::signal::ctrl_c().await.is_ok() {
                 std::process::exit(130);
@@ -176,10 +175,11 @@ fn note_lag(run: &mut Run) {
     run.info.own_lag_p99_ms = lag_ms.percentile(0.99).unwrap_or(0.0);
     run.info.own_lag_max_ms = lag_ms.max().unwrap_or(0.0);
     if run.info.own_lag_p99_ms > SUSPECT_LAG_MS {
-        eprintln!(
+        say!(
             "tandem bench: the generator itself was {:.1} ms late at p99 ({:.1} ms at worst): the numbers are suspect; \
              give it CPUs of its own or less to send",
-            run.info.own_lag_p99_ms, run.info.own_lag_max_ms
+            run.info.own_lag_p99_ms,
+            run.info.own_lag_max_ms
         );
     }
 }
@@ -187,7 +187,8 @@ fn note_lag(run: &mut Run) {
 /// Text to standard output, files where they are wanted.
 fn publish(run: &Run, hardware: Option<&Model>, wanted: &Reporting) -> anyhow::Result<()> {
     let summary = report::summarize(run, wanted.objectives, hardware);
-    print!("{}", report::text(&summary));
+    // A reader who has seen enough still gets the files.
+    let printed = print(&report::text(&summary));
     let write = |path: &Path, text: String| {
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
     };
@@ -200,7 +201,7 @@ fn publish(run: &Run, hardware: Option<&Model>, wanted: &Reporting) -> anyhow::R
     if let Some(path) = &wanted.html {
         write(path, report::html(&summary))?;
     }
-    Ok(())
+    printed
 }
 
 #[cfg(test)]

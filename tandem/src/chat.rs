@@ -1,11 +1,12 @@
 //! `tandem chat`: a conversation; the history is kept here and sent whole each time.
-use std::io::{BufRead, IsTerminal, Write};
+use std::io::{BufRead, IsTerminal};
 
 use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::{ChatMessage, ChatMessages};
 
 use crate::config::Chat;
 use crate::generate::{Client, summary};
+use crate::terminal::{OutputClosed, say, write_error};
 
 /// Answers one message, or every line of standard input until its end or `/exit`.
 ///
@@ -18,7 +19,7 @@ pub async fn run(config: Chat) -> anyhow::Result<()> {
         return turn(&mut client, &mut history, message).await;
     }
     if std::io::stdin().is_terminal() {
-        eprintln!("Empty line or /exit ends, /new forgets the conversation, Ctrl-C ends an answer.");
+        say!("Empty line or /exit ends, /new forgets the conversation, Ctrl-C ends an answer.");
     }
     let first = history.len();
     while let Some(line) = next_line().await? {
@@ -30,13 +31,16 @@ pub async fn run(config: Chat) -> anyhow::Result<()> {
         tokio::select! {
             outcome = turn(&mut client, &mut history, line) => {
                 if let Err(error) = outcome {
+                    if error.is::<OutputClosed>() {
+                        return Err(error);
+                    }
                     // One failed turn does not end a conversation.
-                    eprintln!("tandem: {error:#}");
+                    say!("tandem: {error:#}");
                     history.truncate(asked);
                 }
             }
             _ = tokio::signal::ctrl_c() => {
-                eprintln!("\n[interrupted]");
+                say!("\n[interrupted]");
                 history.truncate(asked);
             }
         }
@@ -47,7 +51,7 @@ pub async fn run(config: Chat) -> anyhow::Result<()> {
 async fn turn(client: &mut Client, history: &mut Vec<ChatMessage>, message: String) -> anyhow::Result<()> {
     history.push(said("user", message));
     let answer = client.answer(Input::Chat(ChatMessages { messages: history.clone() })).await?;
-    eprintln!("{}", summary(&answer.finish));
+    say!("{}", summary(&answer.finish));
     history.push(said("assistant", answer.text));
     Ok(())
 }
@@ -60,8 +64,7 @@ fn said(role: &str, content: String) -> ChatMessage {
 async fn next_line() -> anyhow::Result<Option<String>> {
     let read = tokio::task::spawn_blocking(|| -> std::io::Result<Option<String>> {
         if std::io::stdin().is_terminal() {
-            eprint!("> ");
-            std::io::stderr().flush()?;
+            write_error(format_args!("> "));
         }
         let mut line = String::new();
         let read = std::io::stdin().lock().read_line(&mut line)?;

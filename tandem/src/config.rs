@@ -1,25 +1,25 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
-//! - [`bench`]: the part of `tandem bench`.
+//! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`.
 //!
 //! Next: [`crate::up`], the largest command.
 pub mod bench;
+pub mod up;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::{Args, Parser, Subcommand};
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use tonic::metadata::AsciiMetadataValue;
 
-use crate::state;
-
-/// File name of the model that `make setup` puts into the cache.
-pub const DEFAULT_MODEL: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+use crate::state::{self, State};
 
 /// What to do, with every default filled in.
 pub enum Config {
     /// Run a local cluster.
-    Up(Up),
+    Up(up::Up),
     /// Stream the answer to one prompt.
     Generate(Generate),
     /// Talk.
@@ -30,62 +30,6 @@ pub enum Config {
     Explain(Explain),
     /// Measure.
     Bench(bench::Bench),
-}
-
-/// A local cluster.
-pub struct Up {
-    /// Prefill nodes; 0 when every decode node computes its own prompts.
-    pub prefill: usize,
-    /// Decode nodes.
-    pub decode: usize,
-    /// Address of the router's HTTP API; port 0: any.
-    pub http: String,
-    /// Address of the router's gRPC API; port 0: any.
-    pub grpc: String,
-    /// GGUF file or safetensors directory of the router; nodes have it among their flags.
-    pub model: PathBuf,
-    /// Where the state of the cluster is told to the other commands.
-    pub state: PathBuf,
-    /// One log file a process.
-    pub logs: PathBuf,
-    /// Give every node its own cores.
-    pub pinning: Pinning,
-    /// Start a child again that died.
-    pub on_death: OnDeath,
-    /// Bound of the start of one process.
-    pub start_timeout: Duration,
-    /// Bound of the drain at the end.
-    pub grace: Duration,
-    /// Threads of a node: as many as its cores, or a number.
-    pub threads: Option<usize>,
-    /// Flags for every process.
-    pub shared_args: Vec<String>,
-    /// Flags for both kinds of nodes.
-    pub node_args: Vec<String>,
-    /// Flags for prefill nodes alone.
-    pub prefill_args: Vec<String>,
-    /// Flags for decode nodes alone.
-    pub decode_args: Vec<String>,
-    /// Flags for the router alone.
-    pub router_args: Vec<String>,
-}
-
-/// Whether nodes get their own cores.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Pinning {
-    /// The CPUs are split between the nodes.
-    OwnCores,
-    /// The kernel decides.
-    Free,
-}
-
-/// What happens when a child dies.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum OnDeath {
-    /// It is reported.
-    Report,
-    /// It is reported and started again.
-    Restart,
 }
 
 /// One prompt.
@@ -110,6 +54,10 @@ pub struct Chat {
 pub struct Sampling {
     /// The router's gRPC URL.
     pub url: String,
+    /// The running `tandem up`, where there is one: for hints.
+    pub cluster: Option<State>,
+    /// Sent with every request.
+    pub authorization: Option<AsciiMetadataValue>,
     /// At most so many tokens.
     pub max_tokens: u32,
     /// 0 is greedy.
@@ -159,13 +107,22 @@ pub struct Explain {
 impl Config {
     /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
-        let CommandLine { command, state } = CommandLine::parse();
+        let mut arguments = without_empty_variables(CommandLine::command()).get_matches();
+        let CommandLine { command, state } =
+            CommandLine::from_arg_matches_mut(&mut arguments).unwrap_or_else(|error| error.exit());
         let state = match state {
             Some(path) => path,
             None => state::default_path(runtime_dir()?),
         };
         command.resolve(state)
     }
+}
+
+/// `TANDEM_STATE= tandem …` is as without the variable; clap takes an empty one for a value.
+fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let is_empty = |name: &OsStr| std::env::var_os(name).is_some_and(|value| value.is_empty());
+    let without = |arg: Arg| if arg.get_env().is_some_and(is_empty) { arg.env(None) } else { arg };
+    command.mut_args(without).mut_subcommands(without_empty_variables)
 }
 
 #[derive(Parser)]
@@ -184,8 +141,8 @@ struct CommandLine {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Start a local cluster and keep it until Ctrl-C
-    Up(Box<UpArgs>),
+    // What it is stands above its arguments.
+    Up(Box<up::UpArgs>),
     /// Stream the answer to one prompt
     Generate(GenerateArgs),
     /// Talk with the model; without a message, line by line from the terminal
@@ -194,115 +151,7 @@ enum Command {
     Trace(TraceArgs),
     /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
     Explain(ExplainArgs),
-    // What it is stands above its arguments.
     Bench(Box<bench::BenchArgs>),
-}
-
-#[derive(Args)]
-struct UpArgs {
-    /// Prefill nodes [default: 1, with --aggregated 0]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
-    prefill: Option<u16>,
-    /// Decode nodes [default: 1, with --aggregated 2: as many nodes as without]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
-    decode: Option<u16>,
-    /// No prefill nodes: every decode node computes the prompts of its own requests. For comparison: the CPUs of both
-    /// roles go to the decode nodes, so that `--aggregated --decode 2` has those of `--prefill 1 --decode 1`
-    #[arg(long)]
-    aggregated: bool,
-    /// Address of the OpenAI HTTP API (port 0: any free one)
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
-    http: String,
-    /// Address of the gRPC API (port 0: any free one)
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
-    grpc: String,
-    /// GGUF file or safetensors directory [default: the model of `make setup` in the cache directory]
-    #[arg(long, value_name = "PATH")]
-    model: Option<PathBuf>,
-    /// Where `make setup` puts the model [default: ~/.cache/tandem]
-    #[arg(long, env = "TANDEM_CACHE", value_name = "DIR")]
-    cache: Option<PathBuf>,
-    /// One log file a process [default: a new directory below the system's temporary one]
-    #[arg(long, value_name = "DIR")]
-    log_dir: Option<PathBuf>,
-    /// Let the kernel place the nodes, instead of splitting the CPUs between them
-    #[arg(long)]
-    no_pin: bool,
-    /// Start a process again that died
-    #[arg(long)]
-    restart: bool,
-    /// Seconds that a process may take to start
-    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
-    start_timeout: u64,
-    /// Seconds that running requests may take to finish at the end; what then still runs ends with an error, a few seconds later
-    #[arg(long, default_value_t = 10, value_name = "SECONDS")]
-    grace: u64,
-    #[command(flatten)]
-    pass: PassThrough,
-}
-
-/// Flags that go on to the nodes and the router.
-#[derive(Args)]
-#[command(next_help_heading = "Passed on to the nodes and the router")]
-struct PassThrough {
-    /// KV data type
-    #[arg(long, value_name = "bf16|int8|f32")]
-    kv_dtype: Option<String>,
-    /// Tokens of a KV block
-    #[arg(long, value_name = "TOKENS", value_parser = ["16", "32", "64", "128"])]
-    block_size: Option<String>,
-    /// KV blocks of a node
-    #[arg(long, value_name = "N")]
-    kv_blocks: Option<usize>,
-    /// Memory of a node's KV, instead of blocks: 2GiB, or a share of the machine's such as 25%
-    #[arg(long, value_name = "SIZE", conflicts_with = "kv_blocks")]
-    kv_memory: Option<String>,
-    /// Compute every prompt as if it were the first
-    #[arg(long)]
-    no_prefix_caching: bool,
-    /// Instruction set of the compute kernels
-    #[arg(long, value_name = "auto|amx|avx512|avx2|portable")]
-    isa: Option<String>,
-    /// The same bits whatever else is in the batch; `false` is faster, see the nodes' --help [default: true]
-    #[arg(long, value_name = "BOOL")]
-    batch_invariant: Option<bool>,
-    /// Sequences of a running batch
-    #[arg(long, value_name = "N")]
-    max_num_seqs: Option<usize>,
-    /// Tokens of a step
-    #[arg(long, value_name = "N")]
-    max_num_batched_tokens: Option<usize>,
-    /// Threads of a node [default: its cores]
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
-    /// KV transport
-    #[arg(long, value_name = "auto|ucx|tcp")]
-    transport: Option<String>,
-    /// What UCX may use
-    #[arg(long, value_name = "shm|tcp|rdma")]
-    ucx_profile: Option<String>,
-    /// Directory of libucp.so.0 [default: the system's]
-    #[arg(long, value_name = "DIR")]
-    ucx_lib_dir: Option<PathBuf>,
-    /// OTLP/gRPC collector for the traces
-    #[arg(long, value_name = "URL")]
-    otlp_endpoint: Option<String>,
-    /// Name of the model in the APIs
-    #[arg(long, value_name = "NAME")]
-    served_model_name: Option<String>,
-    /// Nodes without a model: fast, and the tokens mean nothing; how fast: --prefill-arg and --decode-arg with --simulated-step-us=N,
-    /// --simulated-token-us=N, --simulated-context-ns=N
-    #[arg(long)]
-    simulated: bool,
-    /// One more flag for every prefill node; repeatable
-    #[arg(long, value_name = "FLAG", allow_hyphen_values = true)]
-    prefill_arg: Vec<String>,
-    /// One more flag for every decode node; repeatable
-    #[arg(long, value_name = "FLAG", allow_hyphen_values = true)]
-    decode_arg: Vec<String>,
-    /// One more flag for the router; repeatable
-    #[arg(long, value_name = "FLAG", allow_hyphen_values = true)]
-    router_arg: Vec<String>,
 }
 
 #[derive(Args)]
@@ -310,6 +159,9 @@ struct SamplingArgs {
     /// The router's gRPC address [default: that of the running `tandem up`]
     #[arg(long, visible_alias = "grpc", value_name = "URL")]
     url: Option<String>,
+    /// Sent as `authorization: Bearer KEY`
+    #[arg(long, env = "TANDEM_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<String>,
     /// Tokens to generate at most
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
@@ -421,105 +273,27 @@ impl Command {
     }
 }
 
-impl UpArgs {
-    /// Prefill and decode nodes.
-    fn nodes(&self) -> anyhow::Result<(usize, usize)> {
-        let (prefill, decode) = match (self.aggregated, self.prefill) {
-            (false, Some(0)) => anyhow::bail!("--prefill 0: without prefill nodes a cluster is --aggregated"),
-            (true, Some(1..)) => anyhow::bail!("--aggregated: there are no prefill nodes; leave --prefill out"),
-            (false, prefill) => (prefill.unwrap_or(1), self.decode.unwrap_or(1)),
-            (true, _) => (0, self.decode.unwrap_or(2)),
-        };
-        Ok((prefill.into(), decode.into()))
-    }
-
-    fn resolve(self, state: PathBuf) -> anyhow::Result<Up> {
-        let (prefill, decode) = self.nodes()?;
-        let model = match (self.model, self.cache) {
-            (Some(model), _) => model,
-            (None, Some(cache)) => cache.join(DEFAULT_MODEL),
-            (None, None) => {
-                let home = std::env::home_dir().context("no home directory: give --model PATH or --cache DIR")?;
-                home.join(".cache/tandem").join(DEFAULT_MODEL)
-            }
-        };
-        if !model.exists() {
-            let model = model.display();
-            anyhow::bail!(
-                "no model at {model}: `make setup` downloads the default one, --model PATH takes a GGUF file or a directory"
-            );
-        }
-        let logs = match self.log_dir {
-            Some(logs) => logs,
-            None => state::private_temp_dir()?.join(format!("logs-{}", std::process::id())),
-        };
-        let (shared_args, mut node_args) = self.pass.to_args();
-        node_args.extend(["--model".to_owned(), model.display().to_string()]);
-        let mut router_args = self.pass.router_arg;
-        if self.aggregated {
-            router_args.extend(["--local-prefill".to_owned(), "always".to_owned()]);
-        }
-        router_args
-            .extend(self.pass.served_model_name.into_iter().flat_map(|name| ["--served-model-name".into(), name]));
-        Ok(Up {
-            prefill,
-            decode,
-            http: self.http,
-            grpc: self.grpc,
-            model,
-            state,
-            logs,
-            pinning: if self.no_pin { Pinning::Free } else { Pinning::OwnCores },
-            on_death: if self.restart { OnDeath::Restart } else { OnDeath::Report },
-            start_timeout: Duration::from_secs(self.start_timeout),
-            grace: Duration::from_secs(self.grace),
-            threads: self.pass.threads,
-            shared_args,
-            node_args,
-            prefill_args: self.pass.prefill_arg,
-            decode_args: self.pass.decode_arg,
-            router_args,
-        })
-    }
-}
-
-impl PassThrough {
-    /// Flags for every process, and flags for the nodes.
-    fn to_args(&self) -> (Vec<String>, Vec<String>) {
-        let mut shared = Vec::new();
-        if let Some(url) = &self.otlp_endpoint {
-            shared.extend(["--otlp-endpoint".to_owned(), url.clone()]);
-        }
-        let number = |n: &Option<usize>| n.map(|n| n.to_string());
-        let lib_dir = self.ucx_lib_dir.as_ref().map(|dir| dir.display().to_string());
-        let pairs = [
-            ("--kv-dtype", self.kv_dtype.clone()),
-            ("--block-size", self.block_size.clone()),
-            ("--kv-blocks", number(&self.kv_blocks)),
-            ("--kv-memory", self.kv_memory.clone()),
-            ("--isa", self.isa.clone()),
-            ("--batch-invariant", self.batch_invariant.map(|on| on.to_string())),
-            ("--max-num-seqs", number(&self.max_num_seqs)),
-            ("--max-num-batched-tokens", number(&self.max_num_batched_tokens)),
-            ("--transport", self.transport.clone()),
-            ("--ucx-profile", self.ucx_profile.clone()),
-            ("--ucx-lib-dir", lib_dir),
-        ];
-        let given = pairs.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));
-        let switches = [("--no-prefix-caching", self.no_prefix_caching), ("--simulated", self.simulated)];
-        let switches = switches.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
-        (shared, given.flatten().chain(switches).collect())
-    }
+/// The metadata of an API key, which no log prints.
+fn bearer(key: &str) -> anyhow::Result<AsciiMetadataValue> {
+    let value: Result<AsciiMetadataValue, _> = format!("Bearer {key}").parse();
+    let mut value = value.context("--api-key has characters that no header may have")?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 impl SamplingArgs {
     fn resolve(self, state: &std::path::Path) -> anyhow::Result<Sampling> {
-        let url = match self.url {
-            Some(url) => with_scheme(&url),
-            None => state::load(state)?.grpc,
+        let (url, cluster) = match self.url {
+            Some(url) => (with_scheme(&url), state::load(state).ok()),
+            None => {
+                let cluster = state::load(state)?;
+                (cluster.grpc.clone(), Some(cluster))
+            }
         };
         Ok(Sampling {
             url,
+            cluster,
+            authorization: self.api_key.as_deref().map(bearer).transpose()?,
             max_tokens: self.max_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
@@ -559,86 +333,11 @@ pub fn with_scheme(address: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn the_command_line_is_consistent() {
         CommandLine::command().debug_assert();
-    }
-
-    #[test]
-    fn flags_reach_the_processes_they_are_for() {
-        let model = tempfile::NamedTempFile::new().unwrap();
-        let path = model.path().to_str().unwrap();
-        let line = [
-            "tandem",
-            "up",
-            "--model",
-            path,
-            "--kv-dtype",
-            "f32",
-            "--block-size",
-            "32",
-            "--kv-memory",
-            "25%",
-            "--batch-invariant",
-            "false",
-            "--otlp-endpoint",
-            "http://c:1",
-            "--simulated",
-            "--prefill-arg=--debug-flip-byte",
-            "--log-dir",
-            "/nowhere/logs",
-            "--threads",
-            "3",
-        ];
-        let Config::Up(up) =
-            CommandLine::try_parse_from(line).unwrap().command.resolve("/nowhere/state".into()).unwrap()
-        else {
-            panic!("not `up`");
-        };
-        assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
-        let (flags, model) = up.node_args.split_at(9);
-        let (kv, rest) = flags.split_at(4);
-        assert_eq!(kv, ["--kv-dtype", "f32", "--block-size", "32"]);
-        assert_eq!(rest, ["--kv-memory", "25%", "--batch-invariant", "false", "--simulated"]);
-        assert_eq!(model, ["--model", &up.model.display().to_string()]);
-        assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
-        assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
-    }
-
-    #[test]
-    fn an_aggregated_cluster_has_decode_nodes_only() {
-        let model = tempfile::NamedTempFile::new().unwrap();
-        let up = |flags: &str| {
-            let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
-            let line = CommandLine::try_parse_from(line.chain(flags.split_whitespace()))?;
-            let Config::Up(up) = line.command.resolve("/nowhere/state".into())? else { panic!("not `up`") };
-            anyhow::Ok((up.prefill, up.decode, up.router_args.join(" ")))
-        };
-        let (always, never) = ("--local-prefill always".to_owned(), String::new());
-        assert_eq!(up("").unwrap(), (1, 1, never.clone()));
-        assert_eq!(up("--prefill 2 --decode 3").unwrap(), (2, 3, never));
-        assert_eq!(up("--aggregated").unwrap(), (0, 2, always.clone()));
-        assert_eq!(up("--aggregated --prefill 0 --decode 4").unwrap(), (0, 4, always));
-        assert!(up("--prefill 0").unwrap_err().to_string().contains("--aggregated"));
-        assert!(up("--aggregated --prefill 1").unwrap_err().to_string().contains("no prefill nodes"));
-        assert!(up("--decode 0").is_err());
-    }
-
-    #[test]
-    fn a_block_size_that_no_node_takes_is_refused() {
-        let error = CommandLine::try_parse_from(["tandem", "up", "--block-size", "48"]).err().unwrap().to_string();
-        assert!(error.contains("16, 32, 64, 128"), "{error}");
-    }
-
-    #[test]
-    fn a_missing_model_says_what_to_run() {
-        let line = ["tandem", "up", "--model", "/nowhere/m.gguf"];
-        let error = CommandLine::try_parse_from(line).unwrap().command.resolve("/nowhere/state".into()).err().unwrap();
-        assert!(error.to_string().contains("make setup"), "{error}");
     }
 
     #[test]

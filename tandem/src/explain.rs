@@ -7,6 +7,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use crate::config;
+use crate::terminal::print;
 use crate::trace::{self, Event, Span, Trace};
 
 /// Columns of the table: heading and attribute of the candidate.
@@ -27,8 +28,7 @@ const WIDEST_PLAN: usize = 48;
 /// No router, no such trace, or no choice in it.
 pub async fn run(config: config::Explain) -> anyhow::Result<()> {
     let trace = trace::fetch(&config.url, &config.id).await?;
-    print!("{}", render(&trace).map_err(anyhow::Error::msg)?);
-    Ok(())
+    print(&render(&trace).map_err(anyhow::Error::msg)?)
 }
 
 /// The explanation, with a newline at the end: a section for each request of the trace, the first one first. A client may

@@ -1,8 +1,6 @@
 //! `tandem generate`: one prompt over gRPC, the text as it comes, then one line of figures.
 //!
 //! [`Client`] is also what [`crate::chat`] talks through.
-use std::io::Write;
-
 use anyhow::{Context, bail};
 use tandem_proto::v1;
 use tandem_proto::v1::generate_request::Input;
@@ -12,6 +10,8 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status};
 
 use crate::config::{Generate, Sampling};
+use crate::terminal::{print, say};
+use crate::wrong_port;
 
 /// Streams the answer to standard output, and the figures to standard error.
 ///
@@ -20,7 +20,7 @@ use crate::config::{Generate, Sampling};
 pub async fn run(config: Generate) -> anyhow::Result<()> {
     let mut client = Client::connect(config.options).await?;
     let answer = client.answer(Input::Text(config.text)).await?;
-    eprintln!("{}", summary(&answer.finish));
+    say!("{}", summary(&answer.finish));
     Ok(())
 }
 
@@ -45,7 +45,14 @@ impl Client {
     /// Nobody listens there.
     pub async fn connect(options: Sampling) -> anyhow::Result<Self> {
         let endpoint = Endpoint::from_shared(options.url.clone())?.connect_timeout(std::time::Duration::from_secs(5));
-        let channel = endpoint.connect().await.with_context(|| format!("no router answers at {}", options.url))?;
+        let channel = match endpoint.connect().await {
+            Ok(channel) => channel,
+            Err(error) => {
+                let hint = wrong_port::hint(&options.url, options.cluster.as_ref()).await;
+                let hint = hint.unwrap_or_else(|| format!("no router answers at {}", options.url));
+                return Err(error).context(hint);
+            }
+        };
         let inference = InferenceClient::new(channel).max_decoding_message_size(tandem_proto::MAX_MESSAGE_BYTES);
         Ok(Self { inference, options })
     }
@@ -57,23 +64,41 @@ impl Client {
     pub async fn answer(&mut self, input: Input) -> anyhow::Result<Answer> {
         let mut request = Request::new(self.request(input));
         request.set_timeout(self.options.timeout);
-        let mut stream = self.inference.generate(request).await.map_err(explain)?.into_inner();
-        let (mut text, mut out) = (String::new(), std::io::stdout());
+        if let Some(authorization) = &self.options.authorization {
+            request.metadata_mut().insert("authorization", authorization.clone());
+        }
+        let mut stream = match self.inference.generate(request).await {
+            Ok(answer) => answer.into_inner(),
+            Err(status) => return Err(self.refusal(status).await),
+        };
+        let mut text = String::new();
         while let Some(message) = stream.message().await.map_err(explain)? {
             let part = match &message.event {
                 Some(Event::Token(token)) => &token.text,
                 Some(Event::Finish(finish)) => &finish.text,
                 None => continue,
             };
-            out.write_all(part.as_bytes())?;
-            out.flush()?;
+            print(part)?;
             text.push_str(part);
             if let Some(Event::Finish(finish)) = message.event {
-                writeln!(out)?;
+                print("\n")?;
                 return Ok(Answer { text, finish });
             }
         }
         bail!("the answer ended without a last message")
+    }
+
+    /// One that a server sent has no source: what came of the transport may have met the wrong port.
+    async fn refusal(&self, status: Status) -> anyhow::Error {
+        let is_transport = std::error::Error::source(&status).is_some();
+        let error = explain(status);
+        match is_transport {
+            true => match wrong_port::hint(&self.options.url, self.options.cluster.as_ref()).await {
+                Some(hint) => error.context(hint),
+                None => error,
+            },
+            false => error,
+        }
     }
 
     fn request(&self, input: Input) -> v1::GenerateRequest {
@@ -121,7 +146,8 @@ pub fn summary(finish: &v1::Finish) -> String {
 }
 
 fn explain(status: Status) -> anyhow::Error {
-    anyhow::anyhow!("{:?}: {}", status.code(), status.message())
+    let message = if status.message().is_empty() { status.code().description() } else { status.message() };
+    anyhow::anyhow!(wrong_port::with_causes(format!("{:?}: {message}", status.code()), &status))
 }
 
 #[cfg(test)]

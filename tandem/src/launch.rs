@@ -3,8 +3,8 @@
 //! `setpriv --pdeathsig KILL` and `taskset -c` (both util-linux) stand before the program, so that a child ends with this
 //! process even when this process is killed, without any unsafe code here.
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::{Read, Seek, SeekFrom};
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -47,8 +47,16 @@ pub struct Member {
     /// The pairs of its ready line.
     pub ready: Ready,
     /// Standard output and standard error.
-    pub log: PathBuf,
+    pub log: Log,
     child: Child,
+}
+
+/// What one process writes. Its file may begin with what earlier ones of the same name wrote.
+#[derive(Clone)]
+pub struct Log {
+    path: PathBuf,
+    /// Bytes of the earlier ones.
+    from: u64,
 }
 
 impl Wrappers {
@@ -78,9 +86,7 @@ impl Recipe {
     /// # Errors
     /// It cannot be started, ends before it is ready, or is not ready in time; with the tail of its log.
     pub async fn launch(&self, wrappers: Wrappers, logs: &Path, timeout: Duration) -> anyhow::Result<Member> {
-        let log = logs.join(format!("{}.log", self.name));
-        let file = fs::OpenOptions::new().create(true).append(true).open(&log);
-        let file = file.with_context(|| format!("cannot write {}", log.display()))?;
+        let (log, file) = Log::open(logs.join(format!("{}.log", self.name)))?;
         let mut words = wrappers.words(&self.cpus);
         words.push(self.program.display().to_string());
         let mut child = Command::new(&words[0])
@@ -101,9 +107,9 @@ impl Recipe {
             Ok(Ok(ready)) => Ok(Member { recipe: self.clone(), ready, log, child }),
             Ok(Err(_)) => {
                 let status = child.wait().await?;
-                bail!("{} ended before it was ready ({status})\n{}", self.name, tail(&log));
+                bail!("{} ended before it was ready ({status})\n{}", self.name, log.tail());
             }
-            Err(_) => bail!("{} was not ready within {} s\n{}", self.name, timeout.as_secs(), tail(&log)),
+            Err(_) => bail!("{} was not ready within {} s\n{}", self.name, timeout.as_secs(), log.tail()),
         }
     }
 }
@@ -154,22 +160,64 @@ impl Ready {
     }
 }
 
-/// The last lines of a log.
-pub fn tail(log: &Path) -> String {
-    const BYTES: u64 = 4096;
-    let read = || -> std::io::Result<Vec<u8>> {
-        let mut file = fs::File::open(log)?;
+impl Log {
+    /// The log of a process that is about to start, and its file to append to.
+    fn open(path: PathBuf) -> anyhow::Result<(Self, File)> {
+        let open = || -> std::io::Result<(File, u64)> {
+            let file = fs::OpenOptions::new().create(true).append(true).open(&path)?;
+            let from = file.metadata()?.len();
+            Ok((file, from))
+        };
+        let (file, from) = open().with_context(|| format!("cannot write {}", path.display()))?;
+        Ok((Self { path, from }, file))
+    }
+
+    /// The last lines of this process, for people.
+    pub fn tail(&self) -> String {
+        let bytes = self.last_bytes().unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        let lines: Vec<&str> = text.trim_end().lines().rev().take(20).collect();
+        let shown: String = lines.iter().rev().map(|line| format!("  | {line}\n")).collect();
+        match self.check_writable() {
+            Ok(()) => format!("{shown}  ({})", self.path.display()),
+            Err(error) => format!("{shown}  the log in {} could not be written: {error}", self.path.display()),
+        }
+    }
+
+    /// Where it cannot grow, the process may have said more than is there.
+    fn check_writable(&self) -> std::io::Result<()> {
+        // The empty line stands between this process and the next one.
+        fs::OpenOptions::new().append(true).open(&self.path)?.write_all(b"\n")?;
+        check_writable(self.path.parent().unwrap_or(Path::new(".")))
+    }
+
+    fn last_bytes(&self) -> std::io::Result<Vec<u8>> {
+        const MOST: u64 = 4096;
+        let mut file = File::open(&self.path)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(BYTES)))?;
+        // Shorter than it was: somebody has emptied it, and all of it is this process's.
+        let own = if length < self.from { 0 } else { self.from };
+        let start = length.saturating_sub(MOST).max(own);
+        file.seek(SeekFrom::Start(start))?;
         let mut bytes = Vec::new();
-        file.take(BYTES).read_to_end(&mut bytes)?;
+        file.take(length - start).read_to_end(&mut bytes)?;
         Ok(bytes)
-    };
-    let bytes = read().unwrap_or_default();
-    let text = String::from_utf8_lossy(&bytes);
-    let lines: Vec<&str> = text.trim_end().lines().rev().take(20).collect();
-    let shown: String = lines.iter().rev().map(|line| format!("  | {line}\n")).collect();
-    format!("{shown}  ({})", log.display())
+    }
+}
+
+/// Whether logs can grow in this directory. A process goes on without its log, but nobody learns why it ended.
+///
+/// # Errors
+/// The system's reason, on a full disk `StorageFull`.
+pub fn check_writable(logs: &Path) -> std::io::Result<()> {
+    /// What a start may write. The last bytes of a full disk are enough for a few lines.
+    const BYTES: usize = 64 << 10;
+    let probe = logs.join(format!(".probe-{}", std::process::id()));
+    // Some file systems find out late.
+    let written =
+        File::create(&probe).and_then(|mut file| file.write_all(&[b'\n'; BYTES]).and_then(|()| file.sync_all()));
+    let _ = fs::remove_file(&probe);
+    written
 }
 
 /// Copies the output to the log for as long as the process lives, and tells the ready line.
@@ -217,7 +265,24 @@ mod tests {
         assert!(member.pid().is_some());
         member.kill().await;
         assert_eq!(member.pid(), None);
-        assert!(tail(&member.log).contains("hello"));
+        assert!(member.log.tail().contains("hello"));
+    }
+
+    #[tokio::test]
+    async fn an_excerpt_is_of_this_process_alone() {
+        let logs = tempfile::tempdir().unwrap();
+        let fail = async |text: &str| {
+            let error = shell(&format!("echo {text} >&2; exit 3")).launch(NO_WRAPPERS, logs.path(), SOON).await;
+            error.err().unwrap().to_string()
+        };
+        assert!(fail("wrong flag").await.contains("| wrong flag"));
+        let second = fail("no such port").await;
+        assert!(second.contains("| no such port") && !second.contains("wrong flag"), "{second}");
+        let path = logs.path().join("child.log");
+        let (log, _file) = Log::open(path.clone()).unwrap();
+        assert_eq!(log.tail(), format!("  ({})", path.display()), "it has said nothing yet");
+        fs::write(&path, "emptied meanwhile").unwrap();
+        assert!(log.tail().contains("emptied"));
     }
 
     #[tokio::test]
@@ -226,6 +291,18 @@ mod tests {
         let error = shell("echo no such port >&2; exit 3").launch(NO_WRAPPERS, logs.path(), SOON).await.err().unwrap();
         let text = error.to_string();
         assert!(text.contains("no such port") && text.contains("exit status: 3"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_log_that_cannot_be_written_is_named() {
+        let logs = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/dev/full", logs.path().join("child.log")).unwrap();
+        let error = shell("echo lost >&2; exit 3").launch(NO_WRAPPERS, logs.path(), SOON).await.err().unwrap();
+        let text = error.to_string();
+        assert!(text.contains("exit status: 3") && text.contains("child.log could not be written: No space"), "{text}");
+        check_writable(logs.path()).unwrap();
+        assert_eq!(fs::read_dir(logs.path()).unwrap().count(), 1, "the probe is left behind");
+        assert!(check_writable(&logs.path().join("nowhere")).is_err());
     }
 
     #[test]

@@ -4,11 +4,14 @@
 //!
 //! - [`config`]: the command line and the environment, resolved once.
 //! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`state`] tells
-//!   the other commands where the cluster is.
-//! - [`generate`] and [`chat`]: the gRPC client.
+//!   the other commands where the cluster is, [`join_token`] is the secret of its nodes.
+//! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`bench`]: the load generator, and its report.
+//! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
+// They panic where nobody reads: `terminal` does not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
 mod chat;
@@ -16,11 +19,14 @@ mod config;
 mod cores;
 mod explain;
 mod generate;
+mod join_token;
 mod launch;
 mod state;
+mod terminal;
 mod trace;
 mod up;
 mod waterfall;
+mod wrong_port;
 
 use std::process::ExitCode;
 
@@ -29,6 +35,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use config::Config;
 use config::bench::Bench;
+use terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 
 fn main() -> ExitCode {
     let outcome = Config::from_command_line().and_then(|config| {
@@ -37,8 +44,9 @@ fn main() -> ExitCode {
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<OutputClosed>() => ExitCode::from(OUTPUT_CLOSED_STATUS),
         Err(error) => {
-            eprintln!("tandem: {error:#}");
+            say!("tandem: {error:#}");
             ExitCode::FAILURE
         }
     }

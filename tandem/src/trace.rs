@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use crate::config;
+use crate::terminal::print;
 use crate::waterfall;
 
 /// As `GET /api/traces/{id}` answers.
@@ -75,8 +76,7 @@ pub struct Event {
 /// No router, no such trace.
 pub async fn run(config: config::Trace) -> anyhow::Result<()> {
     let trace = fetch(&config.url, &config.id).await?;
-    print!("trace {}\n{}", trace.trace_id, waterfall::render(&trace.spans, config.width));
-    Ok(())
+    print(&format!("trace {}\n{}", trace.trace_id, waterfall::render(&trace.spans, config.width)))
 }
 
 /// The trace `id` (32 hexadecimal digits, or `last`) of the router at `url`.

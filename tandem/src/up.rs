@@ -10,10 +10,13 @@ use futures::future::{join_all, select_all};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::config::{OnDeath, Pinning, Up, with_scheme};
+use crate::config::up::{OnDeath, Pinning, Up};
+use crate::config::with_scheme;
 use crate::cores;
-use crate::launch::{Member, Recipe, Wrappers, tail};
+use crate::join_token::JoinToken;
+use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
+use crate::terminal::{print, say};
 
 /// What a router needs after its drain, the grace: a second to tell clients that their answers end, one for the last bytes,
 /// and some for the rest of its end.
@@ -26,22 +29,25 @@ const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Durati
 /// Starts the cluster, keeps it until a signal, drains it.
 ///
 /// # Errors
-/// A process does not start, or the router dies and may not be restarted.
+/// Another cluster has the state file, a process does not start, or the router dies and may not be restarted.
 pub async fn run(config: Up) -> anyhow::Result<()> {
     let mut stop = Stop::new()?;
+    // Held to the last line, past the end of the children.
+    let claim = state::claim(&config.state)?;
+    let join_token = JoinToken::of_cluster(&config.state, config.join_token_file.as_deref())?;
     let mut cluster = tokio::select! {
-        cluster = Cluster::start(&config) => cluster?,
+        cluster = Cluster::start(&config, &join_token) => cluster?,
         // Dropped children are killed.
         () = stop.asked() => bail!("stopped before the cluster was ready"),
     };
-    let published = state::publish(&config.state, &cluster.state())?;
+    let published = claim.publish(&cluster.state())?;
     cluster.announce()?;
     let outcome = tokio::select! {
         outcome = cluster.supervise() => outcome,
         () = stop.asked() => Ok(()),
     };
     drop(published);
-    eprintln!("tandem: stopping");
+    say!("tandem: stopping");
     tokio::select! {
         () = cluster.drain() => {}
         () = stop.asked() => cluster.kill().await,
@@ -76,34 +82,41 @@ impl Stop {
 
 struct Cluster<'a> {
     config: &'a Up,
+    join_token: &'a JoinToken,
     wrappers: Wrappers,
     http: String,
     grpc: String,
+    /// Where nodes join: gRPC's port, or one of their own.
+    join: String,
     /// The router is the first one.
     members: Vec<Member>,
 }
 
 impl<'a> Cluster<'a> {
     /// Router first, then all nodes at once, then /health.
-    async fn start(config: &'a Up) -> anyhow::Result<Self> {
+    async fn start(config: &'a Up, join_token: &'a JoinToken) -> anyhow::Result<Self> {
         std::fs::create_dir_all(&config.logs).with_context(|| format!("cannot make {}", config.logs.display()))?;
+        check_writable(&config.logs).with_context(|| {
+            format!("no log can be written in {}: make room, or give --log-dir DIR", config.logs.display())
+        })?;
         let wrappers = Wrappers::find();
-        eprintln!("tandem: logs in {}", config.logs.display());
+        say!("tandem: logs in {}", config.logs.display());
         if !wrappers.death_signal {
-            eprintln!(
-                "tandem: note: no `setpriv --pdeathsig` here: a kill -9 of this process leaves its children behind"
-            );
+            say!("tandem: note: no `setpriv --pdeathsig` here: a kill -9 of this process leaves its children behind");
         }
         let programs = programs_dir()?;
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
-        let router = launch(router_recipe(config, &programs)).await?;
+        let router = launch(router_recipe(config, join_token, &programs)).await?;
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
-        let nodes = join_all(node_recipes(config, wrappers, &programs, &grpc).into_iter().map(launch)).await;
+        let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
+        let token = join_token_args(join_token);
+        let nodes = node_recipes(config, wrappers, &programs, &join, &token);
+        let nodes = join_all(nodes.into_iter().map(launch)).await;
         let mut members = vec![router];
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, wrappers, http, grpc, members };
+        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members };
         cluster.healthy().await?;
         Ok(cluster)
     }
@@ -116,10 +129,10 @@ impl<'a> Cluster<'a> {
         tokio::select! {
             (member, status) = next_death(&mut self.members) => {
                 let member = &self.members[member];
-                bail!("{} died during the start ({status})\n{}", member.recipe.name, tail(&member.log));
+                bail!("{} died during the start ({status})\n{}", member.recipe.name, member.log.tail());
             }
             healthy = healthy => healthy.with_context(|| {
-                format!("the nodes did not register with {http} in time\n{}", tail(&self.members[0].log))
+                format!("the nodes did not register with {http} in time\n{}", self.members[0].log.tail())
             }),
         }
     }
@@ -132,6 +145,7 @@ impl<'a> Cluster<'a> {
             pid: std::process::id(),
             processes: processes.collect(),
             logs: self.config.logs.clone(),
+            join_token_file: self.join_token.path().to_owned(),
         }
     }
 
@@ -140,8 +154,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
-        println!("ready http={} grpc={}", self.http, self.grpc);
-        Ok(())
+        print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
     }
 
     /// The nodes warn, too, but into their logs.
@@ -150,7 +163,7 @@ impl<'a> Cluster<'a> {
         let fallen = |node: &Member| anyhow::Ok(!node.ready.get("transport")?.starts_with("ucx/"));
         if !asked && self.members[1..].iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
             let line = "=".repeat(78);
-            eprintln!(
+            say!(
                 "{line}\n  WARNING: UCX is not in use: KV travels over plain TCP, several times slower.\n  \
                  Why stands in {}.\n  Install UCX (Debian: apt install libucx0), or accept it with --transport tcp.\n{line}",
                 self.config.logs.display()
@@ -164,7 +177,7 @@ impl<'a> Cluster<'a> {
         loop {
             let (index, status) = next_death(&mut self.members).await;
             let dead = &self.members[index];
-            eprintln!("tandem: {} died ({status})\n{}", dead.recipe.name, tail(&dead.log));
+            say!("tandem: {} died ({status})\n{}", dead.recipe.name, dead.log.tail());
             match self.config.on_death {
                 OnDeath::Restart => {
                     let mut recipe = dead.recipe.clone();
@@ -172,6 +185,7 @@ impl<'a> Cluster<'a> {
                         // The nodes and the clients know these addresses.
                         set_flag(&mut recipe.args, "--http", bare(&self.http));
                         set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
+                        set_flag(&mut recipe.args, "--nodes", bare(&self.join));
                     }
                     self.members[index] = self.restart(&recipe).await?;
                     state::write(&self.config.state, &self.state())?;
@@ -188,11 +202,12 @@ impl<'a> Cluster<'a> {
             sleep(delay).await;
             match recipe.launch(self.wrappers, &self.config.logs, self.config.start_timeout).await {
                 Ok(member) => {
-                    eprintln!("tandem: {} runs again", recipe.name);
-                    print_node(&member)?;
+                    say!("tandem: {} runs again", recipe.name);
+                    // The cluster serves whether or not somebody still reads this.
+                    let _ = print_node(&member);
                     return Ok(member);
                 }
-                Err(error) => eprintln!("tandem: {error:#}"),
+                Err(error) => say!("tandem: {error:#}"),
             }
             delay = (delay * 2).min(longest);
         }
@@ -217,7 +232,7 @@ async fn end_by(member: &mut Member, deadline: Instant) {
     // A node whose time was used up by the router still gets a moment to react.
     let deadline = deadline.max(Instant::now() + Duration::from_secs(2));
     if timeout_at(deadline, member.wait()).await.is_err() {
-        eprintln!("tandem: {} did not end in time and is killed", member.recipe.name);
+        say!("tandem: {} did not end in time and is killed", member.recipe.name);
         member.kill().await;
     }
 }
@@ -257,18 +272,24 @@ fn programs_dir() -> anyhow::Result<PathBuf> {
     Ok(dir.to_owned())
 }
 
-fn router_recipe(config: &Up, programs: &Path) -> Recipe {
+/// The flags of router and nodes for the token.
+fn join_token_args(token: &JoinToken) -> Vec<String> {
+    flags([("--join-token-file", &token.path().display().to_string())])
+}
+
+fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
     args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
     // What it has to say to those that still run then, it says before `drain` kills it.
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
         args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
     }
+    args.extend(join_token_args(join_token));
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
     Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }
 }
 
-fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) -> Vec<Recipe> {
+fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str, token: &[String]) -> Vec<Recipe> {
     let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
     // The CPUs are split by the number of nodes, whatever their roles.
     let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
@@ -280,7 +301,7 @@ fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str) 
         if threads > 0 {
             args.extend(flags([("--threads", &threads.to_string())]));
         }
-        args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
+        args.extend(token.iter().chain(&config.shared_args).chain(&config.node_args).chain(own).cloned());
         Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
     };
     names.into_iter().zip(cpus).map(recipe).collect()
@@ -296,11 +317,11 @@ fn cores_of(config: &Up, wrappers: Wrappers, nodes: usize) -> Vec<Vec<usize>> {
     match cores::split(&available, nodes) {
         Some(split) if wrappers.affinity => split,
         Some(_) => {
-            eprintln!("tandem: note: no `taskset` here: the nodes are not pinned to cores");
+            say!("tandem: note: no `taskset` here: the nodes are not pinned to cores");
             free
         }
         None => {
-            eprintln!("tandem: note: {nodes} nodes on {} CPUs: the nodes are not pinned to cores", available.len());
+            say!("tandem: note: {nodes} nodes on {} CPUs: the nodes are not pinned to cores", available.len());
             free
         }
     }
@@ -316,19 +337,21 @@ fn print_node(node: &Member) -> anyhow::Result<()> {
         cpus => cores::list(cpus),
     };
     let Recipe { name, .. } = &node.recipe;
-    println!("node {name} grpc={grpc} transport={transport} cpus={cpus} pid={}", node.pid().unwrap_or(0));
-    Ok(())
+    let pid = node.pid().unwrap_or(0);
+    print(&format!("node {name} grpc={grpc} transport={transport} cpus={cpus} pid={pid}\n"))
 }
 
 fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {
     pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value.to_owned()]).collect()
 }
 
-/// Replaces the value of a flag that is there.
+/// Replaces the value of a flag that is there, in either form.
 fn set_flag(args: &mut [String], flag: &str, value: &str) {
-    if let Some(at) = args.iter().position(|arg| arg == flag)
-        && let Some(old) = args.get_mut(at + 1)
-    {
+    let with_value = format!("{flag}=");
+    let Some(at) = args.iter().position(|arg| arg == flag || arg.starts_with(&with_value)) else { return };
+    if args[at] != flag {
+        args[at] = with_value + value;
+    } else if let Some(old) = args.get_mut(at + 1) {
         value.clone_into(old);
     }
 }
@@ -347,5 +370,8 @@ mod tests {
         set_flag(&mut args, "--http", bare("http://127.0.0.1:81"));
         set_flag(&mut args, "--grpc", bare("http://127.0.0.1:82"));
         assert_eq!(args, ["--model", "m", "--http", "127.0.0.1:81", "--grpc", "127.0.0.1:82"]);
+        let mut args = vec!["--nodes=127.0.0.1:0".to_owned()];
+        set_flag(&mut args, "--nodes", bare("http://127.0.0.1:83"));
+        assert_eq!(args, ["--nodes=127.0.0.1:83"]);
     }
 }

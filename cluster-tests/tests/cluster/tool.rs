@@ -1,8 +1,10 @@
 //! `tandem up`, `generate`, `chat`, `trace`: the commands as a person types them.
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Duration;
 
-use tandem_cluster_tests::process::{Process, run_to_end};
+use tandem_cluster_tests::cluster::{model, words};
+use tandem_cluster_tests::process::{Process, program, run_to_end};
 use tokio::sync::Mutex;
 
 /// These clusters are not the harness's; one at a time all the same.
@@ -106,6 +108,216 @@ async fn up_generate_chat_trace_and_a_clean_end() -> anyhow::Result<()> {
     assert!(all_gone(&pids).await && !state.exists());
     let (ok, _, errors) = said(&state, &["generate", "hello"]).await?;
     assert!(!ok && errors.contains("tandem up"), "{errors}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_second_up_with_the_same_state_file_refuses_and_touches_nothing() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let mut first = up(dir.path(), &["--simulated"]).await?;
+    let published = std::fs::read(&state)?;
+    let token = token_file(&state)?;
+    let secret = std::fs::read_to_string(&token)?;
+
+    let logs = dir.path().join("other").display().to_string();
+    let (ok, _, errors) = said(&state, &["up", "--simulated", "--log-dir", &logs]).await?;
+    assert!(!ok && errors.contains(&format!("a cluster runs already, pid {}, http://", first.pid())), "{errors}");
+    assert!(errors.contains("--state FILE"), "{errors}");
+    assert_eq!(std::fs::read(&state)?, published);
+    assert_eq!(std::fs::read_to_string(&token)?, secret);
+    assert!(!dir.path().join("other").exists(), "it started something");
+    let (ok, _, figures) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(ok, "{figures}");
+
+    // What a killed one leaves behind holds nobody up.
+    first.kill();
+    let mut second = up(dir.path(), &["--simulated"]).await?;
+    assert_ne!(std::fs::read(&state)?, published);
+    second.terminate();
+    assert!(second.ended(SOON).await?.success() && !state.exists());
+    assert!(!token.exists(), "the token is left behind");
+    Ok(())
+}
+
+fn token_file(state: &Path) -> anyhow::Result<PathBuf> {
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(state)?)?;
+    Ok(state["join_token_file"].as_str().unwrap_or_default().into())
+}
+
+/// As `tandem … | true`, or `2>` the same: exit status, and what came out of the other one.
+async fn without_a_reader(state: &Path, words: &[&str], errors_too: bool) -> anyhow::Result<(Option<i32>, String)> {
+    let closed = || std::io::pipe().map(|(_, writer)| writer);
+    let mut command = tokio::process::Command::new(program("tandem")?);
+    command.args(args(state, words)).stdin(Stdio::null()).stdout(closed()?).stderr(Stdio::piped()).kill_on_drop(true);
+    if errors_too {
+        command.stderr(closed()?);
+    }
+    let output = tokio::time::timeout(SOON, command.spawn()?.wait_with_output()).await??;
+    Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
+#[tokio::test]
+async fn commands_end_quietly_when_nobody_reads_them() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let _tandem = up(dir.path(), &["--simulated"]).await?;
+    let (ok, _, figures) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(ok, "{figures}");
+    let json = dir.path().join("bench.json").display().to_string();
+    let bench = ["bench", "--input", "16", "--output", "4", "--requests", "2", "--warmup", "0", "--json", &json];
+    for words in [&["trace", "last"][..], &["explain", "last"], &["generate", "Hello"], &["chat", "Hello"], &bench] {
+        let (code, errors) = without_a_reader(&state, words, false).await?;
+        assert_eq!(code, Some(141), "{words:?}: {errors}");
+        assert!(!errors.contains("panicked") && !errors.contains("tandem: "), "{words:?}: {errors}");
+        assert_eq!(without_a_reader(&state, words, true).await?.0, Some(141), "{words:?}");
+    }
+    assert!(Path::new(&json).is_file(), "the files of a report do not depend on who reads it");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_log_that_cannot_be_written_stops_no_process() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let logs = dir.path().join("logs");
+    std::fs::create_dir(&logs)?;
+    for name in ["router", "prefill-0", "decode-0"] {
+        std::os::unix::fs::symlink("/dev/full", logs.join(format!("{name}.log")))?;
+    }
+    let mut tandem = up(dir.path(), &["--simulated"]).await?;
+    let (ok, _, figures) = said(&dir.path().join("state.json"), &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(ok, "{figures}");
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    assert!(!tandem.log().contains("died"), "{}", tandem.log());
+
+    // An error at the start that nobody could read in the log.
+    let logs = logs.display().to_string();
+    let words = ["up", "--simulated", "--log-dir", &logs, "--decode-arg=--no-such-flag"];
+    let (ok, _, errors) = said(&dir.path().join("state.json"), &words).await?;
+    assert!(!ok && errors.contains("exit status: 2"), "{errors}");
+    assert!(errors.contains("decode-0.log could not be written: No space left on device"), "{errors}");
+    Ok(())
+}
+
+/// A file system of its own.
+struct TinyDisk(tempfile::TempDir);
+
+impl TinyDisk {
+    /// `None`: mounting is for root.
+    fn mount(options: &str) -> anyhow::Result<Option<Self>> {
+        let dir = tempfile::tempdir()?;
+        let mut mount = std::process::Command::new("mount");
+        let mounted = mount.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(dir.path()).output();
+        Ok(mounted.is_ok_and(|output| output.status.success()).then_some(Self(dir)))
+    }
+}
+
+impl Drop for TinyDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_is_named_at_the_start() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let Some(disk) = TinyDisk::mount("size=64k")? else {
+        eprintln!("skipped: no right to mount a tmpfs");
+        return Ok(());
+    };
+    let dir = tempfile::tempdir()?;
+    // 4 KiB are left.
+    std::fs::write(disk.0.path().join("data"), vec![0; 60 << 10])?;
+    let logs = disk.0.path().display().to_string();
+    let state = dir.path().join("state.json");
+    let (ok, _, errors) = said(&state, &["up", "--simulated", "--log-dir", &logs]).await?;
+    assert!(!ok && errors.contains(&format!("no log can be written in {logs}")), "{errors}");
+    assert!(errors.contains("No space left on device") && errors.contains("--log-dir"), "{errors}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cluster_with_api_keys_is_one_flag_away() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let keys = dir.path().join("keys.json");
+    std::fs::write(&keys, r#"{"keys": [{"name": "alice", "key": "sk-alice"}]}"#)?;
+    let keys = keys.display().to_string();
+    let mut tandem = up(dir.path(), &["--simulated", "--restart", "--api-keys", &keys]).await?;
+    let tandem_ready = (tandem.url("http"), tandem.url("grpc"));
+    // A router that is started again has its nodes again.
+    let router = children(dir.path())?[0];
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(router.try_into()?), nix::sys::signal::Signal::SIGKILL)?;
+    let health = format!("{}/health", tandem_ready.0);
+    let mut healthy = false;
+    for _ in 0..600 {
+        healthy = tandem.log().contains("router runs again")
+            && reqwest::get(&health).await.is_ok_and(|answer| answer.status().is_success());
+        if healthy {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(healthy, "{}", tandem.log());
+    let state = dir.path().join("state.json");
+    let (ok, _, errors) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
+    assert!(!ok && errors.contains("Unauthenticated"), "{errors}");
+    for command in ["generate", "chat"] {
+        let words = [command, "--api-key", "sk-alice", "--max-tokens", "4", "Hello"];
+        let (ok, _, errors) = said(&state, &words).await?;
+        assert!(ok, "{errors}");
+        let words = [command, "--api-key", "sk-\n", "Hello"];
+        let (ok, _, errors) = said(&state, &words).await?;
+        assert!(!ok && errors.contains("--api-key has characters"), "{errors}");
+    }
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_http_port_in_place_of_the_grpc_port_is_a_hint() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let state = dir.path().join("state.json");
+    let tandem = up(dir.path(), &["--simulated"]).await?;
+    let http = tandem.url("http");
+    let hint = format!("{http} answers HTTP/1.1: is this the HTTP port? the gRPC port is {}", tandem.url("grpc"));
+    for command in ["generate", "chat"] {
+        let (ok, _, errors) = said(&state, &[command, "--url", &http, "hi"]).await?;
+        assert!(!ok && errors.contains(&hint), "{errors}");
+    }
+    let grpc = http.replace("http://", "grpc://");
+    let (ok, _, errors) = said(&state, &["bench", "--url", &grpc]).await?;
+    assert!(!ok && errors.contains("answers HTTP/1.1"), "{errors}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_node_at_the_wrong_port_says_why_it_cannot_join() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let model = ["--model".to_owned(), model()?.display().to_string()];
+    let ports = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --nodes 127.0.0.1:0");
+    let router = Process::start("router", "tandem-router", &[&ports, &model[..]].concat(), dir.path()).await?;
+    let reasons = [("grpc", "a router with --nodes"), ("http", "transport error: ")];
+    for (port, reason) in reasons {
+        let flags =
+            words("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --kv-blocks 64 --router");
+        let flags = [&flags[..], &[router.url(port)], &model].concat();
+        let node = Process::start(port, "tandem-decode-node", &flags, dir.path()).await?;
+        let said = async || {
+            while !node.log().contains("no router, trying again") {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(SOON, said()).await?;
+        assert!(node.log().contains(reason), "{}", node.log());
+    }
     Ok(())
 }
 

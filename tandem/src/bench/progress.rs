@@ -1,5 +1,5 @@
 //! The line on the terminal while a run goes on. Counts; knows nothing of what the numbers mean.
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tokio::task::AbortHandle;
 
 use super::record::{Outcome, Record};
+use crate::terminal::write_error;
 
 /// How often the line is drawn.
 const REDRAW: Duration = Duration::from_millis(200);
@@ -65,8 +66,7 @@ impl Progress {
                 let mut ticks = tokio::time::interval(REDRAW);
                 loop {
                     ticks.tick().await;
-                    eprint!("\r\x1b[K{}", progress.text());
-                    let _ = std::io::stderr().flush();
+                    write_error(format_args!("\r\x1b[K{}", progress.text()));
                 }
             };
             tokio::spawn(draw).abort_handle()
@@ -94,7 +94,7 @@ impl Drop for Line {
     fn drop(&mut self) {
         if let Some(drawing) = &self.drawing {
             drawing.abort();
-            eprint!("\r\x1b[K");
+            write_error(format_args!("\r\x1b[K"));
         }
     }
 }

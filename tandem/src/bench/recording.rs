@@ -30,7 +30,7 @@ enum LineIn {
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     /// No such file, or it cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Io {
         /// The file.
         path: PathBuf,

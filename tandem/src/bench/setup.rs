@@ -24,6 +24,7 @@ use super::session::Row;
 use super::trace::{self, Selection, Trace};
 use super::workload::{Lengths, Mix, Shape, Workload};
 use crate::config::bench::{Api, Asking, Endpoint, Run, What};
+use crate::wrong_port;
 
 /// A server that can be measured.
 pub struct Connected {
@@ -62,8 +63,16 @@ pub async fn connect(endpoint: &Endpoint, asking: &Asking, timeout: Duration) ->
     };
     let in_chat = matches!(endpoint.api, Api::Chat(_));
     let question = Question { server: server.as_ref(), client: &client, model: &facts.model, in_chat, timeout };
-    let Calibrated { vocabulary, note } =
-        question.vocabulary().await.with_context(|| format!("cannot measure {}", endpoint.name))?;
+    let Calibrated { vocabulary, note } = match question.vocabulary().await {
+        Ok(calibrated) => calibrated,
+        Err(error) => {
+            let hint = match &endpoint.api {
+                Api::Grpc(url) => wrong_port::hint(url, None).await,
+                Api::Completions(_) | Api::Chat(_) => None,
+            };
+            return Err(error).context(hint.unwrap_or_else(|| format!("cannot measure {}", endpoint.name)));
+        }
+    };
     let can_send_ids = vocabulary.has_ids() && !in_chat;
     let form = match asking.form {
         Some(Form::Ids) if !can_send_ids => {

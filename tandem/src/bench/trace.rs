@@ -78,7 +78,7 @@ pub struct Selection {
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// No such file, or it cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
@@ -219,6 +219,12 @@ mod tests {
 
     const ALL: Selection =
         Selection { scale: 1, speed: 1.0, from_s: 0.0, requests: usize::MAX, most_tokens: u32::MAX, seed: 1 };
+
+    #[test]
+    fn a_file_that_cannot_be_read_has_its_reason_once() {
+        let error = anyhow::Error::from(read(Path::new("/nonexist")).unwrap_err());
+        assert_eq!(format!("{error:#}"), "cannot read /nonexist: No such file or directory (os error 2)");
+    }
 
     fn recorded(at_s: f64, input_tokens: u32, blocks: &[u64]) -> Recorded {
         Recorded { at_s, input_tokens, output_tokens: 100, blocks: blocks.to_vec() }
