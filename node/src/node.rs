@@ -23,6 +23,7 @@ use crate::figures::Figures;
 use crate::handoffs::Handoffs;
 use crate::processor;
 use crate::trace::{SpanSink, Trace};
+use crate::warm_turn::{self, WarmTurn};
 use crate::work::Work;
 
 /// A started node.
@@ -138,9 +139,7 @@ impl Node {
         let loading = config.clone();
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
-        let warming = Instant::now();
-        engine.warm_up(config.max_step_tokens).await.context("the first steps of the model")?;
-        tracing::info!(took_ms = warming.elapsed().as_millis() as u64, "warm: the first steps are done");
+        warm_up(&engine, config).await?;
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let transport = open(arena.clone()).context("no KV transport")?;
         Ok(Self::of(Parts {
@@ -289,6 +288,20 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
         }
     }
+}
+
+/// In turn with the other nodes of the machine, if steps cost anything.
+async fn warm_up(engine: &Engine, config: &NodeConfig) -> anyhow::Result<()> {
+    let computes = matches!(config.model, ModelSource::File(_));
+    let turn = match computes {
+        true => Some(WarmTurn::take(&WarmTurn::file(), warm_turn::PATIENCE).await),
+        false => None,
+    };
+    let warming = Instant::now();
+    engine.warm_up(config.max_step_tokens).await.context("the first steps of the model")?;
+    let (took_ms, alone) = (warming.elapsed().as_millis() as u64, turn.is_some_and(|turn| turn.is_alone()));
+    tracing::info!(took_ms, alone, "warm: the first steps are done");
+    Ok(())
 }
 
 fn scheduler(config: &NodeConfig) -> SchedulerConfig {
