@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 /// Longer than small models take. A node does not wait longer for another.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The turn, until it is dropped.

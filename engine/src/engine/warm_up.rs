@@ -22,7 +22,7 @@ const DECODING: usize = 8;
 /// Rounds at most.
 const MOST_ROUNDS: usize = 8;
 /// No further round begins after so much time in steps: a large model's second round must do.
-const MOST_TIME: Duration = Duration::from_secs(5);
+const MOST_TIME: Duration = Duration::from_secs(10);
 /// Times so near to each other are the same.
 const ALIKE: f64 = 1.1;
 
