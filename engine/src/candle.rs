@@ -1,22 +1,26 @@
 //! [`Executor`] over a real model: [`crate::models`] reads its files, our kernels compute. This file checks a batch against the
-//! arena and the model and lays its items out as one step; it owns the threads that compute.
+//! arena and the model and lays its items out as one step; it owns the threads that compute. `loader.rs` makes it.
+mod loader;
+
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
+use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone, allocate_arena};
+use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone};
 use crate::logits::Logits;
-use crate::models::checkpoint::Checkpoint;
+use crate::memory::MemoryFiles;
 use crate::models::config::LlamaConfig;
 use crate::models::llama::{Llama, Step};
 use crate::ops::attention::Chunk;
-use crate::ops::kv::{KvArena, KvLayout, Place};
+use crate::ops::kv::{KvArena, Place};
 use crate::ops::pool::Pool;
 use crate::ops::simd::{Isa, IsaChoice};
+
+pub use loader::ModelLoader;
 
 /// What to load and with which memory and threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +33,10 @@ pub struct ModelConfig {
     pub blocks: usize,
     /// Tokens of a block: one of [`BLOCK_TOKENS`].
     pub block_tokens: usize,
+    /// Tokens of a step at most: memory for its intermediate matrices is counted before the model is loaded.
+    pub max_step_tokens: usize,
+    /// Sequences of a step at most; so is memory for their logits.
+    pub max_running: usize,
     /// Threads that compute, the caller's counted.
     pub threads: usize,
     /// Cores to which the threads are bound, in their order; empty leaves them to the system. Whoever shares a machine
@@ -48,6 +56,8 @@ impl Default for ModelConfig {
             kv_dtype: KvDtype::Bf16,
             blocks: 0,
             block_tokens: DEFAULT_BLOCK_TOKENS,
+            max_step_tokens: 512,
+            max_running: 64,
             threads: 1,
             cpus: Vec::new(),
             isa: IsaChoice::Auto,
@@ -72,24 +82,10 @@ impl LlamaExecutor {
     /// Loads the model and allocates the arena.
     ///
     /// # Errors
-    /// `Model` when the file is missing, damaged or not servable; `InvalidArgument` for impossible sizes.
+    /// `Model` when the file is missing, damaged or not servable; `DoesNotFit` when it takes more memory than there is;
+    /// `InvalidArgument` for impossible sizes.
     pub fn load(config: &ModelConfig) -> Result<Self, EngineError> {
-        if !BLOCK_TOKENS.contains(&config.block_tokens) || config.threads == 0 || config.blocks == 0 {
-            let why = format!("blocks of {BLOCK_TOKENS:?} tokens, a block and a thread at least, not {config:?}");
-            return Err(EngineError::InvalidArgument(why));
-        }
-        let checkpoint = Checkpoint::open(&config.path)?;
-        let isa = isa_of(config)?;
-        let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?.with_isa(isa);
-        let LlamaConfig { layers, kv_heads, head_dim, .. } = *model.config();
-        let layout = KvLayout { layers, kv_heads, head_dim, dtype: config.kv_dtype, block_tokens: config.block_tokens };
-        let kv = KvArena::new(allocate_arena(config.blocks, layout.block_bytes())?, layout)
-            .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {layout:?}")))?;
-        let pool = Pool::new(config.threads, config.cpus.clone())
-            .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
-        let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
-        tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
-        Ok(Self { spec, model, kv, pool, step: Step::default(), written: HashSet::new() })
+        ModelLoader::open(config)?.load(config.blocks, &MemoryFiles::default())
     }
 
     fn check(&mut self, batch: &Batch) -> Result<(), EngineError> {

@@ -29,6 +29,7 @@ use crate::sequence::{SequenceEvent, SequenceRequest};
 use crate::step_model::{StepCost, StepModel, StepShape};
 
 pub use stepper::Stepper;
+use warm_up::Rounds;
 
 /// A longer queue would only outlive its callers' deadlines.
 const MAX_INBOX: usize = 1 << 16;
@@ -143,7 +144,7 @@ impl Engine {
         let Inner { inbox, shared, spec, pool, .. } = &*self.0;
         let (done, outcome) = oneshot::channel();
         // Where there are no blocks for it, it goes without.
-        let batches = warm_up::batches(pool, spec, max_step_tokens).unwrap_or_default();
+        let batches = warm_up::kinds(pool, spec, max_step_tokens).unwrap_or_default();
         inbox.try_send(Message::WarmUp(batches, done)).map_err(|refused| match refused {
             TrySendError::Full(_) => EngineError::Overloaded("it has work already".into()),
             TrySendError::Closed(_) => EngineError::Stopped(shared.stop_reason()),
@@ -384,11 +385,17 @@ impl Worker {
         self.shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
     }
 
-    fn warm_up(&mut self, batches: Vec<Batch>) -> Result<(), EngineError> {
-        for batch in batches {
-            let (outcome, took) = self.timed(&batch);
-            outcome?;
-            self.learn(StepShape::of(&batch), took);
+    fn warm_up(&mut self, kinds: Vec<Batch>) -> Result<(), EngineError> {
+        let mut rounds = Rounds::of(kinds.len());
+        while rounds.next() {
+            for (kind, batch) in kinds.iter().enumerate() {
+                let (outcome, took) = self.timed(batch);
+                outcome?;
+                rounds.note(kind, took);
+            }
+        }
+        for (batch, took) in kinds.iter().zip(rounds.learnt()) {
+            self.learn(StepShape::of(batch), took);
         }
         Ok(())
     }

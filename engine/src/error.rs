@@ -1,6 +1,8 @@
 //! The engine's one error, shaped by what the caller does next, and its mapping to the error that other processes see.
 use tandem_proto::{Error, ErrorKind};
 
+use crate::footprint::Misfit;
+
 /// Why the engine refused or gave up a sequence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
@@ -22,6 +24,9 @@ pub enum EngineError {
     /// The model's files cannot be served.
     #[error("cannot load the model: {0}")]
     Model(String),
+    /// The model takes more memory than there is; nothing of it was read.
+    #[error("{0}")]
+    DoesNotFit(Misfit),
 }
 
 impl From<EngineError> for Error {
@@ -31,7 +36,7 @@ impl From<EngineError> for Error {
             EngineError::Overloaded(_) => ErrorKind::Overloaded,
             EngineError::DeadlineExceeded => ErrorKind::DeadlineExceeded,
             EngineError::Executor(_) | EngineError::Stopped(_) => ErrorKind::Unavailable,
-            EngineError::Model(_) => ErrorKind::Internal,
+            EngineError::Model(_) | EngineError::DoesNotFit(_) => ErrorKind::Internal,
         };
         Error::new(kind, error.to_string())
     }

@@ -9,8 +9,9 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
+use crate::footprint::usable;
 use crate::logits::Logits;
-use crate::memory;
+use crate::memory::MemoryFiles;
 use crate::ops::pages::zeroed_words;
 
 /// Hears of a step's progress, see [`Executor::execute`]. It holds the step up: it must be quick.
@@ -164,7 +165,7 @@ pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<[At
         return Err(EngineError::InvalidArgument(format!("no KV arena of {blocks}")));
     }
     let words = (block_bytes / 8).saturating_mul(total_blocks);
-    check_fits(words as u128 * 8, memory::available()).map_err(|why| too_large(&blocks, &why))?;
+    check_fits(words as u128 * 8, MemoryFiles::default().available()).map_err(|why| too_large(&blocks, &why))?;
     // There is no fallible constructor of `Arc<[_]>`, whose failure would end the process: ask with a vector first.
     // Nothing touches its pages.
     Vec::<AtomicU64>::new().try_reserve_exact(words).map_err(|error| too_large(&blocks, &error.to_string()))?;
@@ -175,11 +176,11 @@ fn too_large(blocks: &str, why: &str) -> EngineError {
     EngineError::InvalidArgument(format!("a KV arena of {blocks} does not fit: {why}; choose fewer (--kv-blocks)"))
 }
 
-/// All pages of the arena are touched at start; an eighth of what is free stays for everything else.
+/// All pages of the arena are touched at start.
 fn check_fits(bytes: u128, available: Option<u64>) -> Result<(), String> {
     // Where the system does not tell, only the allocation itself can.
     let Some(available) = available else { return Ok(()) };
-    let room = u128::from(available - available / 8);
+    let room = u128::from(usable(available));
     let gib = |bytes: u128| bytes as f64 / f64::from(1 << 30);
     if bytes <= room {
         return Ok(());

@@ -11,7 +11,8 @@
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
 //! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns [`logits`] into a token, [`step_model`]
-//! predicts a step's time, [`memory`] says how much there is, [`error`] what the caller can do. To follow one request
+//! predicts a step's time, [`memory`] says how much there is and [`footprint`] what a model takes of it, [`error`] what the
+//! caller can do. To follow one request
 //! read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
 //! # What holds
@@ -71,6 +72,7 @@ pub mod candle;
 pub mod engine;
 pub mod error;
 pub mod executor;
+pub mod footprint;
 pub mod logits;
 pub mod memory;
 pub mod models;

@@ -7,7 +7,9 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use proptest::prelude::*;
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::candle::{LlamaExecutor, ModelConfig, ModelLoader};
+use tandem_engine::footprint::Footprint;
+use tandem_engine::memory::MemoryFiles;
 use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease, Logits};
 use tandem_proto::BLOCK_TOKENS;
 
@@ -145,6 +147,44 @@ fn the_spec_comes_from_the_file() {
     let mut digests = [f32, bf16, int8, wide].map(|spec| spec.compatibility_digest);
     digests.sort_unstable();
     assert!(digests.windows(2).all(|two| two[0] != two[1]));
+}
+
+#[test]
+fn a_model_that_takes_more_memory_than_there_is_is_refused_before_it_is_read() {
+    let model = TinyModel::new("memory");
+    let folder = tempfile::tempdir().expect("temporary directory");
+    let machine = MemoryFiles {
+        meminfo: folder.path().join("meminfo"),
+        groups: folder.path().join("cgroup"),
+        cgroup_root: folder.path().into(),
+    };
+    std::fs::write(&machine.meminfo, "MemTotal: 8388608 kB\nMemAvailable: 8388608 kB\n").expect("written");
+    std::fs::write(&machine.groups, "0::/\n").expect("written");
+    let config = ModelConfig { path: model.0.clone(), max_step_tokens: 64, max_running: 4, ..ModelConfig::default() };
+    let open = || ModelLoader::open(&config).expect("a good file");
+    let Footprint { weights, loading, workspace } = open().footprint();
+    let kv = 32 * open().block_bytes() as u64;
+    // Two layers of Q4_1 matrices, V in f32, an embedding of 8 bits.
+    let q4_1 = 64 * 64 * 2 + 32 * 64 + 96 * 64 * 3;
+    let matrices = 2 * (q4_1 * 20 / 32 + 32 * 64 * 4) + 96 * 64 * 34 / 32;
+    assert_eq!((weights, workspace), (matrices + 5 * 64 * 4, 4 * (64 * (2 * 64 + 128 + 64 + 4 * 96) + 4 * 96)));
+    assert!(loading > weights);
+
+    // Of a group's limit seven eighths may be filled.
+    let limit = |bytes: u64| std::fs::write(folder.path().join("memory.max"), bytes.to_string()).expect("written");
+    limit((weights + workspace + kv) / 7 * 8 + 16);
+    let executor = open().load(32, &machine).expect("fits");
+    assert_eq!(executor.spec().total_blocks, 32);
+    limit((weights + workspace + kv) / 7 * 8 - 16);
+    let misfit = match open().load(32, &machine) {
+        Err(EngineError::DoesNotFit(misfit)) => misfit,
+        other => panic!("{:?}", other.map(|_| "loaded")),
+    };
+    assert_eq!((misfit.footprint, misfit.kv), (open().footprint(), kv));
+    assert!(misfit.to_string().contains("--kv-blocks"), "{misfit}");
+    // A share is one of what the model leaves.
+    let left = open().footprint().left_for_kv(machine.total().expect("a limit"));
+    assert!(left < kv && left + 64 > kv, "{left} of {kv}");
 }
 
 #[test]

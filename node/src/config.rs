@@ -45,7 +45,8 @@ pub struct NodeArgs {
     /// Blocks of the KV arena.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_blocks: u32,
-    /// Memory of the KV arena, instead of --kv-blocks: bytes such as 2GiB, or a share of the machine's such as 25%.
+    /// Memory of the KV arena, instead of --kv-blocks: bytes such as 2GiB, or a share such as 25% of what the
+    /// model leaves: of seven eighths of the memory that the node may use, less weights and workspace.
     #[arg(long, conflicts_with = "kv_blocks")]
     pub kv_memory: Option<KvMemory>,
     /// Keep computed KV blocks for prompts that begin alike (the default).

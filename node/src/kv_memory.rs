@@ -23,31 +23,32 @@ pub enum KvMemory {
     Blocks(usize),
     /// `--kv-memory 2GiB`.
     Bytes(u64),
-    /// `--kv-memory 25%`: of the memory that this process may use, from above 0 to 1.
+    /// `--kv-memory 25%`: of the memory that the model leaves, from above 0 to 1.
     Share(f64),
 }
 
 impl KvMemory {
-    /// Blocks of the arena. `memory_bytes` is what this process may use, where that is known.
+    /// Blocks of the arena. `left_bytes` is what weights and workspace leave of the memory that this process may use,
+    /// where that is known.
     ///
     /// # Errors
-    /// Less than one block, more than the machine has, or a share of what is not known.
-    pub fn blocks(self, block_bytes: usize, memory_bytes: Option<u64>) -> anyhow::Result<usize> {
+    /// Less than one block, more than is left, or a share of what is not known.
+    pub fn blocks(self, block_bytes: usize, left_bytes: Option<u64>) -> anyhow::Result<usize> {
         let bytes = match self {
             Self::Blocks(blocks) => return Ok(blocks),
             Self::Bytes(bytes) => bytes,
             Self::Share(share) => {
-                let memory = memory_bytes
+                let left = left_bytes
                     .with_context(|| format!("--kv-memory {self}: cannot tell how much memory there is; give bytes"))?;
-                (memory as f64 * share) as u64
+                (left as f64 * share) as u64
             }
         };
-        if let Some(memory) = memory_bytes.filter(|&memory| bytes > memory) {
-            bail!("--kv-memory {self} is more than the {} there are", Self::Bytes(memory));
+        if let Some(left) = left_bytes.filter(|&left| bytes > left) {
+            bail!("--kv-memory {self} is more than the {} that the model leaves", Self::Bytes(left));
         }
         let blocks = usize::try_from(bytes / block_bytes.max(1) as u64).unwrap_or(usize::MAX);
         if blocks == 0 {
-            bail!("--kv-memory {self} is less than one KV block of {block_bytes} bytes");
+            bail!("--kv-memory {self} is {bytes} bytes, less than one KV block of {block_bytes} bytes");
         }
         Ok(blocks)
     }
@@ -123,8 +124,8 @@ mod tests {
             assert!(error.contains(word), "{text}: {error}");
         }
         for (memory, machine, word) in [
-            (KvMemory::Bytes(1000), Some(GIB), "less than one KV block of 368640 bytes"),
-            (KvMemory::Bytes(2 * GIB), Some(GIB), "2.0 GiB is more than the 1.0 GiB there are"),
+            (KvMemory::Bytes(1000), Some(GIB), "1000 bytes, less than one KV block of 368640 bytes"),
+            (KvMemory::Bytes(2 * GIB), Some(GIB), "2.0 GiB is more than the 1.0 GiB that the model leaves"),
             (KvMemory::Share(0.5), None, "give bytes"),
         ] {
             let error = memory.blocks(368_640, machine).unwrap_err().to_string();

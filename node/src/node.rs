@@ -1,16 +1,13 @@
 //! The parts of a node that its services share, built once at start: who it is, what computes, what moves KV, where
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::models::checkpoint::Checkpoint;
-use tandem_engine::models::config::LlamaConfig;
-use tandem_engine::ops::kv::KvLayout;
-use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost, memory};
+use tandem_engine::candle::{ModelConfig, ModelLoader};
+use tandem_engine::memory::MemoryFiles;
+use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost};
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
 use tandem_kvtransfer::tcp::TcpConfig;
@@ -25,9 +22,9 @@ use tandem_telemetry::{Exporter, clock};
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
 use crate::figures::Figures;
 use crate::handoffs::Handoffs;
-use crate::kv_memory::KvMemory;
 use crate::processor;
 use crate::trace::{SpanSink, Trace};
+use crate::warm_turn::{self, WarmTurn};
 use crate::work::Work;
 
 /// A started node.
@@ -151,9 +148,7 @@ impl Node {
         let loading = config.clone();
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
-        let warming = Instant::now();
-        engine.warm_up(config.max_step_tokens).await.context("the first steps of the model")?;
-        tracing::info!(took_ms = warming.elapsed().as_millis() as u64, "warm: the first steps are done");
+        warm_up(&engine, config).await?;
         let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
         let transport = open(arena.clone()).context("no KV transport")?;
         Ok(Self::of(Parts {
@@ -272,28 +267,32 @@ pub fn service_name(role: Role) -> &'static str {
 }
 
 fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
+    let machine = MemoryFiles::default();
     match &config.model {
         ModelSource::File(path) => {
-            let blocks = match config.kv_memory {
-                KvMemory::Blocks(blocks) => blocks,
-                memory => memory.blocks(block_bytes(path, config)?, memory::total())?,
-            };
             let model = ModelConfig {
                 path: path.clone(),
                 kv_dtype: config.kv_dtype,
-                blocks,
                 block_tokens: config.block_tokens,
+                max_step_tokens: config.max_step_tokens,
+                max_running: config.max_running,
                 threads: config.threads,
                 cpus: config.cpus.clone(),
                 isa: config.isa,
                 batch_invariant: config.batch_invariant,
+                ..ModelConfig::default()
             };
-            Ok(Box::new(LlamaExecutor::load(&model)?))
+            let loader = ModelLoader::open(&model)?;
+            // Before its arena is sized: a model that is too large alone is what must be said.
+            loader.check(0, &machine)?;
+            let left = machine.total().map(|total| loader.footprint().left_for_kv(total));
+            let blocks = config.kv_memory.blocks(loader.block_bytes(), left)?;
+            Ok(Box::new(loader.load(blocks, &machine)?))
         }
         ModelSource::Simulated { in_place_of, step, token, context } => {
             let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
             let like = like.with_block_tokens(config.block_tokens);
-            let blocks = config.kv_memory.blocks(like.block_bytes, memory::total())?;
+            let blocks = config.kv_memory.blocks(like.block_bytes, machine.total())?;
             let (step_delay, token_delay, context_delay) = (*step, *token, *context);
             let simulated = SimulatedConfig { blocks, step_delay, token_delay, context_delay, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
@@ -301,12 +300,18 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
     }
 }
 
-/// Bytes of a KV block of the model, before it is loaded.
-fn block_bytes(path: &Path, config: &NodeConfig) -> anyhow::Result<usize> {
-    let checkpoint = Checkpoint::open(path)?;
-    let LlamaConfig { layers, kv_heads, head_dim, .. } = *checkpoint.config();
-    let (dtype, block_tokens) = (config.kv_dtype, config.block_tokens);
-    Ok(KvLayout { layers, kv_heads, head_dim, dtype, block_tokens }.block_bytes())
+/// In turn with the other nodes of the machine, if steps cost anything.
+async fn warm_up(engine: &Engine, config: &NodeConfig) -> anyhow::Result<()> {
+    let computes = matches!(config.model, ModelSource::File(_));
+    let turn = match computes {
+        true => Some(WarmTurn::take(&WarmTurn::file(), warm_turn::PATIENCE).await),
+        false => None,
+    };
+    let warming = Instant::now();
+    engine.warm_up(config.max_step_tokens).await.context("the first steps of the model")?;
+    let (took_ms, alone) = (warming.elapsed().as_millis() as u64, turn.is_some_and(|turn| turn.is_alone()));
+    tracing::info!(took_ms, alone, "warm: the first steps are done");
+    Ok(())
 }
 
 fn scheduler(config: &NodeConfig) -> SchedulerConfig {

@@ -1,7 +1,12 @@
 //! The first steps of an engine, before there is work: they bring the weights into memory, so that no request waits for the
 //! disk, and they teach the step model, so that whoever plans does not begin with a guess. A model that cannot compute shows
 //! it here, and not in somebody's request. No sequence and no cached block comes of them.
+//!
+//! **What is learnt.** Steps of a few kinds run in rounds. The first round touches memory, starts threads and wakes the
+//! processor: it does not count. Of the others each kind's shortest step counts, as whatever else runs on the machine only
+//! makes a step longer. Rounds end when every kind's shortest time was seen twice.
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
@@ -14,15 +19,19 @@ const PROMPT: usize = 256;
 const CONTEXT: usize = 2048;
 /// Sequences that decode together.
 const DECODING: usize = 8;
-/// The first time a step's memory is touched does not count: each kind of step is run so often.
-const ROUNDS: usize = 2;
+/// Rounds at most.
+const MOST_ROUNDS: usize = 8;
+/// No further round begins after so much time in steps: a large model's second round must do.
+const MOST_TIME: Duration = Duration::from_secs(10);
+/// Times so near to each other are the same.
+const ALIKE: f64 = 1.1;
 
 /// Prompts of two lengths, a part of a long one, many sequences that decode, and one. Smaller where the pool or a step has no
 /// room for these. What the parts before a position would have computed is whatever the memory holds.
 ///
 /// # Errors
 /// `Overloaded` when the pool has no block left for it.
-pub(super) fn batches(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usize) -> Result<Vec<Batch>, EngineError> {
+pub(super) fn kinds(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usize) -> Result<Vec<Batch>, EngineError> {
     let decoding = DECODING.min(max_step_tokens).min(pool.free() / 2).max(1);
     let room = pool.free().saturating_sub(decoding).max(1) * pool.block_tokens();
     let context = CONTEXT.min(room).min(spec.max_context_tokens).max(1);
@@ -41,9 +50,50 @@ pub(super) fn batches(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usiz
     let one = |tokens: usize, end: usize| of(vec![item(0, end - tokens, tokens, &long)]);
     let many = short.iter().enumerate().map(|(seq, blocks)| item(seq, 0, 1, blocks)).collect();
     let quarter = tokens.div_ceil(4);
-    let kinds =
-        [one(tokens, tokens), one(quarter, quarter), one(tokens.div_ceil(2), context), of(many), one(1, context)];
-    Ok(std::iter::repeat_n(kinds, ROUNDS).flatten().collect())
+    Ok(vec![one(tokens, tokens), one(quarter, quarter), one(tokens.div_ceil(2), context), of(many), one(1, context)])
+}
+
+/// What the steps of each kind took, round after round. Pure.
+pub(super) struct Rounds {
+    /// Of the rounds that count, by kind.
+    took: Vec<Vec<Duration>>,
+    begun: usize,
+    spent: Duration,
+}
+
+impl Rounds {
+    pub fn of(kinds: usize) -> Self {
+        Self { took: vec![Vec::new(); kinds], begun: 0, spent: Duration::ZERO }
+    }
+
+    /// Whether another round is worth its time; it begins then.
+    pub fn next(&mut self) -> bool {
+        let enough = match self.begun {
+            0 | 1 => self.took.is_empty(),
+            begun => begun == MOST_ROUNDS || self.spent >= MOST_TIME || self.took.iter().all(|took| is_sure(took)),
+        };
+        self.begun += usize::from(!enough);
+        !enough
+    }
+
+    /// A step of this kind took so long.
+    pub fn note(&mut self, kind: usize, took: Duration) {
+        self.spent += took;
+        if self.begun > 1 {
+            self.took[kind].push(took);
+        }
+    }
+
+    /// What a step of each kind takes.
+    pub fn learnt(&self) -> impl Iterator<Item = Duration> {
+        self.took.iter().filter_map(|took| took.iter().min().copied())
+    }
+}
+
+/// Whether the shortest time was seen twice.
+fn is_sure(took: &[Duration]) -> bool {
+    let shortest = took.iter().min().map_or(0.0, Duration::as_secs_f64);
+    took.iter().filter(|took| took.as_secs_f64() <= ALIKE * shortest).count() >= 2
 }
 
 #[cfg(test)]
@@ -51,7 +101,54 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::step_model::{StepCost, StepModel, StepShape};
     use crate::{Executor, SimulatedConfig, SimulatedExecutor};
+
+    const LAW: StepCost = StepCost { base_ms: 16.0, token_ms: 1.0, context_ms: 0.001 };
+
+    /// Rounds in which a step takes `factor(round, kind)` times what it should; how many there were, and predictions of
+    /// prompts as parts of what these take.
+    fn warmed(factor: impl Fn(usize, usize) -> f64) -> (usize, Vec<f64>) {
+        let shape = |tokens, context| StepShape { tokens, context };
+        let kinds = [shape(256, 32_896), shape(64, 2080), shape(128, 254_016), shape(8, 8), shape(1, 2048)];
+        let (mut rounds, mut model, mut count) = (Rounds::of(kinds.len()), StepModel::default(), 0);
+        while rounds.next() {
+            for (kind, shape) in kinds.into_iter().enumerate() {
+                let ms = LAW.predict_ms(shape) * factor(count, kind);
+                rounds.note(kind, Duration::from_secs_f64(ms / 1e3));
+            }
+            count += 1;
+        }
+        for (shape, took) in kinds.into_iter().zip(rounds.learnt()) {
+            model.observe(shape, took.as_secs_f64() * 1e3);
+        }
+        let prompts = [32, 64, 120, 200, 300, 400].map(|tokens| shape(tokens, tokens * (tokens + 1) / 2));
+        (count, prompts.map(|prompt| model.cost().predict_ms(prompt) / LAW.predict_ms(prompt)).to_vec())
+    }
+
+    #[test]
+    fn a_slow_beginning_is_not_believed() {
+        for slow in [3.0, 1.7] {
+            let noise = |round: usize, kind: usize| 1.0 + 0.02 * ((round * 3 + kind) % 4) as f64;
+            let (rounds, ratios) = warmed(|round, kind| noise(round, kind) * if round == 0 { slow } else { 1.0 });
+            assert_eq!(rounds, 3);
+            assert!(ratios.iter().all(|ratio| (0.85..1.15).contains(ratio)), "{ratios:?}");
+            // A neighbour that computes for three rounds, and is not the same in any two of them.
+            let busy = |round: usize| [slow, 2.6, 2.1, 1.7].get(round).copied().unwrap_or(1.0);
+            let (rounds, ratios) = warmed(|round, kind| noise(round, kind) * busy(round));
+            assert!((5..=MOST_ROUNDS).contains(&rounds), "{rounds}");
+            assert!(ratios.iter().all(|ratio| (0.85..1.15).contains(ratio)), "{ratios:?}");
+        }
+    }
+
+    #[test]
+    fn rounds_come_to_an_end() {
+        assert_eq!(warmed(|round, kind| 1e-3 * (1 + round * 7 + kind * 3) as f64).0, MOST_ROUNDS);
+        // A model so large that a round takes longer than all may: the first does not count, the second must do.
+        let (rounds, ratios) = warmed(|_, _| 100.0);
+        assert!(rounds == 2 && ratios.iter().all(|ratio| (99.0..101.0).contains(ratio)), "{rounds} {ratios:?}");
+        assert!(!Rounds::of(0).next());
+    }
 
     proptest! {
         #[test]
@@ -59,7 +156,7 @@ mod tests {
             let executor = SimulatedExecutor::new(&SimulatedConfig::default()).unwrap();
             let spec = EngineSpec { max_context_tokens: context, ..executor.spec().clone() };
             let pool = BlockPool::new(free, spec.block_tokens);
-            if let Ok(batches) = batches(&pool, &spec, step) {
+            if let Ok(batches) = kinds(&pool, &spec, step) {
                 for item in batches.iter().flat_map(|batch| &batch.items) {
                     let end = item.start + item.tokens.len();
                     prop_assert!(end <= context.min(item.blocks.capacity_tokens()) && !item.tokens.is_empty());

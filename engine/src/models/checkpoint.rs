@@ -7,6 +7,7 @@ use super::gguf::GgufFile;
 use super::rope::RowOrder;
 use super::safetensors::SafetensorsDirectory;
 use crate::error::EngineError;
+use crate::footprint::TensorSize;
 use crate::ops::matmul::PackedMatrix;
 
 /// Tensors by name. The names are GGUF's (`blk.0.attn_q.weight`), whatever the source calls them.
@@ -22,6 +23,9 @@ pub trait Weights {
     /// # Errors
     /// As for [`Weights::vector`].
     fn matrix(&self, name: &str, rows: usize, k: usize, order: RowOrder) -> Result<PackedMatrix, EngineError>;
+
+    /// What the headers say of the tensors that a network needs, in any order. Nothing of it is checked against the files.
+    fn sizes(&self) -> Vec<TensorSize>;
 
     /// All that a network needs was read: a tensor that nobody asked for (a bias, a frequency table) would change the
     /// results.
@@ -67,6 +71,11 @@ impl Checkpoint {
             Files::Gguf(file) => file,
             Files::Directory(directory) => directory,
         }
+    }
+
+    /// Sizes of its tensors.
+    pub fn sizes(&self) -> Vec<TensorSize> {
+        self.weights().sizes()
     }
 
     /// XXH3-64 of the file, or of the directory's files as `tandem_proto::model` defines it. Reads all of them.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -17,7 +17,8 @@ use super::mmap;
 use super::reading::Reading;
 use super::rope::RowOrder;
 use crate::error::EngineError;
-use crate::ops::matmul::PackedMatrix;
+use crate::footprint::{Purpose, TensorSize};
+use crate::ops::matmul::{PackedMatrix, WeightFormat};
 
 /// An open file.
 pub struct GgufFile {
@@ -162,11 +163,34 @@ impl Weights for GgufFile {
         let (dtype, raw) = self.checked(name, &[rows, k])?;
         // A row's groups are its own, so whole rows change places.
         let raw = || order.apply(Cow::Borrowed(raw), raw.len() / rows);
-        Ok(match dtype {
-            GgmlDType::Q4_1 => PackedMatrix::from_q4_1(&raw(), k),
-            GgmlDType::Q8_0 => PackedMatrix::from_q8_0(&raw(), k),
+        Ok(match format_of(dtype) {
+            WeightFormat::Q4_1 => PackedMatrix::from_q4_1(&raw(), k),
+            WeightFormat::Q8_0 => PackedMatrix::from_q8_0(&raw(), k),
             _ => PackedMatrix::from_f32(&order.apply(Cow::Owned(self.dequantized(name)?), k), k),
         })
+    }
+
+    fn sizes(&self) -> Vec<TensorSize> {
+        let size = |(name, info): (&String, &TensorInfo)| {
+            let purpose = match name.as_str() {
+                "token_embd.weight" => Purpose::Embedding,
+                "output.weight" => Purpose::Head,
+                _ => Purpose::Layer,
+            };
+            let (columns, k, format) = match *info.shape.dims() {
+                [columns, k] => (columns, k, Some(format_of(info.ggml_dtype))),
+                ref dims => (1, dims.iter().fold(1, |values: usize, &dim| values.saturating_mul(dim)), None),
+            };
+            let (columns, k) = (columns as u64, k as u64);
+            let groups = columns.saturating_mul(k) / info.ggml_dtype.block_size() as u64;
+            // Candle copies what it unpacks; the others are packed from where they are mapped.
+            let copied = match format {
+                Some(WeightFormat::F32) => groups.saturating_mul(info.ggml_dtype.type_size() as u64),
+                _ => 0,
+            };
+            TensorSize { purpose, columns, k, format, copied }
+        };
+        self.content.tensor_infos.iter().map(size).collect()
     }
 
     fn finish(&self) -> Result<(), EngineError> {
@@ -174,6 +198,15 @@ impl Weights for GgufFile {
             Some(name) => Err(self.error(format_args!("tensor {name} is of no use to this architecture"))),
             None => Ok(()),
         }
+    }
+}
+
+/// In which format a matrix is packed as it is read.
+fn format_of(dtype: GgmlDType) -> WeightFormat {
+    match dtype {
+        GgmlDType::Q4_1 => WeightFormat::Q4_1,
+        GgmlDType::Q8_0 => WeightFormat::Q8_0,
+        _ => WeightFormat::F32,
     }
 }
 

@@ -18,7 +18,8 @@ use super::mmap;
 use super::reading::Reading;
 use super::rope::RowOrder;
 use crate::error::EngineError;
-use crate::ops::matmul::PackedMatrix;
+use crate::footprint::{Purpose, TensorSize};
+use crate::ops::matmul::{PackedMatrix, WeightFormat};
 
 const CONFIG: &str = "config.json";
 const INDEX: &str = "model.safetensors.index.json";
@@ -87,6 +88,11 @@ impl SafetensorsDirectory {
         Ok(model::digest(&files))
     }
 
+    /// A tied head may be stored a second time; old checkpoints hold the rotary frequencies.
+    fn is_unneeded(&self, name: &str) -> bool {
+        name == "lm_head.weight" && self.config.tied || name.ends_with(".rotary_emb.inv_freq")
+    }
+
     /// Values of a tensor of this shape, as f32.
     fn values(&self, name: &str, dims: &[usize]) -> Result<Vec<f32>, EngineError> {
         let stored = stored_name(name);
@@ -115,12 +121,25 @@ impl Weights for SafetensorsDirectory {
         Ok(PackedMatrix::from_f32(&order.apply(Cow::Owned(values), k), k))
     }
 
-    fn finish(&self) -> Result<(), EngineError> {
-        let unneeded = |name: &str| {
-            // A tied head may be stored a second time; old checkpoints hold the rotary frequencies.
-            name == "lm_head.weight" && self.config.tied || name.ends_with(".rotary_emb.inv_freq")
+    fn sizes(&self) -> Vec<TensorSize> {
+        let size = |(name, info): (&str, &TensorInfo)| {
+            let purpose = match name {
+                "model.embed_tokens.weight" => Purpose::Embedding,
+                "lm_head.weight" => Purpose::Head,
+                _ => Purpose::Layer,
+            };
+            let (columns, k, format) = match info.shape[..] {
+                [columns, k] => (columns, k, Some(WeightFormat::F32)),
+                ref dims => (1, dims.iter().fold(1, |values: usize, &dim| values.saturating_mul(dim)), None),
+            };
+            TensorSize { purpose, columns: columns as u64, k: k as u64, format, copied: 0 }
         };
-        match self.reading.finish(self.tensors.keys().map(String::as_str).filter(|name| !unneeded(name))) {
+        let needed = self.tensors.iter().filter(|(name, _)| !self.is_unneeded(name));
+        needed.filter_map(|(name, &shard)| Some(size((name, self.shards[shard].metadata.info(name)?)))).collect()
+    }
+
+    fn finish(&self) -> Result<(), EngineError> {
+        match self.reading.finish(self.tensors.keys().map(String::as_str).filter(|name| !self.is_unneeded(name))) {
             Some(name) => Err(failure(&self.path, format_args!("tensor {name} is of no use to this architecture"))),
             None => Ok(()),
         }

@@ -123,8 +123,9 @@ impl KvArena {
         assert!(place.slot < self.layout.block_tokens && values.len() == dim);
         let to = self.sub_block(&[place.block], place.slot / SUB_BLOCK_TOKENS, layer, part, head).cast_mut();
         // SAFETY: a sub-block is 16 × head_dim values of the layout's type (and for int8 16 scales), aligned to 8 bytes, in an
-        // arena that lives; all indices are below that. Atomic stores, because a transfer may read other tokens of the
-        // block meanwhile.
+        // arena that lives; all indices are below that. Atomic stores, because other threads write other tokens of the
+        // same words. Nobody reads the layer of a block that is written here: a transfer, which reads in words of 64 bits,
+        // begins with a layer when all its tokens are written, or with the whole block when the step has ended.
         unsafe {
             match (self.layout.dtype, part) {
                 (KvDtype::F32, _) => {

@@ -62,6 +62,12 @@ impl WeightFormat {
     }
 }
 
+/// Bytes of a packed matrix; the largest number where that is more than there are.
+pub fn packed_bytes(format: WeightFormat, columns: u64, k: u64) -> u64 {
+    let blocks = columns.div_ceil(PANEL as u64).saturating_mul(k.div_ceil(BLOCK as u64));
+    blocks.saturating_mul(format.block_bytes() as u64)
+}
+
 /// `W`, `columns` × `k` (the row-major `[out, in]` of the model file), in the layout that the kernels read.
 pub struct PackedMatrix {
     format: WeightFormat,
@@ -75,8 +81,8 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// All zero.
     fn empty(format: WeightFormat, columns: usize, k: usize) -> Self {
-        let blocks = columns.div_ceil(PANEL) * k.div_ceil(BLOCK);
-        Self { format, columns, k, bytes: Lines::zeroed(blocks * format.block_bytes()), for_tiles: None }
+        let bytes = packed_bytes(format, columns as u64, k as u64) as usize;
+        Self { format, columns, k, bytes: Lines::zeroed(bytes), for_tiles: None }
     }
 
     /// Packs f32 rows of length `k`.

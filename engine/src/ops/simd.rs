@@ -114,7 +114,7 @@ impl Isa {
     }
 
     /// Whether products of many rows go through AMX's tiles.
-    pub(super) fn has_tiles(self) -> bool {
+    pub(crate) fn has_tiles(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Kind::Amx => true,
@@ -257,10 +257,12 @@ pub(super) trait Lanes: Copy {
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
     unsafe fn div(self, other: Self) -> Self;
-    /// `other` where `self` is NaN.
+    /// `other` where one of the two is NaN.
     unsafe fn max(self, other: Self) -> Self;
-    /// `other` where `self` is NaN.
+    /// `other` where one of the two is NaN.
     unsafe fn min(self, other: Self) -> Self;
+    /// Whether a lane is NaN.
+    unsafe fn any_nan(self) -> bool;
     /// `2^n` for lanes that hold `n + 1.5 * 2^23` with a whole `n` in -126..=127.
     unsafe fn pow2_of_magic(self) -> Self;
     /// The first `n` lanes of `self`, the others of `other`.
@@ -308,13 +310,14 @@ pub(super) trait Lanes: Copy {
         }
     }
 
-    /// `e^self` within 2 ulp over [-87, 88], clamped beyond. Cephes' polynomial (netlib.org/cephes, `expf`).
+    /// `e^self` within 2 ulp over [-87, 88], clamped beyond; NaN of NaN. Cephes' polynomial (netlib.org/cephes, `expf`).
     #[inline(always)]
     unsafe fn exp(self) -> Self {
         const MAGIC: f32 = 12_582_912.0;
         // SAFETY: lane arithmetic only, under the caller's promise.
         unsafe {
-            let x = self.max(Self::splat(-87.0)).min(Self::splat(88.0));
+            // The operands' order lets a NaN through, see `max`; what is multiplied by it below stays one.
+            let x = Self::splat(88.0).min(Self::splat(-87.0).max(self));
             let magic = Self::splat(MAGIC).fma(x, Self::splat(std::f32::consts::LOG2_E));
             let n = magic.sub(Self::splat(MAGIC));
             let r = x.fma(n, Self::splat(-0.693_359_4)).fma(n, Self::splat(2.121_944_4e-4));
@@ -407,6 +410,10 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         self.zip(other, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn any_nan(self) -> bool {
+        self.0.iter().fold(false, |any, lane| any | lane.is_nan())
     }
     #[inline(always)]
     unsafe fn pow2_of_magic(self) -> Self {

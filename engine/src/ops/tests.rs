@@ -102,13 +102,14 @@ proptest! {
 
     #[test]
     fn attention_is_a_softmax_over_the_past_and_the_same_in_chunks(
-        tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4, wide: bool,
+        tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4,
+        head_dim in prop::sample::select(vec![16, 32, 64, 80]),
         dtype in prop::sample::select(vec![KvDtype::F32, KvDtype::Bf16, KvDtype::Int8]),
         block_tokens in prop::sample::select(vec![16, 32, 64]),
         window in prop::option::of(1usize..80), seed: u32,
     ) {
         let cut = cut.min(tokens - 1);
-        let layout = KvLayout { layers: 2, kv_heads, head_dim: if wide { 32 } else { 16 }, dtype, block_tokens };
+        let layout = KvLayout { layers: 2, kv_heads, head_dim, dtype, block_tokens };
         let case = Case { window, ..Case::new(layout, group, tokens, seed) };
         let whole = case.attend(Isa::choose(IsaChoice::Auto, true).expect("one"), &[(0, tokens)]);
         case.check(&whole, 1e-4)?;
@@ -211,6 +212,62 @@ proptest! {
     }
 }
 
+/// What is no finite number, in a Q or a K: every result that it has a part in is NaN, and no other one changes.
+#[test]
+fn what_is_no_finite_number_in_a_query_or_key_is_seen_in_all_that_it_scores() {
+    const TOKENS: usize = PARTITION + 21;
+    let (kv_heads, group, window) = (2, 3, PARTITION + 5);
+    for (index, head_dim) in [16, 32, 64].into_iter().enumerate() {
+        for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
+            let layout = KvLayout { layers: 2, kv_heads, head_dim, dtype, block_tokens: 32 };
+            let case = |window, change: &dyn Fn(&mut [f32])| {
+                let case = Case::changed(layout, group, TOKENS, 7, |rows, stride| {
+                    assert_eq!(stride, (group + 2) * kv_heads * head_dim);
+                    change(rows);
+                });
+                Case { window, ..case }
+            };
+            let (stride, width) = ((group + 2) * kv_heads * head_dim, group * kv_heads * head_dim);
+            for (row, head, value, window) in [
+                (0, 0, f32::NAN, None),
+                (TOKENS - 2, 4, f32::INFINITY, Some(window)),
+                (0, 6, -f32::NAN, None),
+                (17, 7, f32::INFINITY, None),
+                (PARTITION - 1, 6, f32::NEG_INFINITY, Some(window)),
+            ] {
+                let at = row * stride + head * head_dim + 5 * (index + 1);
+                let (broken, whole) = (case(window, &|rows| rows[at] = value), case(window, &|_| {}));
+                let sees = |query_row: usize, query: usize| match head.checked_sub(group * kv_heads) {
+                    Some(kv_head) => {
+                        let seen = query_row >= row && window.is_none_or(|window| query_row < row + window);
+                        seen && query / group == kv_head
+                    }
+                    None => query_row == row && query == head,
+                };
+                // All rows at once, and the last ones alone: these are split among threads.
+                for (isa, from) in Isa::available().into_iter().flat_map(|isa| [(isa, 0), (isa, TOKENS - 3)]) {
+                    let mut pool = Pool::new(2, Vec::new()).expect("threads");
+                    let [broken, whole] =
+                        [&broken, &whole].map(|case| pool.install(|| case.attend(isa, &[(from, TOKENS)])));
+                    let heads = broken.chunks_exact(head_dim).zip(whole.chunks_exact(head_dim)).enumerate();
+                    for (i, (broken, whole)) in heads.skip(from * width / head_dim) {
+                        let (query_row, query) = (i / (group * kv_heads), i % (group * kv_heads));
+                        let good = match sees(query_row, query) {
+                            true => broken.iter().all(|x| x.is_nan()),
+                            false => broken == whole,
+                        };
+                        assert!(
+                            good,
+                            "{value} in head {head} of row {row}, {dtype:?} of {head_dim}, {}: row {query_row}, query {query}: {broken:?}",
+                            isa.name(),
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// One sequence in scattered blocks, whose unused slots hold NaN.
 struct Case {
     kv: KvArena,
@@ -224,6 +281,17 @@ impl Case {
     const LAYER: usize = 1;
 
     fn new(layout: KvLayout, group: usize, tokens: usize, seed: u32) -> Self {
+        Self::changed(layout, group, tokens, seed, |_, _| {})
+    }
+
+    /// With `change` made to the rows, which are so long, before K and V go into the arena.
+    fn changed(
+        layout: KvLayout,
+        group: usize,
+        tokens: usize,
+        seed: u32,
+        change: impl FnOnce(&mut [f32], usize),
+    ) -> Self {
         let KvLayout { block_tokens, .. } = layout;
         let used = tokens.div_ceil(block_tokens);
         let words = (0..layout.block_bytes() / 8 * (2 * used + 1)).map(|_| AtomicU64::new(u64::MAX)).collect();
@@ -234,6 +302,7 @@ impl Case {
         if layout.dtype != KvDtype::F32 {
             rows.iter_mut().for_each(|x| *x = round(*x));
         }
+        change(&mut rows, stride);
         let place = |i| Place { block: blocks[i / block_tokens], slot: i % block_tokens };
         let places: Vec<Place> = (0..tokens).map(place).collect();
         kv.write(Self::LAYER, &rows, stride, &places);

@@ -223,7 +223,7 @@ unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, runni
     P
 }
 
-/// Products of `P` queries with the 64 keys of the span.
+/// Products of `P` queries with the 64 keys of the span. Those that are infinite become NaN.
 #[inline(always)]
 unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, queries: &[u32]) -> [[__m512; SPAN]; P] {
     let twos = tile.head_dim / 2;
@@ -246,13 +246,15 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, quer
         let scale = _mm512_set1_ps(std::f32::consts::LOG2_E / (tile.head_dim as f32).sqrt());
         for sum in sums.as_flattened_mut() {
             *sum = _mm512_mul_ps(*sum, scale);
+            // Zero times an infinity is NaN, anything else stays as it is.
+            *sum = _mm512_fmadd_ps(*sum, _mm512_setzero_ps(), *sum);
         }
         sums
     }
 }
 
 /// The new greatest score, and the powers of two of the distances of the scores of `keys` to it, zero for the others, as
-/// bf16 in the order of the keys.
+/// bf16 in the order of the keys. A NaN among the scores of `keys` makes all of these NaN, and with them the pair's result.
 #[inline(always)]
 unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32) -> (f32, [__m512bh; 2]) {
     // SAFETY: lane arithmetic only.
@@ -268,6 +270,9 @@ unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32
         }
         let two = [_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3])];
         let new = _mm512_reduce_max_ps(_mm512_max_ps(two[0], two[1])).max(greatest);
+        // Maxima lose a NaN; unordered means that one of the two compared is one.
+        let nan = |a, b| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, b) != 0;
+        let new = if nan(seen[0], seen[1]) || nan(seen[2], seen[3]) { f32::NAN } else { new };
         let mut powers = seen;
         for power in &mut powers {
             *power = exp2(_mm512_sub_ps(*power, _mm512_set1_ps(new)));
@@ -276,13 +281,14 @@ unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32
     }
 }
 
-/// `2^x` for x ≤ 0, minus infinity included, within 7e-06: bf16 keeps less. The polynomial interpolates `(2^r - 1) / r`
-/// at the Chebyshev nodes of -0.5..0.5.
+/// `2^x` for x ≤ 0, minus infinity included, within 7e-06: bf16 keeps less; NaN of NaN. The polynomial interpolates
+/// `(2^r - 1) / r` at the Chebyshev nodes of -0.5..0.5.
 #[inline(always)]
 unsafe fn exp2(x: __m512) -> __m512 {
     // SAFETY: lane arithmetic only.
     unsafe {
-        let x = _mm512_max_ps(x, _mm512_set1_ps(-126.0));
+        // Of two of which one is NaN this gives the second: `x` goes there.
+        let x = _mm512_max_ps(_mm512_set1_ps(-126.0), x);
         let n = _mm512_roundscale_ps::<0>(x);
         let r = _mm512_sub_ps(x, n);
         let mut p = _mm512_set1_ps(9.656_71e-3);

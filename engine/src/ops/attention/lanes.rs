@@ -134,7 +134,7 @@ unsafe fn load_sub_block<L: Lanes>(tile: &Tile<'_>, index: usize, scratch: &mut 
 }
 
 /// Scores of the pairs against the sub-block's 16 keys, eight pairs at a time to hide the multiply-adds'
-/// latency; each pair's arithmetic is the same in every group size.
+/// latency; each pair's arithmetic is the same in every group size. A score that is infinite becomes NaN.
 #[inline(always)]
 unsafe fn score<L: Lanes>(tile: &Tile<'_>, pairs: Range<usize>, scratch: &mut Scratch) {
     let mut pair = pairs.start;
@@ -166,14 +166,16 @@ unsafe fn score_pairs<L: Lanes, const P: usize>(tile: &Tile<'_>, first: usize, s
         }
         let scale = L::splat(1.0 / (head_dim as f32).sqrt());
         for (p, sum) in sums.into_iter().enumerate() {
-            sum.mul(scale).store(scratch.scores.as_mut_ptr().add((first + p) * LANES));
+            let score = sum.mul(scale);
+            // Zero times an infinity is NaN, anything else stays as it is.
+            score.fma(score, L::splat(0.0)).store(scratch.scores.as_mut_ptr().add((first + p) * LANES));
         }
     }
     P
 }
 
 /// Takes the `seen` keys of the sub-block into a pair's running softmax. What lies behind them in it may be
-/// anything, NaN included, and is not touched.
+/// anything, NaN included, and is not touched. A NaN among the scores of those seen makes the pair's result NaN.
 #[inline(always)]
 unsafe fn accumulate<L: Lanes>(
     pair: usize,
@@ -188,7 +190,9 @@ unsafe fn accumulate<L: Lanes>(
         let scores = L::load(scratch.scores.as_ptr().add(pair * LANES)).first_or(visible, L::splat(f32::NEG_INFINITY));
         let scores = L::splat(f32::NEG_INFINITY).first_or(hidden, scores);
         let old = *running.greatest.add(pair);
-        let new = L::splat(scores.greatest()).max(L::splat(old));
+        let greatest = if scores.any_nan() { f32::NAN } else { scores.greatest() };
+        // In this order a NaN among the new scores is kept; an old one is in the sums already.
+        let new = L::splat(old).max(L::splat(greatest));
         let mut lanes = [0.0f32; LANES];
         new.store(lanes.as_mut_ptr());
         *running.greatest.add(pair) = lanes[0];

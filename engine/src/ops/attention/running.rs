@@ -8,7 +8,8 @@ use crate::ops::simd::{Isa, LANES, Lanes, isa_dispatch};
 /// A view of memory of [`Running::len`] numbers.
 #[derive(Clone, Copy)]
 pub(super) struct Running {
-    /// Of each pair the greatest score so far; minus infinity: it has seen no key.
+    /// Of each pair the greatest score so far; minus infinity: it has seen no key. NaN where the last keys had a score that
+    /// is no finite number: then weights and sums are NaN for good.
     pub greatest: *mut f32,
     /// Sums of the weights by lane, pairs × 16.
     pub weights: *mut f32,
@@ -75,7 +76,8 @@ unsafe fn merge_with<L: Lanes>(into: Running, from: Running, pairs: Range<usize>
         // SAFETY: the pair is in both, as the caller says.
         unsafe {
             let (old, new) = (*into.greatest.add(pair), *from.greatest.add(pair));
-            let greatest = if new > old { new } else { old };
+            // A NaN of the newer ones is taken, or they would count as no keys at all below.
+            let greatest = if old >= new { old } else { new };
             *into.greatest.add(pair) = greatest;
             let (keep, add) = (L::splat((old - greatest) * unit).exp(), L::splat((new - greatest) * unit).exp());
             for (into, from, len) in [(into.weights, from.weights, LANES), (into.sums, from.sums, head_dim)] {

@@ -87,6 +87,10 @@ impl Lanes for Avx512 {
         unsafe { Self(_mm512_min_ps(self.0, other.0)) }
     }
     #[inline(always)]
+    unsafe fn any_nan(self) -> bool {
+        unsafe { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0) != 0 }
+    }
+    #[inline(always)]
     unsafe fn pow2_of_magic(self) -> Self {
         unsafe {
             let shifted = _mm512_slli_epi32::<23>(_mm512_castps_si512(self.0));
@@ -229,6 +233,11 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         unsafe { Self(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1)) }
+    }
+    #[inline(always)]
+    unsafe fn any_nan(self) -> bool {
+        // Unordered: one of the two compared is NaN.
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.1)) != 0 }
     }
     #[inline(always)]
     unsafe fn pow2_of_magic(self) -> Self {
