@@ -72,12 +72,11 @@ async fn measure<T>(cluster: &Cluster, what: &str, meanwhile: impl Future<Output
         while !over.load(Ordering::Relaxed) {
             let asked = Instant::now();
             let request = client.post(&url).header("content-type", "application/json");
-            let answer = request.body(r#"{"prompt": "Hello", "max_tokens": 8, "ignore_eos": true}"#).send().await;
-            match answer {
-                Ok(answer) if answer.status().is_success() && answer.bytes().await.is_ok() => {
-                    latencies.push(asked.elapsed().as_secs_f64() * 1e3);
-                }
-                _ => drop(failed.fetch_add(1, Ordering::Relaxed)),
+            let request = request.body(r#"{"prompt": "Hello", "max_tokens": 8, "ignore_eos": true}"#);
+            let whole = async { request.send().await?.error_for_status()?.bytes().await };
+            match whole.await {
+                Ok(_) => latencies.push(asked.elapsed().as_secs_f64() * 1e3),
+                Err(_) => drop(failed.fetch_add(1, Ordering::Relaxed)),
             }
         }
         latencies

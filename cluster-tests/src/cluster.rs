@@ -61,6 +61,23 @@ pub fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
+/// Flags of a router with an API key for each of these tenants; its nodes join on a port of their own. The file is in `dir`.
+///
+/// # Errors
+/// It cannot be written.
+pub fn with_keys(dir: &Path, tenants: &[&str]) -> std::io::Result<String> {
+    let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-secret"}}"#);
+    let keys: Vec<String> = tenants.iter().map(key).collect();
+    let path = dir.join("keys.json");
+    std::fs::write(&path, format!(r#"{{"keys": [{}]}}"#, keys.join(", ")))?;
+    Ok(format!("--api-keys {} --nodes 127.0.0.1:0", path.display()))
+}
+
+/// The `authorization` header of such a tenant.
+pub fn bearer(tenant: &str) -> String {
+    format!("Bearer sk-{tenant}-secret")
+}
+
 /// A running cluster; everything is killed and removed on drop.
 pub struct Cluster {
     /// The only router.
@@ -176,7 +193,7 @@ impl Cluster {
 
 async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path) -> anyhow::Result<Process> {
     let mut args = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0");
-    args.extend(["--router".to_owned(), router.url("grpc"), "--node-id".to_owned(), format!("{role}-0")]);
+    args.extend(["--router".to_owned(), router.url(router.join_key()), "--node-id".to_owned(), format!("{role}-0")]);
     args.extend(["--transport".to_owned(), options.transport.to_owned()]);
     // A simulated node has the model's name and digest: the router takes no other.
     args.extend(["--model".to_owned(), model()?.display().to_string()]);

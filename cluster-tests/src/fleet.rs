@@ -203,7 +203,7 @@ impl Fleet {
             self.entrance.leads_to(address(&self.router, "grpc")?);
         }
         for member in &mut self.members {
-            member.reports.leads_to(address(&self.router, "grpc")?);
+            member.reports.leads_to(address(&self.router, self.router.join_key())?);
             if !member.process.is_alive() {
                 let kv = free_port()?;
                 member.process = start_node(&self.options, member, kv, self.dir.path()).await?;
@@ -349,7 +349,7 @@ async fn start_member(
     logs: &Path,
 ) -> anyhow::Result<Member> {
     let (calls, reports, kv) = (Link::new().await?, Link::new().await?, Link::new().await?);
-    reports.leads_to(address(router, "grpc")?);
+    reports.leads_to(address(router, router.join_key())?);
     let (name, port) = (format!("{}-{index}", role.as_str()), free_port()?);
     let process = start_node_with(options, role, &name, [&calls, &reports, &kv], port, logs).await?;
     calls.leads_to(address(&process, "grpc")?);

@@ -98,6 +98,11 @@ impl Process {
         if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
     }
 
+    /// The key of a router's ready line under which nodes join: a port of their own, or gRPC's.
+    pub fn join_key(&self) -> &'static str {
+        if self.ready.contains_key("nodes") { "nodes" } else { "grpc" }
+    }
+
     /// Process id.
     pub fn pid(&self) -> u32 {
         self.child.id()

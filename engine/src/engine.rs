@@ -388,7 +388,10 @@ impl Worker {
     fn warm_up(&mut self, kinds: Vec<Batch>) -> Result<(), EngineError> {
         let mut rounds = Rounds::of(kinds.len());
         while rounds.next() {
-            for (kind, batch) in kinds.iter().enumerate() {
+            let few =
+                |batch: &Batch| batch.items.iter().map(|item| item.tokens.len()).sum::<usize>() <= warm_up::DECODING;
+            let counts = rounds.counts();
+            for (kind, batch) in kinds.iter().enumerate().filter(|(_, batch)| counts || few(batch)) {
                 let (outcome, took) = self.timed(batch);
                 outcome?;
                 rounds.note(kind, took);

@@ -4,12 +4,12 @@ use std::time::Duration;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use tandem_cluster_tests::client::{ask, token_ids};
+use tandem_cluster_tests::cluster::bearer;
 use tandem_cluster_tests::open_loop::until_next;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
-use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
@@ -89,7 +89,8 @@ impl Load {
         message.ignore_eos = true;
         let mut request = Request::new(message);
         request.set_timeout(TIMEOUT);
-        request.metadata_mut().insert("x-tandem-tenant", MetadataValue::from_static(self.tenant));
+        let key = bearer(self.tenant).parse().map_err(|_| Status::internal("a key that is no header"))?;
+        request.metadata_mut().insert("authorization", key);
         let mut stream = self.client.generate(request).await?.into_inner();
         let (mut ttft_ms, mut tokens) = (None, 0);
         while let Some(message) = stream.message().await? {

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Parser;
 use load::{Load, Outcome, Seen};
+use tandem_cluster_tests::cluster::with_keys;
 use tandem_cluster_tests::open_loop::percentile;
 use tandem_cluster_tests::{Fleet, FleetOptions};
 use tandem_proto::v1::inference_client::InferenceClient;
@@ -51,9 +52,11 @@ struct Args {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
+    let dir = tempfile::tempdir()?;
+    let keys = with_keys(dir.path(), &["usual", "polite", "greedy"])?;
     let fleet = Fleet::start(FleetOptions {
         transport: "tcp",
-        router_args: format!("--ttft-objective-ms {0} --max-ttft-ms {0}", args.ttft_ms),
+        router_args: format!("--ttft-objective-ms {0} --max-ttft-ms {0} {keys}", args.ttft_ms),
         prefill_args: format!("{NODE} --simulated-token-us 125"),
         decode_args: format!("{NODE} --simulated-token-us 50"),
         ..FleetOptions::default()
@@ -67,7 +70,7 @@ async fn main() -> anyhow::Result<()> {
     let mut peak: f64 = 0.0;
     for (seed, share) in RATES.into_iter().enumerate() {
         let rate = args.guess * share;
-        let seen = load("a", rate, seed as u64).run(args.short_seconds).await?;
+        let seen = load("usual", rate, seed as u64).run(args.short_seconds).await?;
         let sum = Summary::of(&seen, WARM_UP, args.short_seconds, args.ttft_ms);
         sum.print(rate);
         peak = peak.max(sum.good);
@@ -76,12 +79,12 @@ async fn main() -> anyhow::Result<()> {
     let offered = peak * args.overload;
     let resident_mb = || fleet.router.resident_mb().context("the router has ended");
     println!("\nPeak {peak:.1}/s; {offered:.0}/s for {} s:\n", args.seconds);
-    let overload = tokio::spawn(load("a", offered, 100).run(args.seconds));
+    let overload = tokio::spawn(load("usual", offered, 100).run(args.seconds));
     sleep(Duration::from_secs_f64(WINDOW)).await;
     let warm = resident_mb()?;
     let seen = overload.await??;
     let full = resident_mb()?;
-    let served = newcomer_served(&load("a", 1.0, 101), args.ttft_ms).await?;
+    let served = newcomer_served(&load("usual", 1.0, 101), args.ttft_ms).await?;
     println!("The first request afterwards that began within {} ms: {served:.1?} later", args.ttft_ms);
     report_overload(&seen, peak, args.seconds, args.ttft_ms)?;
     println!("Resident memory of the router: {warm:.1} MB after {WINDOW} s, {full:.1} MB at the end");

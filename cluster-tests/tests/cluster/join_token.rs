@@ -30,7 +30,10 @@ async fn only_who_has_the_token_belongs_to_the_cluster() -> anyhow::Result<()> {
     for (name, token) in [("without", Vec::new()), ("with-another", theirs)] {
         does_not_join(&cluster, name, token).await?;
     }
-    assert!(metric(&cluster.router, "tandem_strangers_refused_total").await? >= 2.0);
+    let metrics = cluster.get("/metrics").await?.text().await?;
+    let counted = metrics.lines().find(|line| line.starts_with("tandem_strangers_refused_total"));
+    let count = counted.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+    assert!(count.is_some_and(|count| count >= 3.0), "{counted:?}");
     assert_eq!(cluster.nodes().await?.len(), 2);
     let again = cluster.answer(ask(text("The capital of France is"), 8)).await?;
     assert_eq!(again.tokens, answer.tokens, "honest requests go on");

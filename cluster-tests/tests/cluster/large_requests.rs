@@ -19,7 +19,7 @@ fn bodies() -> Vec<String> {
         filled(r#"{"n": 128, "prompt": ["#, r#""""#, "]}"),
         filled(r#"{"prompt": "a", "stop": ["#, r#""""#, "]}"),
         filled(r#"{"prompt": "a", "stop_token_ids": ["#, "1", "]}"),
-        filled(r#"{"prompt": "a", "#, r#""x": 1"#, "}"),
+        format!("{{{}, \"prompt\": \"a\"}}", (0..600_000).map(|n| format!("\"f{n}\":1")).collect::<Vec<_>>().join(",")),
     ]
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use tandem_cluster_tests::client::{Answer, ask, rest, token_ids};
-use tandem_cluster_tests::cluster::words;
+use tandem_cluster_tests::cluster::{bearer, with_keys, words};
 use tandem_cluster_tests::{Cluster, Options};
 use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::task::JoinSet;
@@ -47,12 +47,14 @@ impl Seen {
 
 #[tokio::test]
 async fn overload_is_refused_at_once_and_a_greedy_tenant_pushes_nobody_out() -> anyhow::Result<()> {
+    let dir = tempfile::tempdir()?;
+    let keys = with_keys(dir.path(), &["polite", "greedy"])?;
     let node = "--threads 1 --kv-blocks 64 --simulated-step-us 3000 --simulated-token-us 50";
     let options = Options {
         transport: "tcp",
         simulated: true,
         node_args: words(node),
-        router_args: words("--max-queue 20 --node-queue 1"),
+        router_args: words(&format!("--max-queue 20 --node-queue 1 {keys}")),
         ..Options::default()
     };
     let cluster = Cluster::start(options).await?;
@@ -138,7 +140,8 @@ async fn answer(mut client: InferenceClient<Channel>, tenant: &'static str, max_
     message.ignore_eos = true;
     let mut request = Request::new(message);
     request.set_timeout(LONG);
-    request.metadata_mut().insert("x-tandem-tenant", tonic::metadata::MetadataValue::from_static(tenant));
+    let key = bearer(tenant).parse().map_err(|_| Status::internal("a key that is no header"))?;
+    request.metadata_mut().insert("authorization", key);
     let stream = client.generate(request).await?.into_inner();
     rest(stream).await.map_err(|failure| failure.status)
 }
@@ -147,8 +150,9 @@ async fn answer(mut client: InferenceClient<Channel>, tenant: &'static str, max_
 async fn refused_over_http(cluster: &Cluster, end: Instant) -> anyhow::Result<u64> {
     let client = reqwest::Client::new();
     let url = format!("{}/v1/completions", cluster.router.url("http"));
-    let request = client.post(url).header("x-tandem-tenant", "greedy");
-    let request = request.body(r#"{"prompt": [300, 300, 300], "max_tokens": 4}"#);
+    let request = client.post(url).header("authorization", bearer("greedy"));
+    let request =
+        request.header("content-type", "application/json").body(r#"{"prompt": [300, 300, 300], "max_tokens": 4}"#);
     loop {
         let mut burst = JoinSet::new();
         for _ in 0..HTTP_CLIENTS {

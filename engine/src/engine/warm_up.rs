@@ -2,8 +2,8 @@
 //! disk, and they teach the step model, so that whoever plans does not begin with a guess. A model that cannot compute shows
 //! it here, and not in somebody's request. No sequence and no cached block comes of them.
 //!
-//! **What is learnt.** Steps of a few kinds run in rounds. The first round touches memory, starts threads and wakes the
-//! processor: it does not count. Of the others each kind's shortest step counts, as whatever else runs on the machine only
+//! **What is learnt.** Steps of a few kinds run in rounds. The first round, of the small kinds alone, touches memory, starts
+//! threads and wakes the processor: it does not count. Of the others each kind's shortest step counts, as whatever else runs on the machine only
 //! makes a step longer. Rounds end when every kind's shortest time was seen twice.
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, EngineSpec};
 
 /// Tokens of the longest prompt. Enough to tell the cost of a token from that of a step.
-const PROMPT: usize = 256;
+const PROMPT: usize = 128;
 /// Where a part of a prompt ends that has others before it. Enough to tell the cost of what is attended to from that of a token:
 /// predictions for long prompts hang on it.
 const CONTEXT: usize = 2048;
 /// Sequences that decode together.
-const DECODING: usize = 8;
+pub(super) const DECODING: usize = 8;
 /// Rounds at most.
 const MOST_ROUNDS: usize = 8;
 /// No further round begins after so much time in steps: a large model's second round must do.
@@ -76,10 +76,16 @@ impl Rounds {
         !enough
     }
 
+    /// Whether the present round counts. One that does not is for the memory, the threads and the clock: it can do with the
+    /// kinds of few tokens, which touch all weights as well.
+    pub fn counts(&self) -> bool {
+        self.begun > 1
+    }
+
     /// A step of this kind took so long.
     pub fn note(&mut self, kind: usize, took: Duration) {
         self.spent += took;
-        if self.begun > 1 {
+        if self.counts() {
             self.took[kind].push(took);
         }
     }

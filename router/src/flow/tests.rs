@@ -485,3 +485,18 @@ async fn joining_and_leaving_over_grpc() {
     let another = v1::Register { incarnation: 2, ..again };
     assert!(client.join(tokio_stream::once(report(another))).await.is_ok());
 }
+
+#[tokio::test]
+async fn an_answer_without_a_limit_is_as_long_as_there_is_room_for() {
+    let service = fakes::router(Limits { max_tokens_default: 200, ..Limits::default() });
+    let resolved = |asked, prompt| service.resolve_max_tokens(asked, prompt).map_err(|error| error.param);
+    // The context holds 256.
+    assert_eq!((resolved(None, 20), resolved(None, 100)), (Ok(200), Ok(156)));
+    assert_eq!((resolved(Some(236), 20), resolved(Some(237), 20)), (Ok(236), Err(Some("max_tokens"))));
+    assert_eq!((resolved(Some(1), 256), resolved(Some(0), 1)), (Err(Some("max_tokens")), Err(Some("max_tokens"))));
+    let small = v1::Register { total_blocks: 5, ..fakes::register("d0", v1::Role::Decode, "http://127.0.0.1:1") };
+    let _node = service.membership().register(small, clock::now()).unwrap();
+    assert_eq!(resolved(None, 20), Ok(60), "five blocks of 16 tokens");
+    assert_eq!(resolved(None, 100), Ok(1), "whose refusal is the flow's");
+    assert_eq!(resolved(Some(200), 20), Ok(200), "who asks for more is told why not, later");
+}

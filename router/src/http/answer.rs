@@ -155,3 +155,45 @@ pub(super) fn whole<'a>(
     let tandem = options.include_timings.then(timings);
     Json(head.answer(&choices, usage, tandem)).into_response()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admission::Tenant;
+    use crate::flow::Limits;
+    use crate::flow::tests::fakes;
+    use crate::http::fields::Fields;
+
+    fn checked(json: &str, prompts: Vec<Vec<u32>>) -> Result<Checked, Error> {
+        let caller = Caller { request_id: "r".into(), parent: None, timeout: None, tenant: Tenant::default() };
+        let options = Options::parse(&Fields::parse(json).unwrap(), Kind::Completion).unwrap();
+        let prompts = prompts.into_iter().map(|ids| Encoded { ids, echo: None }).collect();
+        let job = Job { kind: Kind::Completion, options, prompts, received: Instant::now() };
+        Checked::of(&fakes::router(Limits::default()), &caller, job)
+    }
+
+    fn seeds(json: &str, prompts: usize) -> Vec<u64> {
+        let checked = checked(json, vec![vec![1, 2]; prompts]).unwrap();
+        checked.requests.iter().map(|request| request.sampling.seed).collect()
+    }
+
+    #[test]
+    fn equal_prompts_of_one_call_have_seeds_of_their_own() {
+        let drawn = seeds("{}", 2);
+        assert_ne!(drawn[0], drawn[1]);
+        assert_eq!(seeds(r#"{"seed": 7, "n": 2}"#, 2), [7, 8, 7, 8], "unless the client says which");
+    }
+
+    #[test]
+    fn all_answers_share_their_prompt() {
+        let checked = checked(r#"{"n": 128, "max_tokens": 1}"#, vec![vec![1; 200]]).unwrap();
+        assert_eq!(checked.requests.len(), 128);
+        assert!(checked.requests.iter().all(|one| Arc::ptr_eq(&one.prompt_ids, &checked.requests[0].prompt_ids)));
+    }
+
+    #[test]
+    fn a_prompt_that_is_too_long_is_refused_before_it_is_multiplied() {
+        let error = checked(r#"{"n": 128, "max_tokens": 1}"#, vec![vec![1; 5000]]).err().unwrap();
+        assert_eq!(error.param, Some("prompt"));
+    }
+}

@@ -9,6 +9,11 @@ fn bounds(max_inflight: usize, max_queue: usize) -> Bounds {
     Bounds { max_inflight, max_queue, pools: Pools::default(), max_ttft: None, tenants: false }
 }
 
+/// For tenants that are known by their keys.
+fn shared(max_inflight: usize, max_queue: usize) -> Bounds {
+    Bounds { tenants: true, ..bounds(max_inflight, max_queue) }
+}
+
 fn ask(tenant: &str, now: Instant) -> Ask {
     Ask {
         tenant: tenant.into(),
@@ -81,11 +86,8 @@ fn a_deadline_that_passes_ends_the_wait() {
 #[test]
 fn a_greedy_tenant_is_refused_while_others_enter() {
     let now = Instant::now();
-    let mut queue = Queue::new(bounds(1, 100));
+    let mut queue = Queue::new(shared(1, 100));
     entered(&mut queue, ask("greedy", now), now);
-    // Alone it could have all of it; the other has been there once.
-    let other = entered(&mut queue, ask("other", now), now);
-    queue.leave(other, now, &mut always);
     let waiting = (0..).take_while(|_| queue.enter(ask("greedy", now), now, &mut always).0.is_ok()).count();
     assert_eq!(waiting, 80);
     assert_eq!(reason(&mut queue, ask("greedy", now), now), Reason::TenantShare);
@@ -109,9 +111,32 @@ fn a_single_tenant_has_the_whole_queue() {
 }
 
 #[test]
+fn names_that_clients_give_themselves_are_labels_and_no_shares() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(1, 100));
+    entered(&mut queue, ask("default", now), now);
+    let urgent = Ask { priority: 10, ..ask("default", now) };
+    let waiting: Vec<Ticket> =
+        ["default", "a stranger", "another"].map(|name| entered(&mut queue, ask(name, now), now)).into();
+    assert!(!queue.has_tenants(), "nodes still hear of priorities");
+    let urgent = entered(&mut queue, urgent, now);
+    let mut running = 1;
+    let mut order = Vec::new();
+    while let [next] = queue.leave(running, now, &mut always).start[..] {
+        order.push(next);
+        running = next;
+    }
+    assert_eq!(order, [vec![urgent], waiting].concat(), "one line, by priority and arrival");
+    entered(&mut queue, ask("default", now), now);
+    let invented = (0..).take_while(|n| queue.enter(ask(&format!("t{n}"), now), now, &mut always).0.is_ok()).count();
+    assert_eq!(invented, 100, "and one queue");
+    assert!(queue.depths().len() <= MAX_TENANTS + 1 && queue.depths()["t7"] == 1, "each name is told");
+}
+
+#[test]
 fn tenants_beyond_the_limit_share_a_lane() {
     let now = Instant::now();
-    let mut queue = Queue::new(bounds(1, 10_000));
+    let mut queue = Queue::new(shared(1, 10_000));
     for tenant in 0..MAX_TENANTS + 50 {
         entered(&mut queue, ask(&format!("t{tenant}"), now), now);
     }
@@ -123,7 +148,7 @@ fn tenants_beyond_the_limit_share_a_lane() {
 #[test]
 fn who_finds_no_room_is_passed_a_bounded_number_of_times() {
     let now = Instant::now();
-    let mut queue = Queue::new(bounds(1000, 1000));
+    let mut queue = Queue::new(shared(1000, 1000));
     let mut fits_small = |ask: &Ask, _: &Ahead| ask.prompt_tokens < 100;
     let large = Ask { prompt_tokens: 1000, ..ask("large", now) };
     let large = queue.enter(large, now, &mut fits_small).0.unwrap();
@@ -153,7 +178,7 @@ fn what_has_started_and_is_not_routed_is_told() {
 #[test]
 fn late_answers_are_refused_early_with_the_time_after_which_they_would_not_be() {
     let start = Instant::now();
-    let mut queue = Queue::new(Bounds { max_ttft: Some(ms(1500)), ..bounds(1, 1000) });
+    let mut queue = Queue::new(Bounds { max_ttft: Some(ms(1500)), ..shared(1, 1000) });
     let mut running = entered(&mut queue, ask("a", start), start);
     let mut now = start;
     // 20 tokens every 100 ms.
@@ -363,7 +388,7 @@ proptest! {
         served_each in 1usize..3,
     ) {
         let now = Instant::now();
-        let mut queue = Queue::new(bounds(1, 1000));
+        let mut queue = Queue::new(shared(1, 1000));
         let mut running = entered(&mut queue, ask("a", now), now);
         let (mut order, mut all) = (Vec::new(), Vec::new());
         let mut arrivals = priorities.chunks(served_each + 1);
@@ -402,7 +427,7 @@ proptest! {
         sizes in prop::collection::vec(1u32..4000, 2..5),
     ) {
         let now = Instant::now();
-        let mut queue = Queue::new(bounds(1, 10_000));
+        let mut queue = Queue::new(shared(1, 10_000));
         let tenants = weights.len().min(sizes.len());
         let of = |tenant: usize| Ask {
             weight: weights[tenant],

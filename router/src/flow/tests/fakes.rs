@@ -127,6 +127,17 @@ impl Cluster {
         Self::of(router(limits)).await
     }
 
+    /// The same for clients with API keys of tenants that are called so: `sk-NAME-secret`.
+    pub async fn with_tenants(limits: Limits, names: &[&str]) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("keys.json");
+        let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-secret"}}"#);
+        let keys: Vec<String> = names.iter().map(key).collect();
+        std::fs::write(&path, format!(r#"{{"keys": [{}]}}"#, keys.join(","))).expect("room on the disk");
+        let keys = Keys::load(&path, clock::now()).expect("keys");
+        Self::of(router_with_keys(limits, keys)).await
+    }
+
     pub async fn of(service: Service) -> Self {
         let (prefill, decode) = (join_prefill(&service, "p0").await, join_decode(&service, "d0").await);
         Self { service, prefill, decode }
@@ -193,7 +204,7 @@ pub fn router_telling(exporter: Exporter, limits: Limits, choice: select::Settin
 pub fn router_with_keys(limits: Limits, keys: Keys) -> Service {
     let model = Arc::new(model());
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
-    let membership = Membership::new(expected, Duration::from_secs(3));
+    let membership = Membership::new(expected, Duration::from_secs(3)).with_local_prefill(LocalPrefill::Never);
     Service::with_keys(model, membership, Exporter::disabled(), limits, "router-test".into(), keys)
 }
 

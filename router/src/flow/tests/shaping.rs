@@ -93,10 +93,12 @@ async fn urgent_requests_start_first_and_nodes_are_told() {
 
 #[tokio::test]
 async fn a_greedy_tenant_waits_behind_its_own_requests() {
-    let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
-    let of = |name: &str, id: String| GenerationRequest {
+    let limits = Limits { max_inflight: 1, ..Limits::default() };
+    let mut cluster = Cluster::with_tenants(limits, &["greedy", "polite"]).await;
+    let service = cluster.service.clone();
+    let of = move |name: &str, id: String| GenerationRequest {
         request_id: id,
-        tenant: Tenant::named(name).unwrap(),
+        tenant: service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap(),
         ..request()
     };
     let running = cluster.service.generate(of("greedy", "0".into())).unwrap();
@@ -114,21 +116,35 @@ async fn a_greedy_tenant_waits_behind_its_own_requests() {
 }
 
 #[tokio::test]
-async fn nodes_hear_of_no_priorities_where_there_are_several_tenants() {
-    let mut cluster = Cluster::start(Limits { max_inflight: 1, ..Limits::default() }).await;
-    let of = |name: &str, id: &str, priority| GenerationRequest {
+async fn nodes_hear_of_no_priorities_where_tenants_have_keys() {
+    let limits = Limits { max_inflight: 1, ..Limits::default() };
+    let mut cluster = Cluster::with_tenants(limits, &["alice", "bobby"]).await;
+    let service = cluster.service.clone();
+    let of = move |name: &str, id: &str, priority| GenerationRequest {
         request_id: id.into(),
-        tenant: Tenant::named(name).unwrap(),
+        tenant: service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap(),
         priority,
         ..request()
     };
-    let running = cluster.service.generate(of("a", "first", 3)).unwrap();
+    let running = cluster.service.generate(of("alice", "first", 3)).unwrap();
     let (_prefill, spec, _decode, start) = cluster.legs().await;
-    assert_eq!((spec.priority, start.spec.unwrap().priority), (3, 3), "it is alone");
-    let _waiting = [("usual", 0), ("urgent", 7)].map(|(id, priority)| cluster.service.generate(of("b", id, priority)));
+    assert_eq!((spec.priority, start.spec.unwrap().priority), (0, 0));
+    let _waiting =
+        [("usual", 0), ("urgent", 7)].map(|(id, priority)| cluster.service.generate(of("bobby", id, priority)));
     drop(running);
     let (_prefill, spec, _decode, start) = cluster.legs().await;
     assert_eq!((spec.request_id.as_str(), spec.priority, start.spec.unwrap().priority), ("urgent", 0, 0));
+}
+
+#[tokio::test]
+async fn a_stranger_s_name_does_not_switch_priorities_off() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let of = |name: &str, priority| GenerationRequest { tenant: Tenant::named(name).unwrap(), priority, ..request() };
+    for (name, priority) in [("default", 3), ("a-stranger", 0), ("default", 5)] {
+        let _running = cluster.service.generate(of(name, priority)).unwrap();
+        let (_prefill, spec, _decode, start) = cluster.legs().await;
+        assert_eq!((spec.priority, start.spec.unwrap().priority), (priority, priority), "{name}");
+    }
 }
 
 #[tokio::test]
@@ -179,13 +195,15 @@ async fn answers_of_one_call_start_together_or_not_at_all() {
     assert_eq!(cluster.service.counts().queued, 1);
 }
 
-/// A router whose only key, of tenant `a`, is `sk-a-secret`: one request a minute.
-async fn with_key() -> (Service, tempfile::TempDir) {
+/// A router whose only key, of tenant `a`, is `sk-a-secret`: so many requests a minute.
+async fn with_key(requests_per_minute: u32) -> (Service, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     std::fs::write(
         &path,
-        r#"{"keys": [{"name": "a", "key": "sk-a-secret", "requests_per_minute": 1, "max_priority": 1}]}"#,
+        format!(
+            r#"{{"keys": [{{"name": "a", "key": "sk-a-secret", "requests_per_minute": {requests_per_minute}, "max_priority": 1}}]}}"#
+        ),
     )
     .unwrap();
     let keys = Keys::load(&path, clock::now()).unwrap();
@@ -194,7 +212,7 @@ async fn with_key() -> (Service, tempfile::TempDir) {
 
 #[tokio::test]
 async fn keys_and_rates_over_http() {
-    let (service, _dir) = with_key().await;
+    let (service, _dir) = with_key(2).await;
     let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
     let router = crate::http::router(service.clone());
     let ask = |path: &'static str, key: Option<&'static str>, body: &'static str| {
@@ -223,23 +241,30 @@ async fn keys_and_rates_over_http() {
     assert_eq!(ask("/tokenize", key, r#"{"prompt": "a"}"#).await.0, StatusCode::OK);
     let (status, _, body) = ask("/v1/completions", key, r#"{"prompt": "a", "max_tokens": 4, "priority": -2}"#).await;
     assert_eq!((status, &body["error"]["param"]), (StatusCode::BAD_REQUEST, &"priority".into()), "{body}");
-    // The one request of this minute; it runs on.
+    // The second request of this minute; it runs on. The first one was tokenized.
     let tenant = service.tenant(key, None).unwrap();
     let _running = service.generate(GenerationRequest { tenant, ..request() }).unwrap();
     let (status, headers, body) = ask("/v1/completions", key, r#"{"prompt": "a", "max_tokens": 4}"#).await;
     assert_eq!((status, &body["error"]["type"]), (StatusCode::TOO_MANY_REQUESTS, &"rate_limit_error".into()));
     let seconds: u64 = headers["retry-after"].to_str().unwrap().parse().unwrap();
-    assert!((50..=60).contains(&seconds), "{seconds}");
+    assert!((20..=30).contains(&seconds), "{seconds}");
+    for path in ["/tokenize", "/detokenize"] {
+        assert_eq!(
+            ask(path, key, r#"{"prompt": "a"}"#).await.0,
+            StatusCode::TOO_MANY_REQUESTS,
+            "{path} is a request, too"
+        );
+    }
     let text = service.metrics_text(None).1;
     assert!(
-        text.contains("tandem_refused_total{role=\"router\",instance=\"router-test\",reason=\"rate_limit\"} 1"),
+        text.contains("tandem_refused_total{role=\"router\",instance=\"router-test\",reason=\"rate_limit\"} 3"),
         "{text}"
     );
 }
 
 #[tokio::test]
 async fn keys_and_rates_over_grpc() {
-    let (service, _dir) = with_key().await;
+    let (service, _dir) = with_key(1).await;
     let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
