@@ -61,18 +61,22 @@ struct Version {
     subfolder: bool,
     limit: &'static str,
     used: &'static str,
-    /// In `memory.stat`.
-    reclaimable: &'static str,
+    /// In `memory.stat`: pages of files, read once and read again.
+    reclaimable: [&'static str; 2],
 }
 
 const VERSION_1: Version = Version {
     subfolder: true,
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
-    reclaimable: "total_inactive_file",
+    reclaimable: ["total_inactive_file", "total_active_file"],
 };
-const VERSION_2: Version =
-    Version { subfolder: false, limit: "memory.max", used: "memory.current", reclaimable: "inactive_file" };
+const VERSION_2: Version = Version {
+    subfolder: false,
+    limit: "memory.max",
+    used: "memory.current",
+    reclaimable: ["inactive_file", "active_file"],
+};
 
 /// The path in a line of `/proc/self/cgroup` (cgroups(7)): `4:memory:/path` or, in version 2, `0::/path`.
 fn memory_group(line: &str) -> Option<(&str, Version)> {
@@ -96,9 +100,12 @@ impl GroupMemory {
         // "max" is no limit.
         let limit = number(version.limit)?;
         let stat = read_to_string(folder.join("memory.stat")).unwrap_or_default();
-        let field = |line: &str| line.strip_prefix(version.reclaimable)?.strip_prefix(' ')?.trim().parse::<u64>().ok();
+        let field = |name: &str| {
+            let value = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse::<u64>().ok();
+            stat.lines().find_map(value).unwrap_or(0)
+        };
         // Pages of files that were read are given back when the group needs memory: a mapped model is not used twice.
-        let reclaimable = stat.lines().find_map(field).unwrap_or(0);
+        let reclaimable: u64 = version.reclaimable.into_iter().map(field).sum();
         Some(Self { limit, used: number(version.used).unwrap_or(0).saturating_sub(reclaimable) })
     }
 
@@ -158,12 +165,12 @@ mod tests {
             ("a/b/memory.max", "max\n".to_owned()),
             ("a/memory.max", mib(600)),
             ("a/memory.current", mib(250)),
-            ("a/memory.stat", format!("anon 1\ninactive_file {}\nactive_file 7\n", 150 * MIB)),
+            ("a/memory.stat", format!("anon 1\ninactive_file {}\nactive_file {}\n", 100 * MIB, 50 * MIB)),
         ];
         let first = [
             ("memory/a/memory.limit_in_bytes", mib(600)),
             ("memory/a/memory.usage_in_bytes", mib(250)),
-            ("memory/a/memory.stat", format!("total_inactive_file {}\ninactive_file 3\n", 150 * MIB)),
+            ("memory/a/memory.stat", format!("total_inactive_file {}\ntotal_active_file {}\ninactive_file 3\n", 100 * MIB, 50 * MIB)),
             ("memory/memory.limit_in_bytes", "9223372036854771712\n".to_owned()),
         ];
         for (groups, files) in [("0::/a/b\n", &second), ("5:cpu:/x\n4:memory,hugetlb:/a\n0::/\n", &first)] {

@@ -26,6 +26,8 @@ use guard::{Guarded, Room};
 
 /// Bytes of a client's request id at most.
 const MAX_REQUEST_ID_BYTES: usize = 128;
+/// Bytes of a message to health and reflection, which anybody may ask: a service's name.
+const MAX_QUESTION_BYTES: usize = 4096;
 /// How long the head of an answer waits for its first message.
 const HEAD_WAITS: Duration = Duration::from_millis(100);
 /// How often health follows the cluster.
@@ -66,11 +68,14 @@ fn for_clients(mut routes: RoutesBuilder, service: &Service, health: HealthRepor
     };
     routes
         .add_service(Guarded::new(inference(service), service.clone()))
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?)
-        .add_service(tonic_health::pb::health_server::HealthServer::new(
-            tonic_health::server::HealthService::from_health_reporter(health),
-        ));
+        .add_service(reflection().build_v1()?.max_decoding_message_size(MAX_QUESTION_BYTES))
+        .add_service(reflection().build_v1alpha()?.max_decoding_message_size(MAX_QUESTION_BYTES))
+        .add_service(
+            tonic_health::pb::health_server::HealthServer::new(
+                tonic_health::server::HealthService::from_health_reporter(health),
+            )
+            .max_decoding_message_size(MAX_QUESTION_BYTES),
+        );
     Ok(routes.routes())
 }
 

@@ -35,6 +35,9 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
+/// Threads for texts that have nothing to do end after this, and what they kept of freed memory goes back to the system.
+const IDLE_THREADS: Duration = Duration::from_secs(2);
+
 /// A request takes and gives back hundreds of pieces of memory, most of them small.
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
@@ -61,7 +64,7 @@ fn within_descriptors(config: Config, descriptors: u64) -> Config {
 }
 
 fn reactor(threads: usize) -> std::io::Result<Runtime> {
-    Builder::new_multi_thread().worker_threads(threads).enable_all().build()
+    Builder::new_multi_thread().worker_threads(threads).thread_keep_alive(IDLE_THREADS).enable_all().build()
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {

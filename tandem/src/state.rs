@@ -21,7 +21,8 @@ pub struct State {
     pub processes: Vec<(String, u32)>,
     /// Directory of the logs.
     pub logs: PathBuf,
-    /// File of the secret by which nodes join.
+    /// File of the secret by which nodes join; empty in files of earlier versions.
+    #[serde(default)]
     pub join_token_file: PathBuf,
 }
 

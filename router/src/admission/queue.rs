@@ -287,6 +287,11 @@ impl Queue {
         if self.bounds.max_queue == 0 || self.waiting() < self.bounds.max_queue {
             return None;
         }
+        // A class with a free slot and nobody before it may start at once, however many wait in others.
+        let starts = |pool: &Class| pool.waiting == 0 && pool.inflight < pool.slots;
+        if self.inflight < self.bounds.max_inflight && self.pools.iter().any(starts) {
+            return None;
+        }
         let retry_after = self.pools.iter().filter_map(|pool| pool.half_drained(now)).min();
         let retry_after = retry_after.map(|drained| drained.min(LONGEST_RETRY));
         Some(Refused { reason: Reason::QueueFull, retry_after, first_token: None })

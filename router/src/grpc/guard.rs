@@ -89,22 +89,26 @@ impl tower::Service<http::Request<Body>> for Guarded {
     }
 }
 
-/// The frames of one message. Its length stands at its beginning; for a long one, room is asked before more of it is read, and
-/// HTTP/2's flow control holds the client back meanwhile.
+/// The frames of one message, and nothing behind it: a second one would be read without room. Its length stands at its beginning;
+/// for a long one, room is asked before more of it is read, and HTTP/2's flow control holds the client back meanwhile.
 fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
     let deadline = Instant::now() + READ_LIMIT;
     async_stream::try_stream! {
-        let mut prefix = Vec::with_capacity(PREFIX_BYTES);
+        let (mut prefix, mut arrived) = (Vec::with_capacity(PREFIX_BYTES), 0_usize);
         while !body.is_end_stream() {
             let slow = |_| Status::deadline_exceeded(format!("the message did not arrive within {READ_LIMIT:?}"));
             let Some(frame) = timeout_at(deadline, body.frame()).await.map_err(slow)? else { break };
             let frame = frame?;
+            arrived = arrived.saturating_add(frame.data_ref().map_or(0, Bytes::len));
             if let Some(data) = frame.data_ref().filter(|_| prefix.len() < PREFIX_BYTES) {
                 prefix.extend(data.iter().take(PREFIX_BYTES - prefix.len()));
                 // What is longer than a message may be, tonic refuses by the same prefix.
                 if let Some(bytes) = length(&prefix).filter(|bytes| (FREE_BYTES..=MAX_MESSAGE_BYTES).contains(bytes)) {
                     room.keep(intake.reserve(bytes).await.map_err(Status::from)?);
                 }
+            }
+            if length(&prefix).is_some_and(|bytes| arrived > bytes.saturating_add(PREFIX_BYTES)) {
+                Err(Status::invalid_argument("a call of Generate has one message"))?;
             }
             yield frame;
         }
@@ -177,6 +181,17 @@ mod tests {
         let call = guarded(&service).call(request(silent(Arc::default()), &[]));
         let response = tokio::time::timeout(2 * READ_LIMIT, call).await.expect("an answer").unwrap();
         assert_eq!(code(&response), Some(Code::DeadlineExceeded));
+    }
+
+    #[tokio::test]
+    async fn nothing_is_read_behind_the_message() {
+        let service = fakes::router(Limits::default());
+        // An empty message, and the beginning of a large one.
+        let prefixes = [0, 0, 0, 0, 0, 0, 0, 128, 0, 0];
+        let frames = futures::stream::iter([Ok::<_, Status>(Frame::data(Bytes::copy_from_slice(&prefixes)))]);
+        let body = Body::new(StreamBody::new(frames.chain(futures::stream::pending())));
+        let response = guarded(&service).call(request(body, &[])).await.unwrap();
+        assert_eq!(code(&response), Some(Code::InvalidArgument));
     }
 
     #[tokio::test(start_paused = true)]

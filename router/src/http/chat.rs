@@ -48,7 +48,6 @@ async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
     let work = move |model: &ModelText| {
         let Chat { options, messages } = parse(&json)?;
         check_model(model, options.model.as_deref())?;
-        drop(json);
         let prompts = vec![Encoded { ids: model.encode_chat(&messages)?, echo: None }];
         Ok::<_, ApiError>(Job { kind: Kind::Chat, options, prompts, received })
     };

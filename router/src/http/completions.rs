@@ -41,8 +41,6 @@ async fn job(service: &Service, body: Body) -> Result<Job, ApiError> {
     let work = move |model: &ModelText| {
         let Completion { options, prompts, echo } = parse(&json, model)?;
         check_model(model, options.model.as_deref())?;
-        // The texts and ids are out of it: its room is for others.
-        drop(json);
         let prompts = prompts.into_iter().map(|prompt| prompt.encode(model, echo)).collect::<Result<_, _>>()?;
         Ok::<_, ApiError>(Job { kind: Kind::Completion, options, prompts, received })
     };

@@ -133,7 +133,7 @@ struct PassThrough {
     /// KV blocks of a node
     #[arg(long, value_name = "N")]
     kv_blocks: Option<usize>,
-    /// Memory of a node's KV, instead of blocks: 2GiB, or a share of the machine's such as 25%
+    /// Memory of a node's KV, instead of blocks: 2GiB, or a share such as 25% of what its model leaves
     #[arg(long, value_name = "SIZE", conflicts_with = "kv_blocks")]
     kv_memory: Option<String>,
     /// Compute every prompt as if it were the first
