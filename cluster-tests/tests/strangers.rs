@@ -225,10 +225,13 @@ impl Call {
     }
 }
 
+/// What the stranger is to do, on its own thread.
+type Work = Box<dyn FnOnce(&mut Stranger) + Send>;
+
 /// A stranger's worker on a thread of its own.
 #[derive(Clone)]
 struct Hellos {
-    work: std::sync::mpsc::Sender<Box<dyn FnOnce(&mut Stranger) + Send>>,
+    work: std::sync::mpsc::Sender<Work>,
 }
 
 impl Hellos {

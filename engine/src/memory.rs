@@ -170,7 +170,10 @@ mod tests {
         let first = [
             ("memory/a/memory.limit_in_bytes", mib(600)),
             ("memory/a/memory.usage_in_bytes", mib(250)),
-            ("memory/a/memory.stat", format!("total_inactive_file {}\ntotal_active_file {}\ninactive_file 3\n", 100 * MIB, 50 * MIB)),
+            (
+                "memory/a/memory.stat",
+                format!("total_inactive_file {}\ntotal_active_file {}\ninactive_file 3\n", 100 * MIB, 50 * MIB),
+            ),
             ("memory/memory.limit_in_bytes", "9223372036854771712\n".to_owned()),
         ];
         for (groups, files) in [("0::/a/b\n", &second), ("5:cpu:/x\n4:memory,hugetlb:/a\n0::/\n", &first)] {

@@ -44,13 +44,13 @@ impl Gguf {
     }
 
     fn load(self) -> ModelText {
-        let mut file = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
+        let mut file = tempfile::Builder::new().suffix(".gguf").tempfile().expect("a usable file");
         let mut head = b"GGUF\x03\0\0\0".to_vec();
         head.extend(0u64.to_le_bytes());
         head.extend(self.keys.to_le_bytes());
-        file.write_all(&head).unwrap();
-        file.write_all(&self.bytes).unwrap();
-        ModelText::load(file.path()).unwrap()
+        file.write_all(&head).expect("a usable file");
+        file.write_all(&self.bytes).expect("a usable file");
+        ModelText::load(file.path()).expect("a usable file")
     }
 }
 
