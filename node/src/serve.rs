@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use tandem_ports::{
-    KeepAlive, Limits, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc, serve_http,
+    KeepAlive, Limits, NODE_STREAMS, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc,
+    serve_http,
 };
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
@@ -117,7 +118,7 @@ impl Running {
         let limits = Limits::default();
         let connections = connections_within(raise_descriptor_limit(), 1, limits.connections);
         let port = Port::new(listeners.grpc, Limits { connections, ..limits });
-        let server = serve_grpc(port, routes.add_service(health_service), KEEP_ALIVE, stop.clone());
+        let server = serve_grpc(port, routes.add_service(health_service), NODE_STREAMS, KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
         let running = Self { node: node.clone(), service, health, signals, stop: stop.clone(), drain, grpc: grpc_task };
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);

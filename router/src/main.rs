@@ -11,7 +11,8 @@ use anyhow::Context;
 use futures::{FutureExt, TryFutureExt};
 use mimalloc::MiMalloc;
 use tandem_ports::{
-    JoinToken, KeepAlive, Limits, Places, Port, Tls, connections_within, raise_descriptor_limit, serve_grpc, serve_http,
+    CLIENT_STREAMS, JoinToken, KeepAlive, Limits, Places, Port, Tls, connections_within, raise_descriptor_limit,
+    serve_grpc, serve_http,
 };
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
@@ -222,7 +223,7 @@ fn grpc_server(
     routes: tonic::service::Routes,
     stop: CancellationToken,
 ) -> impl Future<Output = anyhow::Result<()>> {
-    serve_grpc(port, routes, CLIENT_KEEP_ALIVE, stop)
+    serve_grpc(port, routes, CLIENT_STREAMS, CLIENT_KEEP_ALIVE, stop)
         .map_err(|error| anyhow::Error::new(error).context("the gRPC server ended"))
 }
 

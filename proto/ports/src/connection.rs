@@ -1,5 +1,6 @@
 //! One accepted connection: a socket with its place among the port's, and, where many streams share it, a deadline for its
-//! first bytes and writes that gather. When its place goes to another, its reads end as if the client had left.
+//! first bytes and writes that gather. When its place goes to another, its reads end as if the client had left. Where a
+//! request was answered before its body was read, closing drains that body for a bounded time (a lingering close).
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -16,12 +17,17 @@ use crate::stream::Stream;
 /// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
 
+/// How long a close drains a body that no handler read. Closing a socket with unread bytes resets the connection, and a reset
+/// discards an answer that the client has not read yet.
+const LINGER: Duration = Duration::from_secs(10);
+
 /// A socket of a [`Port`](crate::Port). Dropping it makes room for another.
 pub(crate) struct Connection {
     stream: Stream,
     peer: TcpConnectInfo,
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
+    lingers: Lingers,
     place: Place,
 }
 
@@ -32,6 +38,13 @@ pub(crate) struct Peer {
     pub calls: Calls,
 }
 
+/// Whether closing drains what the client still sends.
+enum Lingers {
+    Never,
+    WhenUnread,
+    Until(Pin<Box<Sleep>>),
+}
+
 /// What must still come, and until when.
 struct Greeting {
     missing: usize,
@@ -40,7 +53,7 @@ struct Greeting {
 
 impl Connection {
     pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, place: Place) -> Self {
-        Self { stream, peer, greeting: None, gathering: None, place }
+        Self { stream, peer, greeting: None, gathering: None, lingers: Lingers::Never, place }
     }
 
     /// For those who see its requests.
@@ -52,6 +65,30 @@ impl Connection {
     pub(crate) fn greeted_within(self, silence: Duration) -> Self {
         let greeting = Greeting { missing: PREFACE_BYTES, late: Box::pin(sleep(silence)) };
         Self { greeting: Some(greeting), gathering: Some(Gathering::default()), ..self }
+    }
+
+    /// The same for HTTP/1, where a request may be answered before its body was read.
+    pub(crate) fn lingering(self) -> Self {
+        Self { lingers: Lingers::WhenUnread, ..self }
+    }
+
+    /// Ready when the client has ended, the place went to another, or the time is up.
+    fn poll_drained(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if matches!(self.lingers, Lingers::WhenUnread) && self.place.is_unread() {
+            self.lingers = Lingers::Until(Box::pin(sleep(LINGER)));
+        }
+        let Lingers::Until(late) = &mut self.lingers else { return Poll::Ready(()) };
+        let mut unread = [0; 4096];
+        loop {
+            if self.place.is_over(cx) || late.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(());
+            }
+            let mut unread = ReadBuf::new(&mut unread);
+            match ready!(Pin::new(&mut self.stream).poll_read(cx, &mut unread)) {
+                Ok(()) if !unread.filled().is_empty() => {}
+                _ => return Poll::Ready(()),
+            }
+        }
     }
 
     /// Ready when what is to be written may be.
@@ -110,7 +147,8 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        ready!(Pin::new(&mut self.stream).poll_shutdown(cx))?;
+        self.poll_drained(cx).map(Ok)
     }
 }
 

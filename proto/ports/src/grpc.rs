@@ -12,11 +12,16 @@ use tower::{Layer, Service};
 
 use crate::Port;
 use crate::connection::Peer;
-use crate::held::Held;
+use crate::held::Exchange;
 
-/// Calls of one connection at the same time: the router has one connection for all its calls to a node. What is opened
-/// beyond them waits.
-const STREAMS: u32 = 4096;
+/// Concurrent calls of one client connection. Calls beyond them wait in the client. It bounds the half-read messages that one
+/// connection can hold.
+pub const CLIENT_STREAMS: u32 = 256;
+/// Concurrent calls of one connection to a node: the router has one connection for all its calls.
+pub const NODE_STREAMS: u32 = 4096;
+/// The prefix of health checks and reflection. They need no key and a call may stay open for ever, so they do not count as
+/// busy: their connection can be evicted.
+const PUBLIC: &str = "/grpc.";
 /// Calls that may be reset before the server has looked at them. More end the connection ("enhance your calm"), and all calls
 /// with it: those of h2's default, 20, are given up in a second of standstill with many clients.
 const RESETS: usize = 64;
@@ -32,18 +37,20 @@ pub struct KeepAlive {
     pub timeout: Duration,
 }
 
-/// Serves `routes` until `stop`; then nobody new is let in, and it returns when the calls under way have ended.
+/// Serves `routes` until `stop`, at most `streams` concurrent calls a connection. After `stop` it accepts no new connections
+/// and returns when the running calls have ended.
 ///
 /// # Errors
 /// The server cannot go on.
 pub async fn serve_grpc(
     port: Port,
     routes: Routes,
+    streams: u32,
     keep_alive: KeepAlive,
     stop: CancellationToken,
 ) -> Result<(), Error> {
     Server::builder()
-        .max_concurrent_streams(STREAMS)
+        .max_concurrent_streams(streams)
         .http2_max_pending_accept_reset_streams(Some(RESETS))
         .http2_max_header_list_size(HEADER_LIST_BYTES)
         .http2_keepalive_interval(Some(keep_alive.interval))
@@ -54,7 +61,7 @@ pub async fn serve_grpc(
         .await
 }
 
-/// Notes the calls of a connection at its place: while one is under way, the connection is busy.
+/// Notes the calls of a connection at its place: while one is being answered, the connection is busy.
 #[derive(Clone, Copy)]
 struct Noted;
 
@@ -84,18 +91,13 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let peer = request.extensions_mut().remove::<Peer>();
-        let call = peer.map(|Peer { address, calls }| {
+        let exchange = peer.and_then(|Peer { address, calls }| {
             // What tonic's `remote_addr` looks for.
             request.extensions_mut().insert(address);
-            calls.begin()
+            (!request.uri().path().starts_with(PUBLIC)).then(|| Exchange::new(calls))
         });
-        let answered = self.0.call(request);
-        Box::pin(async move {
-            let response = answered.await?;
-            Ok(match call {
-                Some(call) => response.map(|body| Body::new(Held::new(body, call))),
-                None => response,
-            })
-        })
+        let Some(exchange) = exchange else { return Box::pin(self.0.call(request)) };
+        let answered = self.0.call(request.map(|body| Body::new(exchange.asked(body))));
+        Box::pin(async move { Ok(answered.await?.map(|body| Body::new(exchange.answered(body)))) })
     }
 }

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use crate::Port;
-use crate::held::Held;
+use crate::held::{Exchange, Held};
 use crate::places::Calls;
 
 const NO_HOST: &str = "an HTTP/1.1 request names its host: exactly one Host header is needed\n";
@@ -30,7 +30,7 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
     let (connections, tls) = (GracefulShutdown::new(), port.speaking("http/1.1"));
     loop {
         let connection = tokio::select! {
-            connection = port.accept(&tls) => connection,
+            connection = port.accept(&tls) => connection.lingering(),
             () = stop.cancelled() => break,
         };
         let (calls, app) = (connection.calls(), app.clone());
@@ -47,16 +47,17 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
     connections.shutdown().await;
 }
 
-/// Its connection is busy from now on until the answer is out.
+/// Its connection is busy from when the request is whole until the answer is out.
 fn answer(
     app: axum::Router,
     calls: &Calls,
     request: Request<Incoming>,
 ) -> impl Future<Output = Result<Response<Held<Body>>, Infallible>> + use<> {
-    let call = calls.begin();
+    let exchange = Exchange::new(calls.clone());
     async move {
+        let request = request.map(|body| exchange.asked(body));
         let response = if names_host(&request) { app.oneshot(request.map(Body::new)).await? } else { no_host() };
-        Ok(response.map(|body| Held::new(body, call)))
+        Ok(response.map(|body| exchange.answered(body)))
     }
 }
 

@@ -27,7 +27,7 @@ use tokio_rustls::rustls::ServerConfig;
 use tonic::transport::server::Connected;
 
 use crate::connection::Connection;
-pub use crate::grpc::{KeepAlive, serve_grpc};
+pub use crate::grpc::{CLIENT_STREAMS, KeepAlive, NODE_STREAMS, serve_grpc};
 pub use crate::http::serve_http;
 pub use crate::join::{JOIN_HEADER, JoinGuard, JoinToken, JoinTokenError, Joined};
 pub use crate::places::{Occupancy, Places};

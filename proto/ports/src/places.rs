@@ -1,6 +1,6 @@
 //! The places of a port: who has one, who is busy, and who goes when they are all taken. A newcomer at a full port gets the
-//! place of the connection that has been idle or half-open (no whole request head, a TLS handshake included) longest. A
-//! connection in the middle of a request keeps its place; when all are busy, the newcomer is refused.
+//! place of the connection that has been idle or half-open (no whole request yet, a TLS handshake included) longest. A
+//! connection whose request is being answered keeps its place; when all are busy, the newcomer is refused.
 //!
 //! So a flood of silent sockets evicts itself: a client that asks at once is served, whatever the others do. Knows no
 //! socket; a connection looks here whether it is over ([`Place::is_over`]).
@@ -56,6 +56,8 @@ struct Signs {
     calls: AtomicU32,
     /// The last answer may not be with the system yet.
     unflushed: AtomicBool,
+    /// A request was answered before its body was read to the end: the client may still be sending.
+    unread: AtomicBool,
     /// Somebody else has the place.
     evicted: AtomicBool,
     /// Of the connection's task.
@@ -136,7 +138,16 @@ impl Table {
         }
     }
 
-    /// A request began.
+    /// The head of a request came: of those who wait, it is the newest again.
+    fn stirred(&mut self, id: u64) {
+        let turn = self.next_turn();
+        let Some(since) = self.seats.get_mut(&id).and_then(|seat| seat.waits_since.as_mut()) else { return };
+        self.waiting.remove(since);
+        self.waiting.insert(turn, id);
+        *since = turn;
+    }
+
+    /// A whole request is there.
     fn busy(&mut self, id: u64) {
         if let Some(since) = self.seats.get_mut(&id).and_then(|seat| seat.waits_since.take()) {
             self.waiting.remove(&since);
@@ -192,6 +203,11 @@ impl Place {
         is(&signs.evicted) && signs.calls.load(Ordering::SeqCst) == 0 && !is(&signs.unflushed)
     }
 
+    /// Whether a body was left unread: the client may still be sending it.
+    pub fn is_unread(&self) -> bool {
+        self.calls.signs.unread.load(Ordering::SeqCst)
+    }
+
     /// All that the connection had to write is with the system.
     pub fn flushed(&self, cx: &Context<'_>) {
         let Calls { id, signs, places } = &self.calls;
@@ -214,7 +230,17 @@ impl Drop for Place {
 }
 
 impl Calls {
-    /// A whole head of a request is there.
+    /// The head of a request is there.
+    pub fn stirred(&self) {
+        self.places.lock().stirred(self.id);
+    }
+
+    /// The body of a request was dropped before its end.
+    pub fn leave_unread(&self) {
+        self.signs.unread.store(true, Ordering::SeqCst);
+    }
+
+    /// A whole request is there, or its answer.
     pub fn begin(&self) -> Call {
         self.signs.calls.fetch_add(1, Ordering::SeqCst);
         self.places.lock().busy(self.id);
@@ -256,6 +282,17 @@ mod tests {
             assert!(over(newcomer), "{gone} is evicted");
         }
         assert_eq!(places.occupancy(), Occupancy { open: 3, evicted: 3, refused: 0 });
+    }
+
+    #[test]
+    fn a_head_makes_a_connection_the_newest_of_those_who_wait_and_no_busy_one() {
+        let places = Places::new(2);
+        let (a, b) = (places.enter().unwrap(), places.enter().unwrap());
+        a.calls().stirred();
+        let _c = places.enter().unwrap();
+        assert!(over(&b) && !over(&a));
+        let _d = places.enter().unwrap();
+        assert!(over(&a));
     }
 
     #[test]

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use axum::body::{Body, Bytes};
 use axum::routing::{get, post};
 use futures::stream::unfold;
-use tandem_ports::{KeepAlive, Limits, Occupancy, Places, Port, raise_descriptor_limit, serve_grpc, serve_http};
+use tandem_ports::{
+    CLIENT_STREAMS, KeepAlive, Limits, Occupancy, Places, Port, raise_descriptor_limit, serve_grpc, serve_http,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -63,7 +65,7 @@ async fn grpc(connections: usize) -> Served {
     let ((port, address), gate) = (bind(connections).await, Gate::new(false));
     let places = port.places();
     let keep_alive = KeepAlive { interval: SILENCE, timeout: SILENCE };
-    tokio::spawn(serve_grpc(port, Routes::from(routes(&gate)), keep_alive, CancellationToken::new()));
+    tokio::spawn(serve_grpc(port, Routes::from(routes(&gate)), CLIENT_STREAMS, keep_alive, CancellationToken::new()));
     Served { address, places, gate }
 }
 
@@ -144,7 +146,7 @@ async fn thousands_of_half_open_connections_do_not_keep_a_polite_client_out() {
 }
 
 #[tokio::test]
-async fn a_connection_in_the_middle_of_a_request_is_never_evicted() {
+async fn a_connection_whose_request_is_being_answered_is_never_evicted() {
     let served = http(4).await;
     let mut busy = JoinSet::new();
     for _ in 0..2 {
@@ -152,22 +154,59 @@ async fn a_connection_in_the_middle_of_a_request_is_never_evicted() {
         heard(&mut stream, "piece").await;
         busy.spawn(rest(stream));
     }
-    // A request whose body is still to come.
-    let head =
-        "POST /whole HTTP/1.1\r\nhost: test\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n";
-    let mut sending = connect(served.address, head).await;
-    heard(&mut sending, "100 Continue\r\n\r\n").await;
     let mut silent = Vec::new();
     for _ in 0..40 {
         silent.push(connect(served.address, "GET / HT").await);
     }
-    until(&served.places, |now| now.evicted >= 39).await;
-    sending.write_all(b"body").await.expect("still open");
-    assert!(rest(sending).await.ends_with("well 4"));
+    until(&served.places, |now| now.evicted >= 38).await;
     served.gate.send_replace(true);
     while let Some(answer) = busy.join_next().await {
         assert_eq!(answer.expect("no panic").matches("piece").count(), 1, "the second one");
     }
+}
+
+const UPLOAD: &str =
+    "POST /whole HTTP/1.1\r\nhost: test\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n";
+
+/// A request whose head was read and whose body is still to come.
+async fn uploading(address: SocketAddr) -> TcpStream {
+    let mut stream = connect(address, UPLOAD).await;
+    heard(&mut stream, "100 Continue\r\n\r\n").await;
+    stream
+}
+
+#[tokio::test]
+async fn an_upload_is_served_where_there_is_room() {
+    let served = http(4).await;
+    let mut sending = uploading(served.address).await;
+    sending.write_all(b"body").await.expect("open");
+    assert!(rest(sending).await.ends_with("well 4"));
+}
+
+#[tokio::test]
+async fn heads_whose_bodies_never_come_do_not_keep_a_polite_client_out() {
+    let served = http(8).await;
+    let mut held = Vec::new();
+    for _ in 0..40 {
+        held.push(uploading(served.address).await);
+    }
+    assert!(rest(connect(served.address, &request("/")).await).await.ends_with("well"));
+    assert_eq!(served.places.occupancy().refused, 0);
+    let evicted = rest(held.remove(0)).await;
+    assert!(!evicted.contains("well"), "the oldest upload ends unserved: {evicted:?}");
+}
+
+#[tokio::test]
+async fn a_client_that_sends_a_body_nobody_reads_still_gets_its_answer() {
+    const BODY: usize = 8 << 20;
+    let served = http(4).await;
+    let head = format!("POST /busy HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {BODY}\r\n\r\n");
+    served.gate.send_replace(true);
+    let mut stream = connect(served.address, &head).await;
+    // All of it is sent before the answer is read, as simple clients do.
+    stream.write_all(&vec![b'x'; BODY]).await.expect("not reset while sending");
+    let answer = rest(stream).await;
+    assert_eq!(answer.matches("piece").count(), 2, "{answer:?}");
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::routing::get;
-use tandem_ports::{KeepAlive, Limits, Port, serve_grpc, serve_http};
+use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, Port, serve_grpc, serve_http};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -103,7 +103,7 @@ async fn the_end_waits_for_answers_and_not_for_the_idle() {
 async fn grpc_connections_begin_with_the_preface_in_time() {
     let (port, address) = bind(2).await;
     let keep_alive = KeepAlive { interval: BOUND, timeout: BOUND };
-    tokio::spawn(serve_grpc(port, Routes::default(), keep_alive, CancellationToken::new()));
+    tokio::spawn(serve_grpc(port, Routes::default(), CLIENT_STREAMS, keep_alive, CancellationToken::new()));
     let mut all = Vec::new();
     for said in ["", "PRI * HTTP/2.0", "", "PRI * HTTP/2.0"] {
         let stream = connect(address, said).await;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use axum::routing::get;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
-use tandem_ports::{KeepAlive, Limits, Port, Tls, TlsFiles, serve_grpc, serve_http};
+use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, Port, Tls, TlsFiles, serve_grpc, serve_http};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -150,7 +150,13 @@ async fn grpc_is_spoken_within_tls() {
     let tls = Tls::read(&ours.server(None)).expect("good files");
     let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
     let keep_alive = KeepAlive { interval: BOUND, timeout: BOUND };
-    tokio::spawn(serve_grpc(port, tonic::service::Routes::default(), keep_alive, CancellationToken::new()));
+    tokio::spawn(serve_grpc(
+        port,
+        tonic::service::Routes::default(),
+        CLIENT_STREAMS,
+        keep_alive,
+        CancellationToken::new(),
+    ));
     let stream = TcpStream::connect(address).await.expect("connect");
     let name = ServerName::try_from("localhost").expect("a name");
     let mut stream = ours.client(None, "h2").connect(name, stream).await.expect("handshake");

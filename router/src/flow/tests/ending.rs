@@ -30,7 +30,7 @@ async fn edges(cluster: &Cluster) -> Edges {
     let health = tonic_health::server::HealthReporter::new();
     let routes = crate::grpc::client_routes(&cluster.service, health).unwrap();
     let keep_alive = KeepAlive { interval: MINUTE, timeout: MINUTE };
-    tokio::spawn(serve_grpc(grpc_port, routes, keep_alive, stop.clone()));
+    tokio::spawn(serve_grpc(grpc_port, routes, tandem_ports::CLIENT_STREAMS, keep_alive, stop.clone()));
     Edges { http, grpc, stop }
 }
 
