@@ -112,7 +112,7 @@ pub struct NodeArgs {
     #[arg(long)]
     pub node_id: Option<String>,
     /// Demonstration: this host's clock is so many milliseconds ahead; negative: behind.
-    #[arg(long, value_name = "MS", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "MS", default_value_t = 0, allow_negative_numbers = true, hide = true)]
     pub debug_clock_offset_ms: i32,
     /// Compute tokens as a hash of the KV, without weights; with --model, in the name of that model.
     #[arg(long)]

@@ -4,11 +4,14 @@ use std::time::{Duration, Instant};
 
 use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest, TokenLogprob};
 use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, SequenceHash, TraceContext, v1};
+use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, MAX_REQUEST_MS, SequenceHash, TraceContext, v1};
 use tandem_telemetry::clock;
 
 /// Bounds a request that came without a deadline.
 pub const LONGEST_REQUEST: Duration = Duration::from_secs(600);
+/// Bounds one that came with a deadline. Routers give no later one, see their `--max-request-ms`: a node that ended a request
+/// before its router does would look as if it had failed.
+const LATEST_DEADLINE: Duration = Duration::from_millis(MAX_REQUEST_MS as u64);
 
 /// A request that this node can run.
 #[derive(Clone, Debug)]
@@ -155,7 +158,7 @@ pub async fn until_deadline<T>(deadline: Instant, body: impl Future<Output = Res
 
 fn deadline(time_left_ns: u64) -> Instant {
     let left = Duration::from_nanos(time_left_ns);
-    clock::now() + if left.is_zero() { LONGEST_REQUEST } else { left.min(LONGEST_REQUEST) }
+    clock::now() + if left.is_zero() { LONGEST_REQUEST } else { left.min(LATEST_DEADLINE) }
 }
 
 fn priority(priority: i32) -> Result<i32, Error> {
@@ -307,8 +310,9 @@ mod tests {
         };
         let second = Duration::from_secs(1);
         assert!(left(second.as_nanos() as u64) <= second && left(second.as_nanos() as u64) > second / 2);
-        for none_or_far in [0, u64::MAX] {
-            assert!(left(none_or_far) > LONGEST_REQUEST - second);
-        }
+        assert!(left(0) > LONGEST_REQUEST - second && left(0) <= LONGEST_REQUEST);
+        assert!(left(u64::MAX) > LATEST_DEADLINE - second && left(u64::MAX) <= LATEST_DEADLINE);
+        let hour = 3600 * second;
+        assert!(left(hour.as_nanos() as u64) > hour - second, "the node does not shorten what the router gives");
     }
 }

@@ -2,6 +2,7 @@
 //! twice as long as theirs are, and predictions of the first requests would be as far off. A file that one of them locks
 //! says whose turn it is; the system gives the lock back with the process. Nothing but time hangs on it: who cannot lock goes on.
 use std::fs::{File, OpenOptions, TryLockError};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -22,9 +23,7 @@ impl WarmTurn {
 
     /// Waits for the turn, at most `patience`.
     pub async fn take(path: &Path, patience: Duration) -> Self {
-        // Another user's file can be locked if it can be read.
-        let writable = OpenOptions::new().create(true).append(true).open(path);
-        let Ok(file) = writable.or_else(|_| File::open(path)) else { return Self(None) };
+        let Some(file) = open(path) else { return Self(None) };
         let begun = Instant::now();
         loop {
             match file.try_lock() {
@@ -39,6 +38,15 @@ impl WarmTurn {
     pub fn is_alone(&self) -> bool {
         self.0.is_some()
     }
+}
+
+/// The folder is everybody's: a link is not followed, and what is no plain file (a FIFO that would block) is left alone.
+/// Another user's file can be locked if it can be read.
+fn open(path: &Path) -> Option<File> {
+    let careful = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
+    let writable = OpenOptions::new().create(true).append(true).custom_flags(careful).open(path);
+    let file = writable.or_else(|_| OpenOptions::new().read(true).custom_flags(careful).open(path)).ok()?;
+    file.metadata().is_ok_and(|metadata| metadata.is_file()).then_some(file)
 }
 
 #[cfg(test)]
@@ -56,6 +64,11 @@ mod tests {
             drop(first);
         });
         assert!(second.is_alone());
+        std::fs::remove_file(&path).unwrap();
+        // A link that somebody else left there creates nothing where it leads.
+        let elsewhere = path.with_extension("elsewhere");
+        std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+        assert!(!WarmTurn::take(&path, PATIENCE).await.is_alone() && !elsewhere.exists());
         std::fs::remove_file(&path).unwrap();
         assert!(!WarmTurn::take(Path::new("/nonexistent/turn"), PATIENCE).await.is_alone());
     }

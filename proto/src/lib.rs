@@ -54,3 +54,6 @@ pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Largest control-plane message: a prompt of a million token ids fits, a runaway body does not.
 pub const MAX_MESSAGE_BYTES: usize = 8 << 20;
+
+/// Milliseconds that a request may take at most, a day: routers give no later deadline, and nodes keep none.
+pub const MAX_REQUEST_MS: u32 = 86_400_000;

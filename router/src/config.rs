@@ -90,8 +90,8 @@ struct Flags {
     /// Tokens of an answer whose client sets no limit, as far as the context and the nodes' KV memory hold them
     #[arg(long, default_value_t = DEFAULT_MAX_TOKENS, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens_default: u32,
-    /// Deadline of requests that bring none
-    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Deadline of requests that bring none or a later one; a day at most
+    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
     max_request_ms: u32,
     /// Attempts of a request: a node that fails costs one, and another pair goes on with the answer
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_ATTEMPTS)))]

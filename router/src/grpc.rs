@@ -28,6 +28,9 @@ use guard::{Guarded, Room};
 const MAX_REQUEST_ID_BYTES: usize = 128;
 /// Bytes of a message to health and reflection, which anybody may ask: a service's name.
 const MAX_QUESTION_BYTES: usize = 4096;
+/// Bytes of a node's message: a registration, or a report with 1,024 block hashes, is a tenth of it. Many streams may each be
+/// in the middle of a message, and who sends them may not be known yet.
+const MAX_REPORT_BYTES: usize = 256 << 10;
 /// How long the head of an answer waits for its first message.
 const HEAD_WAITS: Duration = Duration::from_millis(100);
 /// How often health follows the cluster.
@@ -38,7 +41,7 @@ type Inference = v1::inference_server::InferenceServer<Edge>;
 /// What nodes need, for a port of their own.
 pub fn node_routes(membership: &Membership) -> Routes {
     let service = v1::membership_server::MembershipServer::new(membership.clone());
-    Routes::new(membership.strangers().around(service.max_decoding_message_size(MAX_MESSAGE_BYTES)))
+    Routes::new(membership.strangers().around(service.max_decoding_message_size(MAX_REPORT_BYTES)))
 }
 
 /// All gRPC services of the router, for clients and nodes on one port.

@@ -258,3 +258,41 @@ async fn text_to_tokens_and_back() {
     let (_, text) = post(&router, "/detokenize", r#"{"tokens": [19556, 2]}"#).await;
     assert_eq!(text["prompt"], "Hello");
 }
+
+#[tokio::test]
+async fn the_text_of_each_token_on_request() {
+    let router = router();
+    let (_, body) = post(&router, "/tokenize", r#"{"prompt": "Hello", "return_token_strs": true}"#).await;
+    assert_eq!((&body["tokens"], &body["token_strs"]), (&json!([19556]), &json!(["Hello"])), "{body}");
+    let (_, body) = post(&router, "/tokenize", r#"{"prompt": "Hello"}"#).await;
+    assert!(body.get("token_strs").is_none(), "{body}");
+}
+
+#[tokio::test]
+async fn more_tokens_than_a_context_have_no_text() {
+    let router = router();
+    let ids = |count: usize| format!(r#"{{"tokens": [{}]}}"#, vec!["2"; count].join(","));
+    let (_, limits) = post(&router, "/tokenize", r#"{"prompt": ""}"#).await;
+    let context = usize::try_from(limits["max_model_len"].as_u64().expect("a length")).expect("short");
+    assert_eq!(post(&router, "/detokenize", ids(context)).await.0, StatusCode::OK);
+    let (status, body) = post(&router, "/detokenize", ids(context + 1)).await;
+    assert_eq!((status, &body["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("tokens")));
+}
+
+/// Fields that would change the rendering or the tokens are refused by name, in each form of the request.
+#[tokio::test]
+async fn tokenize_ignores_nothing_that_would_change_the_tokens() {
+    let router = router();
+    for (field, value) in [
+        ("add_special_tokens", "true"),
+        ("add_generation_prompt", "false"),
+        ("tools", r#"[{"type": "function"}]"#),
+        ("chat_template", r#""{{ 1 }}""#),
+    ] {
+        let body = format!(r#"{{"messages": [{{"role": "user", "content": "a"}}], "{field}": {value}}}"#);
+        let (status, answer) = post(&router, "/tokenize", body).await;
+        assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!(field)));
+    }
+    let (status, answer) = post(&router, "/tokenize", r#"{"prompt": "a", "add_special_tokens": false}"#).await;
+    assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("add_special_tokens")));
+}

@@ -56,8 +56,19 @@ async fn strangers_are_refused(cluster: &Cluster) -> anyhow::Result<()> {
     let mut guessed = Request::new(ReceiverStream::new(silent));
     guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
     refused(tokio::time::timeout(SOON, membership.join(guessed)).await?.err().map(|status| status.code()));
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let call = tokio::time::timeout(SOON, membership.join(ReceiverStream::new(silent))).await?;
+    refused(call.err().map(|status| status.code()));
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let mut guessed = Request::new(ReceiverStream::new(silent));
+    guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
+    refused(tokio::time::timeout(SOON, prefill.prefill(guessed)).await?.err().map(|status| status.code()));
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let mut guessed = Request::new(ReceiverStream::new(silent));
+    guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
+    refused(tokio::time::timeout(SOON, decode.generate(guessed)).await?.err().map(|status| status.code()));
     for node in [&cluster.prefill, &cluster.decode] {
-        assert_eq!(metric(node, "tandem_strangers_refused_total").await?, 1.0);
+        assert_eq!(metric(node, "tandem_strangers_refused_total").await?, 2.0);
     }
     Ok(())
 }

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use tandem_cluster_tests::cluster::{model, words};
 use tandem_cluster_tests::process::{Process, program, run_to_end};
+use tandem_proto::v1;
 use tokio::sync::Mutex;
+use tokio_stream::wrappers::ReceiverStream;
 
 /// These clusters are not the harness's; one at a time all the same.
 static TURN: Mutex<()> = Mutex::const_new(());
@@ -275,6 +277,67 @@ async fn a_cluster_with_api_keys_is_one_flag_away() -> anyhow::Result<()> {
         assert!(!ok && errors.contains("--api-key has characters"), "{errors}");
     }
     tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn up_gives_its_cluster_a_secret() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let mut tandem = up(dir.path(), &["--simulated"]).await?;
+    let cluster: serde_json::Value =
+        reqwest::get(format!("{}/debug/cluster", tandem.url("http"))).await?.json().await?;
+    let nodes = cluster["nodes"].as_array().cloned().unwrap_or_default();
+    assert_eq!(nodes.len(), 2, "{cluster}");
+    for node in nodes {
+        let endpoint = node["endpoint"].as_str().unwrap_or_default().to_owned();
+        let (_open, silent) = tokio::sync::mpsc::channel::<v1::PrefillCommand>(1);
+        let (_open, also_silent) = tokio::sync::mpsc::channel::<v1::DecodeCommand>(1);
+        let status = if node["role"] == "prefill" {
+            let mut client = v1::prefill_client::PrefillClient::connect(endpoint).await?;
+            tokio::time::timeout(SOON, client.prefill(ReceiverStream::new(silent))).await?.err()
+        } else {
+            let mut client = v1::decode_client::DecodeClient::connect(endpoint).await?;
+            tokio::time::timeout(SOON, client.generate(ReceiverStream::new(also_silent))).await?.err()
+        };
+        assert_eq!(status.map(|status| status.code()), Some(tonic::Code::Unauthenticated), "{node}");
+    }
+    let mut membership = v1::membership_client::MembershipClient::connect(tandem.url("grpc")).await?;
+    let (_open, silent) = tokio::sync::mpsc::channel(1);
+    let status = tokio::time::timeout(SOON, membership.join(ReceiverStream::new(silent))).await?.err();
+    assert_eq!(status.map(|status| status.code()), Some(tonic::Code::Unauthenticated));
+    tandem.terminate();
+    assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
+    Ok(())
+}
+
+/// Ctrl-C with answers under way: a stream ends in an error event, a whole answer in a 503.
+#[tokio::test]
+async fn an_end_by_signal_tells_clients_whose_answers_run() -> anyhow::Result<()> {
+    let _turn = TURN.lock().await;
+    let dir = tempfile::tempdir()?;
+    let slow = ["--simulated", "--grace", "1", "--decode-arg=--simulated-step-us=50000"];
+    let mut tandem = up(dir.path(), &slow).await?;
+    let ask = |stream: bool| {
+        let body = format!(r#"{{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": {stream}}}"#);
+        let request = reqwest::Client::new().post(format!("{}/v1/completions", tandem.url("http")));
+        request.header("content-type", "application/json").body(body).send()
+    };
+    let mut streamed = ask(true).await?;
+    let begun = streamed.chunk().await?.expect("a first chunk");
+    let whole = tokio::spawn(ask(false));
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    tandem.terminate();
+    let mut said = String::from_utf8_lossy(&begun).into_owned();
+    while let Some(chunk) = streamed.chunk().await? {
+        said.push_str(&String::from_utf8_lossy(&chunk));
+    }
+    assert!(said.contains("data: {\"error\"") && said.contains("the router is shutting down"), "{said}");
+    assert!(!said.contains("[DONE]"), "{said}");
+    let whole = whole.await??;
+    assert_eq!(whole.status().as_u16(), 503);
+    assert!(whole.text().await?.contains("the router is shutting down"));
     assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
     Ok(())
 }

@@ -24,7 +24,7 @@ impl Exchange {
 
     /// Wraps the request's body. It holds the exchange weakly: some handlers keep a body beyond the response.
     pub fn asked<B: Body>(&self, body: B) -> Asked<B> {
-        let asked = Asked { body, calls: self.calls.clone(), call: Arc::downgrade(&self.call) };
+        let mut asked = Asked { body, ended: false, calls: self.calls.clone(), call: Arc::downgrade(&self.call) };
         asked.look();
         asked
     }
@@ -43,18 +43,21 @@ fn begin(calls: &Calls, call: &OnceLock<Call>) {
 /// A request's body: its end makes the connection busy.
 pub(crate) struct Asked<B: Body> {
     body: B,
+    /// Read to its end. Of a body in chunks `is_end_stream` does not say so.
+    ended: bool,
     calls: Calls,
     call: Weak<OnceLock<Call>>,
 }
 
 impl<B: Body> Asked<B> {
-    fn look(&self) {
+    fn look(&mut self) {
         if self.body.is_end_stream() {
-            self.ended();
+            self.end();
         }
     }
 
-    fn ended(&self) {
+    fn end(&mut self) {
+        self.ended = true;
         if let Some(call) = self.call.upgrade() {
             begin(&self.calls, &call);
         }
@@ -68,7 +71,7 @@ impl<B: Body + Unpin> Body for Asked<B> {
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let polled = Pin::new(&mut self.body).poll_frame(cx);
         match &polled {
-            Poll::Ready(None) => self.ended(),
+            Poll::Ready(None) => self.end(),
             Poll::Ready(Some(_)) => self.look(),
             Poll::Pending => {}
         }
@@ -86,7 +89,7 @@ impl<B: Body + Unpin> Body for Asked<B> {
 
 impl<B: Body> Drop for Asked<B> {
     fn drop(&mut self) {
-        if !self.body.is_end_stream() {
+        if !self.ended {
             self.calls.leave_unread();
         }
     }

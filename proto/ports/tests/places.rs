@@ -355,3 +355,22 @@ async fn metadata_is_bounded() {
     assert_eq!(call(served.address, "/", 24 << 10).await.1.status(), 405, "the route was reached");
     assert_eq!(call(served.address, "/", 40 << 10).await.1.status(), 431);
 }
+
+#[tokio::test]
+async fn calls_of_one_connection_are_bounded() {
+    let served = grpc(4).await;
+    let (mut send, _) = call(served.address, "/", 0).await;
+    assert_eq!(send.current_max_send_streams(), CLIENT_STREAMS as usize);
+    // So many run at the same time.
+    let mut running = Vec::new();
+    for _ in 0..CLIENT_STREAMS {
+        let request = http::Request::get("http://test/busy").body(()).expect("request");
+        send = send.ready().await.expect("open");
+        running.push(send.send_request(request, true).expect("sent").0);
+    }
+    served.gate.send_replace(true);
+    for answer in running {
+        let answer = tokio::time::timeout(BOUND, answer).await.expect("in time").expect("an answer");
+        assert_eq!(answer.status(), 200);
+    }
+}

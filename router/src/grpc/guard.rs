@@ -27,6 +27,8 @@ use crate::intake::{FREE_BYTES, Intake, Reserved};
 const READ_LIMIT: Duration = Duration::from_secs(60);
 /// What stands before each message: a flag and its length.
 const PREFIX_BYTES: usize = 5;
+/// A decoded message is larger than its bytes: a token id of one byte becomes four, in a list that grows by doubling.
+const DECODED: usize = 8;
 
 /// `Inference` behind its guard.
 #[derive(Clone)]
@@ -104,7 +106,7 @@ fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Res
                 prefix.extend(data.iter().take(PREFIX_BYTES - prefix.len()));
                 // What is longer than a message may be, tonic refuses by the same prefix.
                 if let Some(bytes) = length(&prefix).filter(|bytes| (FREE_BYTES..=MAX_MESSAGE_BYTES).contains(bytes)) {
-                    room.keep(intake.reserve(bytes).await.map_err(Status::from)?);
+                    room.keep(intake.reserve(bytes * DECODED).await.map_err(Status::from)?);
                 }
             }
             if length(&prefix).is_some_and(|bytes| arrived > bytes.saturating_add(PREFIX_BYTES)) {

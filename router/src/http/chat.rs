@@ -17,16 +17,21 @@ use super::{Caller, body, check_model};
 use crate::api::Service;
 use crate::text::ModelText;
 
+/// Of an answer.
 const UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("tools", Neutral::Empty),
     ("tool_choice", Neutral::Text("none")),
-    ("functions", Neutral::Empty),
     ("function_call", Neutral::Text("none")),
     ("audio", Neutral::Empty),
+    ("echo", Neutral::Flag(false)),
+];
+
+/// Of the rendering of messages, wherever messages are given.
+const UNSUPPORTED_RENDERING: &[(&str, Neutral)] = &[
+    ("tools", Neutral::Empty),
+    ("functions", Neutral::Empty),
     ("chat_template", Neutral::Empty),
     ("chat_template_kwargs", Neutral::Empty),
     ("documents", Neutral::Empty),
-    ("echo", Neutral::Flag(false)),
     ("add_generation_prompt", Neutral::Flag(true)),
     ("continue_final_message", Neutral::Flag(false)),
     ("add_special_tokens", Neutral::Flag(false)),
@@ -73,8 +78,10 @@ const MAX_MESSAGES: usize = 16_384;
 /// The `messages` field, each content as one text.
 ///
 /// # Errors
-/// `InvalidArgument` for anything but text; it names the message by its number.
+/// `InvalidArgument` for anything but text (it names the message by its number), and for a field that asks for another
+/// rendering than the template's.
 pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<ChatMessage>, Error> {
+    fields.refuse(UNSUPPORTED_RENDERING)?;
     let raw = fields.raw("messages").ok_or_else(|| Error::invalid("messages", "messages is missing"))?;
     let AtMost(messages) = value::<AtMost<&RawValue, MAX_MESSAGES>>("messages", raw)?;
     messages.into_iter().enumerate().map(|(index, raw)| message(index, raw.get())).collect()

@@ -13,6 +13,7 @@ use tandem_telemetry::clock;
 use super::answer::{Encoded, Job, answer};
 use super::error::ApiError;
 use super::fields::{AtMost, Fields, Neutral, seeded, value};
+use super::ids::{AtMostIds, Ids};
 use super::options::Options;
 use super::types::Kind;
 use super::{Caller, body, check_model};
@@ -109,46 +110,6 @@ fn prompts(raw: &str, model: &ModelText) -> Result<Vec<PromptInput>, Error> {
             let message = "prompt must be a string, strings, token ids, or lists of token ids";
             Err(Error::invalid("prompt", message))
         }
-    }
-}
-
-/// The token ids of one prompt. Those beyond the context are counted and not kept: millions of them fit one body.
-#[derive(Debug, PartialEq)]
-struct Ids {
-    kept: Vec<u32>,
-    given: usize,
-}
-
-/// Reads [`Ids`] of which at most so many are kept.
-#[derive(Clone, Copy)]
-struct AtMostIds {
-    most: usize,
-}
-
-impl<'de> DeserializeSeed<'de> for AtMostIds {
-    type Value = Ids;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Ids, D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for AtMostIds {
-    type Value = Ids;
-
-    fn expecting(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        f.write_str("token ids")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Ids, A::Error> {
-        let mut ids = Ids { kept: Vec::new(), given: 0 };
-        while let Some(id) = items.next_element()? {
-            ids.given += 1;
-            if ids.given <= self.most {
-                ids.kept.push(id);
-            }
-        }
-        Ok(ids)
     }
 }
 

@@ -13,6 +13,7 @@ mod completions;
 mod cors;
 mod error;
 mod fields;
+mod ids;
 mod logprobs;
 mod media;
 mod options;

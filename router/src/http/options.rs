@@ -285,6 +285,8 @@ fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
 mod tests {
     use std::time::Duration;
 
+    use tandem_proto::ErrorKind;
+
     use super::*;
     use crate::admission::Tenant;
 
@@ -304,6 +306,50 @@ mod tests {
         assert_eq!((options.sampling, options.n, options.logprobs), (sampling, 1, false));
         assert_eq!((options.max_tokens, options.seed, options.stream), (None, None, false));
         assert!(options.stop.is_empty() && !options.ignore_eos && !options.include_usage);
+    }
+
+    /// vLLM's and OpenAI's fields that are not implemented are refused by their names, and let through where they ask for
+    /// what happens anyway.
+    #[test]
+    fn what_would_change_the_answer_is_not_ignored() {
+        for (field, value) in [
+            ("truncate_prompt_tokens", "2"),
+            ("return_tokens_as_token_ids", "true"),
+            ("detokenize", "false"),
+            ("logprob_token_ids", "[1]"),
+            ("cache_salt", r#""salt""#),
+            ("kv_transfer_params", r#"{"a": 1}"#),
+            ("modalities", r#"["audio"]"#),
+            ("web_search_options", "{}"),
+            ("prediction", "{}"),
+            ("prompt_logprobs", "true"),
+            ("guided_json", r#"{"type": "object"}"#),
+        ] {
+            let error = parse(&format!(r#"{{"{field}": {value}}}"#)).expect_err(field);
+            assert_eq!((error.kind, error.param), (ErrorKind::InvalidArgument, Some(field)));
+        }
+        for (field, value) in [
+            ("truncate_prompt_tokens", "null"),
+            ("detokenize", "true"),
+            ("modalities", r#"["text"]"#),
+            ("cache_salt", r#""""#),
+        ] {
+            assert!(parse(&format!(r#"{{"{field}": {value}}}"#)).is_ok(), "{field}: {value}");
+        }
+    }
+
+    #[test]
+    fn a_top_k_above_any_vocabulary_means_all_tokens() {
+        let top_k = |raw: &str| parse(&format!(r#"{{"top_k": {raw}}}"#)).map(|options| options.sampling.top_k);
+        assert_eq!((top_k("1000000000000"), top_k("-1"), top_k("40.0")), (Ok(u32::MAX), Ok(0), Ok(40)));
+        assert_eq!(top_k("-2").unwrap_err().param, Some("top_k"));
+    }
+
+    #[test]
+    fn a_seed_may_be_written_as_a_float() {
+        let seed = |raw: &str| parse(&format!(r#"{{"seed": {raw}}}"#)).map(|options| options.seed);
+        assert_eq!((seed("1.0"), seed("-1"), seed("1e2")), (Ok(Some(1)), Ok(Some(u64::MAX)), Ok(Some(100))));
+        assert_eq!(seed("1.5").unwrap_err().param, Some("seed"));
     }
 
     #[test]

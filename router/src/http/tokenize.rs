@@ -1,12 +1,17 @@
-//! `POST /tokenize` and `/detokenize`, with vLLM's fields.
+//! `POST /tokenize` and `/detokenize`, with vLLM's fields. A body of 8 MB holds millions of tokens, so answers become bytes
+//! on the worker and never a tree of JSON values.
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
-use axum::{Extension, Json};
-use serde_json::{Value, json};
-use tandem_proto::Error;
+use axum::response::{IntoResponse, Response};
+use http::header::CONTENT_TYPE;
+use serde::ser::SerializeSeq;
+use serde::{Serialize, Serializer};
+use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
-use super::fields::{Fields, Neutral};
+use super::fields::{Fields, Neutral, seeded};
+use super::ids::AtMostIds;
 use super::{Caller, body, chat, check_model};
 use crate::api::Service;
 use crate::text::{ModelText, SpecialTokens};
@@ -20,13 +25,13 @@ pub(super) async fn tokenize(
     State(service): State<Service>,
     Extension(caller): Extension<Caller>,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Response, ApiError> {
     service.charge(&caller.tenant)?;
     let json = body::read(service.intake(), body).await?;
     service.with_model(json.len(), move |model| tokens_of(model, &json)).await
 }
 
-fn tokens_of(model: &ModelText, json: &str) -> Result<Json<Value>, ApiError> {
+fn tokens_of(model: &ModelText, json: &str) -> Result<Response, ApiError> {
     let fields = Fields::parse(json)?;
     check_model(model, fields.get::<String>("model")?.as_deref())?;
     let tokens = match fields.get::<String>("prompt")? {
@@ -37,13 +42,40 @@ fn tokens_of(model: &ModelText, json: &str) -> Result<Json<Value>, ApiError> {
         None if fields.raw("messages").is_some() => model.encode_chat(&chat::messages(&fields)?)?,
         None => return Err(Error::invalid("prompt", "prompt or messages is missing").into()),
     };
-    let mut answer = json!({"count": tokens.len(), "max_model_len": model.context_len});
-    if fields.flag("return_token_strs")? {
-        let text = |id: &u32| String::from_utf8_lossy(&model.token(*id).bytes).into_owned();
-        answer["token_strs"] = tokens.iter().map(text).collect();
+    let token_strs = fields.flag("return_token_strs")?.then(|| TokenStrs { model, tokens: &tokens });
+    let (count, max_model_len) = (tokens.len(), model.context_len);
+    answer(&Tokenized { count, max_model_len, token_strs, tokens: &tokens })
+}
+
+#[derive(Serialize)]
+struct Tokenized<'a> {
+    count: usize,
+    max_model_len: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_strs: Option<TokenStrs<'a>>,
+    tokens: &'a [u32],
+}
+
+/// The text of each token, written one at a time.
+struct TokenStrs<'a> {
+    model: &'a ModelText,
+    tokens: &'a [u32],
+}
+
+impl Serialize for TokenStrs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut texts = serializer.serialize_seq(Some(self.tokens.len()))?;
+        for id in self.tokens {
+            texts.serialize_element(&String::from_utf8_lossy(&self.model.token(*id).bytes))?;
+        }
+        texts.end()
     }
-    answer["tokens"] = tokens.into();
-    Ok(Json(answer))
+}
+
+fn answer(answer: &impl Serialize) -> Result<Response, ApiError> {
+    let failed = |error| Error::new(ErrorKind::Internal, format!("the answer is no JSON: {error}"));
+    let bytes = serde_json::to_vec(answer).map_err(failed)?;
+    Ok(([(CONTENT_TYPE, "application/json")], bytes).into_response())
 }
 
 /// `{"tokens": […]}` to `{"prompt": text}`. Costs what [`tokenize`] costs.
@@ -51,20 +83,30 @@ pub(super) async fn detokenize(
     State(service): State<Service>,
     Extension(caller): Extension<Caller>,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Response, ApiError> {
     service.charge(&caller.tenant)?;
     let json = body::read(service.intake(), body).await?;
     service.with_model(json.len(), move |model| text_of(model, &json)).await
 }
 
-fn text_of(model: &ModelText, json: &str) -> Result<Json<Value>, ApiError> {
+fn text_of(model: &ModelText, json: &str) -> Result<Response, ApiError> {
     let fields = Fields::parse(json)?;
     check_model(model, fields.get::<String>("model")?.as_deref())?;
-    let tokens: Vec<u32> = fields.get("tokens")?.ok_or_else(|| Error::invalid("tokens", "tokens is missing"))?;
+    let raw = fields.raw("tokens").ok_or_else(|| Error::invalid("tokens", "tokens is missing"))?;
+    let ids = seeded("tokens", raw, AtMostIds { most: model.context_len as usize })?;
     let vocabulary = model.vocab_size();
-    if let Some(id) = tokens.iter().find(|id| **id >= vocabulary) {
+    if let Some(id) = ids.kept.iter().find(|id| **id >= vocabulary) {
         let message = format!("token id {id} is outside the vocabulary of {vocabulary}");
         return Err(Error::invalid("tokens", message).into());
     }
-    Ok(Json(json!({"prompt": model.decode(&tokens)})))
+    if ids.given > ids.kept.len() {
+        let message = format!("{} tokens are more than the model's context of {}", ids.given, model.context_len);
+        return Err(Error::invalid("tokens", message).into());
+    }
+    answer(&Detokenized { prompt: model.decode(&ids.kept) })
+}
+
+#[derive(Serialize)]
+struct Detokenized {
+    prompt: String,
 }

@@ -1,5 +1,9 @@
 //! Admission as whole requests see it: room on the nodes, order, priorities, keys and rates over both APIs.
-use axum::body::Body;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
+
+use axum::body::{Body, Bytes};
 use http::{Request, StatusCode};
 use tonic::transport::server::TcpIncoming;
 use tonic_types::StatusExt;
@@ -8,6 +12,9 @@ use tower::ServiceExt;
 use super::*;
 use crate::admission::keys::Keys;
 use crate::api::Service;
+
+/// Much patience with a busy machine.
+const SOON: Duration = Duration::from_secs(20);
 
 /// 16 blocks of the decode node's 64.
 fn quarter(request_id: &str) -> GenerationRequest {
@@ -208,6 +215,59 @@ async fn with_key(requests_per_minute: u32) -> (Service, tempfile::TempDir) {
     .unwrap();
     let keys = Keys::load(&path, clock::now()).unwrap();
     (fakes::router_with_keys(Limits::default(), keys), dir)
+}
+
+/// A body that notes whether anybody read it, and never ends.
+fn unread() -> (Body, Arc<AtomicBool>) {
+    let read = Arc::new(AtomicBool::new(false));
+    let noted = Arc::clone(&read);
+    let pieces = futures::stream::poll_fn(move |_| {
+        noted.store(true, Ordering::SeqCst);
+        Poll::<Option<Result<Bytes, std::io::Error>>>::Pending
+    });
+    (Body::from_stream(pieces), read)
+}
+
+/// The statuses over HTTP and over gRPC of a request whose body nobody may read.
+async fn refused_unread(service: &Service, key: Option<&str>) -> (StatusCode, Option<tonic::Code>) {
+    let with_key = |request: http::request::Builder| {
+        key.iter().fold(request, |request, key| request.header("authorization", *key))
+    };
+    let (body, read) = unread();
+    let request = with_key(Request::post("/v1/completions")).body(body).unwrap();
+    let answer = tokio::time::timeout(SOON, crate::http::router(service.clone()).oneshot(request));
+    let http = answer.await.expect("an answer without the body").unwrap().status();
+    assert!(!read.load(Ordering::SeqCst), "HTTP: the body was read");
+    let (body, read) = unread();
+    let request = with_key(Request::post("/tandem.v1.Inference/Generate").header("content-type", "application/grpc"));
+    let health = tonic_health::server::HealthReporter::new();
+    let routes = crate::grpc::client_routes(service, health).unwrap();
+    let request = request.body(tonic::body::Body::new(body)).unwrap();
+    let answer = tokio::time::timeout(SOON, routes.into_axum_router().oneshot(request));
+    let answer = answer.await.expect("an answer without the message").unwrap();
+    assert!(!read.load(Ordering::SeqCst), "gRPC: the message was read");
+    (http, tonic::Status::from_header_map(answer.headers()).map(|status| status.code()))
+}
+
+#[tokio::test]
+async fn a_rate_that_is_used_up_refuses_before_the_body_is_read() {
+    let (service, _dir) = with_key(1).await;
+    let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
+    let key = Some("Bearer sk-a-secret");
+    let tenant = service.tenant(key, None).unwrap();
+    let _running = service.generate(GenerationRequest { tenant, ..request() }).unwrap();
+    let refused = (StatusCode::TOO_MANY_REQUESTS, Some(tonic::Code::ResourceExhausted));
+    assert_eq!(refused_unread(&service, key).await, refused);
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses_before_the_body_is_read() {
+    let mut cluster = Cluster::start(Limits { max_inflight: 1, max_queue: 1, ..Limits::default() }).await;
+    let _running = cluster.service.generate(request()).unwrap();
+    let _legs = cluster.legs().await;
+    let _waiting = cluster.service.generate(request()).unwrap();
+    let refused = (StatusCode::TOO_MANY_REQUESTS, Some(tonic::Code::ResourceExhausted));
+    assert_eq!(refused_unread(&cluster.service, None).await, refused);
 }
 
 #[tokio::test]
