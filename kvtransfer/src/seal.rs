@@ -165,9 +165,8 @@ pub(crate) fn verify(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU64;
-
     use proptest::prelude::*;
+    use tandem_memory::HostMemory;
 
     use super::*;
 
@@ -178,7 +177,8 @@ mod tests {
             units in 1u8..7, pieces in prop::collection::vec((0u32..6, 0u32..6, 0u8..8, 0u8..8), 0..40),
         ) {
             let block_bytes = usize::from(units) * 24;
-            let arena = Arena::new((0..10 * block_bytes as u64 / 8).map(AtomicU64::new).collect(), block_bytes);
+            let words: Vec<u64> = (0..10 * block_bytes as u64 / 8).collect();
+            let arena = Arena::new(HostMemory::holding(&words).expect("little"), block_bytes, units.into());
             let blocks = vec![3, 1, 9, 4];
             let mut manifest = Manifest::new(arena.clone(), blocks.clone(), units);
             for (first, count, start, end) in pieces {
@@ -191,7 +191,8 @@ mod tests {
 
     #[test]
     fn what_was_covered_is_not_hashed_again() {
-        let arena = Arena::new((0..16).map(AtomicU64::new).collect(), 64);
+        let words: Vec<u64> = (0..16).collect();
+        let arena = Arena::new(HostMemory::holding(&words).expect("little"), 64, 4);
         let before = arena.checksum(0);
         let mut manifest = Manifest::new(arena.clone(), vec![0, 1], 4);
         manifest.cover(0..1, 2..4);
