@@ -4,12 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tandem_memory::{KvMemory, WORD_BYTES};
-use xxhash_rust::xxh3::Xxh3;
+use tandem_proto::hash::{LEAF_BYTES, checksum_of_leaves};
 
 pub use tandem_memory::Run;
-
-/// Copied through while hashing: stays in the first-level cache.
-const SCRATCH_BYTES: usize = 16 << 10;
 
 /// The same part of every block of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -143,24 +140,35 @@ impl Arena {
         assert!(out.is_empty(), "the runs are shorter");
     }
 
-    /// XXH3-64 of a block's bytes, equal to `tandem_proto::hash::checksum` of a copy of them.
+    /// The checksum of a block, as [`tandem_proto::hash::block_checksum`] defines it.
     pub fn checksum(&self, block: u32) -> u64 {
-        let mut hasher = Xxh3::new();
-        self.hash(&mut hasher, block, Slice { offset: 0, bytes: self.block_bytes });
-        hasher.digest()
+        let pieces: Vec<Run> = self.leaves(block, 0..self.layers).collect();
+        let mut leaves = vec![0; pieces.len()];
+        self.memory.digests(&pieces, &mut leaves);
+        checksum_of_leaves(&leaves, self.block_bytes)
     }
 
-    /// Feeds a slice of a block to `hasher`.
-    pub(crate) fn hash(&self, hasher: &mut Xxh3, block: u32, slice: Slice) {
-        let mut scratch = [0; SCRATCH_BYTES];
-        let start = block as usize * self.block_bytes + slice.offset;
-        let mut done = 0;
-        while done < slice.bytes {
-            let chunk = &mut scratch[..SCRATCH_BYTES.min(slice.bytes - done)];
-            self.read(start + done, chunk);
-            hasher.update(chunk);
-            done += chunk.len();
-        }
+    /// Layers of a block.
+    pub(crate) fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// Leaves of a layer.
+    pub(crate) fn leaves_of_layer(&self) -> usize {
+        self.layer_bytes().div_ceil(LEAF_BYTES)
+    }
+
+    /// The leaves of these layers of a block, in their order: what its checksum is made from.
+    pub(crate) fn leaves(&self, block: u32, layers: Range<usize>) -> impl Iterator<Item = Run> {
+        let (layer_bytes, start) = (self.layer_bytes(), block as usize * self.block_bytes);
+        layers.flat_map(move |layer| {
+            let (at, end) = (start + layer * layer_bytes, start + (layer + 1) * layer_bytes);
+            (at..end).step_by(LEAF_BYTES).map(move |at| Run { at, bytes: LEAF_BYTES.min(end - at) })
+        })
+    }
+
+    fn layer_bytes(&self) -> usize {
+        self.block_bytes / self.layers
     }
 }
 
@@ -171,17 +179,13 @@ mod tests {
 
     use super::*;
 
-    fn arena(blocks: usize, block_bytes: usize) -> Arc<Arena> {
-        Arena::new(HostMemory::zeroed(blocks * block_bytes).expect("little"), block_bytes, 1)
-    }
-
     #[test]
     fn checksum_is_that_of_the_bytes() {
-        for block_bytes in [8, 4096, SCRATCH_BYTES, SCRATCH_BYTES + 8, 100_000] {
-            let arena = arena(3, block_bytes);
+        for (block_bytes, layers) in [(8, 1), (4096, 1), (3 * 4104, 3), (600 * 8, 600), (100_000, 7), (368_640, 30)] {
+            let arena = Arena::new(HostMemory::zeroed(3 * block_bytes).expect("little"), block_bytes, layers);
             let bytes: Vec<u8> = (0..block_bytes).map(|i| (i * 31 % 251) as u8).collect();
             arena.copy_in(1, 0, &bytes);
-            assert_eq!(arena.checksum(1), tandem_proto::hash::checksum(&bytes));
+            assert_eq!(arena.checksum(1), tandem_proto::hash::block_checksum(&bytes, layers), "{block_bytes} {layers}");
             let mut back = vec![0; block_bytes];
             arena.copy_out(1, 0, &mut back);
             assert_eq!(back, bytes);

@@ -20,7 +20,8 @@ use tandem_kvtransfer::{
 use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation, v1};
 
-const BLOCK_BYTES: usize = 384;
+/// Of four layers of two leaves each, the second one short; half a layer is whole words, too.
+const BLOCK_BYTES: usize = 4 * 4112;
 const BLOCKS: u32 = 64;
 const UNITS: u8 = 4;
 const PROMPT_TOKENS: u32 = 61;
