@@ -17,8 +17,8 @@
 //!
 //! # What holds
 //!
-//! - **KV memory** is a `tandem_memory::KvMemory` that the executor allocates. Block `b` is its bytes `b * block_bytes ..`;
-//!   only executors compute on it, and whoever moves KV between nodes copies bytes of it.
+//! - **KV memory** is a `tandem_memory::KvMemory` that the executor allocates. Block `b` is its bytes
+//!   `b * block_bytes ..`; only executors compute on it, and whoever moves KV between nodes copies bytes of it.
 //! - **A block has holders, not an owner**: a [`KvLease`] is shared by the sequence, the step that runs and a transfer
 //!   in flight; the block is free when the last of them lets go. Empty + cached + leased = all, always.
 //! - **A block that others may read is never written**: full blocks of computed prefixes are shared between leases

@@ -1,5 +1,5 @@
-//! KV memory as blocks: which bytes are block `b`, or some layers of it, and their checksum. The memory itself is an engine's
-//! ([`KvMemory`]); who may write which block when is `session.rs`'s matter.
+//! KV memory as blocks: which bytes are block `b`, or some layers of it, and their checksum. The memory itself is an
+//! engine's ([`KvMemory`]); who may write which block when is `session.rs`'s matter.
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// The memory that an engine computes on, as blocks of `layers` equal layers. Where they are no whole words each, a block
-    /// is one layer.
+    /// The memory that an engine computes on, as blocks of `layers` equal layers. Where they are no whole words each, a
+    /// block is one layer.
     ///
     /// # Panics
     /// When `block_bytes` is not a positive multiple of 8, or there are more than `u32::MAX` blocks: bugs of the caller.
@@ -62,7 +62,8 @@ impl Arena {
         units > 0 && self.block_bytes.is_multiple_of(usize::from(units) * WORD_BYTES)
     }
 
-    /// How many units a block may be sent in: one a layer, or one at all where there are more layers than a frame can count.
+    /// How many units a block may be sent in: one a layer, or one at all where there are more layers than a frame can
+    /// count.
     pub fn units(&self) -> u8 {
         u8::try_from(self.layers).unwrap_or(1)
     }

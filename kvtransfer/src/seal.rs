@@ -10,14 +10,14 @@ use crate::error::Refusal;
 use crate::transport::Expected;
 use crate::wire::DataHeader;
 
-/// The checksums of a hand-off's blocks, taken piece by piece as the pieces become final, in any order: what is hashed while
-/// others are still computed, or still on their way, need not be hashed at the end. The result is that of hashing whole
-/// blocks, whatever the cut, since the leaves of a checksum depend on the layout alone.
+/// The checksums of a hand-off's blocks, taken piece by piece as the pieces become final, in any order: what is hashed
+/// while others are still computed, or still on their way, need not be hashed at the end. The result is that of hashing
+/// whole blocks, whatever the cut, since the leaves of a checksum depend on the layout alone.
 pub struct Manifest {
     arena: Arc<Arena>,
     blocks: Vec<u32>,
-    /// Pieces that a block becomes final in: 1, its layers, or 0: the pieces are none of these, and blocks are hashed at the
-    /// end.
+    /// Pieces that a block becomes final in: 1, its layers, or 0: the pieces are none of these, and blocks are hashed
+    /// at the end.
     units: u8,
     sums: Vec<Sum>,
 }
@@ -50,8 +50,8 @@ impl Manifest {
         Self { arena, blocks, units, sums }
     }
 
-    /// These units of the blocks with these indices are final: hashes them. What the hand-off does not have is ignored, and so
-    /// is what was covered before. Blocks the thread for as long as hashing takes, some 100 µs a MiB.
+    /// These units of the blocks with these indices are final: hashes them. What the hand-off does not have is ignored,
+    /// and so is what was covered before. Blocks the thread for as long as hashing takes, some 100 µs a MiB.
     pub fn cover(&mut self, blocks: Range<u32>, units: Range<u8>) {
         let mut batch = Batch::default();
         for index in blocks.start..blocks.end.min(self.blocks.len() as u32) {
@@ -152,9 +152,10 @@ pub fn seal_for(
     }
 }
 
-/// Everything that must hold before anybody reads the blocks. `checksums` are those of the blocks in the arena, one each;
-/// they are asked for last. A mismatch names the block and not the leaf: the leaves' hashes are not in the seal, which would
-/// grow from 8 bytes a block to 1/512 of all bytes, and whoever gets the refusal sends or computes whole blocks anyway.
+/// Everything that must hold before anybody reads the blocks. `checksums` are those of the blocks in the arena, one
+/// each; they are asked for last. A mismatch names the block and not the leaf: the leaves' hashes are not in the seal,
+/// which would grow from 8 bytes a block to 1/512 of all bytes, and whoever gets the refusal sends or computes whole
+/// blocks anyway.
 pub(crate) fn verify(
     seal: &v1::Seal,
     ticket: &v1::Ticket,
@@ -191,8 +192,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Pieces in any order, some twice, some missing, some of no block at all; `units` are the layers, the whole block, or
-        /// what no grant has.
+        /// Pieces in any order, some twice, some missing, some of no block at all; `units` are the layers, the whole
+        /// block, or what no grant has.
         #[test]
         fn the_checksums_are_those_of_whole_blocks_whatever_the_cut(
             layers in 1u8..7, layer_words in prop_oneof![1usize..4, 500usize..1030], granted in 0u8..3,

@@ -27,16 +27,17 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes)
 }
 
-/// What a leaf of a KV block has at most. XXH3 is a chain of steps of 1 KiB: short leaves are many chains side by side, for a
-/// device's thousands of threads, and long enough that the leaves' own hashes are 1/512 of the bytes.
+/// What a leaf of a KV block has at most. XXH3 is a chain of steps of 1 KiB: short leaves are many chains side by side,
+/// for a device's thousands of threads, and long enough that the leaves' own hashes are 1/512 of the bytes.
 pub const LEAF_BYTES: usize = 4096;
 
-/// The checksum of a KV block: XXH3-64, with the block's length as its seed, of the little-endian XXH3-64s of its leaves. Each
-/// of its `layers` equal layers is cut into leaves of [`LEAF_BYTES`] from its start on, the last one the rest, so that no
-/// leaf lies in two layers, and those that are final can be hashed, in any order. Where the layers are no whole 64-bit words
-/// each, the block counts as one.
+/// The checksum of a KV block: XXH3-64, with the block's length as its seed, of the little-endian XXH3-64s of its
+/// leaves. Each of its `layers` equal layers is cut into leaves of [`LEAF_BYTES`] from its start on, the last one the
+/// rest, so that no leaf lies in two layers, and those that are final can be hashed, in any order. Where the layers are
+/// no whole 64-bit words each, the block counts as one.
 ///
-/// This is the definition. Who has the bytes elsewhere hashes the leaves there, and joins them by [`checksum_of_leaves`].
+/// This is the definition. Who has the bytes elsewhere hashes the leaves there, and joins them by
+/// [`checksum_of_leaves`].
 pub fn block_checksum(block: &[u8], layers: usize) -> u64 {
     let divides = layers > 0 && block.len().is_multiple_of(layers.saturating_mul(8));
     let layer_bytes = if divides { block.len() / layers } else { block.len() };

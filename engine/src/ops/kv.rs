@@ -79,8 +79,8 @@ pub struct KvArena {
 }
 
 impl KvArena {
-    /// Views `memory` as blocks of `layout`. `None` if the layout's sizes do not suit the kernels or the memory is not a
-    /// whole number of blocks.
+    /// Views `memory` as blocks of `layout`. `None` if the layout's sizes do not suit the kernels or the memory is not
+    /// a whole number of blocks.
     pub fn new(memory: Arc<HostMemory>, layout: KvLayout) -> Option<Self> {
         let fits = layout.block_bytes() > 0
             && layout.head_dim.is_multiple_of(LANES)
@@ -109,8 +109,8 @@ impl KvArena {
         self.memory.words()
     }
 
-    /// Makes the arena's pages exist. The pool's threads take pieces in turn, so that the arena lies in the memory of all
-    /// the sockets that they run on: any of them may read any sequence.
+    /// Makes the arena's pages exist. The pool's threads take pieces in turn, so that the arena lies in the memory of
+    /// all the sockets that they run on: any of them may read any sequence.
     pub fn touch(&self) {
         pool::for_each(self.memory.bytes().div_ceil(TOUCH_BYTES), |i| {
             self.memory.touch(i * TOUCH_BYTES..(i + 1) * TOUCH_BYTES);
@@ -271,11 +271,12 @@ mod tests {
     }
 
     proptest! {
-        /// What a vector of the kernels reads is one line of the cache and never two: of f32 and bf16 each head begins at
-        /// one, of int8 each block and layer.
+        /// What a vector of the kernels reads is one line of the cache and never two: of f32 and bf16 each head begins
+        /// at one, of int8 each block and layer.
         #[test]
         fn blocks_begin_at_a_cache_line(
-            layers in 1usize..5, kv_heads in 1usize..5, wide in 1usize..9, dtype in 0usize..3, block_tokens in 0usize..4,
+            layers in 1usize..5, kv_heads in 1usize..5, wide in 1usize..9, dtype in 0usize..3,
+            block_tokens in 0usize..4,
         ) {
             const LINE_BYTES: usize = 64;
             let dtype = [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8][dtype];
@@ -285,7 +286,8 @@ mod tests {
             arena.touch();
             prop_assert_eq!(arena.words().as_ptr().addr() % 4096, 0);
             prop_assert_eq!(layout.block_bytes() / layers % LINE_BYTES, 0);
-            for (block, layer, head) in (0..3).flat_map(|b| (0..layers).flat_map(move |l| (0..kv_heads).map(move |h| (b, l, h)))) {
+            for i in 0..3 * layers * kv_heads {
+                let (block, layer, head) = ((i / kv_heads / layers) as u32, i / kv_heads % layers, i % kv_heads);
                 for part in [Part::K, Part::V] {
                     let is_first = head == 0 && part == Part::K;
                     let at = arena.sub_block(&[block], 0, layer, part, head).addr();

@@ -1,8 +1,8 @@
 //! KV memory in main memory: an anonymous mapping, so that it begins at a page, lies on huge pages where the system has
 //! them, and each page is taken from the memory of the socket whose thread touches it first.
 //!
-//! Why so: kernels take whole cache lines. Words of a reference-counted slice began 32 bytes into one, and every
-//! vector lay in two lines, which cost attention 10 % at a context of 1,024. They also walk through more memory than the
+//! Why so: kernels take whole cache lines. Words of a reference-counted slice began 32 bytes into one, and every vector
+//! lay in two lines, which cost attention 10 % at a context of 1,024. They also walk through more memory than the
 //! processor has page table entries at hand.
 #![allow(unsafe_code)]
 use std::io;
@@ -23,8 +23,8 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Copied through while hashing: stays in the first-level cache.
 const SCRATCH_BYTES: usize = 16 << 10;
 
-/// Main memory as atomic words: an engine thread, a socket thread, a library that writes as a device does, and a verifier
-/// may touch it together without undefined behaviour.
+/// Main memory as atomic words: an engine thread, a socket thread, a library that writes as a device does, and a
+/// verifier may touch it together without undefined behaviour.
 #[derive(Debug)]
 pub struct HostMemory {
     _mapping: Mapping,
@@ -39,8 +39,8 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// Zeroed memory, none of whose pages is there yet: [`HostMemory::touch`]. It begins at a page, from 2 MiB on at a huge
-    /// one.
+    /// Zeroed memory, none of whose pages is there yet: [`HostMemory::touch`]. It begins at a page, from 2 MiB on at a
+    /// huge one.
     ///
     /// # Errors
     /// [`MemoryError`] when `bytes` is no multiple of [`WORD_BYTES`], or the system refuses.
@@ -64,13 +64,13 @@ impl HostMemory {
 
     /// All of it.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: `start` and `words` are inside the mapping (see `map`), which lives as long as `self`; it begins as zeros,
-        // which are words, and nothing in this process has another reference to it.
+        // SAFETY: `start` and `words` are inside the mapping (see `map`), which lives as long as `self`; it begins as
+        // zeros, which are words, and nothing in this process has another reference to it.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.words) }
     }
 
-    /// Makes the pages of these bytes exist, in the memory that is next to the calling thread. Content stays as it is, so
-    /// several threads may do that at any time. Bytes beyond the end are ignored.
+    /// Makes the pages of these bytes exist, in the memory that is next to the calling thread. Content stays as it is,
+    /// so several threads may do that at any time. Bytes beyond the end are ignored.
     pub fn touch(&self, range: Range<usize>) {
         let first = range.start / PAGE_BYTES * PAGE_BYTES;
         for at in (first..range.end.min(self.bytes())).step_by(PAGE_BYTES) {
@@ -170,8 +170,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped with these values and unmapped once; references into it borrow from its owner, and libraries that
-        // have its address hold an `Arc` of that.
+        // SAFETY: mapped with these values and unmapped once; references into it borrow from its owner, and libraries
+        // that have its address hold an `Arc` of that.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.length) };
     }
 }
@@ -232,7 +232,8 @@ mod tests {
     proptest! {
         #[test]
         fn bytes_are_read_and_hashed_as_they_were_written(
-            words in 1usize..6000, at in 0usize..6000, seed: u64, pieces in prop::collection::vec((0usize..6000, 0usize..6000), 0..8),
+            words in 1usize..6000, at in 0usize..6000, seed: u64,
+            pieces in prop::collection::vec((0usize..6000, 0usize..6000), 0..8),
         ) {
             let memory = HostMemory::holding(&vec![u64::MAX; 6000]).expect("little");
             let at = at.min(6000 - words) * WORD_BYTES;

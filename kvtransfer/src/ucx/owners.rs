@@ -143,8 +143,8 @@ impl Drop for Region {
     }
 }
 
-/// Of memory that UCX moves as the processor's own. Device memory needs its type in every request, and transports that can
-/// reach it: neither is in this build.
+/// Of memory that UCX moves as the processor's own. Device memory needs its type in every request, and transports that
+/// can reach it: neither is in this build.
 fn host_address(arena: &Arena) -> Result<NonNull<c_void>, TransferError> {
     match arena.memory().place() {
         Place::Host(words) => Ok(NonNull::from(words).cast()),
