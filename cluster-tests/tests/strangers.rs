@@ -1,8 +1,6 @@
 //! Strangers on both networks of a real cluster: 10,000 garbled KV addresses in tickets, through the prefill node's gRPC port,
 //! and 10,000 garbled hellos, through UCX, half of them to each node. A node that gives one of them to UCX ends (UCX aborts, or
 //! reads past the end), so: both nodes live, each was refused and counted, and honest requests beside them get their tokens.
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -16,6 +14,7 @@ use tandem_kvtransfer::Arena;
 use tandem_kvtransfer::session::PeerId;
 use tandem_kvtransfer::ucx::stranger::Stranger;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
+use tandem_memory::HostMemory;
 use tandem_proto::v1::decode_client::DecodeClient;
 use tandem_proto::v1::decode_command::Command as DecodeCommand;
 use tandem_proto::v1::decode_event::Event as DecodeEvent;
@@ -238,7 +237,7 @@ impl Hellos {
     fn start() -> Self {
         let (work, works) = std::sync::mpsc::channel::<Box<dyn FnOnce(&mut Stranger) + Send>>();
         std::thread::spawn(move || {
-            let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect::<Arc<[AtomicU64]>>(), 64);
+            let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
             let mut stranger = Stranger::start(arena, UcxConfig::new(UcxProfile::Shm)).expect("UCX, as the nodes have");
             loop {
                 match works.recv_timeout(Duration::from_millis(1)) {

@@ -8,7 +8,7 @@ use std::process::Command;
 const ROOMS: [&str; 7] = [
     "kvtransfer/ucx-sys/",
     "kvtransfer/src/ucx",
-    "kvtransfer/src/cuda",
+    "kvtransfer/memory/src/host.rs",
     "kvtransfer/tests/ucx_memory.rs",
     "engine/src/ops",
     "engine/src/models/mmap.rs",
@@ -16,13 +16,14 @@ const ROOMS: [&str; 7] = [
 ];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 11] = [
+const GRAPH: [(&str, &[&str]); 12] = [
     ("tandem-proto", &[]),
     ("tandem-telemetry", &["tandem-proto"]),
     ("tandem-ports", &[]),
-    ("tandem-engine", &["tandem-proto"]),
+    ("tandem-memory", &[]),
+    ("tandem-engine", &["tandem-proto", "tandem-memory"]),
     ("tandem-ucx-sys", &[]),
-    ("tandem-kvtransfer", &["tandem-proto", "tandem-ucx-sys"]),
+    ("tandem-kvtransfer", &["tandem-proto", "tandem-memory", "tandem-ucx-sys"]),
     ("tandem-node", &["tandem-proto", "tandem-telemetry", "tandem-ports", "tandem-engine", "tandem-kvtransfer"]),
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),

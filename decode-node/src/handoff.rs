@@ -38,7 +38,7 @@ pub fn grant(
         decode_incarnation: node.incarnation(),
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: missing.to_vec(),
-        units: node.arena.units_for(node.engine.spec().layers),
+        units: node.arena.units(),
         held: Held { blocks: u32::try_from(held).unwrap_or(u32::MAX), hash: last_held.unwrap_or_default() },
         owner: lease.clone(),
         lease: longest.min(request.deadline.saturating_duration_since(clock::now())),

@@ -11,11 +11,11 @@ use tandem_engine::KvDtype;
 use tandem_engine::ops::attention::{Attention, Chunk, Queries, Sequences};
 use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
 use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
-use tandem_engine::ops::pages::zeroed_words;
 use tandem_engine::ops::peak;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::sampler::{Past, SamplingParams, are_numbers, sample};
+use tandem_memory::HostMemory;
 
 const USAGE: &str = "kernels [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]";
 /// Sizes of the model that comes with the project.
@@ -225,15 +225,15 @@ impl Bench {
 
 fn arena(dtype: KvDtype, blocks: usize) -> KvArena {
     let layout = KvLayout { layers: LAYERS, kv_heads: KV_HEADS, head_dim: HEAD_DIM, block_tokens: BLOCK, dtype };
-    let words = zeroed_words(blocks * layout.block_bytes() / 8);
+    let memory = HostMemory::zeroed(blocks * layout.block_bytes()).expect("memory for the arena");
     // Small numbers of either format.
-    for (i, word) in words.iter().enumerate() {
+    for (i, word) in memory.words().iter().enumerate() {
         word.store(
             (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f | 0x3e00_3e00_3e00_3e00,
             Relaxed,
         );
     }
-    KvArena::new(words, layout).expect("a layout that fits")
+    KvArena::new(memory, layout).expect("a layout that fits")
 }
 
 /// Blocks of a sequence, between those of the others.

@@ -193,7 +193,8 @@ impl Bench {
         .map_err(|error| error.to_string())?;
         // Small bf16 numbers (f32 ones, read in pairs; 8-bit ones, scaled by such): a context that nobody needs to
         // compute.
-        for (i, word) in executor.arena().iter().enumerate() {
+        let memory = executor.memory();
+        for (i, word) in memory.place().host().into_iter().flatten().enumerate() {
             let noise = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & 0x807f_807f_807f_807f;
             word.store(noise | 0x3e00_3e00_3e00_3e00, Ordering::Relaxed);
         }

@@ -5,8 +5,8 @@ mod loader;
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
+use tandem_memory::KvMemory;
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::error::EngineError;
@@ -125,8 +125,8 @@ impl Executor for LlamaExecutor {
         &self.spec
     }
 
-    fn arena(&self) -> Arc<[AtomicU64]> {
-        Arc::clone(self.kv.words())
+    fn memory(&self) -> Arc<dyn KvMemory> {
+        self.kv.memory()
     }
 
     fn execute(

@@ -11,11 +11,12 @@ mod warm_up;
 use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tandem_memory::KvMemory;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
@@ -43,7 +44,7 @@ struct Inner {
     shared: Arc<Shared>,
     spec: EngineSpec,
     pool: BlockPool,
-    arena: Arc<[AtomicU64]>,
+    memory: Arc<dyn KvMemory>,
     /// `None` when it is driven otherwise, or has ended.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -163,8 +164,8 @@ impl Engine {
     }
 
     /// The KV memory: block `b` is the bytes `b * block_bytes ..` of it.
-    pub fn arena(&self) -> Arc<[AtomicU64]> {
-        Arc::clone(&self.0.arena)
+    pub fn memory(&self) -> Arc<dyn KvMemory> {
+        Arc::clone(&self.0.memory)
     }
 
     /// Queues a sequence.
@@ -231,7 +232,7 @@ impl Engine {
 
 impl Inner {
     fn new(executor: Box<dyn Executor>, config: SchedulerConfig) -> (Self, Worker) {
-        let (spec, arena) = (executor.spec().clone(), executor.arena());
+        let (spec, memory) = (executor.spec().clone(), executor.memory());
         let queue_limit = config.inbox.clamp(1, MAX_INBOX);
         // Everyone who sends a submission holds a queue permit; one more place is for a wake-up.
         let (inbox, receiver) = mpsc::channel(queue_limit + 1);
@@ -258,7 +259,7 @@ impl Inner {
             next_seq: 0,
         };
         let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
-        (Self { inbox, shared, spec, pool, arena, thread: Mutex::default() }, worker)
+        (Self { inbox, shared, spec, pool, memory, thread: Mutex::default() }, worker)
     }
 
     fn shutdown(&self) {

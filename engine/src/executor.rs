@@ -2,17 +2,14 @@
 //! real model) and `simulated.rs` (no model). An executor knows tokens, positions and arena blocks; it does not know
 //! requests, sampling or streams.
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
+use tandem_memory::KvMemory;
 use tandem_proto::PROTOCOL_VERSION;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
-use crate::footprint::usable;
 use crate::logits::Logits;
-use crate::memory::MemoryFiles;
-use crate::ops::pages::zeroed_words;
 
 /// Hears of a step's progress, see [`Executor::execute`]. It holds the step up: it must be quick.
 pub type LayersDone<'a> = dyn FnMut(usize) + 'a;
@@ -23,7 +20,7 @@ pub trait Executor: Send {
     fn spec(&self) -> &EngineSpec;
 
     /// The KV memory, `total_blocks * block_bytes` bytes, which steps read and write.
-    fn arena(&self) -> Arc<[AtomicU64]>;
+    fn memory(&self) -> Arc<dyn KvMemory>;
 
     /// Computes every item's tokens: writes their K and V into the item's blocks, and into `logits`, laid out for the
     /// items in their order, those of the last token (`logits` values of the spec) of each item that wants them. Calls
@@ -152,65 +149,5 @@ impl EngineSpec {
         }
         self.compatibility_digest = hasher.digest();
         self
-    }
-}
-
-/// Zeroed KV memory of `total_blocks` blocks of `block_bytes` bytes.
-///
-/// # Errors
-/// `InvalidArgument` when `block_bytes` is no multiple of 8, or the machine has not so much memory.
-pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<[AtomicU64]>, EngineError> {
-    let blocks = format!("{total_blocks} blocks of {block_bytes} bytes");
-    if block_bytes == 0 || !block_bytes.is_multiple_of(8) {
-        return Err(EngineError::InvalidArgument(format!("no KV arena of {blocks}")));
-    }
-    let words = (block_bytes / 8).saturating_mul(total_blocks);
-    check_fits(words as u128 * 8, MemoryFiles::default().available()).map_err(|why| too_large(&blocks, &why))?;
-    // There is no fallible constructor of `Arc<[_]>`, whose failure would end the process: ask with a vector first.
-    // Nothing touches its pages.
-    Vec::<AtomicU64>::new().try_reserve_exact(words).map_err(|error| too_large(&blocks, &error.to_string()))?;
-    Ok(zeroed_words(words))
-}
-
-fn too_large(blocks: &str, why: &str) -> EngineError {
-    EngineError::InvalidArgument(format!("a KV arena of {blocks} does not fit: {why}; choose fewer (--kv-blocks)"))
-}
-
-/// All pages of the arena are touched at start.
-fn check_fits(bytes: u128, available: Option<u64>) -> Result<(), String> {
-    // Where the system does not tell, only the allocation itself can.
-    let Some(available) = available else { return Ok(()) };
-    let room = u128::from(usable(available));
-    let gib = |bytes: u128| bytes as f64 / f64::from(1 << 30);
-    if bytes <= room {
-        return Ok(());
-    }
-    Err(format!(
-        "{:.1} GiB, and {:.1} of {:.1} GiB available can be used",
-        gib(bytes),
-        gib(room),
-        gib(available.into())
-    ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_arena_that_does_not_fit_is_an_error_and_not_the_end() {
-        for (blocks, block_bytes) in [(4_000_000_000, 737_280), (usize::MAX, 64), (1, usize::MAX - 7)] {
-            let error = allocate_arena(blocks, block_bytes).expect_err("no machine has it").to_string();
-            assert!(error.contains("--kv-blocks") && error.contains(&blocks.to_string()), "{error}");
-        }
-        assert!(matches!(allocate_arena(1, 12), Err(EngineError::InvalidArgument(_))));
-        assert_eq!(allocate_arena(3, 64).expect("small").len(), 24);
-    }
-
-    #[test]
-    fn what_is_available_is_not_all_for_the_arena() {
-        assert!(check_fits(7 << 20, Some(8 << 20)).is_ok());
-        assert!(check_fits((7 << 20) + 1, Some(8 << 20)).is_err());
-        assert!(check_fits(u128::MAX, None).is_ok());
     }
 }

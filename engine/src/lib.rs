@@ -17,8 +17,8 @@
 //!
 //! # What holds
 //!
-//! - **KV memory** is an `Arc<[AtomicU64]>` that the executor allocates. Block `b` is its bytes `b * block_bytes ..`;
-//!   only executors compute on it, and whoever moves KV between nodes copies bytes of it.
+//! - **KV memory** is a `tandem_memory::KvMemory` that the executor allocates. Block `b` is its bytes
+//!   `b * block_bytes ..`; only executors compute on it, and whoever moves KV between nodes copies bytes of it.
 //! - **A block has holders, not an owner**: a [`KvLease`] is shared by the sequence, the step that runs and a transfer
 //!   in flight; the block is free when the last of them lets go. Empty + cached + leased = all, always.
 //! - **A block that others may read is never written**: full blocks of computed prefixes are shared between leases
@@ -73,6 +73,7 @@ pub mod engine;
 pub mod error;
 pub mod executor;
 pub mod footprint;
+mod kv_memory;
 pub mod logits;
 pub mod memory;
 pub mod models;
@@ -88,7 +89,7 @@ pub mod step_model;
 pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
-pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone, allocate_arena};
+pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone};
 pub use logits::Logits;
 pub use prefix_cache::{CacheEvent, CacheUpdate};
 pub use sampler::{SamplingParams, TokenLogprob};

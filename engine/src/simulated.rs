@@ -13,10 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use tandem_memory::{HostMemory, KvMemory};
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone, allocate_arena};
+use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone};
+use crate::kv_memory::allocate_arena;
 use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
 use crate::step_model::StepShape;
@@ -105,7 +107,7 @@ impl SimulatedConfig {
 /// See the head of this file.
 pub struct SimulatedExecutor {
     spec: EngineSpec,
-    arena: Arc<[AtomicU64]>,
+    arena: Arc<HostMemory>,
     /// Of one layer.
     words_per_token: usize,
     config: SimulatedConfig,
@@ -146,12 +148,9 @@ impl SimulatedExecutor {
             kv_heads: 1,
             head_dim: words_per_token,
         };
-        Ok(Self {
-            spec: spec.sealed(),
-            arena: allocate_arena(config.blocks, config.block_bytes)?,
-            words_per_token,
-            config: config.clone(),
-        })
+        let arena = allocate_arena(config.blocks, config.block_bytes)?;
+        arena.touch(0..arena.bytes());
+        Ok(Self { spec: spec.sealed(), arena, words_per_token, config: config.clone() })
     }
 
     /// Writes the item's slots of `layer`.
@@ -203,7 +202,10 @@ impl SimulatedExecutor {
         })?;
         let slot = (*block as usize * self.spec.layers + layer) * block_tokens + position % block_tokens;
         let range = slot * self.words_per_token..(slot + 1) * self.words_per_token;
-        self.arena.get(range).ok_or_else(|| EngineError::Executor(format!("KV block {block} is outside the arena")))
+        self.arena
+            .words()
+            .get(range)
+            .ok_or_else(|| EngineError::Executor(format!("KV block {block} is outside the arena")))
     }
 }
 
@@ -212,8 +214,8 @@ impl Executor for SimulatedExecutor {
         &self.spec
     }
 
-    fn arena(&self) -> Arc<[AtomicU64]> {
-        Arc::clone(&self.arena)
+    fn memory(&self) -> Arc<dyn KvMemory> {
+        self.arena.clone()
     }
 
     fn execute(
@@ -289,9 +291,9 @@ mod tests {
             let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), wants_logits: true };
             let mut logits = Logits::default();
             executor.execute(&Batch { items: vec![item] }, &mut logits, &mut |_| ()).unwrap();
-            (executor.arena(), logits.of(0).unwrap().to_vec())
+            (executor.arena.clone(), logits.of(0).unwrap().to_vec())
         };
-        harm(&step(0, TOKENS).0);
+        harm(step(0, TOKENS).0.words());
         step(TOKENS, 1).1
     }
 

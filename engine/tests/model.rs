@@ -231,7 +231,8 @@ fn a_layer_that_is_done_is_not_written_again() {
     let model = TinyModel::new("layers-done");
     for kv_dtype in DTYPES {
         let mut executor = model.load(kv_dtype).expect("loads");
-        let (arena, layers) = (executor.arena(), executor.spec().layers);
+        let (memory, layers) = (executor.memory(), executor.spec().layers);
+        let arena = memory.place().host().expect("main memory");
         let words = executor.spec().block_bytes / 8;
         let pool = BlockPool::new(32, 16);
         let leases = [lease(&pool, 70), lease(&pool, 5)];

@@ -2,7 +2,6 @@
 //! and nothing that was computed from it is shared. On tiny models made here, on every instruction set of the machine.
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use candle_core::quantized::gguf_file::{self, Value};
@@ -226,9 +225,10 @@ async fn one_broken_element_of_an_earlier_tokens_k_fails_the_step_and_shares_not
                 KvDtype::Bf16 => (words, u64::from(value.to_bits() >> 16), 0xffff),
                 KvDtype::Int8 => (words + 16 * way.head_dim / 8, u64::from(value.to_bits() >> 16), 0xffff),
             };
-            let arena = engine.arena();
-            let word = arena[at].load(Ordering::Relaxed);
-            arena[at].store(word & !mask | bits, Ordering::Relaxed);
+            let mut bytes = [0; 8];
+            engine.memory().read(at * 8, &mut bytes);
+            let word = u64::from_ne_bytes(bytes) & !mask | bits;
+            engine.memory().write(at * 8, &word.to_ne_bytes());
 
             // A prompt that goes on where the first one ended, with the first one's KV before it.
             let event = end(&engine, held, prompt(LONGER), PROMPT).await;

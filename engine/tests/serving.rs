@@ -2,7 +2,6 @@
 //! saves and how well step times are predicted. The golden tokens themselves are `golden.rs`'s matter.
 mod smollm2;
 
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -13,6 +12,7 @@ use tandem_engine::{
     Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, LayersDone, Logits, Prefix, SamplingParams,
     SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
 };
+use tandem_memory::KvMemory;
 use tandem_proto::hash::sequence_hashes;
 
 const LIMITS: SchedulerConfig =
@@ -175,8 +175,8 @@ impl Executor for Timed {
         self.inner.spec()
     }
 
-    fn arena(&self) -> Arc<[AtomicU64]> {
-        self.inner.arena()
+    fn memory(&self) -> Arc<dyn KvMemory> {
+        self.inner.memory()
     }
 
     fn execute(

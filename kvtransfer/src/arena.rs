@@ -1,23 +1,12 @@
-//! KV memory: `blocks × block_bytes` bytes held as atomic words, so that an engine thread, a socket thread and a
-//! verifier may touch it together without undefined behaviour. Who may write which block when is `session.rs`'s matter.
+//! KV memory as blocks: which bytes are block `b`, or some layers of it, and their checksum. The memory itself is an
+//! engine's ([`KvMemory`]); who may write which block when is `session.rs`'s matter.
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use xxhash_rust::xxh3::Xxh3;
+use tandem_memory::{KvMemory, WORD_BYTES};
+use tandem_proto::hash::{LEAF_BYTES, checksum_of_leaves};
 
-const WORD_BYTES: usize = 8;
-/// Copied through while hashing: stays in the first-level cache.
-const SCRATCH_BYTES: usize = 16 << 10;
-
-/// Adjacent bytes of an arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
-    /// First byte, counted from the arena's start; a multiple of 8.
-    pub at: usize,
-    /// Length; a multiple of 8.
-    pub bytes: usize,
-}
+pub use tandem_memory::Run;
 
 /// The same part of every block of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,26 +17,29 @@ pub struct Slice {
     pub bytes: usize,
 }
 
-/// A KV arena: block `b` is the `block_bytes` bytes at `b * block_bytes`.
+/// A KV arena: block `b` is the `block_bytes` bytes at `b * block_bytes`, its layers one after the other.
 pub struct Arena {
-    words: Arc<[AtomicU64]>,
+    memory: Arc<dyn KvMemory>,
     block_bytes: usize,
+    layers: usize,
 }
 
 impl Arena {
-    /// Wraps memory that the engine allocated.
+    /// The memory that an engine computes on, as blocks of `layers` equal layers. Where they are no whole words each, a
+    /// block is one layer.
     ///
     /// # Panics
     /// When `block_bytes` is not a positive multiple of 8, or there are more than `u32::MAX` blocks: bugs of the caller.
-    pub fn new(words: Arc<[AtomicU64]>, block_bytes: usize) -> Arc<Self> {
+    pub fn new(memory: Arc<dyn KvMemory>, block_bytes: usize, layers: usize) -> Arc<Self> {
         assert!(block_bytes > 0 && block_bytes.is_multiple_of(WORD_BYTES), "block of {block_bytes} bytes");
-        assert!(u32::try_from(words.len() * WORD_BYTES / block_bytes).is_ok(), "too many blocks");
-        Arc::new(Self { words, block_bytes })
+        assert!(u32::try_from(memory.bytes() / block_bytes).is_ok(), "too many blocks");
+        let divides = layers > 0 && block_bytes.is_multiple_of(layers.saturating_mul(WORD_BYTES));
+        Arc::new(Self { memory, block_bytes, layers: if divides { layers } else { 1 } })
     }
 
     /// The memory itself; backends register it with their library.
-    pub fn words(&self) -> &Arc<[AtomicU64]> {
-        &self.words
+    pub fn memory(&self) -> &Arc<dyn KvMemory> {
+        &self.memory
     }
 
     /// Bytes of a block.
@@ -57,12 +49,12 @@ impl Arena {
 
     /// Whole blocks of the arena.
     pub fn blocks(&self) -> u32 {
-        (self.words.len() * WORD_BYTES / self.block_bytes) as u32
+        (self.memory.bytes() / self.block_bytes) as u32
     }
 
     /// Bytes of the arena.
     pub fn bytes(&self) -> usize {
-        self.words.len() * WORD_BYTES
+        self.memory.bytes()
     }
 
     /// A block divides into `units` equal pieces of whole words.
@@ -70,10 +62,10 @@ impl Arena {
         units > 0 && self.block_bytes.is_multiple_of(usize::from(units) * WORD_BYTES)
     }
 
-    /// How many units a block of `layers` layers is sent in: one a layer where they are equal pieces of whole words, else
-    /// the block is one.
-    pub fn units_for(&self, layers: usize) -> u8 {
-        u8::try_from(layers).ok().filter(|units| self.divides_into(*units)).unwrap_or(1)
+    /// How many units a block may be sent in: one a layer, or one at all where there are more layers than a frame can
+    /// count.
+    pub fn units(&self) -> u8 {
+        u8::try_from(self.layers).unwrap_or(1)
     }
 
     /// Units `range` of a block of `units` (which divide it, [`Arena::divides_into`]).
@@ -105,11 +97,7 @@ impl Arena {
     /// # Panics
     /// When the range leaves the arena, or `at` or the length is no multiple of 8: ranges come from checked grants.
     pub fn read(&self, at: usize, out: &mut [u8]) {
-        let words = &self.words[word_range(at, out.len())];
-        let (chunks, _) = out.as_chunks_mut::<WORD_BYTES>();
-        for (chunk, word) in chunks.iter_mut().zip(words) {
-            *chunk = word.load(Relaxed).to_ne_bytes();
-        }
+        self.memory.read(at, out);
     }
 
     /// Copies `bytes` into the arena; the mirror of [`Arena::read`].
@@ -117,11 +105,7 @@ impl Arena {
     /// # Panics
     /// As there.
     pub fn write(&self, at: usize, bytes: &[u8]) {
-        let words = &self.words[word_range(at, bytes.len())];
-        let (chunks, _) = bytes.as_chunks::<WORD_BYTES>();
-        for (chunk, word) in chunks.iter().zip(words) {
-            word.store(u64::from_ne_bytes(*chunk), Relaxed);
-        }
+        self.memory.write(at, bytes);
     }
 
     /// Copies `out.len()` bytes, `offset` bytes after the start of block `first`, possibly across following blocks.
@@ -157,50 +141,52 @@ impl Arena {
         assert!(out.is_empty(), "the runs are shorter");
     }
 
-    /// XXH3-64 of a block's bytes, equal to `tandem_proto::hash::checksum` of a copy of them.
+    /// The checksum of a block, as [`tandem_proto::hash::block_checksum`] defines it.
     pub fn checksum(&self, block: u32) -> u64 {
-        let mut hasher = Xxh3::new();
-        self.hash(&mut hasher, block, Slice { offset: 0, bytes: self.block_bytes });
-        hasher.digest()
+        let pieces: Vec<Run> = self.leaves(block, 0..self.layers).collect();
+        let mut leaves = vec![0; pieces.len()];
+        self.memory.digests(&pieces, &mut leaves);
+        checksum_of_leaves(&leaves, self.block_bytes)
     }
 
-    /// Feeds a slice of a block to `hasher`.
-    pub(crate) fn hash(&self, hasher: &mut Xxh3, block: u32, slice: Slice) {
-        let mut scratch = [0; SCRATCH_BYTES];
-        let start = block as usize * self.block_bytes + slice.offset;
-        let mut done = 0;
-        while done < slice.bytes {
-            let chunk = &mut scratch[..SCRATCH_BYTES.min(slice.bytes - done)];
-            self.read(start + done, chunk);
-            hasher.update(chunk);
-            done += chunk.len();
-        }
+    /// Layers of a block.
+    pub(crate) fn layers(&self) -> usize {
+        self.layers
     }
-}
 
-fn word_range(at: usize, len: usize) -> Range<usize> {
-    assert!(at.is_multiple_of(WORD_BYTES) && len.is_multiple_of(WORD_BYTES), "unaligned copy");
-    let start = at / WORD_BYTES;
-    start..start + len / WORD_BYTES
+    /// Leaves of a layer.
+    pub(crate) fn leaves_of_layer(&self) -> usize {
+        self.layer_bytes().div_ceil(LEAF_BYTES)
+    }
+
+    /// The leaves of these layers of a block, in their order: what its checksum is made from.
+    pub(crate) fn leaves(&self, block: u32, layers: Range<usize>) -> impl Iterator<Item = Run> {
+        let (layer_bytes, start) = (self.layer_bytes(), block as usize * self.block_bytes);
+        layers.flat_map(move |layer| {
+            let (at, end) = (start + layer * layer_bytes, start + (layer + 1) * layer_bytes);
+            (at..end).step_by(LEAF_BYTES).map(move |at| Run { at, bytes: LEAF_BYTES.min(end - at) })
+        })
+    }
+
+    fn layer_bytes(&self) -> usize {
+        self.block_bytes / self.layers
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use tandem_memory::HostMemory;
 
     use super::*;
 
-    fn arena(blocks: usize, block_bytes: usize) -> Arc<Arena> {
-        Arena::new((0..blocks * block_bytes / 8).map(|_| AtomicU64::new(0)).collect(), block_bytes)
-    }
-
     #[test]
     fn checksum_is_that_of_the_bytes() {
-        for block_bytes in [8, 4096, SCRATCH_BYTES, SCRATCH_BYTES + 8, 100_000] {
-            let arena = arena(3, block_bytes);
+        for (block_bytes, layers) in [(8, 1), (4096, 1), (3 * 4104, 3), (600 * 8, 600), (100_000, 7), (368_640, 30)] {
+            let arena = Arena::new(HostMemory::zeroed(3 * block_bytes).expect("little"), block_bytes, layers);
             let bytes: Vec<u8> = (0..block_bytes).map(|i| (i * 31 % 251) as u8).collect();
             arena.copy_in(1, 0, &bytes);
-            assert_eq!(arena.checksum(1), tandem_proto::hash::checksum(&bytes));
+            assert_eq!(arena.checksum(1), tandem_proto::hash::block_checksum(&bytes, layers), "{block_bytes} {layers}");
             let mut back = vec![0; block_bytes];
             arena.copy_out(1, 0, &mut back);
             assert_eq!(back, bytes);
@@ -211,13 +197,12 @@ mod tests {
 
     #[test]
     fn blocks_divide_into_equal_pieces_of_whole_words_or_not_at_all() {
-        let arena = arena(1, 240);
-        assert_eq!(
-            [1, 2, 3, 5, 6, 10, 15, 30].map(|layers| usize::from(arena.units_for(layers))),
-            [1, 2, 3, 5, 6, 10, 15, 30]
-        );
-        assert_eq!([0, 4, 7, 12, 60, 256, 1 << 40].map(|layers| arena.units_for(layers)), [1; 7]);
-        assert_eq!(arena.slice(6, &(2..5)), Slice { offset: 80, bytes: 120 });
+        let of = |block_bytes, layers| Arena::new(HostMemory::zeroed(8192).expect("little"), block_bytes, layers);
+        let layers = [1, 2, 3, 5, 6, 10, 15, 30];
+        assert_eq!(layers.map(|layers| usize::from(of(240, layers).units())), layers);
+        assert_eq!([0, 4, 7, 12, 60, 256, 1 << 40, usize::MAX].map(|layers| of(240, layers).units()), [1; 8]);
+        assert_eq!(of(2048, 256).units(), 1, "more than a frame can count");
+        assert_eq!(of(240, 6).slice(6, &(2..5)), Slice { offset: 80, bytes: 120 });
     }
 
     proptest! {
@@ -227,7 +212,8 @@ mod tests {
             offset in 0usize..16, len in 0usize..80,
         ) {
             // Block `b` holds `units` words from `b * units` on.
-            let arena = Arena::new((0..20 * u64::from(units)).map(AtomicU64::new).collect(), usize::from(units) * 8);
+            let words: Vec<u64> = (0..20 * u64::from(units)).collect();
+            let arena = Arena::new(HostMemory::holding(&words).expect("little"), usize::from(units) * 8, units.into());
             let range = cut.0.min(cut.1).min(units)..cut.0.max(cut.1).min(units);
             let runs = arena.runs(&blocks, arena.slice(units, &range));
             let word = |block: u32, unit: u8| u64::from(block) * u64::from(units) + u64::from(unit);

@@ -303,9 +303,8 @@ impl Delivery {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU64;
-
     use proptest::prelude::*;
+    use tandem_memory::HostMemory;
 
     use super::*;
 
@@ -313,7 +312,7 @@ mod tests {
     const ANY: FrameLimits = FrameLimits { bytes: 256, runs: usize::MAX };
 
     fn opened(blocks: u32, units: u8) -> (Delivery, Instant) {
-        let arena = Arena::new((0..16 * 64 / 8).map(|_| AtomicU64::new(0)).collect(), 64);
+        let arena = Arena::new(HostMemory::zeroed(16 * 64).expect("little"), 64, 1);
         let now = Instant::now();
         (Delivery::new(CheckedTicket { handoff: HandoffId([1; 16]), blocks, units, lease: LEASE }, arena, now), now)
     }

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, v1};
 
 use crate::arena::{Arena, Run};
@@ -152,7 +152,8 @@ impl World {
     fn new(seed: u64, faults: BTreeMap<usize, Fault>) -> Self {
         let (now, mut rng) = (Instant::now(), StdRng::seed_from_u64(seed));
         let arena = |start: u64| {
-            Arena::new((start..start + 16 * BLOCK_BYTES as u64 / 8).map(AtomicU64::new).collect(), BLOCK_BYTES)
+            let words: Vec<u64> = (start..start + 16 * BLOCK_BYTES as u64 / 8).collect();
+            Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, UNITS.into())
         };
         let (from, to) = (arena(1), arena(1 << 32));
         let from_blocks = vec![3, 4, 5, 9, 1];

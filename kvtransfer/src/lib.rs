@@ -9,7 +9,7 @@
 //!   (`landing`) while the rest is on its way.
 //! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one; [`hashing`]: on which thread.
 //! - [`wire`]: the 32-byte header that every frame of every backend starts with.
-//! - [`arena`]: KV memory as atomic words, copied in and out without `unsafe`.
+//! - [`arena`]: KV memory (`tandem-memory`) as blocks.
 //! - [`error`], [`counters`]: what went wrong, and how often.
 //! - Backends: [`mem`] (in one process, with fault knobs), [`tcp`] (plain sockets), [`ucx`] (UCX active messages);
 //!   [`mod@select`] chooses one.
@@ -41,10 +41,11 @@ pub mod wire;
 #[cfg(test)]
 mod joint_tests;
 
-pub use arena::{Arena, Run, Slice};
+pub use arena::{Arena, Slice};
 pub use counters::Counters;
 pub use error::{AddressError, Refusal, TransferError, TransferErrorKind};
 pub use incoming::Incoming;
 pub use outgoing::Outgoing;
 pub use seal::{Manifest, seal_for};
+pub use tandem_memory::Run;
 pub use transport::{BlockOwner, Expected, Faults, Grant, Held, Receipt, Transport, Verified};

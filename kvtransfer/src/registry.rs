@@ -114,8 +114,9 @@ impl Registry {
     ) -> Result<Incoming, TransferError> {
         self.check_blocks(&grant.blocks)?;
         let (units, block_bytes) = (grant.units, self.arena.block_bytes() as u64);
-        if !self.arena.divides_into(units) {
-            let message = format!("a KV block of {block_bytes} bytes does not divide into {units} units");
+        if units != 1 && units != self.arena.units() {
+            let layers = self.arena.units();
+            let message = format!("a KV block of {block_bytes} bytes comes whole or in {layers} units, not in {units}");
             return Err(TransferError::new(TransferErrorKind::Io, message));
         }
         let (sender, arrival) = oneshot::channel();

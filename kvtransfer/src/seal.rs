@@ -1,53 +1,71 @@
 //! The manifest of a hand-off: made from the sender's arena, checked against the receiver's.
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
+use tandem_proto::hash::checksum_of_leaves;
 use tandem_proto::{HandoffId, v1};
-use xxhash_rust::xxh3::Xxh3;
 
-use crate::arena::Arena;
+use crate::arena::{Arena, Run};
 use crate::error::Refusal;
 use crate::transport::Expected;
 use crate::wire::DataHeader;
 
-/// The checksums of a hand-off's blocks, taken piece by piece as the pieces become final: what is hashed while others are
-/// still computed, or still on their way, need not be hashed at the end. The result is that of hashing whole blocks,
-/// whatever the cut.
+/// The checksums of a hand-off's blocks, taken piece by piece as the pieces become final, in any order: what is hashed
+/// while others are still computed, or still on their way, need not be hashed at the end. The result is that of hashing
+/// whole blocks, whatever the cut, since the leaves of a checksum depend on the layout alone.
 pub struct Manifest {
     arena: Arc<Arena>,
     blocks: Vec<u32>,
+    /// Pieces that a block becomes final in: 1, its layers, or 0: the pieces are none of these, and blocks are hashed
+    /// at the end.
     units: u8,
     sums: Vec<Sum>,
-    /// Pieces that came before the one that precedes them, by block index.
-    early: BTreeSet<(u32, u8, u8)>,
 }
 
-/// How far a block is hashed.
+/// What of a block is hashed.
 enum Sum {
     Nothing,
-    /// Up to this unit.
-    Part(u8, Box<Xxh3>),
+    /// These of its leaves.
+    Part(Vec<Option<u64>>),
     Whole(u64),
 }
 
+/// Units to be hashed together: a device takes a list of leaves at once.
+#[derive(Default)]
+struct Batch {
+    /// Block index and unit.
+    units: Vec<(u32, u8)>,
+    /// Leaves of the units, as many of each.
+    leaves: Vec<Run>,
+}
+
+/// 4 MiB of KV.
+const MOST_LEAVES: usize = 1024;
+
 impl Manifest {
-    /// Of `blocks` of `arena` in hand-off order, each of `units` equal pieces (a number that divides them:
-    /// [`Arena::units_for`]; another one counts as 1).
+    /// Of `blocks` of `arena` in hand-off order, each of `units` equal pieces: 1, or [`Arena::units`].
     pub fn new(arena: Arc<Arena>, blocks: Vec<u32>, units: u8) -> Self {
-        let units = if arena.divides_into(units) { units } else { 1 };
+        let units = if units == 1 || usize::from(units) == arena.layers() { units } else { 0 };
         let sums = blocks.iter().map(|_| Sum::Nothing).collect();
-        Self { arena, blocks, units, sums, early: BTreeSet::new() }
+        Self { arena, blocks, units, sums }
     }
 
-    /// These units of the blocks with these indices are final: hashes them, or notes them until those before them came.
-    /// What the hand-off does not have is ignored, and so is what was covered before. Blocks the thread for as long as
-    /// hashing takes, some 100 µs a MiB.
+    /// These units of the blocks with these indices are final: hashes them. What the hand-off does not have is ignored,
+    /// and so is what was covered before. Blocks the thread for as long as hashing takes, some 100 µs a MiB.
     pub fn cover(&mut self, blocks: Range<u32>, units: Range<u8>) {
-        let units = units.start..units.end.min(self.units);
+        let mut batch = Batch::default();
         for index in blocks.start..blocks.end.min(self.blocks.len() as u32) {
-            self.cover_block(index, units.clone());
+            for unit in units.start..units.end.min(self.units) {
+                if !self.is_hashed(index, unit) {
+                    batch.units.push((index, unit));
+                    batch.leaves.extend(self.arena.leaves(self.blocks[index as usize], self.layers(unit)));
+                }
+            }
+            if batch.leaves.len() >= MOST_LEAVES {
+                self.hash(std::mem::take(&mut batch));
+            }
         }
+        self.hash(batch);
     }
 
     /// The pieces of a range that has landed.
@@ -59,56 +77,57 @@ impl Manifest {
 
     /// One checksum per block, after hashing what is left.
     pub fn finish(mut self) -> Vec<u64> {
+        self.units = self.units.max(1);
         self.cover(0..self.blocks.len() as u32, 0..self.units);
         let whole = |sum: &Sum| if let Sum::Whole(sum) = sum { *sum } else { 0 };
         self.sums.iter().map(whole).collect()
     }
 
-    /// A block's units are hashed in their order.
-    fn cover_block(&mut self, index: u32, mut units: Range<u8>) {
-        loop {
-            let hashed = self.hashed(index);
-            if units.start > hashed {
-                if !units.is_empty() {
-                    self.early.insert((index, units.start, units.end));
-                }
-                return;
-            }
-            if units.end > hashed {
-                self.hash(index, hashed..units.end);
-            }
-            let Some(next) = self.early.range((index, 0, 0)..=(index, u8::MAX, u8::MAX)).next().copied() else {
-                return;
-            };
-            if next.1 > self.hashed(index) {
-                return;
-            }
-            self.early.remove(&next);
-            units = next.1..next.2;
-        }
+    fn layers(&self, unit: u8) -> Range<usize> {
+        let (unit, layers) = (usize::from(unit), self.arena.layers() / usize::from(self.units));
+        unit * layers..(unit + 1) * layers
     }
 
-    fn hashed(&self, index: u32) -> u8 {
+    fn leaves_of_unit(&self) -> usize {
+        self.arena.layers() / usize::from(self.units) * self.arena.leaves_of_layer()
+    }
+
+    fn is_hashed(&self, index: u32, unit: u8) -> bool {
         match &self.sums[index as usize] {
-            Sum::Nothing => 0,
-            Sum::Part(hashed, _) => *hashed,
-            Sum::Whole(_) => self.units,
+            Sum::Nothing => false,
+            Sum::Part(leaves) => leaves[usize::from(unit) * self.leaves_of_unit()].is_some(),
+            Sum::Whole(_) => true,
         }
     }
 
-    /// `units` are those that come next.
-    fn hash(&mut self, index: u32, units: Range<u8>) {
-        let (sum, block) = (&mut self.sums[index as usize], self.blocks[index as usize]);
-        if units == (0..self.units) {
-            *sum = Sum::Whole(self.arena.checksum(block));
+    fn hash(&mut self, batch: Batch) {
+        if batch.units.is_empty() {
             return;
         }
-        let mut hasher = match std::mem::replace(sum, Sum::Nothing) {
-            Sum::Part(_, hasher) => hasher,
-            Sum::Nothing | Sum::Whole(_) => Box::default(),
-        };
-        self.arena.hash(&mut hasher, block, self.arena.slice(self.units, &units));
-        *sum = if units.end == self.units { Sum::Whole(hasher.digest()) } else { Sum::Part(units.end, hasher) };
+        let mut digests = vec![0; batch.leaves.len()];
+        self.arena.memory().digests(&batch.leaves, &mut digests);
+        for ((index, unit), leaves) in batch.units.into_iter().zip(digests.chunks(self.leaves_of_unit())) {
+            self.note(index, unit, leaves);
+        }
+    }
+
+    fn note(&mut self, index: u32, unit: u8, hashed: &[u64]) {
+        let (per_unit, block_bytes) = (self.leaves_of_unit(), self.arena.block_bytes());
+        let sum = &mut self.sums[index as usize];
+        if self.units == 1 {
+            *sum = Sum::Whole(checksum_of_leaves(hashed, block_bytes));
+            return;
+        }
+        if let Sum::Nothing = sum {
+            *sum = Sum::Part(vec![None; per_unit * usize::from(self.units)]);
+        }
+        let Sum::Part(leaves) = sum else { return };
+        let of_unit = &mut leaves[usize::from(unit) * per_unit..][..per_unit];
+        of_unit.iter_mut().zip(hashed).for_each(|(leaf, hashed)| *leaf = Some(*hashed));
+        if leaves.iter().all(Option::is_some) {
+            let leaves: Vec<u64> = leaves.iter().flatten().copied().collect();
+            *sum = Sum::Whole(checksum_of_leaves(&leaves, block_bytes));
+        }
     }
 }
 
@@ -133,8 +152,10 @@ pub fn seal_for(
     }
 }
 
-/// Everything that must hold before anybody reads the blocks. `checksums` are those of the blocks in the arena, one each;
-/// they are asked for last.
+/// Everything that must hold before anybody reads the blocks. `checksums` are those of the blocks in the arena, one
+/// each; they are asked for last. A mismatch names the block and not the leaf: the leaves' hashes are not in the seal,
+/// which would grow from 8 bytes a block to 1/512 of all bytes, and whoever gets the refusal sends or computes whole
+/// blocks anyway.
 pub(crate) fn verify(
     seal: &v1::Seal,
     ticket: &v1::Ticket,
@@ -165,33 +186,41 @@ pub(crate) fn verify(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU64;
-
     use proptest::prelude::*;
+    use tandem_memory::HostMemory;
 
     use super::*;
 
     proptest! {
-        /// Pieces in any order, some twice, some missing, some of no block at all.
+        /// Pieces in any order, some twice, some missing, some of no block at all; `units` are the layers, the whole
+        /// block, or what no grant has.
         #[test]
         fn the_checksums_are_those_of_whole_blocks_whatever_the_cut(
-            units in 1u8..7, pieces in prop::collection::vec((0u32..6, 0u32..6, 0u8..8, 0u8..8), 0..40),
+            layers in 1u8..7, layer_words in prop_oneof![1usize..4, 500usize..1030], granted in 0u8..3,
+            pieces in prop::collection::vec((0u32..6, 0u32..6, 0u8..8, 0u8..8), 0..40),
         ) {
-            let block_bytes = usize::from(units) * 24;
-            let arena = Arena::new((0..10 * block_bytes as u64 / 8).map(AtomicU64::new).collect(), block_bytes);
+            let block_bytes = usize::from(layers) * layer_words * 8;
+            let words: Vec<u64> = (0..10 * block_bytes as u64 / 8).collect();
+            let arena = Arena::new(HostMemory::holding(&words).expect("little"), block_bytes, layers.into());
             let blocks = vec![3, 1, 9, 4];
+            let units = [1, layers, 5][usize::from(granted)];
             let mut manifest = Manifest::new(arena.clone(), blocks.clone(), units);
             for (first, count, start, end) in pieces {
                 manifest.cover(first..first + count, start..end);
             }
-            let whole: Vec<u64> = blocks.iter().map(|block| arena.checksum(*block)).collect();
-            prop_assert_eq!(manifest.finish(), whole);
+            let expected = blocks.iter().map(|block| {
+                let bytes: Vec<u8> = words[*block as usize * block_bytes / 8..][..block_bytes / 8]
+                    .iter().flat_map(|word| word.to_ne_bytes()).collect();
+                tandem_proto::hash::block_checksum(&bytes, layers.into())
+            });
+            prop_assert_eq!(manifest.finish(), expected.collect::<Vec<_>>());
         }
     }
 
     #[test]
     fn what_was_covered_is_not_hashed_again() {
-        let arena = Arena::new((0..16).map(AtomicU64::new).collect(), 64);
+        let words: Vec<u64> = (0..16).collect();
+        let arena = Arena::new(HostMemory::holding(&words).expect("little"), 64, 4);
         let before = arena.checksum(0);
         let mut manifest = Manifest::new(arena.clone(), vec![0, 1], 4);
         manifest.cover(0..1, 2..4);
@@ -199,5 +228,17 @@ mod tests {
         arena.copy_in(0, 0, &[7; 64]);
         arena.copy_in(1, 0, &[7; 64]);
         assert_eq!(manifest.finish(), vec![before, arena.checksum(1)]);
+    }
+
+    /// A sender whose ticket names other pieces, which it would otherwise take for the whole block.
+    #[test]
+    fn pieces_of_another_cut_are_hashed_at_the_end() {
+        let arena = Arena::new(HostMemory::zeroed(128).expect("little"), 64, 4);
+        for units in [0, 2, 8] {
+            let mut manifest = Manifest::new(arena.clone(), vec![1], units);
+            manifest.cover(0..1, 0..1);
+            arena.copy_in(1, 0, &[units; 64]);
+            assert_eq!(manifest.finish(), vec![arena.checksum(1)]);
+        }
     }
 }

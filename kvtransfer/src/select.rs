@@ -70,13 +70,14 @@ fn fallback_warning(error: &TransferError) -> String {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
-    use std::sync::atomic::AtomicU64;
+
+    use tandem_memory::HostMemory;
 
     use super::*;
     use crate::ucx::UcxProfile;
 
     fn without_ucx(kind: TransportKind) -> Result<Arc<dyn Transport>, TransferError> {
-        let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+        let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
         let ucx = UcxConfig { lib_dir: Some("/nonexistent".into()), ..UcxConfig::new(UcxProfile::Shm) };
         let tcp_listen = (Ipv4Addr::LOCALHOST, 0).into();
         select(TransportConfig { kind, ucx, tcp_listen, tcp: TcpConfig::default() }, arena)

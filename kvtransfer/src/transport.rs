@@ -84,7 +84,7 @@ pub struct Grant {
     pub compatibility_digest: u64,
     /// Arena blocks to fill, in the order of their indices; distinct.
     pub blocks: Vec<u32>,
-    /// Equal pieces that a block may be sent in ([`Arena::units_for`]); 1: only whole.
+    /// Equal pieces that a block may be sent in: 1, only whole, or its layers ([`Arena::units`]).
     pub units: u8,
     /// What the receiver has already, in front of `blocks`.
     pub held: Held,

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
@@ -12,6 +12,7 @@ use tandem_kvtransfer::mem::{Fate, Frame, MemFaults, MemNetwork, MemTransport, W
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::wire::{DataHeader, Header, Units};
 use tandem_kvtransfer::{Arena, Counters, Grant, Held, Incoming, TransferErrorKind, Transport};
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation};
 use tokio::sync::oneshot;
 
@@ -22,7 +23,7 @@ const GRACE: Duration = Duration::from_millis(300);
 const PROMPT: Duration = Duration::from_secs(5);
 
 fn arena() -> Arc<Arena> {
-    Arena::new((0..8 * BLOCK_BYTES / 8).map(|_| AtomicU64::new(0)).collect(), BLOCK_BYTES)
+    Arena::new(HostMemory::zeroed(8 * BLOCK_BYTES).expect("little"), BLOCK_BYTES, 1)
 }
 
 /// The receiver errs when the owner was dropped.

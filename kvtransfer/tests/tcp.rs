@@ -2,15 +2,16 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::wire::Header;
 use tandem_kvtransfer::{Arena, TransferErrorKind, Transport};
+use tandem_memory::HostMemory;
 
 fn bind() -> (Arc<TcpTransport>, SocketAddr) {
-    let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+    let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
     let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, TcpConfig::default()).expect("bind");
     let address = String::from_utf8(transport.address()).expect("text").parse().expect("address");
     (transport, address)
@@ -59,7 +60,7 @@ fn garbage_closes_the_connection_and_is_counted() {
 
 #[test]
 fn a_hello_that_trickles_in_does_not_keep_its_place() {
-    let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+    let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
     let config = TcpConfig { connect_timeout: Duration::from_millis(300), ..TcpConfig::default() };
     let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind");
     let address = String::from_utf8(transport.address()).expect("text");
@@ -91,7 +92,7 @@ fn wait_for_errors(transport: &TcpTransport, expected: u64) {
 fn a_taken_port_and_an_address_for_all_are_clear_errors() {
     let (_transport, address) = bind();
     for address in [address, (Ipv4Addr::UNSPECIFIED, 0).into()] {
-        let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+        let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
         let error = TcpTransport::bind(address, arena, TcpConfig::default()).err().expect("bound");
         assert_eq!(error.kind, TransferErrorKind::Io);
         assert!(error.message.contains(&address.to_string()), "{error}");

@@ -2,19 +2,21 @@
 //! in `conformance.rs`; peers that are killed in `ucx_fault.rs`.
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{AddressError, Arena, Expected, Grant, Held, TransferErrorKind, Transport, seal_for};
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation, v1};
 
 const BLOCK_BYTES: usize = 256 << 10;
 
 fn arena(blocks: usize) -> Arc<Arena> {
-    Arena::new((0..(blocks * BLOCK_BYTES / 8) as u64).map(AtomicU64::new).collect(), BLOCK_BYTES)
+    let words: Vec<u64> = (0..(blocks * BLOCK_BYTES / 8) as u64).collect();
+    Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, 1)
 }
 
 fn grant(id: u8, blocks: Vec<u32>) -> Grant {
@@ -47,7 +49,8 @@ async fn the_name_says_what_ucx_chose_and_scattered_blocks_arrive() {
         let Ok(sender) = start(&from) else { return };
         let receiver = start(&to).expect("the first one started");
         assert_eq!(sender.info().name, name);
-        to.words().iter().for_each(|word| word.store(0, Relaxed));
+        let words = to.memory().place().host().expect("main memory");
+        words.iter().for_each(|word| word.store(0, Relaxed));
         // Scattered on either side: one message, from several places into several others.
         let (source, target): (Vec<u32>, Vec<u32>) = (0..16).map(|i| (i * 7 % 32, 31 - 2 * i)).unzip();
         let incoming = receiver.accept(grant(7, target.clone())).expect("accept");

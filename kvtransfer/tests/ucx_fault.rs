@@ -15,6 +15,7 @@ use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{
     Arena, BlockOwner, Expected, Grant, Held, Incoming, Outgoing, TransferError, Transport, seal_for,
 };
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation, trace, v1};
 use tokio::sync::oneshot;
 
@@ -106,10 +107,10 @@ async fn sender_frozen(profile: UcxProfile) {
             assert!(counters.fenced_peers.load(Relaxed) > fenced, "the blocks came back and nobody was cut off");
         }
         // It wakes up among strangers, and what it still sends reaches nothing.
-        arena.words().iter().for_each(|word| word.store(CANARY, Relaxed));
+        words(&arena).iter().for_each(|word| word.store(CANARY, Relaxed));
         peer.thaw();
         tokio::time::sleep(ARRIVED).await;
-        let written = arena.words().iter().filter(|word| word.load(Relaxed) != CANARY).count();
+        let written = words(&arena).iter().filter(|word| word.load(Relaxed) != CANARY).count();
         assert_eq!(written, 0, "words of freed blocks that a cut-off sender has written");
         serve(&transport, profile, 1000 + round).await;
     }
@@ -327,7 +328,8 @@ fn start(profile: UcxProfile) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
 
 fn start_with(config: UcxConfig) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
     let words = u64::from(BLOCKS) * BLOCK_BYTES as u64 / 8;
-    let arena = Arena::new((0..words).map(AtomicU64::new).collect(), BLOCK_BYTES);
+    let words: Vec<u64> = (0..words).collect();
+    let arena = Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, 1);
     match UcxTransport::start(arena.clone(), config) {
         Ok(transport) => Some((transport, arena)),
         Err(error) => {
@@ -335,6 +337,10 @@ fn start_with(config: UcxConfig) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
             None
         }
     }
+}
+
+fn words(arena: &Arena) -> &[AtomicU64] {
+    arena.memory().place().host().expect("main memory")
 }
 
 fn accept(transport: &UcxTransport, id: u32, owner: BlockOwner) -> Incoming {

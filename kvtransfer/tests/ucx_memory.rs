@@ -5,10 +5,10 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{Arena, TransferErrorKind};
+use tandem_memory::HostMemory;
 
 const BLOCK_BYTES: usize = 4096;
 /// Less than what glibc maps one by one.
@@ -18,7 +18,8 @@ const PIECES: usize = 64;
 const CODE_BYTES: usize = 16;
 
 fn arena() -> Arc<Arena> {
-    Arena::new((0..64 * BLOCK_BYTES as u64 / 8).map(AtomicU64::new).collect(), BLOCK_BYTES)
+    let words: Vec<u64> = (0..64 * BLOCK_BYTES as u64 / 8).collect();
+    Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, 1)
 }
 
 /// The first bytes of the functions that UCX knows how to watch.

@@ -149,7 +149,7 @@ impl Node {
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
         warm_up(&engine, config).await?;
-        let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
+        let arena = Arena::new(engine.memory(), engine.spec().block_bytes, engine.spec().layers);
         let transport = open(arena.clone()).context("no KV transport")?;
         Ok(Self::of(Parts {
             role: config.role,

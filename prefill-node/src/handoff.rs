@@ -146,7 +146,7 @@ impl Sender<'_> {
             return incompatible(format!("the {held} blocks that the receiver holds are of another prompt"));
         }
         let units = ticket.units.max(1);
-        if units != 1 && units != u32::from(self.node.arena.units_for(spec.layers)) {
+        if units != 1 && units != u32::from(self.node.arena.units()) {
             return incompatible(format!("blocks in {units} units, of a model with {} layers", spec.layers));
         }
         Ok(held)

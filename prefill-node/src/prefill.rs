@@ -204,7 +204,7 @@ impl Prefill<'_> {
         let Shared { node, settings, link, .. } = self.shared;
         let spec = node.engine.spec();
         let one = self.request.max_tokens == 1;
-        if one || settings.push == Push::Whole || node.arena.units_for(spec.layers) == 1 {
+        if one || settings.push == Push::Whole || node.arena.units() == 1 {
             return Vec::new();
         }
         let (tokens, cached) = (self.request.prompt.len(), lease.cached_tokens());

@@ -1,7 +1,7 @@
 //! Tandem's words, shared by every process: no I/O, no async code of our own.
 //!
 //! - [`ids`]: incarnation and hand-off id. Random values come from the caller's generator.
-//! - [`hash`]: sequence hashes of token blocks and checksums of their bytes.
+//! - [`hash`]: sequence hashes of token blocks and checksums of bytes, those of KV blocks among them.
 //! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
@@ -47,7 +47,7 @@ pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// A node ends a call that has not said by then what it is for.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);

@@ -75,7 +75,7 @@ impl NodeProcess {
         };
         let (engine, stepper) = Engine::stepped(Box::new(executor), limits, model::step_time);
         process.spawn(stepper.run());
-        let arena = Arena::new(engine.arena(), engine.spec().block_bytes);
+        let arena = Arena::new(engine.memory(), engine.spec().block_bytes, engine.spec().layers);
         let faults = MemFaults::default();
         let transport = MemTransport::new(&around.network, arena.clone(), faults);
         around.data_plane.attach(&tandem_kvtransfer::Transport::address(&*transport), name, process.clone());

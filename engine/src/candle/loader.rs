@@ -6,8 +6,8 @@ use tandem_proto::BLOCK_TOKENS;
 
 use super::{LlamaExecutor, ModelConfig, isa_of, spec_of};
 use crate::error::EngineError;
-use crate::executor::allocate_arena;
 use crate::footprint::{Footprint, StepSize};
+use crate::kv_memory::allocate_arena;
 use crate::memory::MemoryFiles;
 use crate::models::checkpoint::Checkpoint;
 use crate::models::config::LlamaConfig;
@@ -93,8 +93,9 @@ impl ModelLoader {
         let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?.with_isa(isa);
         let kv = KvArena::new(allocate_arena(blocks, layout.block_bytes())?, layout)
             .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {blocks} blocks of {layout:?}")))?;
-        let pool = Pool::new(config.threads, config.cpus)
+        let mut pool = Pool::new(config.threads, config.cpus)
             .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
+        pool.install(|| kv.touch());
         let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
         Ok(LlamaExecutor { spec, model, kv, pool, step: Step::default(), written: HashSet::new() })

@@ -12,12 +12,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
+use tandem_memory::{HostMemory, KvMemory};
+
 use super::pool;
 use super::simd::LANES;
 use crate::executor::KvDtype;
 
 /// Tokens of a sub-block: one vector of attention scores. A block is one or more.
 pub const SUB_BLOCK_TOKENS: usize = LANES;
+
+/// One huge page: what the system gives a thread that touches it first.
+const TOUCH_BYTES: usize = 2 << 20;
 
 /// The sizes that give a block's bytes their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,19 +74,19 @@ pub struct Place {
 /// The memory and its layout.
 #[derive(Clone)]
 pub struct KvArena {
-    words: Arc<[AtomicU64]>,
+    memory: Arc<HostMemory>,
     layout: KvLayout,
 }
 
 impl KvArena {
-    /// Views `words` as blocks of `layout`. `None` if the layout's sizes do not suit the kernels or the words are not a
-    /// whole number of blocks.
-    pub fn new(words: Arc<[AtomicU64]>, layout: KvLayout) -> Option<Self> {
+    /// Views `memory` as blocks of `layout`. `None` if the layout's sizes do not suit the kernels or the memory is not
+    /// a whole number of blocks.
+    pub fn new(memory: Arc<HostMemory>, layout: KvLayout) -> Option<Self> {
         let fits = layout.block_bytes() > 0
             && layout.head_dim.is_multiple_of(LANES)
             && layout.block_tokens.is_multiple_of(SUB_BLOCK_TOKENS)
-            && (words.len() * 8).is_multiple_of(layout.block_bytes());
-        fits.then_some(Self { words, layout })
+            && memory.bytes().is_multiple_of(layout.block_bytes());
+        fits.then_some(Self { memory, layout })
     }
 
     /// The layout.
@@ -91,12 +96,25 @@ impl KvArena {
 
     /// Blocks of the arena.
     pub fn blocks(&self) -> usize {
-        self.words.len() * 8 / self.layout.block_bytes()
+        self.memory.bytes() / self.layout.block_bytes()
     }
 
     /// The memory.
-    pub fn words(&self) -> &Arc<[AtomicU64]> {
-        &self.words
+    pub fn memory(&self) -> Arc<dyn KvMemory> {
+        self.memory.clone()
+    }
+
+    /// The memory as its words.
+    pub fn words(&self) -> &[AtomicU64] {
+        self.memory.words()
+    }
+
+    /// Makes the arena's pages exist. The pool's threads take pieces in turn, so that the arena lies in the memory of
+    /// all the sockets that they run on: any of them may read any sequence.
+    pub fn touch(&self) {
+        pool::for_each(self.memory.bytes().div_ceil(TOUCH_BYTES), |i| {
+            self.memory.touch(i * TOUCH_BYTES..(i + 1) * TOUCH_BYTES);
+        });
     }
 
     /// Writes a layer's K and V of several tokens. Row `i` of `rows` is `stride` values whose last
@@ -164,7 +182,7 @@ impl KvArena {
     pub(super) fn sub_block(&self, blocks: &[u32], index: usize, layer: usize, part: Part, head: usize) -> *const u8 {
         let (sub_blocks, bytes) = (self.layout.sub_blocks(), self.layout.sub_block_bytes());
         let at = self.head_offset(blocks[index / sub_blocks], layer, part, head) + index % sub_blocks * bytes;
-        let words = &self.words[at / 8..(at + bytes) / 8];
+        let words = &self.words()[at / 8..(at + bytes) / 8];
         words.as_ptr().cast()
     }
 
@@ -247,6 +265,38 @@ mod tests {
         }
     }
 
+    fn zeroed(blocks: usize, layout: KvLayout) -> KvArena {
+        let memory = HostMemory::zeroed(blocks * layout.block_bytes()).expect("little");
+        KvArena::new(memory, layout).expect("fits")
+    }
+
+    proptest! {
+        /// What a vector of the kernels reads is one line of the cache and never two: of f32 and bf16 each head begins
+        /// at one, of int8 each block and layer.
+        #[test]
+        fn blocks_begin_at_a_cache_line(
+            layers in 1usize..5, kv_heads in 1usize..5, wide in 1usize..9, dtype in 0usize..3,
+            block_tokens in 0usize..4,
+        ) {
+            const LINE_BYTES: usize = 64;
+            let dtype = [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8][dtype];
+            let block_tokens = tandem_proto::BLOCK_TOKENS[block_tokens];
+            let layout = KvLayout { layers, kv_heads, head_dim: wide * 16, dtype, block_tokens };
+            let arena = zeroed(3, layout);
+            arena.touch();
+            prop_assert_eq!(arena.words().as_ptr().addr() % 4096, 0);
+            prop_assert_eq!(layout.block_bytes() / layers % LINE_BYTES, 0);
+            for i in 0..3 * layers * kv_heads {
+                let (block, layer, head) = ((i / kv_heads / layers) as u32, i / kv_heads % layers, i % kv_heads);
+                for part in [Part::K, Part::V] {
+                    let is_first = head == 0 && part == Part::K;
+                    let at = arena.sub_block(&[block], 0, layer, part, head).addr();
+                    prop_assert!(at.is_multiple_of(LINE_BYTES) || (dtype == KvDtype::Int8 && !is_first), "{layout:?}");
+                }
+            }
+        }
+    }
+
     /// K and V of one head, read back.
     fn read_int8(arena: &KvArena, place: &Place) -> [Vec<f32>; 2] {
         let dim = arena.layout().head_dim;
@@ -266,8 +316,8 @@ mod tests {
 
     fn int8_arena(blocks: usize, head_dim: usize) -> KvArena {
         let layout = KvLayout { layers: 1, kv_heads: 1, head_dim, dtype: KvDtype::Int8, block_tokens: 16 };
-        let words = (0..blocks * layout.block_bytes() / 8).map(|_| AtomicU64::new(u64::MAX)).collect();
-        KvArena::new(words, layout).expect("fits")
+        let memory = HostMemory::holding(&vec![u64::MAX; blocks * layout.block_bytes() / 8]).expect("little");
+        KvArena::new(memory, layout).expect("fits")
     }
 
     proptest! {
@@ -340,8 +390,7 @@ mod tests {
     #[test]
     fn the_layout_is_block_layer_part_head_sub_block_token_dim() {
         let layout = KvLayout { layers: 2, kv_heads: 3, head_dim: 16, dtype: KvDtype::F32, block_tokens: 32 };
-        let words = (0..layout.block_bytes() / 8 * 4).map(|_| AtomicU64::new(0)).collect();
-        let arena = KvArena::new(words, layout).expect("fits");
+        let arena = zeroed(4, layout);
         assert_eq!((arena.blocks(), layout.block_bytes()), (4, 2 * 2 * 3 * 32 * 16 * 4));
         let row: Vec<f32> = (0..7 + 96).map(|i| i as f32).collect();
         arena.write(1, &row, row.len(), &[Place { block: 2, slot: 21 }]);
@@ -349,15 +398,14 @@ mod tests {
         let at = (((2 * 2 + 1) * 2 + 1) * 3 + 1) * 512 + 256 + 5 * 16 + 3;
         let word = arena.words()[at / 2].load(Ordering::Relaxed);
         assert_eq!(f32::from_bits((word >> (32 * (at % 2))) as u32), (7 + 48 + 16 + 3) as f32);
-        let arena_of = |block_tokens| KvArena::new(Arc::clone(arena.words()), KvLayout { block_tokens, ..layout });
+        let arena_of = |block_tokens| KvArena::new(Arc::clone(&arena.memory), KvLayout { block_tokens, ..layout });
         assert!(arena_of(24).is_none() && arena_of(0).is_none() && arena_of(64).is_some());
     }
 
     #[test]
     fn bf16_rounds_to_nearest_even() {
         let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 16, dtype: KvDtype::Bf16, block_tokens: 16 };
-        let words = (0..layout.block_bytes() / 8).map(|_| AtomicU64::new(0)).collect();
-        let arena = KvArena::new(words, layout).expect("fits");
+        let arena = zeroed(1, layout);
         let ties = [0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x3f80_7fff].map(f32::from_bits);
         let row: Vec<f32> = (0..32).map(|i| ties[i % 4]).collect();
         arena.write(0, &row, 32, &[Place { block: 0, slot: 0 }]);

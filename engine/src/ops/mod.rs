@@ -18,7 +18,7 @@
 //! - [`attention`]: causal attention over paged KV, in f32 or bf16 dot products.
 //! - `dots`: products in bf16 dot products.
 //! - `tiles`: products of more than a few rows in AMX's tile registers.
-//! - [`pool`]: the threads; [`pages`]: the memory; [`peak`]: what benchmarks compare with.
+//! - [`pool`]: the threads; [`pages`]: memory for weights; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
 #[cfg(target_arch = "x86_64")]

@@ -1,22 +1,9 @@
-//! Memory for weights and KV: on huge pages where the system has them. Kernels walk through more of it than the
+//! Memory for weights: on huge pages where the system has them. Kernels walk through more of it than the
 //! processor has page table entries at hand, and a walk through the page table costs as much as the bytes it finds.
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 const PAGE_BYTES: usize = 4096;
 const LINE_BYTES: usize = 64;
-
-/// Zeroed words, every page touched.
-pub fn zeroed_words(words: usize) -> Arc<[AtomicU64]> {
-    let mut memory = Arc::<[AtomicU64]>::new_uninit_slice(words);
-    if let Some(uninit) = Arc::get_mut(&mut memory) {
-        prefer_huge_pages(uninit);
-        uninit.iter_mut().for_each(|word| _ = word.write(AtomicU64::new(0)));
-    }
-    // SAFETY: nobody else has the new `Arc`, so every word was written just now.
-    unsafe { memory.assume_init() }
-}
 
 /// Bytes that begin at a cache line, as packed weights should: a vector or a row of a tile is then one line and never two.
 pub(super) struct Lines(Vec<Line>);
@@ -65,8 +52,6 @@ fn prefer_huge_pages<T>(memory: &mut [T]) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering::Relaxed;
-
     use super::*;
 
     #[test]
@@ -75,8 +60,6 @@ mod tests {
             let lines = Lines::zeroed(size * LINE_BYTES);
             assert!(lines.len() == size * LINE_BYTES && lines.iter().all(|byte| *byte == 0));
             assert_eq!(lines.as_ptr().addr() % LINE_BYTES, 0);
-            let words = zeroed_words(size);
-            assert!(words.len() == size && words.iter().all(|word| word.load(Relaxed) == 0));
         }
     }
 }

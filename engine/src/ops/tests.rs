@@ -1,9 +1,8 @@
 //! The kernels against plain loops, on ragged shapes; and what they promise beyond closeness: the same bits in every
 //! batch and on every instruction set.
-use std::sync::atomic::AtomicU64;
-
 use half::f16;
 use proptest::prelude::*;
+use tandem_memory::HostMemory;
 
 use super::attention::{Attention, Chunk, PARTITION, Queries, Sequences};
 use super::kv::{KvArena, KvLayout, Place, quantized, scale_of};
@@ -294,8 +293,8 @@ impl Case {
     ) -> Self {
         let KvLayout { block_tokens, .. } = layout;
         let used = tokens.div_ceil(block_tokens);
-        let words = (0..layout.block_bytes() / 8 * (2 * used + 1)).map(|_| AtomicU64::new(u64::MAX)).collect();
-        let kv = KvArena::new(words, layout).expect("fits");
+        let words = vec![u64::MAX; layout.block_bytes() / 8 * (2 * used + 1)];
+        let kv = KvArena::new(HostMemory::holding(&words).expect("little"), layout).expect("fits");
         let blocks: Vec<u32> = (0..used as u32).rev().map(|i| 2 * i + 1).collect();
         let stride = layout.head_dim * layout.kv_heads * (group + 2);
         let mut rows = noise(seed, tokens * stride);

@@ -1,11 +1,12 @@
 //! A step's progress as a sequence hears of it: which layers, when, and that their KV is final by then.
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
 use tandem_engine::{
     Batch, Engine, EngineError, EngineSpec, Executor, LayersDone, Logits, SchedulerConfig, SequenceEvent,
     SequenceRequest, SimulatedConfig, SimulatedExecutor,
 };
+use tandem_memory::KvMemory;
 
 use crate::support::{LIMITS, prompt, request, within};
 
@@ -34,8 +35,8 @@ impl Executor for Photographed {
         self.inner.spec()
     }
 
-    fn arena(&self) -> Arc<[AtomicU64]> {
-        self.inner.arena()
+    fn memory(&self) -> Arc<dyn KvMemory> {
+        self.inner.memory()
     }
 
     fn execute(
@@ -44,9 +45,9 @@ impl Executor for Photographed {
         logits: &mut Logits,
         layers_done: &mut LayersDone<'_>,
     ) -> Result<(), EngineError> {
-        let (arena, pictures) = (self.arena(), Arc::clone(&self.pictures));
+        let (memory, pictures) = (self.memory(), Arc::clone(&self.pictures));
         self.inner.execute(batch, logits, &mut |layers| {
-            let words = arena.iter().map(|word| word.load(Relaxed)).collect();
+            let words = memory.place().host().into_iter().flatten().map(|word| word.load(Relaxed)).collect();
             pictures.lock().expect("no panic").push((layers, words));
             layers_done(layers);
         })
@@ -102,7 +103,8 @@ async fn the_kv_of_a_layer_is_final_when_it_is_told_of() {
     let asking = SequenceRequest { report_layers: vec![1, 2, 3, 4], ..request(&engine, prompt(75, 3), 1) };
     let lease = Arc::clone(&asking.lease);
     story(&engine, asking).await;
-    let (end, words) = (engine.arena(), engine.spec().block_bytes / 8);
+    let (memory, words) = (engine.memory(), engine.spec().block_bytes / 8);
+    let end = memory.place().host().expect("main memory");
     let pictures = std::mem::take(&mut *pictures.lock().expect("no panic"));
     assert_eq!(pictures.len(), 3 * LAYERS, "three chunks");
     for (layers, picture) in &pictures[2 * LAYERS..] {

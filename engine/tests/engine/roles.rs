@@ -1,6 +1,5 @@
 //! Every role, and every way of cutting the work up, gives the same tokens.
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use tandem_engine::{Engine, KvLease, SamplingParams, SequenceRequest};
 
@@ -8,13 +7,10 @@ use crate::support::{LIMITS, engine, generate, greedy, prompt, request, request_
 
 /// What a transport does: block `i` of one lease becomes block `i` of the other.
 pub fn copy_blocks(from: &Engine, source: &KvLease, to: &Engine, target: &KvLease) {
-    let (read, write) = (from.arena(), to.arena());
-    let words = from.spec().block_bytes / 8;
+    let mut bytes = vec![0; from.spec().block_bytes];
     for (&a, &b) in source.blocks().iter().zip(target.blocks()) {
-        for i in 0..words {
-            write[b as usize * words + i]
-                .store(read[a as usize * words + i].load(Ordering::Relaxed), Ordering::Relaxed);
-        }
+        from.memory().read(a as usize * bytes.len(), &mut bytes);
+        to.memory().write(b as usize * bytes.len(), &bytes);
     }
 }
 
@@ -133,7 +129,10 @@ async fn any_damage_to_the_kv_shows() {
         let answer = disaggregated([&prefill, &decode], &tokens, 20, greedy(), |engine, lease| {
             let slot = (lease.blocks()[token / 16] as usize * layers + layer) * 16 + token % 16;
             let word = slot * engine.spec().block_bytes / 8 / 16 / layers;
-            engine.arena()[word].fetch_xor(1, Ordering::Relaxed);
+            let mut bytes = [0; 8];
+            engine.memory().read(word * 8, &mut bytes);
+            bytes[0] ^= 1;
+            engine.memory().write(word * 8, &bytes);
         });
         assert_ne!(answer.await, expected, "damage at token {token} in layer {layer} went unseen");
     }

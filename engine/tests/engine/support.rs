@@ -1,7 +1,6 @@
 //! Builders and an executor that the test steps by hand.
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::sync::mpsc as blocking;
 use std::time::Duration;
 
@@ -9,6 +8,7 @@ use tandem_engine::{
     Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, LayersDone, Logits, SamplingParams,
     SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
 };
+use tandem_memory::KvMemory;
 use tokio::sync::mpsc;
 
 pub const LIMITS: SchedulerConfig =
@@ -144,8 +144,8 @@ impl Executor for Gated {
         self.inner.spec()
     }
 
-    fn arena(&self) -> Arc<[AtomicU64]> {
-        self.inner.arena()
+    fn memory(&self) -> Arc<dyn KvMemory> {
+        self.inner.memory()
     }
 
     fn execute(

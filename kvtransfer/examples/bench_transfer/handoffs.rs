@@ -1,18 +1,22 @@
 //! Whole hand-offs through the public trait, timed.
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand::{Rng, seq::SliceRandom};
 use tandem_kvtransfer::{Arena, Expected, Grant, Held, Incoming, Outgoing, Transport, seal_for};
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation, v1};
 
 use super::cores::on_core;
 
 /// By then the pushes of [`Bench::hot`] have arrived.
 const ARRIVED: Duration = Duration::from_millis(100);
+
+/// As a small model has.
+pub const LAYERS: usize = 16;
 
 /// GB/s (10⁹ bytes) of one hand-off.
 pub struct Sample {
@@ -33,20 +37,21 @@ pub struct Bench {
 }
 
 /// `bytes` of random words, every page touched.
-pub fn noise(bytes: usize) -> Arc<[AtomicU64]> {
-    let mut rng = SmallRng::seed_from_u64(bytes as u64);
-    (0..bytes / 8).map(|_| AtomicU64::new(rng.random())).collect()
+pub fn noise(bytes: usize) -> anyhow::Result<Arc<HostMemory>> {
+    let (memory, mut rng) = (HostMemory::zeroed(bytes)?, SmallRng::seed_from_u64(bytes as u64));
+    memory.words().iter().for_each(|word| word.store(rng.random(), Relaxed));
+    Ok(memory)
 }
 
 impl Bench {
     pub fn new(
-        from: &Arc<[AtomicU64]>,
-        to: &Arc<[AtomicU64]>,
+        from: &Arc<HostMemory>,
+        to: &Arc<HostMemory>,
         range_bytes: usize,
         transfer_bytes: usize,
         start: fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>,
     ) -> anyhow::Result<Self> {
-        let (from, to) = (Arena::new(from.clone(), range_bytes), Arena::new(to.clone(), range_bytes));
+        let (from, to) = (Arena::new(from.clone(), range_bytes, LAYERS), Arena::new(to.clone(), range_bytes, LAYERS));
         // As `tandem up` pins nodes.
         let (sender, receiver) = (on_core(0, || start(&from))?, on_core(1, || start(&to))?);
         let blocks = (transfer_bytes / range_bytes).max(1);

@@ -89,7 +89,7 @@ fn cells(args: &Args) -> impl Iterator<Item = Cell> {
 }
 
 async fn shm(args: &Args) -> anyhow::Result<()> {
-    let (from, to) = (noise(args.arena_mib << 20), noise(args.arena_mib << 20));
+    let (from, to) = (noise(args.arena_mib << 20)?, noise(args.arena_mib << 20)?);
     let mut plain = baseline::Memcpy::new(args.arena_mib << 20);
     println!("\n### UCX shared memory beside memcpy (cold {} MiB arenas, GB/s)\n", args.arena_mib);
     println!("| range | memcpy | ucx push | ratio | ucx with verification |\n|---|---|---|---|---|");
@@ -111,7 +111,7 @@ async fn shm(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn tcp(args: &Args) -> anyhow::Result<()> {
-    let (from, to) = (noise(args.arena_mib << 20), noise(args.arena_mib << 20));
+    let (from, to) = (noise(args.arena_mib << 20)?, noise(args.arena_mib << 20)?);
     let mut plain = baseline::Sockets::new(args.arena_mib << 20)?;
     println!("\n### Our tcp beside a plain blocking socket (cold {} MiB arenas, loopback, GB/s)\n", args.arena_mib);
     println!("| range | plain socket | tcp push | ratio | tcp with verification |\n|---|---|---|---|---|");
@@ -145,7 +145,7 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
         "| range | ucx_perftest | ucx push, hot | ratio | ucx_perftest, our ring | ratio |\n|---|---|---|---|---|---|"
     );
     for range_bytes in args.range_kib.iter().map(|kib| kib << 10) {
-        let (from, to) = (noise(range_bytes), noise(range_bytes.max(args.hot_kib << 10)));
+        let (from, to) = (noise(range_bytes)?, noise(range_bytes.max(args.hot_kib << 10))?);
         // Long enough that waking up does not count.
         let messages = HOT_MESSAGES.min(((4 * args.transfer_mib) << 20) / range_bytes).max(1);
         let mut bench = Bench::new(&from, &to, range_bytes, messages * range_bytes, ucx)?;
@@ -171,12 +171,12 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
 }
 
 fn verify(args: &Args) -> anyhow::Result<()> {
-    let words = noise(args.arena_mib << 20);
+    let memory = noise(args.arena_mib << 20)?;
     println!("\n### Verification on one core (XXH3-64, GB/s)\n");
     println!("| block | warm | cold {} MiB arena | cold, unit by unit |\n|---|---|---|---|", args.arena_mib);
     for block_bytes in args.range_kib.iter().map(|kib| kib << 10) {
         let rates: Vec<_> =
-            (0..args.samples).map(|_| verify::measure(&words, block_bytes, args.transfer_mib << 20)).collect();
+            (0..args.samples).map(|_| verify::measure(&memory, block_bytes, args.transfer_mib << 20)).collect();
         let rate = |of: fn(&verify::Rates) -> f64| median(rates.iter().map(of).collect());
         let (warm, cold, cold_units) = (rate(|r| r.warm), rate(|r| r.cold), rate(|r| r.cold_units));
         println!("| {} | {warm:.2} | {cold:.2} | {cold_units:.2} |", kib(block_bytes));

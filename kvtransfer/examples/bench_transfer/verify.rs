@@ -1,13 +1,13 @@
 //! How fast one core checks what has landed: XXH3-64 through the arena's atomic words, of memory that the caches hold (just
 //! landed, the common case when hashing follows the copy) and of memory that they do not.
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use tandem_kvtransfer::{Arena, Manifest};
+use tandem_memory::HostMemory;
 
 /// Fits the second-level cache beside what else is there.
 const WARM_BYTES: usize = 512 << 10;
@@ -25,8 +25,8 @@ pub struct Rates {
 }
 
 /// Of blocks of `block_bytes`, `bytes` of them.
-pub fn measure(words: &Arc<[AtomicU64]>, block_bytes: usize, bytes: usize) -> Rates {
-    let arena = Arena::new(words.clone(), block_bytes);
+pub fn measure(memory: &Arc<HostMemory>, block_bytes: usize, bytes: usize) -> Rates {
+    let arena = Arena::new(memory.clone(), block_bytes, UNITS.into());
     let count = (bytes / block_bytes).max(1);
     let mut all: Vec<u32> = (0..arena.blocks()).collect();
     all.shuffle(&mut SmallRng::seed_from_u64(block_bytes as u64));

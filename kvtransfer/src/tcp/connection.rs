@@ -1,6 +1,6 @@
 //! One socket: the hello, the thread that writes what its queue holds, and the loop that reads frames into the arena.
-//! Bytes go through a scratch buffer of 1 MiB each way, since the arena is atomic words; the buffer stays in cache, the
-//! copy is small beside the kernel's.
+//! Bytes go through a scratch buffer of 1 MiB each way, since KV memory is not a slice of bytes; the buffer stays in
+//! cache, the copy is small beside the kernel's.
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;

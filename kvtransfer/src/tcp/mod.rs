@@ -342,6 +342,7 @@ mod tests {
     use std::net::Ipv4Addr;
     use std::time::Instant;
 
+    use tandem_memory::HostMemory;
     use tandem_proto::Incarnation;
 
     use super::*;
@@ -352,7 +353,7 @@ mod tests {
     const PROMPT: Duration = Duration::from_secs(10);
 
     fn bind() -> Arc<TcpTransport> {
-        let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+        let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
         TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, TcpConfig::default()).expect("bind")
     }
 

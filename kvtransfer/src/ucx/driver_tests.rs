@@ -1,8 +1,7 @@
 //! The driver with events in an order that UCX rarely gives. Each test's thread owns a worker; without UCX they skip.
-use std::sync::atomic::AtomicU64;
-
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tandem_memory::HostMemory;
 use tandem_proto::{Incarnation, v1};
 
 use super::super::hello::Hello;
@@ -33,7 +32,7 @@ fn driver() -> Option<Driver> {
 
 fn driver_with(config: UcxConfig) -> Option<Driver> {
     let api = Api::load(None).ok()?;
-    let arena = Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64);
+    let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
     let shared = Shared {
         registry: Registry::new(arena.clone(), Arc::default(), Box::new(Nobody), DEFAULT_GRACE),
         arena,

@@ -19,7 +19,6 @@ impl Drop for Ending {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::AtomicU64;
     use std::time::Duration;
 
     use tandem_proto::{HandoffId, Incarnation};
@@ -30,6 +29,8 @@ mod tests {
     use super::super::queue::Queue;
     use super::super::{UcxConfig, UcxProfile, UcxTransport};
     use super::*;
+    use tandem_memory::HostMemory;
+
     use crate::arena::Arena;
     use crate::error::TransferErrorKind;
     use crate::registry::{PeerLink, Registry};
@@ -46,7 +47,7 @@ mod tests {
     }
 
     fn arena() -> Arc<Arena> {
-        Arena::new((0..64).map(|_| AtomicU64::new(0)).collect(), 64)
+        Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1)
     }
 
     #[tokio::test]

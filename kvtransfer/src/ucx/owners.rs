@@ -2,9 +2,10 @@
 //! parent. All of it lives on one thread (`Rc`, raw pointers: not `Send`).
 use std::ffi::{CString, c_int, c_void};
 use std::os::fd::RawFd;
-use std::ptr::{null, null_mut};
+use std::ptr::{NonNull, null, null_mut};
 use std::rc::Rc;
 
+use tandem_memory::Place;
 use ucx_sys::*;
 
 use super::address::CheckedAddress;
@@ -13,7 +14,7 @@ use super::inbox;
 use super::operations::OperationId;
 use super::result::{Posted, Request, UcxError, check, posted};
 use crate::arena::{Arena, Run};
-use crate::error::TransferError;
+use crate::error::{TransferError, TransferErrorKind};
 
 /// The only active-message id in use: the frame's header says what it is.
 const FRAME_ID: u32 = 1;
@@ -91,21 +92,26 @@ impl Drop for Config {
 pub(super) struct Region {
     context: Rc<Context>,
     arena: std::sync::Arc<Arena>,
+    /// Of the arena's first byte.
+    address: NonNull<c_void>,
     raw: ucp_mem_h,
 }
 
 impl Region {
-    pub(super) fn register(context: &Rc<Context>, arena: std::sync::Arc<Arena>) -> Result<Self, UcxError> {
+    /// # Errors
+    /// UCX's, or `Incompatible` for memory that this build does not hand to UCX.
+    pub(super) fn register(context: &Rc<Context>, arena: std::sync::Arc<Arena>) -> Result<Self, TransferError> {
         // SAFETY: as in `Context::open`.
         let mut params: ucp_mem_map_params = unsafe { std::mem::zeroed() };
         params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
-        params.address = arena.words().as_ptr().cast_mut().cast();
+        let address = host_address(&arena)?;
+        params.address = address.as_ptr();
         params.length = arena.bytes();
         let mut raw = null_mut();
         // SAFETY: the memory is the arena's, which this region keeps alive until it is unmapped.
         let status = unsafe { (context.api.ucp_mem_map)(context.raw, &params, &mut raw) };
         check(context.api, "ucp_mem_map", status)?;
-        Ok(Self { context: context.clone(), arena, raw })
+        Ok(Self { context: context.clone(), arena, address, raw })
     }
 
     /// First byte of a run that lies inside the arena.
@@ -113,7 +119,7 @@ impl Region {
         assert!(self.arena.contains(run), "runs come from checked grants and checked pushes");
         // SAFETY: inside the arena's memory, as asserted. Others touch it only as atomic words; UCX writes only blocks
         // that a grant claimed once, and nobody trusts their content before it was verified.
-        unsafe { self.arena.words().as_ptr().cast_mut().cast::<u8>().add(run.at).cast() }
+        unsafe { self.address.as_ptr().byte_add(run.at) }
     }
 
     /// Pointer and length of a run.
@@ -133,6 +139,19 @@ impl Drop for Region {
         let status = unsafe { (self.context.api.ucp_mem_unmap)(self.context.raw, self.raw) };
         if let Err(error) = check(self.context.api, "ucp_mem_unmap", status) {
             tracing::warn!(%error, "KV arena stays registered");
+        }
+    }
+}
+
+/// Of memory that UCX moves as the processor's own. Device memory needs its type in every request, and transports that
+/// can reach it: neither is in this build.
+fn host_address(arena: &Arena) -> Result<NonNull<c_void>, TransferError> {
+    match arena.memory().place() {
+        Place::Host(words) => Ok(NonNull::from(words).cast()),
+        Place::Cuda { device, .. } => {
+            let message =
+                format!("the KV memory lies on CUDA device {device}, and this build's UCX moves main memory only");
+            Err(TransferError::new(TransferErrorKind::Incompatible, message))
         }
     }
 }

@@ -8,7 +8,7 @@ mod raw;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
@@ -17,9 +17,11 @@ use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::{
     Arena, Counters, Expected, Grant, Held, Incoming, TransferError, Transport, Verified, seal_for,
 };
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation, v1};
 
-const BLOCK_BYTES: usize = 384;
+/// Of four layers of two leaves each, the second one short; half a layer is whole words, too.
+const BLOCK_BYTES: usize = 4 * 4112;
 const BLOCKS: u32 = 64;
 const UNITS: u8 = 4;
 const PROMPT_TOKENS: u32 = 61;
@@ -68,7 +70,8 @@ struct Victim {
 
 fn noise(seed: u64) -> Arc<Arena> {
     let mut rng = StdRng::seed_from_u64(seed);
-    Arena::new((0..BLOCKS as usize * BLOCK_BYTES / 8).map(|_| AtomicU64::new(rng.random())).collect(), BLOCK_BYTES)
+    let words: Vec<u64> = (0..BLOCKS as usize * BLOCK_BYTES / 8).map(|_| rng.random()).collect();
+    Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, UNITS.into())
 }
 
 impl Target {

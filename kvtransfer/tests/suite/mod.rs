@@ -16,12 +16,15 @@ use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::{
     Arena, Expected, Grant, Held, Incoming, Outgoing, Receipt, TransferError, Transport, Verified, seal_for,
 };
+use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation, v1};
 use tokio::sync::oneshot;
 pub use transfers::*;
 
 pub const ARENA_BLOCKS: usize = 1024;
 pub const CANARY: u64 = 0xdead_beef_dead_beef;
+/// Sizes of blocks that divide into so many words have them.
+pub const LAYERS: u8 = 6;
 const LEASE: Duration = Duration::from_secs(20);
 /// Everything that must happen "promptly" happens within this.
 const PROMPT: Duration = Duration::from_secs(8);
@@ -37,14 +40,15 @@ pub struct Pair {
 /// An arena full of canaries.
 pub fn arena(block_bytes: usize) -> Arc<Arena> {
     let blocks = if block_bytes > 65_536 { 64 } else { ARENA_BLOCKS };
-    Arena::new((0..blocks * block_bytes / 8).map(|_| AtomicU64::new(CANARY)).collect(), block_bytes)
+    let memory = HostMemory::holding(&vec![CANARY; blocks * block_bytes / 8]).expect("little");
+    Arena::new(memory, block_bytes, LAYERS.into())
 }
 
 /// A pair with noise to send, unless the backend cannot run here.
 pub fn pair(make: crate::MakePair, block_bytes: usize, faults: tandem_kvtransfer::Faults) -> Option<Pair> {
     let pair = make(block_bytes, faults)?;
     let mut rng = StdRng::seed_from_u64(block_bytes as u64);
-    pair.from.words().iter().for_each(|word| word.store(rng.random(), Relaxed));
+    words(&pair.from).iter().for_each(|word| word.store(rng.random(), Relaxed));
     Some(pair)
 }
 
@@ -140,6 +144,11 @@ pub async fn open(pair: &Pair, handoff: &HandOff) -> Outgoing {
 
 pub async fn prompt<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(PROMPT, future).await.expect("did not end in time")
+}
+
+/// All of an arena.
+pub fn words(arena: &Arena) -> &[AtomicU64] {
+    arena.memory().place().host().expect("main memory")
 }
 
 /// `count` distinct blocks of the arena in random order.

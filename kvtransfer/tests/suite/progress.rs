@@ -13,7 +13,7 @@ use crate::MakePair;
 
 /// Of 6 words.
 const BLOCK_BYTES: usize = 3 * 16_400;
-const UNITS: u8 = 6;
+const UNITS: u8 = super::LAYERS;
 /// Short, but long enough for a busy machine to send a frame in.
 const SHORT: Duration = Duration::from_millis(900);
 
