@@ -13,7 +13,7 @@ type Failure = Box<dyn std::error::Error>;
 
 /// Between two looks at the memory.
 const LOOK: Duration = Duration::from_millis(20);
-const ANSWER: usize = 16;
+const ANSWER: u32 = 16;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Failure> {
@@ -80,7 +80,7 @@ fn watch(stopped: &Receiver<()>) -> Memory {
 
 async fn answer(engine: &Engine) -> Result<(), Failure> {
     let prompt: Vec<u32> = (0..32).map(|i| (i * 7919 % engine.spec().vocab_size) as u32).collect();
-    let lease = Arc::new(engine.pool().try_reserve(engine.pool().blocks_for(prompt.len() + ANSWER))?);
+    let lease = Arc::new(engine.pool().try_reserve(engine.pool().blocks_for(prompt.len() + ANSWER as usize))?);
     let begun = Instant::now();
     let mut stream = engine.submit(SequenceRequest {
         id: "answer".into(),
