@@ -16,18 +16,19 @@ const ROOMS: [&str; 7] = [
 ];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 12] = [
+const GRAPH: [(&str, &[&str]); 13] = [
     ("tandem-proto", &[]),
+    ("tandem-gguf", &[]),
     ("tandem-telemetry", &["tandem-proto"]),
     ("tandem-ports", &[]),
     ("tandem-memory", &[]),
-    ("tandem-engine", &["tandem-proto", "tandem-memory"]),
+    ("tandem-engine", &["tandem-gguf", "tandem-proto", "tandem-memory"]),
     ("tandem-ucx-sys", &[]),
     ("tandem-kvtransfer", &["tandem-proto", "tandem-memory", "tandem-ucx-sys"]),
     ("tandem-node", &["tandem-proto", "tandem-telemetry", "tandem-ports", "tandem-engine", "tandem-kvtransfer"]),
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),
-    ("tandem-router", &["tandem-proto", "tandem-telemetry", "tandem-ports"]),
+    ("tandem-router", &["tandem-gguf", "tandem-proto", "tandem-telemetry", "tandem-ports"]),
     ("tandem", &["tandem-proto"]),
 ];
 const NODE: &[&str] = &["tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer", "tandem-node"];

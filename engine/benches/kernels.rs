@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 use tandem_engine::KvDtype;
 use tandem_engine::ops::attention::{Attention, Chunk, Queries, Sequences};
 use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
-use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
+use tandem_engine::ops::matmul::{Output, matmul};
+use tandem_engine::ops::packed::{PackedMatrix, WeightFormat};
 use tandem_engine::ops::peak;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::sampler::{Past, SamplingParams, are_numbers, sample};
+use tandem_gguf::TensorType;
 use tandem_memory::HostMemory;
 
 const USAGE: &str = "kernels [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]";
@@ -37,8 +39,9 @@ fn main() -> Result<(), String> {
     println!("{}: {gb_per_s:.1} GB/s read, {gflop_per_s:.0} GFLOP/s of multiply-adds, one thread\n", isa.name());
     println!("| kernel | µs | GB/s | GFLOP/s | share |\n|---|---|---|---|---|");
     let bench = Bench { isa, ceilings, names };
-    let floats = if isa.rounds() { ("bf16", 16.0) } else { ("f32", 32.0) };
-    for (format, bits) in [("q4_1", 5.0), ("q8_0", 8.5), floats] {
+    let exact = [("f32", 32.0), ("f16", 16.0)];
+    let exact = exact.into_iter().filter(|_| !isa.rounds());
+    for (format, bits) in [("q4_1", 5.0), ("q8_0", 8.5), ("bf16", 16.0)].into_iter().chain(exact) {
         for rows in [1, 8, 32, 512] {
             bench.matmul(format, bits, rows);
         }
@@ -122,6 +125,8 @@ impl Bench {
         let pack = || match format {
             "q4_1" => PackedMatrix::from_q4_1(&raw(20), HIDDEN),
             "q8_0" => PackedMatrix::from_q8_0(&raw(34), HIDDEN),
+            "f16" => PackedMatrix::from_raw(WeightFormat::F16, TensorType::F16, &raw(64), HIDDEN),
+            "bf16" => PackedMatrix::from_raw(WeightFormat::Bf16, TensorType::BF16, &raw(64), HIDDEN),
             _ => PackedMatrix::from_f32(&vec![0.3; columns * HIDDEN], HIDDEN),
         };
         let layers: Vec<_> = (0..LAYERS).map(|_| pack().fitted(self.isa)).collect();

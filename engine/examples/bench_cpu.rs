@@ -10,7 +10,8 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::ops::matmul::{Output, PackedMatrix, matmul};
+use tandem_engine::ops::matmul::{Output, matmul};
+use tandem_engine::ops::packed::PackedMatrix;
 use tandem_engine::ops::peak;
 use tandem_engine::ops::simd::{Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease, Logits};

@@ -3,7 +3,10 @@
 //! [`crate::candle::ModelLoader`] brings the two together.
 use std::fmt;
 
-use crate::ops::matmul::{WeightFormat, packed_bytes};
+use tandem_gguf::TensorType;
+
+use crate::ops::lookup::RowTable;
+use crate::ops::packed::{WeightFormat, packed_bytes};
 use crate::ops::simd::Isa;
 
 /// Of the available memory, one part in so many stays for everything else: allocators, buffers of connections, the system.
@@ -18,10 +21,8 @@ pub struct TensorSize {
     pub columns: u64,
     /// Values of a row in the file.
     pub k: u64,
-    /// In which a matrix is packed when it is read; `None` is a vector, kept in f32.
-    pub format: Option<WeightFormat>,
-    /// Bytes of a copy that reading makes before the values are numbers.
-    pub copied: u64,
+    /// In which the file has it.
+    pub dtype: TensorType,
 }
 
 /// What a model uses a tensor for, as far as memory depends on it.
@@ -31,8 +32,10 @@ pub enum Purpose {
     Embedding,
     /// The output matrix.
     Head,
-    /// Part of a layer: read beside others, then packed together with them.
+    /// A matrix of a layer.
     Layer,
+    /// A norm's or a bias: kept in f32.
+    Vector,
 }
 
 /// The sizes that a step's intermediate matrices follow from.
@@ -58,10 +61,9 @@ impl StepSize {
 /// Bytes that a model takes beside its KV arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// Weights, as they are kept while the model serves.
+    /// Weights, as they are kept while the model serves. They take no more while they are read: what is unpacked is a row
+    /// for each thread, and the file's pages are the system's to take back.
     pub weights: u64,
-    /// The most that the weights take while they are read: before they are rounded, and with the copies in between.
-    pub loading: u64,
     /// Intermediate matrices and logits of the largest step.
     pub workspace: u64,
 }
@@ -73,10 +75,7 @@ impl Footprint {
         let sum = |bytes: &dyn Fn(&TensorSize) -> u64| {
             tensors.iter().fold(0u64, |sum, tensor| sum.saturating_add(bytes(tensor)))
         };
-        let passing = tensors.iter().map(TensorSize::passing).max().unwrap_or(0);
-        let weights = sum(&|tensor| tensor.kept(isa, has_head));
-        let loading = sum(&TensorSize::read).saturating_add(passing);
-        Self { weights, loading: loading.max(weights), workspace: step.bytes() }
+        Self { weights: sum(&|tensor| tensor.kept(isa, has_head)), workspace: step.bytes() }
     }
 
     /// What weights and workspace leave of `memory` for a KV arena.
@@ -92,7 +91,7 @@ impl Footprint {
     pub fn check(&self, kv: u64, available: Option<u64>) -> Result<(), Misfit> {
         let Some(available) = available else { return Ok(()) };
         let serving = self.weights.saturating_add(self.workspace).saturating_add(kv);
-        match self.loading.max(serving) <= usable(available) {
+        match serving <= usable(available) {
             true => Ok(()),
             false => Err(Misfit { footprint: *self, kv, available }),
         }
@@ -105,35 +104,32 @@ pub fn usable(available: u64) -> u64 {
 }
 
 impl TensorSize {
-    fn values(&self) -> u64 {
-        self.columns.saturating_mul(self.k)
-    }
-
-    /// Packed as it is read, at first in the file's own format or in f32.
-    fn read(&self) -> u64 {
-        self.format.map_or(self.values().saturating_mul(4), |format| packed_bytes(format, self.columns, self.k))
+    /// Of a tensor of these dimensions, the outermost first.
+    pub fn of(purpose: Purpose, dims: &[u64], dtype: TensorType) -> Self {
+        match *dims {
+            [columns, k] => Self { purpose, columns, k, dtype },
+            _ => {
+                let k = dims.iter().fold(1, |values: u64, &dim| values.saturating_mul(dim));
+                Self { purpose: Purpose::Vector, columns: 1, k, dtype }
+            }
+        }
     }
 
     /// While the model serves.
     fn kept(&self, isa: Isa, has_head: bool) -> u64 {
-        let Some(format) = self.format else { return self.read() };
-        let in_bf16 = || packed_bytes(WeightFormat::Bf16, self.columns, self.k);
-        let only_looked_up = has_head && self.purpose == Purpose::Embedding;
-        match format {
-            WeightFormat::F32 if isa.rounds() => in_bf16(),
-            WeightFormat::Q4_1 | WeightFormat::Q8_0 if isa.has_tiles() && !only_looked_up => {
-                self.read().saturating_add(in_bf16())
-            }
-            _ => self.read(),
+        let Self { purpose, columns, k, dtype } = *self;
+        if purpose == Purpose::Vector {
+            return columns.saturating_mul(k).saturating_mul(4);
         }
-    }
-
-    /// What is in memory beside all that is kept while this tensor is read or, in a layer, joined with its neighbours (two
-    /// of the feed-forward part's matrices are the largest that are).
-    fn passing(&self) -> u64 {
-        let unpacked = if self.format == Some(WeightFormat::F32) { self.values().saturating_mul(4) } else { 0 };
-        let joined = if self.purpose == Purpose::Layer { self.read().saturating_mul(2) } else { 0 };
-        self.copied.saturating_add(unpacked).max(joined)
+        if has_head && purpose == Purpose::Embedding {
+            return RowTable::size_bytes(RowTable::kept(dtype, isa), columns, k);
+        }
+        let format = WeightFormat::kept(dtype, isa);
+        let second = match isa.has_tiles() && format != WeightFormat::Bf16 {
+            true => packed_bytes(WeightFormat::Bf16, columns, k),
+            false => 0,
+        };
+        packed_bytes(format, columns, k).saturating_add(second)
     }
 }
 
@@ -151,15 +147,14 @@ pub struct Misfit {
 impl fmt::Display for Misfit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64);
-        let Self { footprint: Footprint { weights, loading, workspace }, kv, available } = *self;
+        let Self { footprint: Footprint { weights, workspace }, kv, available } = *self;
         write!(
             f,
-            "the model does not fit into memory: weights {} ({} while they are read: all but Q4_1 and Q8_0 are unpacked to \
-             4 bytes a weight first), KV arena {}, workspace {}; of {} available {} may be filled. Choose a smaller KV \
-             arena (--kv-memory, --kv-blocks), fewer sequences and tokens in a step (--max-num-seqs, \
-             --max-num-batched-tokens), or a smaller quantization of the model (Q4_1 and Q8_0 stay as small as they are)",
+            "the model does not fit into memory: weights {}, KV arena {}, workspace {}; of {} available {} may be filled. \
+             Choose a smaller KV arena (--kv-memory, --kv-blocks), fewer sequences and tokens in a step (--max-num-seqs, \
+             --max-num-batched-tokens), or a smaller quantization of the model (BF16, F16, Q8_0 and Q4_1 stay as small as \
+             they are; all others take 4 bytes a weight, or 2 with --batch-invariant false)",
             gib(weights),
-            gib(loading),
             gib(kv),
             gib(workspace),
             gib(available),
@@ -176,8 +171,8 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const NO_STEP: StepSize = StepSize { tokens: 0, sequences: 0, token_values: 0, vocabulary: 0 };
 
-    fn matrix(purpose: Purpose, columns: u64, k: u64, format: WeightFormat, copied: u64) -> TensorSize {
-        TensorSize { purpose, columns, k, format: Some(format), copied }
+    fn matrix(purpose: Purpose, columns: u64, k: u64, dtype: TensorType) -> TensorSize {
+        TensorSize { purpose, columns, k, dtype }
     }
 
     fn exact() -> Isa {
@@ -185,42 +180,44 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_counted_as_they_are_kept_and_as_they_are_read() {
-        let vector = TensorSize { purpose: Purpose::Layer, columns: 1, k: 64, format: None, copied: 0 };
+    fn weights_are_counted_as_they_are_kept() {
         let tensors = [
-            // From half-precision numbers of 2 bytes.
-            matrix(Purpose::Embedding, 320, 64, WeightFormat::F32, 2 * 320 * 64),
-            matrix(Purpose::Layer, 96, 64, WeightFormat::Q8_0, 0),
+            matrix(Purpose::Embedding, 320, 64, TensorType::F16),
+            matrix(Purpose::Layer, 96, 64, TensorType::Q8_0),
             // Panels have 32 columns, blocks 32 values: this one is padded to 64 × 64.
-            matrix(Purpose::Layer, 33, 33, WeightFormat::F32, 0),
-            vector,
+            matrix(Purpose::Layer, 33, 33, TensorType::F32),
+            TensorSize::of(Purpose::Layer, &[64], TensorType::F16),
+            matrix(Purpose::Layer, 32, 256, TensorType::Q4_K),
         ];
-        let footprint =
-            Footprint::of(&tensors, exact(), StepSize { tokens: 2, sequences: 3, token_values: 10, vocabulary: 5 });
-        let kept = 4 * 320 * 64 + 96 * 64 / 32 * 34 + 4 * 64 * 64 + 4 * 64;
-        assert_eq!(footprint.weights, kept);
-        // The embedding's raw bytes and f32 beside the packed ones.
-        assert_eq!(footprint.loading, kept + 2 * 320 * 64 + 4 * 320 * 64);
+        let step = StepSize { tokens: 2, sequences: 3, token_values: 10, vocabulary: 5 };
+        let footprint = Footprint::of(&tensors, exact(), step);
+        let layers = 96 * 64 / 32 * 34 + 4 * 64 * 64 + 4 * 64 + 4 * 32 * 256;
+        assert_eq!(footprint.weights, 2 * 320 * 64 + layers);
         assert_eq!(footprint.workspace, 4 * (2 * 10 + 3 * 5));
+        // Beside a head, an embedding stays as its file has it.
+        let quantized = matrix(Purpose::Embedding, 100, 256, TensorType::Q4_K);
+        let head = matrix(Purpose::Head, 64, 256, TensorType::BF16);
+        let apart = Footprint::of(&[quantized, head], exact(), NO_STEP);
+        assert_eq!(apart.weights, 100 * 144 + 64 * 256 * 2);
+        assert_eq!(Footprint::of(&[quantized], exact(), NO_STEP).weights, 4 * 128 * 256);
     }
 
     #[test]
-    fn kernels_that_round_keep_half_but_read_all() {
-        let tensors = [matrix(Purpose::Layer, 64, 64, WeightFormat::F32, 0)];
-        for isa in Isa::available() {
-            let Footprint { weights, loading, .. } = Footprint::of(&tensors, isa, NO_STEP);
-            assert_eq!(
-                (weights, loading),
-                (if isa.rounds() { 2 } else { 4 } * 64 * 64, 3 * 4 * 64 * 64),
-                "{}",
-                isa.name()
-            );
+    fn what_has_two_bytes_keeps_them_and_kernels_that_round_keep_no_more() {
+        for (dtype, exact) in [(TensorType::F32, 4), (TensorType::F16, 2), (TensorType::BF16, 2), (TensorType::Q6_K, 4)]
+        {
+            let tensors = [matrix(Purpose::Layer, 64, 256, dtype)];
+            for isa in Isa::available() {
+                let bytes = if isa.rounds() { 2 } else { exact };
+                let Footprint { weights, .. } = Footprint::of(&tensors, isa, NO_STEP);
+                assert_eq!(weights, bytes * 64 * 256, "{dtype} {}", isa.name());
+            }
         }
     }
 
     #[test]
     fn what_does_not_fit_is_named_with_every_number() {
-        let footprint = Footprint { weights: 4 * GIB, loading: 6 * GIB, workspace: GIB / 2 };
+        let footprint = Footprint { weights: 4 * GIB, workspace: GIB / 2 };
         assert_eq!(footprint.check(2 * GIB, None), Ok(()));
         // 8 of which 7 may be filled: weights, workspace and 2.5.
         assert_eq!(footprint.check(5 * GIB / 2, Some(8 * GIB)), Ok(()));
@@ -228,7 +225,6 @@ mod tests {
         let misfit = footprint.check(5 * GIB / 2 + 1, Some(8 * GIB)).expect_err("a byte too many").to_string();
         for word in [
             "weights 4.00 GiB",
-            "6.00 GiB while",
             "KV arena 2.50 GiB",
             "workspace 0.50 GiB",
             "8.00 GiB available",
@@ -240,14 +236,14 @@ mod tests {
         ] {
             assert!(misfit.contains(word), "{word}: {misfit}");
         }
-        // Reading alone is too much, whatever the arena.
-        assert!(footprint.check(0, Some(6 * GIB)).is_err());
+        // The weights alone are too much, whatever the arena.
+        assert!(footprint.check(0, Some(5 * GIB)).is_err());
         assert_eq!(footprint.left_for_kv(4 * GIB), 0);
     }
 
     #[test]
     fn sizes_of_a_damaged_header_do_not_overflow() {
-        let tensors = [matrix(Purpose::Layer, u64::MAX, u64::MAX, WeightFormat::F32, u64::MAX); 2];
+        let tensors = [matrix(Purpose::Embedding, u64::MAX, u64::MAX, TensorType::Q8_0); 2];
         let step = StepSize { tokens: u64::MAX, sequences: u64::MAX, token_values: u64::MAX, vocabulary: u64::MAX };
         let footprint = Footprint::of(&tensors, exact(), step);
         assert!(footprint.check(u64::MAX, Some(u64::MAX)).is_err());

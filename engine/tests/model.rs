@@ -1,6 +1,6 @@
 //! The model executor on a tiny model made here: the same bits whatever the batch, and damaged files that are refused
 //! without a panic. The real model is `golden.rs`'s matter.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::quantized::gguf_file::{self, Value};
@@ -30,8 +30,16 @@ impl TinyModel {
         Self::with(name, |_| {})
     }
 
-    /// Two layers, 64 wide, 4 heads on 2, Q4_1 but for an F16 V (so that Q, K and V do not fuse) and a Q8_0 embedding.
     fn with(name: &str, change: impl FnOnce(&mut Vec<(String, Value)>)) -> Self {
+        let (mut metadata, tensors) = Self::content();
+        change(&mut metadata);
+        let path = std::env::temp_dir().join(format!("tandem-tiny-{}-{name}.gguf", std::process::id()));
+        write(&path, &metadata, &tensors);
+        Self(path)
+    }
+
+    /// Two layers, 64 wide, 4 heads on 2, Q4_1 but for an F16 V (so that Q, K and V do not fuse) and a Q8_0 embedding.
+    fn content() -> (Vec<(String, Value)>, Vec<(String, QTensor)>) {
         let (hidden, kv, wide) = (64, 32, 96);
         let mut tensors = vec![
             tensor("token_embd.weight", &[VOCAB, hidden], GgmlDType::Q8_0, 1),
@@ -65,13 +73,7 @@ impl TinyModel {
             metadata.push((key.into(), Value::U32(number)));
         }
         metadata.push(("llama.attention.layer_norm_rms_epsilon".into(), Value::F32(1e-5)));
-        change(&mut metadata);
-        let path = std::env::temp_dir().join(format!("tandem-tiny-{}-{name}.gguf", std::process::id()));
-        let mut file = std::fs::File::create(&path).expect("temporary file");
-        let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
-        let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-        gguf_file::write(&mut file, &metadata, &tensors).expect("written");
-        Self(path)
+        (metadata, tensors)
     }
 
     fn load(&self, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
@@ -79,14 +81,7 @@ impl TinyModel {
     }
 
     fn load_blocks_of(&self, block_tokens: usize, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
-        LlamaExecutor::load(&ModelConfig {
-            path: self.0.clone(),
-            kv_dtype,
-            blocks: 32,
-            block_tokens,
-            threads: 2,
-            ..ModelConfig::default()
-        })
+        load(&self.0, block_tokens, kv_dtype)
     }
 
     /// The file's bytes, and what loading says about the file with `bytes` in it.
@@ -98,6 +93,18 @@ impl TinyModel {
         std::fs::write(&self.0, bytes).expect("writable");
         self.load(KvDtype::Bf16)
     }
+}
+
+fn load(path: &Path, block_tokens: usize, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
+    let path = path.to_owned();
+    LlamaExecutor::load(&ModelConfig { path, kv_dtype, blocks: 32, block_tokens, threads: 2, ..ModelConfig::default() })
+}
+
+fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTensor)]) {
+    let mut file = std::fs::File::create(path).expect("temporary file");
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut file, &metadata, &tensors).expect("written");
 }
 
 fn tensor(name: &str, dims: &[usize], dtype: GgmlDType, seed: u64) -> (String, QTensor) {
@@ -162,13 +169,12 @@ fn a_model_that_takes_more_memory_than_there_is_is_refused_before_it_is_read() {
     std::fs::write(&machine.groups, "0::/\n").expect("written");
     let config = ModelConfig { path: model.0.clone(), max_step_tokens: 64, max_running: 4, ..ModelConfig::default() };
     let open = || ModelLoader::open(&config).expect("a good file");
-    let Footprint { weights, loading, workspace } = open().footprint();
+    let Footprint { weights, workspace } = open().footprint();
     let kv = 32 * open().block_bytes() as u64;
-    // Two layers of Q4_1 matrices, V in f32, an embedding of 8 bits.
+    // Two layers of Q4_1 matrices, V in f16, an embedding of 8 bits.
     let q4_1 = 64 * 64 * 2 + 32 * 64 + 96 * 64 * 3;
-    let matrices = 2 * (q4_1 * 20 / 32 + 32 * 64 * 4) + 96 * 64 * 34 / 32;
+    let matrices = 2 * (q4_1 * 20 / 32 + 32 * 64 * 2) + 96 * 64 * 34 / 32;
     assert_eq!((weights, workspace), (matrices + 5 * 64 * 4, 4 * (64 * (2 * 64 + 128 + 64 + 4 * 96) + 4 * 96)));
-    assert!(loading > weights);
 
     // Of a group's limit seven eighths may be filled.
     let limit = |bytes: u64| std::fs::write(folder.path().join("memory.max"), bytes.to_string()).expect("written");
@@ -304,6 +310,113 @@ fn what_cannot_be_served_is_named() {
     assert!(changed("width", "llama.feed_forward_length", Value::U32(128)).contains("shape"));
     assert!(changed("rope", "llama.rope.scaling.type", Value::String("yarn".into())).contains("yarn"));
     assert!(changed("eos", "tokenizer.ggml.eos_token_id", Value::U32(96)).contains("contradict"));
+    // Mixtral's files call themselves Llamas.
+    assert!(changed("experts", "llama.expert_count", Value::U32(8)).contains("mixture of 8 experts"));
+}
+
+#[test]
+fn a_type_that_cannot_be_unpacked_is_named_with_its_tensor() {
+    const NAME: &str = "blk.1.ffn_down.weight";
+    let model = TinyModel::new("types");
+    let bytes = model.bytes();
+    let at = bytes.windows(NAME.len()).position(|window| window == NAME.as_bytes()).expect("its name");
+    // Behind the name: the number of dimensions, the two dimensions, the type.
+    let at = at + NAME.len() + 4 + 2 * 8;
+    for (number, name) in
+        [(23u32, "IQ4_XS"), (34, "TQ1_0"), (39, "MXFP4"), (40, "NVFP4"), (15, "Q8_K"), (999, "number 999")]
+    {
+        let mut bytes = bytes.clone();
+        bytes[at..at + 4].copy_from_slice(&number.to_le_bytes());
+        let why = model.load_bytes(&bytes).err().expect("refused").to_string();
+        assert!(why.contains(NAME) && why.contains(&format!("the type {name},")), "{why}");
+    }
+}
+
+/// A model in three parts, as `gguf-split` writes them: the first has all keys and no tensors.
+struct Parts(tempfile::TempDir);
+
+impl Parts {
+    fn new() -> Self {
+        let parts = Self(tempfile::tempdir().expect("temporary directory"));
+        let (metadata, mut tensors) = TinyModel::content();
+        let total = tensors.len();
+        let rest = tensors.split_off(total / 2);
+        for (number, (keys, tensors)) in [(metadata, vec![]), (vec![], tensors), (vec![], rest)].into_iter().enumerate()
+        {
+            parts.write(number, 3, total, keys, &tensors);
+        }
+        parts
+    }
+
+    fn path(&self, number: usize) -> PathBuf {
+        self.0.path().join(format!("tiny-{:05}-of-00003.gguf", number + 1))
+    }
+
+    fn write(
+        &self,
+        number: usize,
+        count: u16,
+        total: usize,
+        mut keys: Vec<(String, Value)>,
+        tensors: &[(String, QTensor)],
+    ) {
+        keys.push(("split.no".into(), Value::U16(number as u16)));
+        keys.push(("split.count".into(), Value::U16(count)));
+        keys.push(("split.tensors.count".into(), Value::I32(total as i32)));
+        write(&self.path(number), &keys, tensors);
+    }
+
+    fn why(&self, number: usize) -> String {
+        load(&self.path(number), 16, KvDtype::F32).err().expect("refused").to_string()
+    }
+}
+
+#[test]
+fn a_model_in_parts_is_the_model_in_one_file() {
+    let (parts, whole) = (Parts::new(), TinyModel::new("whole"));
+    let mut executor = load(&parts.path(0), 16, KvDtype::F32).expect("loads");
+    assert_eq!(executor.spec().model_name, "tiny");
+    let digests = [0, 1, 2].map(|part| xxhash_rust::xxh3::xxh3_64(&std::fs::read(parts.path(part)).expect("a part")));
+    assert_eq!(executor.spec().model_digest, tandem_proto::model::digest_of_parts(&digests));
+    let logits = |executor: &mut LlamaExecutor| {
+        step(executor, vec![item(0, &prompt(40, 3), 0, &lease(&BlockPool::new(32, 16), 40))])
+    };
+    assert_eq!(logits(&mut executor), logits(&mut whole.load(KvDtype::F32).expect("loads")));
+}
+
+#[test]
+fn parts_that_are_missing_misplaced_or_foreign_are_named() {
+    let parts = Parts::new();
+    let second = std::fs::read(parts.path(1)).expect("a part");
+    assert!(parts.why(1).contains("give the first one, tiny-00001-of-00003.gguf"), "{}", parts.why(1));
+    std::fs::rename(parts.path(0), parts.0.path().join("other.gguf")).expect("renamed");
+    let why = load(&parts.0.path().join("other.gguf"), 16, KvDtype::F32).err().expect("refused").to_string();
+    assert!(why.contains("-00001-of-00003.gguf"), "{why}");
+    std::fs::rename(parts.0.path().join("other.gguf"), parts.path(0)).expect("renamed");
+
+    std::fs::remove_file(parts.path(1)).expect("removed");
+    assert!(parts.why(0).contains("tiny-00002-of-00003.gguf"), "{}", parts.why(0));
+    std::fs::copy(parts.path(2), parts.path(1)).expect("copied");
+    assert!(
+        parts.why(0).contains("tiny-00002-of-00003.gguf: damaged GGUF header: is not part 2 of 3"),
+        "{}",
+        parts.why(0)
+    );
+    std::fs::write(parts.path(1), &second[..second.len() / 3]).expect("written");
+    assert!(parts.why(0).contains("tiny-00002-of-00003.gguf"), "{}", parts.why(0));
+
+    let (_, mut tensors) = TinyModel::content();
+    let total = tensors.len();
+    // Of another cut of the model: tensors of the third part, too, or fewer than there should be.
+    parts.write(1, 3, total, vec![], &tensors);
+    assert!(parts.why(0).contains("tensors, not"), "{}", parts.why(0));
+    let rest = tensors.split_off(total / 2);
+    parts.write(1, 3, total, vec![], &rest[..total / 2]);
+    assert!(parts.why(0).contains("is in another part, too"), "{}", parts.why(0));
+    parts.write(1, 4, total, vec![], &tensors);
+    assert!(parts.why(0).contains("part 2 of 4"), "{}", parts.why(0));
+    std::fs::write(parts.path(1), second).expect("written");
+    load(&parts.path(0), 16, KvDtype::F32).expect("whole again");
 }
 
 proptest! {

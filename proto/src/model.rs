@@ -1,6 +1,6 @@
 //! What identifies a model that is a directory of files: which of them count, and the digest over them. Engine and
-//! router read the files themselves; both come to the same number by this rule. (A model that is one file has the
-//! XXH3-64 of that file.)
+//! router read the files themselves; both come to the same number by this rule. A model that is one file has the XXH3-64 of
+//! that file, one that is several parts the digest of theirs in order.
 use std::collections::BTreeMap;
 
 use xxhash_rust::xxh3::Xxh3;
@@ -32,6 +32,15 @@ pub fn digest(parts: &BTreeMap<String, u64>) -> u64 {
     hasher.digest()
 }
 
+/// Digest of a model that is one file, or several parts, from the XXH3-64 of each in order. What the parts are called does
+/// not count.
+pub fn digest_of_parts(parts: &[u64]) -> u64 {
+    match *parts {
+        [whole] => whole,
+        _ => digest(&parts.iter().zip(1..).map(|(part, number)| (format!("{number:05}"), *part)).collect()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -54,5 +63,8 @@ mod tests {
             assert!(all[i + 1..].iter().all(|other| other != one), "{i}");
         }
         assert_eq!(parts(&[("b", 2), ("a", 1)]), all[0]);
+        assert_eq!(digest_of_parts(&[7]), 7);
+        let orders = [digest_of_parts(&[1, 2]), digest_of_parts(&[2, 1]), digest_of_parts(&[1, 2, 0])];
+        assert!(orders[0] != orders[1] && orders[0] != orders[2]);
     }
 }

@@ -9,6 +9,7 @@ mod stream;
 
 use std::path::Path;
 
+use tandem_gguf::split;
 use tandem_proto::v1::ChatMessage;
 use tandem_proto::{Error, ErrorKind};
 
@@ -31,7 +32,7 @@ pub struct TokenText {
 
 /// Tokenizer, chat template and identity of one model.
 pub struct ModelText {
-    /// The name of the file (without `.gguf`, and telling more than most files' `general.name`) or of the directory;
+    /// The name of the file (without `.gguf` and the number of a part, and telling more than most files' `general.name`) or of the directory;
     /// `--served-model-name` replaces it.
     pub model_name: String,
     /// Tokens of prompt and answer together at most.
@@ -40,14 +41,14 @@ pub struct ModelText {
     pub eos: u32,
     /// Further tokens that do.
     also_eos: Vec<u32>,
-    /// XXH3-64 of the file; of a directory what `tandem_proto::model` defines.
+    /// XXH3-64 of the file; of several parts and of a directory what `tandem_proto::model` defines.
     pub digest: u64,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
 }
 
 impl ModelText {
-    /// Reads the header of a GGUF file, or the texts of a safetensors directory, and digests the whole. Blocks for as
+    /// Reads the header of a GGUF file (the first of several), or the texts of a safetensors directory, and digests the whole. Blocks for as
     /// long as the disk takes.
     ///
     /// # Errors
@@ -57,7 +58,7 @@ impl ModelText {
     }
 
     fn from_gguf(path: &Path) -> Result<Self, ModelTextError> {
-        let metadata = Metadata::read(path)?;
+        let (metadata, paths) = Metadata::read(path)?;
         let architecture = metadata.text("general.architecture")?;
         let context_len = metadata.integer(&format!("{architecture}.context_length"))?;
         let tokenizer = Tokenizer::from_metadata(&metadata, context_len)?;
@@ -70,7 +71,7 @@ impl ModelText {
             Err(_) => None,
         };
         Ok(Self {
-            model_name: path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+            model_name: split::model_name(&path.file_stem().unwrap_or_default().to_string_lossy()).to_owned(),
             context_len,
             eos: tokenizer.eos(),
             also_eos: others(
@@ -81,7 +82,7 @@ impl ModelText {
                     .chain(tokenizer.ends_by_name()),
                 tokenizer.vocab_size(),
             ),
-            digest: metadata::digest(path)?,
+            digest: metadata::digest_of_parts(&paths)?,
             tokenizer,
             template,
         })

@@ -6,6 +6,7 @@ use std::io::Write;
 use tandem_router::text::{ModelText, SpecialTokens};
 
 const STRING: u32 = 8;
+const U16: u32 = 2;
 const U32: u32 = 4;
 const I32: u32 = 5;
 const F32: u32 = 6;
@@ -45,12 +46,23 @@ impl Gguf {
 
     fn load(self) -> ModelText {
         let mut file = tempfile::Builder::new().suffix(".gguf").tempfile().expect("a usable file");
-        let mut head = b"GGUF\x03\0\0\0".to_vec();
-        head.extend(0u64.to_le_bytes());
-        head.extend(self.keys.to_le_bytes());
-        file.write_all(&head).expect("a usable file");
-        file.write_all(&self.bytes).expect("a usable file");
+        file.write_all(&self.file_bytes()).expect("a usable file");
         ModelText::load(file.path()).expect("a usable file")
+    }
+
+    fn file_bytes(&self) -> Vec<u8> {
+        let mut file = b"GGUF\x03\0\0\0".to_vec();
+        file.extend(0u64.to_le_bytes());
+        file.extend(self.keys.to_le_bytes());
+        file.extend(&self.bytes);
+        file
+    }
+
+    fn part(mut self, number: u16, count: u16) -> Vec<u8> {
+        self.key("split.no", U16, &number.to_le_bytes());
+        self.key("split.count", U16, &count.to_le_bytes());
+        self.key("split.tensors.count", I32, &0i32.to_le_bytes());
+        self.file_bytes()
     }
 }
 
@@ -259,4 +271,23 @@ fn an_end_is_a_control_token_whatever_the_file_calls_it() {
     assert_eq!(model.stop_token_ids(&[], false), [128_001]);
     assert_eq!(model.encode("Hi<|eot_id|>", SpecialTokens::Parse).unwrap(), [128_000, 13347, 128_009]);
     assert_eq!(model.decode(&[13347, 128_009]), "Hi", "and no text of the answer");
+}
+
+#[test]
+fn a_model_in_parts_has_the_keys_of_the_first_and_the_digest_of_all() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |number: usize| folder.path().join(format!("Big-{number:05}-of-00002.gguf"));
+    let parts = [LLAMA_31.file().part(0, 2), Gguf::default().part(1, 2)];
+    std::fs::write(path(1), &parts[0]).expect("written");
+    let why = |number: usize| ModelText::load(&path(number)).err().expect("refused").to_string();
+    assert!(why(1).contains("Big-00002-of-00002.gguf"), "{}", why(1));
+    std::fs::write(path(2), Gguf::default().part(0, 2)).expect("written");
+    assert!(why(1).contains("is not part 2 of 2"), "{}", why(1));
+    std::fs::write(path(2), &parts[1]).expect("written");
+    assert!(why(2).contains("give the first one, Big-00001-of-00002.gguf"), "{}", why(2));
+    let model = ModelText::load(&path(1)).expect("both parts");
+    assert_eq!(model.model_name, "Big");
+    assert_eq!(model.encode("Hi", SpecialTokens::Parse).unwrap(), LLAMA_31.prompt);
+    let digests = parts.map(|part| xxhash_rust::xxh3::xxh3_64(&part));
+    assert_eq!(model.digest, tandem_proto::model::digest_of_parts(&digests));
 }

@@ -84,17 +84,17 @@ impl ModelLoader {
         let (footprint, mib) = (self.footprint(), |bytes: u64| bytes >> 20);
         tracing::info!(
             weights_mib = mib(footprint.weights),
-            loading_mib = mib(footprint.loading),
             kv_mib = mib((self.block_bytes() * blocks) as u64),
             workspace_mib = mib(footprint.workspace),
             "the model fits into memory"
         );
         let Self { config, checkpoint, isa, layout } = self;
-        let model = Llama::load(checkpoint.weights(), checkpoint.config().clone())?.with_isa(isa);
-        let kv = KvArena::new(allocate_arena(blocks, layout.block_bytes())?, layout)
-            .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {blocks} blocks of {layout:?}")))?;
         let mut pool = Pool::new(config.threads, config.cpus)
             .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
+        let (weights, network) = (checkpoint.weights(), checkpoint.config().clone());
+        let model = pool.install(|| Llama::load(weights, network, isa))?;
+        let kv = KvArena::new(allocate_arena(blocks, layout.block_bytes())?, layout)
+            .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {blocks} blocks of {layout:?}")))?;
         pool.install(|| kv.touch());
         let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");

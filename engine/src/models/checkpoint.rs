@@ -1,39 +1,13 @@
-//! A model on disk, of either kind: a GGUF file ([`super::gguf`]) or a safetensors directory ([`super::safetensors`]).
+//! A model on disk, of either kind: a GGUF file or its parts ([`super::gguf`]) or a safetensors directory ([`super::safetensors`]).
 //! Whoever loads a model needs only what stands here.
 use std::path::Path;
 
 use super::config::LlamaConfig;
 use super::gguf::GgufFile;
-use super::rope::RowOrder;
 use super::safetensors::SafetensorsDirectory;
+use super::weights::Weights;
 use crate::error::EngineError;
 use crate::footprint::TensorSize;
-use crate::ops::matmul::PackedMatrix;
-
-/// Tensors by name. The names are GGUF's (`blk.0.attn_q.weight`), whatever the source calls them.
-pub trait Weights {
-    /// A vector of `n` values.
-    ///
-    /// # Errors
-    /// `Model` when there is no such tensor of this length, wholly in its file, in a type that we read.
-    fn vector(&self, name: &str, n: usize) -> Result<Vec<f32>, EngineError>;
-
-    /// A matrix of `rows` × `k` (`[out, in]`), its rows in `order`, packed.
-    ///
-    /// # Errors
-    /// As for [`Weights::vector`].
-    fn matrix(&self, name: &str, rows: usize, k: usize, order: RowOrder) -> Result<PackedMatrix, EngineError>;
-
-    /// What the headers say of the tensors that a network needs, in any order. Nothing of it is checked against the files.
-    fn sizes(&self) -> Vec<TensorSize>;
-
-    /// All that a network needs was read: a tensor that nobody asked for (a bias, a frequency table) would change the
-    /// results.
-    ///
-    /// # Errors
-    /// `Model`, naming such a tensor.
-    fn finish(&self) -> Result<(), EngineError>;
-}
 
 /// An open checkpoint.
 pub struct Checkpoint {
@@ -57,7 +31,9 @@ impl Checkpoint {
             return Ok(Self { config: directory.config().clone(), files: Files::Directory(directory) });
         }
         let file = GgufFile::open(path)?;
-        Ok(Self { config: LlamaConfig::from_gguf(&file)?, files: Files::Gguf(file) })
+        let config = LlamaConfig::from_gguf(&file)?;
+        file.check_types()?;
+        Ok(Self { config, files: Files::Gguf(file) })
     }
 
     /// What network it holds.
@@ -78,7 +54,7 @@ impl Checkpoint {
         self.weights().sizes()
     }
 
-    /// XXH3-64 of the file, or of the directory's files as `tandem_proto::model` defines it. Reads all of them.
+    /// XXH3-64 of the file, or of several files as `tandem_proto::model` defines it. Reads all of them.
     ///
     /// # Errors
     /// `Model` when one cannot be read.

@@ -1,80 +1,93 @@
-//! GGUF files (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): candle parses the header, this file checks
-//! what a header claims against what the file holds before any of it is used. Whatever the bytes are, the outcome is a
-//! model or an error that names the file.
-use std::borrow::Cow;
+//! GGUF files (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): one, or the parts of one model.
+//! [`tandem_gguf`] reads the headers; this file checks what a header claims against what the file holds before any of it is
+//! used. Whatever the bytes are, the outcome is a model or an error that names the file.
+use std::collections::HashMap;
 use std::fmt::Display;
-use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
-use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
-use memmap2::Mmap;
-use xxhash_rust::xxh3::xxh3_64;
+use tandem_gguf::{GgufError, Header, TensorInfo, TensorType, split};
+use tandem_proto::model;
 
-use super::checkpoint::Weights;
-use super::mmap;
+use super::mmap::Map;
 use super::reading::Reading;
-use super::rope::RowOrder;
+use super::weights::{RawTensor, Weights};
 use crate::error::EngineError;
 use crate::footprint::{Purpose, TensorSize};
-use crate::ops::matmul::{PackedMatrix, WeightFormat};
+use crate::ops::dequantize::SUPPORTED;
 
-/// An open file.
+/// An open model.
 pub struct GgufFile {
-    path: PathBuf,
-    bytes: Mmap,
-    content: Content,
+    /// The first one has the keys.
+    parts: Vec<Part>,
+    /// Part of each tensor.
+    tensors: HashMap<String, usize>,
     reading: Reading,
 }
 
+struct Part {
+    path: PathBuf,
+    map: Map,
+    header: Header,
+}
+
 impl GgufFile {
-    /// Maps and parses the file; tensors are checked when they are read.
+    /// Maps the file and reads its header; of a model in parts all of them, of which `path` is the first. Tensors are
+    /// checked when they are read.
     ///
     /// # Errors
-    /// `Model` when the file cannot be read or its header is not a whole GGUF header.
+    /// `Model` when a file cannot be read, its header is not a whole GGUF header, or it is not the part that it should be.
     pub fn open(path: &Path) -> Result<Self, EngineError> {
-        let bytes = mmap::map(path)?;
-        let fail = |why: &dyn Display| EngineError::Model(format!("{}: {why}", path.display()));
-        if !bytes.starts_with(b"GGUF") {
-            return Err(fail(&"not a GGUF file (it does not start with \"GGUF\")"));
+        let parts = with_the_others(Part::open(path.into())?)?;
+        let mut tensors = HashMap::new();
+        for (index, part) in parts.iter().enumerate() {
+            for name in part.header.tensors().keys() {
+                if tensors.insert(name.clone(), index).is_some() {
+                    return Err(part.error(format_args!("tensor {name} is in another part, too")));
+                }
+            }
         }
-        if declares_zero_alignment(&bytes) {
-            return Err(fail(&"general.alignment is 0"));
-        }
-        let content = Content::read(&mut Cursor::new(&bytes[..]))
-            .map_err(|error| fail(&format!("not a whole GGUF header, is the file truncated? {error}")))?;
-        let start = usize::try_from(content.tensor_data_offset).unwrap_or(usize::MAX);
-        let reading = Reading::new(bytes.len().saturating_sub(start));
-        Ok(Self { path: path.into(), bytes, content, reading })
+        let bytes = |part: &Part| part.map.len() as u64 - part.header.data_at().min(part.map.len() as u64);
+        let reading = Reading::new(parts.iter().map(bytes).sum());
+        Ok(Self { parts, tensors, reading })
     }
 
-    /// XXH3-64 of the whole file.
+    /// That all tensors have types that can be unpacked.
+    ///
+    /// # Errors
+    /// `Model`, naming the first tensor that has not, and its type.
+    pub fn check_types(&self) -> Result<(), EngineError> {
+        let odd = self.parts.iter().find_map(|part| {
+            let mut tensors = part.header.tensors().iter();
+            tensors.find(|(_, info)| !SUPPORTED.contains(&info.dtype)).map(|found| (part, found))
+        });
+        odd.map_or(Ok(()), |(part, (name, info))| Err(part.unsupported(name, info.dtype)))
+    }
+
+    /// XXH3-64 of the file, or of its parts as `tandem_proto::model` defines it.
     pub fn digest(&self) -> u64 {
-        xxh3_64(&self.bytes)
+        let digests: Vec<u64> = self.parts.iter().map(|part| part.map.digest()).collect();
+        model::digest_of_parts(&digests)
     }
 
-    /// The file's name without its extension.
-    pub fn stem(&self) -> String {
-        self.path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
+    /// The file's name without its extension, or what its parts have in common.
+    pub fn name(&self) -> String {
+        let stem = self.parts[0].path.file_stem();
+        stem.map_or_else(String::new, |stem| split::model_name(&stem.to_string_lossy()).to_owned())
     }
 
-    /// An error about this file.
+    /// An error about this model.
     pub fn error(&self, why: impl Display) -> EngineError {
-        EngineError::Model(format!("{}: {why}", self.path.display()))
+        self.parts[0].error(why)
     }
 
     /// A string of the metadata, if there is one under this key.
     pub fn text(&self, key: &str) -> Option<&str> {
-        self.content.metadata.get(key).and_then(|value| value.to_string().ok()).map(String::as_str)
+        self.parts[0].header.value(key)?.text()
     }
 
     /// An unsigned number of the metadata, if there is one under this key.
     pub fn optional_number(&self, key: &str) -> Option<usize> {
-        let number = match self.content.metadata.get(key)? {
-            Value::I32(number) => u64::try_from(*number).ok()?,
-            value => value.to_u64().ok()?,
-        };
+        let number = self.parts[0].header.value(key)?.unsigned()?;
         // No count in a header is larger; products of two of them fit a usize.
         usize::try_from(number).ok().filter(|&number| number <= u32::MAX as usize)
     }
@@ -89,17 +102,17 @@ impl GgufFile {
 
     /// A floating-point number, if there is one under this key.
     pub fn optional_float(&self, key: &str) -> Option<f32> {
-        self.content.metadata.get(key).and_then(|value| value.to_f32().ok())
+        self.parts[0].header.value(key)?.float()
     }
 
     /// Number of tensors.
     pub fn tensors(&self) -> usize {
-        self.content.tensor_infos.len()
+        self.tensors.len()
     }
 
-    /// Whether the file has a tensor of this name.
+    /// Whether there is a tensor of this name.
     pub fn has_tensor(&self, name: &str) -> bool {
-        self.content.tensor_infos.contains_key(name)
+        self.tensors.contains_key(name)
     }
 
     /// Rows of a two-dimensional tensor.
@@ -107,67 +120,40 @@ impl GgufFile {
     /// # Errors
     /// `Model` when there is no such tensor or it is no matrix.
     pub fn rows(&self, name: &str) -> Result<usize, EngineError> {
-        match self.content.tensor_infos.get(name).map(|info| info.shape.dims()) {
-            Some(&[rows, _]) => Ok(rows),
-            Some(dims) => Err(self.error(format_args!("tensor {name} is no matrix: {dims:?}"))),
-            None => Err(self.error(format_args!("no tensor {name}"))),
+        let (part, info) = self.find(name)?;
+        match info.dims[..] {
+            [rows, _] => usize::try_from(rows).map_err(|_| part.error(format_args!("tensor {name} is too large"))),
+            _ => Err(part.error(format_args!("tensor {name} is no matrix: {:?}", info.dims))),
         }
     }
 
-    /// Type and bytes of a tensor whose shape is `dims`.
-    fn checked(&self, name: &str, dims: &[usize]) -> Result<(GgmlDType, &[u8]), EngineError> {
-        let info = self.content.tensor_infos.get(name).ok_or_else(|| self.error(format_args!("no tensor {name}")))?;
-        if info.shape.dims() != dims {
-            let is = info.shape.dims();
-            return Err(self.error(format_args!("tensor {name} has the shape {is:?} instead of {dims:?}")));
-        }
-        // The types that candle turns into f32; for the others it panics.
-        use GgmlDType::*;
-        if !matches!(info.ggml_dtype, F32 | F16 | BF16 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | Q2K | Q3K | Q4K | Q5K | Q6K)
-        {
-            return Err(self.error(format_args!("tensor {name} has the unsupported type {:?}", info.ggml_dtype)));
-        }
-        let (group, group_bytes) = (info.ggml_dtype.block_size(), info.ggml_dtype.type_size());
-        let rows = dims[..dims.len() - 1].iter().try_fold(1usize, |product, &dim| product.checked_mul(dim));
-        let row = dims.last().copied().filter(|row| *row > 0 && row.is_multiple_of(group));
-        let size = rows.zip(row).and_then(|(rows, row)| rows.checked_mul(row / group)?.checked_mul(group_bytes));
-        let start = self.content.tensor_data_offset.checked_add(info.offset);
-        let bytes = size.zip(start).and_then(|(size, start)| {
-            let start = usize::try_from(start).ok()?;
-            self.bytes.get(start..start.checked_add(size)?)
-        });
-        let bytes = bytes.filter(|bytes| !bytes.is_empty()).ok_or_else(|| {
-            let file = self.bytes.len();
-            self.error(format_args!("tensor {name} does not lie within the file's {file} bytes; is it truncated?"))
-        })?;
-        self.reading.note(name, bytes.len());
-        Ok((info.ggml_dtype, bytes))
-    }
-
-    fn dequantized(&self, name: &str) -> Result<Vec<f32>, EngineError> {
-        let read = || {
-            let tensor = self.content.tensor(&mut Cursor::new(&self.bytes[..]), name, &Device::Cpu)?;
-            tensor.dequantize(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()
-        };
-        read().map_err(|error| self.error(format_args!("tensor {name}: {error}")))
+    fn find(&self, name: &str) -> Result<(&Part, &TensorInfo), EngineError> {
+        let part = self.tensors.get(name).map(|&part| &self.parts[part]);
+        let found = part.and_then(|part| Some((part, part.header.tensor(name)?)));
+        found.ok_or_else(|| self.error(format_args!("no tensor {name}")))
     }
 }
 
 impl Weights for GgufFile {
-    fn vector(&self, name: &str, n: usize) -> Result<Vec<f32>, EngineError> {
-        self.checked(name, &[n])?;
-        self.dequantized(name)
-    }
-
-    fn matrix(&self, name: &str, rows: usize, k: usize, order: RowOrder) -> Result<PackedMatrix, EngineError> {
-        let (dtype, raw) = self.checked(name, &[rows, k])?;
-        // A row's groups are its own, so whole rows change places.
-        let raw = || order.apply(Cow::Borrowed(raw), raw.len() / rows);
-        Ok(match format_of(dtype) {
-            WeightFormat::Q4_1 => PackedMatrix::from_q4_1(&raw(), k),
-            WeightFormat::Q8_0 => PackedMatrix::from_q8_0(&raw(), k),
-            _ => PackedMatrix::from_f32(&order.apply(Cow::Owned(self.dequantized(name)?), k), k),
-        })
+    fn tensor(&self, name: &str, dims: &[usize]) -> Result<RawTensor<'_>, EngineError> {
+        let (part, info) = self.find(name)?;
+        if !info.dims.iter().eq(dims.iter().map(|&dim| dim as u64).collect::<Vec<_>>().iter()) {
+            let is = &info.dims;
+            return Err(part.error(format_args!("tensor {name} has the shape {is:?} instead of {dims:?}")));
+        }
+        if !SUPPORTED.contains(&info.dtype) {
+            return Err(part.unsupported(name, info.dtype));
+        }
+        let range = info.bytes().and_then(|size| {
+            let start = usize::try_from(info.at).ok()?;
+            part.map.get(start..start.checked_add(usize::try_from(size).ok()?)?)
+        });
+        let bytes = range.filter(|bytes| !bytes.is_empty()).ok_or_else(|| {
+            let file = part.map.len();
+            part.error(format_args!("tensor {name} does not lie within the file's {file} bytes; is it truncated?"))
+        })?;
+        self.reading.begin(name);
+        Ok(RawTensor::new(info.dtype, dims, bytes, &part.map, &self.reading))
     }
 
     fn sizes(&self) -> Vec<TensorSize> {
@@ -177,54 +163,58 @@ impl Weights for GgufFile {
                 "output.weight" => Purpose::Head,
                 _ => Purpose::Layer,
             };
-            let (columns, k, format) = match *info.shape.dims() {
-                [columns, k] => (columns, k, Some(format_of(info.ggml_dtype))),
-                ref dims => (1, dims.iter().fold(1, |values: usize, &dim| values.saturating_mul(dim)), None),
-            };
-            let (columns, k) = (columns as u64, k as u64);
-            let groups = columns.saturating_mul(k) / info.ggml_dtype.block_size() as u64;
-            // Candle copies what it unpacks; the others are packed from where they are mapped.
-            let copied = match format {
-                Some(WeightFormat::F32) => groups.saturating_mul(info.ggml_dtype.type_size() as u64),
-                _ => 0,
-            };
-            TensorSize { purpose, columns, k, format, copied }
+            TensorSize::of(purpose, &info.dims, info.dtype)
         };
-        self.content.tensor_infos.iter().map(size).collect()
+        self.parts.iter().flat_map(|part| part.header.tensors()).map(size).collect()
     }
 
     fn finish(&self) -> Result<(), EngineError> {
-        match self.reading.finish(self.content.tensor_infos.keys().map(String::as_str)) {
+        match self.reading.finish(self.tensors.keys().map(String::as_str)) {
             Some(name) => Err(self.error(format_args!("tensor {name} is of no use to this architecture"))),
             None => Ok(()),
         }
     }
 }
 
-/// In which format a matrix is packed as it is read.
-fn format_of(dtype: GgmlDType) -> WeightFormat {
-    match dtype {
-        GgmlDType::Q4_1 => WeightFormat::Q4_1,
-        GgmlDType::Q8_0 => WeightFormat::Q8_0,
-        _ => WeightFormat::F32,
+impl Part {
+    fn open(path: PathBuf) -> Result<Self, EngineError> {
+        let map = Map::open(&path)?;
+        let header = Header::parse(&map).map_err(|error| failure(&path, error))?;
+        Ok(Self { path, map, header })
+    }
+
+    fn error(&self, why: impl Display) -> EngineError {
+        failure(&self.path, why)
+    }
+
+    fn unsupported(&self, name: &str, dtype: TensorType) -> EngineError {
+        let supported: Vec<String> = SUPPORTED.iter().map(TensorType::to_string).collect();
+        self.error(format_args!(
+            "tensor {name} has the type {dtype}, which is not supported; supported are {}",
+            supported.join(", ")
+        ))
     }
 }
 
-/// Whether the metadata has a `general.alignment` of zero, by which candle would divide.
-fn declares_zero_alignment(bytes: &[u8]) -> bool {
-    let key = b"general.alignment";
-    bytes.windows(key.len()).enumerate().filter(|(_, window)| window == key).any(|(at, _)| {
-        let after = &bytes[at + key.len()..];
-        // A type (u8, i8, u16, i16, u32, i32 are 0 to 5) and a value in little-endian order.
-        let Some((kind, value)) = after.split_first_chunk::<4>() else { return false };
-        let width = match u32::from_le_bytes(*kind) {
-            0 | 1 => 1,
-            2 | 3 => 2,
-            4 | 5 => 4,
-            _ => return false,
-        };
-        value.get(..width).is_some_and(|value| value.iter().all(|&byte| byte == 0))
-    })
+/// All parts of the model that `first` is the first part, or the whole, of.
+fn with_the_others(first: Part) -> Result<Vec<Part>, EngineError> {
+    let wrong = |error: GgufError| first.error(error);
+    let Some(split) = first.header.split().map_err(wrong)? else { return Ok(vec![first]) };
+    let name = first.path.file_name().unwrap_or_default().to_string_lossy();
+    let names = split.names_of_the_others(&name).map_err(wrong)?;
+    let mut others = Vec::with_capacity(names.len());
+    for (name, number) in names.iter().zip(1..) {
+        let part = Part::open(first.path.with_file_name(name))?;
+        split.check_part(&first.header, number, &part.header).map_err(|error| part.error(error))?;
+        others.push(part);
+    }
+    let tensors = others.iter().chain([&first]).map(|part| part.header.tensors().len()).sum();
+    split.check_tensors(tensors).map_err(wrong)?;
+    Ok(std::iter::once(first).chain(others).collect())
+}
+
+fn failure(path: &Path, why: impl Display) -> EngineError {
+    EngineError::Model(format!("{}: {why}", path.display()))
 }
 
 #[cfg(test)]

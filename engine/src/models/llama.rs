@@ -1,16 +1,17 @@
 //! The Llama architecture (arXiv:2302.13971, arXiv:2307.09288): RMS norm, rotary grouped-query attention, SwiGLU. Owns
 //! weights and a step's intermediate matrices; K and V live in the arena that the caller hands in. What other families
 //! add (biases, norms of heads, windows) is there or not in a layer's data; the forward pass asks for no family.
-use std::borrow::Cow;
-
-use super::checkpoint::Weights;
 use super::config::LlamaConfig;
+use super::packing::{Packing, Part};
 use super::rope::RowOrder;
+use super::weights::Weights;
 use crate::error::EngineError;
 use crate::executor::LayersDone;
 use crate::ops::attention::{Attention, Chunk, Queries, Sequences};
 use crate::ops::kv::{KvArena, Place};
-use crate::ops::matmul::{Output, PackedMatrix, matmul};
+use crate::ops::lookup::RowTable;
+use crate::ops::matmul::{Output, matmul};
+use crate::ops::packed::PackedMatrix;
 use crate::ops::rows::{Rotations, add_to_rows, norm_heads, rms_norm, swiglu};
 use crate::ops::simd::Isa;
 
@@ -37,12 +38,19 @@ pub struct Llama {
     /// Of the rotary embedding's pairs.
     frequencies: Vec<f64>,
     isa: Isa,
-    embedding: PackedMatrix,
+    embedding: Embedding,
     layers: Vec<Layer>,
     final_norm: Vec<f32>,
-    /// `None`: the embedding is the output matrix, too.
-    head: Option<PackedMatrix>,
     buffers: Buffers,
+}
+
+/// What becomes of tokens, and what logits come from.
+enum Embedding {
+    /// One matrix for both. It is packed for the product, which reads all of it in every step; looking a row up there costs
+    /// microseconds, and a second copy would cost as much memory again.
+    Tied(PackedMatrix),
+    /// Two: rows as the file has them, and an output matrix.
+    Apart { rows: RowTable, head: PackedMatrix },
 }
 
 struct Layer {
@@ -75,31 +83,25 @@ struct Buffers {
 }
 
 impl Llama {
-    /// Reads all weights.
+    /// Reads all weights and packs them for the kernels of `isa`, on all threads of the current pool.
     ///
     /// # Errors
     /// `Model` when a tensor is missing, has another shape, an unsupported type, or does not lie within the file.
-    pub fn load(weights: &dyn Weights, config: LlamaConfig) -> Result<Self, EngineError> {
-        let matrix = |name| weights.matrix(name, config.vocab_size, config.hidden, RowOrder::AsStored);
-        let embedding = matrix("token_embd.weight")?;
-        let head = if config.tied { None } else { Some(matrix("output.weight")?) };
-        let final_norm = weights.vector("output_norm.weight", config.hidden)?;
-        let layers = (0..config.layers).map(|layer| Layer::load(weights, &config, layer)).collect::<Result<_, _>>()?;
+    pub fn load(weights: &dyn Weights, config: LlamaConfig, isa: Isa) -> Result<Self, EngineError> {
+        let packing = Packing { weights, isa };
+        let (vocabulary, hidden) = (config.vocab_size, config.hidden);
+        let embedding = match config.tied {
+            true => Embedding::Tied(packing.matrix("token_embd.weight", vocabulary, hidden)?),
+            false => Embedding::Apart {
+                rows: packing.table("token_embd.weight", vocabulary, hidden)?,
+                head: packing.matrix("output.weight", vocabulary, hidden)?,
+            },
+        };
+        let final_norm = packing.vector("output_norm.weight", hidden)?;
+        let layers = (0..config.layers).map(|layer| Layer::load(&packing, &config, layer)).collect::<Result<_, _>>()?;
         weights.finish()?;
-        let (frequencies, isa) = (config.rope.frequencies(config.head_dim), Isa::detect());
-        Ok(Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers: Buffers::new(isa) })
-    }
-
-    /// The same model computed by `isa`'s kernels, its weights kept as those want them ([`PackedMatrix::fitted`]).
-    pub fn with_isa(mut self, isa: Isa) -> Self {
-        (self.isa, self.buffers) = (isa, Buffers::new(isa));
-        if isa.rounds() {
-            // Beside a head, the embedding is looked up only and needs no second copy.
-            self.embedding = if self.head.is_some() { self.embedding.rounded() } else { self.embedding.fitted(isa) };
-            self.head = self.head.map(|head| head.fitted(isa));
-            self.layers = self.layers.into_iter().map(|layer| layer.fitted(isa)).collect();
-        }
-        self
+        let frequencies = config.rope.frequencies(config.head_dim);
+        Ok(Self { config, frequencies, isa, embedding, layers, final_norm, buffers: Buffers::new(isa) })
     }
 
     /// The sizes.
@@ -118,13 +120,11 @@ impl Llama {
     /// # Panics
     /// If tokens, positions, places, chunks or `logits` are out of range or do not fit together.
     pub fn forward(&mut self, kv: &KvArena, step: &Step, logits: &mut [f32], layers_done: &mut LayersDone<'_>) {
-        let Self { config, frequencies, isa, embedding, layers, final_norm, head, buffers } = self;
+        let Self { config, frequencies, isa, embedding, layers, final_norm, buffers } = self;
         let (isa, rows, hidden) = (*isa, step.tokens.len(), config.hidden);
         buffers.resize(config, rows);
         buffers.rotations.turn_to(&step.positions, frequencies);
-        for (row, &token) in buffers.hidden.chunks_exact_mut(hidden).zip(&step.tokens) {
-            embedding.column(token as usize, row);
-        }
+        embedding.look_up(&step.tokens, &mut buffers.hidden);
         for (index, layer) in layers.iter().enumerate() {
             layer.attend(isa, config, index, kv, step, buffers);
             // Every kernel has joined its threads by now, so that what they wrote happens before whatever follows here.
@@ -137,38 +137,53 @@ impl Llama {
         last.extend(step.logits_of.iter().flat_map(|&row| &buffers.hidden[row * hidden..][..hidden]));
         normed.resize(last.len(), 0.0);
         rms_norm(isa, last, final_norm, config.norm_eps, normed);
-        matmul(isa, normed, head.as_ref().unwrap_or(embedding), logits, Output::Store);
+        matmul(isa, normed, embedding.head(), logits, Output::Store);
+    }
+}
+
+impl Embedding {
+    fn look_up(&self, tokens: &[u32], out: &mut [f32]) {
+        match self {
+            Self::Tied(matrix) => matrix.look_up(tokens, out),
+            Self::Apart { rows, .. } => rows.look_up(tokens, out),
+        }
+    }
+
+    fn head(&self) -> &PackedMatrix {
+        match self {
+            Self::Tied(matrix) => matrix,
+            Self::Apart { head, .. } => head,
+        }
     }
 }
 
 impl Layer {
-    fn load(weights: &dyn Weights, config: &LlamaConfig, layer: usize) -> Result<Self, EngineError> {
+    fn load(packing: &Packing<'_>, config: &LlamaConfig, layer: usize) -> Result<Self, EngineError> {
         let name = |part: &str| format!("blk.{layer}.{part}.weight");
-        let matrix = |part, rows, k| weights.matrix(&name(part), rows, k, RowOrder::AsStored);
+        let fused = |parts: &[(&str, usize, RowOrder)], k: usize| {
+            let parts: Vec<Part> =
+                parts.iter().map(|&(part, rows, order)| Part { name: name(part), rows, order }).collect();
+            packing.matrices(&parts, k).map(Fused)
+        };
         let LlamaConfig { hidden, feed_forward, head_dim, .. } = *config;
         let (q_width, kv_width) = (config.attended_width(), config.kv_heads * head_dim);
-        let turned = config.rope.row_order(head_dim);
+        let (turned, as_stored) = (config.rope.row_order(head_dim), RowOrder::AsStored);
+        let qkv = [("attn_q", q_width, turned), ("attn_k", kv_width, turned), ("attn_v", kv_width, as_stored)];
+        let gate_up = [("ffn_gate", feed_forward, as_stored), ("ffn_up", feed_forward, as_stored)];
         Ok(Self {
-            attention_norm: weights.vector(&name("attn_norm"), hidden)?,
-            qkv: Fused::new(vec![
-                weights.matrix(&name("attn_q"), q_width, hidden, turned)?,
-                weights.matrix(&name("attn_k"), kv_width, hidden, turned)?,
-                matrix("attn_v", kv_width, hidden)?,
-            ]),
-            qkv_bias: config.qkv_bias.then(|| Self::qkv_bias(weights, config, layer)).transpose()?,
-            head_norm: config.qk_norm.then(|| Self::head_norm(weights, config, layer)).transpose()?,
+            attention_norm: packing.vector(&name("attn_norm"), hidden)?,
+            qkv: fused(&qkv, hidden)?,
+            qkv_bias: config.qkv_bias.then(|| Self::qkv_bias(packing, config, layer)).transpose()?,
+            head_norm: config.qk_norm.then(|| Self::head_norm(packing, config, layer)).transpose()?,
             window: config.windows[layer],
-            attention_out: matrix("attn_output", hidden, q_width)?,
-            feed_forward_norm: weights.vector(&name("ffn_norm"), hidden)?,
-            gate_up: Fused::new(vec![
-                matrix("ffn_gate", feed_forward, hidden)?,
-                matrix("ffn_up", feed_forward, hidden)?,
-            ]),
-            down: matrix("ffn_down", hidden, feed_forward)?,
+            attention_out: packing.matrix(&name("attn_output"), hidden, q_width)?,
+            feed_forward_norm: packing.vector(&name("ffn_norm"), hidden)?,
+            gate_up: fused(&gate_up, hidden)?,
+            down: packing.matrix(&name("ffn_down"), hidden, feed_forward)?,
         })
     }
 
-    fn qkv_bias(weights: &dyn Weights, config: &LlamaConfig, layer: usize) -> Result<Vec<f32>, EngineError> {
+    fn qkv_bias(packing: &Packing<'_>, config: &LlamaConfig, layer: usize) -> Result<Vec<f32>, EngineError> {
         let turned = config.rope.row_order(config.head_dim);
         let kv_width = config.kv_heads * config.head_dim;
         let parts = [
@@ -178,30 +193,20 @@ impl Layer {
         ];
         let mut all = Vec::with_capacity(config.qkv_width());
         for (part, width, order) in parts {
-            let bias = weights.vector(&format!("blk.{layer}.{part}.bias"), width)?;
-            all.extend_from_slice(&order.apply(Cow::Owned(bias), 1));
+            let bias = packing.vector(&format!("blk.{layer}.{part}.bias"), width)?;
+            all.extend(order.apply(&bias));
         }
         Ok(all)
     }
 
-    fn head_norm(weights: &dyn Weights, config: &LlamaConfig, layer: usize) -> Result<Vec<f32>, EngineError> {
+    fn head_norm(packing: &Packing<'_>, config: &LlamaConfig, layer: usize) -> Result<Vec<f32>, EngineError> {
         let turned = config.rope.row_order(config.head_dim);
         let mut all = Vec::new();
         for (part, heads) in [("attn_q_norm", config.heads), ("attn_k_norm", config.kv_heads)] {
-            let norm = weights.vector(&format!("blk.{layer}.{part}.weight"), config.head_dim)?;
-            all.extend(turned.apply(Cow::Owned(norm), 1).repeat(heads));
+            let norm = packing.vector(&format!("blk.{layer}.{part}.weight"), config.head_dim)?;
+            all.extend(turned.apply(&norm).repeat(heads));
         }
         Ok(all)
-    }
-
-    fn fitted(self, isa: Isa) -> Self {
-        Self {
-            qkv: self.qkv.fitted(isa),
-            attention_out: self.attention_out.fitted(isa),
-            gate_up: self.gate_up.fitted(isa),
-            down: self.down.fitted(isa),
-            ..self
-        }
     }
 
     #[allow(clippy::too_many_arguments, reason = "the step's context, in one place only")]
@@ -251,23 +256,10 @@ impl Buffers {
     }
 }
 
-/// Matrices of one input whose outputs stand side by side: packed as one where formats and widths allow it.
+/// Matrices of one input whose outputs stand side by side: packed as one where their formats allow it.
 struct Fused(Vec<PackedMatrix>);
 
 impl Fused {
-    fn new(parts: Vec<PackedMatrix>) -> Self {
-        match PackedMatrix::concatenated(&parts.iter().collect::<Vec<_>>()) {
-            Some(one) => Self(vec![one]),
-            None => Self(parts),
-        }
-    }
-
-    fn fitted(self, isa: Isa) -> Self {
-        // Together first: of matrices that have a second copy each, none is made of the whole.
-        let Self(rounded) = Self::new(self.0.into_iter().map(PackedMatrix::rounded).collect());
-        Self(rounded.into_iter().map(|matrix| matrix.fitted(isa)).collect())
-    }
-
     /// `out`: rows × the sum of the columns; `part` is scratch.
     fn multiply(&self, isa: Isa, x: &[f32], out: &mut [f32], part: &mut Vec<f32>) {
         if let [one] = &self.0[..] {

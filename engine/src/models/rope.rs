@@ -1,6 +1,5 @@
 //! Rotary embedding (RoFormer, arXiv:2104.09864) as model files describe it: frequencies with their scaling, and the
 //! order in which a file stores the values that turn together. Turning them is `ops::rows`' part.
-use std::borrow::Cow;
 
 /// How a model's heads turn.
 #[derive(Clone, Debug, PartialEq)]
@@ -105,15 +104,20 @@ pub enum RowOrder {
 }
 
 impl RowOrder {
-    /// `values` are rows of `width`; whole heads of them.
-    pub fn apply<T: Copy>(self, values: Cow<'_, [T]>, width: usize) -> Cow<'_, [T]> {
-        let Self::HalvesToNeighbours { head_dim } = self else { return values };
-        let rows = values.len() / width;
-        let stored = |row: usize| {
-            let (head, at) = (row / head_dim * head_dim, row % head_dim);
-            head + at / 2 + at % 2 * (head_dim / 2)
-        };
-        (0..rows).flat_map(|row| &values[stored(row) * width..][..width]).copied().collect()
+    /// Which row of the file becomes the row `row`, of whole heads.
+    pub fn stored(self, row: usize) -> usize {
+        match self {
+            Self::AsStored => row,
+            Self::HalvesToNeighbours { head_dim } => {
+                let (head, at) = (row / head_dim * head_dim, row % head_dim);
+                head + at / 2 + at % 2 * (head_dim / 2)
+            }
+        }
+    }
+
+    /// The values of a vector, one a row.
+    pub fn apply(self, values: &[f32]) -> Vec<f32> {
+        (0..values.len()).map(|row| values[self.stored(row)]).collect()
     }
 }
 
@@ -124,11 +128,9 @@ mod tests {
     #[test]
     fn halves_become_neighbours_head_by_head() {
         let order = RowOrder::HalvesToNeighbours { head_dim: 4 };
-        let rows: Vec<u8> = (0..8).flat_map(|row| [row, row + 100]).collect();
-        let read = order.apply(Cow::Borrowed(&rows[..]), 2);
-        assert_eq!(read.iter().step_by(2).copied().collect::<Vec<_>>(), [0, 2, 1, 3, 4, 6, 5, 7]);
-        assert_eq!(read[2..4], [2, 102]);
-        assert_eq!(RowOrder::AsStored.apply(Cow::Borrowed(&rows[..]), 2), rows);
+        let rows: Vec<f32> = (0..8).map(|row| row as f32).collect();
+        assert_eq!(order.apply(&rows), [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]);
+        assert_eq!(RowOrder::AsStored.apply(&rows), rows);
     }
 
     #[test]

@@ -1,25 +1,21 @@
 //! A directory in the form that `transformers` saves: `config.json` and one or more safetensors files, mapped
 //! (<https://huggingface.co/docs/safetensors>). The `safetensors` crate checks the headers against the files; this file
 //! knows the tensors' names in them. The tokenizer in the directory is the router's matter.
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
+use tandem_gguf::TensorType;
 use tandem_proto::model;
-use xxhash_rust::xxh3::xxh3_64;
 
-use super::checkpoint::Weights;
 use super::config::LlamaConfig;
-use super::mmap;
+use super::mmap::Map;
 use super::reading::Reading;
-use super::rope::RowOrder;
+use super::weights::{RawTensor, Weights};
 use crate::error::EngineError;
 use crate::footprint::{Purpose, TensorSize};
-use crate::ops::matmul::{PackedMatrix, WeightFormat};
 
 const CONFIG: &str = "config.json";
 const INDEX: &str = "model.safetensors.index.json";
@@ -37,7 +33,7 @@ pub struct SafetensorsDirectory {
 
 struct Shard {
     path: PathBuf,
-    bytes: Mmap,
+    map: Map,
     /// Where the tensors' bytes begin.
     data_at: usize,
     metadata: Metadata,
@@ -62,7 +58,7 @@ impl SafetensorsDirectory {
                 }
             }
         }
-        let bytes = shards.iter().map(|shard| shard.bytes.len() - shard.data_at).sum();
+        let bytes = shards.iter().map(|shard| (shard.map.len() - shard.data_at) as u64).sum();
         Ok(Self { path: path.into(), config, shards, tensors, reading: Reading::new(bytes) })
     }
 
@@ -82,7 +78,7 @@ impl SafetensorsDirectory {
             let entry = entry.map_err(|error| failure(&self.path, error))?;
             let name = entry.file_name().to_string_lossy().into_owned();
             if model::is_part(&name) {
-                files.insert(name, xxh3_64(&mmap::map(&entry.path())?));
+                files.insert(name, Map::open(&entry.path())?.digest());
             }
         }
         Ok(model::digest(&files))
@@ -92,9 +88,10 @@ impl SafetensorsDirectory {
     fn is_unneeded(&self, name: &str) -> bool {
         name == "lm_head.weight" && self.config.tied || name.ends_with(".rotary_emb.inv_freq")
     }
+}
 
-    /// Values of a tensor of this shape, as f32.
-    fn values(&self, name: &str, dims: &[usize]) -> Result<Vec<f32>, EngineError> {
+impl Weights for SafetensorsDirectory {
+    fn tensor(&self, name: &str, dims: &[usize]) -> Result<RawTensor<'_>, EngineError> {
         let stored = stored_name(name);
         let shard = self.tensors.get(&stored).map(|&index| &self.shards[index]);
         let shard = shard.ok_or_else(|| failure(&self.path, format_args!("no tensor {stored} in its safetensors")))?;
@@ -104,21 +101,11 @@ impl SafetensorsDirectory {
             let why = format_args!("tensor {stored} has the shape {is:?} instead of {dims:?}");
             return Err(failure(&shard.path, why));
         }
-        self.reading.note(&stored, bytes.len());
-        floats(info.dtype, bytes).ok_or_else(|| {
+        let dtype = ggml_type(info.dtype).ok_or_else(|| {
             failure(&shard.path, format_args!("tensor {stored} has the unsupported type {:?}", info.dtype))
-        })
-    }
-}
-
-impl Weights for SafetensorsDirectory {
-    fn vector(&self, name: &str, n: usize) -> Result<Vec<f32>, EngineError> {
-        self.values(name, &[n])
-    }
-
-    fn matrix(&self, name: &str, rows: usize, k: usize, order: RowOrder) -> Result<PackedMatrix, EngineError> {
-        let values = self.values(name, &[rows, k])?;
-        Ok(PackedMatrix::from_f32(&order.apply(Cow::Owned(values), k), k))
+        })?;
+        self.reading.begin(&stored);
+        Ok(RawTensor::new(dtype, dims, bytes, &shard.map, &self.reading))
     }
 
     fn sizes(&self) -> Vec<TensorSize> {
@@ -128,11 +115,8 @@ impl Weights for SafetensorsDirectory {
                 "lm_head.weight" => Purpose::Head,
                 _ => Purpose::Layer,
             };
-            let (columns, k, format) = match info.shape[..] {
-                [columns, k] => (columns, k, Some(WeightFormat::F32)),
-                ref dims => (1, dims.iter().fold(1, |values: usize, &dim| values.saturating_mul(dim)), None),
-            };
-            TensorSize { purpose, columns: columns as u64, k: k as u64, format, copied: 0 }
+            let dims: Vec<u64> = info.shape.iter().map(|&dim| dim as u64).collect();
+            TensorSize::of(purpose, &dims, ggml_type(info.dtype).unwrap_or(TensorType::F32))
         };
         let needed = self.tensors.iter().filter(|(name, _)| !self.is_unneeded(name));
         needed.filter_map(|(name, &shard)| Some(size((name, self.shards[shard].metadata.info(name)?)))).collect()
@@ -148,17 +132,17 @@ impl Weights for SafetensorsDirectory {
 
 impl Shard {
     fn open(path: PathBuf) -> Result<Self, EngineError> {
-        let bytes = mmap::map(&path)?;
-        let (header, metadata) = SafeTensors::read_metadata(&bytes)
+        let map = Map::open(&path)?;
+        let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|error| failure(&path, format_args!("not a whole safetensors file, is it truncated? {error}")))?;
-        Ok(Self { data_at: header + size_of::<u64>(), path, bytes, metadata })
+        Ok(Self { data_at: header + size_of::<u64>(), path, map, metadata })
     }
 
     fn tensor(&self, name: &str) -> Result<(&TensorInfo, &[u8]), EngineError> {
         let info = self.metadata.info(name);
         let found = info.and_then(|info| {
             let (from, to) = info.data_offsets;
-            Some((info, self.bytes.get(self.data_at + from..self.data_at + to)?))
+            Some((info, self.map.get(self.data_at + from..self.data_at + to)?))
         });
         found.ok_or_else(|| failure(&self.path, format_args!("no tensor {name}")))
     }
@@ -186,15 +170,14 @@ fn shard_names(directory: &Path) -> Result<BTreeSet<String>, EngineError> {
     }
 }
 
-/// Values of a floating-point type.
-fn floats(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
-    let pairs = || bytes.as_chunks::<2>().0.iter();
-    Some(match dtype {
-        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect(),
-        Dtype::F16 => pairs().map(|raw| half::f16::from_le_bytes(*raw).to_f32()).collect(),
-        Dtype::BF16 => pairs().map(|raw| half::bf16::from_le_bytes(*raw).to_f32()).collect(),
-        _ => return None,
-    })
+/// GGML's name of a floating-point type. Whole tensors of the others (8 bits and less) have their scales elsewhere.
+fn ggml_type(dtype: Dtype) -> Option<TensorType> {
+    match dtype {
+        Dtype::F32 => Some(TensorType::F32),
+        Dtype::F16 => Some(TensorType::F16),
+        Dtype::BF16 => Some(TensorType::BF16),
+        _ => None,
+    }
 }
 
 /// What `transformers` calls GGUF's `name`.
@@ -240,13 +223,8 @@ mod tests {
     }
 
     #[test]
-    fn values_of_each_type() {
-        let halves: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| half::f16::from_f32(*x).to_le_bytes()).collect();
-        let brains: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect();
-        let singles: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-        for (dtype, bytes) in [(Dtype::F16, halves), (Dtype::BF16, brains), (Dtype::F32, singles)] {
-            assert_eq!(floats(dtype, &bytes), Some(vec![1.5, -2.0]));
-        }
-        assert_eq!(floats(Dtype::I64, &[0; 8]), None);
+    fn integers_are_no_weights() {
+        assert_eq!(ggml_type(Dtype::BF16), Some(TensorType::BF16));
+        assert_eq!(ggml_type(Dtype::I64), None);
     }
 }

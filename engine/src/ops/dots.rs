@@ -8,7 +8,8 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::matmul::{AHEAD, BLOCK, ChunkId, Output, PANEL, PackedMatrix, Target, WeightFormat, for_each_part};
+use super::matmul::{AHEAD, ChunkId, Output, Target, for_each_part};
+use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::simd::{LANES, prefetch};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
@@ -39,6 +40,7 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
                     let panel = w.panel(panel).as_ptr();
                     match w.format() {
                         WeightFormat::F32 => panel_f32(scratch, panel, target),
+                        WeightFormat::F16 => panel_f16(scratch, panel, target),
                         WeightFormat::Bf16 => panel_bf16(scratch, panel, target),
                         WeightFormat::Q4_1 => panel_q4_1(scratch, panel, target),
                         WeightFormat::Q8_0 => panel_q8_0(scratch, panel, target),
@@ -123,7 +125,7 @@ impl Target {
     }
 }
 
-/// How a block of 32 columns × 32 `k` yields its weights, see `matmul.rs` for the layouts.
+/// How a block of 32 columns × 32 `k` yields its weights, see `packed.rs` for the layouts.
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format; the caller has the features enabled.
@@ -136,6 +138,7 @@ trait Format {
 }
 
 struct F32;
+struct F16;
 struct Bf16;
 #[allow(non_camel_case_types, reason = "the format's name")]
 struct Q4_1;
@@ -152,6 +155,28 @@ impl Format for F32 {
             let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const f32| {
                 let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(row)));
+                _mm512_cvtepu16_epi32(half)
+            };
+            let pair = |row| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
+            [pair(row), pair(row.add(2 * PANEL))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
+impl Format for F16 {
+    const KIND: WeightFormat = WeightFormat::F16;
+    #[inline(always)]
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        unsafe {
+            let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
+            let round = |row: *const u16| {
+                let values = _mm512_cvtph_ps(_mm256_loadu_si256(row.cast()));
+                let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(values));
                 _mm512_cvtepu16_epi32(half)
             };
             let pair = |row| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
@@ -264,6 +289,7 @@ macro_rules! panel_of {
     };
 }
 panel_of!(panel_f32, F32);
+panel_of!(panel_f16, F16);
 panel_of!(panel_bf16, Bf16);
 panel_of!(panel_q4_1, Q4_1);
 panel_of!(panel_q8_0, Q8_0);

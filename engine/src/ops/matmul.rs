@@ -1,11 +1,8 @@
-//! `out = x · Wᵀ`, with weights packed once at load. 4-bit and 8-bit weights stay as they are in memory and become the
+//! `out = x · Wᵀ`, with weights packed once at load. 4-bit, 8-bit and 16-bit weights stay as they are in memory and become the
 //! exact f32 of their format inside the kernel: the result equals that of f32 weights bit for bit, at a fraction of the
 //! bytes, and bytes are what decode waits for.
 //!
-//! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then the
-//! weights. f32 weights stand row after row of 32 columns. The others stand in pairs of neighbouring `k`, first all of the
-//! panel's left 16 columns, then of the right ones, because the instructions of `dots.rs` take two `k` at a time: a
-//! vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
+//! The weights' layout is [`super::packed`]'s.
 //!
 //! Here every output element is one chain of fused multiply-adds over ascending `k`, in every tile shape; on an [`Isa`]
 //! that rounds, `dots.rs` and `tiles.rs` compute the products instead.
@@ -13,20 +10,16 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::pages::Lines;
+use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
 use super::{Shared, pool};
 
-/// Output columns of a panel.
-pub(super) const PANEL: usize = 2 * LANES;
-/// `k`s of a block; also the quantization group of Q4_1 and Q8_0.
-pub(super) const BLOCK: usize = 32;
 /// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at pages
 /// and falls behind while rows are multiplied; this made decode steps a quarter shorter.
 pub(super) const AHEAD: usize = 8;
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
-/// From so many rows on, a quantized panel is expanded to f32 once instead of in every tile.
+/// From so many rows on, a panel of a smaller format is expanded to f32 once instead of in every tile.
 const EXPAND_ROWS: usize = 9;
 
 /// How the result meets what is in `out`.
@@ -38,254 +31,6 @@ pub enum Output {
     Add,
 }
 
-/// Number format of packed weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightFormat {
-    /// Plain f32.
-    F32,
-    /// bfloat16.
-    Bf16,
-    /// GGML's Q4_1: `d * q + m`, q in 0..16, groups of 32.
-    Q4_1,
-    /// GGML's Q8_0: `d * q`, q an i8, groups of 32.
-    Q8_0,
-}
-
-impl WeightFormat {
-    pub(super) fn block_bytes(self) -> usize {
-        match self {
-            Self::F32 => F32::BLOCK_BYTES,
-            Self::Bf16 => Bf16::BLOCK_BYTES,
-            Self::Q4_1 => Q4_1::BLOCK_BYTES,
-            Self::Q8_0 => Q8_0::BLOCK_BYTES,
-        }
-    }
-}
-
-/// Bytes of a packed matrix; the largest number where that is more than there are.
-pub fn packed_bytes(format: WeightFormat, columns: u64, k: u64) -> u64 {
-    let blocks = columns.div_ceil(PANEL as u64).saturating_mul(k.div_ceil(BLOCK as u64));
-    blocks.saturating_mul(format.block_bytes() as u64)
-}
-
-/// `W`, `columns` × `k` (the row-major `[out, in]` of the model file), in the layout that the kernels read.
-pub struct PackedMatrix {
-    format: WeightFormat,
-    columns: usize,
-    k: usize,
-    bytes: Lines,
-    /// The same weights in bf16, for products of many rows.
-    for_tiles: Option<Box<PackedMatrix>>,
-}
-
-impl PackedMatrix {
-    /// All zero.
-    fn empty(format: WeightFormat, columns: usize, k: usize) -> Self {
-        let bytes = packed_bytes(format, columns as u64, k as u64) as usize;
-        Self { format, columns, k, bytes: Lines::zeroed(bytes), for_tiles: None }
-    }
-
-    /// Packs f32 rows of length `k`.
-    ///
-    /// # Panics
-    /// If `weights` is not a whole number of rows.
-    pub fn from_f32(weights: &[f32], k: usize) -> Self {
-        assert!(k > 0 && weights.len().is_multiple_of(k));
-        let mut packed = Self::empty(WeightFormat::F32, weights.len() / k, k);
-        for (n, row) in weights.chunks_exact(k).enumerate() {
-            for (kk, weight) in row.iter().enumerate() {
-                let at = packed.block_at(n, kk) + (kk % BLOCK * PANEL + n % PANEL) * 4;
-                packed.bytes[at..at + 4].copy_from_slice(&weight.to_ne_bytes());
-            }
-        }
-        packed
-    }
-
-    /// The same matrix as `isa`'s kernels want it: where those round to bf16 anyway, f32 weights are kept in it; where
-    /// they have tiles, quantized weights are kept in both formats, at two bytes a weight more.
-    pub fn fitted(self, isa: Isa) -> Self {
-        let mut fitted = if isa.rounds() { self.rounded() } else { self };
-        if isa.has_tiles() && fitted.format != WeightFormat::Bf16 {
-            fitted.for_tiles = Some(Box::new(fitted.to_bf16()));
-        }
-        fitted
-    }
-
-    /// The same matrix with f32 weights rounded to bf16; other formats stay.
-    pub fn rounded(self) -> Self {
-        if self.format == WeightFormat::F32 { self.to_bf16() } else { self }
-    }
-
-    fn to_bf16(&self) -> Self {
-        let mut packed = Self::empty(WeightFormat::Bf16, self.columns, self.k);
-        let mut row = vec![0.0; self.k];
-        for n in 0..self.columns {
-            self.column(n, &mut row);
-            for (kk, &weight) in row.iter().enumerate() {
-                let at = packed.block_at(n, kk) + pair_at(n % PANEL, kk % BLOCK) * 2;
-                packed.bytes[at..at + 2].copy_from_slice(&half::bf16::from_f32(weight).to_ne_bytes());
-            }
-        }
-        packed
-    }
-
-    /// Packs GGML Q4_1 rows: blocks of f16 scale, f16 minimum, 16 bytes whose low nibbles are the first 16 weights.
-    ///
-    /// # Panics
-    /// If `k` is no multiple of 32 or `raw` is not a whole number of rows.
-    pub fn from_q4_1(raw: &[u8], k: usize) -> Self {
-        Self::from_blocks(WeightFormat::Q4_1, raw, k, 20, |group, column, block| {
-            block[column * 2..][..2].copy_from_slice(&group[..2]);
-            block[PANEL * 2 + column * 2..][..2].copy_from_slice(&group[2..4]);
-            for kk in 0..BLOCK {
-                let byte = group[4 + kk % 16];
-                let nibble = if kk < 16 { byte & 15 } else { byte >> 4 };
-                let (at, shift) = nibble_at(column, kk);
-                block[PANEL * 4 + at] |= nibble << shift;
-            }
-        })
-    }
-
-    /// Packs GGML Q8_0 rows: blocks of f16 scale and 32 i8. With a weight of -128, which GGML itself never writes, it
-    /// becomes f32: the kernels of `dots.rs` know magnitudes up to 127.
-    ///
-    /// # Panics
-    /// If `k` is no multiple of 32 or `raw` is not a whole number of rows.
-    pub fn from_q8_0(raw: &[u8], k: usize) -> Self {
-        let mut in_range = true;
-        let packed = Self::from_blocks(WeightFormat::Q8_0, raw, k, 34, |group, column, block| {
-            block[column * 2..][..2].copy_from_slice(&group[..2]);
-            for kk in 0..BLOCK {
-                in_range &= group[2 + kk] != 0x80;
-                block[PANEL * 2 + pair_at(column, kk)] = group[2 + kk];
-            }
-        });
-        if in_range { packed } else { Self::from_f32(&packed.to_f32(), k) }
-    }
-
-    /// Row-major.
-    fn to_f32(&self) -> Vec<f32> {
-        let mut rows = vec![0.0; self.columns * self.k];
-        rows.chunks_exact_mut(self.k).enumerate().for_each(|(n, row)| self.column(n, row));
-        rows
-    }
-
-    fn from_blocks(
-        format: WeightFormat,
-        raw: &[u8],
-        k: usize,
-        group_bytes: usize,
-        mut put: impl FnMut(&[u8], usize, &mut [u8]),
-    ) -> Self {
-        assert!(k > 0 && k.is_multiple_of(BLOCK) && raw.len().is_multiple_of(k / BLOCK * group_bytes));
-        let row_bytes = k / BLOCK * group_bytes;
-        let mut packed = Self::empty(format, raw.len() / row_bytes, k);
-        for (n, row) in raw.chunks_exact(row_bytes).enumerate() {
-            for (i, group) in row.chunks_exact(group_bytes).enumerate() {
-                let at = packed.block_at(n, i * BLOCK);
-                put(group, n % PANEL, &mut packed.bytes[at..at + format.block_bytes()]);
-            }
-        }
-        packed
-    }
-
-    /// The matrices' columns one after another: several products of one input as one. `None` if formats or `k` differ,
-    /// or if a part does not end at a panel's end.
-    pub fn concatenated(parts: &[&Self]) -> Option<Self> {
-        let (first, last) = (parts.first()?, parts.last()?);
-        let same = parts.iter().all(|part| part.format == first.format && part.k == first.k);
-        let whole = parts.iter().all(|part| std::ptr::eq(*part, *last) || part.columns.is_multiple_of(PANEL));
-        (same && whole).then(|| {
-            let mut all = Self::empty(first.format, parts.iter().map(|part| part.columns).sum(), first.k);
-            let mut rest = &mut all.bytes[..];
-            for part in parts {
-                rest.split_off_mut(..part.bytes.len()).unwrap_or_default().copy_from_slice(&part.bytes);
-            }
-            all
-        })
-    }
-
-    /// Output columns.
-    pub fn columns(&self) -> usize {
-        self.columns
-    }
-
-    /// Input length.
-    pub fn k(&self) -> usize {
-        self.k
-    }
-
-    /// Number format.
-    pub fn format(&self) -> WeightFormat {
-        self.format
-    }
-
-    /// Bytes in memory.
-    pub fn size_bytes(&self) -> usize {
-        self.bytes.len() + self.for_tiles.as_ref().map_or(0, |copy| copy.size_bytes())
-    }
-
-    /// Writes the `k` weights of output column `n` as f32: an embedding look-up in a tied matrix.
-    ///
-    /// # Panics
-    /// If `n` is no column or `out` is not `k` long.
-    pub fn column(&self, n: usize, out: &mut [f32]) {
-        assert!(n < self.columns && out.len() == self.k);
-        let f16 = |at: usize| half::f16::from_ne_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32();
-        let column = n % PANEL;
-        for (kk, weight) in out.iter_mut().enumerate() {
-            let (at, inner) = (self.block_at(n, kk), kk % BLOCK);
-            *weight = match self.format {
-                WeightFormat::F32 => {
-                    let at = at + (inner * PANEL + column) * 4;
-                    f32::from_ne_bytes([self.bytes[at], self.bytes[at + 1], self.bytes[at + 2], self.bytes[at + 3]])
-                }
-                WeightFormat::Bf16 => {
-                    let at = at + pair_at(column, inner) * 2;
-                    half::bf16::from_ne_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
-                }
-                WeightFormat::Q4_1 => {
-                    let (byte, shift) = nibble_at(column, inner);
-                    let nibble = self.bytes[at + PANEL * 4 + byte] >> shift & 15;
-                    f32::from(nibble) * f16(at + column * 2) + f16(at + PANEL * 2 + column * 2)
-                }
-                WeightFormat::Q8_0 => {
-                    let byte = self.bytes[at + PANEL * 2 + pair_at(column, inner)];
-                    f32::from(byte as i8) * f16(at + column * 2)
-                }
-            };
-        }
-    }
-
-    fn block_at(&self, column: usize, k: usize) -> usize {
-        (column / PANEL * self.k.div_ceil(BLOCK) + k / BLOCK) * self.format.block_bytes()
-    }
-
-    /// The matrix in bf16, if it is kept in it.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn in_bf16(&self) -> Option<&Self> {
-        if self.format == WeightFormat::Bf16 { Some(self) } else { self.for_tiles.as_deref() }
-    }
-
-    pub(super) fn panel(&self, panel: usize) -> &[u8] {
-        let bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
-        &self.bytes[panel * bytes..][..bytes]
-    }
-}
-
-/// Index of a weight among the 1,024 of its block, in a format of pairs.
-fn pair_at(column: usize, k: usize) -> usize {
-    ((column / LANES * BLOCK / 2 + k / 2) * LANES + column % LANES) * 2 + k % 2
-}
-
-/// Byte and shift of a 4-bit weight in its block. A lane of 32 bits holds the column's next four pairs, a nibble each in
-/// both of its halves.
-fn nibble_at(column: usize, k: usize) -> (usize, u32) {
-    let bit = k / 2 % 4 * 4;
-    let byte = (column / LANES * 4 + k / 8) * LANES * 4 + column % LANES * 4 + k % 2 * 2 + bit / 8;
-    (byte, (bit % 8) as u32)
-}
-
 /// `out[r, n] = Σ_k x[r, k] · w[n, k]`, on all threads of the current pool.
 ///
 /// `x`: rows × k; `out`: rows × columns; both row-major and dense.
@@ -293,8 +38,8 @@ fn nibble_at(column: usize, k: usize) -> (usize, u32) {
 /// # Panics
 /// If the lengths do not fit together.
 pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
-    let rows = x.len() / w.k;
-    assert!(x.len() == rows * w.k && out.len() == rows * w.columns);
+    let rows = x.len() / w.k();
+    assert!(x.len() == rows * w.k() && out.len() == rows * w.columns());
     if rows == 0 {
         return;
     }
@@ -314,7 +59,7 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
             // SAFETY: rows and panel lie in `out`, and no other task has them.
             unsafe {
                 let target = Target::new(out.get(), w, part.rows.start, panel, output);
-                multiply_panel(isa, &x[part.rows.start * w.k..part.rows.end * w.k], w, panel, target);
+                multiply_panel(isa, &x[part.rows.start * w.k()..part.rows.end * w.k()], w, panel, target);
             }
         }
     });
@@ -346,7 +91,7 @@ pub(super) fn for_each_part(
 ) {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    let (panels, chunks) = (w.columns.div_ceil(PANEL), rows.div_ceil(row_chunk));
+    let (panels, chunks) = (w.columns().div_ceil(PANEL), rows.div_ceil(row_chunk));
     let groups = (tasks_per_thread * pool::threads()).div_ceil(chunks).clamp(1, panels);
     pool::for_each(chunks * groups, |task| {
         let (chunk, group) = (task / groups, task % groups);
@@ -375,9 +120,9 @@ impl Target {
     pub unsafe fn new(out: *mut f32, w: &PackedMatrix, row: usize, panel: usize, output: Output) -> Self {
         Self {
             // SAFETY: within the result, as the caller says.
-            out: unsafe { out.add(row * w.columns + panel * PANEL) },
-            stride: w.columns,
-            columns: PANEL.min(w.columns - panel * PANEL),
+            out: unsafe { out.add(row * w.columns() + panel * PANEL) },
+            stride: w.columns(),
+            columns: PANEL.min(w.columns() - panel * PANEL),
             output,
         }
     }
@@ -389,22 +134,25 @@ unsafe fn multiply_panel(isa: Isa, x: &[f32], w: &PackedMatrix, panel: usize, ta
     thread_local! {
         static EXPANDED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     }
-    let (rows, panel) = (x.len() / w.k, w.panel(panel).as_ptr());
+    let (rows, panel) = (x.len() / w.k(), w.panel(panel).as_ptr());
     // SAFETY: `panel` has the format's blocks for all of `k`; `x` has `rows` rows; the caller vouches for `target`.
     // `EXPANDED` is made long enough for the panel in f32, and nothing below borrows it again.
     unsafe {
-        match w.format {
-            WeightFormat::F32 => panel_f32(isa, x.as_ptr(), rows, w.k, panel, target),
-            WeightFormat::Bf16 => panel_bf16(isa, x.as_ptr(), rows, w.k, panel, target),
-            WeightFormat::Q4_1 if rows < EXPAND_ROWS => panel_q4_1(isa, x.as_ptr(), rows, w.k, panel, target),
-            WeightFormat::Q8_0 if rows < EXPAND_ROWS => panel_q8_0(isa, x.as_ptr(), rows, w.k, panel, target),
+        match w.format() {
+            WeightFormat::F32 => panel_f32(isa, x.as_ptr(), rows, w.k(), panel, target),
+            WeightFormat::F16 if rows < EXPAND_ROWS => panel_f16(isa, x.as_ptr(), rows, w.k(), panel, target),
+            WeightFormat::Bf16 if rows < EXPAND_ROWS => panel_bf16(isa, x.as_ptr(), rows, w.k(), panel, target),
+            WeightFormat::Q4_1 if rows < EXPAND_ROWS => panel_q4_1(isa, x.as_ptr(), rows, w.k(), panel, target),
+            WeightFormat::Q8_0 if rows < EXPAND_ROWS => panel_q8_0(isa, x.as_ptr(), rows, w.k(), panel, target),
             format => EXPANDED.with_borrow_mut(|expanded| {
-                expanded.resize(w.k * PANEL, 0.0);
+                expanded.resize(w.k().next_multiple_of(BLOCK) * PANEL, 0.0);
                 match format {
-                    WeightFormat::Q4_1 => expand_q4_1(isa, panel, w.k, expanded.as_mut_ptr()),
-                    _ => expand_q8_0(isa, panel, w.k, expanded.as_mut_ptr()),
+                    WeightFormat::F16 => expand_f16(isa, panel, w.k(), expanded.as_mut_ptr()),
+                    WeightFormat::Bf16 => expand_bf16(isa, panel, w.k(), expanded.as_mut_ptr()),
+                    WeightFormat::Q4_1 => expand_q4_1(isa, panel, w.k(), expanded.as_mut_ptr()),
+                    _ => expand_q8_0(isa, panel, w.k(), expanded.as_mut_ptr()),
                 }
-                panel_f32(isa, x.as_ptr(), rows, w.k, expanded.as_ptr().cast(), target);
+                panel_f32(isa, x.as_ptr(), rows, w.k(), expanded.as_ptr().cast(), target);
             }),
         }
     }
@@ -412,6 +160,9 @@ unsafe fn multiply_panel(isa: Isa, x: &[f32], w: &PackedMatrix, panel: usize, ta
 
 isa_dispatch! {
     fn panel_f32(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_f32
+}
+isa_dispatch! {
+    fn panel_f16(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_f16
 }
 isa_dispatch! {
     fn panel_bf16(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_bf16
@@ -422,6 +173,8 @@ isa_dispatch! {
 isa_dispatch! {
     fn panel_q8_0(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_q8_0
 }
+isa_dispatch! { fn expand_f16(panel: *const u8, k: usize, out: *mut f32) = expand_of_f16 }
+isa_dispatch! { fn expand_bf16(panel: *const u8, k: usize, out: *mut f32) = expand_of_bf16 }
 isa_dispatch! { fn expand_q4_1(panel: *const u8, k: usize, out: *mut f32) = expand_of_q4_1 }
 isa_dispatch! { fn expand_q8_0(panel: *const u8, k: usize, out: *mut f32) = expand_of_q8_0 }
 
@@ -430,7 +183,8 @@ isa_dispatch! { fn expand_q8_0(panel: *const u8, k: usize, out: *mut f32) = expa
 /// # Safety
 /// Of both methods: `block` is a whole block of this format, and as for [`Lanes`].
 trait Format {
-    const BLOCK_BYTES: usize;
+    const KIND: WeightFormat;
+    const BLOCK_BYTES: usize = Self::KIND.block_bytes();
     /// Blocks come from memory, not from what was expanded just now.
     const IN_MEMORY: bool = true;
 
@@ -448,7 +202,7 @@ trait Format {
 struct F32;
 
 impl Format for F32 {
-    const BLOCK_BYTES: usize = BLOCK * PANEL * 4;
+    const KIND: WeightFormat = WeightFormat::F32;
     const IN_MEMORY: bool = false;
 
     #[inline(always)]
@@ -461,10 +215,25 @@ impl Format for F32 {
     }
 }
 
+struct F16;
+
+impl Format for F16 {
+    const KIND: WeightFormat = WeightFormat::F16;
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: row `k` of the block is 32 f16.
+        unsafe {
+            let row = block.cast::<u16>().add(k * PANEL);
+            [L::load_f16(row), L::load_f16(row.add(LANES))]
+        }
+    }
+}
+
 struct Bf16;
 
 impl Format for Bf16 {
-    const BLOCK_BYTES: usize = BLOCK * PANEL * 2;
+    const KIND: WeightFormat = WeightFormat::Bf16;
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
@@ -483,7 +252,7 @@ impl Format for Bf16 {
 struct Q4_1;
 
 impl Format for Q4_1 {
-    const BLOCK_BYTES: usize = PANEL * 4 + BLOCK * LANES;
+    const KIND: WeightFormat = WeightFormat::Q4_1;
 
     #[inline(always)]
     unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
@@ -513,7 +282,7 @@ impl Format for Q4_1 {
 struct Q8_0;
 
 impl Format for Q8_0 {
-    const BLOCK_BYTES: usize = PANEL * 2 + BLOCK * PANEL;
+    const KIND: WeightFormat = WeightFormat::Q8_0;
 
     #[inline(always)]
     unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
@@ -544,6 +313,12 @@ unsafe fn panel_of_f32<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *c
 }
 
 #[inline(always)]
+unsafe fn panel_of_f16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+    // SAFETY: the caller's.
+    unsafe { panel_of::<L, F16>(x, rows, k, panel, target) }
+}
+
+#[inline(always)]
 unsafe fn panel_of_bf16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
     // SAFETY: the caller's.
     unsafe { panel_of::<L, Bf16>(x, rows, k, panel, target) }
@@ -562,6 +337,18 @@ unsafe fn panel_of_q8_0<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *
 }
 
 #[inline(always)]
+unsafe fn expand_of_f16<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { expand::<L, F16>(panel, k, out) }
+}
+
+#[inline(always)]
+unsafe fn expand_of_bf16<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { expand::<L, Bf16>(panel, k, out) }
+}
+
+#[inline(always)]
 unsafe fn expand_of_q4_1<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
     // SAFETY: the caller's.
     unsafe { expand::<L, Q4_1>(panel, k, out) }
@@ -574,7 +361,7 @@ unsafe fn expand_of_q8_0<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
 }
 
 /// # Safety
-/// `out` has room for `k` × 32 f32, and `k` is a multiple of 32.
+/// `out` has room for `k` rounded up to a multiple of 32, × 32 f32.
 #[inline(always)]
 unsafe fn expand<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32) {
     for first in (0..k).step_by(BLOCK) {

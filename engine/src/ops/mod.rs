@@ -13,7 +13,8 @@
 //! executed by us. The same tests execute them wherever they are found.
 //!
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
-//! - [`matmul`]: packed weights and `out = x · Wᵀ`.
+//! - [`packed`]: weights as the kernels read them; [`dequantize`]: a model file's rows as f32; [`lookup`]: embeddings.
+//! - [`matmul`]: `out = x · Wᵀ`.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV, in f32 or bf16 dot products.
 //! - `dots`: products in bf16 dot products.
@@ -21,10 +22,13 @@
 //! - [`pool`]: the threads; [`pages`]: memory for weights; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
+pub mod dequantize;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 pub mod kv;
+pub mod lookup;
 pub mod matmul;
+pub mod packed;
 pub mod pages;
 pub mod peak;
 pub mod pool;

@@ -2,25 +2,25 @@
 //! processor has page table entries at hand, and a walk through the page table costs as much as the bytes it finds.
 use std::ops::{Deref, DerefMut};
 
+use memmap2::MmapMut;
+
 const PAGE_BYTES: usize = 4096;
-const LINE_BYTES: usize = 64;
 
-/// Bytes that begin at a cache line, as packed weights should: a vector or a row of a tile is then one line and never two.
-pub(super) struct Lines(Vec<Line>);
-
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; LINE_BYTES]);
+/// Zeroed bytes that begin at a page, as packed weights should: a vector or a row of a tile is then one line of cache and
+/// never two. A page takes memory, on the socket of the thread that does so, when it is first written.
+pub(super) struct Lines {
+    map: MmapMut,
+    bytes: usize,
+}
 
 impl Lines {
     /// # Panics
-    /// If `bytes` is no whole number of lines.
+    /// If the system has no such memory to give.
     pub fn zeroed(bytes: usize) -> Self {
-        assert!(bytes.is_multiple_of(LINE_BYTES));
-        let mut lines = Vec::with_capacity(bytes / LINE_BYTES);
-        prefer_huge_pages(lines.spare_capacity_mut());
-        lines.resize(bytes / LINE_BYTES, Line([0; LINE_BYTES]));
-        Self(lines)
+        let map = MmapMut::map_anon(bytes.max(1));
+        let mut map = map.unwrap_or_else(|error| panic!("no memory of {bytes} bytes for weights: {error}"));
+        prefer_huge_pages(&mut map);
+        Self { map, bytes }
     }
 }
 
@@ -28,15 +28,13 @@ impl Deref for Lines {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: a line is 64 bytes without padding, and a vector's elements lie together.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * LINE_BYTES) }
+        &self.map[..self.bytes]
     }
 }
 
 impl DerefMut for Lines {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and every byte is a valid one.
-        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * LINE_BYTES) }
+        &mut self.map[..self.bytes]
     }
 }
 
@@ -57,9 +55,9 @@ mod tests {
     #[test]
     fn all_sizes_are_zero() {
         for size in [0, 1, 511, 512, 5000, 1 << 17] {
-            let lines = Lines::zeroed(size * LINE_BYTES);
-            assert!(lines.len() == size * LINE_BYTES && lines.iter().all(|byte| *byte == 0));
-            assert_eq!(lines.as_ptr().addr() % LINE_BYTES, 0);
+            let lines = Lines::zeroed(size * 8);
+            assert!(lines.len() == size * 8 && lines.iter().all(|byte| *byte == 0));
+            assert_eq!(lines.as_ptr().addr() % 64, 0);
         }
     }
 }

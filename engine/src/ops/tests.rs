@@ -2,11 +2,15 @@
 //! batch and on every instruction set.
 use half::f16;
 use proptest::prelude::*;
+use tandem_gguf::TensorType;
 use tandem_memory::HostMemory;
 
 use super::attention::{Attention, Chunk, PARTITION, Queries, Sequences};
+use super::dequantize::{SUPPORTED, dequantize};
 use super::kv::{KvArena, KvLayout, Place, quantized, scale_of};
-use super::matmul::{Output, PackedMatrix, matmul};
+use super::lookup::RowTable;
+use super::matmul::{Output, matmul};
+use super::packed::{PackedMatrix, Row, WeightFormat};
 use super::pool::Pool;
 use super::simd::{Isa, IsaChoice};
 use crate::executor::KvDtype;
@@ -32,6 +36,11 @@ fn raw_groups(seed: u32, groups: usize, header: usize, payload: usize) -> Vec<u8
     numbers.chunks(header + payload).flat_map(group).collect()
 }
 
+/// f16 numbers of every size, subnormal ones among them.
+fn halves(seed: u32, n: usize) -> Vec<u8> {
+    noise(seed, n).iter().flat_map(|x| f16::from_f32(x.powi(9)).to_le_bytes()).collect()
+}
+
 /// The instruction sets that promise the same bits.
 fn exact() -> impl Iterator<Item = Isa> {
     Isa::available().into_iter().filter(|isa| !isa.rounds())
@@ -50,6 +59,7 @@ pub(super) fn packed(format: u8, seed: u32, columns: usize, groups: usize) -> Pa
     match format {
         0 => PackedMatrix::from_f32(&noise(seed, columns * k), k),
         3 => PackedMatrix::from_f32(&noise(seed, columns * k), k).rounded(),
+        4 => PackedMatrix::from_raw(WeightFormat::F16, TensorType::F16, &halves(seed, columns * k), k),
         1 => PackedMatrix::from_q4_1(&raw_groups(seed, columns * groups, 2, 16), k),
         _ => PackedMatrix::from_q8_0(&raw_groups(seed, columns * groups, 1, 32), k),
     }
@@ -68,7 +78,7 @@ proptest! {
 
     #[test]
     fn matmul_is_a_chain_of_fused_multiply_adds(
-        format in 0u8..4, rows in 1usize..30, columns in 1usize..100, groups in 1usize..4, seed: u32, add: bool,
+        format in 0u8..5, rows in 1usize..30, columns in 1usize..100, groups in 1usize..4, seed: u32, add: bool,
     ) {
         let w = packed(format, seed, columns, groups);
         let (x, weights) = (noise(seed ^ 1, rows * w.k()), unpacked(&w));
@@ -99,6 +109,74 @@ proptest! {
         prop_assert_eq!(out[0], first);
     }
 
+    /// What is kept in two bytes gives the bits of the f32 weights that it stands for.
+    #[test]
+    fn two_bytes_a_weight_give_the_bits_of_four(
+        bf16: bool, rows in 1usize..200, columns in 1usize..100, k in 1usize..130, seed: u32, add: bool,
+    ) {
+        let raw = halves(seed, columns * k);
+        let (dtype, format) = match bf16 {
+            true => (TensorType::BF16, WeightFormat::Bf16),
+            false => (TensorType::F16, WeightFormat::F16),
+        };
+        let two = PackedMatrix::from_raw(format, dtype, &raw, k);
+        let four = PackedMatrix::from_raw(WeightFormat::F32, dtype, &raw, k);
+        prop_assert!(two.size_bytes() * 2 == four.size_bytes() && two.format() == format);
+        prop_assert_eq!(&unpacked(&two), &unpacked(&four));
+        let x = noise(seed ^ 1, rows * k);
+        let (before, output) = match add {
+            true => (noise(seed ^ 2, rows * columns), Output::Add),
+            false => (vec![0.0; rows * columns], Output::Store),
+        };
+        let bits = |w: &PackedMatrix, isa: Isa| -> Vec<u32> {
+            let mut out = before.clone();
+            matmul(isa, &x, w, &mut out, output);
+            out.into_iter().map(f32::to_bits).collect()
+        };
+        for isa in exact() {
+            prop_assert_eq!(bits(&two, isa), bits(&four, isa), "{} {:?}", isa.name(), format);
+        }
+    }
+
+    /// A matrix packed by threads from rows in another order, of several tensors, is the one packed alone.
+    #[test]
+    fn rows_are_packed_where_they_are_asked_for(
+        index in 0..SUPPORTED.len(), columns in 1usize..100, groups in 1usize..3, threads in 1usize..4, seed: u32,
+    ) {
+        let dtype = SUPPORTED[index];
+        let group = dtype.group().expect("sizes");
+        let k = (groups * group.values as usize).next_multiple_of(32);
+        let row_bytes = k / group.values as usize * group.bytes as usize;
+        // Bytes that are small scales in every format.
+        let raw: Vec<u8> = noise(seed, columns * row_bytes).iter().map(|x| (x * 60.0) as i8 as u8).collect();
+        let row = |n: usize| Row { dtype, bytes: &raw[(columns - 1 - n) * row_bytes..][..row_bytes] };
+        let mut want = vec![0.0; columns * k];
+        for (n, want) in want.chunks_exact_mut(k).enumerate() {
+            dequantize(dtype, row(n).bytes, want);
+        }
+        let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a == b || a.is_nan() && b.is_nan());
+        let exact = Isa::choose(IsaChoice::Portable, true).expect("runs everywhere");
+        let mut pool = Pool::new(threads, Vec::new()).expect("threads");
+        let format = WeightFormat::kept(dtype, exact);
+        let packed = pool.install(|| PackedMatrix::pack(format, columns, k, &row));
+        prop_assert!(same(&unpacked(&packed), &want), "{}", dtype);
+        let table = pool.install(|| RowTable::new(RowTable::kept(dtype, exact), columns, k, &row));
+        let numbers: Vec<u32> = (0..columns as u32).rev().chain([0]).collect();
+        let mut rows = vec![0.0; numbers.len() * k];
+        pool.install(|| table.look_up(&numbers, &mut rows));
+        for (n, row) in numbers.iter().zip(rows.chunks_exact(k)) {
+            prop_assert!(same(row, &want[*n as usize * k..][..k]), "{} {}", dtype, n);
+        }
+        let mut columns_of = vec![0.0; numbers.len() * k];
+        pool.install(|| packed.look_up(&numbers, &mut columns_of));
+        prop_assert!(same(&columns_of, &rows));
+        // As kernels that round keep it.
+        let rounded = RowTable::new(TensorType::BF16, columns, k, &row);
+        rounded.look_up(&numbers, &mut columns_of);
+        let half: Vec<f32> = rows.iter().map(|x| round(*x)).collect();
+        prop_assert!(same(&columns_of, &half));
+    }
+
     #[test]
     fn attention_is_a_softmax_over_the_past_and_the_same_in_chunks(
         tokens in 1usize..70, cut in 0usize..70, kv_heads in 1usize..3, group in 1usize..4,
@@ -121,7 +199,7 @@ proptest! {
 
     #[test]
     fn rounded_products_are_near_and_the_same_for_every_row_count(
-        format in 0u8..4, rows in 1usize..120, columns in 1usize..100, groups in 1usize..4, cut in 0usize..120,
+        format in 0u8..5, rows in 1usize..120, columns in 1usize..100, groups in 1usize..4, cut in 0usize..120,
         ragged in 0usize..32, seed: u32, add: bool,
     ) {
         let w = match format {
@@ -140,7 +218,7 @@ proptest! {
             for (i, got) in whole.iter().enumerate() {
                 let (row, n) = (i / columns, i % columns);
                 let terms = x[row * w.k()..][..w.k()].iter().zip(&weights[n * w.k()..]).map(|(x, w)| {
-                    f64::from(round(*x)) * f64::from(if format == 0 { round(*w) } else { *w })
+                    f64::from(round(*x)) * f64::from(if [0, 4].contains(&format) { round(*w) } else { *w })
                 });
                 let (sum, size) = terms.fold((f64::from(before[i]), 0.0), |(sum, size), t| (sum + t, size + t.abs()));
                 // The integers of a group are summed before their offset takes most of them away again.
@@ -207,6 +285,28 @@ proptest! {
                 let at = from * whole.len() / tokens;
                 prop_assert_eq!(&last[at..], &whole[at..], "{} {} {}", isa.name(), threads, rows);
             }
+        }
+    }
+}
+
+/// Every row count has its own cut into tiles.
+#[test]
+fn no_row_count_changes_what_two_bytes_a_weight_give() {
+    let (columns, k) = (70, 96);
+    let raw = halves(3, columns * k);
+    let kept = [(TensorType::BF16, WeightFormat::Bf16), (TensorType::F16, WeightFormat::F16)];
+    let formats =
+        kept.map(|(dtype, format)| [format, WeightFormat::F32].map(|f| PackedMatrix::from_raw(f, dtype, &raw, k)));
+    let mut pool = Pool::new(2, Vec::new()).expect("threads");
+    for rows in 1..=130 {
+        let x = noise(rows as u32, rows * k);
+        for (isa, [two, four]) in exact().flat_map(|isa| formats.iter().map(move |pair| (isa, pair))) {
+            let product = |w: &PackedMatrix| {
+                let mut out = vec![0.0; rows * columns];
+                matmul(isa, &x, w, &mut out, Output::Store);
+                out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            assert_eq!(pool.install(|| product(two)), product(four), "{rows} rows, {}, {:?}", isa.name(), two.format());
         }
     }
 }

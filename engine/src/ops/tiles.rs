@@ -17,7 +17,8 @@ use std::cell::RefCell;
 use self::amx::{TILE_ROWS, Tile, Tiles};
 use super::Shared;
 use super::dots::{bits, rounded_pairs};
-use super::matmul::{BLOCK, ChunkId, Output, PackedMatrix, Target, WeightFormat, for_each_part};
+use super::matmul::{ChunkId, Output, Target, for_each_part};
+use super::packed::{BLOCK, PackedMatrix, WeightFormat};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
 /// weights come from memory; but their `x` should stay in the core's L2 cache.

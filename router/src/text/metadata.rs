@@ -1,14 +1,16 @@
-//! Reads the header of a GGUF model file (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): the key-value
-//! pairs only. The weights are never loaded here, but a file that is too short to hold them is refused, and the whole
-//! file is digested.
+//! The keys of a GGUF model ([`tandem_gguf`]). The weights are never loaded here, but a file that is too short to hold them
+//! is refused, and all files of the model are digested.
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use candle_core::quantized::gguf_file::{Content, Value};
+use tandem_gguf::{GgufError, Header, MAX_HEADER_BYTES, Value};
+use tandem_proto::model;
 use xxhash_rust::xxh3::Xxh3;
+
+/// Bytes that are read of a file at first. Most headers are in them; a longer one is read twice as far, and so on.
+const FIRST_BYTES: usize = 1 << 23;
 
 /// Why a model file gives no tokenizer or template. The caller can only use another file.
 #[derive(Debug, thiserror::Error)]
@@ -48,30 +50,31 @@ pub(crate) struct Metadata {
 }
 
 impl Metadata {
-    /// Reads the header of the file and checks that the file is as long as its tensor table says.
+    /// Reads the headers of the model whose only or first file this is, and checks that each file is as long as its tensors
+    /// say. Gives the paths of all.
     ///
     /// # Errors
     /// `Unreadable` or `Damaged`, naming the file.
-    pub fn read(path: &Path) -> Result<Self, ModelTextError> {
-        let unreadable = |source| ModelTextError::Unreadable { path: path.to_owned(), source };
-        let damaged = |reason: String| ModelTextError::Damaged { path: path.to_owned(), reason };
-        let file = File::open(path).map_err(unreadable)?;
-        let status = file.metadata().map_err(unreadable)?;
-        if !status.is_file() {
-            return Err(damaged("not a regular file".into()));
+    pub fn read(path: &Path) -> Result<(Self, Vec<PathBuf>), ModelTextError> {
+        let first = header(path)?;
+        let mut paths = vec![path.to_owned()];
+        let wrong = |path: &Path| {
+            let path = path.to_owned();
+            move |error: GgufError| damaged(&path, error.to_string())
+        };
+        if let Some(split) = first.split().map_err(wrong(path))? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let mut tensors = first.tensors().len();
+            for (name, number) in split.names_of_the_others(&name).map_err(wrong(path))?.iter().zip(1..) {
+                let part = path.with_file_name(name);
+                let other = header(&part)?;
+                split.check_part(&first, number, &other).map_err(wrong(&part))?;
+                tensors += other.tensors().len();
+                paths.push(part);
+            }
+            split.check_tensors(tensors).map_err(wrong(path))?;
         }
-        let file_bytes = status.len();
-        let mut reader = BufReader::with_capacity(1 << 18, file);
-        check_magic(&mut reader).map_err(damaged)?;
-        // candle divides by `general.alignment` unchecked: a zero there must not end the process.
-        let content = catch_unwind(AssertUnwindSafe(|| Content::read(&mut reader)))
-            .map_err(|_| damaged("the header holds an impossible value".into()))?
-            .map_err(|error| damaged(format!("damaged or truncated header: {}", first_line(&error))))?;
-        let needed_bytes = tensor_end(&content).ok_or_else(|| damaged("a tensor of an impossible size".into()))?;
-        if needed_bytes > file_bytes {
-            return Err(damaged(format!("truncated: {file_bytes} bytes of at least {needed_bytes}")));
-        }
-        Ok(Self { values: content.metadata })
+        Ok((Self { values: first.into_values() }, paths))
     }
 
     #[cfg(test)]
@@ -90,45 +93,28 @@ impl Metadata {
     /// An unsigned integer of any width.
     pub fn integer(&self, key: &str) -> Result<u32, ModelTextError> {
         let value = self.values.get(key);
-        let wide = value.and_then(|value| match value {
-            Value::I32(number) => u64::try_from(*number).ok(),
-            Value::I64(number) => u64::try_from(*number).ok(),
-            Value::Bool(_) => None,
-            other => other.to_u64().ok(),
-        });
-        wide.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| unusable(key, "an unsigned integer", value))
+        let number = value.and_then(Value::unsigned).and_then(|number| u32::try_from(number).ok());
+        number.ok_or_else(|| unusable(key, "an unsigned integer", value))
     }
 
     /// A boolean.
     pub fn flag(&self, key: &str, absent: bool) -> bool {
-        match self.values.get(key) {
-            Some(Value::Bool(flag)) => *flag,
-            _ => absent,
-        }
+        self.values.get(key).and_then(Value::flag).unwrap_or(absent)
     }
 
     /// The elements of an array of strings.
     pub fn texts(&self, key: &str) -> Result<Vec<&str>, ModelTextError> {
-        self.array(key, "an array of strings", |value| match value {
-            Value::String(text) => Some(text.as_str()),
-            _ => None,
-        })
+        self.array(key, "an array of strings", Value::text)
     }
 
     /// The elements of an array of integers.
     pub fn integers(&self, key: &str) -> Result<Vec<i64>, ModelTextError> {
-        let element = |value: &Value| match value {
-            Value::I32(number) => Some(i64::from(*number)),
-            Value::U32(number) => Some(i64::from(*number)),
-            Value::U8(number) => Some(i64::from(*number)),
-            _ => None,
-        };
-        self.array(key, "an array of integers", element)
+        self.array(key, "an array of integers", Value::signed)
     }
 
     /// The elements of an array of floating-point numbers.
     pub fn floats(&self, key: &str) -> Result<Vec<f32>, ModelTextError> {
-        self.array(key, "an array of numbers", |value| value.to_f32().ok())
+        self.array(key, "an array of numbers", Value::float)
     }
 
     fn array<'a, T>(
@@ -146,50 +132,64 @@ impl Metadata {
     }
 }
 
+/// Digest of a model's files, as `tandem_proto::model` defines it.
+pub(super) fn digest_of_parts(paths: &[PathBuf]) -> Result<u64, ModelTextError> {
+    let digests = paths.iter().map(|path| digest(path)).collect::<Result<Vec<_>, _>>()?;
+    Ok(model::digest_of_parts(&digests))
+}
+
 /// XXH3-64 of the whole file, read in pieces of 1 MiB.
 pub(crate) fn digest(path: &Path) -> Result<u64, ModelTextError> {
-    let unreadable = |source| ModelTextError::Unreadable { path: path.to_owned(), source };
-    let mut file = File::open(path).map_err(unreadable)?;
+    let mut file = File::open(path).map_err(unreadable(path))?;
     let mut hasher = Xxh3::new();
     let mut piece = vec![0; 1 << 20];
     loop {
-        match file.read(&mut piece).map_err(unreadable)? {
+        match file.read(&mut piece).map_err(unreadable(path))? {
             0 => return Ok(hasher.digest()),
             count => hasher.update(&piece[..count]),
         }
     }
 }
 
-fn check_magic(reader: &mut (impl Read + Seek)) -> Result<(), String> {
-    let mut magic = [0; 4];
-    reader.read_exact(&mut magic).map_err(|_| "shorter than its magic number".to_owned())?;
-    reader.seek(SeekFrom::Start(0)).map_err(|error| error.to_string())?;
-    if magic == *b"GGUF" { Ok(()) } else { Err(format!("magic number {magic:02x?} instead of \"GGUF\"")) }
+fn header(path: &Path) -> Result<Header, ModelTextError> {
+    let file = File::open(path).map_err(unreadable(path))?;
+    let status = file.metadata().map_err(unreadable(path))?;
+    if !status.is_file() {
+        return Err(damaged(path, "not a regular file".into()));
+    }
+    let (mut bytes, mut wanted) = (Vec::new(), FIRST_BYTES);
+    let header = loop {
+        let missing = (wanted - bytes.len()) as u64;
+        (&file).take(missing).read_to_end(&mut bytes).map_err(unreadable(path))?;
+        match Header::parse(&bytes) {
+            Ok(header) => break header,
+            // A byte more than a header may have says that there is none.
+            Err(GgufError::Truncated(_)) if bytes.len() == wanted && wanted <= MAX_HEADER_BYTES => wanted *= 2,
+            Err(error) => return Err(damaged(path, error.to_string())),
+        }
+    };
+    let needed = header.end().ok_or_else(|| damaged(path, "a tensor of an impossible size".into()))?;
+    if needed > status.len() {
+        return Err(damaged(path, format!("truncated: {} bytes of at least {needed}", status.len())));
+    }
+    Ok(header)
 }
 
-/// The first byte after the last tensor, or nothing when the sizes overflow.
-fn tensor_end(content: &Content) -> Option<u64> {
-    content.tensor_infos.values().try_fold(0u64, |end, tensor| {
-        let elements =
-            tensor.shape.dims().iter().try_fold(1u64, |product, &dim| product.checked_mul(u64::try_from(dim).ok()?))?;
-        let blocks = elements.div_ceil(tensor.ggml_dtype.block_size() as u64);
-        let bytes = blocks.checked_mul(tensor.ggml_dtype.type_size() as u64)?;
-        let start = content.tensor_data_offset.checked_add(tensor.offset)?;
-        Some(end.max(start.checked_add(bytes)?))
-    })
+fn unreadable(path: &Path) -> impl Fn(std::io::Error) -> ModelTextError {
+    let path = path.to_owned();
+    move |source| ModelTextError::Unreadable { path: path.clone(), source }
+}
+
+fn damaged(path: &Path, reason: String) -> ModelTextError {
+    ModelTextError::Damaged { path: path.to_owned(), reason }
 }
 
 fn unusable(key: &str, wanted: &str, found: Option<&Value>) -> ModelTextError {
     let reason = match found {
-        Some(value) => format!("wanted {wanted}, found {:?}", value.value_type()),
+        Some(value) => format!("wanted {wanted}, found {}", value.kind()),
         None => format!("wanted {wanted}"),
     };
     ModelTextError::Metadata { key: key.to_owned(), reason }
-}
-
-/// candle's errors may carry a backtrace behind their first line.
-fn first_line(error: &candle_core::Error) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]
@@ -201,7 +201,7 @@ mod tests {
     fn read(bytes: &[u8]) -> Result<Metadata, ModelTextError> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
-        Metadata::read(file.path())
+        Metadata::read(file.path()).map(|(metadata, _)| metadata)
     }
 
     fn header(key: &str, value_type: u32, value: &[u8]) -> Vec<u8> {

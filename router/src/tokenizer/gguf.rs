@@ -213,7 +213,7 @@ fn contradiction(key: &str, reason: String) -> ModelTextError {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::quantized::gguf_file::Value;
+    use tandem_gguf::Value;
     use tandem_proto::ErrorKind;
 
     use super::*;

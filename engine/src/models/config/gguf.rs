@@ -1,9 +1,9 @@
 //! The configuration in a GGUF file's metadata.
 use super::{Family, LlamaConfig};
 use crate::error::EngineError;
-use crate::models::checkpoint::Weights;
 use crate::models::gguf::GgufFile;
 use crate::models::rope::{Rope, RopeScaling};
+use crate::models::weights::Weights;
 
 /// Tensor of one divisor a frequency (Llama 3.1's scaling).
 const FREQUENCY_FACTORS: &str = "rope_freqs.weight";
@@ -17,6 +17,10 @@ impl LlamaConfig {
         let architecture = file.text("general.architecture").unwrap_or("(none)");
         let family = Family::named(architecture).map_err(|why| file.error(why))?;
         let key = |name: &str| format!("{}.{name}", family.name);
+        // Mixtral's files have the architecture `llama`.
+        if let Some(experts) = file.optional_number(&key("expert_count")).filter(|&experts| experts > 0) {
+            return Err(file.error(format_args!("a mixture of {experts} experts is not supported")));
+        }
         let (hidden, heads) = (file.number(&key("embedding_length"))?, file.number(&key("attention.head_count"))?);
         let head_dim = file.optional_number(&key("attention.key_length")).unwrap_or(hidden / heads.max(1));
         let layers = file.number(&key("block_count"))?;
@@ -26,7 +30,7 @@ impl LlamaConfig {
         }
         let window = file.optional_number(&key("attention.sliding_window")).filter(|&window| window > 0);
         Self {
-            name: file.stem(),
+            name: file.name(),
             layers,
             hidden,
             heads,
@@ -58,7 +62,7 @@ impl LlamaConfig {
 fn scaling(file: &GgufFile, key: impl Fn(&str) -> String, head_dim: usize) -> Result<RopeScaling, EngineError> {
     match file.text(&key("rope.scaling.type")).unwrap_or("none") {
         "none" if file.has_tensor(FREQUENCY_FACTORS) => {
-            Ok(RopeScaling::Factors(file.vector(FREQUENCY_FACTORS, head_dim / 2)?))
+            Ok(RopeScaling::Factors(file.tensor(FREQUENCY_FACTORS, &[head_dim / 2])?.values()))
         }
         "none" => Ok(RopeScaling::None),
         "linear" => {

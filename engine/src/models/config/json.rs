@@ -9,6 +9,9 @@ use crate::models::rope::{Rope, RopePairs, RopeScaling};
 /// No count in a configuration is larger; products of two of them fit a usize.
 const MAX_COUNT: usize = u32::MAX as usize;
 
+/// The default of `max_window_layers` in `transformers` (Qwen2Config, Qwen3Config).
+const MAX_WINDOW_LAYERS: usize = 28;
+
 #[derive(Deserialize)]
 struct ConfigJson {
     model_type: String,
@@ -152,7 +155,7 @@ impl ConfigJson {
             Some(Some("full_attention")) => Ok(None),
             Some(other) => Err(format!("layer {index} has the attention type {other:?}")),
             None if self.model_type == "mistral" => Ok(window),
-            None => Ok(window.filter(|_| index >= self.max_window_layers.unwrap_or(0))),
+            None => Ok(window.filter(|_| index >= self.max_window_layers.unwrap_or(MAX_WINDOW_LAYERS))),
         };
         (0..self.num_hidden_layers).map(layer).collect()
     }
@@ -206,6 +209,8 @@ mod tests {
         assert_eq!(windows("qwen2", json!({"sliding_window": 24})), [None; 3]);
         let some = json!({"sliding_window": 24, "use_sliding_window": true, "max_window_layers": 2});
         assert_eq!(windows("qwen2", some), [None, None, Some(24)]);
+        let deep = json!({"sliding_window": 24, "use_sliding_window": true, "num_hidden_layers": 30});
+        assert_eq!(windows("qwen2", deep)[27..], [None, Some(24), Some(24)]);
         let types = json!(["sliding_attention", "full_attention", "sliding_attention"]);
         let listed = json!({"sliding_window": 24, "layer_types": types});
         assert_eq!(windows("qwen3", listed), [Some(24), None, Some(24)]);

@@ -1,7 +1,8 @@
 //! The product on emulated tile registers, and on the real ones where this machine has them, against plain sums.
 use proptest::prelude::*;
 
-use super::super::matmul::{Output, PackedMatrix, matmul};
+use super::super::matmul::{Output, matmul};
+use super::super::packed::PackedMatrix;
 use super::super::simd::{Isa, IsaChoice, Kind};
 use super::super::tests::{noise, packed, round, unpacked};
 use super::amx::{Amx, ROW_BYTES, Shapes, Tile, Tiles, WHOLE, available};
