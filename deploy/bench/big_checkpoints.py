@@ -6,14 +6,14 @@ Qwen2.5-7B-Instruct, to see how such a model loads, what it takes and how fast i
   big_checkpoints.py llama-3.1-8b gguf OUT.gguf          BF16; --type q8_0|q4_0|q4_k|f16 for another type
   --layers N         fewer layers (32 or 28 in the real ones): a small file for tests
   --parts N          a GGUF in N parts, as gguf-split cuts it; OUT.gguf becomes OUT-00001-of-0000N.gguf
-  --ends             the output matrix favours the end-of-turn token: answers end after their first tokens
+  --ends             the output matrix has only tokens that end an answer: answers end with their first token (bf16, f16)
 
 The GGUF's keys are those of the public files of these models: Llama-3.1 without `add_bos_token`, `eot_token_id` and
 `rope.scaling`, with a tensor of frequency factors; Qwen2.5 with `add_bos_token`. The vocabulary has the real size and the
 real named tokens; its other tokens are bytes, common pairs of them, and fillers.
 
 Standard library only. Random numbers are a block of some MiB at changing offsets: what a real file does to memory, disk and
-caches it does, too. Writes about 1 GB/s."""
+caches it does, too. Prints nothing; writes as fast as the disk."""
 import argparse
 import json
 import math
@@ -149,9 +149,10 @@ def vector(kind, name, n):
 
 
 def favour(model, kind, dims, write_rows):
-    """Rows of an output matrix that all but the end-of-turn token's are zero: its logit need only be above zero, and it is
-    where the token's row has the sign of the hidden state. Both signs are tried by two tokens that end an answer."""
-    numbers = {model["ends"][0]: 1.0, model["ends"][1]: -1.0}
+    """An output matrix of zeros but for two tokens that end an answer, all ones and all minus ones: whatever the sum of the
+    hidden state is, the logit of one of the two is above all others."""
+    other = next(end for end in model["ends"] if end != model["eos"])
+    numbers = {model["eos"]: 1.0, other: -1.0}
     row_bytes = dims[1] // TYPES[kind][1] * TYPES[kind][2]
     for row in range(dims[0]):
         sign = numbers.get(row)

@@ -1,6 +1,7 @@
 //! How a model loads, and that it answers: `cargo run --release --example load_model -p tandem-engine -- MODEL [threads]
-//! [blocks]`. Prints what it should take and what it took: the most memory of this process's own while it loaded (pages of
+//! [blocks] [stop token id…]`. Prints what it should take and what it took: the most memory of this process's own while it loaded (pages of
 //! mapped files left out: the system takes them back when it needs them), how long that was, and 16 greedy tokens.
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -16,12 +17,23 @@ const LOOK: Duration = Duration::from_millis(20);
 const ANSWER: u32 = 16;
 
 #[tokio::main(flavor = "current_thread")]
-async fn main() -> Result<(), Failure> {
+async fn main() -> ExitCode {
+    match run().await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run() -> Result<(), Failure> {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_target(false).init();
     let mut arguments = std::env::args().skip(1);
     let path = arguments.next().ok_or("which model?")?.into();
     let threads = arguments.next().map_or(Ok(2), |threads| threads.parse())?;
     let blocks = arguments.next().map_or(Ok(64), |blocks| blocks.parse())?;
+    let stop_token_ids = arguments.map(|id| id.parse()).collect::<Result<Vec<u32>, _>>()?;
     let config = ModelConfig { path, threads, max_running: 4, ..ModelConfig::default() };
 
     let loader = ModelLoader::open(&config)?;
@@ -44,11 +56,8 @@ async fn main() -> Result<(), Failure> {
     );
     println!("most of mapped files: {:.2} GiB; now {:.2} GiB", gib(most.files), gib(Memory::now()?.files));
     println!("loaded in {seconds:.1} s, digest {:016x}", executor.spec().model_digest);
-    answer(&Engine::start(
-        Box::new(executor),
-        SchedulerConfig { max_running: 4, max_step_tokens: 512, inbox: 4, prefix_caching: false },
-    ))
-    .await
+    let limits = SchedulerConfig { max_running: 4, max_step_tokens: 512, inbox: 4, prefix_caching: false };
+    answer(&Engine::start(Box::new(executor), limits), stop_token_ids).await
 }
 
 /// Of this process, in bytes, as Linux counts them (proc(5)).
@@ -78,7 +87,7 @@ fn watch(stopped: &Receiver<()>) -> Memory {
     most
 }
 
-async fn answer(engine: &Engine) -> Result<(), Failure> {
+async fn answer(engine: &Engine, stop_token_ids: Vec<u32>) -> Result<(), Failure> {
     let prompt: Vec<u32> = (0..32).map(|i| (i * 7919 % engine.spec().vocab_size) as u32).collect();
     let lease = Arc::new(engine.pool().try_reserve(engine.pool().blocks_for(prompt.len() + ANSWER as usize))?);
     let begun = Instant::now();
@@ -91,7 +100,7 @@ async fn answer(engine: &Engine) -> Result<(), Failure> {
         max_new_tokens: ANSWER,
         sampling: SamplingParams::GREEDY,
         ignore_eos: false,
-        stop_token_ids: Vec::new(),
+        stop_token_ids,
         deadline: None,
         priority: 0,
         report_layers: Vec::new(),

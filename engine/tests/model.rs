@@ -16,6 +16,9 @@ use tandem_proto::BLOCK_TOKENS;
 const VOCAB: usize = 96;
 const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8];
 
+type Keys = Vec<(String, Value)>;
+type Tensors = Vec<(String, QTensor)>;
+
 /// A GGUF file that goes away with the test.
 struct TinyModel(PathBuf);
 
@@ -39,7 +42,7 @@ impl TinyModel {
     }
 
     /// Two layers, 64 wide, 4 heads on 2, Q4_1 but for an F16 V (so that Q, K and V do not fuse) and a Q8_0 embedding.
-    fn content() -> (Vec<(String, Value)>, Vec<(String, QTensor)>) {
+    fn content() -> (Keys, Tensors) {
         let (hidden, kv, wide) = (64, 32, 96);
         let mut tensors = vec![
             tensor("token_embd.weight", &[VOCAB, hidden], GgmlDType::Q8_0, 1),

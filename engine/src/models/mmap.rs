@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn pages_that_were_let_go_of_have_the_same_bytes() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        let bytes: Vec<u8> = (0..PIECE_BYTES + 12_345).map(|i| (i * 31 >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..PIECE_BYTES + 12_345).map(|i| ((i * 31) >> 3) as u8).collect();
         std::io::Write::write_all(&mut file, &bytes).unwrap();
         let map = Map::open(file.path()).unwrap();
         for (from, to) in [(0, 1), (4095, 8193), (5000, 5000), (0, bytes.len())] {

@@ -92,7 +92,7 @@ impl PackedMatrix {
     /// If a row does not have `k` values, or of another type than `format` can hold.
     pub fn pack<'a>(format: WeightFormat, columns: usize, k: usize, row: &(dyn Fn(usize) -> Row<'a> + Sync)) -> Self {
         let in_range = AtomicBool::new(true);
-        let packed = Self::filled(format, columns, k, &|panel, column, n, values| {
+        let packed = Self::filled(format, columns, k, |panel, column, n, values| {
             if !put_row(format, panel, column, row(n), values) {
                 in_range.store(false, Ordering::Relaxed);
             }
@@ -154,7 +154,7 @@ impl PackedMatrix {
     }
 
     fn to_bf16(&self) -> Self {
-        Self::filled(WeightFormat::Bf16, self.columns, self.k, &|panel, column, n, values| {
+        Self::filled(WeightFormat::Bf16, self.columns, self.k, |panel, column, n, values| {
             self.column(n, values);
             put_bf16(panel, column, values);
         })
@@ -165,7 +165,7 @@ impl PackedMatrix {
         format: WeightFormat,
         columns: usize,
         k: usize,
-        put: &(dyn Fn(&mut [u8], usize, usize, &mut [f32]) + Sync),
+        put: impl Fn(&mut [u8], usize, usize, &mut [f32]) + Sync,
     ) -> Self {
         let mut bytes = Lines::zeroed(packed_bytes(format, columns as u64, k as u64) as usize);
         let panel_bytes = k.div_ceil(BLOCK) * format.block_bytes();
