@@ -25,7 +25,7 @@ use crate::executor::{Batch, EngineSpec, Executor};
 use crate::logits::Logits;
 use crate::sampler::Sampled;
 use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
-use crate::sequence::{SequenceEvent, SequenceRequest};
+use crate::sequence::{MAX_PREEMPTIONS_TOLD, SequenceEvent, SequenceRequest};
 use crate::step_model::{StepCost, StepModel, StepShape};
 
 pub use stepper::Stepper;
@@ -33,6 +33,9 @@ use warm_up::Rounds;
 
 /// A longer queue would only outlive its callers' deadlines.
 const MAX_INBOX: usize = 1 << 16;
+
+/// Where all blocks that a step wants are in transfers, so long passes until the next look.
+const BLOCKS_AWAY: Duration = Duration::from_millis(1);
 
 /// Handle to one engine; clones are cheap. Dropping the last one shuts the engine down.
 #[derive(Clone)]
@@ -59,7 +62,11 @@ struct Shared {
     /// As of the worker's last step.
     scheduled_tokens: AtomicUsize,
     running_tokens: AtomicUsize,
-    running: AtomicUsize,
+    /// Started and not ended: those in the batch and the preempted.
+    started: AtomicUsize,
+    /// Waiting to be computed again.
+    preempted: AtomicUsize,
+    preemptions: AtomicU64,
     cost: Mutex<StepCost>,
     /// When the step that runs began.
     step_began: Mutex<Option<Instant>>,
@@ -94,6 +101,9 @@ struct Client {
     queue_place: Option<OwnedSemaphorePermit>,
     /// See `SequenceRequest::report_layers`; empty once the first token is there.
     report_layers: Vec<usize>,
+    started: bool,
+    /// So many preemptions can still be told.
+    preemptions: usize,
 }
 
 /// A momentary picture of an engine.
@@ -111,6 +121,8 @@ pub struct EngineLoad {
     pub free_blocks: usize,
     /// Those of the free blocks whose KV can be reused.
     pub cached_blocks: usize,
+    /// How often a sequence has given its blocks to another, since the engine started.
+    pub preemptions: u64,
     /// How long steps take here, as measured.
     pub step_cost: StepCost,
 }
@@ -182,7 +194,8 @@ impl Engine {
         let (sender, events) = mpsc::channel(request.max_events(spec.max_context_tokens));
         let tokens = request.queued_tokens();
         let report_layers = request.report_layers.clone();
-        let client = Client { events: sender, queue_place: Some(place), report_layers };
+        let preemptions = MAX_PREEMPTIONS_TOLD;
+        let client = Client { events: sender, queue_place: Some(place), report_layers, started: false, preemptions };
         shared.inbox_tokens.fetch_add(tokens, Ordering::Relaxed);
         inbox.try_send(Message::Submit(Box::new(Submission { request, client }))).map_err(|refused| {
             shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
@@ -200,13 +213,16 @@ impl Engine {
         let waiting = shared.queue_limit - shared.queue.available_permits().min(shared.queue_limit);
         let tokens = [&shared.inbox_tokens, &shared.scheduled_tokens];
         let pool = &self.0.pool;
+        let started = shared.started.load(Ordering::Acquire);
+        let preempted = shared.preempted.load(Ordering::Relaxed).min(started);
         EngineLoad {
-            running: shared.running.load(Ordering::Acquire),
-            waiting,
+            running: started - preempted,
+            waiting: waiting + preempted,
             queued_tokens: tokens.iter().map(|count| count.load(Ordering::Relaxed)).sum(),
             running_tokens: shared.running_tokens.load(Ordering::Relaxed),
             free_blocks: pool.free(),
             cached_blocks: pool.cached(),
+            preemptions: shared.preemptions.load(Ordering::Relaxed),
             step_cost: *shared.cost.lock().unwrap_or_else(PoisonError::into_inner),
         }
     }
@@ -241,14 +257,17 @@ impl Inner {
             inbox_tokens: AtomicUsize::new(0),
             scheduled_tokens: AtomicUsize::new(0),
             running_tokens: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
+            started: AtomicUsize::new(0),
+            preempted: AtomicUsize::new(0),
+            preemptions: AtomicU64::new(0),
             cost: Mutex::default(),
             step_began: Mutex::default(),
             stop: AtomicBool::new(false),
             stopped: OnceLock::new(),
         });
+        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
         let worker = Worker {
-            scheduler: Scheduler::new(&config, &spec),
+            scheduler: Scheduler::new(&config, &spec, pool.clone()),
             executor,
             logits: Logits::default(),
             model: StepModel::default(),
@@ -257,7 +276,6 @@ impl Inner {
             shared: Arc::clone(&shared),
             next_seq: 0,
         };
-        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
         (Self { inbox, shared, spec, pool, arena, thread: Mutex::default() }, worker)
     }
 
@@ -341,9 +359,13 @@ impl Worker {
             if !self.take_waiting() {
                 return;
             }
-            if let Some(batch) = self.plan(Instant::now()) {
-                let (outcome, took) = self.timed(&batch);
-                self.conclude(batch, outcome, took, Instant::now());
+            match self.plan(Instant::now()) {
+                Some(batch) => {
+                    let (outcome, took) = self.timed(&batch);
+                    self.conclude(batch, outcome, took, Instant::now());
+                }
+                None if self.scheduler.is_idle() => {}
+                None => std::thread::sleep(BLOCKS_AWAY),
             }
         }
     }
@@ -359,7 +381,8 @@ impl Worker {
     fn stopped(&mut self, reason: String) {
         tracing::info!(reason, "the engine stops");
         let _ = self.shared.stopped.set(reason);
-        self.shared.running.store(0, Ordering::Relaxed);
+        self.shared.started.store(0, Ordering::Relaxed);
+        self.shared.preempted.store(0, Ordering::Relaxed);
         self.shared.scheduled_tokens.store(0, Ordering::Relaxed);
         self.shared.running_tokens.store(0, Ordering::Relaxed);
     }
@@ -403,11 +426,19 @@ impl Worker {
         Ok(())
     }
 
-    /// Who leaves, who starts, and the next step, if there is one.
+    /// Who leaves, who starts, who gets blocks of whom, and the next step, if there is one.
     fn plan(&mut self, now: Instant) -> Option<Batch> {
         let gone = |seq| self.clients.get(&seq).is_none_or(|client| client.events.is_closed());
         let decisions = self.scheduler.admit(now, gone);
         self.apply(decisions, now);
+        // Each round preempts a sequence or is the last but one.
+        loop {
+            let decisions = self.scheduler.fit();
+            if decisions.is_empty() {
+                break;
+            }
+            self.apply(decisions, now);
+        }
         Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
     }
 
@@ -448,12 +479,13 @@ impl Worker {
     }
 
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
-        for (seq, decision) in &decisions {
-            self.scheduler.apply(*seq, decision);
-        }
+        self.scheduler.apply(&decisions);
         // Before anybody is told, who then may look; and before `tell` gives the queue's place back: who starts is
         // never counted nowhere, see `Engine::load`.
-        self.shared.running.store(self.scheduler.running(), Ordering::Release);
+        let preempted = self.scheduler.preempted();
+        self.shared.preempted.store(preempted, Ordering::Relaxed);
+        self.shared.preemptions.store(self.scheduler.preemptions(), Ordering::Relaxed);
+        self.shared.started.store(self.scheduler.running() + preempted, Ordering::Release);
         self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
         self.shared.running_tokens.store(self.scheduler.running_tokens(), Ordering::Relaxed);
         for (seq, decision) in decisions {
@@ -480,7 +512,23 @@ impl Client {
         match decision {
             Decision::Start => {
                 self.queue_place = None;
-                self.send(SequenceEvent::Started { at });
+                self.start(at);
+            }
+            Decision::Grow => {}
+            Decision::Preempt => {
+                // It holds no blocks and takes no place from those who do.
+                self.queue_place = None;
+                self.report_layers = Vec::new();
+                if self.preemptions > 0 {
+                    self.send(SequenceEvent::Preempted { at });
+                }
+            }
+            Decision::Resume => {
+                self.start(at);
+                if self.preemptions > 0 {
+                    self.preemptions -= 1;
+                    self.send(SequenceEvent::Resumed { at });
+                }
             }
             Decision::Advance { computed, chunk, sampled, finish } => {
                 if chunk {
@@ -496,6 +544,13 @@ impl Client {
             }
             Decision::Fail(error) => self.send(SequenceEvent::Failed(error)),
             Decision::Cancel => {}
+        }
+    }
+
+    fn start(&mut self, at: Instant) {
+        if !self.started {
+            self.started = true;
+            self.send(SequenceEvent::Started { at });
         }
     }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time;
 
-use super::{Worker, curious};
+use super::{BLOCKS_AWAY, Worker, curious};
 use crate::error::EngineError;
 use crate::executor::Batch;
 use crate::step_model::StepShape;
@@ -25,7 +25,12 @@ impl Stepper {
     /// its tokens are told at its end.
     pub async fn run(mut self) {
         while self.receive().await {
-            let Some(batch) = self.worker.plan(now()) else { continue };
+            let Some(batch) = self.worker.plan(now()) else {
+                if !self.worker.scheduler.is_idle() {
+                    time::sleep(BLOCKS_AWAY).await;
+                }
+                continue;
+            };
             let takes = (self.step_time)(StepShape::of(&batch));
             let outcome = self.compute(&batch, takes).await;
             self.worker.conclude(batch, outcome, takes, now());

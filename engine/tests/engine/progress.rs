@@ -63,6 +63,7 @@ async fn story(engine: &Engine, request: SequenceRequest) -> Vec<String> {
             SequenceEvent::ChunkDone { tokens, .. } => format!("chunk {tokens}"),
             SequenceEvent::LayersDone { layers, .. } => format!("layers {layers}"),
             SequenceEvent::Token { .. } => "token".into(),
+            SequenceEvent::Preempted { .. } | SequenceEvent::Resumed { .. } => panic!("there is room for all"),
             SequenceEvent::Finished { .. } => "finished".into(),
             SequenceEvent::Failed(error) => panic!("{error}"),
         });
