@@ -22,10 +22,8 @@ use tandem_proto::SequenceHash;
 use tandem_proto::hash::sequence_hashes;
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec};
-use crate::logits::Logits;
-use crate::ops::pool;
-use crate::sampler::{self, Sampled};
+use crate::executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, History, Seq, Tokens};
+use crate::sampling::{Sampled, uniform};
 use crate::sequence::{FinishReason, SequenceRequest};
 
 /// Limits of one engine.
@@ -44,11 +42,8 @@ pub struct SchedulerConfig {
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
 
-/// Names a sequence; later arrivals have larger numbers.
-pub type Seq = u64;
-
-/// What one executor call gives: logits for each item that wants them.
-pub type StepOutcome<'a> = Result<&'a Logits, EngineError>;
+/// What a step came to: what was chosen for each item.
+pub type StepOutcome<'a> = Result<&'a [Chosen], EngineError>;
 
 /// What will happen to a sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -87,7 +82,6 @@ impl Decision {
 pub struct Scheduler {
     max_running: usize,
     max_step_tokens: usize,
-    logits: usize,
     eos_token_id: u32,
     max_context_tokens: usize,
     block_tokens: usize,
@@ -109,6 +103,10 @@ struct Sequence {
     given: usize,
     rank: Rank,
     cached: Cached,
+    /// Whether the last of `tokens` is what the executor chose in the sequence's last step, and has kept.
+    chosen: bool,
+    /// Tokens that may not be chosen before `min_tokens`; none where every number will do.
+    ends: Option<Arc<[u32]>>,
 }
 
 /// How much of a sequence is in the prefix cache.
@@ -125,7 +123,6 @@ impl Scheduler {
         Self {
             max_running: config.max_running.clamp(1, max_step_tokens),
             max_step_tokens,
-            logits: spec.logits,
             eos_token_id: spec.eos_token_id,
             max_context_tokens: spec.max_context_tokens,
             block_tokens: spec.block_tokens.max(1),
@@ -143,7 +140,8 @@ impl Scheduler {
         let place = i64::try_from(seq).unwrap_or(i64::MAX).saturating_sub(i64::from(request.priority) * PLACES_A_LEVEL);
         let cached = Cached { blocks: 0, hash: self.model_digest };
         self.queue.insert((place, seq));
-        self.waiting.insert(seq, Sequence { request, given, rank: (place, seq), cached });
+        let ends = (request.sampling.min_tokens > 0).then(|| request.ends(self.eos_token_id).collect());
+        self.waiting.insert(seq, Sequence { request, given, rank: (place, seq), cached, chosen: false, ends });
     }
 
     /// Who leaves (`gone` by choice, or by deadline) and who starts.
@@ -176,38 +174,40 @@ impl Scheduler {
         let mut budget = self.max_step_tokens;
         let mut order: Vec<&Sequence> = self.running.values().collect();
         order.sort_unstable_by_key(|sequence| (sequence.request.queued_tokens() > 1, sequence.rank));
-        let mut items = Vec::with_capacity(order.len());
+        let (mut items, mut report_layers) = (Vec::with_capacity(order.len()), BTreeSet::new());
         for sequence in order {
             let count = sequence.request.queued_tokens().min(budget);
             if count == 0 {
                 break;
             }
             budget -= count;
-            items.push(sequence.item(count));
+            let item = sequence.item(count);
+            if item.choose.is_some() && item.start < sequence.given {
+                report_layers.extend(&sequence.request.report_layers);
+            }
+            items.push(item);
         }
-        Batch { items }
+        Batch { items, report_layers: report_layers.into_iter().collect() }
     }
 
-    /// What the outcome of `batch` means for each of its sequences. Their tokens are chosen side by side on the threads of
-    /// the installed [`pool`], if there is one: who chooses does not matter, see `sampler.rs`.
+    /// What the outcome of `batch` means for each of its sequences.
     pub fn resolve(&self, batch: &Batch, outcome: StepOutcome<'_>) -> Vec<(Seq, Decision)> {
         let items = &batch.items;
-        let wrong_count = |got| format!("logits for {got} of the step's {} items", items.len());
-        let logits = match outcome {
-            Ok(logits) if logits.items() == items.len() => logits,
-            Ok(logits) => {
-                let error = EngineError::Executor(wrong_count(logits.items()));
-                return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect();
+        let chosen = match outcome {
+            Ok(chosen) if chosen.len() == items.len() => Ok(chosen),
+            Ok(chosen) => {
+                let why = format!("{} choices for the step's {} items", chosen.len(), items.len());
+                Err(EngineError::Executor(why))
             }
-            Err(error) => return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect(),
+            Err(error) => Err(error),
         };
-        let mut decisions: Vec<(Seq, Option<Decision>)> = items.iter().map(|item| (item.seq, None)).collect();
-        pool::for_each_of(&mut decisions, |index, (seq, decision)| {
-            let advance =
-                |sequence| self.advance(sequence, &items[index], logits.of(index)).unwrap_or_else(Decision::Fail);
-            *decision = self.running.get(seq).map(advance);
-        });
-        decisions.into_iter().filter_map(|(seq, decision)| Some((seq, decision?))).collect()
+        let decide = |index: usize, item: &BatchItem| {
+            let sequence = self.running.get(&item.seq)?;
+            let chosen = chosen.as_ref().map_err(EngineError::clone).map(|chosen| &chosen[index]);
+            let decision = chosen.and_then(|chosen| self.advance(sequence, item, chosen));
+            Some((item.seq, decision.unwrap_or_else(Decision::Fail)))
+        };
+        items.iter().enumerate().filter_map(|(index, item)| decide(index, item)).collect()
     }
 
     /// Carries a decision out. A sequence that ends is dropped here, and its hold on its lease with it.
@@ -228,9 +228,10 @@ impl Scheduler {
                 }
             }
             Decision::Advance { computed, sampled, .. } => {
-                if let Some(Sequence { request, .. }) = self.running.get_mut(&seq) {
+                if let Some(Sequence { request, chosen, .. }) = self.running.get_mut(&seq) {
                     request.computed = *computed;
                     request.tokens.extend(sampled.as_ref().map(|sampled| sampled.token));
+                    *chosen = sampled.is_some();
                     debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
                 }
             }
@@ -269,21 +270,19 @@ impl Scheduler {
         Some(sequence)
     }
 
-    fn advance(&self, sequence: &Sequence, item: &BatchItem, logits: Option<&[f32]>) -> Result<Decision, EngineError> {
-        let (computed, chunk) = (item.start + item.tokens.len(), item.start < sequence.given);
-        if !item.wants_logits {
-            return Ok(Decision::Advance { computed, chunk, sampled: None, finish: None });
+    fn advance(&self, sequence: &Sequence, item: &BatchItem, chosen: &Chosen) -> Result<Decision, EngineError> {
+        let (computed, chunk) = (item.end(), item.start < sequence.given);
+        let wrong = |why: &str| Err(EngineError::Executor(why.into()));
+        match (chosen, &item.choose) {
+            (Chosen::Nothing, None) => Ok(Decision::Advance { computed, chunk, sampled: None, finish: None }),
+            (Chosen::Token(sampled), Some(_)) => {
+                let finish = self.finish(sequence, sampled.token);
+                Ok(Decision::Advance { computed, chunk, sampled: Some(sampled.clone()), finish })
+            }
+            (Chosen::NotNumbers, Some(_)) => wrong("the logits are not numbers"),
+            (Chosen::Nothing, Some(_)) => wrong("no token was chosen"),
+            (Chosen::Token(_) | Chosen::NotNumbers, None) => wrong("a token was chosen in the middle of a prompt"),
         }
-        let logits = logits.filter(|logits| logits.len() == self.logits);
-        let logits = logits.ok_or_else(|| EngineError::Executor("no logits over the vocabulary".into()))?;
-        // Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
-        if !sampler::are_numbers(logits) {
-            return Err(EngineError::Executor("the logits are not numbers".into()));
-        }
-        let request = &sequence.request;
-        let sampled = sampler::sample(&request.sampling, &request.past(self.eos_token_id), logits);
-        let finish = self.finish(sequence, sampled.token);
-        Ok(Decision::Advance { computed, chunk, sampled: Some(sampled), finish })
     }
 
     fn finish(&self, Sequence { request, given, .. }: &Sequence, token: u32) -> Option<FinishReason> {
@@ -313,12 +312,26 @@ impl Sequence {
 
     fn item(&self, count: usize) -> BatchItem {
         let (start, end) = (self.request.computed, self.request.computed + count);
+        let last = self.chosen && count == 1;
         BatchItem {
             seq: self.rank.1,
-            tokens: self.request.tokens[start..end].to_vec(),
+            tokens: if last { Tokens::Last } else { Tokens::Given(self.request.tokens[start..end].to_vec()) },
             start,
             blocks: Arc::clone(&self.request.lease),
-            wants_logits: end == self.request.tokens.len(),
+            choose: (end == self.request.tokens.len()).then(|| self.choose(start, last)),
+        }
+    }
+
+    /// How to choose the token after all that are known, of which those from `start` on are computed.
+    fn choose(&self, start: usize, last: bool) -> Choose {
+        let SequenceRequest { tokens, prompt_len, sampling, .. } = &self.request;
+        let too_short = tokens.len() - prompt_len < sampling.min_tokens as usize;
+        let history = || History { tokens: tokens[..start].to_vec(), prompt_len: *prompt_len };
+        Choose {
+            sampling: Arc::clone(sampling),
+            uniform: uniform(sampling.seed, tokens.len()),
+            forbidden: self.ends.as_ref().filter(|_| too_short).cloned(),
+            history: (sampling.penalizes() && !last).then(history),
         }
     }
 }
@@ -333,8 +346,7 @@ mod tests {
     use super::*;
     use crate::blocks::{BlockPool, Prefix};
     use crate::executor::Executor;
-    use crate::ops::pool::Pool;
-    use crate::sampler::SamplingParams;
+    use crate::sampling::SamplingParams;
     use crate::sequence::MAX_PRIORITY;
     use crate::simulated::{SimulatedConfig, SimulatedExecutor};
 
@@ -357,7 +369,7 @@ mod tests {
             computed: 0,
             lease: Arc::new(pool.try_reserve(pool.blocks_for(len + max_new_tokens as usize)).unwrap()),
             max_new_tokens,
-            sampling: SamplingParams::GREEDY,
+            sampling: SamplingParams::GREEDY.into(),
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             deadline: None,
@@ -370,25 +382,18 @@ mod tests {
         decisions.iter().for_each(|(seq, decision)| scheduler.apply(*seq, decision));
     }
 
-    /// Logits of a `width` whose value at every id is `value(id)`.
-    fn logits(batch: &Batch, width: usize, value: impl Fn(usize) -> f32) -> Logits {
-        let mut logits = Logits::default();
-        let rows = logits.lay_out(width, batch.wants_logits());
-        rows.iter_mut().enumerate().for_each(|(i, to)| *to = value(i % width));
-        logits
-    }
-
-    /// The greatest is token 3's.
-    fn three(batch: &Batch) -> Logits {
-        logits(batch, VOCAB, |id| f32::from(u8::from(id == 3)))
+    /// Every choice is token 3.
+    fn three(batch: &Batch) -> Vec<Chosen> {
+        let three = Chosen::Token(Sampled { token: 3, logprob: 0.0, top: Vec::new() });
+        batch.items.iter().map(|item| item.choose.as_ref().map_or(Chosen::Nothing, |_| three.clone())).collect()
     }
 
     fn step(scheduler: &mut Scheduler, now: Instant) -> Vec<(Seq, Decision)> {
         let decisions = scheduler.admit(now, |_| false);
         apply(scheduler, &decisions);
         let batch = scheduler.plan();
-        let logits = three(&batch);
-        let decisions = scheduler.resolve(&batch, Ok(&logits));
+        let chosen = three(&batch);
+        let decisions = scheduler.resolve(&batch, Ok(&chosen));
         apply(scheduler, &decisions);
         decisions
     }
@@ -432,8 +437,8 @@ mod tests {
                     let start = expected.insert(item.seq, item.start + item.tokens.len()).unwrap_or(0);
                     prop_assert_eq!(item.start, start, "a token is skipped or computed twice");
                 }
-                let logits = three(&batch);
-                let decisions = scheduler.resolve(&batch, Ok(&logits));
+                let chosen = three(&batch);
+                let decisions = scheduler.resolve(&batch, Ok(&chosen));
                 ended.extend(decisions.iter().filter(|(_, decision)| decision.ends()).map(|(seq, _)| *seq));
                 apply(&mut scheduler, &decisions);
             }
@@ -478,8 +483,8 @@ mod tests {
                 started.extend(decisions.iter().filter(|(_, what)| *what == Decision::Start).map(|(seq, _)| *seq));
                 apply(&mut scheduler, &decisions);
                 let batch = scheduler.plan();
-                let logits = three(&batch);
-                let decisions = scheduler.resolve(&batch, Ok(&logits));
+                let chosen = three(&batch);
+                let decisions = scheduler.resolve(&batch, Ok(&chosen));
                 apply(&mut scheduler, &decisions);
             }
             prop_assert_eq!(started.len(), count);
@@ -534,32 +539,13 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_the_same_whatever_the_number_of_threads() {
-        let (mut scheduler, pool, now) = (scheduler(9, 40), BlockPool::new(100, 16), Instant::now());
-        for seq in 0..9 {
-            let sampling = SamplingParams { temperature: 0.5 * (seq % 3) as f32, seed: seq, ..SamplingParams::GREEDY };
-            scheduler.enqueue(seq, SequenceRequest { sampling, ..request(&pool, 4, 9) });
-        }
-        let decisions = scheduler.admit(now, |_| false);
-        apply(&mut scheduler, &decisions);
-        let batch = scheduler.plan();
-        let logits = logits(&batch, VOCAB, |id| (id * 5 % VOCAB) as f32 / 4.0);
-        let alone = scheduler.resolve(&batch, Ok(&logits));
-        for threads in 1..5 {
-            let mut threads = Pool::new(threads, Vec::new()).unwrap();
-            assert_eq!(threads.install(|| scheduler.resolve(&batch, Ok(&logits))), alone);
-        }
-    }
-
-    #[test]
     fn broken_logits_cache_nothing() {
         let (mut scheduler, pool, now) = (scheduler(1, 80), BlockPool::new(100, 16), Instant::now());
         scheduler.enqueue(0, request(&pool, 70, 1));
         let decisions = scheduler.admit(now, |_| false);
         apply(&mut scheduler, &decisions);
         let batch = scheduler.plan();
-        let broken = logits(&batch, VOCAB, |_| f32::NAN);
-        let decisions = scheduler.resolve(&batch, Ok(&broken));
+        let decisions = scheduler.resolve(&batch, Ok(&[Chosen::NotNumbers]));
         drop(batch);
         apply(&mut scheduler, &decisions);
         assert_eq!((pool.free(), pool.cached()), (100, 0));
@@ -582,17 +568,13 @@ mod tests {
 
     #[test]
     fn a_wrong_outcome_fails_the_step_and_not_the_others() {
-        type Outcome = Result<Logits, EngineError>;
+        type Outcome = Result<Vec<Chosen>, EngineError>;
         let broken: [fn(&Batch) -> Outcome; 5] = [
-            |_| Ok(Logits::default()),
+            |_| Ok(Vec::new()),
             |_| Err(EngineError::Executor("broken".into())),
-            |batch| {
-                let mut none = Logits::default();
-                none.lay_out(VOCAB, batch.items.iter().map(|_| false));
-                Ok(none)
-            },
-            |batch| Ok(logits(batch, VOCAB + 1, |_| 0.0)),
-            |batch| Ok(logits(batch, VOCAB, |_| f32::NAN)),
+            |_| Ok(vec![Chosen::Nothing]),
+            |batch| Ok([three(batch), three(batch)].concat()),
+            |_| Ok(vec![Chosen::NotNumbers]),
         ];
         for broken in broken {
             let (mut scheduler, pool, now) = (scheduler(1, 8), BlockPool::new(100, 16), Instant::now());
@@ -602,7 +584,7 @@ mod tests {
             apply(&mut scheduler, &decisions);
             let batch = scheduler.plan();
             let outcome = broken(&batch);
-            let decisions = scheduler.resolve(&batch, outcome.as_ref().map_err(EngineError::clone));
+            let decisions = scheduler.resolve(&batch, outcome.as_deref().map_err(EngineError::clone));
             assert!(matches!(decisions[..], [(0, Decision::Fail(EngineError::Executor(_)))]), "{decisions:?}");
             apply(&mut scheduler, &decisions);
             assert_eq!((scheduler.running(), scheduler.waiting()), (0, 1));
