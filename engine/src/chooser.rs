@@ -153,7 +153,8 @@ impl Rules {
         if !sampler::are_numbers(logits) {
             return Chosen::NotNumbers;
         }
-        let (tokens, prompt_len) = self.history.as_ref().map_or((&[][..], 0), |h| (&h.tokens, h.prompt_len));
+        let history = self.history.as_ref();
+        let (tokens, prompt_len) = history.map_or((&[][..], 0), |history| (&history.tokens, history.prompt_len));
         let past = Past { tokens, prompt_len, forbidden: self.forbidden.as_deref().unwrap_or_default() };
         Chosen::Token(sampler::sample(&self.sampling, self.uniform, &past, logits))
     }
