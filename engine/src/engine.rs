@@ -21,10 +21,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
-use crate::executor::{Batch, EngineSpec, Executor};
-use crate::logits::Logits;
-use crate::sampler::Sampled;
-use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
+use crate::executor::{Batch, EngineSpec, Executor, LayersDone, Seq};
+use crate::sampling::Sampled;
+use crate::scheduler::{Decision, Scheduler, SchedulerConfig};
 use crate::sequence::{MAX_PREEMPTIONS_TOLD, SequenceEvent, SequenceRequest};
 use crate::step_model::{StepCost, StepModel, StepShape};
 
@@ -269,7 +268,6 @@ impl Inner {
         let worker = Worker {
             scheduler: Scheduler::new(&config, &spec, pool.clone()),
             executor,
-            logits: Logits::default(),
             model: StepModel::default(),
             clients: HashMap::new(),
             inbox: receiver,
@@ -324,12 +322,24 @@ impl SequenceStream {
     }
 }
 
+/// What a step came to.
+struct Outcome {
+    /// Why it failed as a whole.
+    failed: Option<EngineError>,
+    decisions: Vec<(Seq, Decision)>,
+}
+
+impl Outcome {
+    fn of(batch: &Batch, executor: &mut dyn Executor, scheduler: &Scheduler, done: &mut LayersDone<'_>) -> Self {
+        let chosen = executor.begin(batch).and_then(|()| executor.finish(done));
+        Self { failed: chosen.as_ref().err().cloned(), decisions: scheduler.resolve(batch, chosen) }
+    }
+}
+
 /// What steps. Field order is drop order: leases are back before the streams end.
 struct Worker {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
-    /// Of the last step.
-    logits: Logits,
     model: StepModel,
     clients: HashMap<Seq, Client>,
     inbox: mpsc::Receiver<Message>,
@@ -361,7 +371,7 @@ impl Worker {
             }
             match self.plan(Instant::now()) {
                 Some(batch) => {
-                    let (outcome, took) = self.timed(&batch);
+                    let (outcome, took) = self.timed(|worker| worker.step(&batch));
                     self.conclude(batch, outcome, took, Instant::now());
                 }
                 None if self.scheduler.is_idle() => {}
@@ -409,21 +419,29 @@ impl Worker {
     }
 
     fn warm_up(&mut self, kinds: Vec<Batch>) -> Result<(), EngineError> {
+        let outcome = self.warm_up_rounds(&kinds);
+        kinds.iter().flat_map(|batch| &batch.items).for_each(|item| self.executor.forget(item.seq));
+        for (batch, took) in kinds.iter().zip(outcome?.learnt()) {
+            self.learn(StepShape::of(batch), took);
+        }
+        Ok(())
+    }
+
+    fn warm_up_rounds(&mut self, kinds: &[Batch]) -> Result<Rounds, EngineError> {
         let mut rounds = Rounds::of(kinds.len());
         while rounds.next() {
-            let few =
-                |batch: &Batch| batch.items.iter().map(|item| item.tokens.len()).sum::<usize>() <= warm_up::DECODING;
+            let few = |batch: &Batch| batch.tokens() <= warm_up::DECODING;
             let counts = rounds.counts();
             for (kind, batch) in kinds.iter().enumerate().filter(|(_, batch)| counts || few(batch)) {
-                let (outcome, took) = self.timed(batch);
+                let (outcome, took) = self.timed(|worker| {
+                    worker.executor.begin(batch)?;
+                    worker.executor.finish(&mut |_| {}).map(drop)
+                });
                 outcome?;
                 rounds.note(kind, took);
             }
         }
-        for (batch, took) in kinds.iter().zip(rounds.learnt()) {
-            self.learn(StepShape::of(batch), took);
-        }
-        Ok(())
+        Ok(rounds)
     }
 
     /// Who leaves, who starts, who gets blocks of whom, and the next step, if there is one.
@@ -442,32 +460,29 @@ impl Worker {
         Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
     }
 
-    /// Computes a step in the machine's time, which others can watch, see [`Engine::step_age`].
-    fn timed(&mut self, batch: &Batch) -> (Result<(), EngineError>, Duration) {
+    /// Runs `step` in the machine's time, which others can watch, see [`Engine::step_age`].
+    fn timed<T>(&mut self, step: impl FnOnce(&mut Self) -> T) -> (T, Duration) {
         let begin = Instant::now();
         self.shared.step_began(Some(begin));
-        let outcome = self.execute(batch);
+        let outcome = step(self);
         self.shared.step_began(None);
         (outcome, begin.elapsed())
     }
 
-    /// Computes a step; who wants to hears of its layers while it runs.
-    fn execute(&mut self, batch: &Batch) -> Result<(), EngineError> {
-        let Self { executor, logits, clients, .. } = self;
-        let curious = curious(clients, batch);
-        executor.execute(batch, logits, &mut |layers| {
-            curious.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
+    /// Computes a step; those who wait for its layers get their events while it runs.
+    fn step(&mut self, batch: &Batch) -> Outcome {
+        let waiting = waiting_for_layers(&self.clients, batch);
+        Outcome::of(batch, &mut *self.executor, &self.scheduler, &mut |layers| {
+            waiting.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
         })
     }
 
     /// The end of a step, at `now`.
-    fn conclude(&mut self, batch: Batch, outcome: Result<(), EngineError>, took: Duration, now: Instant) {
-        match &outcome {
-            Ok(()) => self.learn(StepShape::of(&batch), took),
-            Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
+    fn conclude(&mut self, batch: Batch, Outcome { failed, decisions }: Outcome, took: Duration, now: Instant) {
+        match failed {
+            None => self.learn(StepShape::of(&batch), took),
+            Some(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        let (outcome, mut decisions) = (outcome.map(|()| &self.logits), Vec::new());
-        self.executor.install(&mut || decisions = self.scheduler.resolve(&batch, outcome.clone()));
         // Who is told of an end finds the blocks back.
         drop(batch);
         self.apply(decisions, now);
@@ -480,6 +495,10 @@ impl Worker {
 
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
         self.scheduler.apply(&decisions);
+        let forgotten = |decision: &Decision| decision.ends() || *decision == Decision::Preempt;
+        for (seq, _) in decisions.iter().filter(|(_, decision)| forgotten(decision)) {
+            self.executor.forget(*seq);
+        }
         // Before anybody is told, who then may look; and before `tell` gives the queue's place back: who starts is
         // never counted nowhere, see `Engine::load`.
         let preempted = self.scheduler.preempted();
@@ -500,9 +519,9 @@ impl Worker {
     }
 }
 
-/// Who wants to hear of the layers of a step: of those whose last chunk it is.
-fn curious<'a>(clients: &'a HashMap<Seq, Client>, batch: &Batch) -> Vec<&'a Client> {
-    let last_chunks = batch.items.iter().filter(|item| item.wants_logits);
+/// Who waits for layers of a step: of those whose last chunk it is.
+fn waiting_for_layers<'a>(clients: &'a HashMap<Seq, Client>, batch: &Batch) -> Vec<&'a Client> {
+    let last_chunks = batch.items.iter().filter(|item| item.choose.is_some());
     let clients = last_chunks.filter_map(|item| clients.get(&item.seq));
     clients.filter(|client| !client.report_layers.is_empty()).collect()
 }

@@ -41,9 +41,3 @@ impl From<EngineError> for Error {
         Error::new(kind, error.to_string())
     }
 }
-
-impl From<candle_core::Error> for EngineError {
-    fn from(error: candle_core::Error) -> Self {
-        Self::Executor(error.to_string())
-    }
-}

@@ -35,10 +35,8 @@ use tandem_proto::hash::sequence_hashes;
 
 use crate::blocks::{BlockPool, KvLease, Prefix};
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec};
-use crate::logits::Logits;
-use crate::ops::pool;
-use crate::sampler::{self, Sampled};
+use crate::executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, History, Seq, Tokens};
+use crate::sampling::{Sampled, uniform};
 use crate::sequence::{FinishReason, SequenceRequest};
 
 /// Limits of one engine.
@@ -57,11 +55,8 @@ pub struct SchedulerConfig {
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
 
-/// Names a sequence; later arrivals have larger numbers.
-pub type Seq = u64;
-
-/// What one executor call gives: logits for each item that wants them.
-pub type StepOutcome<'a> = Result<&'a Logits, EngineError>;
+/// What a step came to: what was chosen for each item.
+pub type StepOutcome<'a> = Result<&'a [Chosen], EngineError>;
 
 /// What will happen to a sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -106,7 +101,6 @@ impl Decision {
 pub struct Scheduler {
     max_running: usize,
     max_step_tokens: usize,
-    logits: usize,
     eos_token_id: u32,
     max_context_tokens: usize,
     block_tokens: usize,
@@ -136,6 +130,10 @@ struct Sequence {
     told: usize,
     /// Of the full blocks, while it is preempted: what the cache may still have.
     hashes: Vec<SequenceHash>,
+    /// Whether the last of `tokens` is what the executor chose in the sequence's last step, and has kept.
+    chosen: bool,
+    /// Tokens that may not be chosen before `min_tokens`; none where every number will do.
+    ends: Option<Arc<[u32]>>,
 }
 
 /// How much of a sequence is in the prefix cache.
@@ -154,7 +152,6 @@ impl Scheduler {
         Self {
             max_running: config.max_running.clamp(1, max_step_tokens),
             max_step_tokens,
-            logits: spec.logits,
             eos_token_id: spec.eos_token_id,
             max_context_tokens: spec.max_context_tokens.min(memory_tokens),
             block_tokens: spec.block_tokens.max(1),
@@ -174,8 +171,10 @@ impl Scheduler {
         let (given, told) = (request.tokens.len(), request.computed);
         let place = i64::try_from(seq).unwrap_or(i64::MAX).saturating_sub(i64::from(request.priority) * PLACES_A_LEVEL);
         let cached = Cached { blocks: 0, hash: self.model_digest };
-        let sequence = Sequence { request, given, rank: (place, seq), cached, told, hashes: Vec::new() };
-        self.queue.insert(sequence.rank);
+        let ends = (request.sampling.min_tokens > 0).then(|| request.ends(self.eos_token_id).collect());
+        let rank = (place, seq);
+        let sequence = Sequence { request, given, rank, cached, told, hashes: Vec::new(), chosen: false, ends };
+        self.queue.insert(rank);
         self.waiting.insert(seq, sequence);
     }
 
@@ -231,38 +230,40 @@ impl Scheduler {
         let mut budget = self.max_step_tokens;
         let mut order: Vec<&Sequence> = self.running.values().filter(|sequence| !sequence.lacks_block()).collect();
         order.sort_unstable_by_key(|sequence| (sequence.request.queued_tokens() > 1, sequence.rank));
-        let mut items = Vec::with_capacity(order.len());
+        let (mut items, mut report_layers) = (Vec::with_capacity(order.len()), BTreeSet::new());
         for sequence in order {
             let count = sequence.request.queued_tokens().min(budget);
             if count == 0 {
                 break;
             }
             budget -= count;
-            items.push(sequence.item(count));
+            let item = sequence.item(count);
+            if item.choose.is_some() && item.start < sequence.given {
+                report_layers.extend(&sequence.request.report_layers);
+            }
+            items.push(item);
         }
-        Batch { items }
+        Batch { items, report_layers: report_layers.into_iter().collect() }
     }
 
-    /// What the outcome of `batch` means for each of its sequences. Their tokens are chosen side by side on the threads of
-    /// the installed [`pool`], if there is one: who chooses does not matter, see `sampler.rs`.
+    /// What the outcome of `batch` means for each of its sequences.
     pub fn resolve(&self, batch: &Batch, outcome: StepOutcome<'_>) -> Vec<(Seq, Decision)> {
         let items = &batch.items;
-        let wrong_count = |got| format!("logits for {got} of the step's {} items", items.len());
-        let logits = match outcome {
-            Ok(logits) if logits.items() == items.len() => logits,
-            Ok(logits) => {
-                let error = EngineError::Executor(wrong_count(logits.items()));
-                return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect();
+        let chosen = match outcome {
+            Ok(chosen) if chosen.len() == items.len() => Ok(chosen),
+            Ok(chosen) => {
+                let why = format!("{} choices for the step's {} items", chosen.len(), items.len());
+                Err(EngineError::Executor(why))
             }
-            Err(error) => return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect(),
+            Err(error) => Err(error),
         };
-        let mut decisions: Vec<(Seq, Option<Decision>)> = items.iter().map(|item| (item.seq, None)).collect();
-        pool::for_each_of(&mut decisions, |index, (seq, decision)| {
-            let advance =
-                |sequence| self.advance(sequence, &items[index], logits.of(index)).unwrap_or_else(Decision::Fail);
-            *decision = self.running.get(seq).map(advance);
-        });
-        decisions.into_iter().filter_map(|(seq, decision)| Some((seq, decision?))).collect()
+        let decide = |index: usize, item: &BatchItem| {
+            let sequence = self.running.get(&item.seq)?;
+            let chosen = chosen.as_ref().map_err(EngineError::clone).map(|chosen| &chosen[index]);
+            let decision = chosen.and_then(|chosen| self.advance(sequence, item, chosen));
+            Some((item.seq, decision.unwrap_or_else(Decision::Fail)))
+        };
+        items.iter().enumerate().filter_map(|(index, item)| decide(index, item)).collect()
     }
 
     /// Carries decisions out. A sequence that ends is dropped here, and its hold on its lease with it.
@@ -295,10 +296,11 @@ impl Scheduler {
             Decision::Preempt => self.preempt(seq),
             Decision::Resume => self.resume(seq),
             Decision::Advance { computed, sampled, .. } => {
-                if let Some(Sequence { request, told, .. }) = self.running.get_mut(&seq) {
+                if let Some(Sequence { request, told, chosen, .. }) = self.running.get_mut(&seq) {
                     request.computed = *computed;
                     *told = (*told).max(*computed);
                     request.tokens.extend(sampled.as_ref().map(|sampled| sampled.token));
+                    *chosen = sampled.is_some();
                     debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
                 }
             }
@@ -310,6 +312,7 @@ impl Scheduler {
         let Some(mut sequence) = self.leave_queue(seq).or_else(|| self.running.remove(&seq)) else { return };
         sequence.request.lease = Arc::new(self.pool.nothing());
         sequence.request.computed = 0;
+        sequence.chosen = false;
         sequence.cached = Cached { blocks: 0, hash: self.model_digest };
         sequence.hashes = sequence_hashes(self.model_digest, &sequence.request.tokens, self.block_tokens);
         self.preemptions += 1;
@@ -393,22 +396,20 @@ impl Scheduler {
         running.max(self.queue.last().copied())
     }
 
-    fn advance(&self, sequence: &Sequence, item: &BatchItem, logits: Option<&[f32]>) -> Result<Decision, EngineError> {
-        let computed = item.start + item.tokens.len();
+    fn advance(&self, sequence: &Sequence, item: &BatchItem, chosen: &Chosen) -> Result<Decision, EngineError> {
+        let computed = item.end();
         let chunk = item.start < sequence.given && sequence.told < sequence.given && computed > sequence.told;
-        if !item.wants_logits {
-            return Ok(Decision::Advance { computed, chunk, sampled: None, finish: None });
+        let wrong = |why: &str| Err(EngineError::Executor(why.into()));
+        match (chosen, &item.choose) {
+            (Chosen::Nothing, None) => Ok(Decision::Advance { computed, chunk, sampled: None, finish: None }),
+            (Chosen::Token(sampled), Some(_)) => {
+                let finish = self.finish(sequence, sampled.token);
+                Ok(Decision::Advance { computed, chunk, sampled: Some(sampled.clone()), finish })
+            }
+            (Chosen::NotNumbers, Some(_)) => wrong("the logits are not numbers"),
+            (Chosen::Nothing, Some(_)) => wrong("no token was chosen"),
+            (Chosen::Token(_) | Chosen::NotNumbers, None) => wrong("a token was chosen in the middle of a prompt"),
         }
-        let logits = logits.filter(|logits| logits.len() == self.logits);
-        let logits = logits.ok_or_else(|| EngineError::Executor("no logits over the vocabulary".into()))?;
-        // Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
-        if !sampler::are_numbers(logits) {
-            return Err(EngineError::Executor("the logits are not numbers".into()));
-        }
-        let request = &sequence.request;
-        let sampled = sampler::sample(&request.sampling, &request.past(self.eos_token_id), logits);
-        let finish = self.finish(sequence, sampled.token);
-        Ok(Decision::Advance { computed, chunk, sampled: Some(sampled), finish })
     }
 
     fn finish(&self, Sequence { request, given, .. }: &Sequence, token: u32) -> Option<FinishReason> {
@@ -449,12 +450,26 @@ impl Sequence {
 
     fn item(&self, count: usize) -> BatchItem {
         let (start, end) = (self.request.computed, self.request.computed + count);
+        let last = self.chosen && count == 1;
         BatchItem {
             seq: self.rank.1,
-            tokens: self.request.tokens[start..end].to_vec(),
+            tokens: if last { Tokens::Last } else { Tokens::Given(self.request.tokens[start..end].to_vec()) },
             start,
             blocks: Arc::clone(&self.request.lease),
-            wants_logits: end == self.request.tokens.len(),
+            choose: (end == self.request.tokens.len()).then(|| self.choose(start, last)),
+        }
+    }
+
+    /// How to choose the token after all that are known, of which those from `start` on are computed.
+    fn choose(&self, start: usize, last: bool) -> Choose {
+        let SequenceRequest { tokens, prompt_len, sampling, .. } = &self.request;
+        let too_short = tokens.len() - prompt_len < sampling.min_tokens as usize;
+        let history = || History { tokens: tokens[..start].to_vec(), prompt_len: *prompt_len };
+        Choose {
+            sampling: Arc::clone(sampling),
+            uniform: uniform(sampling.seed, tokens.len()),
+            forbidden: self.ends.as_ref().filter(|_| too_short).cloned(),
+            history: (sampling.penalizes() && !last).then(history),
         }
     }
 }

@@ -7,7 +7,7 @@ use tandem_proto::hash::sequence_hashes;
 use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
 use crate::executor::EngineSpec;
-use crate::sampler::{Past, SamplingParams, TokenLogprob};
+use crate::sampling::{SamplingParams, TokenLogprob};
 
 /// Tokens to continue. The roles differ only in what they put here:
 ///
@@ -40,7 +40,7 @@ pub struct SequenceRequest {
     /// Tokens to generate at most, at least 1.
     pub max_new_tokens: u32,
     /// How to choose tokens.
-    pub sampling: SamplingParams,
+    pub sampling: Arc<SamplingParams>,
     /// Go on after the model's end-of-sequence token.
     pub ignore_eos: bool,
     /// Further tokens that end the sequence; they are emitted like the end-of-sequence token.
@@ -79,14 +79,10 @@ impl SequenceRequest {
         self.tokens.len() - self.computed
     }
 
-    /// What the next token is chosen after; `eos_token_id` is the model's.
-    pub(crate) fn past(&self, eos_token_id: u32) -> Past<'_> {
-        Past {
-            tokens: &self.tokens,
-            prompt_len: self.prompt_len,
-            eos: (!self.ignore_eos).then_some(eos_token_id),
-            stop_token_ids: &self.stop_token_ids,
-        }
+    /// The tokens that end it; `eos_token_id` is the model's.
+    pub(crate) fn ends(&self, eos_token_id: u32) -> impl Iterator<Item = u32> {
+        let eos = (!self.ignore_eos).then_some(eos_token_id);
+        self.stop_token_ids.iter().copied().chain(eos)
     }
 
     /// Checks everything that can be checked before the request queues.

@@ -25,7 +25,7 @@ pub struct CheckedRequest {
     pub deadline: Instant,
     /// The span that calls this node.
     pub parent: TraceContext,
-    sampling: SamplingParams,
+    sampling: Arc<SamplingParams>,
     ignore_eos: bool,
     stop_token_ids: Vec<u32>,
     priority: i32,
@@ -70,7 +70,7 @@ impl CheckedRequest {
             max_tokens: spec.max_tokens.min(room),
             deadline: deadline(spec.time_left_ns),
             parent: context(&spec.traceparent),
-            sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?,
+            sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?.into(),
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
             priority: priority(spec.priority)?,
@@ -138,7 +138,7 @@ impl CheckedRequest {
             computed,
             lease,
             max_new_tokens,
-            sampling: self.sampling.clone(),
+            sampling: Arc::clone(&self.sampling),
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
             deadline: Some(self.deadline),
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn fields_that_are_left_out_change_nothing() {
         let absent = CheckedRequest::check(spec(), &engine()).unwrap().sampling;
-        assert_eq!(absent, SamplingParams::GREEDY);
+        assert_eq!(*absent, SamplingParams::GREEDY);
         let asked = v1::Sampling {
             repetition_penalty: 1.1,
             logit_bias: [(9, 1.0), (3, -1.0)].into(),
@@ -257,7 +257,7 @@ mod tests {
             top_logprobs: 2,
             ..SamplingParams::GREEDY
         };
-        assert_eq!(CheckedRequest::check(asked, &engine()).unwrap().sampling, expected);
+        assert_eq!(*CheckedRequest::check(asked, &engine()).unwrap().sampling, expected);
     }
 
     #[test]

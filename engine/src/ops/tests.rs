@@ -5,12 +5,13 @@ use std::sync::atomic::AtomicU64;
 use half::f16;
 use proptest::prelude::*;
 
-use super::attention::{Attention, Chunk, PARTITION, Queries, Sequences};
-use super::kv::{KvArena, KvLayout, Place, quantized, scale_of};
+use super::attention::{Attention, PARTITION, Queries, Sequences};
+use super::kv::{KvArena, KvLayout, quantized, scale_of};
 use super::matmul::{Output, PackedMatrix, matmul};
 use super::pool::Pool;
 use super::simd::{Isa, IsaChoice};
 use crate::executor::KvDtype;
+use crate::step::{Chunk, Place};
 
 /// Numbers in -1..1 that look random.
 pub(super) fn noise(seed: u32, n: usize) -> Vec<f32> {

@@ -7,8 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::blocks::{BlockPool, Prefix};
 use crate::executor::Executor;
-use crate::ops::pool::Pool;
-use crate::sampler::SamplingParams;
+use crate::sampling::SamplingParams;
 use crate::sequence::MAX_PRIORITY;
 use crate::simulated::{SimulatedConfig, SimulatedExecutor};
 
@@ -29,7 +28,7 @@ fn request(pool: &BlockPool, len: usize, max_new_tokens: u32) -> SequenceRequest
         computed: 0,
         lease: Arc::new(pool.try_reserve(pool.blocks_for(len)).unwrap()),
         max_new_tokens,
-        sampling: SamplingParams::GREEDY,
+        sampling: SamplingParams::GREEDY.into(),
         ignore_eos: false,
         stop_token_ids: Vec::new(),
         deadline: None,
@@ -42,17 +41,10 @@ fn apply(scheduler: &mut Scheduler, decisions: &[(Seq, Decision)]) {
     scheduler.apply(decisions);
 }
 
-/// Logits of a `width` whose value at every id is `value(id)`.
-fn logits(batch: &Batch, width: usize, value: impl Fn(usize) -> f32) -> Logits {
-    let mut logits = Logits::default();
-    let rows = logits.lay_out(width, batch.wants_logits());
-    rows.iter_mut().enumerate().for_each(|(i, to)| *to = value(i % width));
-    logits
-}
-
-/// The greatest is token 3's.
-fn three(batch: &Batch) -> Logits {
-    logits(batch, VOCAB, |id| f32::from(u8::from(id == 3)))
+/// Every choice is token 3.
+fn three(batch: &Batch) -> Vec<Chosen> {
+    let three = Chosen::Token(Sampled { token: 3, logprob: 0.0, top: Vec::new() });
+    batch.items.iter().map(|item| item.choose.as_ref().map_or(Chosen::Nothing, |_| three.clone())).collect()
 }
 
 /// Every round of it, in order.
@@ -70,8 +62,8 @@ fn step(scheduler: &mut Scheduler, now: Instant) -> Vec<(Seq, Decision)> {
     apply(scheduler, &decisions);
     fit(scheduler);
     let batch = scheduler.plan();
-    let logits = three(&batch);
-    let decisions = scheduler.resolve(&batch, Ok(&logits));
+    let chosen = three(&batch);
+    let decisions = scheduler.resolve(&batch, Ok(&chosen));
     apply(scheduler, &decisions);
     decisions
 }
@@ -116,8 +108,8 @@ proptest! {
                 let start = expected.insert(item.seq, item.start + item.tokens.len()).unwrap_or(0);
                 prop_assert_eq!(item.start, start, "a token is skipped or computed twice");
             }
-            let logits = three(&batch);
-            let decisions = scheduler.resolve(&batch, Ok(&logits));
+            let chosen = three(&batch);
+            let decisions = scheduler.resolve(&batch, Ok(&chosen));
             ended.extend(decisions.iter().filter(|(_, decision)| decision.ends()).map(|(seq, _)| *seq));
             apply(&mut scheduler, &decisions);
         }
@@ -164,8 +156,8 @@ proptest! {
             started.extend(decisions.iter().filter(|(_, what)| *what == Decision::Start).map(|(seq, _)| *seq));
             apply(&mut scheduler, &decisions);
             let batch = scheduler.plan();
-            let logits = three(&batch);
-            let decisions = scheduler.resolve(&batch, Ok(&logits));
+            let chosen = three(&batch);
+            let decisions = scheduler.resolve(&batch, Ok(&chosen));
             apply(&mut scheduler, &decisions);
         }
         prop_assert_eq!(started.len(), count);
@@ -222,25 +214,6 @@ fn blocks_are_cached_when_logits_have_vouched_for_them() {
 }
 
 #[test]
-fn tokens_are_the_same_whatever_the_number_of_threads() {
-    let (pool, now) = (BlockPool::new(100, 16), Instant::now());
-    let mut scheduler = scheduler(9, 40, &pool);
-    for seq in 0..9 {
-        let sampling = SamplingParams { temperature: 0.5 * (seq % 3) as f32, seed: seq, ..SamplingParams::GREEDY };
-        scheduler.enqueue(seq, SequenceRequest { sampling, ..request(&pool, 4, 9) });
-    }
-    let decisions = scheduler.admit(now, |_| false);
-    apply(&mut scheduler, &decisions);
-    let batch = scheduler.plan();
-    let logits = logits(&batch, VOCAB, |id| (id * 5 % VOCAB) as f32 / 4.0);
-    let alone = scheduler.resolve(&batch, Ok(&logits));
-    for threads in 1..5 {
-        let mut threads = Pool::new(threads, Vec::new()).unwrap();
-        assert_eq!(threads.install(|| scheduler.resolve(&batch, Ok(&logits))), alone);
-    }
-}
-
-#[test]
 fn broken_logits_cache_nothing() {
     let (pool, now) = (BlockPool::new(100, 16), Instant::now());
     let mut scheduler = scheduler(1, 80, &pool);
@@ -248,8 +221,7 @@ fn broken_logits_cache_nothing() {
     let decisions = scheduler.admit(now, |_| false);
     apply(&mut scheduler, &decisions);
     let batch = scheduler.plan();
-    let broken = logits(&batch, VOCAB, |_| f32::NAN);
-    let decisions = scheduler.resolve(&batch, Ok(&broken));
+    let decisions = scheduler.resolve(&batch, Ok(&[Chosen::NotNumbers]));
     drop(batch);
     apply(&mut scheduler, &decisions);
     assert_eq!((pool.free(), pool.cached()), (100, 0));
@@ -273,17 +245,13 @@ fn deadlines_count_in_the_queue_and_in_the_batch() {
 
 #[test]
 fn a_wrong_outcome_fails_the_step_and_not_the_others() {
-    type Outcome = Result<Logits, EngineError>;
+    type Outcome = Result<Vec<Chosen>, EngineError>;
     let broken: [fn(&Batch) -> Outcome; 5] = [
-        |_| Ok(Logits::default()),
+        |_| Ok(Vec::new()),
         |_| Err(EngineError::Executor("broken".into())),
-        |batch| {
-            let mut none = Logits::default();
-            none.lay_out(VOCAB, batch.items.iter().map(|_| false));
-            Ok(none)
-        },
-        |batch| Ok(logits(batch, VOCAB + 1, |_| 0.0)),
-        |batch| Ok(logits(batch, VOCAB, |_| f32::NAN)),
+        |_| Ok(vec![Chosen::Nothing]),
+        |batch| Ok([three(batch), three(batch)].concat()),
+        |_| Ok(vec![Chosen::NotNumbers]),
     ];
     for broken in broken {
         let (pool, now) = (BlockPool::new(100, 16), Instant::now());
@@ -294,7 +262,7 @@ fn a_wrong_outcome_fails_the_step_and_not_the_others() {
         apply(&mut scheduler, &decisions);
         let batch = scheduler.plan();
         let outcome = broken(&batch);
-        let decisions = scheduler.resolve(&batch, outcome.as_ref().map_err(EngineError::clone));
+        let decisions = scheduler.resolve(&batch, outcome.as_deref().map_err(EngineError::clone));
         assert!(matches!(decisions[..], [(0, Decision::Fail(EngineError::Executor(_)))]), "{decisions:?}");
         apply(&mut scheduler, &decisions);
         assert_eq!((scheduler.running(), scheduler.waiting()), (0, 1));
@@ -363,7 +331,7 @@ proptest! {
                 let seq = ranks.len() as u64;
                 let request = SequenceRequest {
                     id: String::new(), tokens, prompt_len: len, computed: lease.cached_tokens(), lease: Arc::new(lease),
-                    max_new_tokens: new, sampling: SamplingParams::GREEDY, ignore_eos: false, stop_token_ids: Vec::new(),
+                    max_new_tokens: new, sampling: SamplingParams::GREEDY.into(), ignore_eos: false, stop_token_ids: Vec::new(),
                     deadline: None, priority, report_layers: Vec::new(),
                 };
                 scheduler.enqueue(seq, request);
@@ -388,8 +356,8 @@ proptest! {
                 prop_assert!(item.start + item.tokens.len() <= item.blocks.capacity_tokens());
                 prop_assert!(item.start >= item.blocks.read_only_tokens(), "a step writes where others read");
             }
-            let logits = three(&batch);
-            let decisions = scheduler.resolve(&batch, Ok(&logits));
+            let chosen = three(&batch);
+            let decisions = scheduler.resolve(&batch, Ok(&chosen));
             drop(batch);
             for (seq, decision) in &decisions {
                 let Decision::Advance { sampled: Some(_), .. } = decision else { continue };
@@ -438,8 +406,8 @@ fn the_last_in_the_order_gives_way_and_comes_back_with_what_is_cached() {
         told.extend(decisions);
         told.extend(fit(&mut scheduler));
         let batch = scheduler.plan();
-        let logits = three(&batch);
-        let decisions = scheduler.resolve(&batch, Ok(&logits));
+        let chosen = three(&batch);
+        let decisions = scheduler.resolve(&batch, Ok(&chosen));
         for (seq, decision) in &decisions {
             let again = matches!(decision, Decision::Advance { chunk: true, .. });
             assert!(!again, "{seq}: a chunk is told twice");

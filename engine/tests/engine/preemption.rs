@@ -10,7 +10,7 @@ const NEW_TOKENS: u32 = 100;
 fn job(engine: &Engine, salt: u32) -> SequenceRequest {
     let tokens = prompt(20, salt);
     let lease = engine.pool().try_reserve(engine.pool().blocks_for(tokens.len() + 1)).expect("room for the prompts");
-    SequenceRequest { sampling: seeded(salt.into()), ..request_in(Arc::new(lease), tokens, NEW_TOKENS) }
+    SequenceRequest { sampling: Arc::new(seeded(salt.into())), ..request_in(Arc::new(lease), tokens, NEW_TOKENS) }
 }
 
 /// What a stream said, in short, and its tokens.

@@ -11,8 +11,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::scheduler::{Decision, Scheduler};
 use tandem_engine::{
-    BlockPool, EngineError, Executor, KvLease, Logits, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
-    SimulatedConfig, SimulatedExecutor, StepModel, StepShape,
+    BlockPool, EngineError, Executor, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
+    SimulatedConfig, SimulatedExecutor, StepModel, StepShape, Tokens,
 };
 use tandem_proto::hash::sequence_hashes;
 
@@ -24,7 +24,7 @@ const LIMITS: SchedulerConfig = SchedulerConfig { max_running: 6, max_step_token
 struct Job {
     prompt: Vec<u32>,
     max_new_tokens: usize,
-    sampling: SamplingParams,
+    sampling: Arc<SamplingParams>,
     priority: i32,
     /// Steps from arrival after which its caller leaves.
     patience: Option<usize>,
@@ -38,7 +38,7 @@ impl Job {
         Self {
             prompt: shared.chain((0..own).map(|_| rng.random_range(0..64))).collect(),
             max_new_tokens: rng.random_range(1..14),
-            sampling: if rng.random_bool(0.5) { greedy() } else { seeded(rng.random()) },
+            sampling: Arc::new(random_sampling(rng)),
             priority: rng.random_range(-2..=2),
             patience: rng.random_bool(0.2).then(|| rng.random_range(0..60)),
         }
@@ -52,6 +52,15 @@ impl Job {
             patience: rng.random_bool(0.1).then(|| rng.random_range(0..200)),
             ..Self::random(rng)
         }
+    }
+}
+
+/// A third of them penalized: their tokens hang on all before.
+fn random_sampling(rng: &mut StdRng) -> SamplingParams {
+    match rng.random_range(0..3) {
+        0 => greedy(),
+        1 => seeded(rng.random()),
+        _ => SamplingParams { repetition_penalty: 1.4, frequency_penalty: 0.8, ..seeded(rng.random()) },
     }
 }
 
@@ -79,12 +88,12 @@ struct Seen {
     left: usize,
     preemptions: usize,
     cut_by_memory: usize,
+    last_tokens: usize,
 }
 
 struct Machine {
     scheduler: Scheduler,
     executor: SimulatedExecutor,
-    logits: Logits,
     pool: BlockPool,
     callers: Vec<Caller>,
     /// Which caller a sequence is of.
@@ -113,7 +122,6 @@ impl Machine {
             scheduler: Scheduler::new(&LIMITS, executor.spec(), pool.clone()),
             pool,
             executor,
-            logits: Logits::default(),
             callers: Vec::new(),
             sequences: BTreeMap::new(),
             next_seq: 0,
@@ -156,15 +164,14 @@ impl Machine {
             return;
         }
         watch(StepShape::of(&batch));
-        let outcome = if fails {
+        self.seen.last_tokens += batch.items.iter().filter(|item| item.tokens == Tokens::Last).count();
+        let mut outcome = self.executor.begin(&batch).and_then(|()| self.executor.finish(&mut |_| {}));
+        if fails {
             self.seen.failed_steps += 1;
-            // Half of the work is done when it fails: what it wrote must not be used.
-            let _ = self.executor.execute(&batch, &mut self.logits, &mut |_| {});
-            Err(EngineError::Executor("told to fail".into()))
-        } else {
-            self.executor.execute(&batch, &mut self.logits, &mut |_| {})
-        };
-        let decisions = self.scheduler.resolve(&batch, outcome.map(|()| &self.logits));
+            // The work is done when it fails: what it wrote must not be used.
+            outcome = Err(EngineError::Executor("told to fail".into()));
+        }
+        let decisions = self.scheduler.resolve(&batch, outcome);
         drop(batch);
         self.apply(decisions);
     }
@@ -213,6 +220,9 @@ impl Machine {
                 }
                 Decision::Preempt => self.seen.preemptions += 1,
                 Decision::Start | Decision::Grow | Decision::Resume => {}
+            }
+            if decision.ends() || decision == Decision::Preempt {
+                self.executor.forget(seq);
             }
             if decision.ends() {
                 self.sequences.remove(&seq);
@@ -293,6 +303,7 @@ fn stress(seed: u64, requests: usize, load: &Load) -> Seen {
     }
     assert!(machine.scheduler.is_idle());
     assert_eq!(machine.pool.free(), machine.pool.total(), "seed {seed}: blocks are lost");
+    assert_eq!(machine.executor.slots(), 0, "seed {seed}: slots are lost");
     machine.seen
 }
 
@@ -304,6 +315,7 @@ fn a_thousand_requests_on_tiny_memory_over_a_hundred_seeds() {
     let total = |count: fn(&Seen) -> usize| all.iter().map(count).sum::<usize>();
     let (cached, failed, left) = (total(|s| s.cached_tokens), total(|s| s.failed_steps), total(|s| s.left));
     println!("{cached} tokens from the cache, {failed} failed steps, {left} left early, {:?}", begin.elapsed());
+    assert!(total(|s| s.last_tokens) > 100_000);
     assert!(cached > 100_000 && failed > 300 && left > 1000, "{cached} {failed} {left}");
 }
 
