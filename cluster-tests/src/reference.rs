@@ -40,7 +40,7 @@ impl Reference {
             computed: 0,
             lease,
             max_new_tokens: new_tokens,
-            sampling: SamplingParams::default(),
+            sampling: SamplingParams::default().into(),
             ignore_eos: true,
             stop_token_ids: Vec::new(),
             deadline: None,

@@ -73,7 +73,7 @@ async fn read_prompt(node: &Node, tokens: Vec<u32>) {
         computed: lease.cached_tokens(),
         lease: Arc::new(lease),
         max_new_tokens: 1,
-        sampling: SamplingParams::GREEDY,
+        sampling: SamplingParams::GREEDY.into(),
         ignore_eos: true,
         stop_token_ids: Vec::new(),
         deadline: None,

@@ -38,7 +38,7 @@ pub async fn serve(
 ) -> Result<(), Error> {
     let accepted = clock::now();
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
-    let request = CheckedRequest::check(spec, node.engine.spec())?;
+    let request = CheckedRequest::check(spec, node.engine.spec())?.within_memory(node.engine.spec());
     let mut trace = node.trace();
     let generate = Generate { node: &node, request: &request, events: &events, accepted };
     let running = async {
@@ -187,6 +187,8 @@ impl Generate<'_> {
                 }
                 // Nobody asked.
                 SequenceEvent::LayersDone { .. } => {}
+                SequenceEvent::Preempted { at } => trace.event("preempted", at, [("tokens", 0_u32.into())]),
+                SequenceEvent::Resumed { at } => trace.event("resumed", at, []),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
                 SequenceEvent::Token { id, logprob, top, at } => {
                     // The forward pass, and the span of the prompt's half of the call.
@@ -205,10 +207,10 @@ impl Generate<'_> {
         Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
     }
 
-    /// Room for everything that the request may come to hold, so that it never stops half-way for want of blocks. What
-    /// the prefix cache has of the prompt is shared; the prefill node fills the rest of the prompt's blocks.
+    /// Room for the prompt and its first token. What the prefix cache has of the prompt is shared; the prefill node fills
+    /// the rest of the prompt's blocks, and the engine takes those of the answer as it grows.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
-        let lease = self.request.reserve(&self.node.engine, self.request.worst_case_kv_tokens()).await?;
+        let lease = self.request.reserve(&self.node.engine, self.request.first_kv_tokens()).await?;
         self.node.figures.looked_up(self.request.prompt.len(), lease.cached_tokens());
         Ok(lease)
     }
@@ -262,6 +264,8 @@ impl Generate<'_> {
                 }
                 // Nobody asked.
                 SequenceEvent::LayersDone { .. } => {}
+                SequenceEvent::Preempted { at } => trace.event("preempted", at, [("tokens", tokens.into())]),
+                SequenceEvent::Resumed { at } => trace.event("resumed", at, []),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
                 SequenceEvent::Token { id, logprob, top, at } => {
                     if tokens == 0 {

@@ -8,14 +8,16 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvDtype;
-use tandem_engine::ops::attention::{Attention, Chunk, Queries, Sequences};
-use tandem_engine::ops::kv::{KvArena, KvLayout, Place};
+use tandem_engine::ops::attention::{Attention, Queries, Sequences};
+use tandem_engine::ops::kv::{KvArena, KvLayout};
 use tandem_engine::ops::matmul::{Output, matmul};
 use tandem_engine::ops::packed::{PackedMatrix, WeightFormat};
 use tandem_engine::ops::peak;
 use tandem_engine::ops::rows::{Rotations, rms_norm, swiglu};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
-use tandem_engine::sampler::{Past, SamplingParams, are_numbers, sample};
+use tandem_engine::sampler::{Past, are_numbers, sample};
+use tandem_engine::sampling::SamplingParams;
+use tandem_engine::step::{Chunk, Place};
 use tandem_gguf::TensorType;
 use tandem_memory::HostMemory;
 
@@ -189,7 +191,7 @@ impl Bench {
         self.report(&name, rows, bytes as f64, operations as f64, |row| {
             let logits = &logits[row * VOCABULARY..][..VOCABULARY];
             assert!(are_numbers(logits));
-            black_box(sample(&SamplingParams::GREEDY, &past, logits));
+            black_box(sample(&SamplingParams::GREEDY, 0.0, &past, logits));
         });
     }
 

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::matmul::{Output, matmul};
 use tandem_engine::ops::packed::PackedMatrix;
 use tandem_engine::ops::peak;
 use tandem_engine::ops::simd::{Isa, IsaChoice};
-use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, KvLease, Logits};
+use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Executor, KvDtype, KvLease, SamplingParams, Tokens};
 
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
                      [--kv-dtype bf16|int8|f32] [--block-size TOKENS] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
@@ -171,8 +171,7 @@ fn number(text: &str) -> Result<usize, String> {
 }
 
 struct Bench {
-    executor: LlamaExecutor,
-    logits: Logits,
+    executor: CpuExecutor,
     pool: BlockPool,
     steps: usize,
     chunk: usize,
@@ -181,7 +180,7 @@ struct Bench {
 impl Bench {
     fn load(options: &Options) -> Result<Self, String> {
         let blocks = options.rows.iter().map(|row| row.blocks(options.steps, options.block_tokens)).max().unwrap_or(1);
-        let executor = LlamaExecutor::load(&ModelConfig {
+        let executor = CpuExecutor::load(&ModelConfig {
             path: options.model.clone(),
             kv_dtype: options.kv_dtype,
             blocks,
@@ -201,7 +200,6 @@ impl Bench {
         }
         Ok(Self {
             executor,
-            logits: Logits::default(),
             pool: BlockPool::new(blocks, options.block_tokens),
             steps: options.steps,
             chunk: options.chunk,
@@ -240,14 +238,17 @@ impl Bench {
     }
 
     fn step(&mut self, items: Vec<BatchItem>) -> Result<(), String> {
-        self.executor.execute(&Batch { items }, &mut self.logits, &mut |_| {}).map_err(|error| error.to_string())?;
-        black_box(&self.logits);
+        let batch = Batch { items, report_layers: Vec::new() };
+        let outcome = self.executor.begin(&batch).and_then(|()| self.executor.finish(&mut |_| {}));
+        black_box(outcome.map_err(|error| error.to_string())?);
         Ok(())
     }
 }
 
-fn item(seq: u64, tokens: Vec<u32>, start: usize, blocks: &Arc<KvLease>, wants_logits: bool) -> BatchItem {
-    BatchItem { seq, tokens, start, blocks: Arc::clone(blocks), wants_logits }
+fn item(seq: u64, tokens: Vec<u32>, start: usize, blocks: &Arc<KvLease>, chooses: bool) -> BatchItem {
+    let greedy = || Choose { sampling: Arc::new(SamplingParams::GREEDY), uniform: 0.0, forbidden: None, history: None };
+    let (tokens, blocks) = (Tokens::Given(tokens), Arc::clone(blocks));
+    BatchItem { seq, tokens, start, blocks, choose: chooses.then(greedy) }
 }
 
 /// Runs `measure` on every thread at once and adds up, `samples` times.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::{Engine, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, StepShape};
 
 /// Prompts as clients have them; each below the 512 tokens of a step.
@@ -17,7 +17,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let threads = arguments.next().map_or(Ok(2), |threads| threads.parse())?;
     let config = ModelConfig { path, threads, blocks: 1024, ..ModelConfig::default() };
     let limits = SchedulerConfig { max_running: 64, max_step_tokens: STEP_TOKENS, inbox: 64, prefix_caching: false };
-    let engine = Engine::start(Box::new(LlamaExecutor::load(&config)?), limits);
+    let engine = Engine::start(Box::new(CpuExecutor::load(&config)?), limits);
     let begun = Instant::now();
     engine.warm_up(STEP_TOKENS).await?;
     println!("warm after {:.0} ms: {:?}", begun.elapsed().as_secs_f64() * 1e3, engine.load().step_cost);
@@ -48,7 +48,7 @@ async fn first_token_ms(engine: &Engine, index: usize, tokens: usize) -> Result<
         computed: 0,
         lease,
         max_new_tokens: 8,
-        sampling: SamplingParams::GREEDY,
+        sampling: SamplingParams::GREEDY.into(),
         ignore_eos: true,
         stop_token_ids: Vec::new(),
         deadline: None,

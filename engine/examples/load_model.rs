@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use tandem_engine::candle::{ModelConfig, ModelLoader};
+use tandem_engine::cpu::{ModelConfig, ModelLoader};
 use tandem_engine::memory::MemoryFiles;
 use tandem_engine::{Engine, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest};
 
@@ -98,7 +98,7 @@ async fn answer(engine: &Engine, stop_token_ids: Vec<u32>) -> Result<(), Failure
         computed: 0,
         lease,
         max_new_tokens: ANSWER,
-        sampling: SamplingParams::GREEDY,
+        sampling: SamplingParams::GREEDY.into(),
         ignore_eos: false,
         stop_token_ids,
         deadline: None,

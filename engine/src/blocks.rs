@@ -9,6 +9,9 @@
 //! - *leased*: at least one lease holds it. Several may, if it is cached; then none of them writes it.
 //!
 //! Empty and cached blocks are *free*: a reservation can have them, empty ones first.
+//!
+//! A lease grows block by block while its sequence runs ([`KvLease::grow`]). Growth goes ahead of reservations, which
+//! leave some free blocks for it ([`BlockPool::keep_free`]): a sequence that runs ends sooner than one that waits.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -42,6 +45,8 @@ struct State {
     /// By arrival. Only the first is ever served, so that a large request is not starved by small ones behind it.
     waiting: BTreeMap<u64, Waiter>,
     next_waiter: u64,
+    /// Free blocks that reservations leave to those who run.
+    kept: usize,
 }
 
 /// A reservation that waits for blocks.
@@ -83,6 +88,7 @@ impl BlockPool {
             cache: PrefixCache::default(),
             waiting: BTreeMap::new(),
             next_waiter: 0,
+            kept: 0,
         };
         let block_tokens = block_tokens.max(1);
         let (total, state, published) = (ids as usize, Mutex::new(state), Notify::new());
@@ -145,7 +151,8 @@ impl BlockPool {
     pub fn try_reserve_prefix(&self, n: usize, prefix: Prefix<'_>) -> Result<KvLease, EngineError> {
         let want = self.want(n, prefix)?;
         let mut state = self.0.state();
-        let taken = if state.waiting.is_empty() { state.take(&want) } else { None };
+        let kept = state.kept;
+        let taken = if state.waiting.is_empty() { state.take(&want, kept) } else { None };
         let free = state.free();
         drop(state);
         taken
@@ -171,8 +178,9 @@ impl BlockPool {
         let want = self.want(n, prefix)?;
         let (id, lease) = {
             let mut state = self.0.state();
+            let kept = state.kept;
             if state.waiting.is_empty()
-                && let Some(taken) = state.take(&want)
+                && let Some(taken) = state.take(&want, kept)
             {
                 return Ok(KvLease::new(&self.0, taken));
             }
@@ -185,6 +193,37 @@ impl BlockPool {
         // Dropped after `lease`: should both find this future cancelled, the lease's blocks are back by then.
         let _place = Place { pool: &self.0, id };
         lease.await.map_err(|_| EngineError::Stopped("the KV pool is closed".into()))
+    }
+
+    /// Takes `n` blocks for a sequence that had some before, ahead of whoever waits in [`BlockPool::reserve`], sharing
+    /// what is cached of `prefix`. `None` when fewer than `spare` blocks would stay free.
+    pub(crate) fn take_again(&self, n: usize, prefix: Prefix<'_>, spare: usize) -> Option<KvLease> {
+        let want = self.want(n, prefix).ok()?;
+        let taken = self.0.state().take(&want, spare)?;
+        Some(KvLease::new(&self.0, taken))
+    }
+
+    /// Whether [`BlockPool::take_again`] would give blocks now.
+    pub(crate) fn has_again(&self, n: usize, prefix: Prefix<'_>, spare: usize) -> bool {
+        let want = self.want(n, prefix);
+        want.is_ok_and(|want| self.0.state().fits(&want, spare).is_some())
+    }
+
+    /// A lease of no blocks.
+    pub(crate) fn nothing(&self) -> KvLease {
+        KvLease::new(&self.0, Taken { blocks: Vec::new(), shared: 0, prefix: None })
+    }
+
+    /// From now on reservations leave `blocks` blocks free for leases that grow; as many as there are refuses them all.
+    pub(crate) fn keep_free(&self, blocks: usize) {
+        let mut state = self.0.state();
+        let less = blocks < state.kept;
+        state.kept = blocks;
+        let someone_waits = !state.waiting.is_empty();
+        drop(state);
+        if less && someone_waits {
+            self.0.serve();
+        }
     }
 
     fn want(&self, n: usize, prefix: Prefix<'_>) -> Result<Want, EngineError> {
@@ -233,27 +272,37 @@ impl State {
         self.empty.len() + self.cache.idle()
     }
 
-    /// Takes what is wanted, or nothing.
-    fn take(&mut self, want: &Want) -> Option<Taken> {
-        let mut blocks = self.cache.lookup(&want.prefix);
-        let shared = blocks.len();
+    /// The cached blocks at the head of what is wanted, if there is room for the rest and `kept` blocks stay free.
+    fn fits(&self, want: &Want, kept: usize) -> Option<Vec<u32>> {
+        let blocks = self.cache.lookup(&want.prefix);
         let held = blocks.iter().filter(|&&block| self.holders[block as usize] > 0).count();
-        if want.blocks - held > self.free() {
-            return None;
-        }
+        let needed = want.blocks - held;
+        (needed == 0 || needed.saturating_add(kept) <= self.free()).then_some(blocks)
+    }
+
+    /// Takes what is wanted, or nothing.
+    fn take(&mut self, want: &Want, kept: usize) -> Option<Taken> {
+        let mut blocks = self.fits(want, kept)?;
+        let shared = blocks.len();
         // Held first, so that none of them is evicted to make room for the others.
         blocks.iter().for_each(|&block| self.hold(block));
+        // All evictions first: adjacent blocks make one run.
         while self.empty.len() < want.blocks - shared {
             let evicted = self.cache.evict()?;
             self.empty.insert(evicted);
         }
         for _ in shared..want.blocks {
-            let block = self.empty.pop_first()?;
-            self.hold(block);
-            blocks.push(block);
+            blocks.push(self.take_one()?);
         }
         let prefix = shared.checked_sub(1).map(|last| want.prefix[last]);
         Some(Taken { blocks, shared, prefix })
+    }
+
+    /// An empty block, or the least recently held cached one.
+    fn take_one(&mut self) -> Option<u32> {
+        let block = self.empty.pop_first().or_else(|| self.cache.evict())?;
+        self.hold(block);
+        Some(block)
     }
 
     fn hold(&mut self, block: u32) {
@@ -288,7 +337,8 @@ impl Inner {
     fn next_served(&self) -> Option<(Waiter, Taken)> {
         let mut state = self.state();
         let (id, want) = state.waiting.first_key_value().map(|(&id, waiter)| (id, waiter.want.clone()))?;
-        let taken = state.take(&want)?;
+        let kept = state.kept;
+        let taken = state.take(&want, kept)?;
         Some((state.waiting.remove(&id)?, taken))
     }
 }
@@ -352,6 +402,27 @@ impl KvLease {
         }
     }
 
+    /// One more block at the end of the lease, ahead of whoever waits in [`BlockPool::reserve`]. False when none is
+    /// free. Where others hold the lease, too, they keep the one they have: the grown lease is another one, which holds
+    /// the same blocks and one more.
+    pub(crate) fn grow(lease: &mut Arc<Self>) -> bool {
+        let pool = Arc::clone(&lease.pool);
+        let mut state = pool.state();
+        let Some(block) = state.take_one() else { return false };
+        if let Some(lease) = Arc::get_mut(lease) {
+            lease.blocks.push(block);
+            return true;
+        }
+        lease.blocks.iter().for_each(|&block| state.hold(block));
+        let blocks = lease.blocks.iter().copied().chain([block]).collect();
+        // Before the old lease is let go of: should this have become its last holder, it takes the lock.
+        drop(state);
+        let grown = Self::new(&pool, Taken { blocks, shared: lease.shared, prefix: lease.prefix });
+        grown.read_only.store(lease.read_only.load(Ordering::Acquire), Ordering::Release);
+        *lease = Arc::new(grown);
+        true
+    }
+
     /// Whether the blocks are ids of `pool`.
     pub fn is_of(&self, pool: &BlockPool) -> bool {
         Arc::ptr_eq(&self.pool, &pool.0)
@@ -377,220 +448,4 @@ impl fmt::Debug for KvLease {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
-    use std::future::Future;
-    use std::pin::Pin;
-    use std::task::{Context, Poll, Waker};
-
-    use proptest::prelude::*;
-    use tandem_proto::hash::sequence_hashes;
-
-    use super::*;
-
-    const TOTAL: usize = 12;
-    type Reserving = Pin<Box<dyn Future<Output = Result<KvLease, EngineError>>>>;
-
-    /// Prompts share a beginning when their first numbers are equal: `family` repeated, then `member`.
-    #[derive(Clone, Copy, Debug)]
-    struct Request {
-        blocks: usize,
-        family: u32,
-        member: u32,
-    }
-
-    impl Request {
-        fn hashes(&self) -> Vec<SequenceHash> {
-            let half = self.blocks * 16 / 2;
-            let tokens: Vec<u32> =
-                (0..self.blocks * 16).map(|i| if i < half { self.family } else { self.member }).collect();
-            sequence_hashes(0, &tokens, 16)
-        }
-    }
-
-    #[derive(Clone, Debug)]
-    enum Action {
-        Try(Request),
-        Wait(Request),
-        PollAll,
-        CancelWait(usize),
-        Publish(usize, usize),
-        Release(usize),
-    }
-
-    fn action() -> impl Strategy<Value = Action> {
-        let request =
-            || (0usize..14, 0u32..2, 0u32..3).prop_map(|(blocks, family, member)| Request { blocks, family, member });
-        prop_oneof![
-            request().prop_map(Action::Try),
-            request().prop_map(Action::Wait),
-            Just(Action::PollAll),
-            (0usize..8).prop_map(Action::CancelWait),
-            (0usize..8, 0usize..14).prop_map(|(lease, blocks)| Action::Publish(lease, blocks)),
-            (0usize..8).prop_map(Action::Release),
-        ]
-    }
-
-    fn waiting(pool: &BlockPool, n: usize, hashes: Vec<SequenceHash>) -> Reserving {
-        let pool = pool.clone();
-        Box::pin(async move { pool.reserve_prefix(n, Prefix { hashes: &hashes, tokens: n * 16 }).await })
-    }
-
-    fn poll_all(waiters: &mut Vec<(Request, Reserving)>, leases: &mut Vec<(Request, KvLease)>) {
-        let mut context = Context::from_waker(Waker::noop());
-        waiters.retain_mut(|(request, waiter)| match waiter.as_mut().poll(&mut context) {
-            Poll::Pending => true,
-            Poll::Ready(lease) => {
-                leases.extend(lease.ok().map(|lease| (*request, lease)));
-                false
-            }
-        });
-    }
-
-    /// What each block holds, as far as its lease published it; `None` from when somebody may write it.
-    type Contents = BTreeMap<u32, SequenceHash>;
-
-    fn taken(contents: &mut Contents, (request, lease): &(Request, KvLease)) -> Result<(), TestCaseError> {
-        let (shared, hashes) = (lease.cached_tokens() / 16, request.hashes());
-        prop_assert!(shared < request.blocks.max(1), "the last token has to be computed");
-        for (block, hash) in lease.blocks()[..shared].iter().zip(&hashes) {
-            prop_assert_eq!(contents.get(block), Some(hash), "a shared block holds something else");
-        }
-        contents.retain(|block, _| !lease.blocks()[shared..].contains(block));
-        Ok(())
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(512))]
-        #[test]
-        fn no_block_is_lost_or_written_by_two(actions in prop::collection::vec(action(), 0..160)) {
-            let pool = BlockPool::new(TOTAL, 16);
-            let (mut leases, mut waiters, mut contents) = (Vec::new(), Vec::new(), Contents::new());
-            for action in actions {
-                let before = leases.len();
-                match action {
-                    Action::Try(request) => {
-                        let prefix = request.hashes();
-                        let prefix = Prefix { hashes: &prefix, tokens: request.blocks * 16 };
-                        leases.extend(pool.try_reserve_prefix(request.blocks, prefix).map(|lease| (request, lease)));
-                    }
-                    Action::Wait(request) => waiters.push((request, waiting(&pool, request.blocks, request.hashes()))),
-                    Action::CancelWait(i) if i < waiters.len() => drop(waiters.remove(i)),
-                    Action::Publish(i, blocks) if i < leases.len() => {
-                        let (request, lease) = &leases[i];
-                        let (first, hashes) = (lease.read_only_tokens() / 16, request.hashes());
-                        let hashes = hashes.get(first..blocks.min(request.blocks)).unwrap_or_default();
-                        lease.publish(first, hashes);
-                        contents.extend(lease.blocks()[first..].iter().copied().zip(hashes.iter().copied()));
-                    }
-                    Action::Release(i) if i < leases.len() => drop(leases.swap_remove(i)),
-                    _ => {}
-                }
-                // A lease is given when blocks come back, not when its waiter looks.
-                poll_all(&mut waiters, &mut leases);
-                for lease in leases.get(before..).unwrap_or_default() {
-                    taken(&mut contents, lease)?;
-                }
-                let writable: Vec<u32> =
-                    leases.iter().flat_map(|(_, lease)| &lease.blocks()[lease.read_only_tokens() / 16..]).copied().collect();
-                let held: BTreeSet<u32> = leases.iter().flat_map(|(_, lease)| lease.blocks()).copied().collect();
-                for block in &writable {
-                    let holders = leases.iter().filter(|(_, lease)| lease.blocks().contains(block)).count();
-                    prop_assert_eq!(holders, 1, "block {} is written by one and held by another", block);
-                }
-                prop_assert_eq!(held.len() + pool.free(), TOTAL);
-                prop_assert!(pool.cached() <= pool.free());
-            }
-            drop((leases, waiters));
-            prop_assert_eq!(pool.free(), TOTAL);
-            prop_assert_eq!(pool.try_reserve(TOTAL).map(|lease| lease.blocks().len()), Ok(TOTAL));
-        }
-    }
-
-    #[test]
-    fn a_large_reservation_is_not_overtaken() {
-        let pool = BlockPool::new(4, 16);
-        let request = Request { blocks: 4, family: 0, member: 0 };
-        let held = pool.try_reserve(3);
-        let (mut waiters, mut leases) = (vec![(request, waiting(&pool, 4, Vec::new()))], Vec::new());
-        poll_all(&mut waiters, &mut leases);
-        assert_eq!(pool.waiting(), 1);
-        assert!(matches!(pool.try_reserve(1), Err(EngineError::Overloaded(_))), "overtook the waiter");
-        drop(held);
-        assert!(matches!(pool.try_reserve(1), Err(EngineError::Overloaded(_))), "overtook the waiter");
-        poll_all(&mut waiters, &mut leases);
-        assert_eq!(leases[0].1.blocks(), [0, 1, 2, 3]);
-    }
-
-    #[test]
-    fn a_waiter_that_leaves_gives_way_whatever_it_was_given() {
-        let pool = BlockPool::new(4, 16);
-        let request = Request { blocks: 4, family: 0, member: 0 };
-        for served in [false, true] {
-            let held = pool.try_reserve(3);
-            let (mut waiters, mut leases) = (Vec::new(), Vec::new());
-            for blocks in [4, 1] {
-                waiters.push((request, waiting(&pool, blocks, Vec::new())));
-                poll_all(&mut waiters, &mut leases);
-            }
-            let held = held.ok().filter(|_| !served);
-            drop(waiters.remove(0));
-            poll_all(&mut waiters, &mut leases);
-            assert_eq!(leases.len(), 1, "the small one behind it is served");
-            drop((held, leases));
-            assert_eq!(pool.free(), 4);
-        }
-    }
-
-    #[test]
-    fn blocks_are_shared_up_to_the_last_token() {
-        let pool = BlockPool::new(8, 16);
-        let hashes = sequence_hashes(0, &[5; 64], 16);
-        let first = pool.try_reserve(4).unwrap();
-        let mut grew = Box::pin(pool.cache_grew());
-        let mut context = Context::from_waker(Waker::noop());
-        assert!(grew.as_mut().poll(&mut context).is_pending());
-        first.publish(0, &hashes);
-        assert!(grew.as_mut().poll(&mut context).is_ready());
-        assert_eq!((first.cached_tokens(), first.read_only_tokens()), (0, 64));
-        let shared = |tokens| {
-            let lease = pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens }).unwrap();
-            (
-                lease.cached_tokens(),
-                lease.blocks()[..lease.cached_tokens() / 16] == first.blocks()[..lease.cached_tokens() / 16],
-            )
-        };
-        assert_eq!(
-            [shared(64), shared(65), shared(49), shared(16), shared(1)],
-            [(48, true), (64, true), (48, true), (0, true), (0, true)]
-        );
-        // While the first lease lives, its blocks take no room: three such requests fit the four blocks left.
-        let others: Vec<_> =
-            (0..3).map(|_| pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens: 64 }).unwrap()).collect();
-        assert_eq!((pool.free(), others.len()), (1, 3));
-        drop((first, others));
-        assert_eq!((pool.free(), pool.cached()), (8, 4));
-        let all = pool.try_reserve(8).unwrap();
-        assert_eq!(all.blocks(), [0, 1, 2, 3, 4, 5, 6, 7], "cached blocks are evicted when there is need");
-        drop(all);
-        assert_eq!(pool.cached(), 0);
-    }
-
-    #[test]
-    fn nothing_is_cached_when_it_is_off() {
-        let pool = BlockPool::with_prefix_caching(8, 16, false);
-        let hashes = sequence_hashes(0, &[5; 64], 16);
-        pool.try_reserve(4).unwrap().publish(0, &hashes);
-        let again = pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens: 64 }).unwrap();
-        assert_eq!((again.cached_tokens(), pool.cached()), (0, 0));
-    }
-
-    #[test]
-    fn what_never_fits_is_refused_at_once() {
-        let pool = BlockPool::new(4, 16);
-        assert!(matches!(pool.try_reserve(5), Err(EngineError::InvalidArgument(_))));
-        let poll = waiting(&pool, 5, Vec::new()).as_mut().poll(&mut Context::from_waker(Waker::noop()));
-        assert!(matches!(poll, Poll::Ready(Err(EngineError::InvalidArgument(_)))));
-        assert_eq!((pool.blocks_for(0), pool.blocks_for(16), pool.blocks_for(17)), (0, 1, 2));
-    }
-}
+mod tests;

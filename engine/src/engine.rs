@@ -11,7 +11,7 @@ mod warm_up;
 use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,11 +22,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
-use crate::executor::{Batch, EngineSpec, Executor};
-use crate::logits::Logits;
-use crate::sampler::Sampled;
-use crate::scheduler::{Decision, Scheduler, SchedulerConfig, Seq};
-use crate::sequence::{SequenceEvent, SequenceRequest};
+use crate::executor::{Batch, EngineSpec, Executor, LayersDone, Seq};
+use crate::sampling::Sampled;
+use crate::scheduler::{Decision, Scheduler, SchedulerConfig};
+use crate::sequence::{MAX_PREEMPTIONS_TOLD, SequenceEvent, SequenceRequest};
 use crate::step_model::{StepCost, StepModel, StepShape};
 
 pub use stepper::Stepper;
@@ -34,6 +33,9 @@ use warm_up::Rounds;
 
 /// A longer queue would only outlive its callers' deadlines.
 const MAX_INBOX: usize = 1 << 16;
+
+/// Where all blocks that a step wants are in transfers, so long passes until the next look.
+const BLOCKS_AWAY: Duration = Duration::from_millis(1);
 
 /// Handle to one engine; clones are cheap. Dropping the last one shuts the engine down.
 #[derive(Clone)]
@@ -60,7 +62,11 @@ struct Shared {
     /// As of the worker's last step.
     scheduled_tokens: AtomicUsize,
     running_tokens: AtomicUsize,
-    running: AtomicUsize,
+    /// Started and not ended: those in the batch and the preempted.
+    started: AtomicUsize,
+    /// Waiting to be computed again.
+    preempted: AtomicUsize,
+    preemptions: AtomicU64,
     cost: Mutex<StepCost>,
     /// When the step that runs began.
     step_began: Mutex<Option<Instant>>,
@@ -95,6 +101,9 @@ struct Client {
     queue_place: Option<OwnedSemaphorePermit>,
     /// See `SequenceRequest::report_layers`; empty once the first token is there.
     report_layers: Vec<usize>,
+    started: bool,
+    /// So many preemptions can still be told.
+    preemptions: usize,
 }
 
 /// A momentary picture of an engine.
@@ -112,6 +121,8 @@ pub struct EngineLoad {
     pub free_blocks: usize,
     /// Those of the free blocks whose KV can be reused.
     pub cached_blocks: usize,
+    /// How often a sequence has given its blocks to another, since the engine started.
+    pub preemptions: u64,
     /// How long steps take here, as measured.
     pub step_cost: StepCost,
 }
@@ -183,7 +194,8 @@ impl Engine {
         let (sender, events) = mpsc::channel(request.max_events(spec.max_context_tokens));
         let tokens = request.queued_tokens();
         let report_layers = request.report_layers.clone();
-        let client = Client { events: sender, queue_place: Some(place), report_layers };
+        let preemptions = MAX_PREEMPTIONS_TOLD;
+        let client = Client { events: sender, queue_place: Some(place), report_layers, started: false, preemptions };
         shared.inbox_tokens.fetch_add(tokens, Ordering::Relaxed);
         inbox.try_send(Message::Submit(Box::new(Submission { request, client }))).map_err(|refused| {
             shared.inbox_tokens.fetch_sub(tokens, Ordering::Relaxed);
@@ -201,13 +213,16 @@ impl Engine {
         let waiting = shared.queue_limit - shared.queue.available_permits().min(shared.queue_limit);
         let tokens = [&shared.inbox_tokens, &shared.scheduled_tokens];
         let pool = &self.0.pool;
+        let started = shared.started.load(Ordering::Acquire);
+        let preempted = shared.preempted.load(Ordering::Relaxed).min(started);
         EngineLoad {
-            running: shared.running.load(Ordering::Acquire),
-            waiting,
+            running: started - preempted,
+            waiting: waiting + preempted,
             queued_tokens: tokens.iter().map(|count| count.load(Ordering::Relaxed)).sum(),
             running_tokens: shared.running_tokens.load(Ordering::Relaxed),
             free_blocks: pool.free(),
             cached_blocks: pool.cached(),
+            preemptions: shared.preemptions.load(Ordering::Relaxed),
             step_cost: *shared.cost.lock().unwrap_or_else(PoisonError::into_inner),
         }
     }
@@ -242,23 +257,24 @@ impl Inner {
             inbox_tokens: AtomicUsize::new(0),
             scheduled_tokens: AtomicUsize::new(0),
             running_tokens: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
+            started: AtomicUsize::new(0),
+            preempted: AtomicUsize::new(0),
+            preemptions: AtomicU64::new(0),
             cost: Mutex::default(),
             step_began: Mutex::default(),
             stop: AtomicBool::new(false),
             stopped: OnceLock::new(),
         });
+        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
         let worker = Worker {
-            scheduler: Scheduler::new(&config, &spec),
+            scheduler: Scheduler::new(&config, &spec, pool.clone()),
             executor,
-            logits: Logits::default(),
             model: StepModel::default(),
             clients: HashMap::new(),
             inbox: receiver,
             shared: Arc::clone(&shared),
             next_seq: 0,
         };
-        let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
         (Self { inbox, shared, spec, pool, memory, thread: Mutex::default() }, worker)
     }
 
@@ -307,12 +323,24 @@ impl SequenceStream {
     }
 }
 
+/// What a step came to.
+struct Outcome {
+    /// Why it failed as a whole.
+    failed: Option<EngineError>,
+    decisions: Vec<(Seq, Decision)>,
+}
+
+impl Outcome {
+    fn of(batch: &Batch, executor: &mut dyn Executor, scheduler: &Scheduler, done: &mut LayersDone<'_>) -> Self {
+        let chosen = executor.begin(batch).and_then(|()| executor.finish(done));
+        Self { failed: chosen.as_ref().err().cloned(), decisions: scheduler.resolve(batch, chosen) }
+    }
+}
+
 /// What steps. Field order is drop order: leases are back before the streams end.
 struct Worker {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
-    /// Of the last step.
-    logits: Logits,
     model: StepModel,
     clients: HashMap<Seq, Client>,
     inbox: mpsc::Receiver<Message>,
@@ -342,9 +370,13 @@ impl Worker {
             if !self.take_waiting() {
                 return;
             }
-            if let Some(batch) = self.plan(Instant::now()) {
-                let (outcome, took) = self.timed(&batch);
-                self.conclude(batch, outcome, took, Instant::now());
+            match self.plan(Instant::now()) {
+                Some(batch) => {
+                    let (outcome, took) = self.timed(|worker| worker.step(&batch));
+                    self.conclude(batch, outcome, took, Instant::now());
+                }
+                None if self.scheduler.is_idle() => {}
+                None => std::thread::sleep(BLOCKS_AWAY),
             }
         }
     }
@@ -360,7 +392,8 @@ impl Worker {
     fn stopped(&mut self, reason: String) {
         tracing::info!(reason, "the engine stops");
         let _ = self.shared.stopped.set(reason);
-        self.shared.running.store(0, Ordering::Relaxed);
+        self.shared.started.store(0, Ordering::Relaxed);
+        self.shared.preempted.store(0, Ordering::Relaxed);
         self.shared.scheduled_tokens.store(0, Ordering::Relaxed);
         self.shared.running_tokens.store(0, Ordering::Relaxed);
     }
@@ -387,57 +420,70 @@ impl Worker {
     }
 
     fn warm_up(&mut self, kinds: Vec<Batch>) -> Result<(), EngineError> {
-        let mut rounds = Rounds::of(kinds.len());
-        while rounds.next() {
-            let few =
-                |batch: &Batch| batch.items.iter().map(|item| item.tokens.len()).sum::<usize>() <= warm_up::DECODING;
-            let counts = rounds.counts();
-            for (kind, batch) in kinds.iter().enumerate().filter(|(_, batch)| counts || few(batch)) {
-                let (outcome, took) = self.timed(batch);
-                outcome?;
-                rounds.note(kind, took);
-            }
-        }
-        for (batch, took) in kinds.iter().zip(rounds.learnt()) {
+        let outcome = self.warm_up_rounds(&kinds);
+        kinds.iter().flat_map(|batch| &batch.items).for_each(|item| self.executor.forget(item.seq));
+        for (batch, took) in kinds.iter().zip(outcome?.learnt()) {
             self.learn(StepShape::of(batch), took);
         }
         Ok(())
     }
 
-    /// Who leaves, who starts, and the next step, if there is one.
+    fn warm_up_rounds(&mut self, kinds: &[Batch]) -> Result<Rounds, EngineError> {
+        let mut rounds = Rounds::of(kinds.len());
+        while rounds.next() {
+            let few = |batch: &Batch| batch.tokens() <= warm_up::DECODING;
+            let counts = rounds.counts();
+            for (kind, batch) in kinds.iter().enumerate().filter(|(_, batch)| counts || few(batch)) {
+                let (outcome, took) = self.timed(|worker| {
+                    worker.executor.begin(batch)?;
+                    worker.executor.finish(&mut |_| {}).map(drop)
+                });
+                outcome?;
+                rounds.note(kind, took);
+            }
+        }
+        Ok(rounds)
+    }
+
+    /// Who leaves, who starts, who gets blocks of whom, and the next step, if there is one.
     fn plan(&mut self, now: Instant) -> Option<Batch> {
         let gone = |seq| self.clients.get(&seq).is_none_or(|client| client.events.is_closed());
         let decisions = self.scheduler.admit(now, gone);
         self.apply(decisions, now);
+        // Each round preempts a sequence or is the last but one.
+        loop {
+            let decisions = self.scheduler.fit();
+            if decisions.is_empty() {
+                break;
+            }
+            self.apply(decisions, now);
+        }
         Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
     }
 
-    /// Computes a step in the machine's time, which others can watch, see [`Engine::step_age`].
-    fn timed(&mut self, batch: &Batch) -> (Result<(), EngineError>, Duration) {
+    /// Runs `step` in the machine's time, which others can watch, see [`Engine::step_age`].
+    fn timed<T>(&mut self, step: impl FnOnce(&mut Self) -> T) -> (T, Duration) {
         let begin = Instant::now();
         self.shared.step_began(Some(begin));
-        let outcome = self.execute(batch);
+        let outcome = step(self);
         self.shared.step_began(None);
         (outcome, begin.elapsed())
     }
 
-    /// Computes a step; who wants to hears of its layers while it runs.
-    fn execute(&mut self, batch: &Batch) -> Result<(), EngineError> {
-        let Self { executor, logits, clients, .. } = self;
-        let curious = curious(clients, batch);
-        executor.execute(batch, logits, &mut |layers| {
-            curious.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
+    /// Computes a step; those who wait for its layers get their events while it runs.
+    fn step(&mut self, batch: &Batch) -> Outcome {
+        let waiting = waiting_for_layers(&self.clients, batch);
+        Outcome::of(batch, &mut *self.executor, &self.scheduler, &mut |layers| {
+            waiting.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
         })
     }
 
     /// The end of a step, at `now`.
-    fn conclude(&mut self, batch: Batch, outcome: Result<(), EngineError>, took: Duration, now: Instant) {
-        match &outcome {
-            Ok(()) => self.learn(StepShape::of(&batch), took),
-            Err(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
+    fn conclude(&mut self, batch: Batch, Outcome { failed, decisions }: Outcome, took: Duration, now: Instant) {
+        match failed {
+            None => self.learn(StepShape::of(&batch), took),
+            Some(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        let (outcome, mut decisions) = (outcome.map(|()| &self.logits), Vec::new());
-        self.executor.install(&mut || decisions = self.scheduler.resolve(&batch, outcome.clone()));
         // Who is told of an end finds the blocks back.
         drop(batch);
         self.apply(decisions, now);
@@ -449,12 +495,17 @@ impl Worker {
     }
 
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
-        for (seq, decision) in &decisions {
-            self.scheduler.apply(*seq, decision);
+        self.scheduler.apply(&decisions);
+        let forgotten = |decision: &Decision| decision.ends() || *decision == Decision::Preempt;
+        for (seq, _) in decisions.iter().filter(|(_, decision)| forgotten(decision)) {
+            self.executor.forget(*seq);
         }
         // Before anybody is told, who then may look; and before `tell` gives the queue's place back: who starts is
         // never counted nowhere, see `Engine::load`.
-        self.shared.running.store(self.scheduler.running(), Ordering::Release);
+        let preempted = self.scheduler.preempted();
+        self.shared.preempted.store(preempted, Ordering::Relaxed);
+        self.shared.preemptions.store(self.scheduler.preemptions(), Ordering::Relaxed);
+        self.shared.started.store(self.scheduler.running() + preempted, Ordering::Release);
         self.shared.scheduled_tokens.store(self.scheduler.queued_tokens(), Ordering::Relaxed);
         self.shared.running_tokens.store(self.scheduler.running_tokens(), Ordering::Relaxed);
         for (seq, decision) in decisions {
@@ -469,9 +520,9 @@ impl Worker {
     }
 }
 
-/// Who wants to hear of the layers of a step: of those whose last chunk it is.
-fn curious<'a>(clients: &'a HashMap<Seq, Client>, batch: &Batch) -> Vec<&'a Client> {
-    let last_chunks = batch.items.iter().filter(|item| item.wants_logits);
+/// Who waits for layers of a step: of those whose last chunk it is.
+fn waiting_for_layers<'a>(clients: &'a HashMap<Seq, Client>, batch: &Batch) -> Vec<&'a Client> {
+    let last_chunks = batch.items.iter().filter(|item| item.choose.is_some());
     let clients = last_chunks.filter_map(|item| clients.get(&item.seq));
     clients.filter(|client| !client.report_layers.is_empty()).collect()
 }
@@ -481,7 +532,23 @@ impl Client {
         match decision {
             Decision::Start => {
                 self.queue_place = None;
-                self.send(SequenceEvent::Started { at });
+                self.start(at);
+            }
+            Decision::Grow => {}
+            Decision::Preempt => {
+                // It holds no blocks and takes no place from those who do.
+                self.queue_place = None;
+                self.report_layers = Vec::new();
+                if self.preemptions > 0 {
+                    self.send(SequenceEvent::Preempted { at });
+                }
+            }
+            Decision::Resume => {
+                self.start(at);
+                if self.preemptions > 0 {
+                    self.preemptions -= 1;
+                    self.send(SequenceEvent::Resumed { at });
+                }
             }
             Decision::Advance { computed, chunk, sampled, finish } => {
                 if chunk {
@@ -497,6 +564,13 @@ impl Client {
             }
             Decision::Fail(error) => self.send(SequenceEvent::Failed(error)),
             Decision::Cancel => {}
+        }
+    }
+
+    fn start(&mut self, at: Instant) {
+        if !self.started {
+            self.started = true;
+            self.send(SequenceEvent::Started { at });
         }
     }
 

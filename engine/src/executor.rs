@@ -1,6 +1,6 @@
-//! The seam between scheduling and computing: what a step is, and who can run one. Implementations: `candle.rs` (a
-//! real model) and `simulated.rs` (no model). An executor knows tokens, positions and arena blocks; it does not know
-//! requests, sampling or streams.
+//! The seam between scheduling and computing: what a step is, and who can run one. Implementations: `cpu.rs` (a real
+//! model) and `simulated.rs` (no model). An executor has tokens, positions, arena blocks and, for each sequence, the token
+//! that it chose last; requests, clients and streams are the engine's.
 use std::sync::Arc;
 
 use tandem_memory::KvMemory;
@@ -9,12 +9,15 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
-use crate::logits::Logits;
+use crate::sampling::{Sampled, SamplingParams};
 
-/// Hears of a step's progress, see [`Executor::execute`]. It holds the step up: it must be quick.
+/// Names a sequence among those of an engine; later arrivals have larger numbers.
+pub type Seq = u64;
+
+/// Receives a step's progress, see [`Executor::finish`]. The step waits for it: it must be quick.
 pub type LayersDone<'a> = dyn FnMut(usize) + 'a;
 
-/// Runs steps. Owned by the engine thread.
+/// Runs steps, one at a time: `begin`, then `finish`. Owned by the engine thread.
 pub trait Executor: Send {
     /// What this executor serves; constant over its life.
     fn spec(&self) -> &EngineSpec;
@@ -22,24 +25,25 @@ pub trait Executor: Send {
     /// The KV memory, `total_blocks * block_bytes` bytes, which steps read and write.
     fn memory(&self) -> Arc<dyn KvMemory>;
 
-    /// Computes every item's tokens: writes their K and V into the item's blocks, and into `logits`, laid out for the
-    /// items in their order, those of the last token (`logits` values of the spec) of each item that wants them. Calls
-    /// `layers_done(n)` on this thread once the K and V of the first `n` layers are in the arena for the whole step, for
-    /// each `n` from 1 to `layers`: the step writes nothing there any more.
+    /// Starts a step: computes every item's tokens, writes their K and V into the item's blocks, and chooses the tokens
+    /// that are asked for. The caller keeps `batch`, and so the leases, until `finish` has returned.
     ///
     /// # Errors
-    /// The step failed as a whole: nothing is known about the KV that its items wrote.
-    fn execute(
-        &mut self,
-        batch: &Batch,
-        logits: &mut Logits,
-        layers_done: &mut LayersDone<'_>,
-    ) -> Result<(), EngineError>;
+    /// `InvalidArgument` for a batch that cannot be computed, such as [`Tokens::Last`] of a sequence for which the step
+    /// before chose nothing. No step is under way then, and no sequence of the batch can go on with `Last`.
+    fn begin(&mut self, batch: &Batch) -> Result<(), EngineError>;
 
-    /// Runs `f`, which may spread its work over the executor's threads (`ops::pool`). One without threads just calls it.
-    fn install(&mut self, f: &mut dyn FnMut()) {
-        f();
-    }
+    /// Waits for the step's end; gives what it chose, one entry an item, in their order. Calls `layers_done(n)` on this
+    /// thread, for each `n` of the batch's `report_layers` from 1 to `layers`, once the K and V of the first `n` layers
+    /// are in the arena for the whole step: the step writes nothing there any more.
+    ///
+    /// # Errors
+    /// The step failed as a whole: nothing is known about the KV that its items wrote, and none of its sequences can go on
+    /// with [`Tokens::Last`].
+    fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError>;
+
+    /// Frees what is kept for a sequence that has ended. Of no effect for one that was in no step.
+    fn forget(&mut self, seq: Seq);
 }
 
 /// One step: prefill chunks and decode tokens side by side. No sequence is in it twice.
@@ -47,14 +51,11 @@ pub trait Executor: Send {
 pub struct Batch {
     /// Decode tokens first, then prefill chunks.
     pub items: Vec<BatchItem>,
+    /// After how many layers somebody waits for the KV so far; ascending. A device need not synchronize after others.
+    pub report_layers: Vec<usize>,
 }
 
 impl Batch {
-    /// Whether each item wants logits, in their order.
-    pub fn wants_logits(&self) -> impl Iterator<Item = bool> {
-        self.items.iter().map(|item| item.wants_logits)
-    }
-
     /// Tokens that the step computes.
     pub fn tokens(&self) -> usize {
         self.items.iter().map(|item| item.tokens.len()).sum()
@@ -64,16 +65,78 @@ impl Batch {
 /// One sequence's part of a step: `tokens` at the positions `start ..`, attending to everything before them.
 #[derive(Clone, Debug)]
 pub struct BatchItem {
-    /// Names the sequence among those of this engine.
-    pub seq: u64,
+    /// Whose.
+    pub seq: Seq,
     /// Never empty.
-    pub tokens: Vec<u32>,
-    /// Position of `tokens[0]`; the KV of all positions before it is in `blocks`.
+    pub tokens: Tokens,
+    /// Position of the first of `tokens`; the KV of all positions before it is in `blocks`.
     pub start: usize,
     /// Where the sequence's KV lives. Holding the lease keeps the blocks out of the pool while the step runs.
     pub blocks: Arc<KvLease>,
-    /// Whether the last token's logits are needed: they are not for an inner chunk of a prompt.
-    pub wants_logits: bool,
+    /// How to choose the token after the last of `tokens`; an inner chunk of a prompt needs none.
+    pub choose: Option<Choose>,
+}
+
+impl BatchItem {
+    /// The position after the last of its tokens: that of the token to be chosen.
+    pub fn end(&self) -> usize {
+        self.start.saturating_add(self.tokens.len())
+    }
+}
+
+/// The tokens that an item computes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tokens {
+    /// These.
+    Given(Vec<u32>),
+    /// The one that the sequence's last step chose, wherever the executor keeps it: it need not travel to the host and
+    /// back. That step was by the same executor, and nothing else of the sequence was computed since.
+    Last,
+}
+
+impl Tokens {
+    /// How many.
+    #[allow(clippy::len_without_is_empty, reason = "an item is never empty")]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Given(tokens) => tokens.len(),
+            Self::Last => 1,
+        }
+    }
+}
+
+/// How the token after an item's tokens is chosen. The rest is in the executor: logits, and the tokens themselves.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Choose {
+    /// The rules; one allocation a sequence.
+    pub sampling: Arc<SamplingParams>,
+    /// The random number of the token's place, [`crate::sampling::uniform`]: the host's, so that devices need no hash.
+    pub uniform: f64,
+    /// Tokens that must not be chosen: those that end the sequence, while it has fewer than `min_tokens`.
+    pub forbidden: Option<Arc<[u32]>>,
+    /// What comes before the item's tokens, where `sampling` [penalizes](SamplingParams::penalizes) and the item's tokens
+    /// are given. With [`Tokens::Last`] the executor has it from the step before.
+    pub history: Option<History>,
+}
+
+/// The beginning of a sequence, as far as penalties look at it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct History {
+    /// From position 0 on.
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt; those behind it are output.
+    pub prompt_len: usize,
+}
+
+/// What a step chose for one of its items.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Chosen {
+    /// It asked for no token.
+    Nothing,
+    /// This.
+    Token(Sampled),
+    /// No token can be chosen: logits were NaN. Weights or KV are broken.
+    NotNumbers,
 }
 
 /// Number format of K and V in the arena.
@@ -109,8 +172,6 @@ pub struct EngineSpec {
     pub compatibility_digest: u64,
     /// Token ids are below this.
     pub vocab_size: usize,
-    /// So many logits has a position: those of the first tokens of the vocabulary, for a real model of all.
-    pub logits: usize,
     /// Ends a sequence, unless the request ignores it.
     pub eos_token_id: u32,
     /// Longest sequence, prompt and answer together.

@@ -1,6 +1,6 @@
 //! How much memory a model takes, added up from what its file says of its tensors, and whether the machine has so much:
 //! known before a weight is read. Pure, numbers in and a verdict out: [`crate::memory`] asks the machine, and
-//! [`crate::candle::ModelLoader`] brings the two together.
+//! [`crate::cpu::ModelLoader`] brings the two together.
 use std::fmt;
 
 use tandem_gguf::TensorType;

@@ -6,11 +6,13 @@
 //!
 //! - [`blocks`]: who holds which KV block, and who waits for some; [`prefix_cache`]: which can be reused. No tensors.
 //! - [`scheduler`]: what each step computes. Pure; no model, clock or channel.
-//! - [`executor`]: the seam to what computes it, and the layout both sides agree on. Either [`candle`] (a real model,
-//!   from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong tokens).
+//! - [`executor`]: the seam to what computes it and chooses tokens, and the layout both sides agree on. Either [`cpu`] (a
+//!   real model, from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong
+//!   tokens). [`step`] is a batch as both compute it, [`chooser`] how both choose, from [`logits`] by the rules of
+//!   [`sampler`].
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
-//! Around them: [`sequence`] is what goes in and comes out, [`sampler`] turns [`logits`] into a token, [`step_model`]
+//! Around them: [`sequence`] is what goes in and comes out, [`sampling`] how tokens are to be chosen, [`step_model`]
 //! predicts a step's time, [`memory`] says how much there is and [`footprint`] what a model takes of it, [`error`] what the
 //! caller can do. To follow one request
 //! read [`Engine::submit`], then `Worker::step` in `engine.rs`.
@@ -35,7 +37,7 @@
 //! ```
 //! # use std::sync::Arc;
 //! # use tandem_engine::*;
-//! # async fn example(sampling: SamplingParams) -> Result<(), EngineError> {
+//! # async fn example(sampling: Arc<SamplingParams>) -> Result<(), EngineError> {
 //! let executor = SimulatedExecutor::new(&SimulatedConfig::default())?;
 //! let limits = SchedulerConfig { max_running: 16, max_step_tokens: 512, inbox: 256, prefix_caching: true };
 //! let engine = Engine::start(Box::new(executor), limits);
@@ -68,7 +70,8 @@
 #![deny(unsafe_code)]
 
 pub mod blocks;
-pub mod candle;
+pub mod chooser;
+pub mod cpu;
 pub mod engine;
 pub mod error;
 pub mod executor;
@@ -81,18 +84,20 @@ pub mod models;
 pub mod ops;
 pub mod prefix_cache;
 pub mod sampler;
+pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 pub mod simulated;
+pub mod step;
 pub mod step_model;
 
 pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
-pub use executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone};
+pub use executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, Executor, History, KvDtype, LayersDone, Seq, Tokens};
 pub use logits::Logits;
 pub use prefix_cache::{CacheEvent, CacheUpdate};
-pub use sampler::{SamplingParams, TokenLogprob};
+pub use sampling::{Sampled, SamplingParams, TokenLogprob};
 pub use scheduler::SchedulerConfig;
 pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
 pub use simulated::{SimulatedConfig, SimulatedExecutor};

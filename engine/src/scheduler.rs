@@ -1,16 +1,28 @@
 //! Decides what each step computes: continuous batching, chunked prefill, several prompts' chunks beside the decode
 //! tokens. A pure state machine: no clock, channel, thread or tensor; time is an argument. `engine.rs` runs it; a step
-//! reads `admit → apply → plan → execute → resolve → apply`. Decisions are values; only [`Scheduler::apply`] changes
-//! state, lets go of leases and caches blocks.
-//!
-//! A sequence arrives with a lease for the most it can come to hold, so that a running one never needs a block that is
-//! not there: nothing is preempted ([`SequenceRequest`] says what that costs and why).
+//! reads `admit → fit → plan → execute → resolve`, and `apply` behind each. Decisions are values; only
+//! [`Scheduler::apply`] changes state, takes blocks, lets go of leases and caches blocks.
 //!
 //! **Order.** A level of priority is worth [`PLACES_A_LEVEL`] places in the queue of arrivals, and each later arrival
 //! ages those before it by one place. So the order of two sequences never changes, and nothing starves: a sequence is
 //! overtaken by at most `PLACES_A_LEVEL * 2 * MAX_PRIORITY` later ones. Sequences start in this order and their prompts
-//! share a step's tokens in this order. Every running one that decodes is in every step, and since there are fewer of
-//! them than tokens in a step (`max_running <= max_step_tokens`), the first that prefills is in every step too.
+//! share a step's tokens in this order. Every running one that decodes is in every step for which it has a block, and
+//! since there are fewer of them than tokens in a step (`max_running <= max_step_tokens`), the first that prefills is in
+//! every step too.
+//!
+//! **Memory.** A sequence arrives with blocks for its given tokens and takes one more whenever its last one is full,
+//! ahead of reservations. When none is free, the last in the order that holds blocks is *preempted*: it gives all of
+//! them back and waits, in its old place, to be computed again. Its full blocks stay cached until somebody needs them,
+//! so that this is often little work. Nobody is preempted for one behind it: who finds nobody behind itself waits for a
+//! block and keeps those it has, as long as others run. New reservations leave a block for each running sequence that may grow; while a
+//! preempted one waits they get nothing, so that it comes back first.
+//!
+//! *The first in the order is never preempted*, so it ends, and then the next one is first. *Nobody is preempted for
+//! ever*: each preemption of `s` belongs to a sequence before it, which grew by a block or started in its place. It starts
+//! once, and grows by a block of its answer once (when it is preempted itself, it returns with room for all its tokens);
+//! and only so many sequences are ever before `s` as the order says. So `s` is preempted at most as often as these are,
+//! and have blocks of answers.
+//! Blocks that are in no sequence's hands belong to transfers. These end by themselves; they wait for nothing here.
 //!
 //! **Cache.** A sequence's full blocks are cached when a step has ended in logits that are numbers. Such logits have
 //! read the KV of all positions, so that broken KV is never shared; the inner chunks of a prompt are cached at its end.
@@ -21,11 +33,10 @@ use std::time::Instant;
 use tandem_proto::SequenceHash;
 use tandem_proto::hash::sequence_hashes;
 
+use crate::blocks::{BlockPool, KvLease, Prefix};
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec};
-use crate::logits::Logits;
-use crate::ops::pool;
-use crate::sampler::{self, Sampled};
+use crate::executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, History, Seq, Tokens};
+use crate::sampling::{Sampled, uniform};
 use crate::sequence::{FinishReason, SequenceRequest};
 
 /// Limits of one engine.
@@ -44,22 +55,25 @@ pub struct SchedulerConfig {
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
 
-/// Names a sequence; later arrivals have larger numbers.
-pub type Seq = u64;
-
-/// What one executor call gives: logits for each item that wants them.
-pub type StepOutcome<'a> = Result<&'a Logits, EngineError>;
+/// What a step came to: what was chosen for each item.
+pub type StepOutcome<'a> = Result<&'a [Chosen], EngineError>;
 
 /// What will happen to a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decision {
     /// It joins the running batch.
     Start,
+    /// It gets one more block.
+    Grow,
+    /// It gives its blocks to one before it and waits until there is room to compute it again.
+    Preempt,
+    /// It joins the running batch again, with blocks for all its tokens.
+    Resume,
     /// Its step succeeded.
     Advance {
         /// Tokens whose KV is in the lease now.
         computed: usize,
-        /// Whether the step was over given tokens.
+        /// Whether the step was over given tokens, and came further than any before.
         chunk: bool,
         /// The token that follows them, when the step reached the end of the sequence.
         sampled: Option<Sampled>,
@@ -76,7 +90,7 @@ impl Decision {
     /// Whether the sequence leaves the scheduler.
     pub fn ends(&self) -> bool {
         match self {
-            Self::Start => false,
+            Self::Start | Self::Grow | Self::Preempt | Self::Resume => false,
             Self::Advance { finish, .. } => finish.is_some(),
             Self::Cancel | Self::Fail(_) => true,
         }
@@ -87,16 +101,19 @@ impl Decision {
 pub struct Scheduler {
     max_running: usize,
     max_step_tokens: usize,
-    logits: usize,
     eos_token_id: u32,
     max_context_tokens: usize,
     block_tokens: usize,
     /// Salt of the sequence hashes.
     model_digest: u64,
+    pool: BlockPool,
     waiting: BTreeMap<Seq, Sequence>,
-    /// Those of `waiting`, in the order in which they start.
+    /// Those of `waiting` that have blocks, in the order in which they start.
     queue: BTreeSet<Rank>,
+    /// Those of `waiting` that gave their blocks away, in the order in which they come back.
+    preempted: BTreeSet<Rank>,
     running: BTreeMap<Seq, Sequence>,
+    preemptions: u64,
 }
 
 /// A place in the order: lower is first. Equal places go by arrival.
@@ -109,6 +126,14 @@ struct Sequence {
     given: usize,
     rank: Rank,
     cached: Cached,
+    /// Tokens whose computation was told.
+    told: usize,
+    /// Of the full blocks, while it is preempted: what the cache may still have.
+    hashes: Vec<SequenceHash>,
+    /// Whether the last of `tokens` is what the executor chose in the sequence's last step, and has kept.
+    chosen: bool,
+    /// Tokens that may not be chosen before `min_tokens`; none where every number will do.
+    ends: Option<Arc<[u32]>>,
 }
 
 /// How much of a sequence is in the prefix cache.
@@ -119,34 +144,42 @@ struct Cached {
 }
 
 impl Scheduler {
-    /// An empty scheduler.
-    pub fn new(config: &SchedulerConfig, spec: &EngineSpec) -> Self {
+    /// An empty scheduler of sequences whose leases are of `pool`.
+    pub fn new(config: &SchedulerConfig, spec: &EngineSpec, pool: BlockPool) -> Self {
         let max_step_tokens = config.max_step_tokens.max(1);
+        // The KV of the last token is never needed. With this a sequence always fits the pool when nobody else is there.
+        let memory_tokens = pool.total().saturating_mul(pool.block_tokens()).saturating_add(1);
         Self {
             max_running: config.max_running.clamp(1, max_step_tokens),
             max_step_tokens,
-            logits: spec.logits,
             eos_token_id: spec.eos_token_id,
-            max_context_tokens: spec.max_context_tokens,
+            max_context_tokens: spec.max_context_tokens.min(memory_tokens),
             block_tokens: spec.block_tokens.max(1),
             model_digest: spec.model_digest,
+            pool,
             waiting: BTreeMap::new(),
             queue: BTreeSet::new(),
+            preempted: BTreeSet::new(),
             running: BTreeMap::new(),
+            preemptions: 0,
         }
     }
 
     /// Takes a validated request. The caller bounds how many wait.
     pub fn enqueue(&mut self, seq: Seq, request: SequenceRequest) {
         debug_assert!(self.waiting.keys().chain(self.running.keys()).all(|&other| other < seq));
-        let given = request.tokens.len();
+        let (given, told) = (request.tokens.len(), request.computed);
         let place = i64::try_from(seq).unwrap_or(i64::MAX).saturating_sub(i64::from(request.priority) * PLACES_A_LEVEL);
         let cached = Cached { blocks: 0, hash: self.model_digest };
-        self.queue.insert((place, seq));
-        self.waiting.insert(seq, Sequence { request, given, rank: (place, seq), cached });
+        let ends = (request.sampling.min_tokens > 0).then(|| request.ends(self.eos_token_id).collect());
+        let rank = (place, seq);
+        let sequence = Sequence { request, given, rank, cached, told, hashes: Vec::new(), chosen: false, ends };
+        self.queue.insert(rank);
+        self.waiting.insert(seq, sequence);
     }
 
-    /// Who leaves (`gone` by choice, or by deadline) and who starts.
+    /// Who leaves (`gone` by choice, or by deadline), who starts, and who comes back: the first of the preempted, when its
+    /// blocks are there.
     pub fn admit(&self, now: Instant, gone: impl Fn(Seq) -> bool) -> Vec<(Seq, Decision)> {
         let leaving = |sequence: &Sequence| {
             let seq = sequence.rank.1;
@@ -159,59 +192,88 @@ impl Scheduler {
         };
         let mut decisions: Vec<_> = self.running.values().filter_map(leaving).collect();
         let mut room = self.max_running - (self.running.len() - decisions.len());
-        for (_, seq) in &self.queue {
+        decisions.extend(self.preempted.iter().filter_map(|(_, seq)| self.waiting.get(seq)).filter_map(leaving));
+        let returning = self.returning().filter(|(_, seq)| decisions.iter().all(|(other, _)| other != seq));
+        let place = returning.unwrap_or((i64::MAX, Seq::MAX));
+        for rank in self.queue.range(..place).chain(&returning).chain(self.queue.range(place..)) {
+            let (seq, back) = (&rank.1, returning == Some(*rank));
             if let Some(decision) = self.waiting.get(seq).and_then(leaving) {
                 decisions.push(decision);
             } else if room > 0 {
                 room -= 1;
-                decisions.push((*seq, Decision::Start));
+                decisions.push((*seq, if back { Decision::Resume } else { Decision::Start }));
             }
         }
         decisions
     }
 
+    /// The blocks of the next step: who gets one more, and who gives way. One round of it: once it is carried out the next
+    /// one may go further, and none is left to decide when there are no decisions.
+    pub fn fit(&self) -> Vec<(Seq, Decision)> {
+        let mut lacking: Vec<Rank> = self.running.values().filter(|it| it.lacks_block()).map(|it| it.rank).collect();
+        lacking.sort_unstable();
+        let free = self.pool.free();
+        let mut decisions: Vec<_> = lacking.iter().take(free).map(|&(_, seq)| (seq, Decision::Grow)).collect();
+        if let Some(first) = lacking.get(free) {
+            // Behind the first that gets nothing, and so behind all who get something. The only one that runs gives its place
+            // to those before it, should there be some.
+            let place = self.running.len() == 1 && !self.queue.is_empty();
+            let victim = self.last_with_blocks().filter(|last| last > first || place);
+            decisions.extend(victim.map(|(_, seq)| (seq, Decision::Preempt)));
+        }
+        decisions
+    }
+
     /// The next step: every sequence that decodes, then prefill chunks in order of rank while tokens are left in the
-    /// budget. Empty exactly when nothing runs.
+    /// budget. Empty when nothing runs, or when the only one that does waits for blocks that a transfer holds.
     pub fn plan(&self) -> Batch {
         let mut budget = self.max_step_tokens;
-        let mut order: Vec<&Sequence> = self.running.values().collect();
+        let mut order: Vec<&Sequence> = self.running.values().filter(|sequence| !sequence.lacks_block()).collect();
         order.sort_unstable_by_key(|sequence| (sequence.request.queued_tokens() > 1, sequence.rank));
-        let mut items = Vec::with_capacity(order.len());
+        let (mut items, mut report_layers) = (Vec::with_capacity(order.len()), BTreeSet::new());
         for sequence in order {
             let count = sequence.request.queued_tokens().min(budget);
             if count == 0 {
                 break;
             }
             budget -= count;
-            items.push(sequence.item(count));
+            let item = sequence.item(count);
+            if item.choose.is_some() && item.start < sequence.given {
+                report_layers.extend(&sequence.request.report_layers);
+            }
+            items.push(item);
         }
-        Batch { items }
+        Batch { items, report_layers: report_layers.into_iter().collect() }
     }
 
-    /// What the outcome of `batch` means for each of its sequences. Their tokens are chosen side by side on the threads of
-    /// the installed [`pool`], if there is one: who chooses does not matter, see `sampler.rs`.
+    /// What the outcome of `batch` means for each of its sequences.
     pub fn resolve(&self, batch: &Batch, outcome: StepOutcome<'_>) -> Vec<(Seq, Decision)> {
         let items = &batch.items;
-        let wrong_count = |got| format!("logits for {got} of the step's {} items", items.len());
-        let logits = match outcome {
-            Ok(logits) if logits.items() == items.len() => logits,
-            Ok(logits) => {
-                let error = EngineError::Executor(wrong_count(logits.items()));
-                return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect();
+        let chosen = match outcome {
+            Ok(chosen) if chosen.len() == items.len() => Ok(chosen),
+            Ok(chosen) => {
+                let why = format!("{} choices for the step's {} items", chosen.len(), items.len());
+                Err(EngineError::Executor(why))
             }
-            Err(error) => return items.iter().map(|item| (item.seq, Decision::Fail(error.clone()))).collect(),
+            Err(error) => Err(error),
         };
-        let mut decisions: Vec<(Seq, Option<Decision>)> = items.iter().map(|item| (item.seq, None)).collect();
-        pool::for_each_of(&mut decisions, |index, (seq, decision)| {
-            let advance =
-                |sequence| self.advance(sequence, &items[index], logits.of(index)).unwrap_or_else(Decision::Fail);
-            *decision = self.running.get(seq).map(advance);
-        });
-        decisions.into_iter().filter_map(|(seq, decision)| Some((seq, decision?))).collect()
+        let decide = |index: usize, item: &BatchItem| {
+            let sequence = self.running.get(&item.seq)?;
+            let chosen = chosen.as_ref().map_err(EngineError::clone).map(|chosen| &chosen[index]);
+            let decision = chosen.and_then(|chosen| self.advance(sequence, item, chosen));
+            Some((item.seq, decision.unwrap_or_else(Decision::Fail)))
+        };
+        items.iter().enumerate().filter_map(|(index, item)| decide(index, item)).collect()
     }
 
-    /// Carries a decision out. A sequence that ends is dropped here, and its hold on its lease with it.
-    pub fn apply(&mut self, seq: Seq, decision: &Decision) {
+    /// Carries decisions out. A sequence that ends is dropped here, and its hold on its lease with it.
+    pub fn apply(&mut self, decisions: &[(Seq, Decision)]) {
+        decisions.iter().for_each(|(seq, decision)| self.apply_one(*seq, decision));
+        let kept = if self.preempted.is_empty() { self.growing() } else { self.pool.total() };
+        self.pool.keep_free(kept);
+    }
+
+    fn apply_one(&mut self, seq: Seq, decision: &Decision) {
         if let Decision::Advance { computed, sampled: Some(_), .. } = decision
             && let Some(sequence) = self.running.get_mut(&seq)
         {
@@ -227,10 +289,18 @@ impl Scheduler {
                     self.running.insert(seq, sequence);
                 }
             }
+            Decision::Grow => {
+                // Should a reservation have been faster, the next round decides anew.
+                let _ = self.running.get_mut(&seq).map(|sequence| KvLease::grow(&mut sequence.request.lease));
+            }
+            Decision::Preempt => self.preempt(seq),
+            Decision::Resume => self.resume(seq),
             Decision::Advance { computed, sampled, .. } => {
-                if let Some(Sequence { request, .. }) = self.running.get_mut(&seq) {
+                if let Some(Sequence { request, told, chosen, .. }) = self.running.get_mut(&seq) {
                     request.computed = *computed;
+                    *told = (*told).max(*computed);
                     request.tokens.extend(sampled.as_ref().map(|sampled| sampled.token));
+                    *chosen = sampled.is_some();
                     debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
                 }
             }
@@ -238,9 +308,45 @@ impl Scheduler {
         }
     }
 
+    fn preempt(&mut self, seq: Seq) {
+        let Some(mut sequence) = self.leave_queue(seq).or_else(|| self.running.remove(&seq)) else { return };
+        sequence.request.lease = Arc::new(self.pool.nothing());
+        sequence.request.computed = 0;
+        sequence.chosen = false;
+        sequence.cached = Cached { blocks: 0, hash: self.model_digest };
+        sequence.hashes = sequence_hashes(self.model_digest, &sequence.request.tokens, self.block_tokens);
+        self.preemptions += 1;
+        self.preempted.insert(sequence.rank);
+        self.waiting.insert(seq, sequence);
+    }
+
+    fn resume(&mut self, seq: Seq) {
+        let lease = self.waiting.get(&seq).and_then(|sequence| {
+            let (blocks, prefix) = sequence.wants_again(&self.pool);
+            self.pool.take_again(blocks, prefix, self.growing())
+        });
+        debug_assert!(lease.is_some(), "reservations get nothing while a preempted sequence waits");
+        let Some(lease) = lease else { return };
+        let Some(mut sequence) = self.leave_queue(seq) else { return };
+        sequence.request.computed = lease.cached_tokens();
+        sequence.request.lease = Arc::new(lease);
+        sequence.hashes = Vec::new();
+        self.running.insert(seq, sequence);
+    }
+
     /// Sequences that wait to start.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
+    }
+
+    /// Of these, the ones that gave their blocks away.
+    pub fn preempted(&self) -> usize {
+        self.preempted.len()
+    }
+
+    /// How often a sequence has given its blocks away.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
     }
 
     /// Sequences in the running batch.
@@ -265,25 +371,45 @@ impl Scheduler {
 
     fn leave_queue(&mut self, seq: Seq) -> Option<Sequence> {
         let sequence = self.waiting.remove(&seq)?;
-        self.queue.remove(&sequence.rank);
+        let _ = self.queue.remove(&sequence.rank) || self.preempted.remove(&sequence.rank);
         Some(sequence)
     }
 
-    fn advance(&self, sequence: &Sequence, item: &BatchItem, logits: Option<&[f32]>) -> Result<Decision, EngineError> {
-        let (computed, chunk) = (item.start + item.tokens.len(), item.start < sequence.given);
-        if !item.wants_logits {
-            return Ok(Decision::Advance { computed, chunk, sampled: None, finish: None });
+    /// The first of the preempted, when there is room for it and for a block for each that runs.
+    fn returning(&self) -> Option<Rank> {
+        let &first = self.preempted.first()?;
+        let (blocks, prefix) = self.waiting.get(&first.1)?.wants_again(&self.pool);
+        self.pool.has_again(blocks, prefix, self.growing()).then_some(first)
+    }
+
+    /// Running sequences that may take further blocks.
+    fn growing(&self) -> usize {
+        let may_grow = |Sequence { request, given, .. }: &&Sequence| {
+            let most = SequenceRequest::kv_tokens(*given, request.max_new_tokens, self.max_context_tokens);
+            most > request.lease.capacity_tokens()
+        };
+        self.running.values().filter(may_grow).count()
+    }
+
+    fn last_with_blocks(&self) -> Option<Rank> {
+        let running = self.running.values().map(|sequence| sequence.rank).max();
+        running.max(self.queue.last().copied())
+    }
+
+    fn advance(&self, sequence: &Sequence, item: &BatchItem, chosen: &Chosen) -> Result<Decision, EngineError> {
+        let computed = item.end();
+        let chunk = item.start < sequence.given && sequence.told < sequence.given && computed > sequence.told;
+        let wrong = |why: &str| Err(EngineError::Executor(why.into()));
+        match (chosen, &item.choose) {
+            (Chosen::Nothing, None) => Ok(Decision::Advance { computed, chunk, sampled: None, finish: None }),
+            (Chosen::Token(sampled), Some(_)) => {
+                let finish = self.finish(sequence, sampled.token);
+                Ok(Decision::Advance { computed, chunk, sampled: Some(sampled.clone()), finish })
+            }
+            (Chosen::NotNumbers, Some(_)) => wrong("the logits are not numbers"),
+            (Chosen::Nothing, Some(_)) => wrong("no token was chosen"),
+            (Chosen::Token(_) | Chosen::NotNumbers, None) => wrong("a token was chosen in the middle of a prompt"),
         }
-        let logits = logits.filter(|logits| logits.len() == self.logits);
-        let logits = logits.ok_or_else(|| EngineError::Executor("no logits over the vocabulary".into()))?;
-        // Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
-        if !sampler::are_numbers(logits) {
-            return Err(EngineError::Executor("the logits are not numbers".into()));
-        }
-        let request = &sequence.request;
-        let sampled = sampler::sample(&request.sampling, &request.past(self.eos_token_id), logits);
-        let finish = self.finish(sequence, sampled.token);
-        Ok(Decision::Advance { computed, chunk, sampled: Some(sampled), finish })
     }
 
     fn finish(&self, Sequence { request, given, .. }: &Sequence, token: u32) -> Option<FinishReason> {
@@ -300,6 +426,17 @@ impl Scheduler {
 }
 
 impl Sequence {
+    /// Whether its next token has no place yet.
+    fn lacks_block(&self) -> bool {
+        self.request.computed >= self.request.lease.capacity_tokens()
+    }
+
+    /// The blocks of all its tokens, and what the cache may have of them.
+    fn wants_again(&self, pool: &BlockPool) -> (usize, Prefix<'_>) {
+        let tokens = self.request.tokens.len();
+        (pool.blocks_for(tokens), Prefix { hashes: &self.hashes, tokens })
+    }
+
     /// Puts the blocks before index `full` into the cache that are not there yet.
     fn cache_blocks(&mut self, full: usize, block_tokens: usize) {
         let Cached { blocks, hash } = &mut self.cached;
@@ -313,299 +450,29 @@ impl Sequence {
 
     fn item(&self, count: usize) -> BatchItem {
         let (start, end) = (self.request.computed, self.request.computed + count);
+        let last = self.chosen && count == 1;
         BatchItem {
             seq: self.rank.1,
-            tokens: self.request.tokens[start..end].to_vec(),
+            tokens: if last { Tokens::Last } else { Tokens::Given(self.request.tokens[start..end].to_vec()) },
             start,
             blocks: Arc::clone(&self.request.lease),
-            wants_logits: end == self.request.tokens.len(),
+            choose: (end == self.request.tokens.len()).then(|| self.choose(start, last)),
+        }
+    }
+
+    /// How to choose the token after all that are known, of which those from `start` on are computed.
+    fn choose(&self, start: usize, last: bool) -> Choose {
+        let SequenceRequest { tokens, prompt_len, sampling, .. } = &self.request;
+        let too_short = tokens.len() - prompt_len < sampling.min_tokens as usize;
+        let history = || History { tokens: tokens[..start].to_vec(), prompt_len: *prompt_len };
+        Choose {
+            sampling: Arc::clone(sampling),
+            uniform: uniform(sampling.seed, tokens.len()),
+            forbidden: self.ends.as_ref().filter(|_| too_short).cloned(),
+            history: (sampling.penalizes() && !last).then(history),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
-    use std::time::Duration;
-
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::blocks::{BlockPool, Prefix};
-    use crate::executor::Executor;
-    use crate::ops::pool::Pool;
-    use crate::sampler::SamplingParams;
-    use crate::sequence::MAX_PRIORITY;
-    use crate::simulated::{SimulatedConfig, SimulatedExecutor};
-
-    const VOCAB: usize = 8;
-
-    fn scheduler(max_running: usize, max_step_tokens: usize) -> Scheduler {
-        let config = SimulatedConfig { vocab_size: VOCAB, eos_token_id: 7, blocks: 1, ..Default::default() };
-        let executor = SimulatedExecutor::new(&config).unwrap();
-        Scheduler::new(
-            &SchedulerConfig { max_running, max_step_tokens, inbox: 0, prefix_caching: true },
-            executor.spec(),
-        )
-    }
-
-    fn request(pool: &BlockPool, len: usize, max_new_tokens: u32) -> SequenceRequest {
-        SequenceRequest {
-            id: String::new(),
-            tokens: vec![1; len],
-            prompt_len: len,
-            computed: 0,
-            lease: Arc::new(pool.try_reserve(pool.blocks_for(len + max_new_tokens as usize)).unwrap()),
-            max_new_tokens,
-            sampling: SamplingParams::GREEDY,
-            ignore_eos: false,
-            stop_token_ids: Vec::new(),
-            deadline: None,
-            priority: 0,
-            report_layers: Vec::new(),
-        }
-    }
-
-    fn apply(scheduler: &mut Scheduler, decisions: &[(Seq, Decision)]) {
-        decisions.iter().for_each(|(seq, decision)| scheduler.apply(*seq, decision));
-    }
-
-    /// Logits of a `width` whose value at every id is `value(id)`.
-    fn logits(batch: &Batch, width: usize, value: impl Fn(usize) -> f32) -> Logits {
-        let mut logits = Logits::default();
-        let rows = logits.lay_out(width, batch.wants_logits());
-        rows.iter_mut().enumerate().for_each(|(i, to)| *to = value(i % width));
-        logits
-    }
-
-    /// The greatest is token 3's.
-    fn three(batch: &Batch) -> Logits {
-        logits(batch, VOCAB, |id| f32::from(u8::from(id == 3)))
-    }
-
-    fn step(scheduler: &mut Scheduler, now: Instant) -> Vec<(Seq, Decision)> {
-        let decisions = scheduler.admit(now, |_| false);
-        apply(scheduler, &decisions);
-        let batch = scheduler.plan();
-        let logits = three(&batch);
-        let decisions = scheduler.resolve(&batch, Ok(&logits));
-        apply(scheduler, &decisions);
-        decisions
-    }
-
-    proptest! {
-        #[test]
-        fn steps_keep_their_limits_and_everyone_ends(
-            arrivals in prop::collection::vec((1usize..90, 1u32..12, 0usize..30, -2i32..3), 1..40),
-            max_running in 1usize..6, max_step_tokens in 1usize..40, cancelled in prop::collection::btree_set(0u64..40, 0..6),
-        ) {
-            let (mut scheduler, now) = (scheduler(max_running, max_step_tokens), Instant::now());
-            let pool = BlockPool::new(1000, 16);
-            let work: usize = arrivals.iter().map(|(len, new, ..)| len + *new as usize).sum();
-            let mut arrivals: Vec<_> = arrivals.into_iter().enumerate().collect();
-            let (mut expected, mut ended) = (BTreeMap::<Seq, usize>::new(), BTreeSet::new());
-            let mut next = 0;
-            // Each step computes at least one token, and arrivals keep coming for 30 steps.
-            for round in 0..work + 31 {
-                arrivals.retain(|&(_, (len, new, at, priority))| {
-                    if at > round { return true; }
-                    scheduler.enqueue(next, SequenceRequest { priority, ..request(&pool, len, new) });
-                    next += 1;
-                    false
-                });
-                let decisions = scheduler.admit(now, |seq| round > 3 && cancelled.contains(&seq));
-                ended.extend(decisions.iter().filter(|(_, decision)| decision.ends()).map(|(seq, _)| *seq));
-                apply(&mut scheduler, &decisions);
-                prop_assert!(scheduler.running() <= max_running);
-                let batch = scheduler.plan();
-                prop_assert!(batch.tokens() <= max_step_tokens);
-                prop_assert_eq!(batch.items.is_empty(), scheduler.running() == 0);
-                let members: BTreeSet<_> = batch.items.iter().map(|item| item.seq).collect();
-                prop_assert_eq!(members.len(), batch.items.len(), "a sequence is in a step twice");
-                for (&seq, sequence) in &scheduler.running {
-                    let prefilling = scheduler.running.values().filter(|s| s.request.queued_tokens() > 1);
-                    let first_prefill = prefilling.min_by_key(|s| s.rank).map(|s| s.rank.1);
-                    let must = sequence.request.queued_tokens() == 1 || first_prefill == Some(seq);
-                    prop_assert!(!must || members.contains(&seq), "{} starves", seq);
-                }
-                for item in &batch.items {
-                    let start = expected.insert(item.seq, item.start + item.tokens.len()).unwrap_or(0);
-                    prop_assert_eq!(item.start, start, "a token is skipped or computed twice");
-                }
-                let logits = three(&batch);
-                let decisions = scheduler.resolve(&batch, Ok(&logits));
-                ended.extend(decisions.iter().filter(|(_, decision)| decision.ends()).map(|(seq, _)| *seq));
-                apply(&mut scheduler, &decisions);
-            }
-            prop_assert!(scheduler.is_idle());
-            prop_assert_eq!(ended.len() as u64, next);
-            prop_assert_eq!(pool.free(), 1000);
-        }
-    }
-
-    #[test]
-    fn a_long_prompt_is_not_starved_and_does_not_stall_decoding() {
-        let (mut scheduler, pool, now) = (scheduler(4, 8), BlockPool::new(1000, 16), Instant::now());
-        scheduler.enqueue(0, request(&pool, 1, 100));
-        scheduler.enqueue(1, request(&pool, 70, 1));
-        for seq in 2..20 {
-            scheduler.enqueue(seq, request(&pool, 30, 1));
-        }
-        let steps_of_one = std::iter::from_fn(|| Some(step(&mut scheduler, now)))
-            .take_while(|decisions| {
-                assert!(decisions.iter().any(|(seq, _)| *seq == 0), "the decoding one waited");
-                !decisions.iter().any(|(seq, decision)| *seq == 1 && decision.ends())
-            })
-            .count();
-        assert_eq!(steps_of_one, 9, "ten steps of 7 tokens each, beside the one that decodes");
-    }
-
-    proptest! {
-        /// One arrival a step, one place to run: the worst that can be done to those who wait.
-        #[test]
-        fn priorities_order_starts_and_nobody_is_overtaken_for_ever(
-            priorities in prop::collection::vec(prop_oneof![Just(-MAX_PRIORITY), Just(MAX_PRIORITY), -3i32..3], 1..900),
-        ) {
-            let (mut scheduler, pool, now) = (scheduler(1, 8), BlockPool::new(2000, 16), Instant::now());
-            let mut started: Vec<Seq> = Vec::new();
-            let count = priorities.len();
-            let mut arrivals = priorities.iter().zip(0..);
-            for _ in 0..2 * count + 2 {
-                for (&priority, seq) in arrivals.by_ref().take(2) {
-                    scheduler.enqueue(seq, SequenceRequest { priority, ..request(&pool, 1, 1) });
-                }
-                let decisions = scheduler.admit(now, |_| false);
-                started.extend(decisions.iter().filter(|(_, what)| *what == Decision::Start).map(|(seq, _)| *seq));
-                apply(&mut scheduler, &decisions);
-                let batch = scheduler.plan();
-                let logits = three(&batch);
-                let decisions = scheduler.resolve(&batch, Ok(&logits));
-                apply(&mut scheduler, &decisions);
-            }
-            prop_assert_eq!(started.len(), count);
-            let (priority, bound) = (|seq: Seq| i64::from(priorities[seq as usize]), PLACES_A_LEVEL);
-            for (at, &seq) in started.iter().enumerate() {
-                let overtakers = started[..at].iter().filter(|&&other| other > seq);
-                for &other in overtakers {
-                    let allowed = (priority(other) - priority(seq)) * bound;
-                    prop_assert!((other - seq) as i64 <= allowed, "{} overtook {}", other, seq);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_step_mixes_decode_tokens_and_the_chunks_of_several_prompts() {
-        let (mut scheduler, pool, now) = (scheduler(8, 32), BlockPool::new(1000, 16), Instant::now());
-        scheduler.enqueue(0, request(&pool, 1, 100));
-        step(&mut scheduler, now);
-        for (seq, priority) in [(1, 0), (2, 0), (3, 1), (4, 0)] {
-            scheduler.enqueue(seq, SequenceRequest { priority, ..request(&pool, 10, 9) });
-        }
-        let decisions = scheduler.admit(now, |_| false);
-        apply(&mut scheduler, &decisions);
-        let items: Vec<_> = scheduler.plan().items.iter().map(|item| (item.seq, item.tokens.len())).collect();
-        assert_eq!(items, [(0, 1), (3, 10), (1, 10), (2, 10), (4, 1)], "the budget is used to the last token");
-    }
-
-    #[test]
-    fn blocks_are_cached_when_logits_have_vouched_for_them() {
-        let (mut scheduler, pool, now) = (scheduler(1, 32), BlockPool::new(100, 16), Instant::now());
-        scheduler.enqueue(0, request(&pool, 70, 40));
-        let hashes = sequence_hashes(SimulatedConfig::default().identity, &[1; 70], 16);
-        let cached = |tokens| {
-            let lease = pool.try_reserve_prefix(5, Prefix { hashes: &hashes, tokens }).unwrap();
-            lease.cached_tokens()
-        };
-        let seen: Vec<_> = (0..3)
-            .map(|_| {
-                step(&mut scheduler, now);
-                cached(80)
-            })
-            .collect();
-        assert_eq!(seen, [0, 0, 64], "four full blocks, at the end of the prompt");
-        let known: Vec<u32> = [vec![1; 70], vec![3; 31]].concat();
-        let hashes = sequence_hashes(SimulatedConfig::default().identity, &known, 16);
-        for _ in 0..30 {
-            step(&mut scheduler, now);
-        }
-        let lease = pool.try_reserve_prefix(7, Prefix { hashes: &hashes, tokens: 101 }).unwrap();
-        assert_eq!(lease.cached_tokens(), 96, "the answer's blocks follow as they fill");
-    }
-
-    #[test]
-    fn tokens_are_the_same_whatever_the_number_of_threads() {
-        let (mut scheduler, pool, now) = (scheduler(9, 40), BlockPool::new(100, 16), Instant::now());
-        for seq in 0..9 {
-            let sampling = SamplingParams { temperature: 0.5 * (seq % 3) as f32, seed: seq, ..SamplingParams::GREEDY };
-            scheduler.enqueue(seq, SequenceRequest { sampling, ..request(&pool, 4, 9) });
-        }
-        let decisions = scheduler.admit(now, |_| false);
-        apply(&mut scheduler, &decisions);
-        let batch = scheduler.plan();
-        let logits = logits(&batch, VOCAB, |id| (id * 5 % VOCAB) as f32 / 4.0);
-        let alone = scheduler.resolve(&batch, Ok(&logits));
-        for threads in 1..5 {
-            let mut threads = Pool::new(threads, Vec::new()).unwrap();
-            assert_eq!(threads.install(|| scheduler.resolve(&batch, Ok(&logits))), alone);
-        }
-    }
-
-    #[test]
-    fn broken_logits_cache_nothing() {
-        let (mut scheduler, pool, now) = (scheduler(1, 80), BlockPool::new(100, 16), Instant::now());
-        scheduler.enqueue(0, request(&pool, 70, 1));
-        let decisions = scheduler.admit(now, |_| false);
-        apply(&mut scheduler, &decisions);
-        let batch = scheduler.plan();
-        let broken = logits(&batch, VOCAB, |_| f32::NAN);
-        let decisions = scheduler.resolve(&batch, Ok(&broken));
-        drop(batch);
-        apply(&mut scheduler, &decisions);
-        assert_eq!((pool.free(), pool.cached()), (100, 0));
-    }
-
-    #[test]
-    fn deadlines_count_in_the_queue_and_in_the_batch() {
-        let (mut scheduler, pool, now) = (scheduler(1, 8), BlockPool::new(100, 16), Instant::now());
-        let later = now + Duration::from_secs(1);
-        for seq in 0..3 {
-            let deadline = (seq < 2).then_some(later);
-            scheduler.enqueue(seq, SequenceRequest { deadline, ..request(&pool, 4, 9) });
-        }
-        assert_eq!(scheduler.admit(now, |_| false), [(0, Decision::Start)]);
-        step(&mut scheduler, now);
-        let expired = Decision::Fail(EngineError::DeadlineExceeded);
-        let expected = [(0, expired.clone()), (1, expired), (2, Decision::Start)];
-        assert_eq!(scheduler.admit(later, |_| false), expected);
-    }
-
-    #[test]
-    fn a_wrong_outcome_fails_the_step_and_not_the_others() {
-        type Outcome = Result<Logits, EngineError>;
-        let broken: [fn(&Batch) -> Outcome; 5] = [
-            |_| Ok(Logits::default()),
-            |_| Err(EngineError::Executor("broken".into())),
-            |batch| {
-                let mut none = Logits::default();
-                none.lay_out(VOCAB, batch.items.iter().map(|_| false));
-                Ok(none)
-            },
-            |batch| Ok(logits(batch, VOCAB + 1, |_| 0.0)),
-            |batch| Ok(logits(batch, VOCAB, |_| f32::NAN)),
-        ];
-        for broken in broken {
-            let (mut scheduler, pool, now) = (scheduler(1, 8), BlockPool::new(100, 16), Instant::now());
-            scheduler.enqueue(0, request(&pool, 4, 9));
-            scheduler.enqueue(1, request(&pool, 4, 9));
-            let decisions = scheduler.admit(now, |_| false);
-            apply(&mut scheduler, &decisions);
-            let batch = scheduler.plan();
-            let outcome = broken(&batch);
-            let decisions = scheduler.resolve(&batch, outcome.as_ref().map_err(EngineError::clone));
-            assert!(matches!(decisions[..], [(0, Decision::Fail(EngineError::Executor(_)))]), "{decisions:?}");
-            apply(&mut scheduler, &decisions);
-            assert_eq!((scheduler.running(), scheduler.waiting()), (0, 1));
-        }
-    }
-}
+mod tests;

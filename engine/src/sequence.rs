@@ -7,19 +7,20 @@ use tandem_proto::hash::sequence_hashes;
 use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
 use crate::executor::EngineSpec;
-use crate::sampler::{Past, SamplingParams, TokenLogprob};
+use crate::sampling::{SamplingParams, TokenLogprob};
 
 /// Tokens to continue. The roles differ only in what they put here:
 ///
 /// | role | `tokens` | `computed` | `max_new_tokens` | `lease` |
 /// |---|---|---|---|---|
 /// | prefill | the prompt | what is cached | 1 | the prompt's blocks |
-/// | decode | prompt + first token | prompt length | what is left | worst case |
-/// | local | the prompt | what is cached | all | worst case |
+/// | decode | prompt + first token | prompt length | what is left | those and the first token's |
+/// | local | the prompt | what is cached | all | the prompt's and the first token's |
 ///
-/// The lease is taken before the request is submitted, for the most that it can come to hold, and not block by block
-/// while it runs: a decode node's grant must name the blocks before the prompt is computed, and a running sequence
-/// then never has to be thrown out and computed again. The price is the blocks of a `max_new_tokens` that is not used.
+/// The lease is taken before the request is submitted, for the given tokens; the blocks of new ones are taken while it
+/// runs. Where none is left, sequences give theirs back and are computed again, see `scheduler.rs`. One that is to have a
+/// single new token never grows, so that where there are no others (a prefill node) every sequence keeps its lease, and
+/// whoever holds it beside the engine may rely on what was computed there.
 ///
 /// A sequence that moves after a failure is submitted as prompt + tokens so far. Sampling depends on the index in the
 /// whole sequence, so that every role gives the same tokens.
@@ -34,12 +35,12 @@ pub struct SequenceRequest {
     /// How many of `tokens` have their KV in `lease`: those that moved there, or [`KvLease::cached_tokens`]. Fewer than
     /// all, since the last one's step gives the next token.
     pub computed: usize,
-    /// Room for the KV of every token that this request may come to hold, see [`SequenceRequest::kv_tokens`].
+    /// Room for the KV of `tokens`.
     pub lease: Arc<KvLease>,
     /// Tokens to generate at most, at least 1.
     pub max_new_tokens: u32,
     /// How to choose tokens.
-    pub sampling: SamplingParams,
+    pub sampling: Arc<SamplingParams>,
     /// Go on after the model's end-of-sequence token.
     pub ignore_eos: bool,
     /// Further tokens that end the sequence; they are emitted like the end-of-sequence token.
@@ -55,18 +56,22 @@ pub struct SequenceRequest {
 
 pub use tandem_proto::MAX_PRIORITY;
 
+/// Of further preemptions, and of the returns from them, a sequence's reader gets no event: a stream has room for all.
+pub(crate) const MAX_PREEMPTIONS_TOLD: usize = 16;
+
 impl SequenceRequest {
-    /// Tokens whose KV the lease must hold for a sequence of `len` tokens that may grow by `max_new_tokens`: all but
-    /// the very last, whose KV nobody will read.
+    /// Tokens whose KV a sequence of `len` tokens comes to hold that grows by `max_new_tokens`: all but the very last,
+    /// whose KV nobody will read.
     pub fn kv_tokens(len: usize, max_new_tokens: u32, max_context_tokens: usize) -> usize {
         len.saturating_add(max_new_tokens as usize).min(max_context_tokens).saturating_sub(1)
     }
 
     /// Most events that the sequence can have: a start, a chunk for each given token, the layers that it asked for, the
-    /// new tokens, an end.
+    /// new tokens, what is told of preemptions, an end. Chunks that are computed again are not told.
     pub(crate) fn max_events(&self, max_context_tokens: usize) -> usize {
         let room = max_context_tokens.saturating_sub(self.tokens.len());
-        self.queued_tokens() + self.report_layers.len() + room.min(self.max_new_tokens as usize) + 2
+        let once = self.queued_tokens() + self.report_layers.len() + room.min(self.max_new_tokens as usize) + 2;
+        once + MAX_PREEMPTIONS_TOLD * 2
     }
 
     /// Given tokens that are still to be computed.
@@ -74,14 +79,10 @@ impl SequenceRequest {
         self.tokens.len() - self.computed
     }
 
-    /// What the next token is chosen after; `eos_token_id` is the model's.
-    pub(crate) fn past(&self, eos_token_id: u32) -> Past<'_> {
-        Past {
-            tokens: &self.tokens,
-            prompt_len: self.prompt_len,
-            eos: (!self.ignore_eos).then_some(eos_token_id),
-            stop_token_ids: &self.stop_token_ids,
-        }
+    /// The tokens that end it; `eos_token_id` is the model's.
+    pub(crate) fn ends(&self, eos_token_id: u32) -> impl Iterator<Item = u32> {
+        let eos = (!self.ignore_eos).then_some(eos_token_id);
+        self.stop_token_ids.iter().copied().chain(eos)
     }
 
     /// Checks everything that can be checked before the request queues.
@@ -114,9 +115,9 @@ impl SequenceRequest {
             return refuse("the KV lease is of another engine's pool".into());
         }
         self.validate_prefix(spec)?;
-        let (needed, room) = (Self::kv_tokens(len, self.max_new_tokens, limit), self.lease.capacity_tokens());
-        if needed > room {
-            return refuse(format!("the KV of {needed} tokens does not fit a lease of {room}"));
+        let room = self.lease.capacity_tokens();
+        if len > room {
+            return refuse(format!("the KV of {len} tokens does not fit a lease of {room}"));
         }
         Ok(())
     }
@@ -137,7 +138,7 @@ impl SequenceRequest {
 }
 
 /// What happens to a sequence, in order: `Started`, then `ChunkDone`, `LayersDone` (in the last chunk) and `Token`s, then
-/// one `Finished` or `Failed`.
+/// one `Finished` or `Failed`; `Preempted` and `Resumed` between any of them.
 /// `Failed` may come at any point; it and `Finished` are the last. By then the engine has let go of the lease.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceEvent {
@@ -146,7 +147,17 @@ pub enum SequenceEvent {
         /// When.
         at: Instant,
     },
-    /// A step over given tokens ended.
+    /// It gave its blocks to others and waits for some; no `LayersDone` follows. Of many preemptions only the first are told.
+    Preempted {
+        /// When.
+        at: Instant,
+    },
+    /// It is back in the batch and computes again what is not cached. The tokens that it had stay what they were.
+    Resumed {
+        /// When.
+        at: Instant,
+    },
+    /// A step over given tokens ended, further than any before.
     ChunkDone {
         /// Tokens of the sequence, counted from its first, whose KV is in the lease now.
         tokens: usize,
@@ -196,6 +207,6 @@ impl SequenceEvent {
 pub enum FinishReason {
     /// The last token ends it: end-of-sequence or one of the request's stop tokens.
     Stop,
-    /// `max_new_tokens` or the model's context is used up.
+    /// `max_new_tokens`, the model's context or the engine's whole KV memory is used up.
     Length,
 }

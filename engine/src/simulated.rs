@@ -1,5 +1,5 @@
 //! An executor without a model, for tests and for clusters on machines that have none. Not a mock: it keeps its state
-//! in the KV arena as a model does, and its logits are a pure hash of what it reads back from there, so that a missing,
+//! in the KV arena as a model does, it chooses tokens as a model does, and its logits are a pure hash of what it reads back from there, so that a missing,
 //! misplaced or corrupted KV block gives wrong tokens.
 //!
 //! Arena layout, as a model's: `[layer][token]`, equal slots of 64-bit words. A slot's first word is a hash of the token,
@@ -16,11 +16,12 @@ use std::time::{Duration, Instant};
 use tandem_memory::{HostMemory, KvMemory};
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
+use crate::chooser::Chooser;
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone};
+use crate::executor::{Batch, Chosen, EngineSpec, Executor, KvDtype, LayersDone, Seq};
 use crate::kv_memory::allocate_arena;
-use crate::logits::Logits;
 use crate::models::checkpoint::Checkpoint;
+use crate::step::{Chunk, Step};
 use crate::step_model::StepShape;
 
 /// A simulated model says only the first so many tokens of its vocabulary. To choose among more takes longer than the rest
@@ -106,11 +107,21 @@ impl SimulatedConfig {
 
 /// See the head of this file.
 pub struct SimulatedExecutor {
+    network: Network,
+    config: SimulatedConfig,
+    /// Of the step under way, or the last one.
+    step: Step,
+    /// When the step under way began, and what it takes.
+    under_way: Option<(Instant, Duration)>,
+    chooser: Chooser,
+}
+
+/// What computes on the arena.
+struct Network {
     spec: EngineSpec,
     arena: Arc<HostMemory>,
     /// Of one layer.
     words_per_token: usize,
-    config: SimulatedConfig,
 }
 
 impl SimulatedExecutor {
@@ -137,7 +148,6 @@ impl SimulatedExecutor {
             model_digest: config.identity,
             compatibility_digest: 0,
             vocab_size: config.vocab_size,
-            logits: config.vocab_size.min(SPOKEN_TOKENS),
             eos_token_id: config.eos_token_id,
             max_context_tokens: config.max_context_tokens,
             block_tokens: config.block_tokens,
@@ -150,21 +160,46 @@ impl SimulatedExecutor {
         };
         let arena = allocate_arena(config.blocks, config.block_bytes)?;
         arena.touch(0..arena.bytes());
-        Ok(Self { spec: spec.sealed(), arena, words_per_token, config: config.clone() })
+        Ok(Self {
+            network: Network { spec: spec.sealed(), arena, words_per_token },
+            config: config.clone(),
+            step: Step::default(),
+            under_way: None,
+            chooser: Chooser::default(),
+        })
     }
 
-    /// Writes the item's slots of `layer`.
-    fn run(&self, item: &BatchItem, layer: usize) -> Result<(), EngineError> {
-        let mut previous = match item.start {
+    /// Sequences for which something is kept.
+    pub fn slots(&self) -> usize {
+        self.chooser.slots()
+    }
+
+    /// The logits of all rows that want them, and the tokens that they give.
+    fn answer(&mut self) -> Result<(), EngineError> {
+        let Self { network, step, chooser, .. } = self;
+        let width = network.spec.vocab_size.min(SPOKEN_TOKENS);
+        let wants = |chunk: &&Chunk| step.logits_of.contains(&(chunk.first_row + chunk.rows - 1));
+        let rows = chooser.rows(width).chunks_exact_mut(width);
+        step.chunks.iter().filter(wants).zip(rows).try_for_each(|(chunk, row)| network.attend(step, chunk, row))?;
+        chooser.choose();
+        Ok(())
+    }
+}
+
+impl Network {
+    /// Writes the chunk's slots of `layer`.
+    fn run(&self, step: &Step, chunk: &Chunk, layer: usize) -> Result<(), EngineError> {
+        let mut previous = match chunk.start {
             0 => self.spec.model_digest,
-            start => fold(self.slot(item, layer, start - 1)?),
+            start => fold(self.slot(step, chunk, layer, start - 1)?),
         };
-        for (position, &token) in (item.start..).zip(&item.tokens) {
+        let tokens = &step.tokens[chunk.first_row..][..chunk.rows];
+        for (position, &token) in (chunk.start..).zip(tokens) {
             let below = match layer {
                 0 => u64::from(token),
-                layer => fold(self.slot(item, layer - 1, position)?),
+                layer => fold(self.slot(step, chunk, layer - 1, position)?),
             };
-            let slot = self.slot(item, layer, position)?;
+            let slot = self.slot(step, chunk, layer, position)?;
             let first = mix(mix(previous, below), position as u64);
             for (i, word) in slot.iter().enumerate() {
                 word.store(mix(first, i as u64), Ordering::Relaxed);
@@ -174,20 +209,12 @@ impl SimulatedExecutor {
         Ok(())
     }
 
-    /// The logits of all items that want them.
-    fn answer(&self, batch: &Batch, logits: &mut Logits) -> Result<(), EngineError> {
-        let width = self.spec.logits;
-        let rows = logits.lay_out(width, batch.wants_logits()).chunks_exact_mut(width);
-        let mut wanted = batch.items.iter().filter(|item| item.wants_logits).zip(rows);
-        wanted.try_for_each(|(item, row)| self.attend(item, row))
-    }
-
     /// Like attention, the last position reads all positions in all layers: damage anywhere shows.
-    fn attend(&self, item: &BatchItem, logits: &mut [f32]) -> Result<(), EngineError> {
+    fn attend(&self, step: &Step, chunk: &Chunk, logits: &mut [f32]) -> Result<(), EngineError> {
         let mut state = self.spec.model_digest;
-        for position in 0..item.start + item.tokens.len() {
+        for position in 0..chunk.start + chunk.rows {
             for layer in 0..self.spec.layers {
-                state = mix(state, fold(self.slot(item, layer, position)?));
+                state = mix(state, fold(self.slot(step, chunk, layer, position)?));
             }
         }
         (0..).zip(logits).for_each(|(id, to)| *to = logit(mix(state, id)));
@@ -195,11 +222,12 @@ impl SimulatedExecutor {
     }
 
     /// The words of the token at `position` in `layer`.
-    fn slot(&self, item: &BatchItem, layer: usize, position: usize) -> Result<&[AtomicU64], EngineError> {
+    fn slot(&self, step: &Step, chunk: &Chunk, layer: usize, position: usize) -> Result<&[AtomicU64], EngineError> {
         let block_tokens = self.spec.block_tokens;
-        let block = item.blocks.blocks().get(position / block_tokens).ok_or_else(|| {
-            EngineError::Executor(format!("sequence {}: no KV block for position {position}", item.seq))
-        })?;
+        let own = step.blocks.get(chunk.first_block..chunk.first_block + chunk.blocks).unwrap_or_default();
+        let block = own
+            .get(position / block_tokens)
+            .ok_or_else(|| EngineError::Executor(format!("no KV block for position {position} of a sequence")))?;
         let slot = (*block as usize * self.spec.layers + layer) * block_tokens + position % block_tokens;
         let range = slot * self.words_per_token..(slot + 1) * self.words_per_token;
         self.arena
@@ -211,36 +239,46 @@ impl SimulatedExecutor {
 
 impl Executor for SimulatedExecutor {
     fn spec(&self) -> &EngineSpec {
-        &self.spec
+        &self.network.spec
     }
 
     fn memory(&self) -> Arc<dyn KvMemory> {
-        self.arena.clone()
+        self.network.arena.clone()
     }
 
-    fn execute(
-        &mut self,
-        batch: &Batch,
-        logits: &mut Logits,
-        layers_done: &mut LayersDone<'_>,
-    ) -> Result<(), EngineError> {
-        let started = Instant::now();
-        let layers = u32::try_from(self.spec.layers).unwrap_or(u32::MAX);
-        let layer_takes = self.config.step_time(StepShape::of(batch)) / layers;
-        // Only a prompt's KV leaves layer by layer: to wait for each of a single token's would be wakings for nothing.
-        let in_layers = batch.items.iter().any(|item| item.tokens.len() > 1);
+    fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        let Self { network, config, step, under_way, chooser } = self;
+        *under_way = None;
+        chooser.begin(batch)?;
+        step.lay_out(batch, &network.spec, |item| chooser.last(item))?;
+        *under_way = Some((Instant::now(), config.step_time(StepShape::of(batch))));
+        Ok(())
+    }
+
+    fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
+        let (began, takes) = self.under_way.take().ok_or_else(|| EngineError::Executor("no step was begun".into()))?;
+        let layers = u32::try_from(self.network.spec.layers).unwrap_or(u32::MAX);
         for layer in 1..=layers {
             let last = layer == layers;
-            batch.items.iter().try_for_each(|item| self.run(item, layer as usize - 1))?;
+            let Self { network, step, .. } = &*self;
+            step.chunks.iter().try_for_each(|chunk| network.run(step, chunk, layer as usize - 1))?;
             if last {
-                self.answer(batch, logits)?;
+                self.answer()?;
             }
-            if in_layers || last {
-                pass(started, layer_takes * layer);
+            // To wait for each layer where nobody does would be wakings for nothing.
+            let reports = self.step.reports(layer as usize);
+            if reports || last {
+                pass(began, takes / layers * layer);
             }
-            layers_done(layer as usize);
+            if reports {
+                layers_done(layer as usize);
+            }
         }
-        Ok(())
+        Ok(self.chooser.chosen())
+    }
+
+    fn forget(&mut self, seq: Seq) {
+        self.chooser.forget(seq);
     }
 }
 
@@ -277,7 +315,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::BlockPool;
+    use crate::sampling::uniform;
+    use crate::{BatchItem, BlockPool, Choose, SamplingParams, Tokens};
 
     const TOKENS: usize = 20;
 
@@ -286,12 +325,14 @@ mod tests {
         let config = SimulatedConfig { vocab_size, blocks: 2, ..SimulatedConfig::default() };
         let mut executor = SimulatedExecutor::new(&config).unwrap();
         let blocks = Arc::new(BlockPool::new(2, config.block_tokens).try_reserve(2).unwrap());
+        let sampling = Arc::new(SamplingParams::GREEDY);
         let mut step = |start: usize, tokens: usize| {
-            let tokens = (start..start + tokens).map(|token| token as u32).collect();
-            let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), wants_logits: true };
-            let mut logits = Logits::default();
-            executor.execute(&Batch { items: vec![item] }, &mut logits, &mut |_| ()).unwrap();
-            (executor.arena.clone(), logits.of(0).unwrap().to_vec())
+            let tokens = Tokens::Given((start..start + tokens).map(|token| token as u32).collect());
+            let choose = Choose { sampling: Arc::clone(&sampling), uniform: 0.0, forbidden: None, history: None };
+            let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
+            executor.begin(&Batch { items: vec![item], report_layers: Vec::new() }).unwrap();
+            executor.finish(&mut |_| ()).unwrap();
+            (executor.network.arena.clone(), executor.chooser.logits().of(0).unwrap().to_vec())
         };
         harm(step(0, TOKENS).0.words());
         step(TOKENS, 1).1
@@ -307,6 +348,37 @@ mod tests {
             });
             prop_assert_ne!(harmed, last_logits(1024, |_| ()));
         }
+    }
+
+    #[test]
+    fn the_last_token_is_the_given_one_until_it_is_forgotten() {
+        let answer = |kind: fn(u32) -> Tokens| {
+            let mut executor = SimulatedExecutor::new(&SimulatedConfig { blocks: 2, ..Default::default() }).unwrap();
+            let blocks = Arc::new(BlockPool::new(2, 16).try_reserve(2).unwrap());
+            let sampling = Arc::new(SamplingParams { temperature: 0.9, ..SamplingParams::GREEDY });
+            let mut step = |start: usize, tokens: Tokens| {
+                let uniform = uniform(3, start);
+                let choose = Choose { sampling: Arc::clone(&sampling), uniform, forbidden: None, history: None };
+                let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
+                executor.begin(&Batch { items: vec![item], report_layers: Vec::new() })?;
+                match executor.finish(&mut |_| ())? {
+                    [Chosen::Token(sampled)] => Ok::<u32, EngineError>(sampled.token),
+                    other => panic!("{other:?}"),
+                }
+            };
+            let mut tokens = vec![step(0, Tokens::Given((0..16).collect())).unwrap()];
+            for start in 16..31 {
+                tokens.push(step(start, kind(tokens[tokens.len() - 1])).unwrap());
+            }
+            executor.forget(1);
+            assert_eq!(executor.slots(), 0);
+            let item = BatchItem { seq: 1, tokens: Tokens::Last, start: 31, blocks, choose: None };
+            let refused = executor.begin(&Batch { items: vec![item], report_layers: Vec::new() });
+            assert!(matches!(refused, Err(EngineError::InvalidArgument(_))), "{refused:?}");
+            let words: Vec<u64> = executor.arena().iter().map(|word| word.load(Ordering::Relaxed)).collect();
+            (tokens, words)
+        };
+        assert_eq!(answer(|_| Tokens::Last), answer(|token| Tokens::Given(vec![token])));
     }
 
     #[test]

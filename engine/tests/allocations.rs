@@ -7,10 +7,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::ops::pool;
-use tandem_engine::sampler::{Past, sample};
-use tandem_engine::{Batch, BatchItem, BlockPool, Executor, Logits, SamplingParams};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
+use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Executor, SamplingParams, Seq, Tokens};
 
 /// Steps that must pass without an allocation, one after another.
 const CLEAN_STEPS: usize = 16;
@@ -52,31 +50,34 @@ fn a_step_allocates_nothing() {
         let config = ModelConfig { blocks: BLOCKS, threads: 2, batch_invariant, ..ModelConfig::default() };
         let mut executor = smollm2::executor(config);
         let blocks = BlockPool::new(BLOCKS, 16);
+        let greedy = Arc::new(SamplingParams::GREEDY);
         let item = |tokens: usize, start: usize| BatchItem {
-            seq: start as u64,
-            tokens: (0..tokens as u32).map(|token| 1000 + token).collect(),
+            seq: start as Seq,
+            tokens: Tokens::Given((0..tokens as u32).map(|token| 1000 + token).collect()),
             start,
             blocks: Arc::new(blocks.try_reserve(blocks.blocks_for(start + tokens)).expect("room")),
-            wants_logits: true,
+            choose: Some(Choose { sampling: Arc::clone(&greedy), uniform: 0.5, forbidden: None, history: None }),
         };
         // One whose attention is split, several, a prompt's chunk beside them.
-        let alone = Batch { items: vec![item(1, 1100)] };
-        let decode = Batch { items: vec![item(1, 700), item(1, 0), item(1, 33), item(1, 40), item(1, 16)] };
-        let mixed = Batch { items: vec![item(1, 9), item(150, 20), item(40, 600)] };
-        for batch in [&alone, &decode, &mixed] {
+        let batch = |items| Batch { items, report_layers: vec![1, 15] };
+        let alone = batch(vec![item(1, 1100)]);
+        let decode = batch(vec![item(1, 700), item(1, 0), item(1, 33), item(1, 40), item(1, 16)]);
+        let mixed = batch(vec![item(1, 9), item(150, 20), item(40, 600)]);
+        let last = |item: &BatchItem| BatchItem { tokens: Tokens::Last, ..item.clone() };
+        let continued = batch(decode.items.iter().map(last).collect());
+        for batch in [&alone, &decode, &continued, &mixed] {
             settles(&mut executor, batch);
         }
     }
 }
 
-fn settles(executor: &mut LlamaExecutor, batch: &Batch) {
-    let (mut logits, mut tokens) = (Logits::default(), vec![0; batch.items.len()]);
+fn settles(executor: &mut CpuExecutor, batch: &Batch) {
     let mut allocations = 0;
     for _ in 0..ROUNDS {
         let before = ALLOCATIONS.load(Ordering::Relaxed);
         for _ in 0..CLEAN_STEPS {
-            executor.execute(batch, &mut logits, &mut |_| {}).expect("a step");
-            executor.install(&mut || pool::for_each_of(&mut tokens, |item, token| *token = greedy(&logits, item)));
+            executor.begin(batch).expect("a batch");
+            executor.finish(&mut |_| {}).expect("a step");
         }
         allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
         if allocations == 0 {
@@ -84,9 +85,4 @@ fn settles(executor: &mut LlamaExecutor, batch: &Batch) {
         }
     }
     panic!("{allocations} allocations in the last {CLEAN_STEPS} steps of {} items", batch.items.len());
-}
-
-fn greedy(logits: &Logits, item: usize) -> u32 {
-    let past = Past { tokens: &[1, 2, 3], prompt_len: 3, ..Past::default() };
-    sample(&SamplingParams::GREEDY, &past, logits.of(item).expect("wanted")).token
 }

@@ -6,9 +6,9 @@ mod smollm2;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::{Isa, IsaChoice};
-use tandem_engine::{Batch, BatchItem, BlockPool, Executor, KvDtype, Logits, SamplingParams, sampler};
+use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Chosen, Executor, KvDtype, SamplingParams, Tokens};
 
 const MAX_STEPS: usize = 64;
 
@@ -51,12 +51,13 @@ fn speed() {
     let mut prompt = |rows: usize, items: usize, start: usize| {
         let blocks = || Arc::new(runner.pool.try_reserve((start + rows).div_ceil(16)).expect("room"));
         let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i * 7).collect();
-        let item = |seq| BatchItem { seq, tokens: tokens.clone(), start, blocks: blocks(), wants_logits: true };
-        let batch = Batch { items: (0..items as u64).map(item).collect() };
-        runner.executor.execute(&batch, &mut runner.logits, &mut |_| {}).expect("warm-up");
+        let given = || Tokens::Given(tokens.clone());
+        let item = |seq| BatchItem { seq, tokens: given(), start, blocks: blocks(), choose: Some(greedy()) };
+        let batch = Batch { items: (0..items as u64).map(item).collect(), report_layers: Vec::new() };
+        runner.step(&batch);
         let (begin, mut steps) = (Instant::now(), 0);
         while begin.elapsed() < Duration::from_millis(700) {
-            runner.executor.execute(&batch, &mut runner.logits, &mut |_| {}).expect("a step");
+            runner.step(&batch);
             steps += 1;
         }
         let speed = (rows * items * steps) as f64 / begin.elapsed().as_secs_f64();
@@ -99,8 +100,7 @@ fn compare(mut runner: Runner, tie: f32, near: f32) {
 }
 
 struct Runner {
-    executor: LlamaExecutor,
-    logits: Logits,
+    executor: CpuExecutor,
     pool: BlockPool,
 }
 
@@ -109,7 +109,12 @@ impl Runner {
         let config = ModelConfig { kv_dtype, blocks: 256, threads: 2, batch_invariant, ..ModelConfig::default() };
         let executor = smollm2::executor(config);
         let pool = BlockPool::new(256, 16);
-        Self { executor, logits: Logits::default(), pool }
+        Self { executor, pool }
+    }
+
+    fn step(&mut self, batch: &Batch) -> Vec<Chosen> {
+        self.executor.begin(batch).expect("a batch");
+        self.executor.finish(&mut |_| {}).expect("a step").to_vec()
     }
 
     /// Greedy tokens and the log-probabilities of the first step, for each prompt; all run as one batch.
@@ -121,25 +126,24 @@ impl Runner {
             .map(|(seq, prompt)| {
                 let blocks = self.pool.blocks_for(prompt.ids.len() + MAX_STEPS);
                 let blocks = Arc::new(self.pool.try_reserve(blocks).expect("room for eight prompts"));
-                BatchItem { seq: seq as u64, tokens: prompt.ids.clone(), start: 0, blocks, wants_logits: true }
+                let tokens = Tokens::Given(prompt.ids.clone());
+                BatchItem { seq: seq as u64, tokens, start: 0, blocks, choose: Some(greedy()) }
             })
             .collect();
         let mut results = vec![(Vec::new(), Vec::new()); prompts.len()];
         while !items.is_empty() {
-            let batch = Batch { items };
-            self.executor.execute(&batch, &mut self.logits, &mut |_| {}).expect("a step");
+            let batch = Batch { items, report_layers: Vec::new() };
+            let chosen = self.step(&batch);
             items = Vec::new();
             for (index, item) in batch.items.into_iter().enumerate() {
                 let (tokens, first) = &mut results[item.seq as usize];
-                let logits = self.logits.of(index).expect("wanted");
                 if tokens.is_empty() {
-                    *first = log_softmax(logits);
+                    *first = log_softmax(self.executor.logits().of(index).expect("wanted"));
                 }
-                let start = item.start + item.tokens.len();
-                let token = sampler::sample(&GREEDY, &sampler::Past::default(), logits).token;
-                tokens.push(token);
-                if token != eos && tokens.len() < MAX_STEPS {
-                    items.push(BatchItem { tokens: vec![token], start, ..item });
+                let Chosen::Token(sampled) = &chosen[index] else { panic!("{:?}", chosen[index]) };
+                tokens.push(sampled.token);
+                if sampled.token != eos && tokens.len() < MAX_STEPS {
+                    items.push(BatchItem { tokens: Tokens::Last, start: item.end(), ..item });
                 }
             }
         }
@@ -147,7 +151,9 @@ impl Runner {
     }
 }
 
-const GREEDY: SamplingParams = SamplingParams::GREEDY;
+fn greedy() -> Choose {
+    Choose { sampling: Arc::new(SamplingParams::GREEDY), uniform: 0.0, forbidden: None, history: None }
+}
 
 fn log_softmax(logits: &[f32]) -> Vec<f32> {
     let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -7,10 +7,14 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use proptest::prelude::*;
-use tandem_engine::candle::{LlamaExecutor, ModelConfig, ModelLoader};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig, ModelLoader};
 use tandem_engine::footprint::Footprint;
 use tandem_engine::memory::MemoryFiles;
-use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, KvLease, Logits};
+use tandem_engine::sampling::uniform;
+use tandem_engine::{
+    Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, Executor, History, KvDtype, KvLease, SamplingParams,
+    Tokens,
+};
 use tandem_proto::BLOCK_TOKENS;
 
 const VOCAB: usize = 96;
@@ -79,11 +83,11 @@ impl TinyModel {
         (metadata, tensors)
     }
 
-    fn load(&self, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
+    fn load(&self, kv_dtype: KvDtype) -> Result<CpuExecutor, EngineError> {
         self.load_blocks_of(16, kv_dtype)
     }
 
-    fn load_blocks_of(&self, block_tokens: usize, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
+    fn load_blocks_of(&self, block_tokens: usize, kv_dtype: KvDtype) -> Result<CpuExecutor, EngineError> {
         load(&self.0, block_tokens, kv_dtype)
     }
 
@@ -92,15 +96,15 @@ impl TinyModel {
         std::fs::read(&self.0).expect("readable")
     }
 
-    fn load_bytes(&self, bytes: &[u8]) -> Result<LlamaExecutor, EngineError> {
+    fn load_bytes(&self, bytes: &[u8]) -> Result<CpuExecutor, EngineError> {
         std::fs::write(&self.0, bytes).expect("writable");
         self.load(KvDtype::Bf16)
     }
 }
 
-fn load(path: &Path, block_tokens: usize, kv_dtype: KvDtype) -> Result<LlamaExecutor, EngineError> {
+fn load(path: &Path, block_tokens: usize, kv_dtype: KvDtype) -> Result<CpuExecutor, EngineError> {
     let path = path.to_owned();
-    LlamaExecutor::load(&ModelConfig { path, kv_dtype, blocks: 32, block_tokens, threads: 2, ..ModelConfig::default() })
+    CpuExecutor::load(&ModelConfig { path, kv_dtype, blocks: 32, block_tokens, threads: 2, ..ModelConfig::default() })
 }
 
 fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTensor)]) {
@@ -126,12 +130,24 @@ fn prompt(n: usize, seed: usize) -> Vec<u32> {
 }
 
 fn item(seq: u64, tokens: &[u32], start: usize, blocks: &Arc<KvLease>) -> BatchItem {
-    BatchItem { seq, tokens: tokens.into(), start, blocks: Arc::clone(blocks), wants_logits: true }
+    let choose = Choose { sampling: Arc::new(SamplingParams::GREEDY), uniform: 0.0, forbidden: None, history: None };
+    let tokens = Tokens::Given(tokens.into());
+    BatchItem { seq, tokens, start, blocks: Arc::clone(blocks), choose: Some(choose) }
 }
 
-fn step(executor: &mut LlamaExecutor, items: Vec<BatchItem>) -> Vec<Vec<f32>> {
-    let mut logits = Logits::default();
-    executor.execute(&Batch { items }, &mut logits, &mut |_| {}).expect("a step");
+fn batch(items: Vec<BatchItem>) -> Batch {
+    Batch { items, report_layers: Vec::new() }
+}
+
+/// What a step chooses.
+fn run(executor: &mut CpuExecutor, batch: &Batch) -> Result<Vec<Chosen>, EngineError> {
+    executor.begin(batch)?;
+    executor.finish(&mut |_| {}).map(<[_]>::to_vec)
+}
+
+fn step(executor: &mut CpuExecutor, items: Vec<BatchItem>) -> Vec<Vec<f32>> {
+    run(executor, &batch(items)).expect("a step");
+    let logits = executor.logits();
     (0..logits.items()).map(|item| logits.of(item).expect("wanted").to_vec()).collect()
 }
 
@@ -255,7 +271,8 @@ fn a_layer_that_is_done_is_not_written_again() {
         };
         let mut seen = Vec::new();
         let mut layers_done = |n| seen.push((n, first(n), first(layers)));
-        executor.execute(&Batch { items }, &mut Logits::default(), &mut layers_done).expect("a step");
+        executor.begin(&Batch { items, report_layers: vec![1, 2] }).expect("a batch");
+        executor.finish(&mut layers_done).expect("a step");
         let counts: Vec<_> = seen.iter().map(|(n, ..)| *n).collect();
         assert_eq!(counts, [1, 2]);
         assert!(seen.iter().all(|(n, then, _)| *then == first(*n)), "{kv_dtype:?}");
@@ -269,9 +286,10 @@ fn bad_batches_are_refused() {
     let mut executor = model.load(KvDtype::Bf16).expect("loads");
     let pool = BlockPool::new(64, 16);
     let blocks = lease(&pool, 32);
-    let mut logits = Logits::default();
-    let mut refused = |items| {
-        matches!(executor.execute(&Batch { items }, &mut logits, &mut |_| {}), Err(EngineError::InvalidArgument(_)))
+    let mut refused = |items| match run(&mut executor, &batch(items)) {
+        Err(EngineError::InvalidArgument(_)) => true,
+        Err(error) => panic!("{error}"),
+        Ok(_) => false,
     };
     assert!(refused(vec![item(0, &[], 0, &blocks)]), "no tokens");
     assert!(refused(vec![item(0, &[VOCAB as u32], 0, &blocks)]), "unknown token");
@@ -281,8 +299,10 @@ fn bad_batches_are_refused() {
     let _rest = lease(&pool, 30 * 16);
     assert!(refused(vec![item(0, &[1], 0, &lease(&pool, 16))]), "block 32 of 32");
     assert!(!refused(vec![item(0, &[1], 0, &blocks)]));
-    executor.execute(&Batch::default(), &mut logits, &mut |_| {}).expect("nothing to do");
-    assert_eq!(logits.items(), 0);
+    let last = BatchItem { tokens: Tokens::Last, ..item(9, &[1], 0, &blocks) };
+    assert!(refused(vec![last]), "the token that nobody chose");
+    assert!(run(&mut executor, &Batch::default()).expect("nothing to do").is_empty());
+    assert!(matches!(executor.finish(&mut |_| {}), Err(EngineError::Executor(_))), "no step was begun");
 }
 
 #[test]
@@ -381,7 +401,7 @@ fn a_model_in_parts_is_the_model_in_one_file() {
     assert_eq!(executor.spec().model_name, "tiny");
     let digests = [0, 1, 2].map(|part| xxhash_rust::xxh3::xxh3_64(&std::fs::read(parts.path(part)).expect("a part")));
     assert_eq!(executor.spec().model_digest, tandem_proto::model::digest_of_parts(&digests));
-    let logits = |executor: &mut LlamaExecutor| {
+    let logits = |executor: &mut CpuExecutor| {
         step(executor, vec![item(0, &prompt(40, 3), 0, &lease(&BlockPool::new(32, 16), 40))])
     };
     assert_eq!(logits(&mut executor), logits(&mut whole.load(KvDtype::F32).expect("loads")));
@@ -422,8 +442,60 @@ fn parts_that_are_missing_misplaced_or_foreign_are_named() {
     load(&parts.path(0), 16, KvDtype::F32).expect("whole again");
 }
 
+/// An answer of `steps` tokens, each step's token by `kind` from the second on; and the words of its blocks.
+fn answer(
+    executor: &mut CpuExecutor,
+    sampling: &Arc<SamplingParams>,
+    steps: usize,
+    kind: impl Fn(u32) -> Tokens,
+) -> (Vec<Chosen>, Vec<u64>) {
+    let (pool, mut tokens) = (BlockPool::new(32, executor.spec().block_tokens), prompt(20, 3));
+    let (blocks, words) = (lease(&pool, tokens.len() + steps), executor.spec().block_bytes / 8);
+    let (mut start, mut computed, mut all) = (0, Tokens::Given(tokens.clone()), Vec::new());
+    for _ in 0..steps {
+        let given = computed != Tokens::Last;
+        let history = History { tokens: tokens[..start].to_vec(), prompt_len: 20 };
+        let choose = Choose {
+            sampling: Arc::clone(sampling),
+            uniform: uniform(sampling.seed, tokens.len()),
+            forbidden: None,
+            history: (given && sampling.penalizes()).then_some(history),
+        };
+        let item = BatchItem { seq: 5, tokens: computed, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
+        all.extend(run(executor, &batch(vec![item])).expect("a step"));
+        let Some(Chosen::Token(sampled)) = all.last() else { panic!("{all:?}") };
+        (start, computed) = (tokens.len(), kind(sampled.token));
+        tokens.push(sampled.token);
+    }
+    let memory = executor.memory();
+    let arena = memory.place().host().expect("main memory");
+    let words = blocks.blocks().iter().flat_map(|&block| &arena[block as usize * words..][..words]);
+    (all, words.map(|word| word.load(std::sync::atomic::Ordering::Relaxed)).collect())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn the_last_token_gives_the_tokens_and_kv_of_the_given_one(
+        temperature in 0f32..2.0, seed in any::<u64>(), penalty in prop_oneof![Just(1.0), 0.5f32..2.0],
+        kv_dtype in prop::sample::select(&DTYPES[..]), steps in 1usize..40,
+    ) {
+        let model = TinyModel::new("last");
+        let sampling = SamplingParams { temperature, seed, repetition_penalty: penalty, ..SamplingParams::GREEDY };
+        let sampling = Arc::new(sampling);
+        let mut executors = [(); 2].map(|()| model.load(kv_dtype).expect("loads"));
+        let [by_slot, given] = &mut executors;
+        let expected = answer(given, &sampling, steps, |token| Tokens::Given(vec![token]));
+        prop_assert_eq!(answer(by_slot, &sampling, steps, |_| Tokens::Last), expected);
+        prop_assert_eq!(by_slot.slots(), 1);
+        by_slot.forget(5);
+        prop_assert_eq!(by_slot.slots(), 0);
+        let pool = BlockPool::new(32, 16);
+        let last = BatchItem { tokens: Tokens::Last, ..item(5, &[1], 0, &lease(&pool, 1)) };
+        let refused = matches!(run(by_slot, &batch(vec![last])), Err(EngineError::InvalidArgument(_)));
+        prop_assert!(refused, "a forgotten sequence has no last token");
+    }
 
     #[test]
     fn chunks_equal_the_whole_bit_for_bit(
@@ -455,8 +527,7 @@ proptest! {
         // A flip in a name or a weight may go unnoticed; then the model must run.
         if let Ok(mut executor) = model.load_bytes(&bytes) {
             let pool = BlockPool::new(32, 16);
-            let batch = Batch { items: vec![item(0, &[1, 2, 3], 0, &lease(&pool, 3))] };
-            let _ = executor.execute(&batch, &mut Logits::default(), &mut |_| {});
+            let _ = run(&mut executor, &batch(vec![item(0, &[1, 2, 3], 0, &lease(&pool, 3))]));
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::IsaChoice;
 use tandem_engine::{
     Engine, EngineError, KvDtype, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
@@ -116,7 +116,7 @@ impl Model {
         let path = self.0.clone();
         let config = ModelConfig { path, kv_dtype, isa, batch_invariant, blocks: BLOCKS, ..ModelConfig::default() };
         let limits = SchedulerConfig { max_running: 4, max_step_tokens: 64, inbox: 8, prefix_caching: true };
-        match LlamaExecutor::load(&config) {
+        match CpuExecutor::load(&config) {
             Ok(executor) => Some(Engine::start(Box::new(executor), limits)),
             Err(EngineError::InvalidArgument(_)) => None,
             Err(error) => panic!("{error}"),
@@ -145,7 +145,7 @@ async fn end(engine: &Engine, lease: Arc<KvLease>, tokens: Vec<u32>, computed: u
         computed,
         lease,
         max_new_tokens: 2,
-        sampling: SamplingParams::GREEDY,
+        sampling: SamplingParams::GREEDY.into(),
         ignore_eos: true,
         stop_token_ids: Vec::new(),
         deadline: None,

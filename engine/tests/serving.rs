@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, KvDtype, LayersDone, Logits, Prefix, SamplingParams,
-    SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
+    Batch, Chosen, Engine, EngineError, EngineSpec, Executor, KvDtype, LayersDone, Prefix, SamplingParams,
+    SchedulerConfig, Seq, SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
 };
 use tandem_memory::KvMemory;
 use tandem_proto::hash::sequence_hashes;
@@ -35,7 +35,7 @@ enum Kernels {
 }
 
 impl Kernels {
-    fn executor(self) -> LlamaExecutor {
+    fn executor(self) -> CpuExecutor {
         let kv_dtype = if matches!(self, Self::ExactF32Kv) { KvDtype::F32 } else { KvDtype::Bf16 };
         let batch_invariant = !matches!(self, Self::Bf16);
         smollm2::executor(ModelConfig { kv_dtype, blocks: 1024, threads: 2, batch_invariant, ..ModelConfig::default() })
@@ -120,7 +120,8 @@ async fn warm_ttft() {
 #[ignore = "a benchmark; run with --release -- --ignored --nocapture"]
 async fn step_time_model() {
     let log = Arc::new(Mutex::new(Vec::new()));
-    let executor = Timed { inner: executor(2048, 1), model: StepModel::default(), log: Arc::clone(&log) };
+    let under_way = (StepShape::default(), false, Instant::now());
+    let executor = Timed { inner: executor(2048, 1), model: StepModel::default(), log: Arc::clone(&log), under_way };
     let engine = Engine::start(Box::new(executor), LIMITS);
     let mut rng = StdRng::seed_from_u64(4);
     let (begin, mut running) = (Instant::now(), tokio::task::JoinSet::new());
@@ -165,9 +166,11 @@ struct Step {
 
 /// Does what the engine thread does with its step model, and writes it down.
 struct Timed {
-    inner: LlamaExecutor,
+    inner: CpuExecutor,
     model: StepModel,
     log: Arc<Mutex<Vec<Step>>>,
+    /// The step's shape, whether prompts are in it, and when it began.
+    under_way: (StepShape, bool, Instant),
 }
 
 impl Executor for Timed {
@@ -179,20 +182,24 @@ impl Executor for Timed {
         self.inner.memory()
     }
 
-    fn execute(
-        &mut self,
-        batch: &Batch,
-        logits: &mut Logits,
-        layers_done: &mut LayersDone<'_>,
-    ) -> Result<(), EngineError> {
-        let (shape, begin) = (StepShape::of(batch), Instant::now());
-        let outcome = self.inner.execute(batch, logits, layers_done);
+    fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        let prefill = batch.items.iter().any(|item| item.tokens.len() > 1);
+        self.under_way = (StepShape::of(batch), prefill, Instant::now());
+        self.inner.begin(batch)
+    }
+
+    fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
+        let (shape, prefill, begin) = self.under_way;
+        let outcome = self.inner.finish(layers_done);
         let ms = begin.elapsed().as_secs_f64() * 1e3;
         let predicted_ms = self.model.cost().predict_ms(shape);
         self.model.observe(shape, ms);
-        let prefill = batch.items.iter().any(|item| item.tokens.len() > 1);
         self.log.lock().expect("the log").push(Step { shape, prefill, ms, predicted_ms });
         outcome
+    }
+
+    fn forget(&mut self, seq: Seq) {
+        self.inner.forget(seq);
     }
 }
 
@@ -209,7 +216,7 @@ async fn request(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> (Seque
         computed: cached,
         lease: Arc::new(lease),
         max_new_tokens,
-        sampling: SamplingParams::GREEDY,
+        sampling: SamplingParams::GREEDY.into(),
         ignore_eos: false,
         stop_token_ids: Vec::new(),
         deadline: None,
@@ -235,6 +242,6 @@ fn median(times: &mut [Duration]) -> Duration {
     times[times.len() / 2]
 }
 
-fn executor(blocks: usize, threads: usize) -> LlamaExecutor {
+fn executor(blocks: usize, threads: usize) -> CpuExecutor {
     smollm2::executor(ModelConfig { kv_dtype: KvDtype::Bf16, blocks, threads, ..ModelConfig::default() })
 }

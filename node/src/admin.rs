@@ -195,12 +195,11 @@ fn vllm(text: &mut Text, node: &Node) {
     text.sample(&[], (load.waiting + pool.waiting()) as f64);
     text.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.");
     text.sample(&[], 1.0 - load.free_blocks as f64 / total.max(1) as f64);
+    let preemptions = figures.preemptions.load(Relaxed) + load.preemptions;
+    let help = "Sequences and computed prompts that gave their blocks up to be computed again.";
+    text.family("vllm:num_preemptions_total", "counter", help);
+    text.sample(&[], preemptions as f64);
     for (name, help, count) in [
-        (
-            "vllm:num_preemptions_total",
-            "Computed prompts that gave their blocks up and were computed again.",
-            &figures.preemptions,
-        ),
         ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache.", &figures.prefix_queries),
         ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache.", &figures.prefix_hits),
     ] {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use tandem_engine::candle::{ModelConfig, ModelLoader};
+use tandem_engine::cpu::{ModelConfig, ModelLoader};
 use tandem_engine::memory::MemoryFiles;
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost};
 use tandem_kvtransfer::error::TransferError;

@@ -28,7 +28,7 @@ pub struct CheckedRequest {
     pub deadline: Instant,
     /// The span that calls this node.
     pub parent: TraceContext,
-    sampling: SamplingParams,
+    sampling: Arc<SamplingParams>,
     ignore_eos: bool,
     stop_token_ids: Vec<u32>,
     priority: i32,
@@ -73,7 +73,7 @@ impl CheckedRequest {
             max_tokens: spec.max_tokens.min(room),
             deadline: deadline(spec.time_left_ns),
             parent: context(&spec.traceparent),
-            sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?,
+            sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?.into(),
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
             priority: priority(spec.priority)?,
@@ -82,9 +82,20 @@ impl CheckedRequest {
         })
     }
 
-    /// Tokens whose KV the request may come to need on a node that decodes it.
-    pub fn worst_case_kv_tokens(&self) -> usize {
-        SequenceRequest::kv_tokens(self.prompt.len(), self.max_tokens, self.max_context_tokens)
+    /// The same on a node that decodes it: an answer ends at the latest where all of the node's KV memory is its own. The
+    /// KV of the last token is not needed.
+    #[must_use]
+    pub fn within_memory(mut self, engine: &EngineSpec) -> Self {
+        let tokens = engine.total_blocks.saturating_mul(engine.block_tokens).saturating_add(1);
+        let room = u32::try_from(tokens.saturating_sub(self.prompt.len())).unwrap_or(u32::MAX);
+        self.max_tokens = self.max_tokens.min(room).max(1);
+        self
+    }
+
+    /// Tokens for whose KV a node that decodes it reserves room: the prompt and, where another one follows, the first
+    /// token. The engine takes the blocks of further ones as they come.
+    pub fn first_kv_tokens(&self) -> usize {
+        SequenceRequest::kv_tokens(self.prompt.len(), self.max_tokens.min(2), self.max_context_tokens)
     }
 
     /// Names of the prompt's blocks.
@@ -130,7 +141,7 @@ impl CheckedRequest {
             computed,
             lease,
             max_new_tokens,
-            sampling: self.sampling.clone(),
+            sampling: Arc::clone(&self.sampling),
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids.clone(),
             deadline: Some(self.deadline),
@@ -222,7 +233,9 @@ mod tests {
         let request = CheckedRequest::check(v1::RequestSpec { priority: -3, ..spec() }, &engine()).unwrap();
         let lease = Arc::new(tandem_engine::BlockPool::new(8, 16).try_reserve(2).unwrap());
         assert_eq!(request.from_prompt(lease, 1).priority, -3);
-        assert_eq!(request.worst_case_kv_tokens(), 29);
+        assert_eq!(request.first_kv_tokens(), 21);
+        let one = CheckedRequest::check(v1::RequestSpec { max_tokens: 1, ..spec() }, &engine()).unwrap();
+        assert_eq!(one.first_kv_tokens(), 20);
         assert_eq!(request.hashes(&engine()).len(), 2);
         assert_eq!(request.finished_by(7), None);
         assert_eq!(request.finished_by(2), Some(v1::FinishReason::Stop));
@@ -231,7 +244,7 @@ mod tests {
     #[test]
     fn fields_that_are_left_out_change_nothing() {
         let absent = CheckedRequest::check(spec(), &engine()).unwrap().sampling;
-        assert_eq!(absent, SamplingParams::GREEDY);
+        assert_eq!(*absent, SamplingParams::GREEDY);
         let asked = v1::Sampling {
             repetition_penalty: 1.1,
             logit_bias: [(9, 1.0), (3, -1.0)].into(),
@@ -247,7 +260,7 @@ mod tests {
             top_logprobs: 2,
             ..SamplingParams::GREEDY
         };
-        assert_eq!(CheckedRequest::check(asked, &engine()).unwrap().sampling, expected);
+        assert_eq!(*CheckedRequest::check(asked, &engine()).unwrap().sampling, expected);
     }
 
     #[test]
@@ -258,7 +271,7 @@ mod tests {
         // As many tokens in all as the first attempt would have had.
         let whole = v1::RequestSpec { prompt: vec![5; 17], max_tokens: 12, ..spec() };
         let whole = CheckedRequest::check(whole, &engine()).unwrap();
-        assert_eq!(request.worst_case_kv_tokens(), whole.worst_case_kv_tokens());
+        assert_eq!(request.prompt.len() + request.max_tokens as usize, whole.prompt.len() + whole.max_tokens as usize);
         let lease = Arc::new(tandem_engine::BlockPool::new(8, 16).try_reserve(2).unwrap());
         let (first, later) = (request.from_prompt(lease.clone(), 1), request.after_first(7, lease));
         assert_eq!((first.tokens.len(), first.prompt_len, first.max_new_tokens), (20, 17, 1));
@@ -274,6 +287,17 @@ mod tests {
     fn max_tokens_is_capped_by_the_context() {
         let long = v1::RequestSpec { max_tokens: u32::MAX, ..spec() };
         assert_eq!(CheckedRequest::check(long, &engine()).unwrap().max_tokens, 80);
+    }
+
+    #[test]
+    fn max_tokens_is_capped_by_the_whole_memory_where_it_is_decoded() {
+        let long = v1::RequestSpec { max_tokens: u32::MAX, ..spec() };
+        let tokens = |blocks| {
+            let engine = EngineSpec { total_blocks: blocks, ..engine() };
+            let request = CheckedRequest::check(long.clone(), &engine).unwrap().within_memory(&engine);
+            (request.max_tokens, request.first_kv_tokens())
+        };
+        assert_eq!([tokens(8), tokens(4), tokens(2), tokens(1)], [(80, 21), (45, 21), (13, 21), (1, 20)]);
     }
 
     #[test]

@@ -199,7 +199,7 @@ async fn read_prompt(node: &Node, start: u32, blocks: usize) -> Vec<u64> {
             computed: lease.cached_tokens(),
             lease: Arc::new(lease),
             max_new_tokens: 1,
-            sampling: SamplingParams::GREEDY,
+            sampling: SamplingParams::GREEDY.into(),
             ignore_eos: true,
             stop_token_ids: Vec::new(),
             deadline: None,

@@ -186,6 +186,10 @@ impl Prefill<'_> {
                     trace.event("chunk.done", at, [("tokens", tokens.into())]);
                     kv.send_modify(|kv| kv.progress = Progress { tokens, layers: 0 });
                 }
+                // A sequence of one new token does not grow: on this node nobody has to give way.
+                SequenceEvent::Preempted { .. } | SequenceEvent::Resumed { .. } => {
+                    return Err(Error::new(ErrorKind::Internal, "the engine took a prompt's blocks away"));
+                }
                 SequenceEvent::LayersDone { layers, .. } => kv.send_modify(|kv| kv.progress.layers = layers),
                 SequenceEvent::Token { id, logprob, top, at } => {
                     trace.close(at);

@@ -17,7 +17,8 @@ use tandem_router::select::policy::Policy;
 use tandem_router::select::processor::Processor;
 use tandem_router::select::{Cluster, LocalPrefill, Need, NodeView, Role, Settings, Wish, Work, select};
 
-const NEED: Need<'static> = Need { prompt_tokens: 2_000, total_tokens: 2_256, block_tokens: 16, hashes: &[] };
+const NEED: Need<'static> =
+    Need { prompt_tokens: 2_000, total_tokens: 2_256, answer_tokens: 256, block_tokens: 16, hashes: &[] };
 const ASK: Ask<'static> = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
 const NODES: [usize; 3] = [10, 100, 1_000];
 /// The share of nodes that hold some of the prompt.
@@ -67,8 +68,16 @@ fn measure_room(count: usize) -> (Duration, Duration) {
     let membership = table(count);
     let (prompt_tokens, max_tokens) = (ASK.prompt_tokens, ASK.max_tokens);
     let deadline = Instant::now() + Duration::from_secs(60);
-    let ask =
-        queue::Ask { tenant: "a".into(), weight: 1, priority: 0, prompt_tokens, max_tokens, deadline, predicted: None };
+    let ask = queue::Ask {
+        tenant: "a".into(),
+        weight: 1,
+        priority: 0,
+        prompt_tokens,
+        max_tokens,
+        answer_tokens: max_tokens,
+        deadline,
+        predicted: None,
+    };
     let ahead = queue::Ahead { requests: 10_000, ..queue::Ahead::default() };
     timed(|now| assert!(!black_box(membership.has_room(&ask, &ahead, 4, now)), "nobody has room"))
 }

@@ -103,6 +103,8 @@ pub struct Asked {
     pub prompt_tokens: u32,
     /// Tokens of the answer at most.
     pub max_tokens: u32,
+    /// As long as answers usually are.
+    pub answer_tokens: u32,
     /// When it ends at the latest.
     pub deadline: Instant,
     /// What the nodes need for its first token, where that is known.
@@ -111,9 +113,9 @@ pub struct Asked {
 
 impl Asked {
     fn of(self, tenant: &Tenant) -> Ask {
-        let Self { priority, prompt_tokens, max_tokens, deadline, predicted } = self;
+        let Self { priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted } = self;
         let (name, weight) = (Arc::clone(tenant.name()), tenant.terms().weight);
-        Ask { tenant: name, weight, priority, prompt_tokens, max_tokens, deadline, predicted }
+        Ask { tenant: name, weight, priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted }
     }
 }
 

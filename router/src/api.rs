@@ -23,8 +23,6 @@ use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
 use crate::traces::Traces;
 
-/// Tokens generated at most when neither the client nor `--max-tokens-default` says how many.
-pub const DEFAULT_MAX_TOKENS: u32 = 1024;
 /// Stop strings of one request at most.
 pub const MAX_STOP_STRINGS: usize = 4;
 /// Bytes of one stop string at most.

@@ -7,7 +7,6 @@ use clap::Parser;
 use tandem_ports::{TlsFiles, reactor_threads};
 
 use crate::admission::pools::Pools;
-use crate::api::DEFAULT_MAX_TOKENS;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::http::Origin;
@@ -87,9 +86,9 @@ struct Flags {
     /// A node that is silent for so long is dead
     #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
     lease_ms: u32,
-    /// Tokens of an answer whose client sets no limit, as far as the context and the nodes' KV memory hold them
-    #[arg(long, default_value_t = DEFAULT_MAX_TOKENS, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
-    max_tokens_default: u32,
+    /// Tokens of an answer whose client sets no limit; without it what the context and the nodes' KV memory have room for
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens_default: Option<u32>,
     /// Deadline of requests that bring none or a later one; a day at most
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
     max_request_ms: u32,
@@ -216,7 +215,7 @@ impl From<Flags> for Config {
                 node_queue: flags.node_queue.into(),
                 max_ttft: flags.max_ttft_ms.map(millis),
                 pools: flags.pools.unwrap_or_default(),
-                max_tokens_default: flags.max_tokens_default,
+                max_tokens_default: flags.max_tokens_default.unwrap_or(u32::MAX),
                 max_request: millis(flags.max_request_ms),
                 max_attempts: flags.max_attempts,
                 replan: millis(flags.replan_ms),
@@ -250,7 +249,7 @@ mod tests {
         assert_eq!((config.limits.max_queue, config.limits.max_inflight), (256, 512));
         assert_eq!((config.limits.node_queue, config.limits.max_ttft, config.api_keys), (4, None, None));
         assert_eq!(config.limits.pools, Pools::default());
-        assert_eq!(config.limits.max_tokens_default, 1024);
+        assert_eq!(config.limits.max_tokens_default, u32::MAX, "what the context leaves");
         assert_eq!(config.lease, Duration::from_secs(3));
         assert_eq!(config.threads, reactor_threads());
         assert_eq!((config.max_connections, config.admin), (4096, None));

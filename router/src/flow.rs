@@ -34,7 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admission::pools::Pools;
 use crate::admission::{Admission, Entry, Slot};
-use crate::api::{DEFAULT_MAX_TOKENS, GenerationEvent, GenerationRequest, Usage};
+use crate::api::{GenerationEvent, GenerationRequest, Usage};
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
@@ -71,7 +71,7 @@ pub struct Limits {
     pub max_ttft: Option<Duration>,
     /// Classes of requests by prompt length.
     pub pools: Pools,
-    /// Tokens of an answer whose client does not say how many it wants.
+    /// Tokens of an answer whose client does not say how many it wants, as far as the context and the nodes' KV memory go.
     pub max_tokens_default: u32,
     /// Deadline of a request that brings none.
     pub max_request: Duration,
@@ -93,7 +93,7 @@ impl Default for Limits {
             node_queue: 4,
             max_ttft: None,
             pools: Pools::default(),
-            max_tokens_default: DEFAULT_MAX_TOKENS,
+            max_tokens_default: u32::MAX,
             max_request: Duration::from_secs(600),
             silence: Duration::from_secs(600),
             max_attempts: 4,
@@ -432,6 +432,9 @@ impl Run {
         let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached: cached_tokens };
         if usage.completion > 0 {
             shared.metrics.looked_up(usage.prompt, usage.cached);
+        }
+        if outcome.is_ok() {
+            shared.membership.answered(usage.completion);
         }
         shared.metrics.ended(&record, &arrivals, outcome.as_ref().map(|answered| answered.reason));
         let root = record.identities.root;

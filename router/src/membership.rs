@@ -6,6 +6,7 @@
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A dead
 //! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
 //! requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when there may be some.
+mod answers;
 pub mod breaker;
 mod entry;
 pub mod fence;
@@ -126,9 +127,11 @@ pub struct Ask<'a> {
 }
 
 impl<'a> Ask<'a> {
-    fn need(&self, block_tokens: u32) -> Need<'a> {
+    fn need(&self, table: &Table) -> Need<'a> {
         let Self { prompt_tokens, max_tokens, hashes } = *self;
-        Need { prompt_tokens, total_tokens: prompt_tokens.saturating_add(max_tokens), block_tokens, hashes }
+        let (answer_tokens, block_tokens) = (table.answers.usual(max_tokens), table.block_tokens());
+        let total_tokens = prompt_tokens.saturating_add(max_tokens);
+        Need { prompt_tokens, total_tokens, answer_tokens, block_tokens, hashes }
     }
 }
 
@@ -436,7 +439,7 @@ impl Membership {
     /// [`NoPair`].
     pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
         let mut table = lock(&self.table);
-        let need = ask.need(table.block_tokens());
+        let need = ask.need(&table);
         let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
@@ -449,7 +452,7 @@ impl Membership {
     /// there are no nodes for it. Books nothing.
     pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<queue::Predicted> {
         let mut table = lock(&self.table);
-        let need = ask.need(table.block_tokens());
+        let need = ask.need(&table);
         let soonest = table.predict(&need, &self.choice, now)?;
         drop(table);
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
@@ -462,10 +465,9 @@ impl Membership {
     /// others make a plan.
     pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
         let mut table = lock(&self.table);
-        let block_tokens = table.block_tokens();
-        let wanted = Wanted::of(ask, ahead, node_queue, block_tokens);
+        let wanted = Wanted::of(ask, ahead, node_queue, table.block_tokens());
         // What is cached of it is not known here.
-        let need = Ask { prompt_tokens: ask.prompt_tokens, max_tokens: ask.max_tokens, hashes: &[] }.need(block_tokens);
+        let need = Ask { prompt_tokens: ask.prompt_tokens, max_tokens: ask.max_tokens, hashes: &[] }.need(&table);
         table.has_room(wanted, &need, &self.choice, now)
     }
 
@@ -489,6 +491,16 @@ impl Membership {
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
     pub fn has_pair(&self) -> bool {
         lock(&self.table).has_pair(self.choice.local)
+    }
+
+    /// An answer of so many tokens was complete: what [`Self::usual_answer`] learns from.
+    pub fn answered(&self, tokens: u32) {
+        lock(&self.table).answers.ended(tokens);
+    }
+
+    /// Tokens of an answer that may have `max_tokens`, as answers have been lately.
+    pub fn usual_answer(&self, max_tokens: u32) -> u32 {
+        lock(&self.table).answers.usual(max_tokens)
     }
 
     /// Tokens of prompt and answer that fit the largest decode node; nothing while there is none.

@@ -264,6 +264,8 @@ pub struct Need<'a> {
     pub prompt_tokens: u32,
     /// Prompt and all tokens that may be generated.
     pub total_tokens: u32,
+    /// Of the answer, as long as answers usually are.
+    pub answer_tokens: u32,
     /// Tokens of a block.
     pub block_tokens: u32,
     /// Sequence hashes of the prompt's blocks that a cache can spare a node; of these
@@ -272,14 +274,14 @@ pub struct Need<'a> {
 }
 
 impl Need<'_> {
-    /// Blocks of the prompt: what the prefill node holds.
+    /// Blocks of the prompt: what the prefill node holds, and what a decode node reserves.
     pub fn prompt_blocks(&self) -> u32 {
         self.prompt_tokens.div_ceil(self.block_tokens)
     }
 
-    /// Blocks of the longest answer: what the decode node reserves.
-    pub fn total_blocks(&self) -> u32 {
-        self.total_tokens.div_ceil(self.block_tokens)
+    /// Blocks of prompt and usual answer: what the decode node comes to hold. A longer answer takes more as it grows.
+    pub fn usual_blocks(&self) -> u32 {
+        self.prompt_tokens.saturating_add(self.answer_tokens).div_ceil(self.block_tokens)
     }
 }
 
@@ -405,11 +407,14 @@ pub enum NoPair {
     #[error("no prefill and decode node with the same compatibility digest and transport build are available")]
     Incompatible,
     /// No compatible pair could ever hold the request.
-    #[error("the request needs {blocks} KV blocks ({tokens} tokens); no available node or pair of nodes can hold them")]
+    #[error(
+        "the request needs {blocks} KV blocks for its prompt and a context of {tokens} tokens; no available node or pair \
+         of nodes can hold them"
+    )]
     TooLarge {
-        /// Blocks needed.
+        /// Blocks of its prompt.
         blocks: u32,
-        /// Tokens needed.
+        /// Tokens of prompt and longest answer.
         tokens: u32,
     },
 }
@@ -440,7 +445,7 @@ pub fn select(
             LocalPrefill::Never if missing(Role::Prefill) => NoPair::NoNode(Role::Prefill),
             _ if missing(Role::Decode) => NoPair::NoNode(Role::Decode),
             LocalPrefill::Never if !compatible => NoPair::Incompatible,
-            _ => NoPair::TooLarge { blocks: need.total_blocks(), tokens: need.total_tokens },
+            _ => NoPair::TooLarge { blocks: need.prompt_blocks(), tokens: need.total_tokens },
         });
     }
     let ranks = |plan: &Scored<'_>| (plan.ranks(), settings.policy != Policy::Joint && plan.prefill.is_none());

@@ -4,8 +4,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time;
 
-use super::{Worker, curious};
-use crate::error::EngineError;
+use super::{BLOCKS_AWAY, Outcome, Worker, waiting_for_layers};
 use crate::executor::Batch;
 use crate::step_model::StepShape;
 
@@ -25,25 +24,31 @@ impl Stepper {
     /// its tokens are told at its end.
     pub async fn run(mut self) {
         while self.receive().await {
-            let Some(batch) = self.worker.plan(now()) else { continue };
+            let Some(batch) = self.worker.plan(now()) else {
+                if !self.worker.scheduler.is_idle() {
+                    time::sleep(BLOCKS_AWAY).await;
+                }
+                continue;
+            };
             let takes = (self.step_time)(StepShape::of(&batch));
-            let outcome = self.compute(&batch, takes).await;
+            let outcome = self.step(&batch, takes).await;
             self.worker.conclude(batch, outcome, takes, now());
         }
         self.worker.stopped("it was shut down".to_owned());
     }
 
-    /// Writes everything at once, and then lets time pass layer by layer.
-    async fn compute(&mut self, batch: &Batch, takes: Duration) -> Result<(), EngineError> {
-        let Worker { executor, logits, clients, .. } = &mut self.worker;
+    /// Writes everything at once, and then lets time pass, with a stop after each layer that somebody waits for.
+    async fn step(&mut self, batch: &Batch, takes: Duration) -> Outcome {
+        let Worker { executor, scheduler, clients, .. } = &mut self.worker;
         let (begin, layers) = (time::Instant::now(), u32::try_from(executor.spec().layers).unwrap_or(u32::MAX));
-        let outcome = executor.execute(batch, logits, &mut |_| {});
-        for layer in 1..=layers {
-            time::sleep_until(begin + takes * layer / layers).await;
-            if outcome.is_ok() {
-                curious(clients, batch).into_iter().for_each(|client| client.tell_layers(layer as usize, now()));
-            }
+        let mut done = Vec::new();
+        let outcome = Outcome::of(batch, &mut **executor, scheduler, &mut |layers| done.push(layers));
+        let waiting = waiting_for_layers(clients, batch);
+        for layer in done {
+            time::sleep_until(begin + takes * u32::try_from(layer).unwrap_or(u32::MAX) / layers).await;
+            waiting.iter().filter(|_| outcome.failed.is_none()).for_each(|client| client.tell_layers(layer, now()));
         }
+        time::sleep_until(begin + takes).await;
         outcome
     }
 

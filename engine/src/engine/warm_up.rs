@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec};
+use crate::executor::{Batch, BatchItem, Choose, EngineSpec, Seq, Tokens};
+use crate::sampling::SamplingParams;
 
 /// Tokens of the longest prompt. Enough to tell the cost of a token from that of a step.
 const PROMPT: usize = 128;
@@ -39,14 +40,16 @@ pub(super) fn kinds(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usize)
     let long = Arc::new(pool.try_reserve(pool.blocks_for(context))?);
     let short: Vec<_> = (0..decoding).map(|_| pool.try_reserve(1).map(Arc::new)).collect::<Result<_, _>>()?;
 
+    let sampling = Arc::new(SamplingParams::GREEDY);
     let item = |seq: usize, start: usize, tokens: usize, blocks: &Arc<_>| BatchItem {
-        seq: seq as u64,
-        tokens: (0..tokens).map(|token| (token % spec.vocab_size) as u32).collect(),
+        // No sequence of the engine has such a number, which counts from below.
+        seq: Seq::MAX - seq as Seq,
+        tokens: Tokens::Given((0..tokens).map(|token| (token % spec.vocab_size) as u32).collect()),
         start,
         blocks: Arc::clone(blocks),
-        wants_logits: true,
+        choose: Some(Choose { sampling: Arc::clone(&sampling), uniform: 0.0, forbidden: None, history: None }),
     };
-    let of = |items| Batch { items };
+    let of = |items| Batch { items, report_layers: Vec::new() };
     let one = |tokens: usize, end: usize| of(vec![item(0, end - tokens, tokens, &long)]);
     let many = short.iter().enumerate().map(|(seq, blocks)| item(seq, 0, 1, blocks)).collect();
     let quarter = tokens.div_ceil(4);
@@ -164,8 +167,7 @@ mod tests {
             let pool = BlockPool::new(free, spec.block_tokens);
             if let Ok(batches) = kinds(&pool, &spec, step) {
                 for item in batches.iter().flat_map(|batch| &batch.items) {
-                    let end = item.start + item.tokens.len();
-                    prop_assert!(end <= context.min(item.blocks.capacity_tokens()) && !item.tokens.is_empty());
+                    prop_assert!(item.end() <= context.min(item.blocks.capacity_tokens()) && item.tokens.len() > 0);
                 }
                 prop_assert!(batches.iter().all(|batch| batch.tokens() <= step.max(1)));
             } else {

@@ -7,30 +7,14 @@ use super::rope::RowOrder;
 use super::weights::Weights;
 use crate::error::EngineError;
 use crate::executor::LayersDone;
-use crate::ops::attention::{Attention, Chunk, Queries, Sequences};
-use crate::ops::kv::{KvArena, Place};
+use crate::ops::attention::{Attention, Queries, Sequences};
+use crate::ops::kv::KvArena;
 use crate::ops::lookup::RowTable;
 use crate::ops::matmul::{Output, matmul};
 use crate::ops::packed::PackedMatrix;
 use crate::ops::rows::{Rotations, add_to_rows, norm_heads, rms_norm, swiglu};
 use crate::ops::simd::Isa;
-
-/// A step's tokens, all sequences stacked.
-#[derive(Debug, Default)]
-pub struct Step {
-    /// One a row.
-    pub tokens: Vec<u32>,
-    /// Of each row in its sequence.
-    pub positions: Vec<usize>,
-    /// Where each row's K and V go.
-    pub places: Vec<Place>,
-    /// The sequences' blocks.
-    pub blocks: Vec<u32>,
-    /// Which rows and which blocks are of one sequence.
-    pub chunks: Vec<Chunk>,
-    /// Rows whose logits are wanted.
-    pub logits_of: Vec<usize>,
-}
+use crate::step::Step;
 
 /// A model in memory.
 pub struct Llama {

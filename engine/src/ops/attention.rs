@@ -18,6 +18,7 @@ use super::kv::{KvArena, KvLayout, Part};
 use super::simd::Isa;
 use super::{Shared, pool};
 use crate::executor::KvDtype;
+use crate::step::Chunk;
 
 /// Keys of a partition: where the first one begins follows from position 0 alone. A multiple of what the walks take at a time.
 pub(super) const PARTITION: usize = 512;
@@ -25,21 +26,6 @@ pub(super) const PARTITION: usize = 512;
 const SPLIT_ROWS: usize = 4;
 /// A tile that is more than one part in so many of a thread's share of the step is split.
 const SHARE_PARTS: usize = 4;
-
-/// The rows of a step that belong to one sequence.
-#[derive(Clone, Copy, Debug)]
-pub struct Chunk {
-    /// First of the sequence's blocks in [`Sequences::blocks`].
-    pub first_block: usize,
-    /// Number of blocks; position `p` lies in the block `p / block_tokens` of them.
-    pub blocks: usize,
-    /// First row in the step's matrices.
-    pub first_row: usize,
-    /// Number of rows.
-    pub rows: usize,
-    /// Position of the first row.
-    pub start: usize,
-}
 
 /// The sequences of a step.
 #[derive(Clone, Copy, Debug)]

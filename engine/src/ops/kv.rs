@@ -17,6 +17,7 @@ use tandem_memory::{HostMemory, KvMemory};
 use super::pool;
 use super::simd::LANES;
 use crate::executor::KvDtype;
+use crate::step::Place;
 
 /// Tokens of a sub-block: one vector of attention scores. A block is one or more.
 pub const SUB_BLOCK_TOKENS: usize = LANES;
@@ -60,15 +61,6 @@ impl KvLayout {
 pub(super) enum Part {
     K,
     V,
-}
-
-/// Where a token's KV goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Arena block.
-    pub block: u32,
-    /// Token within it.
-    pub slot: usize,
 }
 
 /// The memory and its layout.

@@ -5,15 +5,16 @@ use proptest::prelude::*;
 use tandem_gguf::TensorType;
 use tandem_memory::HostMemory;
 
-use super::attention::{Attention, Chunk, PARTITION, Queries, Sequences};
+use super::attention::{Attention, PARTITION, Queries, Sequences};
 use super::dequantize::{SUPPORTED, dequantize};
-use super::kv::{KvArena, KvLayout, Place, quantized, scale_of};
+use super::kv::{KvArena, KvLayout, quantized, scale_of};
 use super::lookup::RowTable;
 use super::matmul::{Output, matmul};
 use super::packed::{PackedMatrix, Row, WeightFormat};
 use super::pool::Pool;
 use super::simd::{Isa, IsaChoice};
 use crate::executor::KvDtype;
+use crate::step::{Chunk, Place};
 
 /// Numbers in -1..1 that look random.
 pub(super) fn noise(seed: u32, n: usize) -> Vec<f32> {

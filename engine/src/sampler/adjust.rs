@@ -1,13 +1,10 @@
 //! The rules that change logits by what is known of tokens: bias, forbidden ends, penalties.
-use super::{Past, SamplingParams, Scratch};
+use super::{Past, Scratch};
+use crate::sampling::SamplingParams;
 
 /// Puts the changed logits into `scratch.logits`; false when no rule applies and the given ones stand.
 pub(super) fn adjust(params: &SamplingParams, past: &Past<'_>, logits: &[f32], scratch: &mut Scratch) -> bool {
-    let (_, output) = past.split();
-    let too_short = output.len() < params.min_tokens as usize;
-    let penalties =
-        params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
-    if params.logit_bias.is_empty() && !penalties && !too_short {
+    if params.logit_bias.is_empty() && past.forbidden.is_empty() && !params.penalizes() {
         return false;
     }
     scratch.logits.clear();
@@ -17,14 +14,12 @@ pub(super) fn adjust(params: &SamplingParams, past: &Past<'_>, logits: &[f32], s
             *logit += bias;
         }
     }
-    if too_short {
-        for &id in past.stop_token_ids.iter().chain(past.eos.as_ref()) {
-            if let Some(logit) = scratch.logits.get_mut(id as usize) {
-                *logit = f32::NEG_INFINITY;
-            }
+    for &id in past.forbidden {
+        if let Some(logit) = scratch.logits.get_mut(id as usize) {
+            *logit = f32::NEG_INFINITY;
         }
     }
-    if penalties {
+    if params.penalizes() {
         penalize(params, past, scratch);
     }
     true

@@ -1,32 +1,15 @@
 //! From logits to the one token: temperature, the cuts, the draw.
-use xxhash_rust::xxh3::xxh3_64;
-
+use super::Scratch;
 use super::passes::{self, Candidate, value};
-use super::{LOWEST_TEMPERATURE, Past, SamplingParams, Scratch, adjust};
+use crate::sampling::{LOWEST_TEMPERATURE, SamplingParams};
 
 /// Tokens that the first attempt to cover `top_p` looks at: most nuclei are smaller.
 const FIRST_NUCLEUS: usize = 64;
 
-/// The token that the parameters choose; `likeliest` is that of `logits` as they are.
+/// The token that the parameters choose; `likeliest` is that of `logits`.
 pub(super) fn token(
     params: &SamplingParams,
-    past: &Past<'_>,
-    logits: &[f32],
-    likeliest: usize,
-    scratch: &mut Scratch,
-) -> usize {
-    if !adjust::adjust(params, past, logits, scratch) {
-        return draw(params, past.tokens.len(), logits, likeliest, scratch);
-    }
-    let adjusted = std::mem::take(&mut scratch.logits);
-    let token = draw(params, past.tokens.len(), &adjusted, passes::likeliest(&adjusted), scratch);
-    scratch.logits = adjusted;
-    token
-}
-
-fn draw(
-    params: &SamplingParams,
-    position: usize,
+    uniform: f64,
     logits: &[f32],
     likeliest: usize,
     Scratch { weights, kept, .. }: &mut Scratch,
@@ -37,7 +20,6 @@ fn draw(
         return likeliest;
     }
     let weigh = passes::Weigh { greatest, scale: params.temperature.recip(), least: params.min_p };
-    let uniform = uniform(params.seed, position);
     let limited = params.top_k > 0 && (params.top_k as usize) < logits.len();
     let by_mass = params.top_p < 1.0;
     if !limited && !by_mass {
@@ -89,12 +71,4 @@ fn nucleus(kept: &mut Vec<Candidate>, wanted: f64) -> bool {
     });
     kept.truncate(last.map_or(kept.len(), |last| last + 1));
     last.is_some()
-}
-
-/// In `0.0..1.0`.
-pub(super) fn uniform(seed: u64, position: usize) -> f64 {
-    let mut key = [0; 16];
-    key[..8].copy_from_slice(&seed.to_le_bytes());
-    key[8..].copy_from_slice(&(position as u64).to_le_bytes());
-    (xxh3_64(&key) >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -3,8 +3,8 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use super::choose::uniform;
 use super::*;
+use crate::sampling::uniform;
 
 fn past(tokens: &[u32], prompt_len: usize) -> Past<'_> {
     Past { tokens, prompt_len, ..Past::default() }
@@ -12,7 +12,7 @@ fn past(tokens: &[u32], prompt_len: usize) -> Past<'_> {
 
 /// The token at `position` of a sequence whose tokens do not matter.
 fn at(params: &SamplingParams, position: usize, logits: &[f32]) -> u32 {
-    sample(params, &past(&vec![0; position], 0), logits).token
+    sample(params, uniform(params.seed, position), &past(&vec![0; position], 0), logits).token
 }
 
 fn warm(temperature: f32, seed: u64) -> SamplingParams {
@@ -25,8 +25,7 @@ fn reference_logits(params: &SamplingParams, past: &Past<'_>, logits: &[f32]) ->
     let rule = |(id, &logit): (usize, &f32)| {
         let id = id as u32;
         let mut logit = logit + params.logit_bias.iter().find(|bias| bias.0 == id).map_or(0.0, |bias| bias.1);
-        let ends = past.eos == Some(id) || past.stop_token_ids.contains(&id);
-        if output.len() < params.min_tokens as usize && ends {
+        if past.forbidden.contains(&id) {
             logit = f32::NEG_INFINITY;
         }
         if prompt.contains(&id) || output.contains(&id) {
@@ -91,12 +90,12 @@ prop_compose! {
         repetition_penalty in prop_oneof![Just(1.0), 0.5f32..2.0],
         presence_penalty in prop_oneof![Just(0.0), -2f32..2.0], frequency_penalty in prop_oneof![Just(0.0), -2f32..2.0],
         logit_bias in prop::collection::btree_map(0u32..30, -20f32..20.0, 0..4),
-        min_tokens in 0u32..12, top_logprobs in 0u32..6, seed in any::<u64>(),
+        top_logprobs in 0u32..6, seed in any::<u64>(),
     ) -> SamplingParams {
         let logit_bias = logit_bias.into_iter().collect();
         SamplingParams {
             temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
-            min_tokens, top_logprobs, seed,
+            min_tokens: 0, top_logprobs, seed,
         }
     }
 }
@@ -108,13 +107,14 @@ proptest! {
     fn every_rule_together_is_the_reference(
         params in any_params(), logits in any_logits(30..400),
         tokens in prop::collection::vec(0u32..40, 1..40), prompt in 1usize..40,
-        eos in prop::option::of(0u32..30), stops in prop::collection::vec(0u32..60, 0..3),
+        forbidden in prop::collection::vec(0u32..60, 0..4),
     ) {
-        let past = Past { tokens: &tokens, prompt_len: prompt.min(tokens.len()), eos, stop_token_ids: &stops };
-        let sampled = sample(&params, &past, &logits);
+        let past = Past { tokens: &tokens, prompt_len: prompt.min(tokens.len()), forbidden: &forbidden };
+        let uniform = uniform(params.seed, tokens.len());
+        let sampled = sample(&params, uniform, &past, &logits);
         let adjusted = reference_logits(&params, &past, &logits);
         prop_assert_eq!(sampled.token, reference_draw(&params, tokens.len(), &adjusted));
-        prop_assert_eq!(&sampled, &sample(&params, &past, &logits), "a second call finds clean memory");
+        prop_assert_eq!(&sampled, &sample(&params, uniform, &past, &logits), "a second call finds clean memory");
 
         let logprobs = reference_logprobs(&logits);
         prop_assert!((f64::from(sampled.logprob) - logprobs[sampled.token as usize]).abs() < 2e-5);
@@ -128,17 +128,6 @@ proptest! {
     }
 
     #[test]
-    fn ends_are_impossible_before_min_tokens(
-        logits in any_logits(20..60), output in 0usize..8, min_tokens in 0u32..8, temperature in 0f32..2.0,
-    ) {
-        let tokens = vec![9; 3 + output];
-        let past = Past { tokens: &tokens, prompt_len: 3, eos: Some(2), stop_token_ids: &[5, 7] };
-        let params = SamplingParams { min_tokens, logit_bias: vec![(2, 100.0)], ..warm(temperature, 1) };
-        let ended = [2, 5, 7].contains(&sample(&params, &past, &logits).token);
-        prop_assert_eq!(ended, output >= min_tokens as usize, "the bias makes it the only choice");
-    }
-
-    #[test]
     fn a_pure_function_into_the_vocabulary(
         logits in prop::collection::vec(prop::num::f32::ANY, 1..50), tokens in prop::collection::vec(any::<u32>(), 0..9),
         temperature in prop::num::f32::ANY, top_p in prop::num::f32::ANY, min_p in prop::num::f32::ANY,
@@ -148,10 +137,11 @@ proptest! {
             temperature, top_p, min_p, repetition_penalty: penalty, presence_penalty: penalty,
             logit_bias: vec![(u32::MAX, bias), (3, bias)], top_k, seed, top_logprobs: 3, ..SamplingParams::GREEDY
         };
-        let sampled = sample(&params, &past(&tokens, 1), &logits);
+        let uniform = uniform(seed, tokens.len());
+        let sampled = sample(&params, uniform, &past(&tokens, 1), &logits);
         prop_assert!((sampled.token as usize) < logits.len());
         prop_assert!(!sampled.logprob.is_nan() && sampled.logprob <= 0.0);
-        prop_assert_eq!(&sampled, &sample(&params, &past(&tokens, 1), &logits));
+        prop_assert_eq!(&sampled, &sample(&params, uniform, &past(&tokens, 1), &logits));
     }
 
     #[test]
@@ -174,7 +164,7 @@ proptest! {
 
 #[test]
 fn greedy_takes_the_greatest_and_tells_its_probability() {
-    let sampled = sample(&SamplingParams::GREEDY, &past(&[0; 3], 3), &[1.0, 3.0, 2.0, 3.0]);
+    let sampled = sample(&SamplingParams::GREEDY, 0.5, &past(&[0; 3], 3), &[1.0, 3.0, 2.0, 3.0]);
     let total = 1f64.exp() + 2.0 * 3f64.exp() + 2f64.exp();
     assert_eq!((sampled.token, sampled.top.len()), (1, 0));
     assert!((f64::from(sampled.logprob) - (3.0 - total.ln())).abs() < 1e-6);
@@ -231,7 +221,7 @@ fn impossible_tokens_are_never_chosen() {
     let logits = [f32::NAN, f32::NEG_INFINITY, 0.5, f32::NAN];
     for temperature in [0.0, 1e-9, 1.0, f32::NAN, f32::INFINITY, -1.0] {
         let params = SamplingParams { top_p: 0.9, top_k: 3, ..warm(temperature, 4) };
-        let sampled = sample(&params, &Past::default(), &logits);
+        let sampled = sample(&params, 0.5, &Past::default(), &logits);
         assert_eq!((sampled.token, sampled.logprob), (2, 0.0));
     }
     assert_eq!(at(&warm(1.0, 0), 0, &[f32::NAN, f32::NEG_INFINITY]), 0);
@@ -245,7 +235,7 @@ fn prompt_and_output_are_told_apart() {
     let with = |change: fn(&mut SamplingParams)| {
         let mut params = SamplingParams::GREEDY;
         change(&mut params);
-        sample(&params, &past(&tokens, 2), &logits).token
+        sample(&params, 0.5, &past(&tokens, 2), &logits).token
     };
     assert_eq!(with(|_| ()), 1);
     assert_eq!(with(|params| params.repetition_penalty = 1.2), 4, "prompt and output");

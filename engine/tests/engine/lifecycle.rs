@@ -31,6 +31,7 @@ async fn events_come_in_order() {
             }
             SequenceEvent::Finished { .. } => 'F',
             SequenceEvent::LayersDone { .. } => panic!("nobody asked"),
+            SequenceEvent::Preempted { .. } | SequenceEvent::Resumed { .. } => panic!("there is room for all"),
             SequenceEvent::Failed(error) => panic!("{error}"),
         });
     }
@@ -79,20 +80,20 @@ async fn the_end_of_sequence_token_is_emitted_unless_ignored() {
 async fn wrong_requests_are_refused() {
     let (engine, other) = (engine(LIMITS), engine(LIMITS));
     let good = || request(&engine, prompt(16, 0), 16);
+    assert!(engine.submit(SequenceRequest { max_new_tokens: u32::MAX, ..good() }).is_ok(), "it grows as far as it can");
     let small = Arc::new(engine.pool().try_reserve(1).unwrap());
     let wrong = [
         SequenceRequest { tokens: Vec::new(), prompt_len: 0, ..good() },
         SequenceRequest { prompt_len: 17, ..good() },
         SequenceRequest { computed: 16, ..good() },
         SequenceRequest { max_new_tokens: 0, ..good() },
-        SequenceRequest { max_new_tokens: u32::MAX, ..good() },
         SequenceRequest { tokens: prompt(512, 0), ..good() },
-        SequenceRequest { sampling: SamplingParams { temperature: f32::NAN, ..seeded(0) }, ..good() },
-        SequenceRequest { sampling: SamplingParams { top_p: 1.5, ..seeded(0) }, ..good() },
-        SequenceRequest { sampling: SamplingParams { repetition_penalty: 0.0, ..seeded(0) }, ..good() },
-        SequenceRequest { sampling: SamplingParams { logit_bias: vec![(1024, 1.0)], ..seeded(0) }, ..good() },
+        SequenceRequest { sampling: SamplingParams { temperature: f32::NAN, ..seeded(0) }.into(), ..good() },
+        SequenceRequest { sampling: SamplingParams { top_p: 1.5, ..seeded(0) }.into(), ..good() },
+        SequenceRequest { sampling: SamplingParams { repetition_penalty: 0.0, ..seeded(0) }.into(), ..good() },
+        SequenceRequest { sampling: SamplingParams { logit_bias: vec![(1024, 1.0)], ..seeded(0) }.into(), ..good() },
         SequenceRequest { tokens: [vec![1024], prompt(15, 0)].concat(), ..good() },
-        request_in(Arc::clone(&small), prompt(16, 0), 2),
+        request_in(Arc::clone(&small), prompt(17, 0), 2),
         request(&other, prompt(16, 0), 16),
     ];
     for (i, wrong) in wrong.into_iter().enumerate() {

@@ -113,7 +113,7 @@ proptest! {
             let (plain, caching) = (start(16, 1024, false), start(block_tokens, 320, true));
             for (family, shared, own, max_new_tokens, seed) in requests {
                 let tokens = [prompt(shared, family), prompt(own, family + own as u32)].concat();
-                let sampled = |request| SequenceRequest { sampling: seeded(seed), ..request };
+                let sampled = |request| SequenceRequest { sampling: seeded(seed).into(), ..request };
                 let want = generate(&plain, sampled(request(&plain, tokens.clone(), max_new_tokens))).await;
                 let got = generate(&caching, sampled(cached(&caching, tokens, max_new_tokens))).await;
                 assert_eq!(got, want);

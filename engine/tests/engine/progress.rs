@@ -3,7 +3,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, LayersDone, Logits, SchedulerConfig, SequenceEvent,
+    Batch, Chosen, Engine, EngineError, EngineSpec, Executor, LayersDone, SchedulerConfig, Seq, SequenceEvent,
     SequenceRequest, SimulatedConfig, SimulatedExecutor,
 };
 use tandem_memory::KvMemory;
@@ -15,7 +15,7 @@ const LAYERS: usize = 4;
 /// The words of an arena after so many layers of a step.
 type Pictures = Arc<Mutex<Vec<(usize, Vec<u64>)>>>;
 
-/// Takes a picture of the arena whenever a layer is done, before anybody hears of it.
+/// Takes a picture of the arena whenever a layer is done that somebody waits for, before they receive it.
 struct Photographed {
     inner: SimulatedExecutor,
     pictures: Pictures,
@@ -39,18 +39,21 @@ impl Executor for Photographed {
         self.inner.memory()
     }
 
-    fn execute(
-        &mut self,
-        batch: &Batch,
-        logits: &mut Logits,
-        layers_done: &mut LayersDone<'_>,
-    ) -> Result<(), EngineError> {
+    fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        self.inner.begin(batch)
+    }
+
+    fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
         let (memory, pictures) = (self.memory(), Arc::clone(&self.pictures));
-        self.inner.execute(batch, logits, &mut |layers| {
+        self.inner.finish(&mut |layers| {
             let words = memory.place().host().into_iter().flatten().map(|word| word.load(Relaxed)).collect();
             pictures.lock().expect("no panic").push((layers, words));
             layers_done(layers);
         })
+    }
+
+    fn forget(&mut self, seq: Seq) {
+        self.inner.forget(seq);
     }
 }
 
@@ -64,6 +67,7 @@ async fn story(engine: &Engine, request: SequenceRequest) -> Vec<String> {
             SequenceEvent::ChunkDone { tokens, .. } => format!("chunk {tokens}"),
             SequenceEvent::LayersDone { layers, .. } => format!("layers {layers}"),
             SequenceEvent::Token { .. } => "token".into(),
+            SequenceEvent::Preempted { .. } | SequenceEvent::Resumed { .. } => panic!("there is room for all"),
             SequenceEvent::Finished { .. } => "finished".into(),
             SequenceEvent::Failed(error) => panic!("{error}"),
         });
@@ -106,15 +110,15 @@ async fn the_kv_of_a_layer_is_final_when_it_is_told_of() {
     let (memory, words) = (engine.memory(), engine.spec().block_bytes / 8);
     let end = memory.place().host().expect("main memory");
     let pictures = std::mem::take(&mut *pictures.lock().expect("no panic"));
-    assert_eq!(pictures.len(), 3 * LAYERS, "three chunks");
-    for (layers, picture) in &pictures[2 * LAYERS..] {
+    assert_eq!(pictures.len(), LAYERS, "of three chunks the last one's");
+    for (layers, picture) in &pictures {
         for &block in lease.blocks() {
             let (start, done) = (block as usize * words, words * layers / LAYERS);
             let then = &picture[start..start + done];
             assert!(then.iter().zip(&end[start..]).all(|(then, now)| *then == now.load(Relaxed)), "layer {layers}");
         }
     }
-    let (_, first) = &pictures[2 * LAYERS];
+    let (_, first) = &pictures[0];
     let last_block = lease.blocks()[4] as usize * words;
     assert!(
         first[last_block + words / 2..last_block + words].iter().all(|word| *word == 0),

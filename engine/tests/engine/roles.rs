@@ -19,7 +19,7 @@ async fn disaggregated(
     [prefill, decode]: [&Engine; 2],
     tokens: &[u32],
     max_tokens: u32,
-    sampling: SamplingParams,
+    sampling: Arc<SamplingParams>,
     damage: impl FnOnce(&Engine, &KvLease),
 ) -> Vec<u32> {
     let pool = prefill.pool();
@@ -48,7 +48,9 @@ async fn disaggregated_equals_local() {
 async fn disaggregated_equals_local_in_blocks_of(block_tokens: usize) {
     let local = engine(LIMITS);
     let [prefill, decode] = [64, 64].map(|blocks| Engine::start(simulated_blocks_of(block_tokens, blocks), LIMITS));
-    for (len, sampling) in [1, 15, 16, 17, 130].into_iter().flat_map(|len| [(len, greedy()), (len, seeded(7))]) {
+    for (len, sampling) in
+        [1, 15, 16, 17, 130].into_iter().flat_map(|len| [(len, Arc::new(greedy())), (len, Arc::new(seeded(7)))])
+    {
         let tokens = prompt(len, 1);
         let whole = SequenceRequest { sampling: sampling.clone(), ..request(&local, tokens.clone(), 40) };
         let expected = generate(&local, whole).await;
@@ -62,8 +64,8 @@ async fn disaggregated_equals_local_in_blocks_of(block_tokens: usize) {
 }
 
 /// Penalties so strong that forgetting one token would show, and ends that are forbidden for a while.
-fn penalized(temperature: f32, min_tokens: u32) -> SamplingParams {
-    SamplingParams {
+fn penalized(temperature: f32, min_tokens: u32) -> Arc<SamplingParams> {
+    Arc::new(SamplingParams {
         temperature,
         repetition_penalty: 1.5,
         presence_penalty: 1.0,
@@ -72,7 +74,7 @@ fn penalized(temperature: f32, min_tokens: u32) -> SamplingParams {
         min_tokens,
         top_logprobs: 2,
         ..seeded(9)
-    }
+    })
 }
 
 #[tokio::test]
@@ -126,7 +128,7 @@ async fn any_damage_to_the_kv_shows() {
     let expected = generate(&local, request(&local, tokens.clone(), 20)).await;
     let layers = decode.spec().layers;
     for (token, layer) in [0, 16, 39].into_iter().flat_map(|token| (0..layers).map(move |layer| (token, layer))) {
-        let answer = disaggregated([&prefill, &decode], &tokens, 20, greedy(), |engine, lease| {
+        let answer = disaggregated([&prefill, &decode], &tokens, 20, greedy().into(), |engine, lease| {
             let slot = (lease.blocks()[token / 16] as usize * layers + layer) * 16 + token % 16;
             let word = slot * engine.spec().block_bytes / 8 / 16 / layers;
             let mut bytes = [0; 8];
@@ -141,12 +143,12 @@ async fn any_damage_to_the_kv_shows() {
 #[tokio::test]
 async fn a_sequence_that_moves_goes_on_as_it_would_have() {
     let [first, second] = [LIMITS; 2].map(engine);
-    let whole = SequenceRequest { sampling: seeded(3), ..request(&first, prompt(20, 3), 30) };
+    let whole = SequenceRequest { sampling: seeded(3).into(), ..request(&first, prompt(20, 3), 30) };
     let expected = generate(&first, whole).await;
     for cut in [1, 11, 29] {
         let so_far = [&prompt(20, 3)[..], &expected[..cut]].concat();
         let rest = request(&second, so_far, 30 - cut as u32);
-        let rest = SequenceRequest { prompt_len: 20, sampling: seeded(3), ..rest };
+        let rest = SequenceRequest { prompt_len: 20, sampling: seeded(3).into(), ..rest };
         assert_eq!(generate(&second, rest).await, expected[cut..]);
     }
 }
@@ -157,11 +159,11 @@ async fn chunked_equals_whole_and_alone_equals_batched() {
     let chunked = engine(tandem_engine::SchedulerConfig { max_step_tokens: 8, ..LIMITS });
     let mut expected = Vec::new();
     for salt in 0..6 {
-        let alone = SequenceRequest { sampling: seeded(5), ..request(&whole, prompt(61, salt), 12) };
+        let alone = SequenceRequest { sampling: seeded(5).into(), ..request(&whole, prompt(61, salt), 12) };
         expected.push(generate(&whole, alone).await);
     }
     let streams: Vec<_> = (0..6)
-        .map(|salt| SequenceRequest { sampling: seeded(5), ..request(&chunked, prompt(61, salt), 12) })
+        .map(|salt| SequenceRequest { sampling: seeded(5).into(), ..request(&chunked, prompt(61, salt), 12) })
         .map(|request| chunked.submit(request).unwrap())
         .collect();
     for (stream, expected) in streams.into_iter().zip(expected) {

@@ -11,8 +11,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::scheduler::{Decision, Scheduler};
 use tandem_engine::{
-    BlockPool, EngineError, Executor, KvLease, Logits, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
-    SimulatedConfig, SimulatedExecutor, StepModel, StepShape,
+    BlockPool, EngineError, Executor, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
+    SimulatedConfig, SimulatedExecutor, StepModel, StepShape, Tokens,
 };
 use tandem_proto::hash::sequence_hashes;
 
@@ -24,7 +24,7 @@ const LIMITS: SchedulerConfig = SchedulerConfig { max_running: 6, max_step_token
 struct Job {
     prompt: Vec<u32>,
     max_new_tokens: usize,
-    sampling: SamplingParams,
+    sampling: Arc<SamplingParams>,
     priority: i32,
     /// Steps from arrival after which its caller leaves.
     patience: Option<usize>,
@@ -38,10 +38,29 @@ impl Job {
         Self {
             prompt: shared.chain((0..own).map(|_| rng.random_range(0..64))).collect(),
             max_new_tokens: rng.random_range(1..14),
-            sampling: if rng.random_bool(0.5) { greedy() } else { seeded(rng.random()) },
+            sampling: Arc::new(random_sampling(rng)),
             priority: rng.random_range(-2..=2),
             patience: rng.random_bool(0.2).then(|| rng.random_range(0..60)),
         }
+    }
+
+    /// As [`Job::random`], with answers that are long beside the memory: some longer than it.
+    fn long(rng: &mut StdRng) -> Self {
+        let longest = if rng.random_bool(0.05) { 250 } else { 90 };
+        Self {
+            max_new_tokens: rng.random_range(1..longest),
+            patience: rng.random_bool(0.1).then(|| rng.random_range(0..200)),
+            ..Self::random(rng)
+        }
+    }
+}
+
+/// A third of them penalized: their tokens hang on all before.
+fn random_sampling(rng: &mut StdRng) -> SamplingParams {
+    match rng.random_range(0..3) {
+        0 => greedy(),
+        1 => seeded(rng.random()),
+        _ => SamplingParams { repetition_penalty: 1.4, frequency_penalty: 0.8, ..seeded(rng.random()) },
     }
 }
 
@@ -67,12 +86,14 @@ struct Seen {
     cached_tokens: usize,
     failed_steps: usize,
     left: usize,
+    preemptions: usize,
+    cut_by_memory: usize,
+    last_tokens: usize,
 }
 
 struct Machine {
     scheduler: Scheduler,
     executor: SimulatedExecutor,
-    logits: Logits,
     pool: BlockPool,
     callers: Vec<Caller>,
     /// Which caller a sequence is of.
@@ -96,11 +117,11 @@ impl Machine {
         };
         let config = config.with_block_tokens(block_tokens);
         let executor = SimulatedExecutor::new(&config).expect("a valid configuration");
+        let pool = BlockPool::with_prefix_caching(blocks, executor.spec().block_tokens, prefix_caching);
         Self {
-            scheduler: Scheduler::new(&LIMITS, executor.spec()),
-            pool: BlockPool::with_prefix_caching(blocks, executor.spec().block_tokens, prefix_caching),
+            scheduler: Scheduler::new(&LIMITS, executor.spec(), pool.clone()),
+            pool,
             executor,
-            logits: Logits::default(),
             callers: Vec::new(),
             sequences: BTreeMap::new(),
             next_seq: 0,
@@ -115,11 +136,12 @@ impl Machine {
         self.callers.push(Caller { job, answer: Vec::new(), arrived: self.round, stage });
     }
 
-    /// As a node reserves: the worst case, with the hashes of what is known.
+    /// As a node reserves: what is known and the next token, with the hashes of what is known.
     fn reserving(&self, job: &Job, answer: &[u32]) -> Reserving {
         let (pool, known) = (self.pool.clone(), [&job.prompt[..], answer].concat());
         let hashes = sequence_hashes(self.executor.spec().model_digest, &known, pool.block_tokens());
-        let blocks = pool.blocks_for(job.prompt.len() + job.max_new_tokens - 1);
+        let more = usize::from(job.max_new_tokens > answer.len() + 1);
+        let blocks = pool.blocks_for(known.len() + more).min(pool.total());
         Box::pin(async move { pool.reserve_prefix(blocks, Prefix { hashes: &hashes, tokens: known.len() }).await })
     }
 
@@ -130,20 +152,26 @@ impl Machine {
         let gone = |seq| callers[sequences[&seq]].is_gone(round);
         let decisions = self.scheduler.admit(self.now, gone);
         self.apply(decisions);
+        loop {
+            let decisions = self.scheduler.fit();
+            if decisions.is_empty() {
+                break;
+            }
+            self.apply(decisions);
+        }
         let batch = self.scheduler.plan();
         if batch.items.is_empty() {
             return;
         }
         watch(StepShape::of(&batch));
-        let outcome = if fails {
+        self.seen.last_tokens += batch.items.iter().filter(|item| item.tokens == Tokens::Last).count();
+        let mut outcome = self.executor.begin(&batch).and_then(|()| self.executor.finish(&mut |_| {}));
+        if fails {
             self.seen.failed_steps += 1;
-            // Half of the work is done when it fails: what it wrote must not be used.
-            let _ = self.executor.execute(&batch, &mut self.logits, &mut |_| {});
-            Err(EngineError::Executor("told to fail".into()))
-        } else {
-            self.executor.execute(&batch, &mut self.logits, &mut |_| {})
-        };
-        let decisions = self.scheduler.resolve(&batch, outcome.map(|()| &self.logits));
+            // The work is done when it fails: what it wrote must not be used.
+            outcome = Err(EngineError::Executor("told to fail".into()));
+        }
+        let decisions = self.scheduler.resolve(&batch, outcome);
         drop(batch);
         self.apply(decisions);
     }
@@ -170,8 +198,8 @@ impl Machine {
     }
 
     fn apply(&mut self, decisions: Vec<(u64, Decision)>) {
+        self.scheduler.apply(&decisions);
         for (seq, decision) in decisions {
-            self.scheduler.apply(seq, &decision);
             let id = self.sequences[&seq];
             match &decision {
                 Decision::Advance { sampled, finish, .. } => {
@@ -190,7 +218,11 @@ impl Machine {
                     let reserving = self.reserving(&self.callers[id].job, &self.callers[id].answer);
                     self.callers[id].stage = Stage::Reserving(reserving);
                 }
-                Decision::Start => {}
+                Decision::Preempt => self.seen.preemptions += 1,
+                Decision::Start | Decision::Grow | Decision::Resume => {}
+            }
+            if decision.ends() || decision == Decision::Preempt {
+                self.executor.forget(seq);
             }
             if decision.ends() {
                 self.sequences.remove(&seq);
@@ -221,9 +253,9 @@ impl Caller {
     }
 }
 
-/// The answer without company, cache or failure.
-fn alone(job: &Job) -> Vec<u32> {
-    let mut machine = Machine::new(16, 16, false);
+/// The answer without company, cache or failure, on as much memory.
+fn alone(job: &Job, blocks: usize, block_tokens: usize) -> Vec<u32> {
+    let mut machine = Machine::new(blocks, block_tokens, false);
     machine.arrive(Job { patience: None, ..job.clone() });
     while machine.busy() {
         machine.step(false, |_| {});
@@ -231,48 +263,72 @@ fn alone(job: &Job) -> Vec<u32> {
     machine.callers.remove(0).answer
 }
 
-fn stress(seed: u64, requests: usize) -> Seen {
+/// A kind of load: so much memory, and who comes.
+struct Load {
+    kv_tokens: usize,
+    job: fn(&mut StdRng) -> Job,
+}
+
+fn stress(seed: u64, requests: usize, load: &Load) -> Seen {
     let mut rng = StdRng::seed_from_u64(seed);
     // The same memory in larger blocks every other time.
     let block_tokens = if seed.is_multiple_of(2) { 16 } else { 32 };
-    let mut machine = Machine::new(24 * 16 / block_tokens, block_tokens, true);
+    let blocks = load.kv_tokens / block_tokens;
+    let mut machine = Machine::new(blocks, block_tokens, true);
     let mut to_come = requests;
     let mut idle_rounds = 0;
     while to_come > 0 || machine.busy() {
         for _ in 0..rng.random_range(0..4).min(to_come) {
-            machine.arrive(Job::random(&mut rng));
+            machine.arrive((load.job)(&mut rng));
             to_come -= 1;
         }
         let mut worked = false;
         machine.step(rng.random_bool(0.005), |_| worked = true);
         // Whoever waits for blocks gets them from those who run: without those, nobody waits.
         idle_rounds = if worked || !machine.busy() { 0 } else { idle_rounds + 1 };
-        assert!(idle_rounds < 2, "seed {seed}: everybody waits and nobody runs");
+        assert!(idle_rounds < 3, "seed {seed}: everybody waits and nobody runs");
         // A step computes a token at least, but for the few that fail.
-        assert!(machine.round < requests * 120, "seed {seed}: {} of {requests} still wait", machine.sequences.len());
+        assert!(machine.round < requests * 300, "seed {seed}: {} of {requests} still wait", machine.sequences.len());
     }
     for (id, caller) in machine.callers.iter().enumerate() {
-        let whole = alone(&caller.job);
+        let whole = alone(&caller.job, blocks, block_tokens);
         match caller.stage {
             Stage::Answered => assert_eq!(caller.answer, whole, "seed {seed}, request {id}"),
             Stage::Left => assert!(whole.starts_with(&caller.answer), "seed {seed}, request {id}"),
             Stage::Reserving(_) | Stage::Submitted => panic!("seed {seed}: request {id} starves"),
         }
         assert!(caller.job.patience.is_some() || matches!(caller.stage, Stage::Answered), "seed {seed}: {id} was lost");
+        let full = caller.job.prompt.len() + whole.len() == load.kv_tokens + 1;
+        machine.seen.cut_by_memory += usize::from(full && whole.len() < caller.job.max_new_tokens);
     }
     assert!(machine.scheduler.is_idle());
     assert_eq!(machine.pool.free(), machine.pool.total(), "seed {seed}: blocks are lost");
+    assert_eq!(machine.executor.slots(), 0, "seed {seed}: slots are lost");
     machine.seen
 }
 
 #[test]
 fn a_thousand_requests_on_tiny_memory_over_a_hundred_seeds() {
     let begin = Instant::now();
-    let all: Vec<Seen> = (0..100).map(|seed| stress(seed, 1000)).collect();
+    let load = Load { kv_tokens: 24 * 16, job: Job::random };
+    let all: Vec<Seen> = (0..100).map(|seed| stress(seed, 1000, &load)).collect();
     let total = |count: fn(&Seen) -> usize| all.iter().map(count).sum::<usize>();
     let (cached, failed, left) = (total(|s| s.cached_tokens), total(|s| s.failed_steps), total(|s| s.left));
     println!("{cached} tokens from the cache, {failed} failed steps, {left} left early, {:?}", begin.elapsed());
+    assert!(total(|s| s.last_tokens) > 100_000);
     assert!(cached > 100_000 && failed > 300 && left > 1000, "{cached} {failed} {left}");
+}
+
+#[test]
+fn long_answers_on_tiny_memory_over_a_hundred_seeds() {
+    let begin = Instant::now();
+    let load = Load { kv_tokens: 12 * 16, job: Job::long };
+    let all: Vec<Seen> = (0..100).map(|seed| stress(seed, 150, &load)).collect();
+    let total = |count: fn(&Seen) -> usize| all.iter().map(count).sum::<usize>();
+    let (preemptions, left) = (total(|s| s.preemptions), total(|s| s.left));
+    let (failed, cut) = (total(|s| s.failed_steps), total(|s| s.cut_by_memory));
+    println!("{preemptions} preemptions, {failed} failed steps, {left} left early, {cut} cut, {:?}", begin.elapsed());
+    assert!(preemptions > 1000 && failed > 300 && left > 300 && cut > 20, "{preemptions} {failed} {left} {cut}");
 }
 
 #[test]

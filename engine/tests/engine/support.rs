@@ -5,8 +5,8 @@ use std::sync::mpsc as blocking;
 use std::time::Duration;
 
 use tandem_engine::{
-    Batch, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, LayersDone, Logits, SamplingParams,
-    SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
+    Batch, Chosen, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, LayersDone, SamplingParams,
+    SchedulerConfig, Seq, SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
 };
 use tandem_memory::KvMemory;
 use tokio::sync::mpsc;
@@ -55,7 +55,7 @@ pub fn request_in(lease: Arc<KvLease>, tokens: Vec<u32>, max_new_tokens: u32) ->
         computed: 0,
         lease,
         max_new_tokens,
-        sampling: greedy(),
+        sampling: greedy().into(),
         ignore_eos: true,
         stop_token_ids: Vec::new(),
         deadline: None,
@@ -148,17 +148,20 @@ impl Executor for Gated {
         self.inner.memory()
     }
 
-    fn execute(
-        &mut self,
-        batch: &Batch,
-        logits: &mut Logits,
-        layers_done: &mut LayersDone<'_>,
-    ) -> Result<(), EngineError> {
+    fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
         let _ = self.steps.send(batch.items.iter().map(|item| item.seq).collect());
+        self.inner.begin(batch)
+    }
+
+    fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
         match self.go.recv().unwrap_or(Go::Run) {
-            Go::Run => self.inner.execute(batch, logits, layers_done),
+            Go::Run => self.inner.finish(layers_done),
             Go::Fail => Err(EngineError::Executor("told to fail".into())),
             Go::Panic => panic!("told to panic"),
         }
+    }
+
+    fn forget(&mut self, seq: Seq) {
+        self.inner.forget(seq);
     }
 }

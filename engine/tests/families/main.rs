@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
-use tandem_engine::{Batch, BatchItem, BlockPool, EngineError, Executor, KvDtype, Logits, SimulatedConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
+use tandem_engine::{
+    Batch, BatchItem, BlockPool, Choose, EngineError, Executor, KvDtype, SamplingParams, SimulatedConfig, Tokens,
+};
 
 /// Largest difference of a logit, as a share of the largest logit: f32 sums in another order.
 const TOLERANCE: f32 = 2e-5;
@@ -37,10 +39,10 @@ fn data() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/families/data")
 }
 
-fn load(path: &Path) -> Result<LlamaExecutor, EngineError> {
+fn load(path: &Path) -> Result<CpuExecutor, EngineError> {
     let path = path.to_owned();
     let config = ModelConfig { path, kv_dtype: KvDtype::F32, blocks: BLOCKS, threads: 2, ..ModelConfig::default() };
-    LlamaExecutor::load(&config)
+    CpuExecutor::load(&config)
 }
 
 fn references() -> References {
@@ -49,14 +51,17 @@ fn references() -> References {
 }
 
 /// Logits of the last of `ids`, fed in pieces of `chunk` tokens, and the greedy tokens after them.
-fn generate(executor: &mut LlamaExecutor, ids: &[u32], chunk: usize, steps: usize) -> (Vec<f32>, Vec<u32>) {
+fn generate(executor: &mut CpuExecutor, ids: &[u32], chunk: usize, steps: usize) -> (Vec<f32>, Vec<u32>) {
     let pool = BlockPool::new(BLOCKS, 16);
     let blocks = Arc::new(pool.try_reserve(pool.blocks_for(ids.len() + steps)).expect("room"));
-    let mut logits = Logits::default();
+    let sampling = Arc::new(SamplingParams::GREEDY);
     let mut step = |tokens: &[u32], start: usize| {
-        let item = BatchItem { seq: 1, tokens: tokens.into(), start, blocks: Arc::clone(&blocks), wants_logits: true };
-        executor.execute(&Batch { items: vec![item] }, &mut logits, &mut |_| {}).expect("a step");
-        logits.of(0).expect("wanted").to_vec()
+        let choose = Choose { sampling: Arc::clone(&sampling), uniform: 0.0, forbidden: None, history: None };
+        let tokens = Tokens::Given(tokens.into());
+        let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
+        executor.begin(&Batch { items: vec![item], report_layers: Vec::new() }).expect("a batch");
+        executor.finish(&mut |_| {}).expect("a step");
+        executor.logits().of(0).expect("wanted").to_vec()
     };
     let mut first = Vec::new();
     for (index, piece) in ids.chunks(chunk).enumerate() {

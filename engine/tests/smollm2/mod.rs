@@ -2,7 +2,7 @@
 use std::path::PathBuf;
 
 use serde::Deserialize;
-use tandem_engine::candle::{LlamaExecutor, ModelConfig};
+use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 
 const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 
@@ -48,8 +48,8 @@ pub fn golden() -> Golden {
 }
 
 /// The model, loaded as `config` says.
-pub fn executor(config: ModelConfig) -> LlamaExecutor {
-    LlamaExecutor::load(&ModelConfig { path: model_path(), ..config }).expect("the model loads")
+pub fn executor(config: ModelConfig) -> CpuExecutor {
+    CpuExecutor::load(&ModelConfig { path: model_path(), ..config }).expect("the model loads")
 }
 
 /// Where `make setup` puts the model.

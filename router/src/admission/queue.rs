@@ -57,6 +57,8 @@ pub struct Ask {
     pub prompt_tokens: u32,
     /// Tokens of the answer at most.
     pub max_tokens: u32,
+    /// As long as answers usually are.
+    pub answer_tokens: u32,
     /// It is of no use to anybody after this.
     pub deadline: Instant,
     /// What the nodes need for its first token, as far as that is known.
@@ -79,7 +81,7 @@ pub struct Ahead {
     pub requests: u32,
     /// Tokens of their prompts.
     pub prompt_tokens: u64,
-    /// Tokens of prompts and answers.
+    /// Tokens of prompts and usual answers.
     pub total_tokens: u64,
 }
 
@@ -181,9 +183,9 @@ enum Place {
 }
 
 impl Ask {
-    /// What it costs: tokens of prompt and answer.
+    /// What it costs: tokens of prompt and usual answer.
     pub fn cost(&self) -> u64 {
-        u64::from(self.prompt_tokens) + u64::from(self.max_tokens)
+        u64::from(self.prompt_tokens) + u64::from(self.answer_tokens)
     }
 
     fn ahead(&self) -> Ahead {

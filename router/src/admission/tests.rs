@@ -14,6 +14,7 @@ fn asked() -> Asked {
         priority: 0,
         prompt_tokens: 10,
         max_tokens: 20,
+        answer_tokens: 20,
         deadline: clock::now() + Duration::from_secs(60),
         predicted: None,
     }
@@ -103,7 +104,7 @@ async fn rates_count_what_was_used() {
     let admission = admission(1, 1);
     let now = clock::now();
     let tenant = limited(None, Some(100), now);
-    let enter = |max_tokens| admission.enter(&tenant, Asked { max_tokens, ..asked() }, now);
+    let enter = |answer_tokens| admission.enter(&tenant, Asked { answer_tokens, ..asked() }, now);
     let mut slot = enter(80).unwrap().admitted().await.unwrap();
     let refusal = enter(80).unwrap_err();
     assert_eq!(refusal.reason, Reason::RateLimit);

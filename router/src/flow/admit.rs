@@ -84,6 +84,7 @@ fn asked(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<A
             priority: request.priority,
             prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
             max_tokens: request.max_tokens,
+            answer_tokens: shared.membership.usual_answer(request.max_tokens),
             deadline: deadline(shared, request),
             predicted,
         }

@@ -27,7 +27,7 @@ pub struct Wanted {
     pub total_tokens: u32,
     /// KV blocks of the prompt.
     pub prompt_blocks: u32,
-    /// KV blocks of the longest answer.
+    /// KV blocks of prompt and usual answer.
     pub blocks: u32,
     /// Blocks of those before it.
     pub blocks_ahead: u32,
@@ -49,7 +49,7 @@ impl Wanted {
             prompt_tokens: ask.prompt_tokens,
             total_tokens,
             prompt_blocks: ask.prompt_tokens.div_ceil(block_tokens),
-            blocks: total_tokens.div_ceil(block_tokens),
+            blocks: ask.prompt_tokens.saturating_add(ask.answer_tokens).div_ceil(block_tokens),
             blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
             requests_ahead: ahead.requests,
             prompt_tokens_ahead: ahead.prompt_tokens,
@@ -59,11 +59,11 @@ impl Wanted {
 
     /// Whether such a node could ever hold it, and takes new work.
     fn fits(&self, view: &NodeView) -> bool {
-        let (blocks, tokens) = match view.role {
-            Role::Prefill => (self.prompt_blocks, self.prompt_tokens),
-            Role::Decode => (self.blocks, self.total_tokens),
+        let tokens = match view.role {
+            Role::Prefill => self.prompt_tokens,
+            Role::Decode => self.total_tokens,
         };
-        !view.draining && blocks <= view.total_blocks && tokens <= view.max_context_tokens
+        !view.draining && self.prompt_blocks <= view.total_blocks && tokens <= view.max_context_tokens
     }
 }
 
@@ -219,9 +219,11 @@ impl Occupied<'_> {
     }
 
     fn has_blocks(&self, wanted: &Wanted) -> bool {
+        // One that is larger than the node has room when nobody else is there.
+        let wanted_blocks = u64::from(wanted.blocks.min(self.total_blocks)) + u64::from(wanted.blocks_ahead);
         let known = self.total_blocks.saturating_sub(self.held.blocks);
         let reported = self.load.free_blocks.saturating_sub(self.routed.blocks);
-        u64::from(known.max(reported)) >= u64::from(wanted.blocks) + u64::from(wanted.blocks_ahead)
+        u64::from(known.max(reported)) >= wanted_blocks
     }
 
     /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what this

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
 
+use super::answers::Answers;
 use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Part, Prompt, Share};
 use super::fence::Fence;
@@ -37,6 +38,7 @@ pub(super) struct Table {
     /// What the choice sees of each entry, in the same order: by session.
     views: Vec<NodeView>,
     links: Links,
+    pub(super) answers: Answers,
     last_session: u64,
     /// Requests routed so far: the choice's only chance, so that a run can be repeated.
     turn: u64,
@@ -61,6 +63,7 @@ impl Table {
             suspicion: lease / 2,
             entries: BTreeMap::new(),
             views: Vec::new(),
+            answers: Answers::default(),
             links: Links::default(),
             last_session: 0,
             turn: 0,
@@ -244,8 +247,8 @@ impl Table {
         let (part, tokens) = (Part::Computes(Prompt::of(best, now)), if best.kept { 0 } else { uncached });
         let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), ..Work::default() };
         let context = u64::from(need.prompt_tokens);
-        let answers = u64::from(need.total_tokens.saturating_sub(need.prompt_tokens));
-        let decode_work = Work { requests: 1, tokens: 0, blocks: need.total_blocks(), context, answers };
+        let answers = u64::from(need.answer_tokens);
+        let decode_work = Work { requests: 1, tokens: 0, blocks: need.usual_blocks(), context, answers };
         let (prefill, decode) = match (best.plan(), best.prefill) {
             (Plan::Pair, Some(prefill)) => {
                 let prefill = self.book(prefill, prefill_work, part, now)?;

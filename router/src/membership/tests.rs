@@ -466,8 +466,9 @@ fn a_node_that_tells_of_its_cache_is_not_silent() {
 
 fn has_room(membership: &Membership, prompt_tokens: u32, max_tokens: u32, now: Instant) -> bool {
     let deadline = now + Duration::from_secs(60);
-    let ask =
-        queue::Ask { tenant: "a".into(), weight: 1, priority: 0, prompt_tokens, max_tokens, deadline, predicted: None };
+    let (tenant, answer_tokens) = ("a".into(), membership.usual_answer(max_tokens));
+    let (weight, priority, predicted) = (1, 0, None);
+    let ask = queue::Ask { tenant, weight, priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted };
     membership.has_room(&ask, &queue::Ahead::default(), 0, now)
 }
 

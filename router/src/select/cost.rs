@@ -185,7 +185,7 @@ pub fn decode(node: &NodeView, cost: &StepCost, need: &Need) -> DecodeTerms {
     let context = (node.context_tokens(need) + f64::from(need.prompt_tokens)) * rows / (requests + 1.0);
     let step_ms = cost.step_ms(rows, context);
     let before = node.routed.blocks.saturating_add(waiting_blocks(node));
-    let short_blocks = need.total_blocks().saturating_add(before).saturating_sub(node.free_blocks);
+    let short_blocks = need.usual_blocks().saturating_add(before).saturating_sub(node.free_blocks);
     let held = node.cached_blocks_of_prompt.min(need.prompt_blocks());
     DecodeTerms {
         wait_ms: room_ms(node, need, short_blocks, step_ms).max(node.backlog_ms),
@@ -251,11 +251,14 @@ pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f6
 
 /// Tokens of an answer there in the mean, as long as it may get: by what this router has there, or like this request's.
 fn answer_tokens(node: &NodeView, need: &Need) -> f64 {
-    let tokens = match node.held.requests {
-        0 => f64::from(need.total_tokens.saturating_sub(need.prompt_tokens)),
+    node_answer(node, need).clamp(1.0, USUAL_ANSWER)
+}
+
+fn node_answer(node: &NodeView, need: &Need) -> f64 {
+    match node.held.requests {
+        0 => f64::from(need.answer_tokens),
         requests => node.held.answers as f64 / f64::from(requests),
-    };
-    tokens.clamp(1.0, USUAL_ANSWER)
+    }
 }
 
 /// Requests whose tokens are computed at a time.
@@ -263,9 +266,9 @@ fn streams(node: &NodeView) -> f64 {
     node.requests().min(f64::from(node.max_running.max(1)))
 }
 
-/// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate at
-/// most is what they reserved and have not filled: of `n` of them, ends spread evenly over twice the mean, so the k-th
-/// comes after `k / (n + 1)` of it. Answers that stop early only make it sooner.
+/// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate, in the
+/// mean, is half of what answers usually are: of `n` of them, ends spread evenly over twice the mean, so the k-th
+/// comes after `k / (n + 1)` of it.
 fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64 {
     let requests = node.requests();
     let over = (requests + 1.0 - f64::from(node.max_running.max(1))).max(0.0);
@@ -276,8 +279,7 @@ fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64
     let used = f64::from(reserved) + f64::from(node.routed.blocks) + f64::from(waiting_blocks(node));
     let holders = requests.max(1.0);
     let ends = (f64::from(short_blocks) / (used / holders).max(1.0)).ceil().max(over).min(holders);
-    let filled = node.context_tokens(need);
-    let mean_left = ((used * f64::from(need.block_tokens) - filled) / holders).max(1.0);
+    let mean_left = (node_answer(node, need) / 2.0).max(1.0);
     2.0 * mean_left * ends / (holders + 1.0) * step_ms
 }
 
@@ -360,12 +362,12 @@ mod tests {
     fn a_full_node_waits_for_ends() {
         let mut decode_node = node(3, Role::Decode);
         assert_eq!(decode(&decode_node, &COST, &NEED).wait_ms, 0.0);
-        // 60 of 64 blocks held by 3 requests that have filled 660 of their 960 positions: 100 left of each.
+        // 60 of 64 blocks held by 3 requests; of answers of 100 tokens 50 are left in the mean.
         (decode_node.free_blocks, decode_node.running) = (4, 3);
         decode_node.reported = Work { requests: 3, context: 660, ..Work::default() };
         let terms = decode(&decode_node, &COST, &NEED);
         assert_eq!(terms.short_blocks, 9);
-        assert!((terms.wait_ms - 2.0 * 100.0 / 4.0 * terms.step_ms).abs() < 1e-9, "{terms:?}");
+        assert!((terms.wait_ms - 2.0 * 50.0 / 4.0 * terms.step_ms).abs() < 1e-9, "{terms:?}");
         // Blocks enough, but no place in the batch.
         (decode_node.free_blocks, decode_node.max_running) = (64, 3);
         assert!(decode(&decode_node, &COST, &NEED).wait_ms > 0.0);

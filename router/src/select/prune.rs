@@ -232,11 +232,12 @@ impl<'a> Scorer<'a> {
 
     fn fits(&self, node: &NodeView) -> bool {
         let need = self.need;
-        let (blocks, tokens) = match node.role {
-            Role::Prefill => (need.prompt_blocks(), need.prompt_tokens),
-            Role::Decode => (need.total_blocks(), need.total_tokens),
+        let tokens = match node.role {
+            Role::Prefill => need.prompt_tokens,
+            Role::Decode => need.total_tokens,
         };
-        blocks <= node.total_blocks && tokens <= node.max_context_tokens
+        // An answer that outgrows the node's memory ends there.
+        need.prompt_blocks() <= node.total_blocks && tokens <= node.max_context_tokens
     }
 
     /// How steps cost there; what the others of its role do, where it has measured nothing.
@@ -261,7 +262,7 @@ impl<'a> Scorer<'a> {
     fn decode(&self, node: &'a NodeView, place: (usize, usize), hidden_ms: f64) -> Side<'a, DecodeTerms> {
         let terms = cost::decode(node, self.cost(node), self.need);
         let cost_ms = (terms.wait_ms - hidden_ms).max(0.0) + self.settings.step_weight() * terms.step_ms;
-        let score = self.settings.policy.score(node, self.need.total_blocks(), place, self.turn);
+        let score = self.settings.policy.score(node, self.need.usual_blocks(), place, self.turn);
         self.side(node, terms, score.unwrap_or(cost_ms))
     }
 

@@ -4,7 +4,8 @@ use proptest::prelude::*;
 use super::LocalPrefill::{Always, Auto, Never};
 use super::*;
 
-pub(super) const NEED: Need<'static> = Need { prompt_tokens: 100, total_tokens: 200, block_tokens: 16, hashes: &[] };
+pub(super) const NEED: Need<'static> =
+    Need { prompt_tokens: 100, total_tokens: 200, answer_tokens: 100, block_tokens: 16, hashes: &[] };
 const COST: StepCost = StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.001 };
 
 pub(super) fn node(session: u64, role: Role) -> NodeView {
@@ -235,7 +236,7 @@ fn says_which_role_is_missing() {
 
 #[test]
 fn a_request_that_fits_nowhere_is_told_so() {
-    let need = Need { total_tokens: 65 * 16, ..NEED };
+    let need = Need { prompt_tokens: 64 * 16 + 1, total_tokens: 65 * 16, ..NEED };
     let nodes = cluster();
     let cluster = Cluster { nodes: &nodes, links: &Links::default() };
     let refusal = select(&cluster, &need, &Wish::default(), &with(Never), 0).unwrap_err();
@@ -366,7 +367,7 @@ fn a_local_plan_needs_room_on_one_node_only() {
     nodes[0].total_blocks = 2;
     assert_eq!(plans(&nodes, &Wish::default(), Auto), [(None, 3)]);
     let refused = candidates(&nodes, &Wish::default(), Never);
-    assert_eq!(refused, Err(NoPair::TooLarge { blocks: 13, tokens: 200 }));
+    assert_eq!(refused, Err(NoPair::TooLarge { blocks: 7, tokens: 200 }));
     nodes[1].total_blocks = 2;
     assert_eq!(candidates(&nodes, &Wish::default(), Auto), refused);
 }

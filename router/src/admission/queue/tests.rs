@@ -21,6 +21,7 @@ fn ask(tenant: &str, now: Instant) -> Ask {
         priority: 0,
         prompt_tokens: 10,
         max_tokens: 10,
+        answer_tokens: 10,
         deadline: now + Duration::from_secs(3600),
         predicted: None,
     }
@@ -432,14 +433,14 @@ proptest! {
         let of = |tenant: usize| Ask {
             weight: weights[tenant],
             prompt_tokens: sizes[tenant],
-            max_tokens: 1,
+            answer_tokens: 1,
             ..ask(&tenant.to_string(), now)
         };
         let mut whose = HashMap::new();
         let add = |queue: &mut Queue, whose: &mut HashMap<Ticket, usize>, tenant: usize| {
             whose.insert(entered(queue, of(tenant), now), tenant);
         };
-        let mut running = entered(&mut queue, Ask { max_tokens: 1, ..ask("first", now) }, now);
+        let mut running = entered(&mut queue, Ask { answer_tokens: 1, ..ask("first", now) }, now);
         for _ in 0..3 {
             (0..tenants).for_each(|tenant| add(&mut queue, &mut whose, tenant));
         }

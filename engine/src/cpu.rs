@@ -1,24 +1,24 @@
-//! [`Executor`] over a real model: [`crate::models`] reads its files, our kernels compute. This file checks a batch against the
-//! arena and the model and lays its items out as one step; it owns the threads that compute. `loader.rs` makes it.
+//! [`Executor`] on the processor, of a real model: [`crate::models`] reads its files, the kernels of [`crate::ops`]
+//! compute, [`Chooser`] chooses. It owns the threads that do so. `loader.rs` makes it.
 mod loader;
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use tandem_memory::KvMemory;
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
+use crate::chooser::Chooser;
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Executor, KvDtype, LayersDone};
+use crate::executor::{Batch, Chosen, EngineSpec, Executor, KvDtype, LayersDone, Seq};
 use crate::logits::Logits;
 use crate::memory::MemoryFiles;
 use crate::models::config::LlamaConfig;
-use crate::models::llama::{Llama, Step};
-use crate::ops::attention::Chunk;
-use crate::ops::kv::{KvArena, Place};
+use crate::models::llama::Llama;
+use crate::ops::kv::KvArena;
 use crate::ops::pool::Pool;
 use crate::ops::simd::{Isa, IsaChoice};
+use crate::step::Step;
 
 pub use loader::ModelLoader;
 
@@ -67,18 +67,18 @@ impl Default for ModelConfig {
 }
 
 /// A Llama model, its KV arena and its threads.
-pub struct LlamaExecutor {
+pub struct CpuExecutor {
     spec: EngineSpec,
     model: Llama,
     kv: KvArena,
     pool: Pool,
-    /// Of the last step; the memory is kept.
+    /// Of the step under way, or the last one.
     step: Step,
-    /// Blocks that the step at hand writes; likewise.
-    written: HashSet<u32>,
+    under_way: bool,
+    chooser: Chooser,
 }
 
-impl LlamaExecutor {
+impl CpuExecutor {
     /// Loads the model and allocates the arena.
     ///
     /// # Errors
@@ -88,39 +88,18 @@ impl LlamaExecutor {
         ModelLoader::open(config)?.load(config.blocks, &MemoryFiles::default())
     }
 
-    fn check(&mut self, batch: &Batch) -> Result<(), EngineError> {
-        self.written.clear();
-        for item in &batch.items {
-            if let Some(problem) = self.problem(item) {
-                return Err(EngineError::InvalidArgument(format!("sequence {} in a step: {problem}", item.seq)));
-            }
-        }
-        Ok(())
+    /// The logits of the last step's items that chose.
+    pub fn logits(&self) -> &Logits {
+        self.chooser.logits()
     }
 
-    fn problem(&mut self, item: &BatchItem) -> Option<String> {
-        let (blocks, end) = (item.blocks.blocks(), item.start.checked_add(item.tokens.len()));
-        let block_tokens = self.spec.block_tokens;
-        let Some(end) = end.filter(|&end| end > item.start && end <= self.spec.max_context_tokens) else {
-            let limit = self.spec.max_context_tokens;
-            return Some(format!("no tokens or more than the model's {limit}"));
-        };
-        if end > blocks.len() * block_tokens {
-            return Some(format!("{end} tokens do not fit {} blocks", blocks.len()));
-        }
-        if let Some(token) = item.tokens.iter().find(|&&token| token as usize >= self.spec.vocab_size) {
-            return Some(format!("token {token} is not in the vocabulary"));
-        }
-        let own = &blocks[..end.div_ceil(block_tokens)];
-        if let Some(block) = own.iter().find(|&&block| block as usize >= self.spec.total_blocks) {
-            return Some(format!("block {block} is not in the arena"));
-        }
-        let mut target = own[item.start / block_tokens..].iter();
-        target.find(|&&block| !self.written.insert(block)).map(|block| format!("block {block} is written twice"))
+    /// Sequences for which something is kept.
+    pub fn slots(&self) -> usize {
+        self.chooser.slots()
     }
 }
 
-impl Executor for LlamaExecutor {
+impl Executor for CpuExecutor {
     fn spec(&self) -> &EngineSpec {
         &self.spec
     }
@@ -129,45 +108,35 @@ impl Executor for LlamaExecutor {
         self.kv.memory()
     }
 
-    fn execute(
-        &mut self,
-        batch: &Batch,
-        logits: &mut Logits,
-        layers_done: &mut LayersDone<'_>,
-    ) -> Result<(), EngineError> {
-        self.check(batch)?;
-        self.step.lay_out(batch, self.spec.block_tokens);
-        let Self { model, kv, pool, step, .. } = self;
-        let rows = logits.lay_out(self.spec.vocab_size, batch.wants_logits());
-        pool.install(|| model.forward(kv, step, rows, layers_done));
+    /// Checks the batch; the threads compute in `finish`, whose caller has nothing better to do with its core.
+    fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        let Self { spec, step, under_way, chooser, .. } = self;
+        *under_way = false;
+        chooser.begin(batch)?;
+        step.lay_out(batch, spec, |item| chooser.last(item))?;
+        *under_way = true;
         Ok(())
     }
 
-    fn install(&mut self, f: &mut dyn FnMut()) {
-        self.pool.install(f);
-    }
-}
-
-impl Step {
-    fn lay_out(&mut self, batch: &Batch, block_tokens: usize) {
-        let Self { tokens, positions, places, blocks, chunks, logits_of } = self;
-        tokens.clear();
-        positions.clear();
-        places.clear();
-        blocks.clear();
-        chunks.clear();
-        logits_of.clear();
-        for BatchItem { tokens: given, start, blocks: lease, wants_logits, .. } in &batch.items {
-            let (own, rows, first_row) = (lease.blocks(), given.len(), tokens.len());
-            chunks.push(Chunk { first_block: blocks.len(), blocks: own.len(), first_row, rows, start: *start });
-            blocks.extend(own);
-            tokens.extend(given);
-            for position in *start..start + rows {
-                positions.push(position);
-                places.push(Place { block: own[position / block_tokens], slot: position % block_tokens });
-            }
-            logits_of.extend(wants_logits.then_some(first_row + rows - 1));
+    fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
+        let Self { spec, model, kv, pool, step, under_way, chooser } = self;
+        if !std::mem::take(under_way) {
+            return Err(EngineError::Executor("no step was begun".into()));
         }
+        pool.install(|| {
+            let report = &mut |layers| {
+                if step.reports(layers) {
+                    layers_done(layers);
+                }
+            };
+            model.forward(kv, step, chooser.rows(spec.vocab_size), report);
+            chooser.choose();
+        });
+        Ok(chooser.chosen())
+    }
+
+    fn forget(&mut self, seq: Seq) {
+        self.chooser.forget(seq);
     }
 }
 
@@ -188,7 +157,6 @@ fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
         model_digest,
         compatibility_digest: 0,
         vocab_size: model.vocab_size,
-        logits: model.vocab_size,
         eos_token_id: model.eos_token_id,
         max_context_tokens: model.max_context_tokens,
         block_tokens: layout.block_tokens,

@@ -1,20 +1,20 @@
 //! From an opened checkpoint to an executor: what the model takes is added up and compared with what the machine has
 //! before any weight is read. The numbers are `footprint.rs`'s matter.
-use std::collections::HashSet;
-
 use tandem_proto::BLOCK_TOKENS;
 
-use super::{LlamaExecutor, ModelConfig, isa_of, spec_of};
+use super::{CpuExecutor, ModelConfig, isa_of, spec_of};
+use crate::chooser::Chooser;
 use crate::error::EngineError;
 use crate::footprint::{Footprint, StepSize};
 use crate::kv_memory::allocate_arena;
 use crate::memory::MemoryFiles;
 use crate::models::checkpoint::Checkpoint;
 use crate::models::config::LlamaConfig;
-use crate::models::llama::{Llama, Step};
+use crate::models::llama::Llama;
 use crate::ops::kv::{KvArena, KvLayout};
 use crate::ops::pool::Pool;
 use crate::ops::simd::Isa;
+use crate::step::Step;
 
 /// A model whose files are open, and nothing of them but the headers is read.
 pub struct ModelLoader {
@@ -76,7 +76,7 @@ impl ModelLoader {
     /// # Errors
     /// `DoesNotFit` before anything is read; `Model` for a tensor that is missing, damaged or of no use;
     /// `InvalidArgument` for an arena that cannot be.
-    pub fn load(self, blocks: usize, machine: &MemoryFiles) -> Result<LlamaExecutor, EngineError> {
+    pub fn load(self, blocks: usize, machine: &MemoryFiles) -> Result<CpuExecutor, EngineError> {
         if blocks == 0 {
             return Err(EngineError::InvalidArgument("a KV arena has one block at least".into()));
         }
@@ -98,6 +98,7 @@ impl ModelLoader {
         pool.install(|| kv.touch());
         let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
-        Ok(LlamaExecutor { spec, model, kv, pool, step: Step::default(), written: HashSet::new() })
+        let (step, chooser) = (Step::default(), Chooser::default());
+        Ok(CpuExecutor { spec, model, kv, pool, step, under_way: false, chooser })
     }
 }
