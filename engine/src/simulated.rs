@@ -375,7 +375,7 @@ mod tests {
             let item = BatchItem { seq: 1, tokens: Tokens::Last, start: 31, blocks, choose: None };
             let refused = executor.begin(&Batch { items: vec![item], report_layers: Vec::new() });
             assert!(matches!(refused, Err(EngineError::InvalidArgument(_))), "{refused:?}");
-            let words: Vec<u64> = executor.arena().iter().map(|word| word.load(Ordering::Relaxed)).collect();
+            let words: Vec<u64> = executor.network.arena.words().iter().map(|word| word.load(Ordering::Relaxed)).collect();
             (tokens, words)
         };
         assert_eq!(answer(|_| Tokens::Last), answer(|token| Tokens::Given(vec![token])));
