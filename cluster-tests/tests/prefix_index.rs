@@ -145,6 +145,8 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         max_batched_tokens: 512,
         eos_token_id: 2,
         processor: None,
+        arithmetic: "f32".into(),
+        kv_order: "bf16-pairs".into(),
     };
     let (reports, outbox) = mpsc::channel(8);
     let send = async |report| reports.send(NodeReport { report: Some(report) }).await.unwrap();

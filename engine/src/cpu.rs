@@ -15,6 +15,7 @@ use crate::logits::Logits;
 use crate::memory::MemoryFiles;
 use crate::models::config::LlamaConfig;
 use crate::models::llama::Llama;
+use crate::ops::choice;
 use crate::ops::kv::KvArena;
 use crate::ops::pool::Pool;
 use crate::ops::simd::{Isa, IsaChoice};
@@ -142,15 +143,10 @@ impl Executor for CpuExecutor {
 
 fn isa_of(config: &ModelConfig) -> Result<Isa, EngineError> {
     let exact = config.batch_invariant || config.kv_dtype == KvDtype::F32;
-    Isa::choose(config.isa, exact).ok_or_else(|| {
-        EngineError::InvalidArgument(match Isa::choose(config.isa, false) {
-            Some(isa) => format!("{} wants bf16 or int8 KV and no batch invariance", isa.name()),
-            None => format!("this machine has no {:?}", config.isa),
-        })
-    })
+    choice::choose(config.isa, exact).map_err(EngineError::InvalidArgument)
 }
 
-fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
+fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena, isa: Isa) -> EngineSpec {
     let layout = kv.layout();
     EngineSpec {
         model_name: model.name.clone(),
@@ -163,6 +159,8 @@ fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena) -> EngineSpec {
         block_bytes: layout.block_bytes(),
         total_blocks: kv.blocks(),
         kv_dtype: layout.dtype,
+        kv_order: layout.order(),
+        arithmetic: isa.arithmetic(),
         layers: layout.layers,
         kv_heads: layout.kv_heads,
         head_dim: layout.head_dim,

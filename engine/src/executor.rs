@@ -9,6 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
+use crate::numerics::{Arithmetic, KvOrder};
 use crate::sampling::{Sampled, SamplingParams};
 
 /// Names a sequence among those of an engine; later arrivals have larger numbers.
@@ -184,6 +185,10 @@ pub struct EngineSpec {
     pub total_blocks: usize,
     /// Number format of the arena.
     pub kv_dtype: KvDtype,
+    /// How the values of a block lie.
+    pub kv_order: KvOrder,
+    /// In which order its kernels add.
+    pub arithmetic: Arithmetic,
     /// Transformer layers.
     pub layers: usize,
     /// K and V heads of a layer.
@@ -193,20 +198,18 @@ pub struct EngineSpec {
 }
 
 impl EngineSpec {
-    /// The same spec with its compatibility digest computed from everything that gives a block's bytes their meaning.
-    /// `total_blocks` is not part of it: two nodes may have arenas of different sizes.
+    /// The same spec with its compatibility digest computed from everything that gives a block's bytes their meaning, and
+    /// from the arithmetic that made them. `total_blocks` is not part of it: two nodes may have arenas of different sizes.
     pub fn sealed(mut self) -> Self {
-        let dtype = match self.kv_dtype {
-            KvDtype::F32 => 0u64,
-            // 1 was row by row; 2 is in pairs, see `ops/kv.rs`.
-            KvDtype::Bf16 => 2,
-            KvDtype::Int8 => 3,
-        };
         let sizes = [self.vocab_size, self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.block_bytes];
         let mut hasher = Xxh3::new();
-        let words = [u64::from(PROTOCOL_VERSION), self.model_digest, dtype];
+        let words = [u64::from(PROTOCOL_VERSION), self.model_digest];
         for word in words.into_iter().chain(sizes.map(|size| size as u64)) {
             hasher.update(&word.to_le_bytes());
+        }
+        for name in [self.kv_order.name(), self.arithmetic.name()] {
+            hasher.update(&(name.len() as u64).to_le_bytes());
+            hasher.update(name.as_bytes());
         }
         self.compatibility_digest = hasher.digest();
         self

@@ -13,7 +13,8 @@
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
 //! Around them: [`sequence`] is what goes in and comes out, [`sampling`] how tokens are to be chosen, [`step_model`]
-//! predicts a step's time, [`memory`] says how much there is and [`footprint`] what a model takes of it, [`error`] what the
+//! predicts a step's time, [`numerics`] names what nodes must have in common to continue each other, [`memory`] says how
+//! much there is and [`footprint`] what a model takes of it, [`error`] what the
 //! caller can do. To follow one request
 //! read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
@@ -80,6 +81,7 @@ mod kv_memory;
 pub mod logits;
 pub mod memory;
 pub mod models;
+pub mod numerics;
 #[allow(unsafe_code)]
 pub mod ops;
 pub mod prefix_cache;
@@ -96,6 +98,7 @@ pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
 pub use executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, Executor, History, KvDtype, LayersDone, Seq, Tokens};
 pub use logits::Logits;
+pub use numerics::{Arithmetic, KvOrder};
 pub use prefix_cache::{CacheEvent, CacheUpdate};
 pub use sampling::{Sampled, SamplingParams, TokenLogprob};
 pub use scheduler::SchedulerConfig;

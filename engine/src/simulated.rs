@@ -21,6 +21,7 @@ use crate::error::EngineError;
 use crate::executor::{Batch, Chosen, EngineSpec, Executor, KvDtype, LayersDone, Seq};
 use crate::kv_memory::allocate_arena;
 use crate::models::checkpoint::Checkpoint;
+use crate::numerics::{Arithmetic, KvOrder};
 use crate::step::{Chunk, Step};
 use crate::step_model::StepShape;
 
@@ -154,6 +155,8 @@ impl SimulatedExecutor {
             block_bytes: config.block_bytes,
             total_blocks: config.blocks,
             kv_dtype: KvDtype::F32,
+            kv_order: KvOrder::Hashes,
+            arithmetic: Arithmetic::Simulated,
             layers: config.layers,
             kv_heads: 1,
             head_dim: words_per_token,

@@ -10,10 +10,11 @@ use proptest::prelude::*;
 use tandem_engine::cpu::{CpuExecutor, ModelConfig, ModelLoader};
 use tandem_engine::footprint::Footprint;
 use tandem_engine::memory::MemoryFiles;
+use tandem_engine::ops::simd::IsaChoice;
 use tandem_engine::sampling::uniform;
 use tandem_engine::{
-    Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, Executor, History, KvDtype, KvLease, SamplingParams,
-    Tokens,
+    Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, EngineSpec, Executor, History, KvDtype, KvLease,
+    SamplingParams, Tokens,
 };
 use tandem_proto::BLOCK_TOKENS;
 
@@ -170,9 +171,28 @@ fn the_spec_comes_from_the_file() {
     assert_eq!(int8.block_bytes, 2 * 2 * 2 * 16 * (16 + 2));
     let wide = model.load_blocks_of(64, KvDtype::F32).expect("loads").spec().clone();
     assert_eq!((wide.block_tokens, wide.block_bytes), (64, 4 * f32.block_bytes));
+    let names = |spec: &EngineSpec| (spec.kv_order.name(), spec.arithmetic.name());
+    assert_eq!([&f32, &bf16, &int8].map(names), [("f32-rows", "f32"), ("bf16-pairs", "f32"), ("int8-pairs", "f32")]);
     let mut digests = [f32, bf16, int8, wide].map(|spec| spec.compatibility_digest);
     digests.sort_unstable();
     assert!(digests.windows(2).all(|two| two[0] != two[1]));
+}
+
+#[test]
+fn nodes_of_another_arithmetic_have_another_digest() {
+    let model = TinyModel::new("arithmetic");
+    let spec = |isa, batch_invariant| {
+        let config = ModelConfig { path: model.0.clone(), blocks: 4, isa, batch_invariant, ..ModelConfig::default() };
+        CpuExecutor::load(&config).ok().map(|executor| executor.spec().clone())
+    };
+    let exact = spec(IsaChoice::Auto, true).expect("everywhere");
+    assert_eq!(spec(IsaChoice::Portable, true).expect("everywhere"), exact, "the same bits on every machine");
+    let loose = [IsaChoice::Portable, IsaChoice::Avx2, IsaChoice::Avx512, IsaChoice::Amx].map(|isa| spec(isa, false));
+    for spec in loose.into_iter().flatten() {
+        let same = spec.arithmetic == exact.arithmetic;
+        assert_eq!(spec.compatibility_digest == exact.compatibility_digest, same, "{}", spec.arithmetic.name());
+        assert_eq!(spec.kv_order, exact.kv_order);
+    }
 }
 
 #[test]

@@ -216,7 +216,7 @@ pub fn check_identity(ticket: &v1::Ticket, incarnation: Incarnation, digest: u64
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     if ticket.compatibility_digest != digest {
-        let message = "the receiver's model, dtype or KV layout differs from ours";
+        let message = "the receiver's model, arithmetic, dtype or KV layout differs from ours";
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     Ok(())

@@ -35,7 +35,7 @@ pub struct NodeArgs {
     /// Model: a GGUF file or a safetensors directory.
     #[arg(long, required_unless_present = "simulated")]
     pub model: Option<PathBuf>,
-    /// Number format of the KV arena.
+    /// Number format of the KV arena; the same on all nodes.
     #[arg(long, value_enum, default_value_t = KvDtypeArg::Bf16)]
     pub kv_dtype: KvDtypeArg,
     /// Tokens of a KV block: 16, 32, 64 or 128; the same on all nodes. Larger ones are fewer to look after and move, and
@@ -70,12 +70,13 @@ pub struct NodeArgs {
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
     #[arg(long, value_delimiter = ',')]
     pub cpus: Vec<usize>,
-    /// Instruction set of the compute kernels.
+    /// Instruction set of the compute kernels. Without --batch-invariant the sets differ in their bits, and all nodes need
+    /// the same.
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// Compute in f32 on one path: the same bits whatever else is in the batch, and on every machine. `false` takes the
     /// bf16 kernels where the machine has them: faster, and the first log-probabilities move by up to 0.1. Where it has
-    /// AMX, quantized weights are kept in bf16, too: 2 bytes a weight more.
+    /// AMX, quantized weights are kept in bf16, too: 2 bytes a weight more. The same on all nodes: the router refuses others.
     #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set, default_value_t = true, num_args = 0..=1, default_missing_value = "true")]
     pub batch_invariant: bool,
     /// How KV travels between nodes.

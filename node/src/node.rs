@@ -148,6 +148,15 @@ impl Node {
         let loading = config.clone();
         let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
         let engine = Engine::start(executor, scheduler(config));
+        let spec = engine.spec();
+        tracing::info!(
+            model = spec.model_name,
+            arithmetic = spec.arithmetic.name(),
+            kv_order = spec.kv_order.name(),
+            block_tokens = spec.block_tokens,
+            digest = format_args!("{:016x}", spec.compatibility_digest),
+            "nodes that differ in one of these are not paired"
+        );
         warm_up(&engine, config).await?;
         let arena = Arena::new(engine.memory(), engine.spec().block_bytes, engine.spec().layers);
         let transport = open(arena.clone()).context("no KV transport")?;
@@ -225,6 +234,8 @@ impl Node {
             eos_token_id: spec.eos_token_id,
             max_batched_tokens: count(self.max_step_tokens),
             processor: self.processor,
+            arithmetic: spec.arithmetic.name().to_owned(),
+            kv_order: spec.kv_order.name().to_owned(),
         }
     }
 

@@ -116,6 +116,8 @@ fn table(count: usize) -> Membership {
                 max_context_tokens: view.max_context_tokens,
                 max_running: view.max_running,
                 max_batched_tokens: view.max_step_tokens,
+                arithmetic: "f32".into(),
+                kv_order: "bf16-pairs".into(),
                 ..v1::Register::default()
             },
             now,

@@ -522,7 +522,7 @@ fn pass_on(exporter: Option<&Exporter>, trace_id: [u8; 16], of_nodes: &[u8]) {
 
 fn refusal(why: &NoPair) -> Error {
     let kind = match why {
-        NoPair::NoNode(_) | NoPair::Incompatible => ErrorKind::Unavailable,
+        NoPair::NoNode(_) | NoPair::Incompatible | NoPair::OtherNumerics { .. } => ErrorKind::Unavailable,
         NoPair::TooLarge { .. } => ErrorKind::InvalidArgument,
     };
     Error::new(kind, why.to_string())

@@ -47,6 +47,8 @@ pub const DEFAULT_INDEX_BLOCKS: usize = 4_000_000;
 pub const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
 const MAX_NODE_ID_BYTES: usize = 128;
+/// Of the names by which nodes are compared.
+const MAX_NAME_BYTES: usize = 64;
 
 /// What every node must agree on with this router.
 #[derive(Clone, Debug)]
@@ -367,8 +369,8 @@ impl Membership {
     /// Enters a node. A node of the same name is replaced: its requests end.
     ///
     /// # Errors
-    /// `Incompatible` for a field or digest that is wrong or another block size than the other nodes', `DeclaredDead` for an
-    /// incarnation that was, `Overloaded` when the table is full.
+    /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the other
+    /// nodes'; `DeclaredDead` for an incarnation that was; `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, endpoint);
@@ -553,6 +555,11 @@ fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), 
         v1::Role::Unspecified => return Err(refuse("no role".into())),
     };
     let transport = info.transport.as_ref().ok_or_else(|| refuse("no transport".into()))?;
+    for (field, name) in [("arithmetic", &info.arithmetic), ("kv_order", &info.kv_order)] {
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(|c| c.is_ascii_graphic()) {
+            return Err(refuse(format!("{field} is no name of 1 to {MAX_NAME_BYTES} visible ASCII characters")));
+        }
+    }
     for (name, missing) in [
         ("incarnation", info.incarnation == 0),
         ("compatibility_digest", info.compatibility_digest == 0),

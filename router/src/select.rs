@@ -25,6 +25,7 @@ pub mod backlog;
 pub mod calibrate;
 pub mod coming;
 pub mod cost;
+pub mod numerics;
 pub mod policy;
 pub mod processor;
 pub mod prune;
@@ -35,6 +36,7 @@ use std::sync::Arc;
 use calibrate::Links;
 use coming::Coming;
 use cost::StepCost;
+use numerics::Numerics;
 use policy::{Policy, of_two};
 use processor::Processor;
 use prune::{Field, Scored, Scorer};
@@ -292,6 +294,8 @@ pub struct Wish {
     pub keep: Option<u64>,
     /// What failed the request.
     pub avoid: Avoid,
+    /// How the nodes compute that began the answer: others must not go on with it. `None` while the client has nothing.
+    pub continues: Option<Numerics>,
 }
 
 /// Nodes and pairs that failed a request, by their keys in the table. Grows by one with each failed attempt.
@@ -406,6 +410,14 @@ pub enum NoPair {
     /// There are nodes of both roles, but none that fit together.
     #[error("no prefill and decode node with the same compatibility digest and transport build are available")]
     Incompatible,
+    /// The answer began in another arithmetic than the nodes have that are there now.
+    #[error("the answer began in {began}, the available nodes compute in {now}")]
+    OtherNumerics {
+        /// Of the nodes that began it.
+        began: Numerics,
+        /// Of those that are there.
+        now: Numerics,
+    },
     /// No compatible pair could ever hold the request.
     #[error(
         "the request needs {blocks} KV blocks for its prompt and a context of {tokens} tokens; no available node or pair \

@@ -396,26 +396,32 @@ fn registers() -> impl Strategy<Value = v1::Register> {
     let processor = prop::option::of(processor.prop_map(|(id, cores, threads)| v1::Processor { id, cores, threads }));
     let numbers = (0..3_i32, 0..50_u64, any::<u64>(), 0..3_u32, any::<u32>(), processor);
     let texts = (0..2000_u32, prop_oneof![Just("http://127.0.0.1:1".to_owned()), texts()], texts());
-    (numbers, texts, prop::bool::weighted(0.9)).prop_map(
-        |((role, incarnation, digest, block, blocks, processor), (name, endpoint, build), ours)| v1::Register {
-            node_id: format!("n{name}"),
-            role,
-            incarnation,
-            compatibility_digest: digest,
-            model_digest: if ours { OURS } else { digest },
-            endpoint,
-            transport: Some(v1::TransportInfo {
-                backend: "tcp".into(),
-                name: build.clone(),
-                build_id: format!("b{build}"),
-            }),
-            total_blocks: blocks,
-            block_tokens: [16, 32, 7][block as usize],
-            max_context_tokens: blocks,
-            max_running: blocks,
-            eos_token_id: 2,
-            processor,
-            ..v1::Register::default()
+    // Most nodes of one arithmetic: a table that refuses all but the first would test little.
+    let arithmetic = prop_oneof![8 => Just(0_usize), 1 => Just(1), 1 => Just(2)];
+    (numbers, texts, prop::bool::weighted(0.9), arithmetic).prop_map(
+        |((role, incarnation, digest, block, blocks, processor), (name, endpoint, build), ours, arithmetic)| {
+            v1::Register {
+                node_id: format!("n{name}"),
+                role,
+                incarnation,
+                compatibility_digest: digest,
+                model_digest: if ours { OURS } else { digest },
+                endpoint,
+                transport: Some(v1::TransportInfo {
+                    backend: "tcp".into(),
+                    name: build.clone(),
+                    build_id: format!("b{build}"),
+                }),
+                total_blocks: blocks,
+                block_tokens: [16, 32, 7][block as usize],
+                max_context_tokens: blocks,
+                max_running: blocks,
+                eos_token_id: 2,
+                processor,
+                arithmetic: ["f32", "bf16-dots", ""][arithmetic].into(),
+                kv_order: "bf16-pairs".into(),
+                ..v1::Register::default()
+            }
         },
     )
 }

@@ -3,6 +3,7 @@
 //! - [`first_light`]: a prompt crosses the cluster; disaggregated = single node; many at once.
 //! - [`failures`]: nodes die, hang, come back; clients leave.
 //! - [`corruption`]: damaged KV is refused.
+//! - [`arithmetic`]: a node that computes otherwise is not taken.
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`clocks`]: nodes whose clocks are wrong.
 //! - [`join_token`]: who belongs to the cluster.
@@ -17,6 +18,7 @@
 //! - [`tool`]: `tandem up` and its companions.
 //! - [`turns`]: a second turn moves only what is missing.
 
+mod arithmetic;
 mod bad_input;
 mod clocks;
 mod corruption;

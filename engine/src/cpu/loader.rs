@@ -96,7 +96,7 @@ impl ModelLoader {
         let kv = KvArena::new(allocate_arena(blocks, layout.block_bytes())?, layout)
             .ok_or_else(|| EngineError::InvalidArgument(format!("no KV arena of {blocks} blocks of {layout:?}")))?;
         pool.install(|| kv.touch());
-        let spec = spec_of(checkpoint.digest()?, model.config(), &kv);
+        let spec = spec_of(checkpoint.digest()?, model.config(), &kv, isa);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
         let (step, chooser) = (Step::default(), Chooser::default());
         Ok(CpuExecutor { spec, model, kv, pool, step, under_way: false, chooser })

@@ -17,6 +17,7 @@ use tandem_memory::{HostMemory, KvMemory};
 use super::pool;
 use super::simd::LANES;
 use crate::executor::KvDtype;
+use crate::numerics::KvOrder;
 use crate::step::Place;
 
 /// Tokens of a sub-block: one vector of attention scores. A block is one or more.
@@ -44,6 +45,15 @@ impl KvLayout {
     /// Bytes of a block.
     pub fn block_bytes(&self) -> usize {
         self.layers * 2 * self.kv_heads * self.sub_blocks() * self.sub_block_bytes()
+    }
+
+    /// How the values of a block lie, by name.
+    pub fn order(&self) -> KvOrder {
+        match self.dtype {
+            KvDtype::F32 => KvOrder::F32Rows,
+            KvDtype::Bf16 => KvOrder::Bf16Pairs,
+            KvDtype::Int8 => KvOrder::Int8Pairs,
+        }
     }
 
     /// Bytes of a sub-block's K or V of one head.

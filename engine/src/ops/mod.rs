@@ -8,11 +8,12 @@
 //! faster, on machines that have them ([`simd::Isa::rounds`]). Where those machines have AMX, too, products of
 //! more than four rows are a third one, in tiles: the same bits for every number of rows above four, others up to it.
 //!
-//! The machines on which this was written have no AMX. The tiles' product is tested on an emulator of the registers that
-//! follows Intel's description of the instructions (where there is AVX-512 BF16); the instructions themselves were assembled and read back, but never
-//! executed by us. The same tests execute them wherever they are found.
+//! The tiles' product is tested on an emulator of the registers that follows Intel's description of the instructions
+//! (where there is AVX-512 BF16), and by the same tests on the registers themselves where a machine has them. An engine
+//! tests them again at each start before it uses them ([`choice`]).
 //!
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
+//! - [`choice`]: which instruction set an engine uses.
 //! - [`packed`]: weights as the kernels read them; [`dequantize`]: a model file's rows as f32; [`lookup`]: embeddings.
 //! - [`matmul`]: `out = x · Wᵀ`.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
@@ -22,6 +23,7 @@
 //! - [`pool`]: the threads; [`pages`]: memory for weights; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
+pub mod choice;
 pub mod dequantize;
 #[cfg(target_arch = "x86_64")]
 mod dots;

@@ -6,6 +6,8 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use crate::numerics::Arithmetic;
+
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
@@ -119,6 +121,17 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Kind::Amx => true,
             _ => false,
+        }
+    }
+
+    /// The order of its additions, by name.
+    pub fn arithmetic(self) -> Arithmetic {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => Arithmetic::Bf16Tiles,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => Arithmetic::Bf16Dots,
+            _ => Arithmetic::F32,
         }
     }
 

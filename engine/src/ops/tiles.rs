@@ -10,11 +10,13 @@
 pub(super) mod amx;
 #[cfg(test)]
 mod tests;
+mod trial;
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use self::amx::{TILE_ROWS, Tile, Tiles};
+pub(super) use self::trial::fault;
 use super::Shared;
 use super::dots::{bits, rounded_pairs};
 use super::matmul::{ChunkId, Output, Target, for_each_part};

@@ -12,6 +12,7 @@ use super::replan::{Bound, Failure, Retry, Verdict};
 use super::timeline::Phase;
 use super::{Limits, Run, legs, seek};
 use crate::membership::{Node, Route};
+use crate::select::numerics::Numerics;
 use crate::select::{NoPair, Wish};
 
 /// A failure, in its place.
@@ -47,7 +48,7 @@ impl Run {
             Verdict::Hopeless => return Err(told),
             Verdict::Exhausted(bound) => return Err(self.exhausted(told, bound)),
         };
-        let search = self.search(setback, keep, retry);
+        let search = self.search(setback, keep, self.continues(&attempt.route, keep.is_some()), retry);
         if keep.is_some() {
             attempt.seek_decode(search);
             return Ok(attempt);
@@ -58,9 +59,15 @@ impl Run {
         Ok(self.open(route))
     }
 
-    fn search(&self, setback: Setback, keep: Option<u64>, retry: Retry) -> Search {
+    /// How the next nodes must compute: as those before them, once the client has a token of theirs, or may get one from
+    /// the prefill node that is kept.
+    fn continues(&self, route: &Route, kept: bool) -> Option<Numerics> {
+        (kept || !self.progress.sent.is_empty()).then(|| Numerics::of(&route.decode.info))
+    }
+
+    fn search(&self, setback: Setback, keep: Option<u64>, continues: Option<Numerics>, retry: Retry) -> Search {
         let (membership, metrics) = (self.shared.membership.clone(), self.shared.metrics.clone());
-        let wish = Wish { keep, avoid: self.replan.avoid().clone() };
+        let wish = Wish { keep, avoid: self.replan.avoid().clone(), continues };
         let seeking = seek::nodes(membership, metrics, self.tokens(), wish, retry);
         Box::pin(async move { Sought { found: seeking.await, setback } })
     }

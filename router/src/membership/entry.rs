@@ -249,6 +249,8 @@ impl Entry {
             "transport": info.transport.as_ref().map_or("", |transport| &transport.name),
             "transport_build": info.transport.as_ref().map_or("", |transport| &transport.build_id),
             "compatibility_digest": format!("{:016x}", info.compatibility_digest),
+            "arithmetic": info.arithmetic,
+            "kv_order": info.kv_order,
             "model": info.model_name,
             "draining": view.draining,
             "breaker": self.breaker.circuit(now).as_str(),

@@ -30,7 +30,8 @@ impl v1::membership_server::Membership for Membership {
         };
         let node = self.register(info, clock::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
         let (role, transport) = (node.role.as_str(), node.info.transport.as_ref().map_or("", |t| &t.name));
-        tracing::info!(node = node.info.node_id, role, transport, incarnation = %node.incarnation(), "node joined");
+        let (incarnation, v1::Register { node_id, arithmetic, kv_order, .. }) = (node.incarnation(), &node.info);
+        tracing::info!(node = node_id, role, transport, arithmetic, kv_order, %incarnation, "node joined");
         let (replies, receiver) = mpsc::channel(REPLIES);
         tokio::spawn(Session { membership: self.clone(), node, why: "its stream was cut" }.run(reports, replies));
         Ok(Response::new(ReceiverStream::new(receiver)))

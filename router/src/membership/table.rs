@@ -14,6 +14,7 @@ use super::room::{Room, Rooms, Wanted};
 use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
+use crate::select::numerics::Numerics;
 use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
 
 /// A plan with its work booked: what becomes a [`super::Route`].
@@ -89,6 +90,7 @@ impl Table {
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
         let node = Arc::new(node(self.last_session + 1));
         self.same_block_size(&node.info)?;
+        self.same_numerics(&node.info)?;
         let incarnation = node.incarnation();
         let twin = self.entries.values().find(|entry| entry.node.info.node_id == node.info.node_id);
         let twin = twin.map(|entry| (entry.node.session, entry.node.incarnation()));
@@ -156,6 +158,20 @@ impl Table {
             info.node_id, info.block_tokens, other.node_id, other.block_tokens
         );
         Err(Error::new(ErrorKind::Incompatible, why))
+    }
+
+    /// Nor would a node of another arithmetic, and an answer must not go on there.
+    fn same_numerics(&self, info: &v1::Register) -> Result<(), Error> {
+        let this = Numerics::of(info);
+        let others = self.entries.values().map(|entry| &entry.node.info).filter(|other| other.node_id != info.node_id);
+        let mut differences = others
+            .filter_map(|other| Numerics::difference((&info.node_id, &this), (&other.node_id, &Numerics::of(other))));
+        differences.next().map_or(Ok(()), |why| Err(Error::new(ErrorKind::Incompatible, why)))
+    }
+
+    /// How all nodes compute.
+    fn numerics(&self) -> Option<Numerics> {
+        self.entries.values().next().map(|entry| Numerics::of(&entry.node.info))
     }
 
     /// Tokens of a block, on every node.
@@ -240,6 +256,11 @@ impl Table {
         now: Instant,
     ) -> Result<Booked, NoPair> {
         self.turn = self.turn.wrapping_add(1);
+        if let (Some(began), Some(now)) = (&wish.continues, self.numerics())
+            && *began != now
+        {
+            return Err(NoPair::OtherNumerics { began: began.clone(), now });
+        }
         let candidates = self.candidates(need, wish, settings, now)?;
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));

@@ -1,6 +1,7 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
 use super::*;
 use crate::select::Avoid;
+use crate::select::numerics::Numerics;
 
 const LEASE: Duration = Duration::from_secs(3);
 
@@ -25,6 +26,8 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         eos_token_id: 2,
         max_batched_tokens: 512,
         processor: None,
+        arithmetic: "f32".into(),
+        kv_order: "bf16-pairs".into(),
     }
 }
 
@@ -123,7 +126,7 @@ fn requests_on_nodes_wait_beyond_the_places_of_a_batch() {
 #[test]
 fn what_does_not_match_is_refused_in_words() {
     type Change = fn(&mut v1::Register);
-    let cases: [(Change, &str); 8] = [
+    let cases: [(Change, &str); 11] = [
         (|r| r.model_digest = 1, "digest"),
         (|r| r.compatibility_digest = 0, "compatibility_digest"),
         (|r| r.incarnation = 0, "incarnation"),
@@ -132,6 +135,9 @@ fn what_does_not_match_is_refused_in_words() {
         (|r| r.transport = None, "no transport"),
         (|r| r.endpoint = "ftp://x".into(), "http://host:port"),
         (|r| r.block_tokens = 48, "blocks of 48 tokens"),
+        (|r| r.arithmetic = String::new(), "arithmetic is no name"),
+        (|r| r.kv_order = "a b".into(), "kv_order is no name"),
+        (|r| r.kv_order = "x".repeat(65), "kv_order is no name"),
     ];
     for (change, words) in cases {
         let mut info = register("p", v1::Role::Prefill, 1);
@@ -162,6 +168,40 @@ fn all_nodes_have_one_block_size() {
     // The last node of the old size may come back with another.
     membership.leave(prefill_of(&route), "it left");
     membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap();
+}
+
+#[test]
+fn all_nodes_compute_alike() {
+    let (membership, now) = (membership(), Instant::now());
+    let dots = |id, role, life| v1::Register { arithmetic: "bf16-dots".into(), ..register(id, role, life) };
+    membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
+    let error = membership.register(dots("d", v1::Role::Decode, 1), now).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Incompatible);
+    assert!(error.message.contains("`bf16-dots`, node `p` in `f32`"), "{}", error.message);
+    assert!(error.message.contains("--batch-invariant"), "{}", error.message);
+    let int8 = v1::Register { kv_order: "int8-pairs".into(), ..register("d", v1::Role::Decode, 2) };
+    let error = membership.register(int8, now).unwrap_err();
+    assert!(error.message.contains("--kv-dtype"), "{}", error.message);
+    // Who was refused was never in the table, and may come back as it should be.
+    assert!(!membership.has_pair());
+    membership.register(register("d", v1::Role::Decode, 2), now).unwrap();
+    let began = route(&membership, 16, 16).unwrap();
+    assert_eq!(membership.json()["nodes"][0]["arithmetic"], "f32");
+    assert_eq!(membership.json()["nodes"][0]["kv_order"], "bf16-pairs");
+    // All nodes are replaced by others, while an answer waits to go on.
+    let continues = Some(Numerics::of(&began.decode.info));
+    let [prefill, decode] = [prefill_of(&began), began.decode.session];
+    [prefill, decode].into_iter().for_each(|session| membership.leave(session, "it left"));
+    membership.register(dots("p", v1::Role::Prefill, 2), now).unwrap();
+    membership.register(dots("d", v1::Role::Decode, 3), now).unwrap();
+    let wish = Wish { continues: continues.clone(), ..Wish::default() };
+    let why = membership.route(ask(16, 16), &wish, now).unwrap_err();
+    assert_eq!(
+        why.to_string(),
+        "the answer began in `f32` over KV `bf16-pairs`, the available nodes compute in `bf16-dots` over KV `bf16-pairs`"
+    );
+    let fresh = route(&membership, 16, 16).expect("a new answer may begin");
+    assert_ne!(Some(Numerics::of(&fresh.decode.info)), continues);
 }
 
 #[test]

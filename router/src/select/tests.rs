@@ -61,7 +61,7 @@ fn plans(nodes: &[NodeView], wish: &Wish, local: LocalPrefill) -> Vec<(Option<u6
 }
 
 fn avoid(nodes: Vec<u64>, pairs: Vec<(u64, u64)>) -> Wish {
-    Wish { keep: None, avoid: Avoid { nodes, pairs } }
+    Wish { avoid: Avoid { nodes, pairs }, ..Wish::default() }
 }
 
 #[test]

@@ -6,6 +6,7 @@ use super::super::packed::PackedMatrix;
 use super::super::simd::{Isa, IsaChoice, Kind};
 use super::super::tests::{noise, packed, round, unpacked};
 use super::amx::{Amx, ROW_BYTES, Shapes, Tile, Tiles, WHOLE, available};
+use super::fault;
 
 /// The registers after the instructions' description: 8 tiles that are configured first, whose rows and row lengths
 /// decide what an instruction does.
@@ -65,6 +66,32 @@ impl Tiles for Emulated {
                 *sum = flushed(flushed(f32::from_bits(*sum)) + both).to_bits();
             }
         }
+    }
+}
+
+/// Registers of which one never takes a sum up: what a wrong configuration or a wrong operand would look like.
+struct Forgetful(Emulated);
+
+/// SAFETY of every block below: the same methods of [`Emulated`], under the same promise.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
+impl Tiles for Forgetful {
+    unsafe fn configured() -> Self {
+        Self(unsafe { Emulated::configured() })
+    }
+    unsafe fn zero<const T: usize>(&mut self) {
+        unsafe { self.0.zero::<T>() };
+    }
+    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
+        match T {
+            3 => unsafe { self.0.zero::<T>() },
+            _ => unsafe { self.0.load::<T>(from) },
+        }
+    }
+    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
+        unsafe { self.0.store::<T>(to) };
+    }
+    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
+        unsafe { self.0.multiply::<SUM, A, B>() };
     }
 }
 
@@ -197,6 +224,24 @@ fn tiles_are_taken_by_default_and_by_name_but_never_where_exactness_was_asked_fo
     assert_eq!([tiles(IsaChoice::Auto, false), tiles(IsaChoice::Amx, false)], [amx, amx]);
     assert!(!tiles(IsaChoice::Avx512, false) && !tiles(IsaChoice::Auto, true));
     assert_eq!(Isa::choose(IsaChoice::Amx, true), None);
+}
+
+#[test]
+fn the_trial_passes_good_registers_and_no_others() {
+    if !Isa::choose(IsaChoice::Avx512, false).is_some_and(Isa::rounds) {
+        eprintln!("skipped: this machine has no AVX-512 BF16");
+        return;
+    }
+    // SAFETY: AVX-512 with BF16 was just found; the registers are emulated.
+    let (good, forgetful) = unsafe { (fault::<Emulated>(), fault::<Forgetful>()) };
+    assert_eq!(good, None);
+    let fault_found = forgetful.expect("it is wrong");
+    // Register 3 has the second sixteen rows and columns.
+    assert!(fault_found.contains("row 16, column 16 "), "{fault_found}");
+    if available() {
+        // SAFETY: and AMX is there.
+        assert_eq!(unsafe { fault::<Amx>() }, None, "the registers of this machine");
+    }
 }
 
 /// Where there are tiles: which rows take them.

@@ -153,13 +153,23 @@ impl Cluster {
 
 /// Another prefill node.
 pub async fn join_prefill(service: &Service, id: &str) -> Fake<PrefillCall> {
-    let (node, calls, _) = join(service, id, v1::Role::Prefill).await;
+    join_prefill_of(service, id, "f32").await
+}
+
+/// Another prefill node, of this arithmetic.
+pub async fn join_prefill_of(service: &Service, id: &str, arithmetic: &str) -> Fake<PrefillCall> {
+    let (node, calls, _) = join(service, id, v1::Role::Prefill, arithmetic).await;
     Fake { node, calls }
 }
 
 /// Another decode node.
 pub async fn join_decode(service: &Service, id: &str) -> Fake<DecodeCall> {
-    let (node, _, calls) = join(service, id, v1::Role::Decode).await;
+    join_decode_of(service, id, "f32").await
+}
+
+/// Another decode node, of this arithmetic.
+pub async fn join_decode_of(service: &Service, id: &str, arithmetic: &str) -> Fake<DecodeCall> {
+    let (node, _, calls) = join(service, id, v1::Role::Decode, arithmetic).await;
     Fake { node, calls }
 }
 
@@ -167,6 +177,7 @@ async fn join(
     service: &Service,
     id: &str,
     role: v1::Role,
+    arithmetic: &str,
 ) -> (Arc<Node>, mpsc::Receiver<PrefillCall>, mpsc::Receiver<DecodeCall>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
@@ -178,7 +189,8 @@ async fn join(
         .add_service(v1::decode_server::DecodeServer::from_arc(node))
         .serve_with_incoming(TcpIncoming::from(listener));
     tokio::spawn(server);
-    let info = v1::Register { incarnation: rand::random_range(2..=u64::MAX), ..register(id, role, &endpoint) };
+    let (incarnation, arithmetic) = (rand::random_range(2..=u64::MAX), arithmetic.to_owned());
+    let info = v1::Register { incarnation, arithmetic, ..register(id, role, &endpoint) };
     (service.membership().register(info, Instant::now()).expect("accepted"), prefill_calls, decode_calls)
 }
 
@@ -222,6 +234,8 @@ pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
         block_tokens: 16,
         max_context_tokens: 256,
         max_running: 8,
+        arithmetic: "f32".into(),
+        kv_order: "bf16-pairs".into(),
         ..v1::Register::default()
     }
 }

@@ -1,6 +1,6 @@
 //! Requests whose nodes fail: another pair goes on, and the client sees each token once.
 use super::super::exchange::tests::{delivered_to, reserved_by, undelivered};
-use super::fakes::{join_decode, join_prefill};
+use super::fakes::{join_decode, join_decode_of, join_prefill, join_prefill_of};
 use super::*;
 use crate::api::Service;
 
@@ -325,6 +325,37 @@ async fn no_node_within_the_time_is_a_typed_error() {
         prefill.cancelled().await;
         assert_eq!(metric(&cluster.service, &["tandem_replan_exhausted_total", "bound=\"time\""]), 1);
         assert_eq!(metric(&cluster.service, &["tandem_waiting_for_node_requests"]), 0);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_does_not_go_on_in_another_arithmetic() {
+    for (first, goes_on) in [(None, true), (Some('a'), false)] {
+        let mut cluster = Cluster::start(Limits { replan: Duration::from_millis(100), ..Limits::default() }).await;
+        let mut stream = cluster.service.generate(request()).unwrap();
+        let (mut prefill, _, decode, _) = cluster.legs().await;
+        if let Some(first) = first {
+            hand_off_to(&mut prefill, &decode, first).await;
+            assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Token { index: 0, .. }))));
+        }
+        let membership = cluster.service.membership().clone();
+        let [old_prefill, old_decode] = [cluster.prefill.node.session, cluster.decode.node.session];
+        membership.leave(old_prefill, "replaced");
+        membership.leave(old_decode, "replaced");
+        let mut p1 = join_prefill_of(&cluster.service, "p1", "bf16-dots").await;
+        let mut d1 = join_decode_of(&cluster.service, "d1", "bf16-dots").await;
+        if goes_on {
+            // The client has nothing yet: the answer may begin anew.
+            let (prefill, _) = p1.call().await;
+            d1.call().await;
+            prefill.send(first_token(id('b'), Some(Stop))).await;
+            assert_eq!(read(stream).await.1, ids("b"));
+        } else {
+            let error = read(stream).await.2.unwrap_err();
+            let words = "the answer began in `f32` over KV `bf16-pairs`, the available nodes compute in `bf16-dots`";
+            assert!(error.kind == ErrorKind::Aborted && error.message.contains(words), "{}", error.message);
+            assert!(p1.is_left_alone() && d1.is_left_alone());
+        }
     }
 }
 

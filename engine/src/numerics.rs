@@ -1,0 +1,56 @@
+//! What two nodes must have in common to continue each other's answers bit for bit, by name: the order of additions in
+//! which a node computes, and how the values of its KV blocks lie. Plain names, no arithmetic: `ops` computes in these
+//! orders, and [`crate::EngineSpec`] carries the names into the compatibility digest and the node's registration.
+//!
+//! A kernel whose bits change, or a block whose bytes mean something else, gets a new name here. Nodes with different
+//! names are never paired, so that a half-upgraded cluster refuses instead of mixing.
+
+/// The order of a node's additions. Instruction sets that give the same bits share a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arithmetic {
+    /// f32 throughout, each sum in one order, whatever else is in the batch and whatever the machine is.
+    F32,
+    /// Products and attention in AVX-512's bf16 dot products, f32 sums.
+    Bf16Dots,
+    /// The same, but products of more than a few rows in AMX's bf16 tiles.
+    Bf16Tiles,
+    /// No model: tokens are a hash of the KV.
+    Simulated,
+}
+
+impl Arithmetic {
+    /// The name that nodes compare.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16Dots => "bf16-dots",
+            Self::Bf16Tiles => "bf16-tiles",
+            Self::Simulated => "simulated",
+        }
+    }
+}
+
+/// How the values of a KV block lie, their number format included. `ops/kv.rs` has the orders of the CPU's kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvOrder {
+    /// f32, `[token][head_dim]` for K and V.
+    F32Rows,
+    /// bf16, two neighbours of a sum in each 32-bit lane: K `[head_dim / 2][token][2]`, V `[token / 2][head_dim][2]`.
+    Bf16Pairs,
+    /// Integers of 8 bits in the order of [`KvOrder::Bf16Pairs`], and the 16 tokens' scales behind them.
+    Int8Pairs,
+    /// Of [`crate::SimulatedExecutor`]: `[layer][token]`, each a run of 64-bit hashes.
+    Hashes,
+}
+
+impl KvOrder {
+    /// The name that nodes compare.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32Rows => "f32-rows",
+            Self::Bf16Pairs => "bf16-pairs",
+            Self::Int8Pairs => "int8-pairs",
+            Self::Hashes => "hashes",
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Whether tile registers compute what they should: two products of some rows, panels and groups, beside plain sums.
+//! An engine asks before it computes with them; it takes less than a millisecond.
+use super::super::matmul::Output;
+use super::super::packed::PackedMatrix;
+use super::amx::Tiles;
+
+/// Two whole row tiles and a part of one, so that all registers are in use, alone and in pairs.
+const ROWS: usize = 37;
+/// A slice of the groups and a part of the next, and a group that is not full.
+const K: usize = 14 * 32 + 5;
+/// Two panels and a part of one.
+const COLUMNS: usize = 70;
+/// Of the sum of the terms' sizes: f32 sums of so few terms in any order are closer.
+const TOLERANCE: f64 = 4e-6;
+
+/// What is wrong with these registers, if anything.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16, and what `T` needs.
+pub(in crate::ops) unsafe fn fault<T: Tiles>() -> Option<String> {
+    // Whole numbers: each sum is exact in f32, in whichever order it is made, so that every bit is known beforehand.
+    let whole = |i: usize| ((i * 7 + i / 11) % 17) as f32 - 8.0;
+    // Of these, the sums are rounded.
+    let fraction = |i: usize| ((i * 2_654_435_761) % 509) as f32 / 256.0 - 1.0;
+    // SAFETY: the caller's promise.
+    unsafe { differs::<T>(whole, 0.0).or_else(|| differs::<T>(fraction, TOLERANCE)) }
+}
+
+/// The first element of a product of such numbers that is farther from the plain sum than `tolerance`.
+///
+/// # Safety
+/// As [`fault`].
+unsafe fn differs<T: Tiles>(number: impl Fn(usize) -> f32, tolerance: f64) -> Option<String> {
+    let rounded = |i: usize| half::bf16::from_f32(number(i)).to_f32();
+    let x: Vec<f32> = (0..ROWS * K).map(rounded).collect();
+    let weights: Vec<f32> = (0..COLUMNS * K).map(|i| rounded(i + 3)).collect();
+    let mut out = vec![f32::NAN; ROWS * COLUMNS];
+    // SAFETY: the caller's promise.
+    unsafe { super::matmul::<T>(&x, &PackedMatrix::from_f32(&weights, K).rounded(), &mut out, Output::Store) };
+    out.iter().enumerate().find_map(|(i, &got)| {
+        let (row, column) = (i / COLUMNS, i % COLUMNS);
+        let terms = x[row * K..][..K].iter().zip(&weights[column * K..]).map(|(x, w)| f64::from(*x) * f64::from(*w));
+        let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+        let near = (f64::from(got) - sum).abs() <= tolerance * size;
+        (!near).then(|| format!("its tiles give {got} and not {sum} for row {row}, column {column} of a test product"))
+    })
+}

@@ -1,0 +1,62 @@
+//! How nodes compute: what one of them must have in common with another to go on with its answer bit for bit. The nodes
+//! say it by name when they register; here names are only compared, so that a new kind of node needs no change.
+use tandem_proto::v1;
+
+/// Of one node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Numerics {
+    /// The order of its additions.
+    pub arithmetic: String,
+    /// How the values of its KV blocks lie, and their number format.
+    pub kv_order: String,
+}
+
+impl Numerics {
+    /// What a node says of itself.
+    pub fn of(info: &v1::Register) -> Self {
+        Self { arithmetic: info.arithmetic.clone(), kv_order: info.kv_order.clone() }
+    }
+
+    /// In which way a node differs from another one, and what to change; `None` where they can go on with each other's
+    /// answers. Both nodes are named.
+    pub fn difference((name, this): (&str, &Self), (other_name, other): (&str, &Self)) -> Option<String> {
+        if this.arithmetic != other.arithmetic {
+            return Some(format!(
+                "node `{name}` computes in arithmetic `{}`, node `{other_name}` in `{}`: their answers would differ in \
+                 some tokens; start all nodes with the same --batch-invariant, where it is false also with the same \
+                 --isa, and all or none with --simulated",
+                this.arithmetic, other.arithmetic
+            ));
+        }
+        (this.kv_order != other.kv_order).then(|| {
+            format!(
+                "node `{name}` has KV in order `{}`, node `{other_name}` in `{}`: start all nodes with the same --kv-dtype",
+                this.kv_order, other.kv_order
+            )
+        })
+    }
+}
+
+impl std::fmt::Display for Numerics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "`{}` over KV `{}`", self.arithmetic, self.kv_order)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_difference_says_what_to_change() {
+        let of =
+            |arithmetic: &str, kv_order: &str| Numerics { arithmetic: arithmetic.into(), kv_order: kv_order.into() };
+        let (exact, dots, int8) = (of("f32", "bf16-pairs"), of("bf16-dots", "bf16-pairs"), of("f32", "int8-pairs"));
+        assert_eq!(Numerics::difference(("a", &exact), ("b", &exact)), None);
+        let words = Numerics::difference(("a", &dots), ("b", &exact)).expect("it differs");
+        assert!(words.contains("node `a` computes in arithmetic `bf16-dots`, node `b` in `f32`"), "{words}");
+        assert!(words.contains("--batch-invariant") && words.contains("--isa") && !words.contains("--kv-dtype"));
+        let words = Numerics::difference(("a", &int8), ("b", &exact)).expect("it differs");
+        assert!(words.contains("`int8-pairs`, node `b` in `bf16-pairs`") && words.contains("--kv-dtype"), "{words}");
+    }
+}
