@@ -1,4 +1,11 @@
-//! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, names, sizes.
+//! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, import
+//! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments.
+//!
+//! It reads text, and compiles nothing. What it cannot see: unsafe code that a macro makes, imports that a macro or a
+//! re-export hides (see `imports.rs`), and the width of a comment that stands behind code on its line.
+#[path = "tidy/imports.rs"]
+mod imports;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +15,10 @@ use std::process::Command;
 const ROOMS: [&str; 7] = [
     "kvtransfer/ucx-sys/",
     "kvtransfer/src/ucx",
+<<<<<<< HEAD
     "kvtransfer/memory/src/host.rs",
+=======
+>>>>>>> 0cbc0b9 (Tidy: no new import circle, no comment beyond 120 columns)
     "kvtransfer/tests/ucx_memory.rs",
     "engine/src/ops",
     "engine/src/models/mmap.rs",
@@ -32,6 +42,31 @@ const GRAPH: [(&str, &[&str]); 13] = [
     ("tandem", &["tandem-proto"]),
 ];
 const NODE: &[&str] = &["tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer", "tandem-node"];
+
+/// Import circles that are still there, by the crate's folder. The list may only shrink: a new circle is an error, and
+/// so is one in the list that is gone.
+const CIRCLES: [(&str, &[&str]); 17] = [
+    ("decode-node", &["generate", "service"]),
+    ("engine", &["blocks", "error", "executor", "footprint", "ops"]),
+    ("engine", &["models::checkpoint", "models::config", "models::gguf", "models::safetensors"]),
+    ("engine", &["ops::dots", "ops::matmul", "ops::simd", "ops::tiles"]),
+    ("kvtransfer", &["delivery", "incoming", "outgoing", "registry", "seal", "session", "transport"]),
+    ("kvtransfer", &["ucx::driver", "ucx::receiving", "ucx::sending"]),
+    ("kvtransfer", &["ucx::endpoints", "ucx::inbox", "ucx::operations", "ucx::owners"]),
+    ("prefill-node", &["delivery", "prefill", "service"]),
+    ("proto/telemetry", &["export", "relay"]),
+    ("router", &["admission", "api", "flow", "membership", "metrics"]),
+    ("router", &["flow::again", "flow::attempt"]),
+    ("router", &["http::logprobs", "http::types"]),
+    ("router", &["template", "text", "tokenizer"]),
+    ("tandem", &["bench", "config"]),
+    ("tandem", &["bench::record", "bench::report", "bench::stats"]),
+    ("tandem", &["bench::trace", "bench::workload"]),
+    ("tandem", &["trace", "waterfall"]),
+];
+
+/// Columns of a line that is a comment.
+const COMMENT_COLUMNS: usize = 120;
 
 /// Names that say nothing about what is inside.
 const EMPTY_NAMES: [&str; 8] = ["utils", "util", "common", "helpers", "helper", "misc", "shared", "stuff"];
@@ -84,6 +119,56 @@ fn names_say_something() {
 fn files_hold_one_subject() {
     let long = sources().into_iter().filter(|(_, text)| text.lines().count() > MOST_LINES);
     nothing(long.map(|(path, text)| format!("{path}: {} lines", text.lines().count())), "");
+}
+
+#[test]
+fn modules_import_each_other_in_no_new_circle() {
+    let mut wrong = Vec::new();
+    let listed: BTreeSet<(String, BTreeSet<String>)> = CIRCLES
+        .iter()
+        .map(|(crate_dir, modules)| ((*crate_dir).to_owned(), modules.iter().map(|name| (*name).to_owned()).collect()))
+        .collect();
+    assert_eq!(listed.len(), CIRCLES.len(), "a circle stands in the list twice");
+    let mut found = BTreeSet::new();
+    for dir in members() {
+        let inside = format!("{dir}/src/");
+        let files =
+            sources().into_iter().filter_map(|(path, text)| Some((path.strip_prefix(&inside)?.to_owned(), text)));
+        for imports::Circle { modules, edges } in imports::circles(&files.collect::<Vec<_>>()) {
+            let names = modules.iter().cloned().collect::<Vec<_>>().join(", ");
+            let circle = (dir.clone(), modules);
+            if !listed.contains(&circle) {
+                let shrunk = listed.iter().any(|(of, larger)| *of == dir && larger.is_superset(&circle.1));
+                wrong.push(match shrunk {
+                    true => format!("{dir}: a circle has shrunk to {names}: let the list say so"),
+                    false => format!("{dir}: {names} import each other in a circle:\n    {}", edges.join("\n    ")),
+                });
+            }
+            found.insert(circle);
+        }
+    }
+    let gone = listed.difference(&found).map(|(dir, modules)| {
+        format!("{dir}: {} are no circle any more: remove it from the list", Vec::from_iter(modules.clone()).join(", "))
+    });
+    nothing(wrong.into_iter().chain(gone), "");
+}
+
+#[test]
+fn comments_fit_the_page() {
+    let wide = sources().into_iter().flat_map(|(path, text)| {
+        let numbered = (1..).zip(text.lines());
+        let wide = numbered.filter(|(_, line)| is_wide_comment(line)).map(|(number, _)| format!("{path}:{number}"));
+        wide.collect::<Vec<_>>()
+    });
+    nothing(wide, &format!("is a comment of more than {COMMENT_COLUMNS} columns"));
+}
+
+#[test]
+fn the_check_for_wide_comments_counts_columns() {
+    let comment = |text: &str| format!("    //! {}", text.repeat(COMMENT_COLUMNS - 8));
+    assert!(!is_wide_comment(&comment("a")) && !is_wide_comment(&comment("≤")));
+    assert!(is_wide_comment(&format!("{}.", comment("a"))));
+    assert!(!is_wide_comment(&format!("    let text = \"{}\";", "//".repeat(COMMENT_COLUMNS))), "code is rustfmt's");
 }
 
 #[test]
@@ -154,6 +239,10 @@ fn the_check_for_unsafe_code_sees_code_only() {
 fn nothing(findings: impl Iterator<Item = String>, what: &str) {
     let findings: Vec<String> = findings.map(|finding| format!("{finding} {what}")).collect();
     assert!(findings.is_empty(), "\n{}", findings.join("\n"));
+}
+
+fn is_wide_comment(line: &str) -> bool {
+    line.trim_start().starts_with("//") && line.chars().count() > COMMENT_COLUMNS
 }
 
 /// Outside comments and strings, as far as a line tells.
