@@ -12,7 +12,7 @@ pub fn choose(choice: IsaChoice, exact: bool) -> Result<Isa, String> {
     choose_with(choice, exact, tiles_fault)
 }
 
-fn choose_with(choice: IsaChoice, exact: bool, tiles_fault: impl Fn() -> Option<String>) -> Result<Isa, String> {
+fn choose_with(choice: IsaChoice, exact: bool, tiles_fault: fn() -> Option<String>) -> Result<Isa, String> {
     let isa = Isa::choose(choice, exact).ok_or_else(|| match Isa::choose(choice, false) {
         Some(isa) => format!("{} wants bf16 or int8 KV and no batch invariance", isa.name()),
         None => format!("this machine has no {choice:?}"),
