@@ -15,10 +15,7 @@ use std::process::Command;
 const ROOMS: [&str; 7] = [
     "kvtransfer/ucx-sys/",
     "kvtransfer/src/ucx",
-<<<<<<< HEAD
     "kvtransfer/memory/src/host.rs",
-=======
->>>>>>> 0cbc0b9 (Tidy: no new import circle, no comment beyond 120 columns)
     "kvtransfer/tests/ucx_memory.rs",
     "engine/src/ops",
     "engine/src/models/mmap.rs",
