@@ -192,8 +192,8 @@ fn all_nodes_compute_alike() {
     let continues = Some(Numerics::of(&began.decode.info));
     let [prefill, decode] = [prefill_of(&began), began.decode.session];
     [prefill, decode].into_iter().for_each(|session| membership.leave(session, "it left"));
-    membership.register(dots("p", v1::Role::Prefill, 2), now).unwrap();
-    membership.register(dots("d", v1::Role::Decode, 3), now).unwrap();
+    membership.register(dots("p", v1::Role::Prefill, 4), now).unwrap();
+    membership.register(dots("d", v1::Role::Decode, 5), now).unwrap();
     let wish = Wish { continues: continues.clone(), ..Wish::default() };
     let why = membership.route(ask(16, 16), &wish, now).unwrap_err();
     assert_eq!(
