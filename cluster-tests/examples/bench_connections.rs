@@ -1,8 +1,9 @@
 //! A router whose HTTP port is full of connections that ask nothing: `make bench-connections`.
 //!
-//! Half of them have sent a part of a request's head, the others have had an answer and stay. Others keep coming, more in half
-//! a minute than the port has places, because silence ends the old ones by then. Meanwhile `/health` is asked again and again,
-//! each time over a new connection, on that port and on the admin port: how long from the connection to the whole answer?
+//! Half of them have sent a part of a request's head, the others have had an answer and stay. Others keep coming, more
+//! in half a minute than the port has places, because silence ends the old ones by then. Meanwhile `/health` is asked
+//! again and again, each time over a new connection, on that port and on the admin port: how long from the connection
+//! to the whole answer?
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,9 @@
 //! What the largest requests cost the others and the router: `make bench-large-requests`.
 //!
-//! A hundred bodies of 8 MB (millions of token ids, `n` 128) come from 16 connections, and all are refused. A polite client asks
-//! for a short answer all the time, before, meanwhile and after: its latencies stand beside each other, and so does the router's
-//! resident memory. The nodes are simulated, with steps of 5 ms: what changes is the router's doing.
+//! A hundred bodies of 8 MB (millions of token ids, `n` 128) come from 16 connections, and all are refused. A polite
+//! client asks for a short answer all the time, before, meanwhile and after: its latencies stand beside each other, and
+//! so does the router's resident memory. The nodes are simulated, with steps of 5 ms: what changes is the router's
+//! doing.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

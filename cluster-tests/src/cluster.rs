@@ -61,7 +61,8 @@ pub fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Flags of a router with an API key for each of these tenants; its nodes join on a port of their own. The file is in `dir`.
+/// Flags of a router with an API key for each of these tenants; its nodes join on a port of their own. The file is in
+/// `dir`.
 ///
 /// # Errors
 /// It cannot be written.
@@ -221,8 +222,8 @@ pub fn model() -> anyhow::Result<PathBuf> {
     Ok(model)
 }
 
-/// Below those that the system gives to outgoing connections (32,768 and up): such a connection cannot take one before its
-/// user listens there.
+/// Below those that the system gives to outgoing connections (32,768 and up): such a connection cannot take one before
+/// its user listens there.
 const PORTS: Range<u16> = 12_000..32_000;
 
 /// A port that is free now and is not given out again soon.

@@ -1,5 +1,5 @@
-//! A router with several nodes of each role, each connection over a [`Link`] that can be cut or slowed. What a fault does
-//! to a fleet is undone by [`Fleet::repair`], so that one fleet serves many faults.
+//! A router with several nodes of each role, each connection over a [`Link`] that can be cut or slowed. What a fault
+//! does to a fleet is undone by [`Fleet::repair`], so that one fleet serves many faults.
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;

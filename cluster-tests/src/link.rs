@@ -1,5 +1,5 @@
-//! A TCP link between two programs that can be cut, slowed and healed. Cut means silence: bytes wait, nobody is told, as
-//! when a cable is pulled. Whoever connects meanwhile waits, too.
+//! A TCP link between two programs that can be cut, slowed and healed. Cut means silence: bytes wait, nobody is told,
+//! as when a cable is pulled. Whoever connects meanwhile waits, too.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! A prefill and a decode node in this process, with the model and over the in-process transport; the router's part in it
-//! is the least that works.
+//! A prefill and a decode node in this process, with the model and over the in-process transport; the router's part in
+//! it is the least that works.
 use std::sync::Arc;
 
 use anyhow::{Context, bail};

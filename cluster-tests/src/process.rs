@@ -224,8 +224,8 @@ pub fn ended_by_itself(status: ExitStatus) -> bool {
     status.signal().is_none()
 }
 
-/// Where cargo put the programs of this build: the directory above that of the tests and examples. An absolute path stays
-/// what it is.
+/// Where cargo put the programs of this build: the directory above that of the tests and examples. An absolute path
+/// stays what it is.
 ///
 /// # Errors
 /// A program is not built.

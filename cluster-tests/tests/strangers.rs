@@ -1,6 +1,7 @@
-//! Strangers on both networks of a real cluster: 10,000 garbled KV addresses in tickets, through the prefill node's gRPC port,
-//! and 10,000 garbled hellos, through UCX, half of them to each node. A node that gives one of them to UCX ends (UCX aborts, or
-//! reads past the end), so: both nodes live, each was refused and counted, and honest requests beside them get their tokens.
+//! Strangers on both networks of a real cluster: 10,000 garbled KV addresses in tickets, through the prefill node's
+//! gRPC port, and 10,000 garbled hellos, through UCX, half of them to each node. A node that gives one of them to UCX
+//! ends (UCX aborts, or reads past the end), so: both nodes live, each was refused and counted, and honest requests
+//! beside them get their tokens.
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -78,8 +79,8 @@ struct Attack {
 }
 
 impl Attack {
-    /// The stranger has a connection to each node: it knows decode's address from a ticket, and gave prefill a ticket with
-    /// its own.
+    /// The stranger has a connection to each node: it knows decode's address from a ticket, and gave prefill a ticket
+    /// with its own.
     async fn start(cluster: &Cluster) -> anyhow::Result<Self> {
         let mut attack = Self {
             rng: StdRng::seed_from_u64(1),
@@ -177,7 +178,8 @@ fn spec(prompt: &[u32]) -> v1::RequestSpec {
     }
 }
 
-/// What a stranger makes of honest bytes: cut, one bit changed after `from`, other bytes behind a head, or nothing of them.
+/// What a stranger makes of honest bytes: cut, one bit changed after `from`, other bytes behind a head, or nothing of
+/// them.
 fn garbled(rng: &mut StdRng, honest: &[u8], head: usize, from: usize) -> Vec<u8> {
     let mut bytes = honest.to_vec();
     match rng.random_range(0..4) {

@@ -207,8 +207,8 @@ impl Generate<'_> {
         Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
     }
 
-    /// Room for the prompt and its first token. What the prefix cache has of the prompt is shared; the prefill node fills
-    /// the rest of the prompt's blocks, and the engine takes those of the answer as it grows.
+    /// Room for the prompt and its first token. What the prefix cache has of the prompt is shared; the prefill node
+    /// fills the rest of the prompt's blocks, and the engine takes those of the answer as it grows.
     async fn reserve(&self) -> Result<Arc<KvLease>, Error> {
         let lease = self.request.reserve(&self.node.engine, self.request.first_kv_tokens()).await?;
         self.node.figures.looked_up(self.request.prompt.len(), lease.cached_tokens());

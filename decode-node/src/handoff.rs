@@ -10,14 +10,14 @@ use tandem_proto::v1::Seal;
 use tandem_proto::{Error, ErrorKind, HandoffId, Incarnation, TraceContext, v1};
 use tandem_telemetry::clock;
 
-/// Blocks at the head of the prompt that `lease` shares with the prefix cache: they were computed or verified here, do not
-/// travel, and are never written.
+/// Blocks at the head of the prompt that `lease` shares with the prefix cache: they were computed or verified here, do
+/// not travel, and are never written.
 pub fn held_blocks(node: &Node, lease: &KvLease) -> usize {
     lease.cached_tokens() / node.engine.spec().block_tokens
 }
 
-/// Lets `prefill` fill those of the prompt's blocks in `lease` that are not held already. They return to the pool when the
-/// request and every writer have let go of them.
+/// Lets `prefill` fill those of the prompt's blocks in `lease` that are not held already. They return to the pool when
+/// the request and every writer have let go of them.
 ///
 /// # Errors
 /// `Overloaded` when too many hand-offs are out.
@@ -143,8 +143,8 @@ impl Received {
 /// Two hosts' clocks, each related to the router's, differ by less.
 const CLOCKS: Duration = Duration::from_millis(20);
 
-/// The sender says when it posted the first range, by the router's clock as it knows it. It cannot have been before the grant or
-/// after the arrival: a little is the clocks' difference, and for one that is far off the arrival counts.
+/// The sender says when it posted the first range, by the router's clock as it knows it. It cannot have been before the
+/// grant or after the arrival: a little is the clocks' difference, and for one that is far off the arrival counts.
 fn copy_start(verified: &Verified, granted: Instant) -> Instant {
     let posted = clock().instant(verified.seal.first_post_unix_ns);
     within(posted, granted, verified.first_arrival).unwrap_or(verified.first_arrival)

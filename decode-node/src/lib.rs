@@ -3,7 +3,8 @@
 //!
 //! - [`service`]: the gRPC service, and what a call's messages mean.
 //! - [`generate`]: the way of one request: reserve, receive, decode; and the local way, prompt included.
-//! - [`handoff`]: joins engine and KV transport: the grant of what the prefix cache has not, and what its seal must say.
+//! - [`handoff`]: joins engine and KV transport: the grant of what the prefix cache has not, and what its seal must
+//!   say.
 #![forbid(unsafe_code)]
 
 pub mod generate;

@@ -16,8 +16,8 @@ use tandem_proto::v1::Role;
 struct Args {
     #[command(flatten)]
     node: NodeArgs,
-    /// Milliseconds without a frame of the prefill node after which a hand-off is over. Its keep-alives while it computes
-    /// are frames.
+    /// Milliseconds without a frame of the prefill node after which a hand-off is over. Its keep-alives while it
+    /// computes are frames.
     #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
     handoff_lease_ms: u32,
 }

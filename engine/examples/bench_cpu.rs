@@ -1,6 +1,6 @@
 //! Tokens a second of the CPU executor, without scheduler or network: rows `prefill<N>` (a prompt of N tokens from
-//! nothing, in chunks of `--chunk`) and `decode<B>x<C>` (B sequences, one token each a step, from context C on). Prints a
-//! line a row, as JSON with `--json`; `--ceilings` adds what the machine's memory and multiply-adds allow.
+//! nothing, in chunks of `--chunk`) and `decode<B>x<C>` (B sequences, one token each a step, from context C on). Prints
+//! a line a row, as JSON with `--json`; `--ceilings` adds what the machine's memory and multiply-adds allow.
 //!
 //! `cargo run --release -p tandem-engine --example bench_cpu -- --model FILE --threads 2 --rows prefill512,decode8x256`
 use std::hint::black_box;

@@ -1,5 +1,6 @@
-//! What an engine predicts of its first prompts, beside what they take: `cargo run --release --example first_requests -p
-//! tandem-engine -- MODEL.gguf [threads]`. One line for each prompt, in the order in which they run after the warm-up.
+//! What an engine predicts of its first prompts, beside what they take:
+//! `cargo run --release --example first_requests -p tandem-engine -- MODEL.gguf [threads]`. One line for each prompt,
+//! in the order in which they run after the warm-up.
 use std::sync::Arc;
 use std::time::Instant;
 

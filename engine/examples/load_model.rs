@@ -1,6 +1,7 @@
-//! How a model loads, and that it answers: `cargo run --release --example load_model -p tandem-engine -- MODEL [threads]
-//! [blocks] [stop token id…]`. Prints what it should take and what it took: the most memory of this process's own while it loaded (pages of
-//! mapped files left out: the system takes them back when it needs them), how long that was, and 16 greedy tokens.
+//! How a model loads, and that it answers:
+//! `cargo run --release --example load_model -p tandem-engine -- MODEL [threads] [blocks] [stop token id…]`. Prints
+//! what it should take and what it took: the most memory of this process's own while it loaded (pages of mapped files
+//! left out: the system takes them back when it needs them), how long that was, and 16 greedy tokens.
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

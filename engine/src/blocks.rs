@@ -1,6 +1,6 @@
-//! Owns who holds which KV block, and who waits for some. Knows ids and hashes only: no tensors, no bytes, no sequences.
-//! The bytes of block `b` are `arena[b * block_bytes ..][.. block_bytes]`, see `executor.rs`; which blocks can be reused
-//! is `prefix_cache.rs`.
+//! Owns who holds which KV block, and who waits for some. Knows ids and hashes only: no tensors, no bytes, no
+//! sequences. The bytes of block `b` are `arena[b * block_bytes ..][.. block_bytes]`, see `executor.rs`; which blocks
+//! can be reused is `prefix_cache.rs`.
 //!
 //! Invariant: each block is in exactly one state, so that empty + cached + leased = all:
 //!

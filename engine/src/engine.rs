@@ -1,10 +1,10 @@
 //! The worker that owns executor and scheduler, what drives it, and the handle to it. The handle validates and queues;
-//! the worker steps. It rests while there is nothing to run, and it never waits for a reader: a stream has room for every
-//! event that its sequence can have.
+//! the worker steps. It rests while there is nothing to run, and it never waits for a reader: a stream has room for
+//! every event that its sequence can have.
 //!
 //! Two drivers: a thread of its own ([`Engine::start`]), and a future whose steps take tokio's time instead of the
-//! machine's ([`Engine::stepped`], in [`stepper`]), for many engines in one simulated cluster. They differ in where they
-//! wait and whose clock they read.
+//! machine's ([`Engine::stepped`], in [`stepper`]), for many engines in one simulated cluster. They differ in where
+//! they wait and whose clock they read.
 mod stepper;
 mod warm_up;
 
@@ -137,8 +137,8 @@ impl Engine {
         Self(Arc::new(inner))
     }
 
-    /// An engine without a thread: it computes while somebody polls [`Stepper::run`]. A step's time is `step_time` of its
-    /// shape, in tokio's clock, whatever the executor takes.
+    /// An engine without a thread: it computes while somebody polls [`Stepper::run`]. A step's time is `step_time` of
+    /// its shape, in tokio's clock, whatever the executor takes.
     pub fn stepped(
         executor: Box<dyn Executor>,
         config: SchedulerConfig,
@@ -151,7 +151,8 @@ impl Engine {
     /// Runs a few steps for nobody, see [`warm_up`]. A step is not larger than `max_step_tokens`.
     ///
     /// # Errors
-    /// The first that failed; `Stopped` when the engine is, or when a step panicked; `Overloaded` when it has work already.
+    /// The first that failed; `Stopped` when the engine is, or when a step panicked; `Overloaded` when it has work
+    /// already.
     pub async fn warm_up(&self, max_step_tokens: usize) -> Result<(), EngineError> {
         let Inner { inbox, shared, spec, pool, .. } = &*self.0;
         let (done, outcome) = oneshot::channel();

@@ -1,6 +1,6 @@
 //! The seam between scheduling and computing: what a step is, and who can run one. Implementations: `cpu.rs` (a real
-//! model) and `simulated.rs` (no model). An executor has tokens, positions, arena blocks and, for each sequence, the token
-//! that it chose last; requests, clients and streams are the engine's.
+//! model) and `simulated.rs` (no model). An executor has tokens, positions, arena blocks and, for each sequence, the
+//! token that it chose last; requests, clients and streams are the engine's.
 use std::sync::Arc;
 
 use tandem_memory::KvMemory;
@@ -39,8 +39,8 @@ pub trait Executor: Send {
     /// are in the arena for the whole step: the step writes nothing there any more.
     ///
     /// # Errors
-    /// The step failed as a whole: nothing is known about the KV that its items wrote, and none of its sequences can go on
-    /// with [`Tokens::Last`].
+    /// The step failed as a whole: nothing is known about the KV that its items wrote, and none of its sequences can go
+    /// on with [`Tokens::Last`].
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError>;
 
     /// Frees what is kept for a sequence that has ended. Of no effect for one that was in no step.
@@ -115,8 +115,8 @@ pub struct Choose {
     pub uniform: f64,
     /// Tokens that must not be chosen: those that end the sequence, while it has fewer than `min_tokens`.
     pub forbidden: Option<Arc<[u32]>>,
-    /// What comes before the item's tokens, where `sampling` [penalizes](SamplingParams::penalizes) and the item's tokens
-    /// are given. With [`Tokens::Last`] the executor has it from the step before.
+    /// What comes before the item's tokens, where `sampling` [penalizes](SamplingParams::penalizes) and the item's
+    /// tokens are given. With [`Tokens::Last`] the executor has it from the step before.
     pub history: Option<History>,
 }
 
@@ -198,8 +198,9 @@ pub struct EngineSpec {
 }
 
 impl EngineSpec {
-    /// The same spec with its compatibility digest computed from everything that gives a block's bytes their meaning, and
-    /// from the arithmetic that made them. `total_blocks` is not part of it: two nodes may have arenas of different sizes.
+    /// The same spec with its compatibility digest computed from everything that gives a block's bytes their meaning,
+    /// and from the arithmetic that made them. `total_blocks` is not part of it: two nodes may have arenas of different
+    /// sizes.
     pub fn sealed(mut self) -> Self {
         let sizes = [self.vocab_size, self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.block_bytes];
         let mut hasher = Xxh3::new();

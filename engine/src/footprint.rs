@@ -9,7 +9,8 @@ use crate::ops::lookup::RowTable;
 use crate::ops::packed::{WeightFormat, packed_bytes};
 use crate::ops::simd::Isa;
 
-/// Of the available memory, one part in so many stays for everything else: allocators, buffers of connections, the system.
+/// Of the available memory, one part in so many stays for everything else: allocators, buffers of connections, the
+/// system.
 const RESERVED_PART: u64 = 8;
 
 /// A tensor, as the file's header has it. Sizes may be anything that a damaged header says.
@@ -61,8 +62,8 @@ impl StepSize {
 /// Bytes that a model takes beside its KV arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// Weights, as they are kept while the model serves. They take no more while they are read: what is unpacked is a row
-    /// for each thread, and the file's pages are the system's to take back.
+    /// Weights, as they are kept while the model serves. They take no more while they are read: what is unpacked is a
+    /// row for each thread, and the file's pages are the system's to take back.
     pub weights: u64,
     /// Intermediate matrices and logits of the largest step.
     pub workspace: u64,

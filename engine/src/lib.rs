@@ -6,17 +6,16 @@
 //!
 //! - [`blocks`]: who holds which KV block, and who waits for some; [`prefix_cache`]: which can be reused. No tensors.
 //! - [`scheduler`]: what each step computes. Pure; no model, clock or channel.
-//! - [`executor`]: the seam to what computes it and chooses tokens, and the layout both sides agree on. Either [`cpu`] (a
-//!   real model, from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong
+//! - [`executor`]: the seam to what computes it and chooses tokens, and the layout both sides agree on. Either [`cpu`]
+//!   (a real model, from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong
 //!   tokens). [`step`] is a batch as both compute it, [`chooser`] how both choose, from [`logits`] by the rules of
 //!   [`sampler`].
 //! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
 //!
 //! Around them: [`sequence`] is what goes in and comes out, [`sampling`] how tokens are to be chosen, [`step_model`]
-//! predicts a step's time, [`numerics`] names what nodes must have in common to continue each other, [`memory`] says how
-//! much there is and [`footprint`] what a model takes of it, [`error`] what the
-//! caller can do. To follow one request
-//! read [`Engine::submit`], then `Worker::step` in `engine.rs`.
+//! predicts a step's time, [`numerics`] names what nodes must have in common to continue each other, [`memory`] says
+//! how much there is and [`footprint`] what a model takes of it, [`error`] what the caller can do. To follow one
+//! request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
 //! # What holds
 //!

@@ -1,5 +1,5 @@
-//! A step's logits. Their memory is kept from step to step: a batch of vocabularies is megabytes, and as many fresh pages
-//! in every step cost a tenth of it.
+//! A step's logits. Their memory is kept from step to step: a batch of vocabularies is megabytes, and as many fresh
+//! pages in every step cost a tenth of it.
 
 /// Logits of the items that want them.
 #[derive(Debug, Default)]

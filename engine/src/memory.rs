@@ -42,7 +42,8 @@ impl MemoryFiles {
     /// Of the groups of the process and all those that these are in: each may have a limit.
     fn limits(&self) -> impl Iterator<Item = GroupMemory> {
         let groups = read_to_string(&self.groups).unwrap_or_default();
-        // A process that sees only a part of the tree has its own group at the root of it, whatever its path is outside.
+        // A process that sees only a part of the tree has its own group at the root of it, whatever its path is
+        // outside.
         let mut folders = vec![(self.cgroup_root.clone(), VERSION_2), (self.cgroup_root.join("memory"), VERSION_1)];
         for (path, version) in groups.lines().filter_map(memory_group) {
             let root = if version.subfolder { self.cgroup_root.join("memory") } else { self.cgroup_root.clone() };

@@ -2,8 +2,8 @@
 //! leases and waiting are in `blocks.rs`, which calls it.
 //!
 //! A block enters under its sequence hash, which names its tokens together with all tokens before them, when it is full
-//! and its KV is known to be good (`scheduler.rs` says when that is). From then on nobody writes it. While a lease holds
-//! it, it stays; afterwards it is *idle*: still found, and the least recently held idle block is evicted when a
+//! and its KV is known to be good (`scheduler.rs` says when that is). From then on nobody writes it. While a lease
+//! holds it, it stays; afterwards it is *idle*: still found, and the least recently held idle block is evicted when a
 //! reservation finds no empty one. A partial block is never in the cache: its hash would change with its next token.
 //!
 //! What enters and leaves is told as events with consecutive numbers. The log is a ring: a reader who falls too far

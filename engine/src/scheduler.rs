@@ -7,22 +7,22 @@
 //! ages those before it by one place. So the order of two sequences never changes, and nothing starves: a sequence is
 //! overtaken by at most `PLACES_A_LEVEL * 2 * MAX_PRIORITY` later ones. Sequences start in this order and their prompts
 //! share a step's tokens in this order. Every running one that decodes is in every step for which it has a block, and
-//! since there are fewer of them than tokens in a step (`max_running <= max_step_tokens`), the first that prefills is in
-//! every step too.
+//! since there are fewer of them than tokens in a step (`max_running <= max_step_tokens`), the first that prefills is
+//! in every step too.
 //!
 //! **Memory.** A sequence arrives with blocks for its given tokens and takes one more whenever its last one is full,
 //! ahead of reservations. When none is free, the last in the order that holds blocks is *preempted*: it gives all of
 //! them back and waits, in its old place, to be computed again. Its full blocks stay cached until somebody needs them,
 //! so that this is often little work. Nobody is preempted for one behind it: who finds nobody behind itself waits for a
-//! block and keeps those it has, as long as others run. New reservations leave a block for each running sequence that may grow; while a
-//! preempted one waits they get nothing, so that it comes back first.
+//! block and keeps those it has, as long as others run. New reservations leave a block for each running sequence that
+//! may grow; while a preempted one waits they get nothing, so that it comes back first.
 //!
 //! *The first in the order is never preempted*, so it ends, and then the next one is first. *Nobody is preempted for
-//! ever*: each preemption of `s` belongs to a sequence before it, which grew by a block or started in its place. It starts
-//! once, and grows by a block of its answer once (when it is preempted itself, it returns with room for all its tokens);
-//! and only so many sequences are ever before `s` as the order says. So `s` is preempted at most as often as these are,
-//! and have blocks of answers.
-//! Blocks that are in no sequence's hands belong to transfers. These end by themselves; they wait for nothing here.
+//! ever*: each preemption of `s` belongs to a sequence before it, which grew by a block or started in its place. It
+//! starts once, and grows by a block of its answer once (when it is preempted itself, it returns with room for all its
+//! tokens); and only so many sequences are ever before `s` as the order says. So `s` is preempted at most as often as
+//! these are, and have blocks of answers. Blocks that are in no sequence's hands belong to transfers. These end by
+//! themselves; they wait for nothing here.
 //!
 //! **Cache.** A sequence's full blocks are cached when a step has ended in logits that are numbers. Such logits have
 //! read the KV of all positions, so that broken KV is never shared; the inner chunks of a prompt are cached at its end.
@@ -147,7 +147,8 @@ impl Scheduler {
     /// An empty scheduler of sequences whose leases are of `pool`.
     pub fn new(config: &SchedulerConfig, spec: &EngineSpec, pool: BlockPool) -> Self {
         let max_step_tokens = config.max_step_tokens.max(1);
-        // The KV of the last token is never needed. With this a sequence always fits the pool when nobody else is there.
+        // The KV of the last token is never needed. With this a sequence always fits the pool when nobody else is
+        // there.
         let memory_tokens = pool.total().saturating_mul(pool.block_tokens()).saturating_add(1);
         Self {
             max_running: config.max_running.clamp(1, max_step_tokens),
@@ -178,8 +179,8 @@ impl Scheduler {
         self.waiting.insert(seq, sequence);
     }
 
-    /// Who leaves (`gone` by choice, or by deadline), who starts, and who comes back: the first of the preempted, when its
-    /// blocks are there.
+    /// Who leaves (`gone` by choice, or by deadline), who starts, and who comes back: the first of the preempted, when
+    /// its blocks are there.
     pub fn admit(&self, now: Instant, gone: impl Fn(Seq) -> bool) -> Vec<(Seq, Decision)> {
         let leaving = |sequence: &Sequence| {
             let seq = sequence.rank.1;
@@ -207,16 +208,16 @@ impl Scheduler {
         decisions
     }
 
-    /// The blocks of the next step: who gets one more, and who gives way. One round of it: once it is carried out the next
-    /// one may go further, and none is left to decide when there are no decisions.
+    /// The blocks of the next step: who gets one more, and who gives way. One round of it: once it is carried out the
+    /// next one may go further, and none is left to decide when there are no decisions.
     pub fn fit(&self) -> Vec<(Seq, Decision)> {
         let mut lacking: Vec<Rank> = self.running.values().filter(|it| it.lacks_block()).map(|it| it.rank).collect();
         lacking.sort_unstable();
         let free = self.pool.free();
         let mut decisions: Vec<_> = lacking.iter().take(free).map(|&(_, seq)| (seq, Decision::Grow)).collect();
         if let Some(first) = lacking.get(free) {
-            // Behind the first that gets nothing, and so behind all who get something. The only one that runs gives its place
-            // to those before it, should there be some.
+            // Behind the first that gets nothing, and so behind all who get something. The only one that runs gives its
+            // place to those before it, should there be some.
             let place = self.running.len() == 1 && !self.queue.is_empty();
             let victim = self.last_with_blocks().filter(|last| last > first || place);
             decisions.extend(victim.map(|(_, seq)| (seq, Decision::Preempt)));

@@ -18,9 +18,9 @@ use crate::sampling::{SamplingParams, TokenLogprob};
 /// | local | the prompt | what is cached | all | the prompt's and the first token's |
 ///
 /// The lease is taken before the request is submitted, for the given tokens; the blocks of new ones are taken while it
-/// runs. Where none is left, sequences give theirs back and are computed again, see `scheduler.rs`. One that is to have a
-/// single new token never grows, so that where there are no others (a prefill node) every sequence keeps its lease, and
-/// whoever holds it beside the engine may rely on what was computed there.
+/// runs. Where none is left, sequences give theirs back and are computed again, see `scheduler.rs`. One that is to have
+/// a single new token never grows, so that where there are no others (a prefill node) every sequence keeps its lease,
+/// and whoever holds it beside the engine may rely on what was computed there.
 ///
 /// A sequence that moves after a failure is submitted as prompt + tokens so far. Sampling depends on the index in the
 /// whole sequence, so that every role gives the same tokens.
@@ -137,9 +137,9 @@ impl SequenceRequest {
     }
 }
 
-/// What happens to a sequence, in order: `Started`, then `ChunkDone`, `LayersDone` (in the last chunk) and `Token`s, then
-/// one `Finished` or `Failed`; `Preempted` and `Resumed` between any of them.
-/// `Failed` may come at any point; it and `Finished` are the last. By then the engine has let go of the lease.
+/// What happens to a sequence, in order: `Started`, then `ChunkDone`, `LayersDone` (in the last chunk) and `Token`s,
+/// then one `Finished` or `Failed`; `Preempted` and `Resumed` between any of them. `Failed` may come at any point; it
+/// and `Finished` are the last. By then the engine has let go of the lease.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceEvent {
     /// It left the queue; its first step comes next.
@@ -147,7 +147,8 @@ pub enum SequenceEvent {
         /// When.
         at: Instant,
     },
-    /// It gave its blocks to others and waits for some; no `LayersDone` follows. Of many preemptions only the first are told.
+    /// It gave its blocks to others and waits for some; no `LayersDone` follows. Of many preemptions only the first are
+    /// told.
     Preempted {
         /// When.
         at: Instant,
@@ -164,9 +165,9 @@ pub enum SequenceEvent {
         /// When the step ended.
         at: Instant,
     },
-    /// The first layers of the step under way are done, which is the one that gives the first token: the KV of all given
-    /// tokens in these layers is in the lease, and nothing writes there any more. Whoever takes this event from the
-    /// stream sees those writes: they happen before it was sent.
+    /// The first layers of the step under way are done, which is the one that gives the first token: the KV of all
+    /// given tokens in these layers is in the lease, and nothing writes there any more. Whoever takes this event from
+    /// the stream sees those writes: they happen before it was sent.
     LayersDone {
         /// One of [`SequenceRequest::report_layers`].
         layers: usize,

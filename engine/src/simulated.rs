@@ -1,13 +1,13 @@
 //! An executor without a model, for tests and for clusters on machines that have none. Not a mock: it keeps its state
-//! in the KV arena as a model does, it chooses tokens as a model does, and its logits are a pure hash of what it reads back from there, so that a missing,
-//! misplaced or corrupted KV block gives wrong tokens.
+//! in the KV arena as a model does, it chooses tokens as a model does, and its logits are a pure hash of what it reads
+//! back from there, so that a missing, misplaced or corrupted KV block gives wrong tokens.
 //!
-//! Arena layout, as a model's: `[layer][token]`, equal slots of 64-bit words. A slot's first word is a hash of the token,
-//! its position, the slot before it and its slot of the layer below (both read from the arena); its other words are
-//! hashes of the first. A step goes layer by layer.
+//! Arena layout, as a model's: `[layer][token]`, equal slots of 64-bit words. A slot's first word is a hash of the
+//! token, its position, the slot before it and its slot of the layer below (both read from the arena); its other words
+//! are hashes of the first. A step goes layer by layer.
 //!
-//! A step takes as long as the configuration says, and as little as may be of it is processor time: what stands beside a
-//! simulated node on the same cores is what is measured.
+//! A step takes as long as the configuration says, and as little as may be of it is processor time: what stands beside
+//! a simulated node on the same cores is what is measured.
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,8 +25,8 @@ use crate::numerics::{Arithmetic, KvOrder};
 use crate::step::{Chunk, Step};
 use crate::step_model::StepShape;
 
-/// A simulated model says only the first so many tokens of its vocabulary. To choose among more takes longer than the rest
-/// of a step.
+/// A simulated model says only the first so many tokens of its vocabulary. To choose among more takes longer than the
+/// rest of a step.
 const SPOKEN_TOKENS: usize = 4096;
 
 /// Sizes and speed of a simulated model. Two executors with equal `identity`, `vocab_size`, `block_tokens`,
@@ -129,8 +129,8 @@ impl SimulatedExecutor {
     /// Allocates the arena.
     ///
     /// # Errors
-    /// `InvalidArgument` when `block_bytes` is no multiple of 8 for each token and layer, or the vocabulary is empty or too
-    /// large.
+    /// `InvalidArgument` when `block_bytes` is no multiple of 8 for each token and layer, or the vocabulary is empty or
+    /// too large.
     pub fn new(config: &SimulatedConfig) -> Result<Self, EngineError> {
         let slots = config.block_tokens * config.layers;
         let words_per_token = config.block_bytes.checked_div(slots).unwrap_or(0) / 8;
@@ -378,7 +378,8 @@ mod tests {
             let item = BatchItem { seq: 1, tokens: Tokens::Last, start: 31, blocks, choose: None };
             let refused = executor.begin(&Batch { items: vec![item], report_layers: Vec::new() });
             assert!(matches!(refused, Err(EngineError::InvalidArgument(_))), "{refused:?}");
-            let words: Vec<u64> = executor.network.arena.words().iter().map(|word| word.load(Ordering::Relaxed)).collect();
+            let words: Vec<u64> =
+                executor.network.arena.words().iter().map(|word| word.load(Ordering::Relaxed)).collect();
             (tokens, words)
         };
         assert_eq!(answer(|_| Tokens::Last), answer(|token| Tokens::Given(vec![token])));

@@ -1,9 +1,10 @@
-//! Predicts how long a step takes: `ms = base + per token · tokens + per context · context`, fitted to the steps that this
-//! engine has run. Pure: measured times come in, coefficients go out, in `EngineLoad` and from there to whoever plans.
+//! Predicts how long a step takes: `ms = base + per token · tokens + per context · context`, fitted to the steps that
+//! this engine has run. Pure: measured times come in, coefficients go out, in `EngineLoad` and from there to whoever
+//! plans.
 //!
-//! The fit is over a small sample of *every kind* of step, not over the last steps: a node may decode for an hour between
-//! two prompts, and recursive least squares with forgetting would by then have forgotten what a prompt costs (and
-//! extrapolate wildly). Kinds are powers of two of tokens and of context; each keeps its last few steps. The fit
+//! The fit is over a small sample of *every kind* of step, not over the last steps: a node may decode for an hour
+//! between two prompts, and recursive least squares with forgetting would by then have forgotten what a prompt costs
+//! (and extrapolate wildly). Kinds are powers of two of tokens and of context; each keeps its last few steps. The fit
 //! minimizes the sum of *relative absolute* errors (reweighted least squares), under which a few steps that the system
 //! interrupted do not count, and keeps the coefficients from being negative, so that predictions grow with the work.
 use std::collections::{BTreeMap, VecDeque};
@@ -19,9 +20,9 @@ const FIRST_STEPS: u64 = 32;
 const FIT_EVERY: u64 = 4;
 /// Reweighting rounds of one fit, which starts from the coefficients before.
 const ROUNDS: usize = 4;
-/// A step counts as at most so many times what its kind took so far, or what is predicted where there is none: a process
-/// that was stopped in mid-step, or a machine that slept, says nothing of the kernels. Speeds that did change so much are
-/// believed after as many steps as it takes.
+/// A step counts as at most so many times what its kind took so far, or what is predicted where there is none: a
+/// process that was stopped in mid-step, or a machine that slept, says nothing of the kernels. Speeds that did change
+/// so much are believed after as many steps as it takes.
 const FROZEN: f64 = 8.0;
 /// A prediction for a kind that was never seen may itself be off by so much.
 const UNSEEN: f64 = 4.0;
@@ -70,8 +71,8 @@ impl StepCost {
 /// The steps kept, and the coefficients that fit them.
 #[derive(Debug, Default)]
 pub struct StepModel {
-    /// By the bits of tokens and of context: at most a few hundred kinds exist. Ordered, so that sums of floats are alike
-    /// from run to run.
+    /// By the bits of tokens and of context: at most a few hundred kinds exist. Ordered, so that sums of floats are
+    /// alike from run to run.
     kinds: BTreeMap<(u32, u32), VecDeque<Sample>>,
     steps: u64,
     cost: StepCost,

@@ -12,8 +12,8 @@ use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Executor, SamplingParam
 
 /// Steps that must pass without an allocation, one after another.
 const CLEAN_STEPS: usize = 16;
-/// Rounds of so many steps in which memory may still grow: each thread has its own, and makes it when it first gets a task of
-/// that kind. On a busy machine that takes a while.
+/// Rounds of so many steps in which memory may still grow: each thread has its own, and makes it when it first gets a
+/// task of that kind. On a busy machine that takes a while.
 const ROUNDS: usize = 40;
 const BLOCKS: usize = 256;
 

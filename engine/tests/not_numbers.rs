@@ -1,5 +1,6 @@
-//! Broken weights or KV must not become fluent nonsense: NaN or an infinity in Q or K fails the step with a typed error,
-//! and nothing that was computed from it is shared. On tiny models made here, on every instruction set of the machine.
+//! Broken weights or KV must not become fluent nonsense: NaN or an infinity in Q or K fails the step with a typed
+//! error, and nothing that was computed from it is shared. On tiny models made here, on every instruction set of the
+//! machine.
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,8 +48,8 @@ fn ways() -> Vec<Way> {
     ways
 }
 
-/// Two layers, 64 wide, two heads on one; `change` is applied to each tensor's values by its name. Given back to the system
-/// with the test.
+/// Two layers, 64 wide, two heads on one; `change` is applied to each tensor's values by its name. Given back to the
+/// system with the test.
 struct Model(PathBuf);
 
 impl Drop for Model {
@@ -218,7 +219,8 @@ async fn one_broken_element_of_an_earlier_tokens_k_fails_the_step_and_shares_not
             assert!(matches!(event, SequenceEvent::Finished { .. }), "{event:?}");
             assert_eq!(lease(&engine, &prompt(LONGER)).cached_tokens(), 48, "its three full blocks");
 
-            // The first element of K of the first token and head; of 8-bit numbers their scale, which all of them share.
+            // The first element of K of the first token and head; of 8-bit numbers their scale, which all of them
+            // share.
             let words = engine.spec().block_bytes / 8 * held.blocks()[0] as usize;
             let (at, bits, mask) = match way.kv_dtype {
                 KvDtype::F32 => (words, u64::from(value.to_bits()), 0xffff_ffff),

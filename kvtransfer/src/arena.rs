@@ -29,7 +29,8 @@ impl Arena {
     /// block is one layer.
     ///
     /// # Panics
-    /// When `block_bytes` is not a positive multiple of 8, or there are more than `u32::MAX` blocks: bugs of the caller.
+    /// When `block_bytes` is not a positive multiple of 8, or there are more than `u32::MAX` blocks: bugs of the
+    /// caller.
     pub fn new(memory: Arc<dyn KvMemory>, block_bytes: usize, layers: usize) -> Arc<Self> {
         assert!(block_bytes > 0 && block_bytes.is_multiple_of(WORD_BYTES), "block of {block_bytes} bytes");
         assert!(u32::try_from(memory.bytes() / block_bytes).is_ok(), "too many blocks");

@@ -1,6 +1,6 @@
-//! One hand-off as its sender sees it, as a pure state machine: pushes, answers and time in, frames and verdicts out. No
-//! socket, clock or byte of KV in here; `outgoing.rs` adds the clock and the backend. The receiver's side is `session.rs`,
-//! and `joint_tests.rs` lets the two meet over a faulty link.
+//! One hand-off as its sender sees it, as a pure state machine: pushes, answers and time in, frames and verdicts out.
+//! No socket, clock or byte of KV in here; `outgoing.rs` adds the clock and the backend. The receiver's side is
+//! `session.rs`, and `joint_tests.rs` lets the two meet over a faulty link.
 //!
 //! ```text
 //! Opened ──push──► Pushing ──seal──► Sealed ──acknowledged──► Acknowledged

@@ -1,4 +1,5 @@
-//! Where KV is hashed: on a thread that may block, unless there is so little of it that going there and back takes longer.
+//! Where KV is hashed: on a thread that may block, unless there is so little of it that going there and back takes
+//! longer.
 use futures::future::{Either, Ready, ready};
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
 

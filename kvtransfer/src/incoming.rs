@@ -51,12 +51,12 @@ impl Incoming {
     }
 
     /// Waits for the seal and all blocks, then checks incarnations, prompt, sequence hashes and every block's checksum,
-    /// and answers the sender. Only after `Ok` may the blocks be read. Pieces are hashed while others are on their way: call
-    /// it soon after the grant.
+    /// and answers the sender. Only after `Ok` may the blocks be read. Pieces are hashed while others are on their way:
+    /// call it soon after the grant.
     ///
     /// # Errors
-    /// `Timeout` when the sender was silent for the lease, `PeerGone`, `Cancelled` by the sender, `Corrupt` or `Refused`
-    /// by the rules.
+    /// `Timeout` when the sender was silent for the lease, `PeerGone`, `Cancelled` by the sender, `Corrupt` or
+    /// `Refused` by the rules.
     pub async fn verified(mut self, expected: Expected) -> Result<Verified, TransferError> {
         let (arrived, manifest) = self.arrived().await?;
         let (last, ticket, seal) = (self.arrival.landing.take(), self.ticket.clone(), arrived.seal.clone());

@@ -1,5 +1,5 @@
-//! What of a hand-off has landed and is not hashed yet: noted by the backend's threads, taken by the receiving end. Hashing
-//! follows the copy that way, and only the last pieces are left when the seal comes.
+//! What of a hand-off has landed and is not hashed yet: noted by the backend's threads, taken by the receiving end.
+//! Hashing follows the copy that way, and only the last pieces are left when the seal comes.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;

@@ -5,8 +5,8 @@
 //! - [`session`]: the receiver's rules as a pure state machine: who may write what, once, and until when.
 //! - [`registry`]: the same machine with a lock, a clock and waiters; every backend receives through it.
 //! - [`delivery`]: the sender's side of a hand-off as a pure state machine.
-//! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has landed
-//!   (`landing`) while the rest is on its way.
+//! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has
+//!   landed (`landing`) while the rest is on its way.
 //! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one; [`hashing`]: on which thread.
 //! - [`wire`]: the 32-byte header that every frame of every backend starts with.
 //! - [`arena`]: KV memory (`tandem-memory`) as blocks.

@@ -1,8 +1,8 @@
 //! A network inside one process: hand-offs between arenas by plain copies, with faults on request. The oracle that the
 //! other backends are compared with; it keeps every rule, since the rules are not its own.
 //!
-//! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the network,
-//! as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`].
+//! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the
+//! network, as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`].
 mod link;
 mod raw;
 mod weather;

@@ -23,8 +23,8 @@ use crate::wire::{Answer, DataHeader};
 /// Hand-offs a node sends at once.
 const MAX_PENDING: usize = 4096;
 
-/// A backend's half of [`Outgoing`]. Frames leave in the order of the calls. The futures are cancel-safe: dropped before
-/// they are ready, they queued nothing.
+/// A backend's half of [`Outgoing`]. Frames leave in the order of the calls. The futures are cancel-safe: dropped
+/// before they are ready, they queued nothing.
 pub trait SendLink: Send {
     /// Longest range that the backend wants in one frame.
     fn max_range_bytes(&self) -> usize;
@@ -34,8 +34,8 @@ pub trait SendLink: Send {
         usize::MAX
     }
 
-    /// Queues the bytes of `runs`, one after the other, for the pieces `range`; ready when queued with credit. The backend
-    /// keeps `owner` until it no longer reads the runs.
+    /// Queues the bytes of `runs`, one after the other, for the pieces `range`; ready when queued with credit. The
+    /// backend keeps `owner` until it no longer reads the runs.
     fn push(
         &mut self,
         range: DataHeader,
@@ -75,9 +75,9 @@ impl Outgoing {
         Self { delivery, link, counters, answer, post: Duration::ZERO }
     }
 
-    /// Sends `arena_blocks` as blocks `first_index..` of the hand-off, as many in one frame as the backend likes, wherever
-    /// in the arena they are: what a frame costs is the same for 64 KiB and for a megabyte. Returns when all are queued;
-    /// `owner` is kept until they were read.
+    /// Sends `arena_blocks` as blocks `first_index..` of the hand-off, as many in one frame as the backend likes,
+    /// wherever in the arena they are: what a frame costs is the same for 64 KiB and for a megabyte. Returns when all
+    /// are queued; `owner` is kept until they were read.
     ///
     /// # Errors
     /// `Refused(OutOfRange)` for blocks outside grant or arena, the receiver's refusal if it came already, `PeerGone`,
@@ -91,8 +91,8 @@ impl Outgoing {
         self.push_units(0..self.delivery.units(), first_index, arena_blocks, owner).await
     }
 
-    /// As [`Outgoing::push`], of each block only `units`. The receiver takes the units of a block in ascending order and
-    /// without gaps, whatever the order of the blocks.
+    /// As [`Outgoing::push`], of each block only `units`. The receiver takes the units of a block in ascending order
+    /// and without gaps, whatever the order of the blocks.
     ///
     /// # Errors
     /// As [`Outgoing::push`]; `Refused(OutOfRange)` also for no units, or more than a block has.
@@ -129,7 +129,8 @@ impl Outgoing {
         Ok(())
     }
 
-    /// How often [`Outgoing::keep_alive`] is due while nothing is pushed: a third of the lease, so that one may be late.
+    /// How often [`Outgoing::keep_alive`] is due while nothing is pushed: a third of the lease, so that one may be
+    /// late.
     pub fn keep_alive_every(&self) -> Duration {
         self.delivery.keep_alive_every()
     }

@@ -29,8 +29,8 @@ pub trait PeerLink: Send + Sync {
     /// Queues `Header::Answer(handoff, answer)` for `peer`. Never blocks; a peer that is gone is not an error.
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer);
 
-    /// Ends the connection to `peer` by force, however long it takes: the backend calls [`Registry::fence`] when no write
-    /// of it can touch the arena any more. Never blocks; may be asked again, and then has to try harder.
+    /// Ends the connection to `peer` by force, however long it takes: the backend calls [`Registry::fence`] when no
+    /// write of it can touch the arena any more. Never blocks; may be asked again, and then has to try harder.
     fn cut_off(&self, peer: PeerId);
 }
 
@@ -161,8 +161,8 @@ impl Registry {
         }
     }
 
-    /// Whether `peer` may open a hand-off, for backends whose senders announce it. A refusal is counted here, and answered by
-    /// the backend: the hand-off is not this peer's, so there may be nobody else to tell.
+    /// Whether `peer` may open a hand-off, for backends whose senders announce it. A refusal is counted here, and
+    /// answered by the backend: the hand-off is not this peer's, so there may be nobody else to tell.
     ///
     /// # Errors
     /// `Unknown`, `Used`, `WrongPeer` or `Expired`.
@@ -206,8 +206,8 @@ impl Registry {
         }
     }
 
-    /// The sender's connection is lost, and its writes may go on: [`Registry::fence`] comes later. A hand-off that is here
-    /// in whole goes on without it.
+    /// The sender's connection is lost, and its writes may go on: [`Registry::fence`] comes later. A hand-off that is
+    /// here in whole goes on without it.
     pub fn lost_by(&self, peer: PeerId, handoff: HandoffId) {
         let mut table = self.lock();
         if let Some(ended) = table.sessions.lost_by(peer, handoff, clock::now()) {
@@ -232,8 +232,8 @@ impl Registry {
         self.counters.protocol_errors.fetch_add(1, Relaxed);
     }
 
-    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. [`Registry::accept`] starts
-    /// a task that calls it in time.
+    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. [`Registry::accept`]
+    /// starts a task that calls it in time.
     pub fn expire(&self) {
         let now = clock::now();
         let mut table = self.lock();
@@ -383,8 +383,8 @@ impl Registry {
     }
 }
 
-/// The table in use. Leaves the gauge as the table is, and the timer with what came into quarantine: its grace is shorter
-/// than the leases.
+/// The table in use. Leaves the gauge as the table is, and the timer with what came into quarantine: its grace is
+/// shorter than the leases.
 struct Locked<'a> {
     before: Quarantined,
     table: MutexGuard<'a, Table>,

@@ -132,8 +132,8 @@ impl Manifest {
 }
 
 /// A seal over `blocks` of the sender's arena, in hand-off order, answering `ticket`. The caller adds first token,
-/// sampler position, traceparent and post time. Hashes all bytes at once ([`Manifest`] does it piece by piece): call it where
-/// blocking is allowed, and before or while pushing, never after the blocks were given back.
+/// sampler position, traceparent and post time. Hashes all bytes at once ([`Manifest`] does it piece by piece): call it
+/// where blocking is allowed, and before or while pushing, never after the blocks were given back.
 pub fn seal_for(
     arena: &Arena,
     blocks: &[u32],

@@ -7,14 +7,15 @@
 //! ```
 //! `Offered`: the ticket is out. `Reserved`: a peer opened it, and only that peer may write from now on. A peer that
 //! knows the 128-bit id and breaks a rule aborts the hand-off (fail closed); one that does not know it can do nothing.
-//! The lease is how long that peer may be silent: whatever it does right, and each of its writes that ends, begins it anew.
+//! The lease is how long that peer may be silent: whatever it does right, and each of its writes that ends, begins it
+//! anew.
 //!
-//! A block consists of units. Each is claimed once, in ascending order and without gaps, and all are written before a seal
-//! counts.
+//! A block consists of units. Each is claimed once, in ascending order and without gaps, and all are written before a
+//! seal counts.
 //!
 //! Quarantine: an aborted session whose writers are not all done keeps its owner (so the blocks stay out of the pool)
-//! until the last writer is done or its peer is fenced. A writer has a grace to end by itself; then its peer is to be cut
-//! off ([`Sessions::overstayed`]), again and again until it is fenced.
+//! until the last writer is done or its peer is fenced. A writer has a grace to end by itself; then its peer is to be
+//! cut off ([`Sessions::overstayed`]), again and again until it is fenced.
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -216,7 +217,8 @@ impl Sessions {
     /// [`Sessions::written`] or [`Sessions::failed`].
     ///
     /// # Errors
-    /// Known, not expired, opened by this peer, exact length, in range, not yet written, in order: whichever does not hold.
+    /// Known, not expired, opened by this peer, exact length, in range, not yet written, in order: whichever does not
+    /// hold.
     pub fn claim(&mut self, peer: PeerId, range: DataHeader, len: u64, now: Instant) -> Result<Pieces, Rejected> {
         let session = self.admit(peer, range.handoff, now)?;
         session.claim(range, len, now).map_err(|refusal| self.reject(range.handoff, refusal, now))
@@ -324,7 +326,8 @@ impl Sessions {
         Some(ended)
     }
 
-    /// `peer` is lost, and may still write: ends the hand-off unless all of it is here. Its blocks wait for its writers.
+    /// `peer` is lost, and may still write: ends the hand-off unless all of it is here. Its blocks wait for its
+    /// writers.
     pub fn lost_by(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Option<Ended> {
         if self.state(handoff) == Some(State::Sealed) {
             return None;
@@ -332,8 +335,8 @@ impl Sessions {
         self.cancelled_by(peer, handoff, now)
     }
 
-    /// No write of `peer` touches the arena any more: ends its hand-offs and its quarantine. Returns those that ended now.
-    /// A sealed hand-off is whole and has no writers: it needs its peer no more, and is left to its verification.
+    /// No write of `peer` touches the arena any more: ends its hand-offs and its quarantine. Returns those that ended
+    /// now. A sealed hand-off is whole and has no writers: it needs its peer no more, and is left to its verification.
     pub fn fence(&mut self, peer: PeerId, now: Instant) -> Vec<HandoffId> {
         let ids = self.ids(|session| session.peer == Some(peer) && session.state != State::Sealed);
         let mut ended = Vec::new();
@@ -355,8 +358,8 @@ impl Sessions {
         self.ids(over).into_iter().filter_map(|id| Some((id, self.abort(id, now)?))).collect()
     }
 
-    /// Peers whose writes into quarantined blocks did not end within their grace, which begins anew: they are to be cut off,
-    /// and fenced when that is done.
+    /// Peers whose writes into quarantined blocks did not end within their grace, which begins anew: they are to be cut
+    /// off, and fenced when that is done.
     pub fn overstayed(&mut self, now: Instant) -> Vec<PeerId> {
         let late = self.live.values_mut().filter(|s| s.quarantined && now >= s.deadline);
         let peers: BTreeSet<PeerId> = late

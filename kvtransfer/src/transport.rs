@@ -24,7 +24,8 @@
 //! the ticket with [`check_ticket`], finds or makes the connection, and returns
 //! `Outgoing::new(link, pending.register(peer, handoff)?, ..)` where `link` is its
 //! [`SendLink`](crate::outgoing::SendLink). An answer frame goes to `pending.answer(peer, handoff, answer)`, a lost
-//! peer to `pending.peer_gone(peer, why)` (a peer lost before `register` is the backend's to notice). [`Faults`] are applied by the backend to the bytes that leave.
+//! peer to `pending.peer_gone(peer, why)` (a peer lost before `register` is the backend's to notice). [`Faults`] are
+//! applied by the backend to the bytes that leave.
 //!
 //! Everything else (waiting, deadlines, verification, coalescing, counters, cancellation by `Drop`) is common.
 //! A backend joins the conformance suite by one constructor in `tests/conformance.rs`.

@@ -168,16 +168,16 @@ impl Header {
     }
 }
 
-/// Payload of a seal frame: the message, and its XXH3-64 (little endian). What the seal says of tokens nothing else would
-/// check.
+/// Payload of a seal frame: the message, and its XXH3-64 (little endian). What the seal says of tokens nothing else
+/// would check.
 pub fn encode_seal(seal: &v1::Seal) -> Vec<u8> {
     let mut payload = seal.encode_to_vec();
     payload.extend_from_slice(&hash::checksum(&payload).to_le_bytes());
     payload
 }
 
-/// Reads the payload of a seal frame; `None` when it is too long, unreadable, changed on its way, or names another hand-off
-/// than its header.
+/// Reads the payload of a seal frame; `None` when it is too long, unreadable, changed on its way, or names another
+/// hand-off than its header.
 pub fn parse_seal(handoff: HandoffId, payload: &[u8]) -> Option<v1::Seal> {
     if payload.len() > MAX_SEAL_BYTES {
         return None;

@@ -1,5 +1,5 @@
-//! Writes that do not end: the blocks of an abandoned hand-off stay away from everybody until the writer has ended, and a
-//! writer that overstays its grace is cut off. Processes that are stopped in the middle are in `ucx_fault.rs`.
+//! Writes that do not end: the blocks of an abandoned hand-off stay away from everybody until the writer has ended, and
+//! a writer that overstays its grace is cut off. Processes that are stopped in the middle are in `ucx_fault.rs`.
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;

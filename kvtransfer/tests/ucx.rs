@@ -1,5 +1,5 @@
-//! The UCX backend alone: what it is called, how fast it is refused, and garbage. The rules that all transports share are
-//! in `conformance.rs`; peers that are killed in `ucx_fault.rs`.
+//! The UCX backend alone: what it is called, how fast it is refused, and garbage. The rules that all transports share
+//! are in `conformance.rs`; peers that are killed in `ucx_fault.rs`.
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

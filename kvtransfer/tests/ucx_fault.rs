@@ -80,8 +80,8 @@ async fn a_sender_frozen_over_tcp() {
     sender_frozen(UcxProfile::Tcp).await;
 }
 
-/// SIGSTOP in the middle: no connection breaks, and no write ends. Now and then all has arrived before the signal: such a
-/// round shows nothing, and another one follows.
+/// SIGSTOP in the middle: no connection breaks, and no write ends. Now and then all has arrived before the signal: such
+/// a round shows nothing, and another one follows.
 async fn sender_frozen(profile: UcxProfile) {
     let Some((transport, arena)) = start_with(UcxConfig { grace: GRACE, ..UcxConfig::new(profile) }) else { return };
     let counters = transport.counters();

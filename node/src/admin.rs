@@ -1,5 +1,5 @@
-//! The admin port: `/health` for supervisors and `/metrics`. Everything is read at the scrape; nothing is kept. How it is
-//! written is [`text`]'s matter.
+//! The admin port: `/health` for supervisors and `/metrics`. Everything is read at the scrape; nothing is kept. How it
+//! is written is [`text`]'s matter.
 mod text;
 
 use std::sync::Arc;
@@ -244,8 +244,8 @@ fn vllm_decode(text: &mut Text, node: &Node) {
     }
 }
 
-/// Of whole answers, from this node's side: it knows neither the router's queue nor, of a pair, the time before the first
-/// token.
+/// Of whole answers, from this node's side: it knows neither the router's queue nor, of a pair, the time before the
+/// first token.
 fn vllm_answers(text: &mut Text, node: &Node) {
     let answers = &node.figures.answers;
     text.family("vllm:request_success_total", "counter", "Answers that ended well, by reason.");

@@ -35,8 +35,8 @@ impl<E> Events<E> {
 /// Response body of a call.
 pub type EventStream<E> = ReceiverStream<Result<E, Status>>;
 
-/// Runs what `start` asks for, the call's first message, until that ends or the client goes; its error becomes the status of
-/// the call.
+/// Runs what `start` asks for, the call's first message, until that ends or the client goes; its error becomes the
+/// status of the call.
 ///
 /// # Errors
 /// `Unavailable` while draining, `Overloaded` while too many calls have not said what they are for.

@@ -1,12 +1,13 @@
-//! How far this host's clock is from the router's, from the times of probes on the membership stream: NTP's estimate (RFC
-//! 5905, section 8). The probe that took the shortest way says most: its error is half of what the way took. Pure.
+//! How far this host's clock is from the router's, from the times of probes on the membership stream: NTP's estimate
+//! (RFC 5905, section 8). The probe that took the shortest way says most: its error is half of what the way took. Pure.
 use std::collections::VecDeque;
 
 use tandem_proto::v1::ClockReading;
 
 /// Readings that count: some seconds' worth.
 const READINGS: usize = 8;
-/// Differences below this are not worth a change: two clocks of one host differ by nothing, and the way takes about this.
+/// Differences below this are not worth a change: two clocks of one host differ by nothing, and the way takes about
+/// this.
 const WORTH_NS: i64 = 200_000;
 
 /// The readings of the present stream, and what was made of those before.
@@ -30,8 +31,8 @@ impl ClockOffset {
         self.readings.clear();
     }
 
-    /// Takes a reading that came when this host's own clock said `now_unix_ns`. Says what is to be added to this clock from
-    /// now on, where that is certainly something else than before.
+    /// Takes a reading that came when this host's own clock said `now_unix_ns`. Says what is to be added to this clock
+    /// from now on, where that is certainly something else than before.
     pub fn read(&mut self, reading: &ClockReading, now_unix_ns: u64) -> Option<i64> {
         let (sent, now) = (reading.sent_unix_ns.cast_signed(), now_unix_ns.cast_signed());
         let (received, answered) = (reading.received_unix_ns.cast_signed(), reading.answered_unix_ns.cast_signed());
@@ -62,7 +63,8 @@ mod tests {
     const MS: i64 = 1_000_000;
     const START: i64 = 1_790_000_000_000 * MS;
 
-    /// A reading by a host whose clock is `offset` behind the router's, over ways that take so long, and the host's time then.
+    /// A reading by a host whose clock is `offset` behind the router's, over ways that take so long, and the host's
+    /// time then.
     fn reading(offset: i64, there: i64, back: i64) -> (ClockReading, u64) {
         let received = START + there + offset;
         let answered = received + MS;

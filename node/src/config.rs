@@ -26,7 +26,8 @@ pub struct NodeArgs {
     /// Where to serve gRPC; port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub listen: SocketAddr,
-    /// Host, or host:port, under which the router reaches --listen, when that listens on all interfaces or behind another port.
+    /// Host, or host:port, under which the router reaches --listen, when that listens on all interfaces or behind
+    /// another port.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise_host: Option<String>,
     /// Where to serve /health and /metrics.
@@ -38,8 +39,8 @@ pub struct NodeArgs {
     /// Number format of the KV arena; the same on all nodes.
     #[arg(long, value_enum, default_value_t = KvDtypeArg::Bf16)]
     pub kv_dtype: KvDtypeArg,
-    /// Tokens of a KV block: 16, 32, 64 or 128; the same on all nodes. Larger ones are fewer to look after and move, and
-    /// hold more that a sequence does not fill or two prompts do not share.
+    /// Tokens of a KV block: 16, 32, 64 or 128; the same on all nodes. Larger ones are fewer to look after and move,
+    /// and hold more that a sequence does not fill or two prompts do not share.
     #[arg(long, value_name = "TOKENS", default_value_t = DEFAULT_BLOCK_TOKENS, value_parser = block_tokens)]
     pub block_size: usize,
     /// Blocks of the KV arena.
@@ -70,13 +71,14 @@ pub struct NodeArgs {
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
     #[arg(long, value_delimiter = ',')]
     pub cpus: Vec<usize>,
-    /// Instruction set of the compute kernels. Without --batch-invariant the sets differ in their bits, and all nodes need
-    /// the same.
+    /// Instruction set of the compute kernels. Without --batch-invariant the sets differ in their bits, and all nodes
+    /// need the same.
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// Compute in f32 on one path: the same bits whatever else is in the batch, and on every machine. `false` takes the
     /// bf16 kernels where the machine has them: faster, and the first log-probabilities move by up to 0.1. Where it has
-    /// AMX, quantized weights are kept in bf16, too: 2 bytes a weight more. The same on all nodes: the router refuses others.
+    /// AMX, quantized weights are kept in bf16, too: 2 bytes a weight more. The same on all nodes: the router refuses
+    /// others.
     #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set, default_value_t = true, num_args = 0..=1, default_missing_value = "true")]
     pub batch_invariant: bool,
     /// How KV travels between nodes.
@@ -97,7 +99,8 @@ pub struct NodeArgs {
     /// A peer that neither takes nor sends anything for so long in the middle of a KV transfer is lost.
     #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(100..=600_000))]
     pub kv_stall_ms: u32,
-    /// A peer whose hand-off was aborted may write for so long before it is fenced by force; until then the blocks are in quarantine.
+    /// A peer whose hand-off was aborted may write for so long before it is fenced by force; until then the blocks are
+    /// in quarantine.
     #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(10..=600_000))]
     pub kv_grace_ms: u32,
     /// Where the tcp transport listens.
@@ -269,7 +272,8 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, a join token that cannot be read, or `--listen` on all interfaces without `--advertise-host`.
+    /// A router address that is none, a join token that cannot be read, or `--listen` on all interfaces without
+    /// `--advertise-host`.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let router = endpoint(&self.router)?;
         if self.listen.ip().is_unspecified() && self.advertise_host.is_none() {

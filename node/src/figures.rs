@@ -1,5 +1,5 @@
-//! What a node counts for dashboards beside its calls and hand-offs: lookups in the prefix cache, KV that came from other
-//! nodes, times between tokens, and answers. Lock-free; read at the scrape ([`crate::admin`]), in vLLM's names.
+//! What a node counts for dashboards beside its calls and hand-offs: lookups in the prefix cache, KV that came from
+//! other nodes, times between tokens, and answers. Lock-free; read at the scrape ([`crate::admin`]), in vLLM's names.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 

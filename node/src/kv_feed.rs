@@ -1,8 +1,9 @@
-//! What the router is told of this node's prefix cache on one membership stream, cut into messages of bounded size. Pure: the
-//! cache's log is read through a closure. When to send is `membership.rs`'s matter.
+//! What the router is told of this node's prefix cache on one membership stream, cut into messages of bounded size.
+//! Pure: the cache's log is read through a closure. When to send is `membership.rs`'s matter.
 //!
-//! The changes of a stream are numbered by this feed and not by the cache: a snapshot is a change for each hash here. A feed
-//! begins with a snapshot. When the cache's log no longer knows what is missing, or the router asks, another one follows.
+//! The changes of a stream are numbered by this feed and not by the cache: a snapshot is a change for each hash here. A
+//! feed begins with a snapshot. When the cache's log no longer knows what is missing, or the router asks, another one
+//! follows.
 use std::collections::VecDeque;
 
 use tandem_engine::prefix_cache::{CacheEvent, CacheUpdate};

@@ -5,10 +5,11 @@
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work;
 //!   [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: these warm up one after another.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
-//! - [`membership`]: the one stream to the router, and the new life after a death that the router declared; [`kv_feed`]: what it
-//!   is told of the prefix cache; [`clock_offset`]: how far this host's clock is from its. [`admin`]: `/health` and `/metrics`.
-//! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]: counts
-//!   of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
+//! - [`membership`]: the one stream to the router, and the new life after a death that the router declared;
+//!   [`kv_feed`]: what it is told of the prefix cache; [`clock_offset`]: how far this host's clock is from its.
+//!   [`admin`]: `/health` and `/metrics`.
+//! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:
+//!   counts of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
 //! - [`call`]: one streaming call as a task that dies with its client.
 //! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
 //!   it fails.

@@ -1,8 +1,7 @@
-//! The node's side of the one stream to the router: register, report load and what the prefix cache holds ([`KvFeed`]), say when
-//! draining. The stream may be lost
-//! and opened again any number of times; to a router that has not declared it dead (a new one) the node is the same
-//! incarnation as before. A router that has refuses that incarnation: then the node's life is over and it joins as another
-//! one, without its running work ([`Node::begin_new_life`]).
+//! The node's side of the one stream to the router: register, report load and what the prefix cache holds ([`KvFeed`]),
+//! say when draining. The stream may be lost and opened again any number of times; to a router that has not declared it
+//! dead (a new one) the node is the same incarnation as before. A router that has refuses that incarnation: then the
+//! node's life is over and it joins as another one, without its running work ([`Node::begin_new_life`]).
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -34,10 +33,11 @@ use crate::node::Node;
 
 /// Reports that may wait for a slow connection; more means that it is stuck.
 const REPORTS: usize = 8;
-/// Messages about the cache that may wait beside them. More are not sent before there is room: that the connection is slow
-/// for them is no reason to take it for stuck.
+/// Messages about the cache that may wait beside them. More are not sent before there is room: that the connection is
+/// slow for them is no reason to take it for stuck.
 const KV_MESSAGES: usize = 8;
-/// The cache's changes are collected for so long: the router hears of a block about then. They go with each report, too.
+/// The cache's changes are collected for so long: the router hears of a block about then. They go with each report,
+/// too.
 const KV_INTERVAL: Duration = Duration::from_millis(20);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(10);
@@ -94,8 +94,8 @@ impl From<Endpoint> for RouterWay {
     }
 }
 
-/// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a router
-/// may come back at any time.
+/// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a
+/// router may come back at any time.
 pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint: String, stop: CancellationToken) {
     let (router, offset) = (router.into(), ClockOffset::default());
     let mut link = Link { router, endpoint, offset, state: State::New, backoff: FIRST_BACKOFF };

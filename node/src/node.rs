@@ -188,8 +188,8 @@ impl Node {
     }
 
     /// The router has declared this node dead and its requests run elsewhere: ends all calls, with everything that they
-    /// hold, and goes on as another incarnation. What was granted or promised in the name of the old one is refused from
-    /// now on; a call that grants in this moment is of the old life and ends with it.
+    /// hold, and goes on as another incarnation. What was granted or promised in the name of the old one is refused
+    /// from now on; a call that grants in this moment is of the old life and ends with it.
     pub fn begin_new_life(&self) {
         let (old, new) = (self.incarnation(), Incarnation::random(&mut rand::rng()));
         self.incarnation.store(new.0, Ordering::Release);

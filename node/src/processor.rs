@@ -1,5 +1,5 @@
-//! What this process computes on, as the router is told: nodes that share cores slow each other down, and only they can say
-//! that they do.
+//! What this process computes on, as the router is told: nodes that share cores slow each other down, and only they can
+//! say that they do.
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 use tandem_proto::v1;
@@ -8,8 +8,8 @@ use xxhash_rust::xxh3::Xxh3;
 /// Drawn by the kernel at each start of the machine: the same in all containers on it.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// Of a process whose `threads` are bound to `cpus`; to none: they run on all that it may use. `None`: the system does not
-/// say what machine this is, or which cores there are.
+/// Of a process whose `threads` are bound to `cpus`; to none: they run on all that it may use. `None`: the system does
+/// not say what machine this is, or which cores there are.
 pub fn this(threads: usize, cpus: &[usize]) -> Option<v1::Processor> {
     let boot_id = std::fs::read(BOOT_ID).ok()?;
     let cpus = if cpus.is_empty() { allowed() } else { cpus.to_vec() };

@@ -9,8 +9,8 @@ use tandem_telemetry::clock;
 
 /// Bounds a request that came without a deadline.
 pub const LONGEST_REQUEST: Duration = Duration::from_secs(600);
-/// Bounds one that came with a deadline. Routers give no later one, see their `--max-request-ms`: a node that ended a request
-/// before its router does would look as if it had failed.
+/// Bounds one that came with a deadline. Routers give no later one, see their `--max-request-ms`: a node that ended a
+/// request before its router does would look as if it had failed.
 const LATEST_DEADLINE: Duration = Duration::from_millis(MAX_REQUEST_MS as u64);
 
 /// A request that this node can run.
@@ -82,8 +82,8 @@ impl CheckedRequest {
         })
     }
 
-    /// The same on a node that decodes it: an answer ends at the latest where all of the node's KV memory is its own. The
-    /// KV of the last token is not needed.
+    /// The same on a node that decodes it: an answer ends at the latest where all of the node's KV memory is its own.
+    /// The KV of the last token is not needed.
     #[must_use]
     pub fn within_memory(mut self, engine: &EngineSpec) -> Self {
         let tokens = engine.total_blocks.saturating_mul(engine.block_tokens).saturating_add(1);

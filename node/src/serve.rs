@@ -98,8 +98,8 @@ pub struct Running {
 }
 
 impl Running {
-    /// Serves `routes` (the gRPC service named `service`) and health, opens the admin port, joins the router, and prints
-    /// the `ready` line.
+    /// Serves `routes` (the gRPC service named `service`) and health, opens the admin port, joins the router, and
+    /// prints the `ready` line.
     ///
     /// # Errors
     /// The system refuses an address or a signal handler.

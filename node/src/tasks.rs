@@ -1,5 +1,5 @@
-//! Where a node's tasks run: on tokio, and in a simulation under whoever can freeze and kill them with their node. Every
-//! task of a node that outlives one poll of its caller is spawned through here.
+//! Where a node's tasks run: on tokio, and in a simulation under whoever can freeze and kill them with their node.
+//! Every task of a node that outlives one poll of its caller is spawned through here.
 use std::fmt;
 use std::sync::Arc;
 

@@ -1,7 +1,8 @@
 //! The spans of one request on one node. Phases are opened and closed in the order of the request's life, inner ones
 //! inside outer ones; whatever is open when the request fails or is dropped becomes a span with an error. Each span
 //! goes to the exporter at its end, and a copy goes back to the router with the last message. Of a trace that its
-//! caller does not sample, only a request that failed is exported; if the router keeps another one, it passes the copy on.
+//! caller does not sample, only a request that failed is exported; if the router keeps another one, it passes the copy
+//! on.
 use std::time::Instant;
 
 use tandem_proto::{TraceContext, v1};

@@ -1,6 +1,7 @@
 //! Nodes of one machine warm up one after another. Two that warm up at once on the same cores would both measure steps
-//! twice as long as theirs are, and predictions of the first requests would be as far off. A file that one of them locks
-//! says whose turn it is; the system gives the lock back with the process. Nothing but time hangs on it: who cannot lock goes on.
+//! twice as long as theirs are, and predictions of the first requests would be as far off. A file that one of them
+//! locks says whose turn it is; the system gives the lock back with the process. Nothing but time hangs on it: who
+//! cannot lock goes on.
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -40,8 +41,8 @@ impl WarmTurn {
     }
 }
 
-/// The folder is everybody's: a link is not followed, and what is no plain file (a FIFO that would block) is left alone.
-/// Another user's file can be locked if it can be read.
+/// The folder is everybody's: a link is not followed, and what is no plain file (a FIFO that would block) is left
+/// alone. Another user's file can be locked if it can be read.
 fn open(path: &Path) -> Option<File> {
     let careful = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let writable = OpenOptions::new().create(true).append(true).custom_flags(careful).open(path);

@@ -1,6 +1,6 @@
-//! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over. Each
-//! belongs to a life of the node (an incarnation) and is cancelled when that one is declared dead. A call is in flight once
-//! it has said what it is for; a drain ends those that have not, and waits for the others.
+//! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over.
+//! Each belongs to a life of the node (an incarnation) and is cancelled when that one is declared dead. A call is in
+//! flight once it has said what it is for; a drain ends those that have not, and waits for the others.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -35,8 +35,8 @@ struct Inner {
     generated_tokens: AtomicU64,
 }
 
-/// Calls that have said nothing, beyond those that may be in flight: each router has some open before it needs them, and opens
-/// a new one before it has closed one that got too old.
+/// Calls that have said nothing, beyond those that may be in flight: each router has some open before it needs them,
+/// and opens a new one before it has closed one that got too old.
 const AHEAD: usize = 64;
 
 /// Labels of `tandem_requests_total{outcome}`.

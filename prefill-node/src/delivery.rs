@@ -89,8 +89,8 @@ impl<'a> Delivery<'a> {
         }
     }
 
-    /// Starts the hand-off of a ticket; the one before it was dropped, and so cancelled, by then. An answer of one token
-    /// is complete without a hand-off, and its ticket with it.
+    /// Starts the hand-off of a ticket; the one before it was dropped, and so cancelled, by then. An answer of one
+    /// token is complete without a hand-off, and its ticket with it.
     fn begin(&mut self, ticket: Ticket) -> Option<Running<'a>> {
         if self.sender.request.max_tokens == 1 {
             return None;

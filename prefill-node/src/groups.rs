@@ -2,9 +2,9 @@
 //! speeds in, cuts out.
 //!
 //! Fewer and larger groups cost less (a wake-up and a frame each), but a group can leave only when its last layer is
-//! done. So the cuts are made from the end: the last group is small, since nothing hides it; the one before it is as large
-//! as the last one's compute can hide, and so on. Over a fast link groups grow backwards quickly and there are few; over
-//! a slow one each is as small as a frame may be, so that the link is never idle.
+//! done. So the cuts are made from the end: the last group is small, since nothing hides it; the one before it is as
+//! large as the last one's compute can hide, and so on. Over a fast link groups grow backwards quickly and there are
+//! few; over a slow one each is as small as a frame may be, so that the link is never idle.
 use std::time::Duration;
 
 /// What a frame is worth its cost from, see `docs/benchmarks/transfer.md`.

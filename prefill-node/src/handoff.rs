@@ -110,7 +110,8 @@ impl Sender<'_> {
         let mut pushing = Pushing { sender: self, ticket, outgoing, held, manifest: None, post: None, trace };
         let first = loop {
             let now = kv.borrow_and_update().clone();
-            // The last chunk is done a moment before its token is told: a whole push waits for that, or it would count as hidden.
+            // The last chunk is done a moment before its token is told: a whole push waits for that, or it would count
+            // as hidden.
             let may_push = self.settings.push == Push::Overlap || now.first.is_some();
             if let Some(lease) = now.lease.as_ref().filter(|_| may_push) {
                 for piece in plan.pieces(now.progress) {

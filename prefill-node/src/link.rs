@@ -1,7 +1,7 @@
 //! How fast KV leaves this node, learnt from the receipts of earlier hand-offs. Pure.
 //!
-//! A receipt says that so many bytes took so long from the first frame to the receiver's word. Where the computation was
-//! the slow part that is only a lower bound of what the link can do (BBR calls such samples application-limited,
+//! A receipt says that so many bytes took so long from the first frame to the receiver's word. Where the computation
+//! was the slow part that is only a lower bound of what the link can do (BBR calls such samples application-limited,
 //! <https://queue.acm.org/detail.cfm?id=3022184>): it may raise the estimate, never lower it.
 use std::time::Duration;
 

@@ -2,8 +2,8 @@
 //! is goes in, pieces to push come out, each once and none before it is final. Knows no ticket, no arena, no time; the
 //! hand-off in `handoff.rs` executes what it says.
 //!
-//! A prompt is computed chunk by chunk and, inside a chunk, layer by layer. So the final part of its KV is a rectangle of
-//! (tokens, all layers), and in the last chunk also one of (all tokens, some layers):
+//! A prompt is computed chunk by chunk and, inside a chunk, layer by layer. So the final part of its KV is a rectangle
+//! of (tokens, all layers), and in the last chunk also one of (all tokens, some layers):
 //!
 //! ```text
 //!            blocks ─────────────►

@@ -1,6 +1,6 @@
 //! The way of one request through a prefill node, in two halves that run side by side: this one computes the prompt and
-//! says its first token; the other one (`delivery.rs`) hears of tickets and moves the KV. They share what is computed so
-//! far, and whether anybody wants it.
+//! says its first token; the other one (`delivery.rs`) hears of tickets and moves the KV. They share what is computed
+//! so far, and whether anybody wants it.
 use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -202,8 +202,8 @@ impl Prefill<'_> {
         Err(Error::new(ErrorKind::Internal, "the engine ended the prompt without a token"))
     }
 
-    /// After which layers of the last chunk something shall leave. Guessed before it is known how the prompt will be cut
-    /// and who else is in its steps: a wrong guess costs a few frames.
+    /// After which layers of the last chunk something shall leave. Guessed before it is known how the prompt will be
+    /// cut and who else is in its steps: a wrong guess costs a few frames.
     fn groups(&self, lease: &KvLease) -> Vec<usize> {
         let Shared { node, settings, link, .. } = self.shared;
         let spec = node.engine.spec();

@@ -1,7 +1,7 @@
 //! Keeps the two nodes of many requests from waiting for each other for ever. A computed prompt that waits for its
-//! ticket holds blocks here while it waits for blocks on a decode node; a request that has its ticket holds blocks there
-//! while it waits for blocks here. When both kinds meet, the first gives way: its blocks are dropped, and its prompt is
-//! computed again once its ticket is there. So whoever holds a ticket gets blocks in the end.
+//! ticket holds blocks here while it waits for blocks on a decode node; a request that has its ticket holds blocks
+//! there while it waits for blocks here. When both kinds meet, the first gives way: its blocks are dropped, and its
+//! prompt is computed again once its ticket is there. So whoever holds a ticket gets blocks in the end.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -52,7 +52,8 @@ pub fn checksum_of_leaves(leaves: &[u64], block_bytes: usize) -> u64 {
     xxh3_64_with_seed(&bytes, block_bytes as u64)
 }
 
-/// What a block of [`crate::BLOCK_TOKENS`] needs. One call over contiguous bytes is several times faster than the same hash in pieces.
+/// What a block of [`crate::BLOCK_TOKENS`] needs. One call over contiguous bytes is several times faster than the same
+/// hash in pieces.
 const CHAIN_BYTES: usize = 8 + 4 * BLOCK_TOKENS[BLOCK_TOKENS.len() - 1];
 
 fn chain(previous: u64, block: &[u32]) -> SequenceHash {

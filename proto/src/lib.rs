@@ -43,7 +43,8 @@ pub const BLOCK_TOKENS: [usize; 4] = [16, 32, 64, 128];
 /// Tokens of a block where nothing else is said.
 pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 
-/// A request's priority lies within this, either side of the usual 0: it bounds how long one request can hold another up.
+/// A request's priority lies within this, either side of the usual 0: it bounds how long one request can hold another
+/// up.
 pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.

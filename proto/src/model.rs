@@ -1,6 +1,6 @@
 //! What identifies a model that is a directory of files: which of them count, and the digest over them. Engine and
-//! router read the files themselves; both come to the same number by this rule. A model that is one file has the XXH3-64 of
-//! that file, one that is several parts the digest of theirs in order.
+//! router read the files themselves; both come to the same number by this rule. A model that is one file has the
+//! XXH3-64 of that file, one that is several parts the digest of theirs in order.
 use std::collections::BTreeMap;
 
 use xxhash_rust::xxh3::Xxh3;
@@ -32,8 +32,8 @@ pub fn digest(parts: &BTreeMap<String, u64>) -> u64 {
     hasher.digest()
 }
 
-/// Digest of a model that is one file, or several parts, from the XXH3-64 of each in order. What the parts are called does
-/// not count.
+/// Digest of a model that is one file, or several parts, from the XXH3-64 of each in order. What the parts are called
+/// does not count.
 pub fn digest_of_parts(parts: &[u64]) -> u64 {
     match *parts {
         [whole] => whole,

@@ -1,6 +1,6 @@
-//! Spans on their way from a node to the router: the bytes of a `v1::Spans`. The router keeps them as they came and reads
-//! them when somebody looks at the trace, which for nearly all requests nobody does. Two packs are joined by putting one
-//! behind the other.
+//! Spans on their way from a node to the router: the bytes of a `v1::Spans`. The router keeps them as they came and
+//! reads them when somebody looks at the trace, which for nearly all requests nobody does. Two packs are joined by
+//! putting one behind the other.
 use prost::Message;
 
 use crate::v1;

@@ -1,8 +1,8 @@
-//! The prefix index at the size of a large cluster: 1,000 nodes and up to as many hashes as it may hold. Prints medians.
-//! `cargo bench -p tandem-router --bench index`
+//! The prefix index at the size of a large cluster: 1,000 nodes and up to as many hashes as it may hold. Prints
+//! medians. `cargo bench -p tandem-router --bench index`
 //!
-//! A look-up's time is mostly memory: "cold" rows go through prompts in turn, whose entries are in no cache by then; "hot"
-//! rows ask for one prompt again and again.
+//! A look-up's time is mostly memory: "cold" rows go through prompts in turn, whose entries are in no cache by then;
+//! "hot" rows ask for one prompt again and again.
 #![allow(clippy::unwrap_used, reason = "a benchmark has nobody to report errors to")]
 use std::hint::black_box;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
-//! How long the choice of nodes takes, and whether that grows linearly: medians over random clusters of 10, 100 and 1,000
-//! nodes, half of each role, for prompts of 2,000 tokens. Once the choice alone, once with the node table around it: views
-//! brought up to date, the plan's work booked and given back; then a prediction by the table alone, and the answer that no node
-//! has room. `cargo bench -p tandem-router --bench select`.
+//! How long the choice of nodes takes, and whether that grows linearly: medians over random clusters of 10, 100 and
+//! 1,000 nodes, half of each role, for prompts of 2,000 tokens. Once the choice alone, once with the node table around
+//! it: views brought up to date, the plan's work booked and given back; then a prediction by the table alone, and the
+//! answer that no node has room. `cargo bench -p tandem-router --bench select`.
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 

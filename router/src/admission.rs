@@ -1,15 +1,18 @@
 //! Who may start: the border between the flow and the admission queue. This file is the thin part, which has locks and
 //! wakes those who wait; what it decides is decided by pure state machines:
 //!
-//! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it moves.
-//! - [`lateness`]: what predictions miss. [`looks`]: how often it asks for room. [`pools`]: classes by prompt length. [`limiter`]: rates of one API key.
+//! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it
+//!   moves.
+//! - [`lateness`]: what predictions miss. [`looks`]: how often it asks for room. [`pools`]: classes by prompt length.
+//!   [`limiter`]: rates of one API key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
 //!
-//! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what cannot run
-//! yet waits here, where it is in order and can be refused, and not on a node. The table of nodes tells when there is other
-//! room ([`Membership::when_freed`]). Refusals are made at the entry, before any work was spent.
+//! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what
+//! cannot run yet waits here, where it is in order and can be refused, and not on a node. The table of nodes tells when
+//! there is other room ([`Membership::when_freed`]). Refusals are made at the entry, before any work was spent.
 //!
-//! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is in.
+//! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is
+//! in.
 pub mod fair;
 pub mod keys;
 pub mod lateness;
@@ -36,8 +39,8 @@ use looks::{Look, Looks};
 use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
 pub use tenant::Tenant;
 
-/// While requests wait, the queue looks for room so often, whatever happens. With the millisecond that a timer may be late, as
-/// long as what a node is given ahead.
+/// While requests wait, the queue looks for room so often, whatever happens. With the millisecond that a timer may be
+/// late, as long as what a node is given ahead.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Why a request was refused before it started.
@@ -183,8 +186,8 @@ struct Place {
 }
 
 impl Admission {
-    /// An empty queue before the nodes of `membership`. Without a queue ([`Limits::max_queue`] 0) their room does not matter:
-    /// who has a slot starts.
+    /// An empty queue before the nodes of `membership`. Without a queue ([`Limits::max_queue`] 0) their room does not
+    /// matter: who has a slot starts.
     pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
         let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
         let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue, clock::now());
@@ -225,8 +228,8 @@ impl Admission {
     /// Takes a slot or a place in the queue for each of the requests of one tenant, or for none of them.
     ///
     /// # Errors
-    /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that cannot be
-    /// kept; `Unavailable` when the router drains.
+    /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that
+    /// cannot be kept; `Unavailable` when the router drains.
     pub fn enter_all(&self, tenant: &Tenant, asked: Vec<Asked>, now: Instant) -> Result<Vec<Entry>, Refusal> {
         self.open()?;
         let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();
@@ -248,8 +251,8 @@ impl Admission {
         }
     }
 
-    /// Whether a request of this tenant could be let in at all; takes nothing. Asked before a request is read: what it says is
-    /// as old as the reading takes, so [`Self::enter_all`] has the last word.
+    /// Whether a request of this tenant could be let in at all; takes nothing. Asked before a request is read: what it
+    /// says is as old as the reading takes, so [`Self::enter_all`] has the last word.
     ///
     /// # Errors
     /// As [`Self::enter_all`], of what does not depend on the request.
@@ -365,7 +368,8 @@ impl Drop for Place {
     }
 }
 
-/// Looks again and again while somebody waits: time alone makes room, too, when a node is about to be done with a prompt.
+/// Looks again and again while somebody waits: time alone makes room, too, when a node is about to be done with a
+/// prompt.
 async fn keep_looking(queue: Weak<Inner>, mut waits: watch::Receiver<()>) {
     while waits.changed().await.is_ok() {
         while let Some(inner) = queue.upgrade().filter(|inner| inner.counts().queued > 0) {

@@ -50,8 +50,8 @@ pub struct GenerationRequest {
     pub stop_token_ids: Vec<u32>,
     /// Strings that end the answer.
     pub stop: Vec<String>,
-    /// Higher ones go first among the tenant's own in the queue, and on the nodes while there is one tenant; 0 is usual, -10 to
-    /// 10 are possible.
+    /// Higher ones go first among the tenant's own in the queue, and on the nodes while there is one tenant; 0 is
+    /// usual, -10 to 10 are possible.
     pub priority: i32,
     /// Whose request it is.
     pub tenant: Tenant,
@@ -66,8 +66,8 @@ pub struct GenerationRequest {
 }
 
 impl GenerationRequest {
-    /// The requests for `n` answers to the same prompt: the seed of each is `seed` + its number, so that any of them can be
-    /// asked for alone.
+    /// The requests for `n` answers to the same prompt: the seed of each is `seed` + its number, so that any of them
+    /// can be asked for alone.
     pub fn choices(self, n: u32) -> Vec<Self> {
         if n == 1 {
             return vec![self];
@@ -218,8 +218,8 @@ impl Service {
         self.keys.tenant(authorization, name)
     }
 
-    /// Whether a request of this tenant could start or wait at all now: asked before its body is read, so that who is refused
-    /// anyhow costs no more than a look at the headers.
+    /// Whether a request of this tenant could start or wait at all now: asked before its body is read, so that who is
+    /// refused anyhow costs no more than a look at the headers.
     ///
     /// # Errors
     /// `Unavailable` while the router drains, `Overloaded` for a full queue or a rate that is used up.
@@ -240,7 +240,8 @@ impl Service {
         &self.intake
     }
 
-    /// Counts a request that its edge refused, so that it never came to [`Self::generate`], which counts its own refusals.
+    /// Counts a request that its edge refused, so that it never came to [`Self::generate`], which counts its own
+    /// refusals.
     pub fn refused(&self, kind: ErrorKind) {
         self.flow.metrics.refused(kind);
     }
@@ -248,8 +249,9 @@ impl Service {
     /// Starts a request. Nothing was sent to a node when this returns.
     ///
     /// # Errors
-    /// `InvalidArgument` for a request that can never be answered, `Overloaded` when it may not wait (with the time after which
-    /// it is worth another try), `Unavailable` when the nodes of no plan are there or the router is draining.
+    /// `InvalidArgument` for a request that can never be answered, `Overloaded` when it may not wait (with the time
+    /// after which it is worth another try), `Unavailable` when the nodes of no plan are there or the router is
+    /// draining.
     pub fn generate(&self, request: GenerationRequest) -> Result<GenerationStream, Error> {
         let mut streams = self.generate_all(vec![request])?;
         streams.pop().ok_or_else(|| Error::new(ErrorKind::Internal, "a request without an answer"))
@@ -278,8 +280,8 @@ impl Service {
         flow::check::prompt(ids, &self.flow.model)
     }
 
-    /// The tokens to generate: what the client asked for, or the default (see [`Limits::max_tokens_default`]) as far as the
-    /// context and the nodes' KV memory have room for it beside the prompt.
+    /// The tokens to generate: what the client asked for, or the default (see [`Limits::max_tokens_default`]) as far as
+    /// the context and the nodes' KV memory have room for it beside the prompt.
     ///
     /// # Errors
     /// `InvalidArgument` (param `max_tokens`) for 0 or more than the context leaves.
@@ -378,8 +380,8 @@ impl Service {
         self.flow.admission.drain(limit).await;
     }
 
-    /// Takes no new request and ends the running and waiting ones with an error (`Unavailable`): none is tried again. Waits until
-    /// their clients' edges have it, no longer than `limit`.
+    /// Takes no new request and ends the running and waiting ones with an error (`Unavailable`): none is tried again.
+    /// Waits until their clients' edges have it, no longer than `limit`.
     pub async fn end(&self, limit: std::time::Duration) {
         self.flow.ending.cancel();
         self.flow.admission.drain(limit).await;

@@ -24,19 +24,20 @@ struct Flags {
     /// Address of the gRPC API, on which nodes join too; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:50051")]
     grpc: SocketAddr,
-    /// Address on which nodes join, instead of the gRPC API's: then clients cannot call themselves nodes. Never within TLS
+    /// Address on which nodes join, instead of the gRPC API's: then clients cannot call themselves nodes. Never within
+    /// TLS
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
-    /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have it may
-    /// join
+    /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have
+    /// it may join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
-    /// Address of a port for probes and scrapers alone: /live, /ready, /health, /metrics. It answers while the others are full;
-    /// never within TLS, without keys
+    /// Address of a port for probes and scrapers alone: /live, /ready, /health, /metrics. It answers while the others
+    /// are full; never within TLS, without keys
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
-    /// Connections that each port may have open; who comes later takes the place of the one that is idle or half-open longest.
-    /// Fewer where the system allows the process fewer descriptors
+    /// Connections that each port may have open; who comes later takes the place of the one that is idle or half-open
+    /// longest. Fewer where the system allows the process fewer descriptors
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
     /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
@@ -48,7 +49,8 @@ struct Flags {
     /// Clients must show a certificate that one of these authorities signed (mTLS), PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
-    /// Web pages of this origin (https://host[:port]) may read answers of the HTTP API; repeatable, `*` is all [default: none]
+    /// Web pages of this origin (https://host[:port]) may read answers of the HTTP API; repeatable, `*` is all
+    /// [default: none]
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<Origin>,
     /// GGUF file or safetensors directory of the model (its tokenizer and chat template; the weights stay on the nodes)
@@ -63,21 +65,21 @@ struct Flags {
     /// Requests that may wait until there is a slot and room on the nodes; 0: whoever has a slot starts at once
     #[arg(long, default_value_t = 256)]
     max_queue: u16,
-    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, which keeps them busy; the
-    /// others wait here, in order
+    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, which keeps them
+    /// busy; the others wait here, in order
     #[arg(long, default_value_t = 4)]
     node_queue: u16,
-    /// Refuse requests (429) whose first token is predicted later than this, by the queue here and what the nodes have to do;
-    /// without it only those that would miss their own deadline
+    /// Refuse requests (429) whose first token is predicted later than this, by the queue here and what the nodes have
+    /// to do; without it only those that would miss their own deadline
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_ttft_ms: Option<u32>,
     /// Classes of requests by prompt tokens, each with its share of slots and service, as
     /// interactive=0-2048:3,document=2049-:1 [default: one for all]
     #[arg(long)]
     pools: Option<Pools>,
-    /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute": 60,
-    /// "tokens_per_minute": 10000, "max_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no key; nodes,
-    /// which have none, need a port of their own, --nodes
+    /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute":
+    /// 60, "tokens_per_minute": 10000, "max_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no
+    /// key; nodes, which have none, need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires = "nodes")]
     api_keys: Option<PathBuf>,
     /// Requests that may run at the same time
@@ -86,7 +88,8 @@ struct Flags {
     /// A node that is silent for so long is dead
     #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
     lease_ms: u32,
-    /// Tokens of an answer whose client sets no limit; without it what the context and the nodes' KV memory have room for
+    /// Tokens of an answer whose client sets no limit; without it what the context and the nodes' KV memory have room
+    /// for
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens_default: Option<u32>,
     /// Deadline of requests that bring none or a later one; a day at most
@@ -98,12 +101,12 @@ struct Flags {
     /// Time that a request may spend without progress after failures, waiting for nodes included
     #[arg(long, default_value_t = 30_000)]
     replan_ms: u32,
-    /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there: aggregated
-    /// serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
+    /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there:
+    /// aggregated serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
     #[arg(long, default_value = "auto", value_name = "auto|never|always")]
     local_prefill: LocalPrefill,
-    /// An attempt fails when neither of its nodes says anything for so long: queued behind long prompts they say nothing. A
-    /// node that hangs is noticed by --lease-ms and its own --max-step-ms
+    /// An attempt fails when neither of its nodes says anything for so long: queued behind long prompts they say
+    /// nothing. A node that hangs is noticed by --lease-ms and its own --max-step-ms
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
     silence_ms: u32,
     /// A client that takes none of its tokens for so long is given up
@@ -127,15 +130,15 @@ struct Flags {
     /// Choices that cost at most so much more than the best are as good as equal: the emptier of two of them is taken
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=100))]
     near_optimal_percent: u32,
-    /// KV blocks of which the router knows the nodes that have them cached; about 45 bytes each, the least recently used are
-    /// forgotten
+    /// KV blocks of which the router knows the nodes that have them cached; about 45 bytes each, the least recently
+    /// used are forgotten
     #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     index_blocks: u32,
     /// How long running requests may take to end after SIGTERM; then they end with an error, within two seconds
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
-    /// Threads that serve clients and nodes, some 50,000 tokens a second each; few of them wake each other less [default: one
-    /// for four cores, at least one]
+    /// Threads that serve clients and nodes, some 50,000 tokens a second each; few of them wake each other less
+    /// [default: one for four cores, at least one]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
 }

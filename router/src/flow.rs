@@ -1,14 +1,16 @@
-//! One request, from admission to the last token. This file is the orchestration: it moves events between the nodes of a
-//! plan and one client, gives the request to others when a node fails, and decides nothing that can be decided elsewhere.
-//! Every wait in it is bounded by the request's deadline, by [`Limits::silence`], by [`Limits::replan`], or by a node's
-//! death.
+//! One request, from admission to the last token. This file is the orchestration: it moves events between the nodes of
+//! a plan and one client, gives the request to others when a node fails, and decides nothing that can be decided
+//! elsewhere. Every wait in it is bounded by the request's deadline, by [`Limits::silence`], by [`Limits::replan`], or
+//! by a node's death.
 //!
 //! - [`check`]: what a request must be (pure). [`admit`]: its place. [`crate::admission`]: who may start.
 //! - [`progress`]: the request and its answer so far (pure).
-//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say (pure).
-//! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its nodes.
-//! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]: timings and spans
+//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say
 //!   (pure).
+//! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its
+//!   nodes.
+//! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]:
+//!   timings and spans (pure).
 pub mod admit;
 pub mod again;
 pub mod attempt;
@@ -64,14 +66,15 @@ pub struct Limits {
     pub max_inflight: u32,
     /// Requests that wait until there is a slot and room on the nodes. 0: whoever has a slot starts.
     pub max_queue: usize,
-    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, so that they are never idle;
-    /// the others wait in the queue.
+    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, so that they are
+    /// never idle; the others wait in the queue.
     pub node_queue: u32,
     /// A request whose first token is predicted later than this is refused.
     pub max_ttft: Option<Duration>,
     /// Classes of requests by prompt length.
     pub pools: Pools,
-    /// Tokens of an answer whose client does not say how many it wants, as far as the context and the nodes' KV memory go.
+    /// Tokens of an answer whose client does not say how many it wants, as far as the context and the nodes' KV memory
+    /// go.
     pub max_tokens_default: u32,
     /// Deadline of a request that brings none.
     pub max_request: Duration,
@@ -196,8 +199,8 @@ enum By {
     Router,
 }
 
-/// One running request. It is boxed, and so is each of its futures that begins after the last token or a failure: a task's future
-/// is as large as all that it may ever wait for, and is copied whole on its way to the reactor.
+/// One running request. It is boxed, and so is each of its futures that begins after the last token or a failure: a
+/// task's future is as large as all that it may ever wait for, and is copied whole on its way to the reactor.
 struct Run {
     shared: Arc<Shared>,
     /// The answer so far: what the next attempt goes on from.
@@ -421,8 +424,8 @@ impl Run {
         rest
     }
 
-    /// Metrics, the trace, and the last word to the client, in this order: who has the answer can look at its trace. Only
-    /// what stopped nodes have to report comes beside it or later.
+    /// Metrics, the trace, and the last word to the client, in this order: who has the answer can look at its trace.
+    /// Only what stopped nodes have to report comes beside it or later.
     async fn conclude(mut self: Box<Self>, outcome: Result<Answered, Error>) {
         if outcome.is_err() {
             self.record.ended = clock::now();

@@ -1,6 +1,6 @@
 //! The gRPC edge: `tandem.v1.Inference`, health and reflection, and the port that nodes join on. Messages to requests
-//! and back; it knows nothing of nodes. `grpc-timeout` is read here, because tonic does not enforce it on streams. `guard` stands
-//! before it: keys and bounds.
+//! and back; it knows nothing of nodes. `grpc-timeout` is read here, because tonic does not enforce it on streams.
+//! `guard` stands before it: keys and bounds.
 mod guard;
 
 use std::pin::Pin;
@@ -28,8 +28,8 @@ use guard::{Guarded, Room};
 const MAX_REQUEST_ID_BYTES: usize = 128;
 /// Bytes of a message to health and reflection, which anybody may ask: a service's name.
 const MAX_QUESTION_BYTES: usize = 4096;
-/// Bytes of a node's message: a registration, or a report with 1,024 block hashes, is a tenth of it. Many streams may each be
-/// in the middle of a message, and who sends them may not be known yet.
+/// Bytes of a node's message: a registration, or a report with 1,024 block hashes, is a tenth of it. Many streams may
+/// each be in the middle of a message, and who sends them may not be known yet.
 const MAX_REPORT_BYTES: usize = 256 << 10;
 /// How long the head of an answer waits for its first message.
 const HEAD_WAITS: Duration = Duration::from_millis(100);
@@ -267,8 +267,8 @@ async fn tokenize(service: &Service, input: v1::generate_request::Input) -> Resu
     service.with_model(bytes, encode).await
 }
 
-/// The answers' messages as they come; the first error ends them all. The head of the call goes with the first message, in one
-/// write, unless that takes long.
+/// The answers' messages as they come; the first error ends them all. The head of the call goes with the first message,
+/// in one write, unless that takes long.
 async fn respond(
     choices: Vec<GenerationStream>,
     caller: Caller,

@@ -1,22 +1,24 @@
-//! The prefix index: which node holds the KV of which block, by the block's sequence hash, as the nodes' [`v1::KvEvents`]
-//! tell it. Pure and synchronous; who asks nodes for a snapshot is [`crate::membership`]'s matter.
+//! The prefix index: which node holds the KV of which block, by the block's sequence hash, as the nodes'
+//! [`v1::KvEvents`] tell it. Pure and synchronous; who asks nodes for a snapshot is [`crate::membership`]'s matter.
 //!
-//! - `places.rs`: hash → entry. `entries.rs`: the entries in the order of their use. `holders.rs`: sets of nodes, each kept once.
+//! - `places.rs`: hash → entry. `entries.rs`: the entries in the order of their use. `holders.rs`: sets of nodes, each
+//!   kept once.
 //!
-//! **Look-up.** [`PrefixIndex::matches`] walks along the prompt with the set of nodes that hold all of it so far, and stops
-//! when nobody is left. Nothing is skipped: a node may lack a block and hold later ones (it evicts the ends of sequences
-//! first, but its snapshot comes in parts, and this side forgets hashes too), so that a binary or galloping search
-//! would give wrong lengths. It need not be skipped either: neighbours mostly have the same set, which is seen by its
-//! number, and the reads of a table far larger than the caches go on beside each other, a batch of them at a time.
+//! **Look-up.** [`PrefixIndex::matches`] walks along the prompt with the set of nodes that hold all of it so far, and
+//! stops when nobody is left. Nothing is skipped: a node may lack a block and hold later ones (it evicts the ends of
+//! sequences first, but its snapshot comes in parts, and this side forgets hashes too), so that a binary or galloping
+//! search would give wrong lengths. It need not be skipped either: neighbours mostly have the same set, which is seen
+//! by its number, and the reads of a table far larger than the caches go on beside each other, a batch of them at a
+//! time.
 //!
-//! **Bounds.** `limit` hashes; beyond it the least recently used one is forgotten (used: stored, or matched by a prompt). The
-//! sets are bounded by an eighth of it. Worst case 24 bytes a hash, 11 to 22 for its place, 27 for its share of the sets.
-//! To forget is always safe: a node's later `removed` of such a hash changes nothing.
+//! **Bounds.** `limit` hashes; beyond it the least recently used one is forgotten (used: stored, or matched by a
+//! prompt). The sets are bounded by an eighth of it. Worst case 24 bytes a hash, 11 to 22 for its place, 27 for its
+//! share of the sets. To forget is always safe: a node's later `removed` of such a hash changes nothing.
 //!
-//! **One owner.** It lives in the node table, under its one lock. Measured (docs/benchmarks/router.md; 1,000 nodes, 4,000,000
-//! hashes): a look-up of 1,000 blocks 6 to 8 µs when they are in a cache, 24 to 39 µs when not, a change 0.06 to 0.31 µs, a
-//! message of 1,024 new hashes 0.3 ms, a node's death 25 µs. 1,000 nodes that cache 100 new blocks a second each hold the lock 3 % of
-//! the time: shards or a lock of its own would buy nothing yet.
+//! **One owner.** It lives in the node table, under its one lock. Measured (docs/benchmarks/router.md; 1,000 nodes,
+//! 4,000,000 hashes): a look-up of 1,000 blocks 6 to 8 µs when they are in a cache, 24 to 39 µs when not, a change 0.06
+//! to 0.31 µs, a message of 1,024 new hashes 0.3 ms, a node's death 25 µs. 1,000 nodes that cache 100 new blocks a
+//! second each hold the lock 3 % of the time: shards or a lock of its own would buy nothing yet.
 mod entries;
 mod holders;
 mod places;
@@ -79,8 +81,8 @@ enum State {
     Stale,
 }
 
-/// Changes of a node's cache were lost. What is known of it stays until its next snapshot; until then its changes are ignored.
-/// Whoever gets this asks the node for one, once.
+/// Changes of a node's cache were lost. What is known of it stays until its next snapshot; until then its changes are
+/// ignored. Whoever gets this asks the node for one, once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its cache's changes go on at number {found}, expected was {}", .expected.map_or("a snapshot".into(), |n| n.to_string()))]
 pub struct Gap {
@@ -164,8 +166,8 @@ impl PrefixIndex {
         }
     }
 
-    /// How many leading blocks of a prompt with these hashes each node holds, without the nodes that lack the first one; in
-    /// no order. What is matched counts as used.
+    /// How many leading blocks of a prompt with these hashes each node holds, without the nodes that lack the first
+    /// one; in no order. What is matched counts as used.
     pub fn matches(&mut self, hashes: &[SequenceHash]) -> Vec<(u64, u32)> {
         let mut matches = Vec::new();
         self.walked.clear();

@@ -1,6 +1,6 @@
-//! What may be read and worked on before a request has its place in the queue: bytes of bodies that arrive, and texts that
-//! are parsed and tokenized. Both are bounded here, for all ports together, so that many large requests cost the others
-//! neither memory nor threads: what does not fit waits a little, and is then refused as an overload.
+//! What may be read and worked on before a request has its place in the queue: bytes of bodies that arrive, and texts
+//! that are parsed and tokenized. Both are bounded here, for all ports together, so that many large requests cost the
+//! others neither memory nor threads: what does not fit waits a little, and is then refused as an overload.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -13,9 +13,11 @@ use tokio::time::timeout;
 pub const BUDGET_BYTES: usize = 8 * MAX_MESSAGE_BYTES;
 /// Bodies up to this size are read without asking; the number of connections and of calls on each bounds them.
 pub const FREE_BYTES: usize = 16 << 10;
-/// Texts up to this size are worked on (in well under a millisecond) where they are; others beside the reactor's threads.
+/// Texts up to this size are worked on (in well under a millisecond) where they are; others beside the reactor's
+/// threads.
 const INLINE_BYTES: usize = 4096;
-/// Texts from this size on have workers of their own: they take tens of milliseconds, and the others shall not wait for them.
+/// Texts from this size on have workers of their own: they take tens of milliseconds, and the others shall not wait for
+/// them.
 const LARGE_BYTES: usize = 256 << 10;
 /// Texts that wait for a worker, of either class.
 const MAX_WAITING: usize = 256;

@@ -36,7 +36,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
-/// Threads for texts that have nothing to do end after this, and what they kept of freed memory goes back to the system.
+/// Threads for texts that have nothing to do end after this, and what they kept of freed memory goes back to the
+/// system.
 const IDLE_THREADS: Duration = Duration::from_secs(2);
 
 /// A request takes and gives back hundreds of pieces of memory, most of them small.

@@ -3,9 +3,10 @@
 //! everything that depends on it. The gRPC service that fills the table is [`join`]; who gets a request is
 //! [`crate::select`]'s matter.
 //!
-//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A dead
-//! incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails its
-//! requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when there may be some.
+//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A
+//! dead incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails
+//! its requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when there
+//! may be some.
 mod answers;
 pub mod breaker;
 mod entry;
@@ -355,8 +356,8 @@ impl Membership {
         self
     }
 
-    /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is. For
-    /// simulations and tests.
+    /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is.
+    /// For simulations and tests.
     pub fn in_process(self, find: impl Fn(&v1::Register) -> Calls + Send + Sync + 'static) -> Self {
         Self { reaching: Reaching::InProcess(Arc::new(find)), ..self }
     }
@@ -369,8 +370,8 @@ impl Membership {
     /// Enters a node. A node of the same name is replaced: its requests end.
     ///
     /// # Errors
-    /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the other
-    /// nodes'; `DeclaredDead` for an incarnation that was; `Overloaded` when the table is full.
+    /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the
+    /// other nodes'; `DeclaredDead` for an incarnation that was; `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, endpoint);
@@ -450,8 +451,8 @@ impl Membership {
         Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table, freed })
     }
 
-    /// How soon the first token of a request would come that was routed now; `None` where no node has measured its steps, or
-    /// there are no nodes for it. Books nothing.
+    /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
+    /// steps, or there are no nodes for it. Books nothing.
     pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<queue::Predicted> {
         let mut table = lock(&self.table);
         let need = ask.need(&table);
@@ -462,9 +463,9 @@ impl Membership {
         Some(queue::Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
     }
 
-    /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows; without
-    /// nodes that could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no
-    /// others make a plan.
+    /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows;
+    /// without nodes that could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last
+    /// count only where no others make a plan.
     pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
         let mut table = lock(&self.table);
         let wanted = Wanted::of(ask, ahead, node_queue, table.block_tokens());

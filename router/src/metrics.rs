@@ -1,7 +1,7 @@
 //! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
 //! the scraper asks for it. Base units: seconds and bytes; labels `role` and `instance`. Beside our own names stand
-//! those of vLLM whose meaning is the same, because public dashboards read them: `vllm`, and `cache` for those of the KV.
-//! Every histogram that a request fills points to its trace.
+//! those of vLLM whose meaning is the same, because public dashboards read them: `vllm`, and `cache` for those of the
+//! KV. Every histogram that a request fills points to its trace.
 mod admission;
 mod cache;
 mod ports;

@@ -1,26 +1,28 @@
-//! Which nodes get a request. Pure: the cluster as values in, the plan and every candidate's terms out. Time, sockets and
-//! the node table belong to [`crate::membership`], which calls this under its lock.
+//! Which nodes get a request. Pure: the cluster as values in, the plan and every candidate's terms out. Time, sockets
+//! and the node table belong to [`crate::membership`], which calls this under its lock.
 //!
-//! A plan is a pair, a prefill and a decode node, or *local prefill*: the decode node computes the prompt itself. The joint
-//! policy takes the plan with the least predicted cost, over all pairs that fit together and all local ones:
+//! A plan is a pair, a prefill and a decode node, or *local prefill*: the decode node computes the prompt itself. The
+//! joint policy takes the plan with the least predicted cost, over all pairs that fit together and all local ones:
 //!
 //! `wait for prefill + prefill + exposed transfer + wait for decode + harm + step · (TTFT objective / TPOT objective)`
 //!
-//! All but the last are milliseconds that a client waits once, for its first or its second token. The step comes again with
-//! each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives: it is the
-//! cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. The harm is the second part of that for the
-//! requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted, [`calibrate`] what predictions
-//! learn, [`backlog`] how a queue is worked off between two reports, [`coming`] who runs there later, [`processor`] which
-//! nodes are in each other's way. Work that was routed after a node's last report counts as if the node had reported it.
+//! All but the last are milliseconds that a client waits once, for its first or its second token. The step comes again
+//! with each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives:
+//! it is the cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. The harm is the second part
+//! of that for the requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted,
+//! [`calibrate`] what predictions learn, [`backlog`] how a queue is worked off between two reports, [`coming`] who runs
+//! there later, [`processor`] which nodes are in each other's way. Work that was routed after a node's last report
+//! counts as if the node had reported it.
 //!
-//! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this very
-//! request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a node that is
-//! perhaps broken is still better than none, so a request is never refused while nodes are there that could take it.
+//! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this
+//! very request before ([`Avoid`]); the prefill node that has its prompt already. They are ranks and not filters: a
+//! node that is perhaps broken is still better than none, so a request is never refused while nodes are there that
+//! could take it.
 //!
-//! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among the
-//! pairs if there are any whose nodes do not share their cores: a prompt beside a decode node's streams is also in the way of
-//! those who come after it; else among the local plans: nothing has to travel. [`prune`] keeps the cost of all this linear in
-//! nodes; [`policy`] has the baselines, to which a local plan is a last resort.
+//! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among
+//! the pairs if there are any whose nodes do not share their cores: a prompt beside a decode node's streams is also in
+//! the way of those who come after it; else among the local plans: nothing has to travel. [`prune`] keeps the cost of
+//! all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort.
 pub mod backlog;
 pub mod calibrate;
 pub mod coming;
@@ -157,8 +159,8 @@ impl NodeView {
         f64::from(self.reported.requests) + f64::from(self.routed.requests)
     }
 
-    /// Positions that its batch will read. Requests that wait for their KV are not in what is reported: they count like the
-    /// mean of those that run, or like this request's prompt where none runs.
+    /// Positions that its batch will read. Requests that wait for their KV are not in what is reported: they count like
+    /// the mean of those that run, or like this request's prompt where none runs.
     pub fn context_tokens(&self, need: &Need) -> f64 {
         let waiting = f64::from(self.reported.requests.saturating_sub(self.running));
         let reported = self.reported.context as f64;
@@ -320,8 +322,8 @@ pub struct Terms {
     pub wait_decode_ms: f64,
     /// One step of the decode node with this request in its batch.
     pub step_ms: f64,
-    /// What the prompt costs others, in milliseconds of TTFT: the decode node's streams, which wait once and take that much
-    /// longer a token; the prompt that it computes, where the two nodes share their cores.
+    /// What the prompt costs others, in milliseconds of TTFT: the decode node's streams, which wait once and take that
+    /// much longer a token; the prompt that it computes, where the two nodes share their cores.
     pub harm_ms: f64,
 }
 
@@ -375,8 +377,8 @@ impl Candidate {
         if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
     }
 
-    /// From the choice to the first token, milliseconds. Of a pair the first token comes from the prefill node, whatever
-    /// decode still waits for.
+    /// From the choice to the first token, milliseconds. Of a pair the first token comes from the prefill node,
+    /// whatever decode still waits for.
     pub fn ttft_ms(&self) -> f64 {
         let Terms { wait_prefill_ms, prefill_ms, wait_decode_ms, .. } = self.terms;
         prefill_ms + if self.prefill.is_some() { wait_prefill_ms } else { wait_decode_ms }
@@ -472,8 +474,8 @@ pub fn select(
     Ok(plans.iter().map(|plan| Candidate::of(plan, settings)).collect())
 }
 
-/// Of these candidates, the best one first, the one whose first token would come soonest, among those against which no more
-/// speaks than against the best. `None` where its node has measured nothing: that is no prediction.
+/// Of these candidates, the best one first, the one whose first token would come soonest, among those against which no
+/// more speaks than against the best. `None` where its node has measured nothing: that is no prediction.
 pub fn soonest(candidates: &[Candidate]) -> Option<&Candidate> {
     let best = candidates.first()?;
     let equal = candidates.iter().filter(|candidate| candidate.is_sound() == best.is_sound());

@@ -32,8 +32,8 @@ pub struct TokenText {
 
 /// Tokenizer, chat template and identity of one model.
 pub struct ModelText {
-    /// The name of the file (without `.gguf` and the number of a part, and telling more than most files' `general.name`) or of the directory;
-    /// `--served-model-name` replaces it.
+    /// The name of the file (without `.gguf` and the number of a part, and telling more than most files'
+    /// `general.name`) or of the directory; `--served-model-name` replaces it.
     pub model_name: String,
     /// Tokens of prompt and answer together at most.
     pub context_len: u32,
@@ -48,8 +48,8 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    /// Reads the header of a GGUF file (the first of several), or the texts of a safetensors directory, and digests the whole. Blocks for as
-    /// long as the disk takes.
+    /// Reads the header of a GGUF file (the first of several), or the texts of a safetensors directory, and digests the
+    /// whole. Blocks for as long as the disk takes.
     ///
     /// # Errors
     /// A missing, damaged, truncated or unsupported file; the message names it and says why.

@@ -1,6 +1,6 @@
 //! Token ids ↔ bytes. What a tokenizer is made of comes from a GGUF file's metadata (`gguf.rs`) or from a
-//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated. `encoder.rs` remembers what it made of
-//! words. Knows no chat and no streams: see [`crate::template`] for the former and [`crate::text`] for both.
+//! `tokenizer.json` (`json.rs`); any other kind is refused rather than approximated. `encoder.rs` remembers what it
+//! made of words. Knows no chat and no streams: see [`crate::template`] for the former and [`crate::text`] for both.
 mod encoder;
 mod gguf;
 mod json;

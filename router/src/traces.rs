@@ -1,6 +1,6 @@
 //! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, spans and
-//! bytes; the oldest goes first. Spans come about when somebody looks: the router's are told by the request's record, nodes' are read
-//! from what came. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
+//! bytes; the oldest goes first. Spans come about when somebody looks: the router's are told by the request's record,
+//! nodes' are read from what came. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
 mod jaeger;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -94,8 +94,8 @@ impl Kept {
     }
 }
 
-/// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of one
-/// nothing could be read.
+/// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of
+/// one nothing could be read.
 pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
     if spans.len() + more.len() <= MAX_NODE_BYTES {
         spans.extend_from_slice(more);
@@ -103,8 +103,8 @@ pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
 }
 
 impl Traces {
-    /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It is
-    /// the last one now.
+    /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It
+    /// is the last one now.
     pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: &[u8]) {
         let mut ring = self.lock();
         let Ring { kept, order } = &mut *ring;

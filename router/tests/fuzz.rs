@@ -1,6 +1,6 @@
 //! Whatever comes in, the router answers with a refusal of the right kind and holds no more than it may: HTTP bodies
-//! through the real routes, gRPC requests through the real services, messages of `tandem.v1` by their bytes, and what nodes
-//! report into the membership table. Short here; for longer runs:
+//! through the real routes, gRPC requests through the real services, messages of `tandem.v1` by their bytes, and what
+//! nodes report into the membership table. Short here; for longer runs:
 //! `TANDEM_FUZZ_SECONDS=600 cargo test -p tandem-router --release --test fuzz -- --ignored`.
 mod model;
 
@@ -346,7 +346,8 @@ fn grpc_requests(time: Duration) {
         let request = Request::post("/tandem.v1.Inference/Generate").header("content-type", "application/grpc");
         let request = request.body(tonic::body::Body::new(Body::from(frame))).expect("request");
         let response = runtime.block_on(routes.clone().oneshot(request)).expect("infallible");
-        // A refusal has its status among the headers: nothing follows. They are those of bad input, bad frames and no nodes: see the list of codes.
+        // A refusal has its status among the headers: nothing follows. They are those of bad input, bad frames and no
+        // nodes: see the list of codes.
         let status = response.headers().get("grpc-status").and_then(|status| status.to_str().ok()).unwrap_or("none");
         assert!(["3", "5", "8", "11", "12", "13", "14"].contains(&status), "grpc-status {status}");
     });
@@ -429,7 +430,8 @@ fn registers() -> impl Strategy<Value = v1::Register> {
 /// Digest that the table of the test expects.
 const OURS: u64 = 7;
 
-/// What nodes say, in any order and with any figures, leaves a table within its bounds that still routes or says why not.
+/// What nodes say, in any order and with any figures, leaves a table within its bounds that still routes or says why
+/// not.
 fn node_reports(time: Duration) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let _inside = runtime.enter();

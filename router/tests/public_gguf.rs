@@ -1,6 +1,6 @@
-//! GGUF files as people download them: small files with the tokenizer keys that the public conversions have, and without
-//! those that they lack, at the token ids of the real vocabularies. What is expected are llama.cpp's prompt tokens
-//! (`add_special`) and its end-of-generation tokens for the same files.
+//! GGUF files as people download them: small files with the tokenizer keys that the public conversions have, and
+//! without those that they lack, at the token ids of the real vocabularies. What is expected are llama.cpp's prompt
+//! tokens (`add_special`) and its end-of-generation tokens for the same files.
 use std::io::Write;
 
 use tandem_router::text::{ModelText, SpecialTokens};

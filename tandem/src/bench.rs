@@ -1,8 +1,8 @@
 //! `tandem bench`: loads a server and says what it did. This file is the life of a run: connect, measure, report.
 //!
 //! What is asked, all pure and seeded:
-//! - [`arrivals`]: when; [`workload`]: how long, and what is shared; [`rows`]: the matrix A to F; [`trace`]: recorded traffic;
-//!   [`prompt`]: words; [`seed`]: where randomness comes from.
+//! - [`arrivals`]: when; [`workload`]: how long, and what is shared; [`rows`]: the matrix A to F; [`trace`]: recorded
+//!   traffic; [`prompt`]: words; [`seed`]: where randomness comes from.
 //!
 //! Asking:
 //! - [`setup`]: from the command line to connected [`server`]s whose tokens are counted right ([`calibrate`]).

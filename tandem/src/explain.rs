@@ -1,5 +1,5 @@
-//! `tandem explain`: why a request went where it went. Reads the candidates from the trace's `route` span, each with the
-//! milliseconds that the router predicted, and puts what then happened beside the prediction. Drawing is pure.
+//! `tandem explain`: why a request went where it went. Reads the candidates from the trace's `route` span, each with
+//! the milliseconds that the router predicted, and puts what then happened beside the prediction. Drawing is pure.
 //!
 //! Next: [`crate::trace`], which fetches.
 use std::fmt::Write;
@@ -31,8 +31,8 @@ pub async fn run(config: config::Explain) -> anyhow::Result<()> {
     print(&render(&trace).map_err(anyhow::Error::msg)?)
 }
 
-/// The explanation, with a newline at the end: a section for each request of the trace, the first one first. A client may
-/// send several requests under one trace, and several answers to one prompt are as many requests.
+/// The explanation, with a newline at the end: a section for each request of the trace, the first one first. A client
+/// may send several requests under one trace, and several answers to one prompt are as many requests.
 ///
 /// # Errors
 /// What is missing in the trace, in words.

@@ -1,5 +1,5 @@
-//! The secret by which nodes may join the router: a file that only this user can read. `tandem up` makes one for as long as its
-//! cluster lasts, or uses the user's. What is in it is for the programs that get its path.
+//! The secret by which nodes may join the router: a file that only this user can read. `tandem up` makes one for as
+//! long as its cluster lasts, or uses the user's. What is in it is for the programs that get its path.
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
@@ -21,7 +21,8 @@ pub enum JoinToken {
 }
 
 impl JoinToken {
-    /// The user's file where one is given, or a new one beside the state file. To be called by the owner of the state file.
+    /// The user's file where one is given, or a new one beside the state file. To be called by the owner of the state
+    /// file.
     ///
     /// # Errors
     /// The given one is not there, or the new one cannot be written.
@@ -57,7 +58,8 @@ fn write(path: &Path) -> anyhow::Result<()> {
     let mut token = [0; BYTES];
     OsRng.try_fill_bytes(&mut token)?;
     let digits: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
-    // Of a cluster that was killed. Always a file of our own making: the mode of another one would not be ours to choose.
+    // Of a cluster that was killed. Always a file of our own making: the mode of another one would not be ours to
+    // choose.
     let _ = fs::remove_file(path);
     let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     Ok(writeln!(file, "{digits}")?)

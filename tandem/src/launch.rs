@@ -1,7 +1,7 @@
 //! Starts one process of the cluster and waits for its `ready …` line. Knows nothing of roles.
 //!
-//! `setpriv --pdeathsig KILL` and `taskset -c` (both util-linux) stand before the program, so that a child ends with this
-//! process even when this process is killed, without any unsafe code here.
+//! `setpriv --pdeathsig KILL` and `taskset -c` (both util-linux) stand before the program, so that a child ends with
+//! this process even when this process is killed, without any unsafe code here.
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};

@@ -1,5 +1,5 @@
-//! The small file by which `tandem up` tells the other commands where the cluster is, and the lock beside it that gives the
-//! file to one `tandem up` at a time. Knows no processes.
+//! The small file by which `tandem up` tells the other commands where the cluster is, and the lock beside it that gives
+//! the file to one `tandem up` at a time. Knows no processes.
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -93,7 +93,8 @@ pub fn claim(path: &Path) -> anyhow::Result<Claim> {
     }
 }
 
-/// Whose cluster it is: the process id is in the lock file from the start on, the address in the state file once it is ready.
+/// Whose cluster it is: the process id is in the lock file from the start on, the address in the state file once it is
+/// ready.
 fn taken(path: &Path, lock: &Path) -> String {
     let pid = fs::read_to_string(lock).unwrap_or_default();
     let pid = if pid.trim().is_empty() { "unknown" } else { pid.trim() };

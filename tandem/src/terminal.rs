@@ -1,11 +1,12 @@
-//! Standard output and standard error. Whoever reads them may end first, as `head` does, or write to a full disk: neither may
-//! become a panic, as it does with `println!` and `eprintln!`, which `main.rs` forbids.
+//! Standard output and standard error. Whoever reads them may end first, as `head` does, or write to a full disk:
+//! neither may become a panic, as it does with `println!` and `eprintln!`, which `main.rs` forbids.
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};
 
 use anyhow::Context;
 
-/// Exit status after [`OutputClosed`]: that of a program that `SIGPIPE` ended (128 + 13), which is what shells expect there.
+/// Exit status after [`OutputClosed`]: that of a program that `SIGPIPE` ended (128 + 13), which is what shells expect
+/// there.
 pub const OUTPUT_CLOSED_STATUS: u8 = 141;
 
 /// The reader of standard output is gone, so that there is nothing left to do and nothing to say about it.

@@ -18,8 +18,8 @@ use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
 use crate::terminal::{print, say};
 
-/// What a router needs after its drain, the grace: a second to tell clients that their answers end, one for the last bytes,
-/// and some for the rest of its end.
+/// What a router needs after its drain, the grace: a second to tell clients that their answers end, one for the last
+/// bytes, and some for the rest of its end.
 const LAST_WORDS: Duration = Duration::from_secs(4);
 /// Between two looks at /health while the nodes register.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);

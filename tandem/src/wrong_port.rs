@@ -18,8 +18,8 @@ pub async fn hint(url: &str, cluster: Option<&State>) -> Option<String> {
     Some(format!("{url} answers HTTP/1.1: is this the HTTP port? {port}"))
 }
 
-/// All that an error has to say. tonic says "transport error" and keeps what happened in the sources, some of which begin
-/// with the same words.
+/// All that an error has to say. tonic says "transport error" and keeps what happened in the sources, some of which
+/// begin with the same words.
 pub fn with_causes(mut text: String, error: &dyn Error) -> String {
     let mut cause = error.source();
     while let Some(source) = cause {

@@ -1,8 +1,8 @@
 //! How much of a hand-off hides behind the prefill, and what it costs: `make bench-handoff`.
 //!
-//! Two clusters of one prefill and one decode node take turns with the same prompts: one pushes the KV while it computes
-//! (`--push overlap`, the default), the other all of it after the forward pass (`--push whole`). The figures are those
-//! that every client gets with its last message, and the client's own gaps between tokens.
+//! Two clusters of one prefill and one decode node take turns with the same prompts: one pushes the KV while it
+//! computes (`--push overlap`, the default), the other all of it after the forward pass (`--push whole`). The figures
+//! are those that every client gets with its last message, and the client's own gaps between tokens.
 mod shaped;
 mod table;
 

@@ -1,4 +1,5 @@
-//! A link of 1 Gbit/s: two ends of a veth pair, one in a network namespace of its own, with a token bucket on either end.
+//! A link of 1 Gbit/s: two ends of a veth pair, one in a network namespace of its own, with a token bucket on either
+//! end.
 use std::process::Command;
 
 use anyhow::{Context, ensure};

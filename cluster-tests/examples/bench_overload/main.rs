@@ -1,9 +1,9 @@
 //! More requests than a cluster can answer, for two minutes: `make bench-overload`.
 //!
 //! Two prefill and two decode nodes, simulated. First the rate at which most answers begin within the objective (the
-//! peak), then three times that rate: how much of the peak is still answered in time in every ten seconds, how quickly the
-//! rest is refused and whether it is told when to come again, what the router holds, and when a newcomer is served as
-//! before. Last, one tenant at a small rate, alone and beside one that asks for three times what there is.
+//! peak), then three times that rate: how much of the peak is still answered in time in every ten seconds, how quickly
+//! the rest is refused and whether it is told when to come again, what the router holds, and when a newcomer is served
+//! as before. Last, one tenant at a small rate, alone and beside one that asks for three times what there is.
 mod load;
 
 use std::time::Duration;

@@ -80,8 +80,8 @@ pub async fn open_loop(
     Ok(Latencies { first_token_ms: latencies, processor_us })
 }
 
-/// Each moment of a Poisson process, when it has come: a thread waits for it, because tokio's timers are up to a millisecond
-/// late, which is more than what is measured here. The channel has room for all.
+/// Each moment of a Poisson process, when it has come: a thread waits for it, because tokio's timers are up to a
+/// millisecond late, which is more than what is measured here. The channel has room for all.
 fn moments(rate: f64, seconds: f64, seed: u64) -> anyhow::Result<UnboundedReceiver<Instant>> {
     let mut rng = StdRng::seed_from_u64(seed);
     let (tell, told) = unbounded_channel();

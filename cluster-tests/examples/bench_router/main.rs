@@ -1,10 +1,11 @@
 //! What the router adds to a request, and how many tokens one core of it streams: `make bench-router`.
 //!
 //! The nodes are simulated: a step takes a millisecond, so what is measured is the way and not the model. *direct* is a
-//! client that drives both nodes itself, over gRPC, as the router would (every prompt on the prefill node, in both). The other routers proxy an OpenAI server, which
-//! is our router with its nodes; what they add is measured against a client of that server. *A bare relay* is the direct way
-//! through a process that does nothing but pass bytes on: the least that any router can add on this machine. All take turns
-//! in one run. A round in which other guests took this machine's processors counts for none of them.
+//! client that drives both nodes itself, over gRPC, as the router would (every prompt on the prefill node, in both).
+//! The other routers proxy an OpenAI server, which is our router with its nodes; what they add is measured against a
+//! client of that server. *A bare relay* is the direct way through a process that does nothing but pass bytes on: the
+//! least that any router can add on this machine. All take turns in one run. A round in which other guests took this
+//! machine's processors counts for none of them.
 mod direct;
 mod load;
 mod peers;
@@ -121,7 +122,8 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A turn of each subject, in their order. Another one begins each time: what follows a load on the machine is not always the same way.
+/// A turn of each subject, in their order. Another one begins each time: what follows a load on the machine is not
+/// always the same way.
 async fn round(subjects: &[Subject], args: &Args, number: usize) -> anyhow::Result<Vec<Turn>> {
     let (first, mut turns) = (number % subjects.len(), Vec::new());
     for subject in subjects.iter().cycle().skip(first).take(subjects.len()) {

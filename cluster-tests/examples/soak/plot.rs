@@ -11,8 +11,8 @@ use crate::load::Tally;
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 180.0;
 const MARGIN: f64 = 50.0;
-/// The router is the one that is never started anew. What it holds at the end of the run it may exceed the state after a
-/// tenth of the run (pools are warm then) by this much.
+/// The router is the one that is never started anew. What it holds at the end of the run it may exceed the state after
+/// a tenth of the run (pools are warm then) by this much.
 const RSS_GROWTH: f64 = 1.25;
 const FD_GROWTH: f64 = 12.0;
 

@@ -63,7 +63,8 @@ async fn answers_and_deadlines(cluster: &Cluster, what: &str) -> anyhow::Result<
     Ok(())
 }
 
-/// A long prompt, whose KV leaves while it is computed: its spans stand where they belong, and most of the copy is hidden.
+/// A long prompt, whose KV leaves while it is computed: its spans stand where they belong, and most of the copy is
+/// hidden.
 async fn spans_on_one_line(cluster: &Cluster, what: &str) -> anyhow::Result<()> {
     let prompt: Vec<u32> = (0..2000).map(|index| 1000 + index * 31 % 40_000).collect();
     let answer = cluster.answer(ask(token_ids(prompt), 4)).await?;

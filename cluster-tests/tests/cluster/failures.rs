@@ -13,8 +13,8 @@ type Stream = tonic::Streaming<tandem_proto::v1::GenerateResponse>;
 /// From the death of a node to the error at the client. An idle machine needs milliseconds; the bound is for cores that
 /// also compile.
 const TOLD: Duration = Duration::from_secs(10);
-/// From the end of a request to free blocks everywhere, as the router hears of it: a step of the engine and a report (half
-/// a second), on busy cores. The tests print what it took.
+/// From the end of a request to free blocks everywhere, as the router hears of it: a step of the engine and a report
+/// (half a second), on busy cores. The tests print what it took.
 const BACK: Duration = Duration::from_secs(10);
 /// For things that only have to happen.
 const LONG: Duration = Duration::from_secs(60);

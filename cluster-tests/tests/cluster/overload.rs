@@ -1,5 +1,5 @@
-//! More requests than the nodes can take: refusals come at once and say when to come again, what was taken is answered, one
-//! greedy tenant does not push another out, and afterwards all is as before.
+//! More requests than the nodes can take: refusals come at once and say when to come again, what was taken is answered,
+//! one greedy tenant does not push another out, and afterwards all is as before.
 use std::time::Duration;
 
 use anyhow::{Context, ensure};

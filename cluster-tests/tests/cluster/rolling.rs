@@ -1,5 +1,5 @@
-//! An upgrade under load: every node is told to end, ends by itself with 0, and is started anew, one after another, while
-//! clients stream. No request is lost, none is answered wrongly, no block is left behind.
+//! An upgrade under load: every node is told to end, ends by itself with 0, and is started anew, one after another,
+//! while clients stream. No request is lost, none is answered wrongly, no block is left behind.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

@@ -119,8 +119,8 @@ async fn traced(prompt_tokens: usize) -> anyhow::Result<(Cluster, Vec<Span>, tan
     Ok((cluster, spans, answer.finish))
 }
 
-/// Every phase of every service. The services' exporters send on their own, and the router's `prefill` and `decode` have
-/// namesakes on the nodes: a name alone does not say that a node's last batch is there.
+/// Every phase of every service. The services' exporters send on their own, and the router's `prefill` and `decode`
+/// have namesakes on the nodes: a name alone does not say that a node's last batch is there.
 const PHASES: [(&str, &str); 13] = [
     ("tandem-router", "queue"),
     ("tandem-router", "route"),

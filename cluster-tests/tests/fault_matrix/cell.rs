@@ -122,8 +122,8 @@ impl Cell {
         Ok(Report { cell: self, seen: expected.as_str(), pause: ended.pause, ended: ended_after, back, problem: None })
     }
 
-    /// Makes the nodes busy, all at the same time. Two requests may meet on one node, when the other is a little late with its
-    /// report and tried last for it: then all come again.
+    /// Makes the nodes busy, all at the same time. Two requests may meet on one node, when the other is a little late
+    /// with its report and tried last for it: then all come again.
     async fn fill(self, fleet: &Fleet, seed: u32) -> anyhow::Result<Vec<Filler>> {
         let (moment, mut fillers) = (self.setting.moment, Vec::new());
         let Some(size) = moment.fillers() else { return Ok(fillers) };

@@ -1,6 +1,6 @@
-//! Calls between two processes of the simulated cluster, without sockets: an HTTP request goes to the real service of the other
-//! process, and the frames of both bodies take their time on a link that may be slow or cut. Everything above (gRPC framing,
-//! status, the services' own code) is what the real cluster runs.
+//! Calls between two processes of the simulated cluster, without sockets: an HTTP request goes to the real service of
+//! the other process, and the frames of both bodies take their time on a link that may be slow or cut. Everything above
+//! (gRPC framing, status, the services' own code) is what the real cluster runs.
 use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

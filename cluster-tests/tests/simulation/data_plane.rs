@@ -1,5 +1,5 @@
-//! The weather of the KV network: every frame is a little late, and while a fault is on, frames are very late, damaged, lost, or
-//! stuck behind a frozen receiver. Draws from the seed, in the order in which frames leave.
+//! The weather of the KV network: every frame is a little late, and while a fault is on, frames are very late, damaged,
+//! lost, or stuck behind a frozen receiver. Draws from the seed, in the order in which frames leave.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

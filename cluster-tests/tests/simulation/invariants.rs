@@ -1,4 +1,5 @@
-//! What must hold, whatever happens: DESIGN's invariants as far as one run can show them. Each finding says which one broke.
+//! What must hold, whatever happens: DESIGN's invariants as far as one run can show them. Each finding says which one
+//! broke.
 use std::fmt;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;

@@ -1,8 +1,9 @@
-//! Whole clusters in one thread and in virtual time: the real router, nodes and KV registry, random work, random faults, one
-//! seed a run. `cargo test --release -p tandem-cluster-tests --test simulation -- --seeds 10000`.
+//! Whole clusters in one thread and in virtual time: the real router, nodes and KV registry, random work, random
+//! faults, one seed a run. `cargo test --release -p tandem-cluster-tests --test simulation -- --seeds 10000`.
 //!
-//! [`schedule`] draws a run, [`world`] lives it, [`invariants`] judges it, [`tally`] counts. [`process`], [`channel`] and [`data_plane`] are what a
-//! machine and its networks are here; [`node`], [`router`] and [`client`] are who lives there; [`oracle`] knows every answer.
+//! [`schedule`] draws a run, [`world`] lives it, [`invariants`] judges it, [`tally`] counts. [`process`], [`channel`]
+//! and [`data_plane`] are what a machine and its networks are here; [`node`], [`router`] and [`client`] are who lives
+//! there; [`oracle`] knows every answer.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed expectation is the failure message of a test")]
 mod channel;
 mod client;

@@ -1,5 +1,5 @@
-//! The model of the simulation: for the router a GGUF header whose tokens are the visible ASCII characters, for the engines
-//! their hash of the KV under that file's digest.
+//! The model of the simulation: for the router a GGUF header whose tokens are the visible ASCII characters, for the
+//! engines their hash of the KV under that file's digest.
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;

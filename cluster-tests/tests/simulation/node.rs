@@ -1,5 +1,5 @@
-//! One process of a simulated node: the real node with the real services and the real membership stream, over an engine that
-//! steps in virtual time. How it lives and dies; what it is asked is the router's matter.
+//! One process of a simulated node: the real node with the real services and the real membership stream, over an engine
+//! that steps in virtual time. How it lives and dies; what it is asked is the router's matter.
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -142,8 +142,8 @@ impl NodeProcess {
         self.transport.kill();
     }
 
-    /// SIGTERM: as `Running::drain` of a node process does it; the caller ends the process. False when work was left at the
-    /// bound.
+    /// SIGTERM: as `Running::drain` of a node process does it; the caller ends the process. False when work was left at
+    /// the bound.
     pub async fn drain(&self) -> bool {
         self.node.work.drain();
         let drained = async {

@@ -1,5 +1,5 @@
-//! What happens in one simulated run, drawn from its seed before it begins: the cluster, who asks for what and when, and
-//! which faults strike. Pure data, and how people read it.
+//! What happens in one simulated run, drawn from its seed before it begins: the cluster, who asks for what and when,
+//! and which faults strike. Pure data, and how people read it.
 use std::fmt;
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! One simulated run from the first request to the last free block. Owns the processes, lets the faults strike and the clients
-//! ask, heals everything at the end, and hands what happened to the invariants.
+//! One simulated run from the first request to the last free block. Owns the processes, lets the faults strike and the
+//! clients ask, heals everything at the end, and hands what happened to the invariants.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,8 +25,8 @@ use crate::tally::Tally;
 const WARM_UP: Duration = Duration::from_millis(200);
 /// How often limits are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Everything is back so long after the last client has gone: the longest of the bounds that a node may have to wait out
-/// (connections that are given up, leases, waits for another ticket), and some more.
+/// Everything is back so long after the last client has gone: the longest of the bounds that a node may have to wait
+/// out (connections that are given up, leases, waits for another ticket), and some more.
 const SETTLED_WITHIN: Duration = Duration::from_secs(12);
 
 /// What came of a run.

@@ -11,8 +11,8 @@
 //! below it. So a module and its own children never make one: a parent's file is the face of its folder, and children
 //! use its types. But `a::x` that uses `b::y`, and `b::z` that uses `a::w`, make one of `a` and `b`.
 //!
-//! **What it does not see**: names that a macro puts together, glob imports through a re-export, and what a re-export in
-//! a parent leads to (`use super::Thing`, where `Thing` is a sibling's, is a use of the parent).
+//! **What it does not see**: names that a macro puts together, glob imports through a re-export, and what a re-export
+//! in a parent leads to (`use super::Thing`, where `Thing` is a sibling's, is a use of the parent).
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Modules of one folder that all reach each other.

@@ -1,4 +1,5 @@
-//! Whole requests on the decode node alone: their spans, what is cached of them, how they end early, who they stand beside.
+//! Whole requests on the decode node alone: their spans, what is cached of them, how they end early, who they stand
+//! beside.
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;

@@ -50,8 +50,8 @@ impl ModelLoader {
     pub fn footprint(&self) -> Footprint {
         let config = self.checkpoint.config();
         let LlamaConfig { hidden, feed_forward, vocab_size, .. } = *config;
-        // The matrices of `llama.rs`: twice the residual stream, Q, K and V, what is attended, gate and up and the same once
-        // more where these cannot be one product, what is activated.
+        // The matrices of `llama.rs`: twice the residual stream, Q, K and V, what is attended, gate and up and the same
+        // once more where these cannot be one product, what is activated.
         let values = 2 * hidden + config.qkv_width() + config.attended_width() + 4 * feed_forward;
         let step = StepSize {
             tokens: self.config.max_step_tokens as u64,

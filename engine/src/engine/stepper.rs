@@ -1,5 +1,6 @@
-//! Drives an engine's worker as a future: it waits for messages and for the end of a step in tokio's time. Under a paused
-//! clock a step takes exactly its time, whatever the machine does. Knows nothing of what a step is: see the worker.
+//! Drives an engine's worker as a future: it waits for messages and for the end of a step in tokio's time. Under a
+//! paused clock a step takes exactly its time, whatever the machine does. Knows nothing of what a step is: see the
+//! worker.
 use std::time::{Duration, Instant};
 
 use tokio::time;

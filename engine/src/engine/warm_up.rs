@@ -1,10 +1,11 @@
-//! The first steps of an engine, before there is work: they bring the weights into memory, so that no request waits for the
-//! disk, and they teach the step model, so that whoever plans does not begin with a guess. A model that cannot compute shows
-//! it here, and not in somebody's request. No sequence and no cached block comes of them.
+//! The first steps of an engine, before there is work: they bring the weights into memory, so that no request waits for
+//! the disk, and they teach the step model, so that whoever plans does not begin with a guess. A model that cannot
+//! compute shows it here, and not in somebody's request. No sequence and no cached block comes of them.
 //!
-//! **What is learnt.** Steps of a few kinds run in rounds. The first round, of the small kinds alone, touches memory, starts
-//! threads and wakes the processor: it does not count. Of the others each kind's shortest step counts, as whatever else runs on the machine only
-//! makes a step longer. Rounds end when every kind's shortest time was seen twice.
+//! **What is learnt.** Steps of a few kinds run in rounds. The first round, of the small kinds alone, touches memory,
+//! starts threads and wakes the processor: it does not count. Of the others each kind's shortest step counts, as
+//! whatever else runs on the machine only makes a step longer. Rounds end when every kind's shortest time was seen
+//! twice.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +16,8 @@ use crate::sampling::SamplingParams;
 
 /// Tokens of the longest prompt. Enough to tell the cost of a token from that of a step.
 const PROMPT: usize = 128;
-/// Where a part of a prompt ends that has others before it. Enough to tell the cost of what is attended to from that of a token:
-/// predictions for long prompts hang on it.
+/// Where a part of a prompt ends that has others before it. Enough to tell the cost of what is attended to from that of
+/// a token: predictions for long prompts hang on it.
 const CONTEXT: usize = 2048;
 /// Sequences that decode together.
 pub(super) const DECODING: usize = 8;
@@ -27,8 +28,8 @@ const MOST_TIME: Duration = Duration::from_secs(10);
 /// Times so near to each other are the same.
 const ALIKE: f64 = 1.1;
 
-/// Prompts of two lengths, a part of a long one, many sequences that decode, and one. Smaller where the pool or a step has no
-/// room for these. What the parts before a position would have computed is whatever the memory holds.
+/// Prompts of two lengths, a part of a long one, many sequences that decode, and one. Smaller where the pool or a step
+/// has no room for these. What the parts before a position would have computed is whatever the memory holds.
 ///
 /// # Errors
 /// `Overloaded` when the pool has no block left for it.
@@ -79,8 +80,8 @@ impl Rounds {
         !enough
     }
 
-    /// Whether the present round counts. One that does not is for the memory, the threads and the clock: it can do with the
-    /// kinds of few tokens, which touch all weights as well.
+    /// Whether the present round counts. One that does not is for the memory, the threads and the clock: it can do with
+    /// the kinds of few tokens, which touch all weights as well.
     pub fn counts(&self) -> bool {
         self.begun > 1
     }

@@ -1,5 +1,5 @@
-//! A model on disk, of either kind: a GGUF file or its parts ([`super::gguf`]) or a safetensors directory ([`super::safetensors`]).
-//! Whoever loads a model needs only what stands here.
+//! A model on disk, of either kind: a GGUF file or its parts ([`super::gguf`]) or a safetensors directory
+//! ([`super::safetensors`]). Whoever loads a model needs only what stands here.
 use std::path::Path;
 
 use super::config::LlamaConfig;

@@ -1,6 +1,6 @@
 //! GGUF files (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): one, or the parts of one model.
-//! [`tandem_gguf`] reads the headers; this file checks what a header claims against what the file holds before any of it is
-//! used. Whatever the bytes are, the outcome is a model or an error that names the file.
+//! [`tandem_gguf`] reads the headers; this file checks what a header claims against what the file holds before any of
+//! it is used. Whatever the bytes are, the outcome is a model or an error that names the file.
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,8 @@ impl GgufFile {
     /// checked when they are read.
     ///
     /// # Errors
-    /// `Model` when a file cannot be read, its header is not a whole GGUF header, or it is not the part that it should be.
+    /// `Model` when a file cannot be read, its header is not a whole GGUF header, or it is not the part that it should
+    /// be.
     pub fn open(path: &Path) -> Result<Self, EngineError> {
         let parts = with_the_others(Part::open(path.into())?)?;
         let mut tensors = HashMap::new();

@@ -30,8 +30,8 @@ pub struct Llama {
 
 /// What becomes of tokens, and what logits come from.
 enum Embedding {
-    /// One matrix for both. It is packed for the product, which reads all of it in every step; looking a row up there costs
-    /// microseconds, and a second copy would cost as much memory again.
+    /// One matrix for both. It is packed for the product, which reads all of it in every step; looking a row up there
+    /// costs microseconds, and a second copy would cost as much memory again.
     Tied(PackedMatrix),
     /// Two: rows as the file has them, and an output matrix.
     Apart { rows: RowTable, head: PackedMatrix },

@@ -45,8 +45,8 @@ impl Map {
         hasher.digest()
     }
 
-    /// The pages of `piece` need not stay in memory. A model is then in memory once, as its weights are packed, and not a
-    /// second time as its file's pages; the system keeps those as a cache for as long as it has room.
+    /// The pages of `piece` need not stay in memory. A model is then in memory once, as its weights are packed, and not
+    /// a second time as its file's pages; the system keeps those as a cache for as long as it has room.
     pub fn let_go_of(&self, piece: &[u8]) {
         let start = piece.as_ptr().addr().checked_sub(self.0.as_ptr().addr());
         if let Some(start) = start.filter(|start| start + piece.len() <= self.0.len() && !piece.is_empty()) {

@@ -1,5 +1,5 @@
-//! From tensors in files to what the CPU's kernels read. Whole rows of several tensors become one matrix where these are
-//! multiplied by the same input and kept in the same format, so that a step has one product instead of three.
+//! From tensors in files to what the CPU's kernels read. Whole rows of several tensors become one matrix where these
+//! are multiplied by the same input and kept in the same format, so that a step has one product instead of three.
 use super::rope::RowOrder;
 use super::weights::{RawTensor, Weights};
 use crate::error::EngineError;

@@ -1,5 +1,5 @@
-//! Account of a load: which tensors were read, how far it is and how fast. On a terminal it is a bar; elsewhere the log has
-//! a line a second. Both end with a line in the log.
+//! Account of a load: which tensors were read, how far it is and how fast. On a terminal it is a bar; elsewhere the log
+//! has a line a second. Both end with a line in the log.
 use std::collections::HashSet;
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,5 +1,5 @@
-//! What a network asks a model's files for: tensors by name, as they lie there. What they become in memory is the matter
-//! of whoever computes: the CPU's part is `packing.rs`; another device can take the same bytes.
+//! What a network asks a model's files for: tensors by name, as they lie there. What they become in memory is the
+//! matter of whoever computes: the CPU's part is `packing.rs`; another device can take the same bytes.
 use std::ops::Deref;
 
 use tandem_gguf::TensorType;
@@ -18,7 +18,8 @@ pub trait Weights: Sync {
     /// `Model` when there is no such tensor of this shape, wholly in its file, in a type that we read.
     fn tensor(&self, name: &str, dims: &[usize]) -> Result<RawTensor<'_>, EngineError>;
 
-    /// What the headers say of the tensors that a network needs, in any order. Nothing of it is checked against the files.
+    /// What the headers say of the tensors that a network needs, in any order. Nothing of it is checked against the
+    /// files.
     fn sizes(&self) -> Vec<TensorSize>;
 
     /// All that a network needs was read: a tensor that nobody asked for (a bias, a frequency table) would change the

@@ -1,10 +1,11 @@
 //! Causal attention of query rows over the paged KV of their sequences: online softmax (Milakov & Gimelshein,
-//! arXiv:1805.02867; tiled as in FlashAttention, arXiv:2205.14135; paged as in vLLM, arXiv:2309.06180; one row's keys split
-//! as in Flash-Decoding, pytorch.org/blog/flash-decoding). Grouped-query heads that share K and V are computed together.
+//! arXiv:1805.02867; tiled as in FlashAttention, arXiv:2205.14135; paged as in vLLM, arXiv:2309.06180; one row's keys
+//! split as in Flash-Decoding, pytorch.org/blog/flash-decoding). Grouped-query heads that share K and V are computed
+//! together.
 //!
-//! **Order.** A row's keys are cut into partitions at fixed positions. Each has a running softmax of its own, from nothing
-//! over ascending keys (`lanes.rs` in f32, `dots.rs` in bf16 dot products), and these are merged in ascending order
-//! (`running.rs`). Whether one task does all that or several do is this file's choice and changes no bit.
+//! **Order.** A row's keys are cut into partitions at fixed positions. Each has a running softmax of its own, from
+//! nothing over ascending keys (`lanes.rs` in f32, `dots.rs` in bf16 dot products), and these are merged in ascending
+//! order (`running.rs`). Whether one task does all that or several do is this file's choice and changes no bit.
 #[cfg(target_arch = "x86_64")]
 mod dots;
 mod lanes;
@@ -20,9 +21,11 @@ use super::{Shared, pool};
 use crate::executor::KvDtype;
 use crate::step::Chunk;
 
-/// Keys of a partition: where the first one begins follows from position 0 alone. A multiple of what the walks take at a time.
+/// Keys of a partition: where the first one begins follows from position 0 alone. A multiple of what the walks take at
+/// a time.
 pub(super) const PARTITION: usize = 512;
-/// Rows up to which a tile may be split: more of them make tiles enough for all threads, and memory for partitions large.
+/// Rows up to which a tile may be split: more of them make tiles enough for all threads, and memory for partitions
+/// large.
 const SPLIT_ROWS: usize = 4;
 /// A tile that is more than one part in so many of a thread's share of the step is split.
 const SHARE_PARTS: usize = 4;
@@ -116,9 +119,9 @@ impl Attention {
         Self { isa, tasks: Vec::new(), splits: Vec::new(), partials: Vec::new() }
     }
 
-    /// Row `r` of `out` (rows × heads × head_dim) becomes `softmax(q · Kᵀ / sqrt(head_dim)) · V` over the positions up to
-    /// and including its own (of these the last `window`), whose K and V of `layer` must be in the arena. Nobody may write
-    /// these blocks meanwhile.
+    /// Row `r` of `out` (rows × heads × head_dim) becomes `softmax(q · Kᵀ / sqrt(head_dim)) · V` over the positions up
+    /// to and including its own (of these the last `window`), whose K and V of `layer` must be in the arena. Nobody may
+    /// write these blocks meanwhile.
     ///
     /// # Panics
     /// If the lengths do not fit together or a block is not of the arena.
@@ -165,8 +168,8 @@ impl Attention {
         pool::for_each(self.tasks.len(), |task| {
             let Task { rows, keys } = &self.tasks[task];
             let tile = tile_of(rows);
-            // SAFETY: the rows and heads exist, and no other task has them, or has them with this partition, whose place in
-            // `partials` it has alone.
+            // SAFETY: the rows and heads exist, and no other task has them, or has them with this partition, whose
+            // place in `partials` it has alone.
             SCRATCH.with_borrow_mut(|scratch| unsafe {
                 match *keys {
                     Keys::All => scratch.attend(walk, &tile, rows),

@@ -1,6 +1,7 @@
 //! The kernels of an engine: the configuration asks for some, the machine has some, and what the machine has is tested
 //! before it is trusted. AMX's tiles are the only ones that are tested at each start: they stand on assembly and on a
-//! permission of the kernel, and few machines have them, so that a fault there would be found by a user's wrong answers.
+//! permission of the kernel, and few machines have them, so that a fault there would be found by a user's wrong
+//! answers.
 use super::simd::{Isa, IsaChoice};
 
 /// The instruction set of `choice`, the best one of those; with `exact` of those that do not round. Tiles that fail

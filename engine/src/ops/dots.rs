@@ -1,5 +1,5 @@
-//! `out = x · Wᵀ` by the bf16 dot products of AVX-512: `x` is rounded to bf16, weights enter as they are (4-bit and 8-bit
-//! integers are exact in bf16; their scales multiply the f32 sum of each group of 32 `k`), sums are f32.
+//! `out = x · Wᵀ` by the bf16 dot products of AVX-512: `x` is rounded to bf16, weights enter as they are (4-bit and
+//! 8-bit integers are exact in bf16; their scales multiply the f32 sum of each group of 32 `k`), sums are f32.
 //!
 //! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
 //! its 16 pairs ascending from zero, times the scale, plus the total; then the offset times the sum of the group's `x`.
@@ -378,7 +378,8 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
     }
 }
 
-/// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns `M`.
+/// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns
+/// `M`.
 #[inline(always)]
 unsafe fn group_tile<const M: usize>(
     scratch: &mut Scratch,

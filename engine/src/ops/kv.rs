@@ -1,14 +1,15 @@
 //! The paged KV arena as the kernels see it: where a head of a token lies, and writing it. Layout of a block:
-//! `[layer][K|V][kv_head][token / 16]`, and within such a sub-block of 16 tokens, which the kernels take at a time, for f32
-//! `[token][head_dim]`. For bf16 the values stand as the dot products of `dots.rs` take them, which sum over two neighbours
-//! in each 32-bit lane: K sums over dimensions, so it is `[head_dim / 2][token][2]`, V sums over tokens, so it is
-//! `[token / 2][head_dim][2]`. For int8 the values stand in the same orders, one byte each, and behind them the 16 tokens'
-//! scales in bf16. Who owns which block is `blocks.rs`'s matter.
+//! `[layer][K|V][kv_head][token / 16]`, and within such a sub-block of 16 tokens, which the kernels take at a time, for
+//! f32 `[token][head_dim]`. For bf16 the values stand as the dot products of `dots.rs` take them, which sum over two
+//! neighbours in each 32-bit lane: K sums over dimensions, so it is `[head_dim / 2][token][2]`, V sums over tokens, so
+//! it is `[token / 2][head_dim][2]`. For int8 the values stand in the same orders, one byte each, and behind them the
+//! 16 tokens' scales in bf16. Who owns which block is `blocks.rs`'s matter.
 //!
-//! **8-bit numbers.** A token's K (and V) of a head has one scale, its greatest magnitude / 127 rounded to bf16; a value is
-//! `integer · scale`, exact in f32, and off by half a scale at most (more only where the scale is subnormal). So tokens can be written one by one: none changes what
-//! another's bytes mean. A scale that is zero makes all values zero. NaN or an infinity among the values becomes the
-//! scale, and that token's whole head reads as NaN; other tokens and heads do not notice.
+//! **8-bit numbers.** A token's K (and V) of a head has one scale, its greatest magnitude / 127 rounded to bf16; a
+//! value is `integer · scale`, exact in f32, and off by half a scale at most (more only where the scale is subnormal).
+//! So tokens can be written one by one: none changes what another's bytes mean. A scale that is zero makes all values
+//! zero. NaN or an infinity among the values becomes the scale, and that token's whole head reads as NaN; other tokens
+//! and heads do not notice.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -142,10 +143,11 @@ impl KvArena {
         let (slot, dim) = (place.slot % SUB_BLOCK_TOKENS, self.layout.head_dim);
         assert!(place.slot < self.layout.block_tokens && values.len() == dim);
         let to = self.sub_block(&[place.block], place.slot / SUB_BLOCK_TOKENS, layer, part, head).cast_mut();
-        // SAFETY: a sub-block is 16 × head_dim values of the layout's type (and for int8 16 scales), aligned to 8 bytes, in an
-        // arena that lives; all indices are below that. Atomic stores, because other threads write other tokens of the
-        // same words. Nobody reads the layer of a block that is written here: a transfer, which reads in words of 64 bits,
-        // begins with a layer when all its tokens are written, or with the whole block when the step has ended.
+        // SAFETY: a sub-block is 16 × head_dim values of the layout's type (and for int8 16 scales), aligned to 8
+        // bytes, in an arena that lives; all indices are below that. Atomic stores, because other threads write other
+        // tokens of the same words. Nobody reads the layer of a block that is written here: a transfer, which reads in
+        // words of 64 bits, begins with a layer when all its tokens are written, or with the whole block when the step
+        // has ended.
         unsafe {
             match (self.layout.dtype, part) {
                 (KvDtype::F32, _) => {
@@ -176,8 +178,8 @@ impl KvArena {
         }
     }
 
-    /// K or V of one head of the positions `16 * index ..` of a sequence in `blocks`: `16 × head_dim` values in the order
-    /// of the layout, and the scales of 8-bit ones. Valid as long as the arena lives.
+    /// K or V of one head of the positions `16 * index ..` of a sequence in `blocks`: `16 × head_dim` values in the
+    /// order of the layout, and the scales of 8-bit ones. Valid as long as the arena lives.
     ///
     /// # Panics
     /// If an argument is out of range.
@@ -235,8 +237,8 @@ unsafe fn write_int8(to: *mut u8, slot: usize, part: Part, values: &[f32]) {
     }
 }
 
-/// What the 8-bit values of a token's head are multiples of. Rounded before anything is divided by it: what is read back
-/// depends on the stored scale alone.
+/// What the 8-bit values of a token's head are multiples of. Rounded before anything is divided by it: what is read
+/// back depends on the stored scale alone.
 pub(super) fn scale_of(values: &[f32]) -> half::bf16 {
     // As integers, magnitudes have the order of the numbers, infinity and then NaN above all.
     let greatest = values.iter().map(|value| value.abs().to_bits()).max().unwrap_or(0);

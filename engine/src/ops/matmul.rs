@@ -1,6 +1,6 @@
-//! `out = x · Wᵀ`, with weights packed once at load. 4-bit, 8-bit and 16-bit weights stay as they are in memory and become the
-//! exact f32 of their format inside the kernel: the result equals that of f32 weights bit for bit, at a fraction of the
-//! bytes, and bytes are what decode waits for.
+//! `out = x · Wᵀ`, with weights packed once at load. 4-bit, 8-bit and 16-bit weights stay as they are in memory and
+//! become the exact f32 of their format inside the kernel: the result equals that of f32 weights bit for bit, at a
+//! fraction of the bytes, and bytes are what decode waits for.
 //!
 //! The weights' layout is [`super::packed`]'s.
 //!
@@ -14,8 +14,8 @@ use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
 use super::{Shared, pool};
 
-/// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at pages
-/// and falls behind while rows are multiplied; this made decode steps a quarter shorter.
+/// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at
+/// pages and falls behind while rows are multiplied; this made decode steps a quarter shorter.
 pub(super) const AHEAD: usize = 8;
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
@@ -80,8 +80,8 @@ pub(super) struct Part {
     pub panels: Range<usize>,
 }
 
-/// Cuts a product with `rows` rows (at least one) into parts of at most `row_chunk` rows, `tasks_per_thread` of them for
-/// each thread of the current pool if there are enough panels, and runs `f` for each.
+/// Cuts a product with `rows` rows (at least one) into parts of at most `row_chunk` rows, `tasks_per_thread` of them
+/// for each thread of the current pool if there are enough panels, and runs `f` for each.
 pub(super) fn for_each_part(
     rows: usize,
     row_chunk: usize,

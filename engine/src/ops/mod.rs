@@ -2,11 +2,12 @@
 //! addresses, not models or requests. This is the one room of the engine where `unsafe` is allowed.
 //!
 //! **Batch invariance.** Every output element is computed by one fixed sequence of IEEE operations that does not depend
-//! on how many rows, items or threads stand beside it: a product accumulates over `k` in ascending order, attention walks
-//! the keys of a sequence in partitions that begin at fixed positions and merges these in ascending order. So a prompt in chunks, in a batch or on another node gives the same
-//! bits. There are two such sequences: one in f32, the same on every machine, and one of bf16 dot products,
-//! faster, on machines that have them ([`simd::Isa::rounds`]). Where those machines have AMX, too, products of
-//! more than four rows are a third one, in tiles: the same bits for every number of rows above four, others up to it.
+//! on how many rows, items or threads stand beside it: a product accumulates over `k` in ascending order, attention
+//! walks the keys of a sequence in partitions that begin at fixed positions and merges these in ascending order. So a
+//! prompt in chunks, in a batch or on another node gives the same bits. There are two such sequences: one in f32, the
+//! same on every machine, and one of bf16 dot products, faster, on machines that have them ([`simd::Isa::rounds`]).
+//! Where those machines have AMX, too, products of more than four rows are a third one, in tiles: the same bits for
+//! every number of rows above four, others up to it.
 //!
 //! The tiles' product is tested on an emulator of the registers that follows Intel's description of the instructions
 //! (where there is AVX-512 BF16), and by the same tests on the registers themselves where a machine has them. An engine

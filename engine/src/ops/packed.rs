@@ -1,10 +1,10 @@
-//! Weights as the kernels of [`super::matmul`] read them, and the packing of a model file's rows into that layout: panel
-//! by panel on all threads, straight from the file's bytes. No copy of a whole tensor is made in between.
+//! Weights as the kernels of [`super::matmul`] read them, and the packing of a model file's rows into that layout:
+//! panel by panel on all threads, straight from the file's bytes. No copy of a whole tensor is made in between.
 //!
 //! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then the
-//! weights. f32 and f16 weights stand row after row of 32 columns. The others stand in pairs of neighbouring `k`, first all
-//! of the panel's left 16 columns, then of the right ones, because the instructions of `dots.rs` take two `k` at a time: a
-//! vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
+//! weights. f32 and f16 weights stand row after row of 32 columns. The others stand in pairs of neighbouring `k`, first
+//! all of the panel's left 16 columns, then of the right ones, because the instructions of `dots.rs` take two `k` at a
+//! time: a vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tandem_gguf::TensorType;
@@ -85,8 +85,8 @@ pub struct PackedMatrix {
 
 impl PackedMatrix {
     /// Packs `columns` rows of length `k`, on all threads of the current pool. `format` is what [`WeightFormat::kept`]
-    /// gives for the rows' types, or f32 or bf16. Q8_0 with a weight of -128, which GGML itself never writes, becomes f32:
-    /// the kernels of `dots.rs` take magnitudes up to 127.
+    /// gives for the rows' types, or f32 or bf16. Q8_0 with a weight of -128, which GGML itself never writes, becomes
+    /// f32: the kernels of `dots.rs` take magnitudes up to 127.
     ///
     /// # Panics
     /// If a row does not have `k` values, or of another type than `format` can hold.
@@ -160,7 +160,8 @@ impl PackedMatrix {
         })
     }
 
-    /// Calls `put` for each output column, on all threads: its panel, its place there, its number, and memory for `k` values.
+    /// Calls `put` for each output column, on all threads: its panel, its place there, its number, and memory for `k`
+    /// values.
     fn filled(
         format: WeightFormat,
         columns: usize,
@@ -333,8 +334,8 @@ fn pair_at(column: usize, k: usize) -> usize {
     ((column / LANES * BLOCK / 2 + k / 2) * LANES + column % LANES) * 2 + k % 2
 }
 
-/// Byte and shift of a 4-bit weight in its block. A lane of 32 bits holds the column's next four pairs, a nibble each in
-/// both of its halves.
+/// Byte and shift of a 4-bit weight in its block. A lane of 32 bits holds the column's next four pairs, a nibble each
+/// in both of its halves.
 fn nibble_at(column: usize, k: usize) -> (usize, u32) {
     let bit = k / 2 % 4 * 4;
     let byte = (column / LANES * 4 + k / 8) * LANES * 4 + column % LANES * 4 + k % 2 * 2 + bit / 8;

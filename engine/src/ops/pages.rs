@@ -6,8 +6,8 @@ use memmap2::MmapMut;
 
 const PAGE_BYTES: usize = 4096;
 
-/// Zeroed bytes that begin at a page, as packed weights should: a vector or a row of a tile is then one line of cache and
-/// never two. A page takes memory, on the socket of the thread that does so, when it is first written.
+/// Zeroed bytes that begin at a page, as packed weights should: a vector or a row of a tile is then one line of cache
+/// and never two. A page takes memory, on the socket of the thread that does so, when it is first written.
 pub(super) struct Lines {
     map: MmapMut,
     bytes: usize,

@@ -1,5 +1,5 @@
-//! What the machine's memory and multiply-adds could do if nothing else were to be done: the ceilings that benchmarks set
-//! kernels beside.
+//! What the machine's memory and multiply-adds could do if nothing else were to be done: the ceilings that benchmarks
+//! set kernels beside.
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
@@ -8,8 +8,9 @@ use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 /// Sums that do not wait for one another: enough for the latency, and few enough for the registers of AVX2.
 const SUMS: usize = 7;
 
-/// Keeps the calling thread's multiply-add units busy `times` rounds long, in the arithmetic that `isa`'s matrix products
-/// use (of AVX-512 where that has AMX); returns how many operations that were, an addition and a multiplication counted as two.
+/// Keeps the calling thread's multiply-add units busy `times` rounds long, in the arithmetic that `isa`'s matrix
+/// products use (of AVX-512 where that has AMX); returns how many operations that were, an addition and a
+/// multiplication counted as two.
 pub fn multiply_adds(isa: Isa, times: u32) -> u64 {
     let mut out = [0.0f32; LANES];
     let operations = 2 * u64::from(times) * (SUMS * LANES) as u64;

@@ -1,5 +1,5 @@
-//! Sixteen lanes of f32 under one trait, for AVX-512, AVX2 with FMA and F16C, and plain Rust. All three give the same bits: only
-//! operations that IEEE 754 defines exactly are used, and `fma` rounds once everywhere.
+//! Sixteen lanes of f32 under one trait, for AVX-512, AVX2 with FMA and F16C, and plain Rust. All three give the same
+//! bits: only operations that IEEE 754 defines exactly are used, and `fma` rounds once everywhere.
 //!
 //! Kernels are written once, generic over [`Lanes`], as `#[inline(always)]` functions; [`isa_dispatch`] makes the
 //! `#[target_feature]` instances and chooses one at run time.
@@ -199,13 +199,14 @@ pub(super) fn prefetch(from: *const u8, bytes: usize) {
     let _ = (from, bytes);
 }
 
-/// Plain loops without [`Lanes`] that are worth wide vectors. They must not depend on them: what is added in which order stands in
-/// the loops, and nothing is fused.
+/// Plain loops without [`Lanes`] that are worth wide vectors. They must not depend on them: what is added in which
+/// order stands in the loops, and nothing is fused.
 pub trait Pass {
     /// Result.
     type Output;
 
-    /// Runs the loops. `#[inline(always)]` where it is implemented, and nothing behind it kept out of line, or it stays narrow.
+    /// Runs the loops. `#[inline(always)]` where it is implemented, and nothing behind it kept out of line, or it stays
+    /// narrow.
     fn run(self) -> Self::Output;
 }
 
@@ -323,7 +324,8 @@ pub(super) trait Lanes: Copy {
         }
     }
 
-    /// `e^self` within 2 ulp over [-87, 88], clamped beyond; NaN of NaN. Cephes' polynomial (netlib.org/cephes, `expf`).
+    /// `e^self` within 2 ulp over [-87, 88], clamped beyond; NaN of NaN. Cephes' polynomial (netlib.org/cephes,
+    /// `expf`).
     #[inline(always)]
     unsafe fn exp(self) -> Self {
         const MAGIC: f32 = 12_582_912.0;

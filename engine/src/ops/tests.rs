@@ -245,8 +245,8 @@ proptest! {
         let case = Case { window, ..Case::new(layout, group, tokens, seed) };
         for isa in rounding() {
             let whole = case.attend(isa, &[(0, tokens)]);
-            // Weights of 8 bits: each is off by 2^-9 of itself at most, and the values are below 1. Unpacked 8-bit values
-            // are off by as much again.
+            // Weights of 8 bits: each is off by 2^-9 of itself at most, and the values are below 1. Unpacked 8-bit
+            // values are off by as much again.
             case.check(&whole, if int8 { 8e-3 } else { 4e-3 })?;
             prop_assert_eq!(&case.attend(isa, &[(0, cut), (cut, tokens)]), &whole);
             let single: Vec<(usize, usize)> = (0..tokens).map(|i| (i, i + 1)).collect();

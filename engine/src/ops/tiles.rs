@@ -1,5 +1,5 @@
-//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `dots.rs` reads weights for directly: `x` and the weights
-//! are rounded to bf16, sums are f32. [`amx`] has the registers.
+//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `dots.rs` reads weights for directly: `x` and the
+//! weights are rounded to bf16, sums are f32. [`amx`] has the registers.
 //!
 //! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of packed bf16 weights is two
 //! tiles as it lies in memory, 16 pairs of `k` × 16 columns each; the sums of 16 rows × 16 columns are a tile of f32.
@@ -44,8 +44,8 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
     // Several tasks a thread even out cores of unequal speed.
     for_each_part(x.len() / w.k(), row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |part| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the machine has the instructions, as the caller says; the part's rows are in `x` and `out`, and no
-            // other task has these rows and panels; a bf16 panel is two tiles a group; tasks use tiles nowhere else.
+            // SAFETY: the machine has the instructions, as the caller says; the part's rows are in `x` and `out`, and
+            // no other task has these rows and panels; a bf16 panel is two tiles a group; tasks use tiles nowhere else.
             unsafe {
                 if scratch.holds != Some(part.chunk) {
                     scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());

@@ -1,5 +1,6 @@
-//! Scheduler, pool and executor without threads or clock: thousands of requests on tiny KV memory, with shared beginnings,
-//! priorities, cancels and failing steps, from one seed. Every answer must equal that of the request run alone.
+//! Scheduler, pool and executor without threads or clock: thousands of requests on tiny KV memory, with shared
+//! beginnings, priorities, cancels and failing steps, from one seed. Every answer must equal that of the request run
+//! alone.
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::pin::Pin;

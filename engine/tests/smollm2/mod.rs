@@ -1,4 +1,5 @@
-//! The model of the set-up, and what an independent engine makes of it (llama.cpp, see the data file's `oracle` and `note`).
+//! The model of the set-up, and what an independent engine makes of it (llama.cpp, see the data file's `oracle` and
+//! `note`).
 use std::path::PathBuf;
 
 use serde::Deserialize;

@@ -45,8 +45,8 @@ impl Memcpy {
     }
 }
 
-/// `write_all` and `read_exact` between two threads over loopback, buffers as the kernel tunes them, pieces taken from all
-/// over two arrays as large as the arenas.
+/// `write_all` and `read_exact` between two threads over loopback, buffers as the kernel tunes them, pieces taken from
+/// all over two arrays as large as the arenas.
 pub struct Sockets {
     from: Vec<u8>,
     socket: TcpStream,
@@ -94,8 +94,8 @@ impl Sockets {
     }
 }
 
-/// GB/s of `messages` active messages of `ucx_perftest` with `settings` (as `UcxConfig::settings` has them); `None` when
-/// it is not installed.
+/// GB/s of `messages` active messages of `ucx_perftest` with `settings` (as `UcxConfig::settings` has them); `None`
+/// when it is not installed.
 pub fn perftest(range_bytes: usize, messages: usize, settings: &[(&str, String)]) -> anyhow::Result<Option<f64>> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
     let run = |server: Option<&str>| {

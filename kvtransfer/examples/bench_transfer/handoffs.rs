@@ -77,8 +77,8 @@ impl Bench {
         Ok(Sample { push: rate(verified.last_arrival), verified: rate(verified.verified_at) })
     }
 
-    /// GB/s of sending one block again and again, into an arena that fits the cache: a hand-off fills each block once, so
-    /// this takes many hand-offs, all announced before and pushed at once.
+    /// GB/s of sending one block again and again, into an arena that fits the cache: a hand-off fills each block once,
+    /// so this takes many hand-offs, all announced before and pushed at once.
     pub async fn hot(&mut self) -> anyhow::Result<f64> {
         let (from, to) = (vec![0; self.to.blocks() as usize], (0..self.to.blocks()).collect::<Vec<_>>());
         let (mut pushing, mut receiving) = (vec![], vec![]);

@@ -1,5 +1,5 @@
-//! How fast one core checks what has landed: XXH3-64 through the arena's atomic words, of memory that the caches hold (just
-//! landed, the common case when hashing follows the copy) and of memory that they do not.
+//! How fast one core checks what has landed: XXH3-64 through the arena's atomic words, of memory that the caches hold
+//! (just landed, the common case when hashing follows the copy) and of memory that they do not.
 use std::sync::Arc;
 use std::time::Instant;
 

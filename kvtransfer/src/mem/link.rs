@@ -1,5 +1,5 @@
-//! One connection of a `MemNetwork`: a queue of frames, and the task that carries them to the receiver's registry. Frames that
-//! were queued arrive even when the sender has let go of them meanwhile; their blocks are kept for so long.
+//! One connection of a `MemNetwork`: a queue of frames, and the task that carries them to the receiver's registry.
+//! Frames that were queued arrive even when the sender has let go of them meanwhile; their blocks are kept for so long.
 use std::sync::Arc;
 
 use futures::FutureExt;

@@ -1,5 +1,5 @@
-//! What may happen to the frames of a `MemNetwork`: they are late, lost or damaged, and writing takes time. The network asks;
-//! a simulation answers.
+//! What may happen to the frames of a `MemNetwork`: they are late, lost or damaged, and writing takes time. The network
+//! asks; a simulation answers.
 use futures::future::BoxFuture;
 
 /// What travels.

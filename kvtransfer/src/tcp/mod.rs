@@ -244,7 +244,8 @@ impl Drop for Place {
 }
 
 /// A connection that hand-offs may use, and what must happen when it ends, however its reading thread does: by the end
-/// of the connection, by a panic, or by never having started. Else hand-offs would go on using it, until their leases end.
+/// of the connection, by a panic, or by never having started. Else hand-offs would go on using it, until their leases
+/// end.
 struct Attached {
     shared: Arc<Shared>,
     connection: Arc<Connection>,

@@ -1,5 +1,5 @@
-//! What waits to leave by one connection. Data and seals wait in order and need credit; answers, keep-alives and cancels
-//! overtake them. Knows no socket.
+//! What waits to leave by one connection. Data and seals wait in order and need credit; answers, keep-alives and
+//! cancels overtake them. Knows no socket.
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 

@@ -1,7 +1,8 @@
 //! Worker addresses, checked before UCX sees them. `ucp_ep_create` takes a pointer without a length and trusts what is
-//! there: a made-up address ends the process, a truncated one is read past its end. Addresses come from strangers, in tickets
-//! and hellos, so [`Endpoint::connect`](super::owners::Endpoint::connect) takes nothing but a [`CheckedAddress`], and
-//! there are two ways to one: our own worker's word, and a tag that only a holder of the cluster's key can have made.
+//! there: a made-up address ends the process, a truncated one is read past its end. Addresses come from strangers, in
+//! tickets and hellos, so [`Endpoint::connect`](super::owners::Endpoint::connect) takes nothing but a
+//! [`CheckedAddress`], and there are two ways to one: our own worker's word, and a tag that only a holder of the
+//! cluster's key can have made.
 //!
 //! ```text
 //! 0..4   magic "TKA1"
@@ -10,8 +11,8 @@
 //! 22..   UCX's address, opaque
 //! ```
 //! The tag's key comes from [`UcxConfig::address_key`](super::UcxConfig::address_key) and from the build id, so that a
-//! UCX reads addresses of its own version and profile only. It says who made an address, not that its worker still lives.
-//! Knows no UCX call. Read next: `owners.rs`.
+//! UCX reads addresses of its own version and profile only. It says who made an address, not that its worker still
+//! lives. Knows no UCX call. Read next: `owners.rs`.
 use sha2::{Digest, Sha256};
 
 use crate::error::AddressError;

@@ -1,9 +1,10 @@
-//! The thread that owns a UCX worker and makes every `ucp_*` call: commands from the process, events from the callbacks,
-//! deadlines of our own, and the close of endpoints. What frames mean stands in `sending.rs` and `receiving.rs`.
+//! The thread that owns a UCX worker and makes every `ucp_*` call: commands from the process, events from the
+//! callbacks, deadlines of our own, and the close of endpoints. What frames mean stands in `sending.rs` and
+//! `receiving.rs`.
 //!
-//! Trust in UCX ends where measurements ended it: it does not notice a frozen peer, and it may lose the requests of a dead
-//! one. So every operation has a deadline; one that is late, or that failed, takes its endpoint with it; and blocks stay
-//! with their operation until its callback came or UCX has closed the endpoint.
+//! Trust in UCX ends where measurements ended it: it does not notice a frozen peer, and it may lose the requests of a
+//! dead one. So every operation has a deadline; one that is late, or that failed, takes its endpoint with it; and
+//! blocks stay with their operation until its callback came or UCX has closed the endpoint.
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -33,7 +34,8 @@ use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
 
 /// Commands in one turn.
 const COMMANDS_PER_TURN: usize = 64;
-/// Calls of `ucp_worker_progress` in one turn that did something, and in a row that did not while something is in flight.
+/// Calls of `ucp_worker_progress` in one turn that did something, and in a row that did not while something is in
+/// flight.
 const HITS_PER_TURN: usize = 64;
 const MISSES_PER_TURN: usize = 16;
 /// A system call costs more than a few turns in which a fragment may arrive.
@@ -417,8 +419,8 @@ impl Driver {
         drop(held.claims);
     }
 
-    /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts as
-    /// possible (`let_go` kept it in quarantine) ends with the worker.
+    /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts
+    /// as possible (`let_go` kept it in quarantine) ends with the worker.
     fn cut_off(&mut self, endpoint: EndpointId) {
         let message = "its writes into abandoned KV blocks did not end";
         if self.endpoints.has(endpoint) {
@@ -438,8 +440,8 @@ impl Driver {
         }
     }
 
-    /// The worker is deaf: takes leave of every peer, and goes on with a new worker at a new address. Tickets of the old
-    /// one lead nowhere and fail at their senders.
+    /// The worker is deaf: takes leave of every peer, and goes on with a new worker at a new address. Tickets of the
+    /// old one lead nowhere and fail at their senders.
     fn start_anew(&mut self, why: &str) {
         tracing::error!("the UCX worker is replaced, and open KV hand-offs end: {why}");
         self.probe = None;
@@ -547,8 +549,8 @@ impl Driver {
         let Self { probe, endpoints, worker, region, context, operations, config, .. } = self;
         drop(probe);
         if config.profile == UcxProfile::Tcp {
-            // UCX 1.13 aborts when a worker ends while a socket still connects. Without a thread it touches nothing more,
-            // and the process closes its sockets.
+            // UCX 1.13 aborts when a worker ends while a socket still connects. Without a thread it touches nothing
+            // more, and the process closes its sockets.
             std::mem::forget((endpoints, worker, region, context));
         } else {
             // Connections before the worker before the memory: here every write into the arena ends.

@@ -3,7 +3,8 @@
 use super::driver::Shared;
 use crate::error::TransferError;
 
-/// Lives as long as the thread's work, and longer than the driver itself: when it is dropped, UCX's worker is destroyed.
+/// Lives as long as the thread's work, and longer than the driver itself: when it is dropped, UCX's worker is
+/// destroyed.
 pub(super) struct Ending(pub(super) Shared);
 
 impl Drop for Ending {

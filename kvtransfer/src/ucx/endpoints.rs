@@ -1,5 +1,5 @@
-//! One endpoint per peer address, bounded, made on demand and never repaired: an endpoint that failed is closed by force,
-//! and the next hand-off gets a new one with a new id. Knows no frame and no hand-off.
+//! One endpoint per peer address, bounded, made on demand and never repaired: an endpoint that failed is closed by
+//! force, and the next hand-off gets a new one with a new id. Knows no frame and no hand-off.
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;

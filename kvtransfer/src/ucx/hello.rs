@@ -1,5 +1,5 @@
-//! The first frame of a hand-off: which hand-off, by which build, and where the receiver's answers go; the first of them
-//! is the welcome, and nothing else of the hand-off is sent before it came. The address is tagged as in a ticket
+//! The first frame of a hand-off: which hand-off, by which build, and where the receiver's answers go; the first of
+//! them is the welcome, and nothing else of the hand-off is sent before it came. The address is tagged as in a ticket
 //! (`address.rs`): a hello that is not one of our cluster's reaches nothing of UCX.
 //!
 //! ```text

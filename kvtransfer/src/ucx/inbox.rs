@@ -14,8 +14,8 @@ use super::endpoints::EndpointId;
 use super::operations::OperationId;
 use crate::wire::{HEADER_BYTES, MAX_SEAL_BYTES};
 
-/// Events between two looks. What arrives beyond is dropped and counted: a range is refused, and a hand-off whose frame was
-/// lost ends by its lease.
+/// Events between two looks. What arrives beyond is dropped and counted: a range is refused, and a hand-off whose frame
+/// was lost ends by its lease.
 const MAX_EVENTS: usize = 16 * 1024;
 
 /// A rendezvous payload that waits for its place. UCX keeps it until it is received or released.

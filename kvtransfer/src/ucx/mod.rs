@@ -1,15 +1,17 @@
-//! KV over UCX (<https://openucx.org>): shared memory, sockets or RDMA by active-message rendezvous. The sender announces
-//! a range, the receiver looks its blocks up in its own grant and lets UCX put the bytes there: our frames carry no remote
-//! key and no memory address. UCX's own frames do, on a fabric: its rendezvous sends the address of the data and a key of
-//! the registered memory, which is the whole arena. So a peer on RDMA is one that is trusted with all of a node's KV.
+//! KV over UCX (<https://openucx.org>): shared memory, sockets or RDMA by active-message rendezvous. The sender
+//! announces a range, the receiver looks its blocks up in its own grant and lets UCX put the bytes there: our frames
+//! carry no remote key and no memory address. UCX's own frames do, on a fabric: its rendezvous sends the address of the
+//! data and a key of the registered memory, which is the whole arena. So a peer on RDMA is one that is trusted with all
+//! of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
-//! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its tables,
-//! `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one
-//! frame that only this backend has.
+//! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
+//! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
+//! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
+//! transports, `hello` is the one frame that only this backend has.
 //!
-//! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id, which
-//! is compared before UCX is touched. Read next: `driver.rs`.
+//! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
+//! which is compared before UCX is touched. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
 mod address;
@@ -68,8 +70,8 @@ impl UcxTransport {
     /// Loads UCX, registers the arena and starts the driver thread.
     ///
     /// # Errors
-    /// `Incompatible` when UCX is absent, of a version that is not served, or has no transport for the profile; `Io` when
-    /// it refuses the settings or the arena; `BadAddress` when its address is longer than peers take.
+    /// `Incompatible` when UCX is absent, of a version that is not served, or has no transport for the profile; `Io`
+    /// when it refuses the settings or the arena; `BadAddress` when its address is longer than peers take.
     pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Arc<Self>, TransferError> {
         let api = Api::load(config.lib_dir.as_deref())
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
@@ -205,8 +207,9 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    /// A vector of pieces names no registered memory, so on a fabric UCX copies it, piece by piece, on the driver's thread.
-    /// This bounds the sender's side alone: where the receiver's blocks of a range lie scattered, UCX copies there.
+    /// A vector of pieces names no registered memory, so on a fabric UCX copies it, piece by piece, on the driver's
+    /// thread. This bounds the sender's side alone: where the receiver's blocks of a range lie scattered, UCX copies
+    /// there.
     fn max_runs(&self) -> usize {
         if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
     }

@@ -1,5 +1,6 @@
-//! What UCX works on, each with everything it may touch: header, payload, blocks, claim. An entry leaves when its callback
-//! came, or when its endpoint is closed; a request that UCX lost names an id that is no longer here, and harms nobody.
+//! What UCX works on, each with everything it may touch: header, payload, blocks, claim. An entry leaves when its
+//! callback came, or when its endpoint is closed; a request that UCX lost names an id that is no longer here, and harms
+//! nobody.
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::time::Instant;
@@ -39,8 +40,8 @@ pub(super) struct Operation {
     pub(super) work: Work,
 }
 
-/// What an operation does and what it keeps. Heap memory: it stays in place when the entry moves, and UCX may point to it
-/// all the while, as a `Vec` allows and a `Box`, which claims its content with each move, does not.
+/// What an operation does and what it keeps. Heap memory: it stays in place when the entry moves, and UCX may point to
+/// it all the while, as a `Vec` allows and a `Box`, which claims its content with each move, does not.
 pub(super) enum Work {
     /// A header with a small payload.
     Frame { header: Vec<u8>, payload: Vec<u8> },
@@ -130,8 +131,9 @@ impl Operations {
         late.map(|operation| operation.endpoint).collect()
     }
 
-    /// The endpoint is closed, but UCX did not complete these: they give up their blocks and keep what UCX might look at.
-    /// Reading blocks late harms nobody, writing does: receives stay whole while writes are possible. Returns how many.
+    /// The endpoint is closed, but UCX did not complete these: they give up their blocks and keep what UCX might look
+    /// at. Reading blocks late harms nobody, writing does: receives stay whole while writes are possible. Returns how
+    /// many.
     pub(super) fn abandon(&mut self, endpoint: EndpointId, writes: Writes) -> usize {
         let mut kept = 0;
         self.extended.remove(&endpoint);

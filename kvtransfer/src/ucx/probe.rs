@@ -1,9 +1,8 @@
-//! Is our own shared-memory queue still alive? Senders of UCX's shared memory take a slot of the receiver's queue, fill it
-//! and then mark it as full. One that is killed (or frozen) in between leaves a slot that never becomes full, and the
-//! receiver waits for it for ever, deaf to every other peer. UCX cannot see that, so after each lost peer, and before
-//! anybody learns of the loss, a second worker of ours sends the first one a frame; if it does not arrive, the driver
-//! replaces its worker.
-//! Measured with UCX 1.13.1: about one SIGKILL in ten of a peer that was sending.
+//! Is our own shared-memory queue still alive? Senders of UCX's shared memory take a slot of the receiver's queue, fill
+//! it and then mark it as full. One that is killed (or frozen) in between leaves a slot that never becomes full, and
+//! the receiver waits for it for ever, deaf to every other peer. UCX cannot see that, so after each lost peer, and
+//! before anybody learns of the loss, a second worker of ours sends the first one a frame; if it does not arrive, the
+//! driver replaces its worker. Measured with UCX 1.13.1: about one SIGKILL in ten of a peer that was sending.
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 

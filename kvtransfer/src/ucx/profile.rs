@@ -6,8 +6,8 @@ use std::time::Duration;
 use crate::session::DEFAULT_GRACE;
 use crate::transport::Faults;
 
-/// Shared memory without CMA is a ring: the sender copies in, the receiver copies out. UCX's own 64 fragments of 8 KiB take
-/// half of a core's second-level cache, so that the copies miss it; a quarter of that is half as fast again
+/// Shared memory without CMA is a ring: the sender copies in, the receiver copies out. UCX's own 64 fragments of 8 KiB
+/// take half of a core's second-level cache, so that the copies miss it; a quarter of that is half as fast again
 /// (docs/benchmarks/transfer.md).
 const RING_FRAGMENTS: usize = 8;
 /// 16 KiB and UCX's headers.
@@ -51,11 +51,11 @@ pub struct UcxConfig {
     pub credit_bytes: usize,
     /// An operation that takes longer means that its peer is lost: UCX itself would wait for ever for a frozen one.
     pub stall_timeout: Duration,
-    /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its endpoint is closed by force; and
-    /// if that does not end them, the whole worker is replaced, which does.
+    /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its endpoint is closed by
+    /// force; and if that does not end them, the whole worker is replaced, which does.
     pub grace: Duration,
-    /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is the
-    /// default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
+    /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is
+    /// the default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
     pub address_key: [u8; 32],
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,

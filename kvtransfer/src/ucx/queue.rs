@@ -1,5 +1,5 @@
-//! The driver's inbox for the rest of the process: a bounded queue with an event descriptor, so that the driver can sleep
-//! in one `poll` for UCX and for commands. A producer writes the descriptor only when the driver is asleep.
+//! The driver's inbox for the rest of the process: a bounded queue with an event descriptor, so that the driver can
+//! sleep in one `poll` for UCX and for commands. A producer writes the descriptor only when the driver is asleep.
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Read, Write};

@@ -1,5 +1,5 @@
-//! The second layer over `ucx-sys`: every status becomes a `Result`, every pointer-or-status one of three cases. Knows no
-//! ownership; read `owners.rs` next.
+//! The second layer over `ucx-sys`: every status becomes a `Result`, every pointer-or-status one of three cases. Knows
+//! no ownership; read `owners.rs` next.
 use std::ffi::c_void;
 use std::ptr::NonNull;
 

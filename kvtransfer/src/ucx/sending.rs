@@ -1,6 +1,6 @@
-//! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them all.
-//! UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever opens a
-//! hand-off gets it when the receiver has answered the hello, and no range can overtake that.
+//! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them
+//! all. UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
+//! opens a hand-off gets it when the receiver has answered the hello, and no range can overtake that.
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::time::Instant;

@@ -1,8 +1,9 @@
-//! A thousand seeded attacks on receivers: bytes and frames changed, cut, replayed, misplaced and forged, by the right peer
-//! and by others. No hand-off may be verified with other bytes than its sender's; each attack is counted under its reason;
-//! and an honest hand-off works right after each. Prints a table of what was counted (`--nocapture`).
+//! A thousand seeded attacks on receivers: bytes and frames changed, cut, replayed, misplaced and forged, by the right
+//! peer and by others. No hand-off may be verified with other bytes than its sender's; each attack is counted under its
+//! reason; and an honest hand-off works right after each. Prints a table of what was counted (`--nocapture`).
 //!
-//! [`raw`] speaks the frames themselves, over `mem` and `tcp`; [`api`] does what the transports' interface allows, over UCX.
+//! [`raw`] speaks the frames themselves, over `mem` and `tcp`; [`api`] does what the transports' interface allows, over
+//! UCX.
 mod api;
 mod raw;
 

@@ -16,14 +16,15 @@ pub use types::*;
 /// What UCX reads in constructors, when the library is opened; a context's configuration is too late for these.
 ///
 /// - It would replace the process's handlers of fatal signals.
-/// - It would watch memory that comes and goes (`mmap`, `munmap`, `sbrk`, `malloc`), to forget registrations of memory that is
-///   gone. Both of its ways are unsafe in a process that has threads. `bistro` writes jumps into the code of libc, and a
-///   thread that runs there meanwhile crashes (its pull requests 5855 and 9148 narrow that, its own CI still meets it).
-///   `reloc` puts UCX's own allocator behind `malloc` and `free`, never frees what came from glibc's, and hands its own
-///   blocks to code of libc that frees them by glibc's (its issue 5644): one in nine runs of the conformance tests ended with a corrupt
-///   heap. An arena is registered once and outlives its registration, and small frames go through UCX's own buffers, so there is
-///   nothing to watch. What it costs: a range that lands in several places on a fabric (`owners.rs::place`) has no registration
-///   of its own, and UCX does not remember the one it makes. Not measured: no fabric here.
+/// - It would watch memory that comes and goes (`mmap`, `munmap`, `sbrk`, `malloc`), to forget registrations of memory
+///   that is gone. Both of its ways are unsafe in a process that has threads. `bistro` writes jumps into the code of
+///   libc, and a thread that runs there meanwhile crashes (its pull requests 5855 and 9148 narrow that, its own CI
+///   still meets it). `reloc` puts UCX's own allocator behind `malloc` and `free`, never frees what came from glibc's,
+///   and hands its own blocks to code of libc that frees them by glibc's (its issue 5644): one in nine runs of the
+///   conformance tests ended with a corrupt heap. An arena is registered once and outlives its registration, and small
+///   frames go through UCX's own buffers, so there is nothing to watch. What it costs: a range that lands in several
+///   places on a fabric (`owners.rs::place`) has no registration of its own, and UCX does not remember the one it
+///   makes. Not measured: no fabric here.
 const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
 
 /// The process already has several threads, so the environment may no longer be changed.
@@ -36,13 +37,13 @@ pub struct TooLate {
     pub threads: usize,
 }
 
-/// Makes the settings that UCX reads when it is loaded, but for those that the operator has made: it leaves the process's
-/// signal handlers and its memory functions alone. Call it as the first statement of `main`, before any runtime or thread
-/// starts.
+/// Makes the settings that UCX reads when it is loaded, but for those that the operator has made: it leaves the
+/// process's signal handlers and its memory functions alone. Call it as the first statement of `main`, before any
+/// runtime or thread starts.
 ///
 /// # Errors
-/// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works all the
-/// same then; only what [`SETTINGS`] avoids can happen.
+/// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works
+/// all the same then; only what [`SETTINGS`] avoids can happen.
 pub fn prepare_environment() -> Result<(), TooLate> {
     let missing = || SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
     if missing().next().is_none() {
@@ -53,8 +54,8 @@ pub fn prepare_environment() -> Result<(), TooLate> {
         return Err(TooLate { threads });
     }
     for (name, value) in missing() {
-        // SAFETY: this is the process's only thread (counted above, and only this thread could start another), so nothing
-        // reads the environment while it changes.
+        // SAFETY: this is the process's only thread (counted above, and only this thread could start another), so
+        // nothing reads the environment while it changes.
         unsafe { std::env::set_var(name, value) };
     }
     Ok(())

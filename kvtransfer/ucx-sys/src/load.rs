@@ -212,7 +212,8 @@ impl OpenLibrary {
     fn open(directory: Option<&Path>, name: &str) -> Result<Self, LoadError> {
         let path = directory.map_or_else(|| PathBuf::from(name), |directory| directory.join(name));
         let file = path.display().to_string();
-        // SAFETY: UCX's constructors only read the environment and install hooks that stay valid, as it is never closed.
+        // SAFETY: UCX's constructors only read the environment and install hooks that stay valid, as it is never
+        // closed.
         match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) } {
             Ok(library) => Ok(Self { file, library: ManuallyDrop::new(library) }),
             Err(error) => Err(LoadError::Open { file, reason: error.to_string() }),

@@ -1,5 +1,6 @@
-//! GGUF headers (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): keys, values, and where each tensor lies.
-//! Pure: bytes in, a [`Header`] or an error out. Engine and router both read files through it, each in its own way.
+//! GGUF headers (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>): keys, values, and where each tensor
+//! lies. Pure: bytes in, a [`Header`] or an error out. Engine and router both read files through it, each in its own
+//! way.
 //!
 //! Nothing in a header is trusted. Lengths are compared with the bytes that are there before memory is taken for them,
 //! and every count has a limit. What a tensor's bytes mean is the engine's matter.
@@ -151,8 +152,8 @@ impl TensorInfo {
         self.dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim))
     }
 
-    /// Bytes in the file: rows of whole groups. `None` where a row is none, where the sizes overflow, or for a type whose
-    /// size we do not have.
+    /// Bytes in the file: rows of whole groups. `None` where a row is none, where the sizes overflow, or for a type
+    /// whose size we do not have.
     pub fn bytes(&self) -> Option<u64> {
         let group = self.dtype.group()?;
         let row = self.dims.last().copied().unwrap_or(1);

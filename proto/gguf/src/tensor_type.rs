@@ -1,5 +1,5 @@
-//! GGML's number formats: names and sizes, as `ggml.h` numbers them. A format is a row's values in groups, each group a few
-//! scales and the values' bits.
+//! GGML's number formats: names and sizes, as `ggml.h` numbers them. A format is a row's values in groups, each group a
+//! few scales and the values' bits.
 use std::fmt;
 
 /// A format by its number. Formats that this list lacks have a number still, and a name that says it.

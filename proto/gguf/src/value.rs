@@ -1,7 +1,7 @@
 //! What stands under a key of a header.
 
-/// A value. Integers keep their width, because two keys of the same name may have different ones in different files; most
-/// readers want [`Value::unsigned`].
+/// A value. Integers keep their width, because two keys of the same name may have different ones in different files;
+/// most readers want [`Value::unsigned`].
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "GGUF's own names")]
 pub enum Value {

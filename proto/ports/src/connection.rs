@@ -1,6 +1,7 @@
-//! One accepted connection: a socket with its place among the port's, and, where many streams share it, a deadline for its
-//! first bytes and writes that gather. When its place goes to another, its reads end as if the client had left. Where a
-//! request was answered before its body was read, closing drains that body for a bounded time (a lingering close).
+//! One accepted connection: a socket with its place among the port's, and, where many streams share it, a deadline for
+//! its first bytes and writes that gather. When its place goes to another, its reads end as if the client had left.
+//! Where a request was answered before its body was read, closing drains that body for a bounded time (a lingering
+//! close).
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -17,8 +18,8 @@ use crate::stream::Stream;
 /// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
 
-/// How long a close drains a body that no handler read. Closing a socket with unread bytes resets the connection, and a reset
-/// discards an answer that the client has not read yet.
+/// How long a close drains a body that no handler read. Closing a socket with unread bytes resets the connection, and a
+/// reset discards an answer that the client has not read yet.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// A socket of a [`Port`](crate::Port). Dropping it makes room for another.

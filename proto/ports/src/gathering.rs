@@ -1,5 +1,6 @@
-//! A write that lets the others go first. An HTTP/2 connection is a task that runs as soon as one of its streams has a frame: of
-//! the tokens of sixty streams, that came together, each would be written by itself. One turn later they are one write.
+//! A write that lets the others go first. An HTTP/2 connection is a task that runs as soon as one of its streams has a
+//! frame: of the tokens of sixty streams, that came together, each would be written by itself. One turn later they are
+//! one write.
 use std::task::{Context, Poll};
 
 /// What stands before the writes of a connection.

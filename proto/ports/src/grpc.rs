@@ -14,16 +14,16 @@ use crate::Port;
 use crate::connection::Peer;
 use crate::held::Exchange;
 
-/// Concurrent calls of one client connection. Calls beyond them wait in the client. It bounds the half-read messages that one
-/// connection can hold.
+/// Concurrent calls of one client connection. Calls beyond them wait in the client. It bounds the half-read messages
+/// that one connection can hold.
 pub const CLIENT_STREAMS: u32 = 256;
 /// Concurrent calls of one connection to a node: the router has one connection for all its calls.
 pub const NODE_STREAMS: u32 = 4096;
-/// The prefix of health checks and reflection. They need no key and a call may stay open for ever, so they do not count as
-/// busy: their connection can be evicted.
+/// The prefix of health checks and reflection. They need no key and a call may stay open for ever, so they do not count
+/// as busy: their connection can be evicted.
 const PUBLIC: &str = "/grpc.";
-/// Calls that may be reset before the server has looked at them. More end the connection ("enhance your calm"), and all calls
-/// with it: those of h2's default, 20, are given up in a second of standstill with many clients.
+/// Calls that may be reset before the server has looked at them. More end the connection ("enhance your calm"), and all
+/// calls with it: those of h2's default, 20, are given up in a second of standstill with many clients.
 const RESETS: usize = 64;
 /// Bytes of a call's metadata, names and values, at most; more are refused with 431.
 const HEADER_LIST_BYTES: u32 = 32 << 10;
@@ -37,8 +37,8 @@ pub struct KeepAlive {
     pub timeout: Duration,
 }
 
-/// Serves `routes` until `stop`, at most `streams` concurrent calls a connection. After `stop` it accepts no new connections
-/// and returns when the running calls have ended.
+/// Serves `routes` until `stop`, at most `streams` concurrent calls a connection. After `stop` it accepts no new
+/// connections and returns when the running calls have ended.
 ///
 /// # Errors
 /// The server cannot go on.

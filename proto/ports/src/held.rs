@@ -1,5 +1,5 @@
-//! One request and its response. Its connection counts as busy from the end of the request's body, or from the start of the
-//! response where that comes first. So a head whose body never comes holds no place that others need.
+//! One request and its response. Its connection counts as busy from the end of the request's body, or from the start of
+//! the response where that comes first. So a head whose body never comes holds no place that others need.
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll};

@@ -1,8 +1,9 @@
 //! HTTP/1.1 on a port, by hyper's own server: axum's would wait for the head of a request for ever.
 //!
-//! A client that closes its side for writing after a request is taken for one that went away, though RFC 9112 (9.6) lets a
-//! server answer it. hyper's `half_close` would answer, but both look alike until something is written: the work for a
-//! client that gave up on a whole answer would go on to its end. That is the more frequent case, and the dearer one.
+//! A client that closes its side for writing after a request is taken for one that went away, though RFC 9112 (9.6)
+//! lets a server answer it. hyper's `half_close` would answer, but both look alike until something is written: the work
+//! for a client that gave up on a whole answer would go on to its end. That is the more frequent case, and the dearer
+//! one.
 use std::convert::Infallible;
 
 use axum::body::Body;

@@ -1,7 +1,7 @@
 //! The secret that the processes of one cluster share. It stands in a file that each of them is given
-//! (`--join-token-file`): a node joins a router, and a router calls a node, only with the same one. It is asked of a call's
-//! headers, before anything else of the call is read. What travels is a digest of it, one for each use: whoever sees a call's
-//! header can repeat the call, and learns neither the secret nor its other uses.
+//! (`--join-token-file`): a node joins a router, and a router calls a node, only with the same one. It is asked of a
+//! call's headers, before anything else of the call is read. What travels is a digest of it, one for each use: whoever
+//! sees a call's header can repeat the call, and learns neither the secret nor its other uses.
 use std::fmt;
 use std::future::{Ready, ready};
 use std::io::Read;

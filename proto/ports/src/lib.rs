@@ -127,15 +127,15 @@ impl Port {
     }
 }
 
-/// Threads of a reactor that does nothing but wait for sockets: one for four cores. On few cores a second one is woken to
-/// look for work that the first is at already.
+/// Threads of a reactor that does nothing but wait for sockets: one for four cores. On few cores a second one is woken
+/// to look for work that the first is at already.
 pub fn reactor_threads() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     (cores / 4).max(1)
 }
 
-/// Lets the process open as many descriptors as the system allows it: the usual soft limit of 1,024 is less than one full
-/// port. Returns how many it may open now.
+/// Lets the process open as many descriptors as the system allows it: the usual soft limit of 1,024 is less than one
+/// full port. Returns how many it may open now.
 pub fn raise_descriptor_limit() -> u64 {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raise = || {
@@ -148,8 +148,8 @@ pub fn raise_descriptor_limit() -> u64 {
     getrlimit(Resource::RLIMIT_NOFILE).map_or(USUAL_DESCRIPTORS, |(soft, _)| soft)
 }
 
-/// The connections that each of `ports` may have of the `wanted` ones where the process may open so many `descriptors`: a part
-/// of these is kept for files and for connections of its own. Says so in the log if they are fewer.
+/// The connections that each of `ports` may have of the `wanted` ones where the process may open so many `descriptors`:
+/// a part of these is kept for files and for connections of its own. Says so in the log if they are fewer.
 pub fn connections_within(descriptors: u64, ports: usize, wanted: usize) -> usize {
     let kept = KEPT_DESCRIPTORS.min(descriptors / 2);
     let most = usize::try_from(descriptors - kept).unwrap_or(usize::MAX) / ports.max(1);

@@ -1,6 +1,6 @@
-//! The places of a port: who has one, who is busy, and who goes when they are all taken. A newcomer at a full port gets the
-//! place of the connection that has been idle or half-open (no whole request yet, a TLS handshake included) longest. A
-//! connection whose request is being answered keeps its place; when all are busy, the newcomer is refused.
+//! The places of a port: who has one, who is busy, and who goes when they are all taken. A newcomer at a full port gets
+//! the place of the connection that has been idle or half-open (no whole request yet, a TLS handshake included)
+//! longest. A connection whose request is being answered keeps its place; when all are busy, the newcomer is refused.
 //!
 //! So a flood of silent sockets evicts itself: a client that asks at once is served, whatever the others do. Knows no
 //! socket; a connection looks here whether it is over ([`Place::is_over`]).
@@ -47,9 +47,9 @@ struct Seat {
     signs: Arc<Signs>,
 }
 
-/// What a connection and the table tell each other without the table's lock. The order is this: a call is counted before the
-/// table is told of it, and `unflushed` is set before the last call is not counted any more. So whoever sees neither has no
-/// request and has sent every byte.
+/// What a connection and the table tell each other without the table's lock. The order is this: a call is counted
+/// before the table is told of it, and `unflushed` is set before the last call is not counted any more. So whoever sees
+/// neither has no request and has sent every byte.
 #[derive(Default)]
 struct Signs {
     /// Requests under way.
@@ -194,7 +194,8 @@ impl Place {
         self.calls.clone()
     }
 
-    /// Whether the connection was evicted; its task is woken when it is. A request that had begun by then is still answered.
+    /// Whether the connection was evicted; its task is woken when it is. A request that had begun by then is still
+    /// answered.
     pub fn is_over(&self, cx: &Context<'_>) -> bool {
         let signs = &self.calls.signs;
         // Before the look: what changes behind it wakes the task.

@@ -1,5 +1,5 @@
-//! The bytes of one connection, in the clear or within TLS. The handshake is part of the first read or write, so that it
-//! costs no task, holds nobody else up, and falls under the deadline of the first bytes.
+//! The bytes of one connection, in the clear or within TLS. The handshake is part of the first read or write, so that
+//! it costs no task, holds nobody else up, and falls under the deadline of the first bytes.
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! TLS of a port: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS 1.2 and 1.3.
-//! Files are read once, at the start: a new certificate needs a new process.
+//! TLS of a port: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS 1.2 and
+//! 1.3. Files are read once, at the start: a new certificate needs a new process.
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,7 @@
 //! The process clock. Span times derive from `Instant`, so two phases that share a boundary share the nanosecond,
-//! whatever the wall clock does meanwhile. Unix times of a cluster are the router's: each node measures how far its own clock
-//! is from that one and takes the difference off ([`relate`]), so that the spans of one request stand on one time line.
+//! whatever the wall clock does meanwhile. Unix times of a cluster are the router's: each node measures how far its own
+//! clock is from that one and takes the difference off ([`relate`]), so that the spans of one request stand on one time
+//! line.
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};

@@ -2,8 +2,8 @@
 //!
 //! - [`clock`]: one (wall clock, monotonic clock) pair per process, so that phases tile exactly.
 //! - [`phase`]: a finished phase of a request as a `v1::Span`, built from exact start and end times.
-//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; [`otlp`] is the conversion, `relay` sends those
-//!   of other processes in their names.
+//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; [`otlp`] is the conversion, `relay` sends
+//!   those of other processes in their names.
 //! - [`logging`]: what people read on stderr.
 //!
 //! Nothing here blocks a request, and nothing here knows what the phases mean.

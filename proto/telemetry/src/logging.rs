@@ -6,7 +6,8 @@ use tracing_subscriber::EnvFilter;
 /// The HTTP/2 stack below us logs every frame at debug; nobody asks for that with `RUST_LOG=debug`.
 const QUIET: &str = "info,h2=warn,hyper=warn,hyper_util=warn,tower=warn,tonic=warn,opentelemetry=warn";
 
-/// Starts logging for this process. What cannot be written (a full disk) is lost, and the process goes on. A second call keeps the first set-up, which is what tests want.
+/// Starts logging for this process. What cannot be written (a full disk) is lost, and the process goes on. A second
+/// call keeps the first set-up, which is what tests want.
 pub fn init_logging(service: &'static str) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(QUIET));
     let started = tracing_subscriber::fmt()

@@ -1,9 +1,9 @@
-//! Start-time fair queueing (Goyal, Vin and Cheng, 1996): who is next among flows that share one server, each with a weight.
-//! Pure. A flow has the virtual time at which its next piece of work may start; serving it moves that on by cost ÷ weight.
-//! The flow with the earliest start is next, and its start is the virtual time of all. So while two flows both wait, what
-//! each has had per weight differs by no more than the largest piece of each, and what one of them had saved up. A flow that
-//! was away, or found no room when it was its turn, pays for nobody and saves up no more than a given credit: who asks now
-//! and then finds its few requests next, also where two come at a time.
+//! Start-time fair queueing (Goyal, Vin and Cheng, 1996): who is next among flows that share one server, each with a
+//! weight. Pure. A flow has the virtual time at which its next piece of work may start; serving it moves that on by
+//! cost ÷ weight. The flow with the earliest start is next, and its start is the virtual time of all. So while two
+//! flows both wait, what each has had per weight differs by no more than the largest piece of each, and what one of
+//! them had saved up. A flow that was away, or found no room when it was its turn, pays for nobody and saves up no more
+//! than a given credit: who asks now and then finds its few requests next, also where two come at a time.
 //!
 //! What waits in a flow, and in which order, belongs to [`super::queue`].
 use std::collections::BTreeMap;
@@ -92,8 +92,8 @@ impl<K: Ord + Clone> Fair<K> {
         waiting.into_iter().map(|(key, _)| key.clone()).collect()
     }
 
-    /// How much of the work `waiting(other)` of the other waiting flows is served before a piece of `key`, which waits, that has
-    /// `ahead` of its own flow before it.
+    /// How much of the work `waiting(other)` of the other waiting flows is served before a piece of `key`, which waits,
+    /// that has `ahead` of its own flow before it.
     pub fn work_before(&self, key: &K, ahead: u64, waiting: impl Fn(&K) -> u64) -> u64 {
         let Some(flow) = self.flows.get(key) else { return 0 };
         let start = flow.start + Virtual::from(ahead) * SCALE / Virtual::from(flow.weight);
@@ -110,8 +110,8 @@ impl<K: Ord + Clone> Fair<K> {
         self.flows.contains_key(key)
     }
 
-    /// Makes room for one more of `limit` flows: those that wait for nothing and owe nothing go, with what they have saved up,
-    /// then the one that waits for nothing and was used least recently. Says who went; nobody when all wait.
+    /// Makes room for one more of `limit` flows: those that wait for nothing and owe nothing go, with what they have
+    /// saved up, then the one that waits for nothing and was used least recently. Says who went; nobody when all wait.
     pub fn make_room(&mut self, limit: usize) -> Vec<K> {
         if self.flows.len() < limit {
             return Vec::new();

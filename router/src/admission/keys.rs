@@ -1,6 +1,6 @@
-//! API keys: the file that holds them, and which tenant a request's key makes it. A file of keys or their SHA-256, read at the
-//! start and again at every SIGHUP; a file that is wrong then changes nothing. Keys are kept and compared as digests, each
-//! comparison over all keys and all bytes, so that time says nothing about them.
+//! API keys: the file that holds them, and which tenant a request's key makes it. A file of keys or their SHA-256, read
+//! at the start and again at every SIGHUP; a file that is wrong then changes nothing. Keys are kept and compared as
+//! digests, each comparison over all keys and all bytes, so that time says nothing about them.
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -83,8 +83,8 @@ impl Keys {
         Ok(Self(Some(Arc::new(Ring { path: path.to_owned(), keys: RwLock::new(Arc::new(keys)) }))))
     }
 
-    /// Reads the file again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys there
-    /// are.
+    /// Reads the file again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys
+    /// there are.
     ///
     /// # Errors
     /// As [`Self::load`]; the old keys stay.
@@ -107,8 +107,8 @@ impl Keys {
         self.0.is_some()
     }
 
-    /// Whose request it is, by its `authorization` header or metadata, or, where no keys are asked for, by the name that it
-    /// gives itself.
+    /// Whose request it is, by its `authorization` header or metadata, or, where no keys are asked for, by the name
+    /// that it gives itself.
     ///
     /// # Errors
     /// `Unauthenticated` for a key that is missing or unknown, `InvalidArgument` for a name that is none.

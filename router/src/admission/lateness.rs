@@ -1,9 +1,9 @@
-//! By how much first tokens come later than was predicted when their requests got in. Pure. What is promised to clients is
-//! refused by the prediction and this on top of it: else, at full load, most answers would begin just after the moment up to
-//! which they are of use, and the nodes would work for nobody.
+//! By how much first tokens come later than was predicted when their requests got in. Pure. What is promised to clients
+//! is refused by the prediction and this on top of it: else, at full load, most answers would begin just after the
+//! moment up to which they are of use, and the nodes would work for nobody.
 //!
-//! An estimate of a high quantile by steps of fixed size: one up for each that was later than the estimate, a small one down for
-//! each that was not. A request that a fault delayed for seconds counts as one that was late by a millisecond.
+//! An estimate of a high quantile by steps of fixed size: one up for each that was later than the estimate, a small one
+//! down for each that was not. A request that a fault delayed for seconds counts as one that was late by a millisecond.
 use std::time::{Duration, Instant};
 
 /// The share that comes later than predicted and this.

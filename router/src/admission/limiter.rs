@@ -1,5 +1,6 @@
-//! Rate limits of one API key: requests and tokens a minute, as token buckets. Pure. A full bucket holds one minute's worth, so
-//! that who was quiet may burst; a request that is larger than a bucket passes when the bucket is full and leaves a debt.
+//! Rate limits of one API key: requests and tokens a minute, as token buckets. Pure. A full bucket holds one minute's
+//! worth, so that who was quiet may burst; a request that is larger than a bucket passes when the bucket is full and
+//! leaves a debt.
 use std::time::{Duration, Instant};
 
 /// What a key may do in a minute; `None` is no limit.

@@ -1,6 +1,6 @@
-//! How often the queue looks whether the nodes have other room. Pure. Reports and the ends of requests come in crowds, and
-//! each look asks for all nodes: so there is one in [`BETWEEN`] at most, as a rule looks take a tenth of the time at most, and there is
-//! always one after the last change.
+//! How often the queue looks whether the nodes have other room. Pure. Reports and the ends of requests come in crowds,
+//! and each look asks for all nodes: so there is one in [`BETWEEN`] at most, as a rule looks take a tenth of the time
+//! at most, and there is always one after the last change.
 use std::time::{Duration, Instant};
 
 /// From one look to the next.

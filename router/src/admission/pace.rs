@@ -1,5 +1,5 @@
-//! How fast a queue moves: tokens of work that start in a second, measured while something waits. Pure. Times in which nothing
-//! waits do not count: then the rate would be that of the arrivals.
+//! How fast a queue moves: tokens of work that start in a second, measured while something waits. Pure. Times in which
+//! nothing waits do not count: then the rate would be that of the arrivals.
 use std::time::{Duration, Instant};
 
 /// Work older than this weighs little.

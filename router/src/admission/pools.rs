@@ -1,5 +1,5 @@
-//! Pools by prompt length: classes of requests, each with a share of the slots and of the service, so that long documents
-//! cannot take everything from short chats. Pure; read from `--pools`.
+//! Pools by prompt length: classes of requests, each with a share of the slots and of the service, so that long
+//! documents cannot take everything from short chats. Pure; read from `--pools`.
 use std::str::FromStr;
 
 /// Pools at most.

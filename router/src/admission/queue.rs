@@ -1,16 +1,16 @@
-//! The admission queue as a state machine: who may start, who waits, who is refused. Pure: time is an argument, what the nodes
-//! have room for is asked of the caller, and every call returns the tickets that may start now. Waking them, metrics and
-//! locks are [`super`]'s matter; rate limits come before it.
+//! The admission queue as a state machine: who may start, who waits, who is refused. Pure: time is an argument, what
+//! the nodes have room for is asked of the caller, and every call returns the tickets that may start now. Waking them,
+//! metrics and locks are [`super`]'s matter; rate limits come before it.
 //!
-//! **Order.** Three choices, each without starvation: between pools and between the tenants of a pool by start-time fair
-//! queueing over tokens of prompt and answer ([`Fair`]); within a tenant by priority, where a level is worth
-//! [`PLACES_A_LEVEL`] places of that tenant's later arrivals, as in the nodes' own queues; among equals first come, first
-//! served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most: then its pool
-//! waits for it, and after [`MAX_PASSES_OF_OTHERS`] the other pools, too.
+//! **Order.** Three choices, each without starvation: between pools and between the tenants of a pool by start-time
+//! fair queueing over tokens of prompt and answer ([`Fair`]); within a tenant by priority, where a level is worth
+//! [`PLACES_A_LEVEL`] places of that tenant's later arrivals, as in the nodes' own queues; among equals first come,
+//! first served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most:
+//! then its pool waits for it, and after [`MAX_PASSES_OF_OTHERS`] the other pools, too.
 //!
-//! **Bounds.** Slots; each pool's share of them; places in the queue. Where there are several tenants, one may hold no more
-//! than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however many of
-//! them want more, some places stay free for who comes new.
+//! **Bounds.** Slots; each pool's share of them; places in the queue. Where there are several tenants, one may hold no
+//! more than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however
+//! many of them want more, some places stay free for who comes new.
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -96,8 +96,8 @@ pub struct Bounds {
     pub pools: Pools,
     /// First tokens predicted later than this are refused.
     pub max_ttft: Option<Duration>,
-    /// Tenants are known by their API keys: each has its share of the service and of the queue. Without keys a tenant's name is
-    /// a label that anybody may write, and all requests stand in one line.
+    /// Tenants are known by their API keys: each has its share of the service and of the queue. Without keys a tenant's
+    /// name is a label that anybody may write, and all requests stand in one line.
     pub tenants: bool,
 }
 
@@ -222,8 +222,8 @@ impl Queue {
         }
     }
 
-    /// Takes requests in that are of no use without each other: all or none. Each starts (then its ticket is in the turn) or
-    /// waits.
+    /// Takes requests in that are of no use without each other: all or none. Each starts (then its ticket is in the
+    /// turn) or waits.
     pub fn enter_all(&mut self, asks: Vec<Ask>, now: Instant, room: Room<'_>) -> (Result<Vec<Ticket>, Refused>, Turn) {
         let expired = self.expire(now);
         // Too late even for one that starts at once: nothing else matters.
@@ -478,8 +478,8 @@ impl Queue {
         self.too_late(ask, self.predicted_wait(ticket, now), now)
     }
 
-    /// Why nobody would wait for the first token of a request that starts after `wait`, if nobody would; `None` where the wait
-    /// is not known.
+    /// Why nobody would wait for the first token of a request that starts after `wait`, if nobody would; `None` where
+    /// the wait is not known.
     fn too_late(&self, ask: &Ask, wait: Option<Duration>, now: Instant) -> Option<Refused> {
         let predicted = first_token(wait, ask.predicted)?;
         let prefill = ask.predicted.unwrap_or_default().prefill;
@@ -518,8 +518,8 @@ impl Queue {
     }
 }
 
-/// From now to the first token, with the wait for a start and what the nodes need, as far as they are known. While a request
-/// waits here, the nodes work off what they have: the longer of the two waits counts.
+/// From now to the first token, with the wait for a start and what the nodes need, as far as they are known. While a
+/// request waits here, the nodes work off what they have: the longer of the two waits counts.
 fn first_token(wait: Option<Duration>, on_nodes: Option<Predicted>) -> Option<Duration> {
     if wait.is_none() && on_nodes.is_none() {
         return None;

@@ -1,5 +1,5 @@
-//! Places for the requests of one call, before anything is done for any of them: all get in or none. What the nodes would
-//! need for a first token is asked here, once for each prompt, where there is a time to compare it with.
+//! Places for the requests of one call, before anything is done for any of them: all get in or none. What the nodes
+//! would need for a first token is asked here, once for each prompt, where there is a time to compare it with.
 use std::time::Instant;
 
 use tandem_proto::{Error, ErrorKind};

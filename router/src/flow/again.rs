@@ -1,5 +1,6 @@
-//! From a failure of a node to the next attempt: what [`replan`](super::replan) decides is done here. The nodes are blamed,
-//! the legs dropped or kept, the search for the next plan is awaited, and all of it noted for metrics and trace.
+//! From a failure of a node to the next attempt: what [`replan`](super::replan) decides is done here. The nodes are
+//! blamed, the legs dropped or kept, the search for the next plan is awaited, and all of it noted for metrics and
+//! trace.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -59,8 +60,8 @@ impl Run {
         Ok(self.open(route))
     }
 
-    /// How the next nodes must compute: as those before them, once the client has a token of theirs, or may get one from
-    /// the prefill node that is kept.
+    /// How the next nodes must compute: as those before them, once the client has a token of theirs, or may get one
+    /// from the prefill node that is kept.
     fn continues(&self, route: &Route, kept: bool) -> Option<Numerics> {
         (kept || !self.progress.sent.is_empty()).then(|| Numerics::of(&route.decode.info))
     }
@@ -147,8 +148,8 @@ impl Run {
         }
     }
 
-    /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`, or of
-    /// the later one in which it is opened.
+    /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`,
+    /// or of the later one in which it is opened.
     fn spec(&self, phase: Phase, basis: usize) -> v1::RequestSpec {
         let parent = self.record.timeline.phase().max(phase);
         self.progress.spec(basis, self.record.identities.of(parent), self.deadline)

@@ -1,11 +1,11 @@
-//! One attempt at an answer: the nodes of a plan, the call to each, and what they have said. It turns everything that can
-//! happen to them into one [`Happening`] or one [`Failure`], and decides nothing: whether there is another attempt is
-//! [`super::replan`]'s matter. Dropping it cancels its calls, and with them the work on the nodes.
+//! One attempt at an answer: the nodes of a plan, the call to each, and what they have said. It turns everything that
+//! can happen to them into one [`Happening`] or one [`Failure`], and decides nothing: whether there is another attempt
+//! is [`super::replan`]'s matter. Dropping it cancels its calls, and with them the work on the nodes.
 //!
 //! A local plan has a decode leg only, which brings the first token, too.
 //!
-//! Decode may fail while prefill is still worth something. Then the attempt lives on with a *search* in the place of the
-//! decode leg ([`Attempt::seek_decode`]), and prefill's events are taken meanwhile.
+//! Decode may fail while prefill is still worth something. Then the attempt lives on with a *search* in the place of
+//! the decode leg ([`Attempt::seek_decode`]), and prefill's events are taken meanwhile.
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -81,9 +81,9 @@ enum DecodeSide {
 }
 
 impl Attempt {
-    /// Opens all legs; the call that computes the prompt begins at once, the other one with the first [`Self::next`]: of two
-    /// connections that have something to write, nobody says which one the reactor runs first. `prompt` is for the prefill
-    /// node, if the plan has one; `basis` tokens of the answer are in the prompt of `start`.
+    /// Opens all legs; the call that computes the prompt begins at once, the other one with the first [`Self::next`]:
+    /// of two connections that have something to write, nobody says which one the reactor runs first. `prompt` is for
+    /// the prefill node, if the plan has one; `basis` tokens of the answer are in the prompt of `start`.
     pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
         let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
         let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
@@ -233,7 +233,8 @@ impl Attempt {
         let _ = tokio::time::timeout(LAST_SPANS, last).await;
     }
 
-    /// The answer is complete without more tokens: the nodes end their work well. `whole`: prefill's token was all of it.
+    /// The answer is complete without more tokens: the nodes end their work well. `whole`: prefill's token was all of
+    /// it.
     pub async fn stop(mut self, whole: bool) -> (Rest, Vec<u8>) {
         if let DecodeSide::Leg(leg) = &mut self.decode {
             leg.stop(whole || !self.exchange.hands_off());

@@ -1,8 +1,8 @@
 //! What the two legs of an attempt may say, and in which order. Pure: an event in, the next step out; anything out of
 //! order is a node's bug and ends the attempt. The calls themselves are in [`super::legs`].
 //!
-//! Decode may be replaced while prefill goes on with its work ([`Exchange::decode_lost`]). What prefill then still says of
-//! the hand-off to the old one is told apart by the hand-off's id, the one thing that the router reads in a ticket.
+//! Decode may be replaced while prefill goes on with its work ([`Exchange::decode_lost`]). What prefill then still says
+//! of the hand-off to the old one is told apart by the hand-off's id, the one thing that the router reads in a ticket.
 use prost::Message;
 use tandem_proto::v1::{self, FinishReason, decode_event, prefill_event};
 use tandem_proto::{Error, ErrorKind};
@@ -99,7 +99,8 @@ impl Exchange {
         self.plan == Plan::Pair && !done
     }
 
-    /// Whether the next word is the prefill node's: not where its prompt is computed and decode has given no ticket yet.
+    /// Whether the next word is the prefill node's: not where its prompt is computed and decode has given no ticket
+    /// yet.
     pub fn waits_for_prefill(&self) -> bool {
         self.needs_prefill() && (!self.first || self.hands_off())
     }
@@ -203,7 +204,8 @@ impl Exchange {
         Step::Finished(reason(finished.reason()))
     }
 
-    /// Whether prefill speaks of the hand-off that decode waits for. A node that does not say which one has had but one.
+    /// Whether prefill speaks of the hand-off that decode waits for. A node that does not say which one has had but
+    /// one.
     fn is_current(&self, told: &[u8]) -> bool {
         self.handoff.as_ref().is_some_and(|handoff| told.is_empty() || handoff.is_empty() || told == handoff)
     }

@@ -18,7 +18,8 @@ use crate::membership::Node;
 /// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
 pub type Events<T> = Peekable<BoxStream<'static, Result<T, Status>>>;
 
-/// The way of words to a node. They are boxed: a channel makes room for 32 of them at once, and a request sends two or three.
+/// The way of words to a node. They are boxed: a channel makes room for 32 of them at once, and a request sends two or
+/// three.
 struct Commands<T>(mpsc::Sender<Box<T>>);
 
 impl<T: Send + 'static> Commands<T> {
@@ -64,8 +65,8 @@ impl PrefillLeg {
         push(&mut self.events);
     }
 
-    /// Hands decode's ticket over, in place of an earlier one, at the next look at the events. A call that has ended says so
-    /// in these.
+    /// Hands decode's ticket over, in place of an earlier one, at the next look at the events. A call that has ended
+    /// says so in these.
     pub fn deliver(&self, ticket: Vec<u8>) {
         self.say(prefill_command::Command::Deliver(v1::Deliver { ticket }));
     }
@@ -120,7 +121,8 @@ impl DecodeLeg {
     }
 }
 
-/// Lets what was said leave now. Nothing is lost: an event that is there already stays, and the next look is woken as ever.
+/// Lets what was said leave now. Nothing is lost: an event that is there already stays, and the next look is woken as
+/// ever.
 fn push<T>(events: &mut Events<T>) {
     let _ = Pin::new(events).peek().now_or_never();
 }

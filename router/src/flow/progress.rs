@@ -1,6 +1,6 @@
-//! A request and the answer so far: what is left to do, for whoever goes on with it. Pure. A node that takes over gets the
-//! prompt and the tokens that the client has, told apart by their number, so that it chooses the next token as the node
-//! before it would have.
+//! A request and the answer so far: what is left to do, for whoever goes on with it. Pure. A node that takes over gets
+//! the prompt and the tokens that the client has, told apart by their number, so that it chooses the next token as the
+//! node before it would have.
 use std::borrow::Cow;
 use std::time::Instant;
 
@@ -33,13 +33,14 @@ impl Progress {
         Self { priority: request.priority, request, sent: Vec::new(), stop_token_ids, eos: model.eos }
     }
 
-    /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others' there.
+    /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others'
+    /// there.
     pub fn level(&mut self) {
         self.priority = 0;
     }
 
-    /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks of
-    /// `block_tokens`, hashed with `salt`.
+    /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks
+    /// of `block_tokens`, hashed with `salt`.
     pub fn tokens(&self, salt: u64, block_tokens: u32) -> Tokens {
         let prompt = match self.sent.as_slice() {
             [] => Cow::Borrowed(&*self.request.prompt_ids),

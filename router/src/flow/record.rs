@@ -140,14 +140,15 @@ impl Record {
         self.timeline.end_of(Phase::Prefill).map(|at| at - self.timeline.received())
     }
 
-    /// What the choice expected of the time from the end of the queue to the first token. `None` where the node had measured
-    /// nothing to tell by.
+    /// What the choice expected of the time from the end of the queue to the first token. `None` where the node had
+    /// measured nothing to tell by.
     pub fn predicted_ttft_ms(&self) -> Option<f64> {
         let choice = self.chosen.as_ref()?.candidates.first()?;
         choice.measured.then(|| choice.ttft_ms())
     }
 
-    /// The same, beside what it was, in milliseconds; of requests that had their first token where they were sent first.
+    /// The same, beside what it was, in milliseconds; of requests that had their first token where they were sent
+    /// first.
     pub fn predicted_and_actual_ttft_ms(&self) -> Option<(f64, f64)> {
         let undisturbed = self.replans.iter().all(|replan| replan.phase > Phase::Prefill);
         let actual = self.ttft()?.saturating_sub(self.timeline.length(Phase::Queue));

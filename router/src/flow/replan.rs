@@ -1,8 +1,9 @@
 //! Whether a request goes on after a failure, and what the next attempt must avoid. Pure: failures and the time go in,
-//! verdicts come out. Attempts and the time that re-planning takes are bounded here; the request's deadline bounds both.
+//! verdicts come out. Attempts and the time that re-planning takes are bounded here; the request's deadline bounds
+//! both.
 //!
-//! Three questions are answered from the same [`Cause`], so that they cannot disagree: is it worth another attempt, which
-//! nodes does it speak against ([`Failure::blamed`], for the circuit breakers), and what is avoided next.
+//! Three questions are answered from the same [`Cause`], so that they cannot disagree: is it worth another attempt,
+//! which nodes does it speak against ([`Failure::blamed`], for the circuit breakers), and what is avoided next.
 use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, ErrorKind};
@@ -81,8 +82,8 @@ impl Failure {
         Self { role, cause, error }
     }
 
-    /// The same, with the router's own clock as the judge of time: whether the request is `late`. A node that says so before is
-    /// wrong, and another one goes on.
+    /// The same, with the router's own clock as the judge of time: whether the request is `late`. A node that says so
+    /// before is wrong, and another one goes on.
     pub fn judged(self, late: bool) -> Self {
         let Self { role, cause, error } = self;
         match error.kind {
@@ -107,8 +108,9 @@ impl Failure {
         Self { role: Role::Decode, cause: if refused { Cause::Refused } else { Cause::Undelivered }, error }
     }
 
-    /// The nodes that it speaks against. A dead node has no breaker any more, a full one is no broken one, and a client's
-    /// error is nobody's. What may be the fault of either counts against both: the one that is well has successes too.
+    /// The nodes that it speaks against. A dead node has no breaker any more, a full one is no broken one, and a
+    /// client's error is nobody's. What may be the fault of either counts against both: the one that is well has
+    /// successes too.
     pub fn blamed(&self) -> &[Role] {
         match (self.cause, self.role) {
             (Cause::Failed | Cause::Silent, Role::Prefill) => &[Role::Prefill],

@@ -1,5 +1,6 @@
-//! The search for the nodes of the next attempt: at once if a sound plan is there, else when nodes come or go, else a plan
-//! that failed before, after a pause; never beyond its bound. It sleeps in between: the node table tells when to look again.
+//! The search for the nodes of the next attempt: at once if a sound plan is there, else when nodes come or go, else a
+//! plan that failed before, after a pause; never beyond its bound. It sleeps in between: the node table tells when to
+//! look again.
 use tandem_proto::SequenceHash;
 use tandem_telemetry::clock;
 use tokio::time::timeout_at;

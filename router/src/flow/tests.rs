@@ -333,8 +333,8 @@ async fn a_client_that_takes_nothing_does_not_keep_the_stop_from_its_node() {
     let stream = cluster.service.generate(asked).unwrap();
     let (mut prefill, _, mut decode, _) = cluster.legs().await;
     hand_off(&mut prefill, &decode, 'a').await;
-    // With the last token its queue is full: the end has to wait. The node is some tokens ahead by then, and an event that
-    // is there already keeps the stop from being written with the next look.
+    // With the last token its queue is full: the end has to wait. The node is some tokens ahead by then, and an event
+    // that is there already keeps the stop from being written with the next look.
     for _ in 0..CLIENT_QUEUE_EVENTS - 2 {
         decode.send(token(id('b'))).await;
     }

@@ -1,6 +1,6 @@
-//! What stands before `Inference`: whose call it is, and whether it has any chance, are asked of its headers alone; then its
-//! message is read within bounds of time, and of memory for all calls together. A stranger's call costs no more than its
-//! headers.
+//! What stands before `Inference`: whose call it is, and whether it has any chance, are asked of its headers alone;
+//! then its message is read within bounds of time, and of memory for all calls together. A stranger's call costs no
+//! more than its headers.
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
@@ -91,8 +91,9 @@ impl tower::Service<http::Request<Body>> for Guarded {
     }
 }
 
-/// The frames of one message, and nothing behind it: a second one would be read without room. Its length stands at its beginning;
-/// for a long one, room is asked before more of it is read, and HTTP/2's flow control holds the client back meanwhile.
+/// The frames of one message, and nothing behind it: a second one would be read without room. Its length stands at its
+/// beginning; for a long one, room is asked before more of it is read, and HTTP/2's flow control holds the client back
+/// meanwhile.
 fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
     let deadline = Instant::now() + READ_LIMIT;
     async_stream::try_stream! {

@@ -1,5 +1,5 @@
-//! Which web pages may read answers: none, unless `--cors-origin` names their origin. Browsers ask first (`OPTIONS`) and
-//! keep what they are told for an hour.
+//! Which web pages may read answers: none, unless `--cors-origin` names their origin. Browsers ask first (`OPTIONS`)
+//! and keep what they are told for an hour.
 use std::str::FromStr;
 use std::time::Duration;
 

@@ -1,6 +1,7 @@
-//! Whether the body of a request is said to be JSON. A web page may send anything to anybody in three content types without
-//! asking first (a "simple" request, <https://fetch.spec.whatwg.org/#cors-safelisted-request-header>); with JSON it has to ask,
-//! and [`super::cors`] answers. So another type is refused, and none at all is good enough only for what is no web page.
+//! Whether the body of a request is said to be JSON. A web page may send anything to anybody in three content types
+//! without asking first (a "simple" request, <https://fetch.spec.whatwg.org/#cors-safelisted-request-header>); with
+//! JSON it has to ask, and [`super::cors`] answers. So another type is refused, and none at all is good enough only for
+//! what is no web page.
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
@@ -48,7 +49,8 @@ fn check(headers: &HeaderMap) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// `application/json`, or anything whose suffix says that it is written as JSON (RFC 6839, 3.1); with parameters or without.
+/// `application/json`, or anything whose suffix says that it is written as JSON (RFC 6839, 3.1); with parameters or
+/// without.
 fn names_json(content_type: &str) -> bool {
     let essence = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let Some((kind, subtype)) = essence.split_once('/') else { return false };

@@ -4,7 +4,8 @@
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
 //! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
 //!   `logprobs` and `timings` within it. `traces`: the recent ones.
-//! - `media`: whether a body is JSON at all. `error`: every failure in OpenAI's shape. `auth`: whose request it is. `cors`: which web pages may read all that.
+//! - `media`: whether a body is JSON at all. `error`: every failure in OpenAI's shape. `auth`: whose request it is.
+//!   `cors`: which web pages may read all that.
 mod answer;
 mod auth;
 mod body;

@@ -152,7 +152,8 @@ fn refuse_response_format(fields: &Fields<'_>) -> Result<(), Error> {
     }
 }
 
-/// The fields of `Sampling`, within the ranges that every edge has; token ids are checked where the vocabulary is known.
+/// The fields of `Sampling`, within the ranges that every edge has; token ids are checked where the vocabulary is
+/// known.
 fn sampling(fields: &Fields<'_>, top_logprobs: u32) -> Result<v1::Sampling, Error> {
     let number = |name| Ok::<f32, Error>(fields.get::<f64>(name)?.unwrap_or(0.0) as f32);
     let temperature = fields.number("temperature", "between 0 and 2", |t| (0.0..=2.0).contains(&t))?;
@@ -308,8 +309,8 @@ mod tests {
         assert!(options.stop.is_empty() && !options.ignore_eos && !options.include_usage);
     }
 
-    /// vLLM's and OpenAI's fields that are not implemented are refused by their names, and let through where they ask for
-    /// what happens anyway.
+    /// vLLM's and OpenAI's fields that are not implemented are refused by their names, and let through where they ask
+    /// for what happens anyway.
     #[test]
     fn what_would_change_the_answer_is_not_ignored() {
         for (field, value) in [

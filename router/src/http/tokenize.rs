@@ -1,5 +1,5 @@
-//! `POST /tokenize` and `/detokenize`, with vLLM's fields. A body of 8 MB holds millions of tokens, so answers become bytes
-//! on the worker and never a tree of JSON values.
+//! `POST /tokenize` and `/detokenize`, with vLLM's fields. A body of 8 MB holds millions of tokens, so answers become
+//! bytes on the worker and never a tree of JSON values.
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;

@@ -57,8 +57,8 @@ fn wrong(text: String) -> Error {
     Error::new(ErrorKind::InvalidArgument, text)
 }
 
-/// Reads traces beside the reactor's threads, one reader at a time: a thousand of them take longer than a stream may wait for
-/// its token.
+/// Reads traces beside the reactor's threads, one reader at a time: a thousand of them take longer than a stream may
+/// wait for its token.
 async fn aside<T: Send + 'static>(
     service: Service,
     read: impl FnOnce(&Service) -> T + Send + 'static,

@@ -1,5 +1,5 @@
-//! The known hashes, each with who holds it, in the order of their use. Numbers and links only: what a set of holders is, and
-//! where a hash is found, is known to its neighbours.
+//! The known hashes, each with who holds it, in the order of their use. Numbers and links only: what a set of holders
+//! is, and where a hash is found, is known to its neighbours.
 
 const NONE: u32 = u32::MAX;
 
@@ -86,8 +86,8 @@ impl Entries {
         }
     }
 
-    /// These were used now, the first of them last. What stands together in this order already, as the blocks of a prompt
-    /// do that was asked for before, moves in one step.
+    /// These were used now, the first of them last. What stands together in this order already, as the blocks of a
+    /// prompt do that was asked for before, moves in one step.
     pub fn touch_all(&mut self, ids: &[u32]) {
         let mut newer = None;
         let mut rest = ids;

@@ -1,10 +1,10 @@
-//! Sets of nodes, each kept once however many hashes it belongs to. The blocks of one prompt mostly have the same holders, so
-//! there are far fewer sets than hashes: an entry needs four bytes for its holders, a walk along a prompt compares numbers
-//! and not sets, and a node that leaves is taken out of the sets, not out of each of its blocks.
+//! Sets of nodes, each kept once however many hashes it belongs to. The blocks of one prompt mostly have the same
+//! holders, so there are far fewer sets than hashes: an entry needs four bytes for its holders, a walk along a prompt
+//! compares numbers and not sets, and a node that leaves is taken out of the sets, not out of each of its blocks.
 //!
-//! A set is found by its key, the exclusive or of its members' keys (Zobrist hashing), which a change of one member changes
-//! in one step; members are compared too. After [`HolderSets::forget`] two sets may be equal: that costs a comparison
-//! in a walk, and nothing else.
+//! A set is found by its key, the exclusive or of its members' keys (Zobrist hashing), which a change of one member
+//! changes in one step; members are compared too. After [`HolderSets::forget`] two sets may be equal: that costs a
+//! comparison in a walk, and nothing else.
 use std::collections::HashMap;
 
 use super::places::mix;
@@ -62,7 +62,8 @@ impl HolderSets {
         self.sets[set as usize].key == 0 && *self.bits(set) == [0; MOST_NODES / 64]
     }
 
-    /// A hash changes from `from` to the set with `node` more, or less. `None`: there are too many sets; nothing changed.
+    /// A hash changes from `from` to the set with `node` more, or less. `None`: there are too many sets; nothing
+    /// changed.
     pub fn toggle(&mut self, from: u32, node: u16) -> Option<u32> {
         let (word, bit) = place(node);
         let mut bits = *self.bits(from);

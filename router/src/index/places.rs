@@ -1,11 +1,14 @@
-//! Where the entry of a hash is: an open-addressing table from hashes to entry numbers. Knows neither entries nor nodes.
+//! Where the entry of a hash is: an open-addressing table from hashes to entry numbers. Knows neither entries nor
+//! nodes.
 //!
-//! It is its own and not std's map for two reasons. A look-up reads one cache line here, and std's map two, and a prompt of
-//! 1,000 blocks is 1,000 look-ups in a table that is far larger than a cache. And it grows in [`SHARDS`] parts, each at its
-//! own time: the whole table at once would stand still for tens of milliseconds, under the router's one lock.
+//! It is its own and not std's map for two reasons. A look-up reads one cache line here, and std's map two, and a
+//! prompt of 1,000 blocks is 1,000 look-ups in a table that is far larger than a cache. And it grows in [`SHARDS`]
+//! parts, each at its own time: the whole table at once would stand still for tens of milliseconds, under the router's
+//! one lock.
 //!
-//! A place holds 32 bits of the (mixed) hash beside the number, so that another entry is read in vain once in 2³² times, and
-//! a part grows without reading any. Deleting shifts the places behind it back (Knuth 6.4, algorithm R): no tombstones.
+//! A place holds 32 bits of the (mixed) hash beside the number, so that another entry is read in vain once in 2³²
+//! times, and a part grows without reading any. Deleting shifts the places behind it back (Knuth 6.4, algorithm R): no
+//! tombstones.
 
 const SHARDS: usize = 256;
 const FEWEST_PLACES: usize = 16;
@@ -24,8 +27,8 @@ struct Shard {
     used: usize,
 }
 
-/// Spreads a hash over all bits, by a number that nobody outside this process knows: whoever chooses prompts cannot choose
-/// where they end up. Folded multiplication, as wyhash does it.
+/// Spreads a hash over all bits, by a number that nobody outside this process knows: whoever chooses prompts cannot
+/// choose where they end up. Folded multiplication, as wyhash does it.
 pub(super) fn mix(hash: u64, seed: u64) -> u64 {
     let product = u128::from(hash ^ seed) * u128::from(0x9e37_79b9_7f4a_7c15_u64);
     (product as u64) ^ ((product >> 64) as u64)
@@ -36,9 +39,9 @@ impl Places {
         Self { shards: vec![Shard::default(); SHARDS] }
     }
 
-    /// What stands where the search for `mixed` begins. Who searches for many reads these first: nothing in it depends on
-    /// what it reads, so that the reads go on beside each other. In the search each guess about a place that is still on
-    /// its way is a chance to wait for it alone.
+    /// What stands where the search for `mixed` begins. Who searches for many reads these first: nothing in it depends
+    /// on what it reads, so that the reads go on beside each other. In the search each guess about a place that is
+    /// still on its way is a chance to wait for it alone.
     pub fn first(&self, mixed: u64) -> u64 {
         let Shard { places, .. } = &self.shards[shard(mixed)];
         places.get(mixed as u32 as usize & places.len().wrapping_sub(1)).copied().unwrap_or(EMPTY)

@@ -1,7 +1,8 @@
-//! How long answers are. Pure. A node takes the blocks of an answer as it grows, and how far it grows nobody knows before:
-//! who asks whether there is room, or books it, counts with the usual length.
+//! How long answers are. Pure. A node takes the blocks of an answer as it grows, and how far it grows nobody knows
+//! before: who asks whether there is room, or books it, counts with the usual length.
 
-/// Counted with before answers have ended here: rather too many, since blocks that are booked are free again at the end.
+/// Counted with before answers have ended here: rather too many, since blocks that are booked are free again at the
+/// end.
 const UNKNOWN: f64 = 256.0;
 /// What one more answer weighs.
 const WEIGHT: f64 = 1.0 / 64.0;

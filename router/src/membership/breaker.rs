@@ -1,6 +1,6 @@
-//! Leaves a node alone that keeps failing: one circuit breaker for each incarnation. Pure: outcomes and the time go in, the
-//! state comes out. What counts as a failure of a node is decided in [`crate::flow::replan`]; what the state means for the
-//! choice of a pair in [`crate::select`].
+//! Leaves a node alone that keeps failing: one circuit breaker for each incarnation. Pure: outcomes and the time go in,
+//! the state comes out. What counts as a failure of a node is decided in [`crate::flow::replan`]; what the state means
+//! for the choice of a pair in [`crate::select`].
 //!
 //! Closed → (failures in a row) → open for a time → half-open: one request at a time is a probe → closed by a success,
 //! open for twice the time by the probe's failure. A success closes it whoever brought it: it is what the probe is for.

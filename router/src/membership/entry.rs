@@ -1,5 +1,6 @@
-//! One node of the table: what it reported, what was routed to it since, and what of that the choice of nodes sees. Time is
-//! an argument. The view itself lies beside the others in one row, see [`super::table`]; this file alone writes its loads.
+//! One node of the table: what it reported, what was routed to it since, and what of that the choice of nodes sees.
+//! Time is an argument. The view itself lies beside the others in one row, see [`super::table`]; this file alone writes
+//! its loads.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -144,13 +145,15 @@ impl Entry {
         let cost = if view.step_cost.is_measured() { view.step_cost } else { cost::UNMEASURED };
         let (tokens, prompts, computed) = match view.role {
             Role::Prefill => (view.reported.tokens, view.reported.requests, view.reported.context),
-            // Each of its streams has one token that is known and not computed. What else is queued are prompts of its own.
+            // Each of its streams has one token that is known and not computed. What else is queued are prompts of its
+            // own.
             Role::Decode => (view.reported.tokens.saturating_sub(view.running.into()), 1, 0),
         };
         cost.queue_ms(tokens, prompts, computed, cost::step_tokens(view)) * self.factor.value()
     }
 
-    /// Whether it is not among those that are tried last: its breaker is not shut, and it was not silent for `suspicion`.
+    /// Whether it is not among those that are tried last: its breaker is not shut, and it was not silent for
+    /// `suspicion`.
     pub fn is_sound(&self, now: Instant, suspicion: Duration) -> bool {
         self.breaker.admits(now) && now.saturating_duration_since(self.heard) <= suspicion
     }
@@ -219,8 +222,8 @@ impl Entry {
         }
     }
 
-    /// The node has computed the prompt of this booking: its first token is here. Says how good the prediction was, where
-    /// the request had not to wait for longer than it was computed: else the wait's error would be taken for the
+    /// The node has computed the prompt of this booking: its first token is here. Says how good the prediction was,
+    /// where the request had not to wait for longer than it was computed: else the wait's error would be taken for the
     /// computation's.
     pub fn computed(&mut self, view: &mut NodeView, share: &mut Share, now: Instant) {
         let Some(prompt) = share.prompt.take() else { return };

@@ -1,6 +1,7 @@
-//! The incarnations that were declared dead. A node that hangs and wakes, or whose stream was cut, may still believe in a
-//! life whose requests run elsewhere by now: it is refused until it has let go of that life. Pure, and bounded: the one that
-//! nobody asked for the longest is forgotten first, and would be let in as any node is after a restart of the router.
+//! The incarnations that were declared dead. A node that hangs and wakes, or whose stream was cut, may still believe in
+//! a life whose requests run elsewhere by now: it is refused until it has let go of that life. Pure, and bounded: the
+//! one that nobody asked for the longest is forgotten first, and would be let in as any node is after a restart of the
+//! router.
 use std::collections::VecDeque;
 
 use tandem_proto::Incarnation;

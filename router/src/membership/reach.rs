@@ -1,5 +1,5 @@
-//! How a call reaches a node: over a connection ([`super::wire`]), or, in simulations and tests, by a service in this process.
-//! Callers see a tower service either way.
+//! How a call reaches a node: over a connection ([`super::wire`]), or, in simulations and tests, by a service in this
+//! process. Callers see a tower service either way.
 use std::fmt;
 use std::sync::Arc;
 

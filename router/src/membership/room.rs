@@ -1,6 +1,7 @@
 //! Whether the nodes have room for one more request, so that it need not wait on one of them. Pure. Beside what a node
-//! reports, twice a second, stands what this router has on it now: that knows at once when a request ends. Where the two
-//! differ, the better one counts: reports know of blocks that requests share, and a request too many waits on its node.
+//! reports, twice a second, stands what this router has on it now: that knows at once when a request ends. Where the
+//! two differ, the better one counts: reports know of blocks that requests share, and a request too many waits on its
+//! node.
 //!
 //! Nodes count as the choice ranks them: those that nobody would be sent to have no room for anybody.
 use tandem_proto::v1;
@@ -8,8 +9,8 @@ use tandem_proto::v1;
 use crate::admission::queue::{Ahead, Ask};
 use crate::select::{LocalPrefill, NodeView, Role, Work};
 
-/// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next waits
-/// for what is on the node, whatever the order in the queue is.
+/// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next
+/// waits for what is on the node, whatever the order in the queue is.
 const SOON_MS: f64 = 3.0;
 /// So many may then wait there.
 const PROMPTS_WAITING: u32 = 1;
@@ -186,7 +187,8 @@ pub struct Occupied<'a> {
 }
 
 impl Occupied<'_> {
-    /// Whether a decode node takes it without a wait for blocks or a place in the batch, or with so few others that wait.
+    /// Whether a decode node takes it without a wait for blocks or a place in the batch, or with so few others that
+    /// wait.
     pub fn decodes(&self, wanted: &Wanted) -> bool {
         let queue = u64::from(wanted.node_queue);
         let requests = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
@@ -226,8 +228,8 @@ impl Occupied<'_> {
         u64::from(known.max(reported)) >= wanted_blocks
     }
 
-    /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what this
-    /// router has there alone: a report of free blocks says nothing of what waits for more of them.
+    /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what
+    /// this router has there alone: a report of free blocks says nothing of what waits for more of them.
     fn wait_for_blocks(&self, wanted: &Wanted) -> u64 {
         let requests = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
         let blocks = u64::from(self.held.blocks) + u64::from(wanted.blocks_ahead);

@@ -1,5 +1,5 @@
-//! The table's state machine: who is there, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the lock
-//! around it is in [`super`]. What is known of one node is [`super::entry`]'s.
+//! The table's state machine: who is there, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the
+//! lock around it is in [`super`]. What is known of one node is [`super::entry`]'s.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -229,8 +229,8 @@ impl Table {
     }
 
     /// Whether any was silent for too long.
-    /// Time in which nobody called this does not count as silence: then the router itself stood still, and what its nodes
-    /// have said meanwhile waits in its sockets.
+    /// Time in which nobody called this does not count as silence: then the router itself stood still, and what its
+    /// nodes have said meanwhile waits in its sockets.
     pub fn expire(&mut self, now: Instant, lease: Duration) -> bool {
         let unwatched = now.saturating_duration_since(self.watched.replace(now).unwrap_or(now));
         if unwatched > lease / 2 {
@@ -359,8 +359,8 @@ impl Table {
         }
     }
 
-    /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others as may.
-    /// Where only decode nodes have room for its prompt, it has room if they are where it would go.
+    /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others
+    /// as may. Where only decode nodes have room for its prompt, it has room if they are where it would go.
     pub fn has_room(&mut self, wanted: Wanted, need: &Need<'_>, settings: &select::Settings, now: Instant) -> bool {
         let mut rooms = Rooms::new(wanted, settings.local);
         let mut nodes = self.entries.values().zip(&self.views);

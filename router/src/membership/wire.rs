@@ -1,10 +1,11 @@
-//! The HTTP/2 connection to one node, made at the first call and anew at the first one after it broke. A tower service as
-//! tonic's own channel is, but straight on `h2`: a call's head and its first message leave in one write, put into the
-//! connection by the task that calls. (The channel's client gives a new stream its body only once the stream is open, which
-//! is a write later, and passes each call through three tasks on its way; a node is woken by each write.)
+//! The HTTP/2 connection to one node, made at the first call and anew at the first one after it broke. A tower service
+//! as tonic's own channel is, but straight on `h2`: a call's head and its first message leave in one write, put into
+//! the connection by the task that calls. (The channel's client gives a new stream its body only once the stream is
+//! open, which is a write later, and passes each call through three tasks on its way; a node is woken by each write.)
 //!
-//! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the call.
-//! Once the node has said more than its first word, a further call is opened, which the next one to come is put on ([`ahead`]).
+//! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the
+//! call. Once the node has said more than its first word, a further call is opened, which the next one to come is put
+//! on ([`ahead`]).
 mod ahead;
 mod outbound;
 

@@ -1,6 +1,6 @@
-//! When a node will have computed the prompts that it has: a queue with one server, in predicted time. Pure. A report says
-//! anew how much is queued; a request that is routed adds its own prompt; a first token says what is still to be done: the
-//! prompts behind it. Between these, time itself works the queue off.
+//! When a node will have computed the prompts that it has: a queue with one server, in predicted time. Pure. A report
+//! says anew how much is queued; a request that is routed adds its own prompt; a first token says what is still to be
+//! done: the prompts behind it. Between these, time itself works the queue off.
 use std::time::{Duration, Instant};
 
 /// Longer queues are not told apart.
@@ -43,8 +43,8 @@ impl Backlog {
         self.pending = self.pending.saturating_sub(duration(ms));
     }
 
-    /// A prompt of `ms` that was added since the last report is done, early or late: the others are left. The report's own
-    /// work was before it.
+    /// A prompt of `ms` that was added since the last report is done, early or late: the others are left. The report's
+    /// own work was before it.
     pub fn done(&mut self, now: Instant, ms: f64) {
         self.pending = self.pending.saturating_sub(duration(ms));
         self.until = now + self.pending.min(LONGEST);

@@ -1,7 +1,7 @@
 //! What predictions learn from what then happened. Pure: measurements in, estimates out.
 //!
-//! - [`Links`]: how fast KV moves from one node to another, from each verified hand-off; for pairs that had none, the mean
-//!   of the pairs of the same kind. At most [`MAX_PAIRS`]; those not seen for longest go first.
+//! - [`Links`]: how fast KV moves from one node to another, from each verified hand-off; for pairs that had none, the
+//!   mean of the pairs of the same kind. At most [`MAX_PAIRS`]; those not seen for longest go first.
 //! - [`Factor`]: by how much a node's prompts take longer than its step model says: what the model does not see (calls,
 //!   queues inside, a neighbour on the machine). Robust: one wild value moves it little, and it stays within bounds.
 use std::collections::HashMap;
@@ -62,8 +62,8 @@ pub struct Links {
 }
 
 impl Links {
-    /// A hand-off from `prefill` to `decode` (table keys), nodes of this `group`, moved `blocks` of `bytes` in all while
-    /// `copying_ms` passed. What moved nothing says nothing.
+    /// A hand-off from `prefill` to `decode` (table keys), nodes of this `group`, moved `blocks` of `bytes` in all
+    /// while `copying_ms` passed. What moved nothing says nothing.
     pub fn observe(&mut self, (prefill, decode): (u64, u64), group: u32, bytes: u64, blocks: u32, copying_ms: f64) {
         if bytes == 0 || blocks == 0 || !copying_ms.is_finite() || copying_ms <= 0.0 {
             return;
@@ -157,8 +157,8 @@ impl Factor {
         self.value = self.log.exp();
     }
 
-    /// So much time has passed: what was seen is worth less. Else a node that was slow once, and is chosen no more for it,
-    /// could never show that it has recovered.
+    /// So much time has passed: what was seen is worth less. Else a node that was slow once, and is chosen no more for
+    /// it, could never show that it has recovered.
     pub fn fade(&mut self, elapsed: Duration) {
         self.log *= 0.5_f64.powf(elapsed.as_secs_f64() / HALF_LIFE.as_secs_f64());
         self.value = self.log.exp();

@@ -1,5 +1,5 @@
-//! Requests of a decode node whose prompts are still being computed elsewhere: they run there later, and a prompt that the
-//! node computes itself meanwhile is in their way for less of its time. Pure; [`super::cost`] asks.
+//! Requests of a decode node whose prompts are still being computed elsewhere: they run there later, and a prompt that
+//! the node computes itself meanwhile is in their way for less of its time. Pure; [`super::cost`] asks.
 use std::time::{Duration, Instant};
 
 use super::backlog::duration;
@@ -50,8 +50,8 @@ pub struct Coming {
 }
 
 impl Coming {
-    /// The share of a prompt that `requests` wait for in the mean, these among them: all of it, or what is left of it when they
-    /// begin, evenly spread over the time. It is begun after `wait_ms` and takes `prefill_ms`.
+    /// The share of a prompt that `requests` wait for in the mean, these among them: all of it, or what is left of it
+    /// when they begin, evenly spread over the time. It is begun after `wait_ms` and takes `prefill_ms`.
     pub fn delayed(&self, requests: f64, wait_ms: f64, prefill_ms: f64) -> f64 {
         if self.requests == 0 || self.within_ms <= 0.0 || prefill_ms <= 0.0 {
             return 1.0;

@@ -1,21 +1,22 @@
-//! The terms of a prediction, in milliseconds, each a pure function of one node and one request. What is put together from
-//! them stands in [`super::prune`], which scores pairs; where their coefficients come from: nodes measure their steps,
-//! [`super::calibrate`] the ways between nodes and how far these predictions are off.
+//! The terms of a prediction, in milliseconds, each a pure function of one node and one request. What is put together
+//! from them stands in [`super::prune`], which scores pairs; where their coefficients come from: nodes measure their
+//! steps, [`super::calibrate`] the ways between nodes and how far these predictions are off.
 //!
-//! A step takes `base + token · tokens + context · positions` (the nodes' own model, `engine/src/step_model.rs`). From it:
+//! A step takes `base + token · tokens + context · positions` (the nodes' own model, `engine/src/step_model.rs`). From
+//! it:
 //!
-//! - **prefill**: the tokens of the prompt that the node has not cached, in chunks of the node's step budget: a base for each
-//!   chunk, each token, and all positions that they attend to;
-//! - **wait for prefill**: the prompts before this one, as [`super::backlog`] keeps them (prefill nodes are first come, first
-//!   served);
+//! - **prefill**: the tokens of the prompt that the node has not cached, in chunks of the node's step budget: a base
+//!   for each chunk, each token, and all positions that they attend to;
+//! - **wait for prefill**: the prompts before this one, as [`super::backlog`] keeps them (prefill nodes are first come,
+//!   first served);
 //! - **step**: one step of the decode node's batch with this request in it, at the context that it starts with;
-//! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no longer
-//!   slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
-//! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these: each
-//!   of them waits for what the prompt adds to the steps ([`harm_ms`]), who begins meanwhile for the rest of it
+//! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no
+//!   longer slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
+//! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these:
+//!   each of them waits for what the prompt adds to the steps ([`harm_ms`]), who begins meanwhile for the rest of it
 //!   ([`super::coming`]);
-//! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow each
-//!   other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
+//! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow
+//!   each other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
 use super::{Need, NodeView};
 
 /// Of a node whose step budget is not known: a usual one.
@@ -195,8 +196,8 @@ pub fn decode(node: &NodeView, cost: &StepCost, need: &Need) -> DecodeTerms {
     }
 }
 
-/// The prompt on decode node `node`. Its steps with prompts cost `cost`, and it computes as `like` does: itself, or a prefill
-/// node on the same cores, whose prompts then are in its way.
+/// The prompt on decode node `node`. Its steps with prompts cost `cost`, and it computes as `like` does: itself, or a
+/// prefill node on the same cores, whose prompts then are in its way.
 pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> LocalTerms {
     let cached_tokens = cached_tokens(node, need);
     let tokens = need.prompt_tokens.saturating_sub(cached_tokens);
@@ -218,9 +219,9 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
     }
 }
 
-/// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are worth
-/// one of TPOT: over the tokens that follow an answer's first one the delay is as much of its TPOT. Without such tokens there is
-/// none; below one in the mean, as many answers have one.
+/// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are
+/// worth one of TPOT: over the tokens that follow an answer's first one the delay is as much of its TPOT. Without such
+/// tokens there is none; below one in the mean, as many answers have one.
 pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) -> f64 {
     let further = answer_tokens(node, need) - 1.0;
     match streams(node) * delay_ms * further.min(1.0 / further) {
@@ -230,15 +231,15 @@ pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) ->
     }
 }
 
-/// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`. What runs
-/// when the prompt begins is taken to be what runs now: others come when these end.
+/// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`. What
+/// runs when the prompt begins is taken to be what runs now: others come when these end.
 pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, need: &Need) -> Crowd {
     let crowding = prefill.processor.crowding(&decode.processor);
     if crowding == 0.0 || streams(decode) == 0.0 {
         return Crowd::NONE;
     }
-    // Half of its answer is still to come from one that runs, in the mean, and all of it from others. What is reserved and
-    // not filled does not tell: requests share blocks.
+    // Half of its answer is still to come from one that runs, in the mean, and all of it from others. What is reserved
+    // and not filled does not tell: requests share blocks.
     let running = f64::from(decode.running) / decode.requests();
     let streams_ms = answer_tokens(decode, need) * (1.0 - 0.5 * running.min(1.0)) * step_ms;
     let beside = |busy_ms: f64| crowding * prefill_ms.min(busy_ms);
@@ -266,8 +267,8 @@ fn streams(node: &NodeView) -> f64 {
     node.requests().min(f64::from(node.max_running.max(1)))
 }
 
-/// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate, in the
-/// mean, is half of what answers usually are: of `n` of them, ends spread evenly over twice the mean, so the k-th
+/// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate, in
+/// the mean, is half of what answers usually are: of `n` of them, ends spread evenly over twice the mean, so the k-th
 /// comes after `k / (n + 1)` of it.
 fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64 {
     let requests = node.requests();
@@ -283,9 +284,9 @@ fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64
     2.0 * mean_left * ends / (holders + 1.0) * step_ms
 }
 
-/// Blocks that requests wait for there since before its last report, which tells how many wait, and not for what: what this
-/// router has there beyond the blocks that are reserved. Where one of the mean size would find its blocks free, nobody waits
-/// for blocks: those who share some hold fewer than they asked for, and others wait for their KV.
+/// Blocks that requests wait for there since before its last report, which tells how many wait, and not for what: what
+/// this router has there beyond the blocks that are reserved. Where one of the mean size would find its blocks free,
+/// nobody waits for blocks: those who share some hold fewer than they asked for, and others wait for their KV.
 fn waiting_blocks(node: &NodeView) -> u32 {
     let each = node.held.blocks.div_ceil(node.held.requests.max(1));
     if node.free_blocks >= each {

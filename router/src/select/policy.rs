@@ -1,6 +1,6 @@
-//! What "best" means: the joint choice in predicted milliseconds, and simpler policies to compare it with. Pure. A baseline
-//! scores each node by itself, and a pair by the sum; the joint score is that of the pair, see [`super::prune`]. The ranks
-//! that come before any score are the same for all of them.
+//! What "best" means: the joint choice in predicted milliseconds, and simpler policies to compare it with. Pure. A
+//! baseline scores each node by itself, and a pair by the sum; the joint score is that of the pair, see
+//! [`super::prune`]. The ranks that come before any score are the same for all of them.
 use super::{NodeView, Role};
 
 /// Tokens that count as one batch ahead on a prefill node, for [`Policy::LeastLoaded`].
@@ -33,8 +33,8 @@ impl Policy {
         }
     }
 
-    /// A baseline's score of one node, the smaller the better: it is the `place`th of `count` of its role, and `blocks` are
-    /// what it would hold. `None` for the joint policy, which scores pairs.
+    /// A baseline's score of one node, the smaller the better: it is the `place`th of `count` of its role, and `blocks`
+    /// are what it would hold. `None` for the joint policy, which scores pairs.
     pub fn score(self, node: &NodeView, blocks: u32, (place, count): (usize, usize), turn: u64) -> Option<f64> {
         // `turn`, `turn + 1`, … of the role have 0, 1, …
         let in_turn = || {
@@ -68,8 +68,8 @@ pub fn draw(turn: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Of `count` that are as good as equal, the one with less on it of two that are drawn: a hot prefix spreads over all that
-/// are near the best, and no crowd runs to the one that was best a moment ago.
+/// Of `count` that are as good as equal, the one with less on it of two that are drawn: a hot prefix spreads over all
+/// that are near the best, and no crowd runs to the one that was best a moment ago.
 pub fn of_two(count: usize, turn: u64, requests: impl Fn(usize) -> f64) -> usize {
     let count = count as u64;
     if count < 2 {

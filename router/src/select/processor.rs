@@ -1,6 +1,6 @@
-//! What nodes compute on. Nodes of one machine may run on the same cores: then a prompt on a prefill node slows the streams of
-//! the decode node beside it, and these slow the prompt. Pure. Sets of cores that overlap in part count as apart, and limits
-//! of processor time (a container's quota) are not seen.
+//! What nodes compute on. Nodes of one machine may run on the same cores: then a prompt on a prefill node slows the
+//! streams of the decode node beside it, and these slow the prompt. Pure. Sets of cores that overlap in part count as
+//! apart, and limits of processor time (a container's quota) are not seen.
 use tandem_proto::v1;
 
 /// Nothing takes longer by more than so many times because of a neighbour; beyond that somebody has miscounted.
@@ -24,8 +24,8 @@ impl Processor {
         }
     }
 
-    /// By how much longer two nodes take while both compute, as a share of the time that they take alone: 0 where they have
-    /// cores enough. The system is taken to share the cores out evenly.
+    /// By how much longer two nodes take while both compute, as a share of the time that they take alone: 0 where they
+    /// have cores enough. The system is taken to share the cores out evenly.
     pub fn crowding(&self, other: &Self) -> f64 {
         if self.id == 0 || self.id != other.id {
             return 0.0;

@@ -1,12 +1,13 @@
-//! From a thousand nodes to a short list without looking at each pair. Pure. A pair costs what its prefill node costs, what
-//! its decode node costs, and what lies between them (the transfer, and a wait for decode that the prefill hides). The first
-//! two are computed once for each node; of each role and group the best [`SHORT`] stay, and beside them the [`CACHED`] that
-//! hold most of the prompt. Pairs are scored exactly, but only of these. So the cost is linear in nodes.
+//! From a thousand nodes to a short list without looking at each pair. Pure. A pair costs what its prefill node costs,
+//! what its decode node costs, and what lies between them (the transfer, and a wait for decode that the prefill hides).
+//! The first two are computed once for each node; of each role and group the best [`SHORT`] stay, and beside them the
+//! [`CACHED`] that hold most of the prompt. Pairs are scored exactly, but only of these. So the cost is linear in
+//! nodes.
 //!
-//! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way between
-//! them than all others, or with cores of their own where all better ones share theirs. Where ways are equal, no decode node
-//! waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share their cores only the two
-//! of a pair are seen: not the streams of a third one there.
+//! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way
+//! between them than all others, or with cores of their own where all better ones share theirs. Where ways are equal,
+//! no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share
+//! their cores only the two of a pair are seen: not the streams of a third one there.
 use super::calibrate::Links;
 use super::cost::{self, DecodeTerms, LocalTerms, PrefillTerms, StepCost};
 use super::policy::{Policy, draw};
@@ -159,8 +160,8 @@ pub struct Scorer<'a> {
     pub turn: u64,
     /// Of nodes that have measured no step, by role.
     pub unmeasured: [StepCost; 2],
-    /// How the prefill nodes' steps cost in the mean: so a prompt is predicted on a decode node that has not computed one. Its
-    /// own steps of single tokens say nothing of what a prompt costs.
+    /// How the prefill nodes' steps cost in the mean: so a prompt is predicted on a decode node that has not computed
+    /// one. Its own steps of single tokens say nothing of what a prompt costs.
     pub prompts: Option<StepCost>,
 }
 
@@ -195,8 +196,8 @@ impl<'a> Scorer<'a> {
         Field { plans, available, compatible: groups.iter().any(|group| group.has == [true; 2]) }
     }
 
-    /// Puts the node on its group's short list, and on that of those who may compute prompts themselves. Decode nodes come
-    /// behind all prefill nodes, whose best then says how long a wait is hidden.
+    /// Puts the node on its group's short list, and on that of those who may compute prompts themselves. Decode nodes
+    /// come behind all prefill nodes, whose best then says how long a wait is hidden.
     fn offer(
         &self,
         node: &'a NodeView,
@@ -266,8 +267,8 @@ impl<'a> Scorer<'a> {
         self.side(node, terms, score.unwrap_or(cost_ms))
     }
 
-    /// A prompt costs the same on either node of a pair that shares its cores. The prefill node knows better what that is:
-    /// the other one's own measurements are of single tokens, and of prompts that both computed at a time.
+    /// A prompt costs the same on either node of a pair that shares its cores. The prefill node knows better what that
+    /// is: the other one's own measurements are of single tokens, and of prompts that both computed at a time.
     fn local(
         &self,
         side: Side<'a, DecodeTerms>,

@@ -483,7 +483,8 @@ proptest! {
         }
     }
 
-    /// With ways of very different speed and decode nodes that wait: at most ten percent worse than the best of all plans.
+    /// With ways of very different speed and decode nodes that wait: at most ten percent worse than the best of all
+    /// plans.
     #[test]
     fn never_much_worse_than_all_plans(
         nodes in prop::collection::vec(any_node(), 1..60), ways in prop::collection::vec((1u64..60, 1u64..60, 1.0f64..200.0), 0..80),

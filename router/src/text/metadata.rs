@@ -1,5 +1,5 @@
-//! The keys of a GGUF model ([`tandem_gguf`]). The weights are never loaded here, but a file that is too short to hold them
-//! is refused, and all files of the model are digested.
+//! The keys of a GGUF model ([`tandem_gguf`]). The weights are never loaded here, but a file that is too short to hold
+//! them is refused, and all files of the model are digested.
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
@@ -50,8 +50,8 @@ pub(crate) struct Metadata {
 }
 
 impl Metadata {
-    /// Reads the headers of the model whose only or first file this is, and checks that each file is as long as its tensors
-    /// say. Gives the paths of all.
+    /// Reads the headers of the model whose only or first file this is, and checks that each file is as long as its
+    /// tensors say. Gives the paths of all.
     ///
     /// # Errors
     /// `Unreadable` or `Damaged`, naming the file.

@@ -1,6 +1,6 @@
-//! Text without special tokens → ids. What comes out is the `tokenizers` crate's word; but that takes a microsecond for each
-//! token, and texts consist of the same words again and again. So a text is cut into words, where that changes nothing, and
-//! what a word became once is looked up.
+//! Text without special tokens → ids. What comes out is the `tokenizers` crate's word; but that takes a microsecond for
+//! each token, and texts consist of the same words again and again. So a text is cut into words, where that changes
+//! nothing, and what a word became once is looked up.
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::{PoisonError, RwLock};
@@ -77,7 +77,8 @@ impl Encoder {
     }
 }
 
-/// Hashes words faster than the standard library does: of a prompt every word is looked up. Nobody outside knows the seed.
+/// Hashes words faster than the standard library does: of a prompt every word is looked up. Nobody outside knows the
+/// seed.
 #[derive(Clone)]
 struct Seed(u64);
 
@@ -148,7 +149,8 @@ struct Segment<'a> {
     plain: bool,
 }
 
-/// `text`, cut behind ASCII letters where another ASCII character follows, and before a space where an ASCII letter does.
+/// `text`, cut behind ASCII letters where another ASCII character follows, and before a space where an ASCII letter
+/// does.
 fn segments(mut text: &str) -> impl Iterator<Item = Segment<'_>> {
     std::iter::from_fn(move || {
         let bytes = text.as_bytes();
@@ -178,9 +180,9 @@ fn segments(mut text: &str) -> impl Iterator<Item = Segment<'_>> {
     })
 }
 
-/// Whether the tokenizer itself cuts wherever [`segments`] does, and sees nothing across the cut. GPT-2's expression and its kin
-/// match letters until one that is none; and a space before letters together with them, or, as the last one of several, at
-/// their head. None of them looks back.
+/// Whether the tokenizer itself cuts wherever [`segments`] does, and sees nothing across the cut. GPT-2's expression
+/// and its kin match letters until one that is none; and a space before letters together with them, or, as the last one
+/// of several, at their head. None of them looks back.
 fn cuts_at_words(bpe: &tokenizers::Tokenizer) -> bool {
     let harmless = |pre: &PreTokenizerWrapper| match pre {
         PreTokenizerWrapper::ByteLevel(bytes) => !bytes.add_prefix_space,

@@ -23,8 +23,9 @@ enum Pre {
     Words { digits: &'static str, compose: bool, ignore_merges: bool },
 }
 
-/// Tokens that end an answer by their names: most files name only one of them in a key (`eos_token_id`), and chat models
-/// end their turns with another. The names are those by which llama.cpp finds them (`llama-vocab.cpp`, `special_eog_ids`).
+/// Tokens that end an answer by their names: most files name only one of them in a key (`eos_token_id`), and chat
+/// models end their turns with another. The names are those by which llama.cpp finds them (`llama-vocab.cpp`,
+/// `special_eog_ids`).
 const END_NAMES: [&str; 24] = [
     "<|eot_id|>",
     "<|eom_id|>",
@@ -67,8 +68,8 @@ impl Pre {
     }
 }
 
-/// Whether a plain prompt begins with the beginning-of-sequence token where the file does not say: llama.cpp's defaults.
-/// Public files of Llama 3 lack the key, and the model was trained with the token.
+/// Whether a plain prompt begins with the beginning-of-sequence token where the file does not say: llama.cpp's
+/// defaults. Public files of Llama 3 lack the key, and the model was trained with the token.
 fn begins_with_bos(metadata: &Metadata, spelling: Spelling) -> bool {
     match spelling {
         Spelling::Pieces => true,

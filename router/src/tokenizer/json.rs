@@ -1,5 +1,5 @@
-//! Tokenizers in a `tokenizer.json`, by the `tokenizers` crate that wrote it. Only the way from text to ids is its: special
-//! tokens are found by us, because a message's text must not become one.
+//! Tokenizers in a `tokenizer.json`, by the `tokenizers` crate that wrote it. Only the way from text to ids is its:
+//! special tokens are found by us, because a message's text must not become one.
 use std::path::Path;
 
 use serde_json::Value;

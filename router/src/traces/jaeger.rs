@@ -1,5 +1,6 @@
 //! Traces as Jaeger tells them, so that its UI and Grafana can look into the ring without a Jaeger: the classic JSON of
-//! `/api/traces` and the OTLP JSON of query API v3 (<https://www.jaegertracing.io/docs/latest/architecture/apis/>). Pure.
+//! `/api/traces` and the OTLP JSON of query API v3 (<https://www.jaegertracing.io/docs/latest/architecture/apis/>).
+//! Pure.
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};

@@ -12,8 +12,8 @@ use super::seed;
 pub enum Process {
     /// Independent of each other: gaps with a coefficient of variation of 1.
     Poisson,
-    /// Gaps from a gamma distribution with this coefficient of variation: above 1 bursts, below 1 more even than chance.
-    /// vLLM's `--burstiness` is `1 / cv²`.
+    /// Gaps from a gamma distribution with this coefficient of variation: above 1 bursts, below 1 more even than
+    /// chance. vLLM's `--burstiness` is `1 / cv²`.
     Gamma {
         /// Standard deviation of the gaps, divided by their mean.
         cv: f64,

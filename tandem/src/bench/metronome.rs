@@ -1,5 +1,6 @@
 //! The benchmark's time: one monotonic clock for all records, and a wait that ends within some tens of microseconds of
-//! its moment. Tokio's timers round to milliseconds, which is what a late sender looks like; so a thread does the waiting.
+//! its moment. Tokio's timers round to milliseconds, which is what a late sender looks like; so a thread does the
+//! waiting.
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Pieces of content to words and token ids, with lengths that the server will count too; pure.
 //!
-//! A prompt is a fixed head and then words from a list of everyday words, of which a tokenizer makes one token each (with
-//! their space). How many tokens the head has, and which words the server's tokenizer takes whole, a
+//! A prompt is a fixed head and then words from a list of everyday words, of which a tokenizer makes one token each
+//! (with their space). How many tokens the head has, and which words the server's tokenizer takes whole, a
 //! [`Vocabulary`] knows; [`super::calibrate`] finds it out.
 use rand::Rng;
 
@@ -39,7 +39,8 @@ pub enum Prompt {
 }
 
 impl Vocabulary {
-    /// Of words that are one token each. `head` are the tokens of [`HEAD`] with all that the server puts around a prompt.
+    /// Of words that are one token each. `head` are the tokens of [`HEAD`] with all that the server puts around a
+    /// prompt.
     pub fn exact(words: Vec<Word>, head: Vec<u32>) -> Self {
         Self { words, head_tokens: head.len() as f64, head, tokens_per_word: 1.0 }
     }

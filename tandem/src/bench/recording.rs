@@ -1,7 +1,7 @@
 //! The raw form of a run: JSON lines, written as intervals end and read back by `tandem bench report`.
 //!
-//! `{"info": …}`, then for each interval `{"interval": …}` without records and a `{"record": …}` for each of them. Of several
-//! `info` lines the last one counts: it is written again at the end, when more is known.
+//! `{"info": …}`, then for each interval `{"interval": …}` without records and a `{"record": …}` for each of them. Of
+//! several `info` lines the last one counts: it is written again at the end, when more is known.
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,10 @@
 //! What a benchmark says (pure): a [`Run`] becomes a [`Summary`], and a summary becomes text, JSON, CSV and a page.
 //!
-//! A **point** is one workload row at one load on one endpoint, cold or warm: what can be compared. Its intervals are the repeats.
+//! A **point** is one workload row at one load on one endpoint, cold or warm: what can be compared. Its intervals are
+//! the repeats.
 //!
-//! - [`metric`]: the few numbers that are compared, each with its interval; [`compare`] does so, [`curve`] finds the knee of goodput.
+//! - [`metric`]: the few numbers that are compared, each with its interval; [`compare`] does so, [`curve`] finds the
+//!   knee of goodput.
 //! - [`model`]: what the hardware allows; [`regime`] concludes what bounds a point.
 //! - [`text`], [`json`], [`csv`], [`html`] write; [`plot`] draws for the page.
 

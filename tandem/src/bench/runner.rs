@@ -413,7 +413,8 @@ impl<'a> Flight<'a> {
         });
     }
 
-    /// A request for which this program has no room: the server is not to blame, but it had the chance to answer others.
+    /// A request for which this program has no room: the server is not to blame, but it had the chance to answer
+    /// others.
     fn refuse(&mut self, ready: &Ready, intended_s: f64, keep: Keep) {
         let mut record = self.record(ready.index, (ready.prompt_tokens, ready.max_tokens), intended_s);
         let now_s = self.watch.clock.now_s();

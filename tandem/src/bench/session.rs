@@ -81,7 +81,8 @@ struct Sweeping {
 struct EndpointSearch {
     search: Search,
     measured: Vec<Measured>,
-    /// At this rate an interval had no request at all: the next one would have none either, its moments come from the same seed.
+    /// At this rate an interval had no request at all: the next one would have none either, its moments come from the
+    /// same seed.
     empty_at: Option<f64>,
 }
 

@@ -221,8 +221,8 @@ fn kv_dtype(flags: &[String]) -> String {
     words.nth(1).map(|dtype| format!("KV {dtype}")).unwrap_or_default()
 }
 
-/// What the nodes say of themselves now, after all requests: at the beginning many have not measured a step yet. A server that does not answer any more
-/// leaves what it said before.
+/// What the nodes say of themselves now, after all requests: at the beginning many have not measured a step yet. A
+/// server that does not answer any more leaves what it said before.
 pub async fn learn(servers: &[Connected], info: &mut RunInfo) {
     for (place, connected) in servers.iter().enumerate() {
         let Some(server) = &connected.server else { continue };

@@ -1,8 +1,10 @@
-//! Statistics of a benchmark (pure): distributions here; what one request saw in [`request`], what an interval did in [`figures`], how much came in how
-//! long in [`served`], where TTFT went in [`attribution`], how evenly nodes were used in [`balance`], how sure a number is in [`confidence`].
+//! Statistics of a benchmark (pure): distributions here; what one request saw in [`request`], what an interval did in
+//! [`figures`], how much came in how long in [`served`], where TTFT went in [`attribution`], how evenly nodes were used
+//! in [`balance`], how sure a number is in [`confidence`].
 //!
-//! Percentiles are exact: all samples are kept and sorted, and the percentile p of n samples is taken at rank p · (n − 1), linearly between
-//! the two samples around it (Hyndman and Fan's type 7, the default of numpy and so of vLLM's benchmark).
+//! Percentiles are exact: all samples are kept and sorted, and the percentile p of n samples is taken at rank p · (n −
+//! 1), linearly between the two samples around it (Hyndman and Fan's type 7, the default of numpy and so of vLLM's
+//! benchmark).
 
 pub mod attribution;
 pub mod balance;
@@ -65,8 +67,8 @@ impl Distribution {
         self.sorted.last().copied()
     }
 
-    /// The cumulative distribution as at most `most` points (value, share of samples ≤ value), evenly spaced in rank but with the tail whole:
-    /// the last hundredth gets a fifth of the points.
+    /// The cumulative distribution as at most `most` points (value, share of samples ≤ value), evenly spaced in rank
+    /// but with the tail whole: the last hundredth gets a fifth of the points.
     pub fn cumulative(&self, most: usize) -> Vec<(f64, f64)> {
         let n = self.sorted.len();
         let point = |index: usize| (self.sorted[index], (index + 1) as f64 / n as f64);
@@ -131,7 +133,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against the definition: at a whole rank the percentile is the sample there, between two ranks it is between them.
+        /// Against the definition: at a whole rank the percentile is the sample there, between two ranks it is between
+        /// them.
         #[test]
         fn percentiles_agree_with_sorting(samples in prop::collection::vec(-1e6..1e6_f64, 1..200), p in 0.0..=1.0_f64) {
             let of = Distribution::of(samples.iter().copied());

@@ -1,7 +1,8 @@
 //! Which rates to measure to find the knee of goodput (pure): the highest rate at which enough requests are good.
 //!
-//! The rate doubles until the share of good requests falls below the threshold (or halves, when the first rate is too high already), then the bracket is
-//! bisected. A rate counts by the majority of its repeats, which end as soon as the majority stands. The runner measures; this only says what.
+//! The rate doubles until the share of good requests falls below the threshold (or halves, when the first rate is too
+//! high already), then the bracket is bisected. A rate counts by the majority of its repeats, which end as soon as the
+//! majority stands. The runner measures; this only says what.
 
 /// Share of requests within both objectives that goodput asks for.
 pub const GOOD_SHARE: f64 = 0.9;
@@ -25,8 +26,8 @@ pub struct Settings {
     pub repeats: u32,
     /// Intervals in all.
     pub max_probes: u32,
-    /// How long an interval offers its rate, seconds: a rate at which so few requests come that they say nothing is not asked for. Infinite where an
-    /// interval is as long as its requests take.
+    /// How long an interval offers its rate, seconds: a rate at which so few requests come that they say nothing is not
+    /// asked for. Infinite where an interval is as long as its requests take.
     pub seconds: f64,
 }
 
@@ -73,7 +74,8 @@ pub struct Search {
 }
 
 impl Search {
-    /// Settings that make no sense are brought into bounds: rates above 0, at least one repeat, a width of at least a thousandth.
+    /// Settings that make no sense are brought into bounds: rates above 0, at least one repeat, a width of at least a
+    /// thousandth.
     pub fn new(settings: Settings) -> Self {
         let sane = |rate: f64, or: f64| if rate.is_finite() && rate > 0.0 { rate } else { or };
         let max_rate = sane(settings.max_rate, Settings::default().max_rate);
@@ -89,8 +91,8 @@ impl Search {
         Self { settings, given: 0 }
     }
 
-    /// The next interval, given all measured so far. None: the knee is found, or as many probes were given as may be. A probe that was not measured is
-    /// given again, and counts again.
+    /// The next interval, given all measured so far. None: the knee is found, or as many probes were given as may be. A
+    /// probe that was not measured is given again, and counts again.
     pub fn next(&mut self, measured: &[Measured]) -> Option<Probe> {
         if self.given.max(u32::try_from(measured.len()).unwrap_or(u32::MAX)) >= self.settings.max_probes {
             return None;
@@ -296,7 +298,8 @@ mod tests {
     }
 
     proptest! {
-        /// A system whose share of good requests falls through 90 % at `knee`, steeply or slowly, with noise on every measurement.
+        /// A system whose share of good requests falls through 90 % at `knee`, steeply or slowly, with noise on every
+        /// measurement.
         #[test]
         fn the_knee_is_found(knee in 0.05..900.0_f64, steep in 4.0..30.0_f64, start in 0.1..50.0_f64, seed: u64) {
             let mut noise = seed;
@@ -311,7 +314,8 @@ mod tests {
                 return Err(TestCaseError::fail("no knee"));
             };
             prop_assert!((breaks - holds) / holds <= 0.05 + 1e-9);
-            // A hundredth of noise moves the crossing by up to 0.01 / (0.09 × steep) of itself: a thirtieth at the slowest.
+            // A hundredth of noise moves the crossing by up to 0.01 / (0.09 × steep) of itself: a thirtieth at the
+            // slowest.
             prop_assert!(holds < knee * 1.1 && breaks > knee * 0.9, "{holds} .. {breaks} for {knee}");
         }
 

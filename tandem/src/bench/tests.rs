@@ -1,5 +1,5 @@
-//! The generator against servers in this process: what is sent, when, and what becomes of a server that is slow, refuses,
-//! hangs or dies. In real time, as short as it can be; nothing here waits longer than what it measures.
+//! The generator against servers in this process: what is sent, when, and what becomes of a server that is slow,
+//! refuses, hangs or dies. In real time, as short as it can be; nothing here waits longer than what it measures.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;

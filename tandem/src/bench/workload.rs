@@ -1,7 +1,7 @@
 //! What is asked: the rows A to F and the user's own, as a pure function of a seed and the request's number.
 //!
-//! A request is its length in tokens and *pieces* of content; the same key is the same content, so that prefixes are shared
-//! exactly where a row wants it, and nowhere else. Which words the pieces become: [`super::prompt`].
+//! A request is its length in tokens and *pieces* of content; the same key is the same content, so that prefixes are
+//! shared exactly where a row wants it, and nowhere else. Which words the pieces become: [`super::prompt`].
 use std::str::FromStr;
 use std::sync::Arc;
 

@@ -156,8 +156,9 @@ pub struct TraceChoice {
 /// Load a server with requests and say what it did with them.
 ///
 /// Measures the running `tandem up`, or any server with OpenAI's HTTP API (--url). Requests are sent at their intended
-/// moments whether or not earlier ones are answered, and latencies count from those moments; with --concurrency a fixed number is
-/// kept under way. Prompts are new to the server in every interval, except where a row shares prefixes on purpose.
+/// moments whether or not earlier ones are answered, and latencies count from those moments; with --concurrency a fixed
+/// number is kept under way. Prompts are new to the server in every interval, except where a row shares prefixes on
+/// purpose.
 ///
 /// Rows: A short chat · B long prefill · C long decode · D mixed saturation · E shared prefix, cold and warm apart ·
 /// F trace (a file with --trace, else made from the seed); or your own with --input and --output.
@@ -262,7 +263,8 @@ struct WorkArgs {
     /// Groups of prompts with a common prefix
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     prefix_groups: u32,
-    /// Trace of row F: Mooncake's JSON lines or Azure's CSV [default: made from the seed, like Mooncake's conversations]
+    /// Trace of row F: Mooncake's JSON lines or Azure's CSV [default: made from the seed, like Mooncake's
+    /// conversations]
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Divide the trace's lengths, and its blocks of 512 tokens, by this (a power of two where there are blocks)

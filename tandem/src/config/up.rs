@@ -104,16 +104,19 @@ pub struct UpArgs {
     /// Start a process again that died
     #[arg(long)]
     restart: bool,
-    /// API keys of the clients, with rates and priorities: see the router's --help. Nodes then join on a port of their own
+    /// API keys of the clients, with rates and priorities: see the router's --help. Nodes then join on a port of their
+    /// own
     #[arg(long, value_name = "FILE")]
     api_keys: Option<PathBuf>,
-    /// Secret by which nodes may join, from a file [default: a random one, made beside the state file and removed at the end]
+    /// Secret by which nodes may join, from a file [default: a random one, made beside the state file and removed at
+    /// the end]
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
     /// Seconds that a process may take to start
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     start_timeout: u64,
-    /// Seconds that running requests may take to finish at the end; what then still runs ends with an error, a few seconds later
+    /// Seconds that running requests may take to finish at the end; what then still runs ends with an error, a few
+    /// seconds later
     #[arg(long, default_value_t = 10, value_name = "SECONDS")]
     grace: u64,
     #[command(flatten)]
@@ -169,8 +172,8 @@ struct PassThrough {
     /// Name of the model in the APIs
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
-    /// Nodes without a model: fast, and the tokens mean nothing; how fast: --prefill-arg and --decode-arg with --simulated-step-us=N,
-    /// --simulated-token-us=N, --simulated-context-ns=N
+    /// Nodes without a model: fast, and the tokens mean nothing; how fast: --prefill-arg and --decode-arg with
+    /// --simulated-step-us=N, --simulated-token-us=N, --simulated-context-ns=N
     #[arg(long)]
     simulated: bool,
     /// One more flag for every prefill node; repeatable

@@ -1,8 +1,8 @@
 //! The walk over bf16 and 8-bit keys by the bf16 dot products of AVX-512: queries, softmax weights and unpacked 8-bit
 //! numbers are rounded to bf16, sums are f32.
 //!
-//! A row walks the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends on
-//! the row alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
+//! A row walks the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends
+//! on the row alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -27,8 +27,8 @@ const _: () = assert!(super::PARTITION.is_multiple_of(SPAN_TOKENS));
 pub(super) struct Scratch {
     /// Pairs of bf16, pairs × head_dim / 2.
     queries: Vec<u32>,
-    /// K, then V, of a span's sub-blocks where they cannot be read in place: of 8-bit ones all, of bf16 ones a V with an
-    /// unwritten token. Twice 4 × 16 × head_dim / 2.
+    /// K, then V, of a span's sub-blocks where they cannot be read in place: of 8-bit ones all, of bf16 ones a V with
+    /// an unwritten token. Twice 4 × 16 × head_dim / 2.
     copies: Vec<u32>,
 }
 
@@ -109,7 +109,8 @@ unsafe fn span_at(tile: &Tile<'_>, first_key: usize, copies: &mut [u32]) -> Span
     let written = (tile.start + tile.rows) % SUB_BLOCK_TOKENS;
     let cleaned = last < first + SPAN && !written.is_multiple_of(2);
     if cleaned {
-        // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets through.
+        // The last token's neighbour in the lane may be anything, NaN included, which even a weight of zero lets
+        // through.
         let (copy, row) = (&mut values[(seen - 1) * words..][..words], written / 2 * tile.head_dim);
         if !unpacked {
             // SAFETY: a sub-block is so many words, and so long is the copy.
@@ -253,8 +254,9 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, quer
     }
 }
 
-/// The new greatest score, and the powers of two of the distances of the scores of `keys` to it, zero for the others, as
-/// bf16 in the order of the keys. A NaN among the scores of `keys` makes all of these NaN, and with them the pair's result.
+/// The new greatest score, and the powers of two of the distances of the scores of `keys` to it, zero for the others,
+/// as bf16 in the order of the keys. A NaN among the scores of `keys` makes all of these NaN, and with them the pair's
+/// result.
 #[inline(always)]
 unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32) -> (f32, [__m512bh; 2]) {
     // SAFETY: lane arithmetic only.
@@ -301,8 +303,8 @@ unsafe fn exp2(x: __m512) -> __m512 {
     }
 }
 
-/// `sums = sums * shrink + Σ weights[key] * values[key]` over the first `most` keys (rounded up to two) of the span, for
-/// `16 * W` dimensions from `d` on; returns `W`.
+/// `sums = sums * shrink + Σ weights[key] * values[key]` over the first `most` keys (rounded up to two) of the span,
+/// for `16 * W` dimensions from `d` on; returns `W`.
 #[inline(always)]
 unsafe fn weigh<const P: usize, const W: usize>(
     tile: &Tile<'_>,

@@ -76,8 +76,8 @@ unsafe fn load_sub_block<L: Lanes>(tile: &Tile<'_>, index: usize, scratch: &mut 
     let [keys, values] = [Part::K, Part::V].map(|part| tile.sub_block(index, part));
     // SAFETY: a sub-block is 16 × head_dim elements of the layout's type (and for int8 16 scales), and as many are
     // `keys` and `values` of the scratch. Nobody writes them: the engine thread is the only one that computes on the
-    // blocks of a running sequence, the step's own writes are done, and a transfer into blocks ends before their sequence
-    // is submitted.
+    // blocks of a running sequence, the step's own writes are done, and a transfer into blocks ends before their
+    // sequence is submitted.
     unsafe {
         let (to_keys, to_values) = (scratch.keys.as_mut_ptr(), scratch.values.as_mut_ptr());
         match layout.dtype {

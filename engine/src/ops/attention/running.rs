@@ -1,5 +1,5 @@
-//! The running softmax of a tile's (row, head) pairs over some of its keys: what a walk adds to, how two become one, and
-//! how the last becomes the result.
+//! The running softmax of a tile's (row, head) pairs over some of its keys: what a walk adds to, how two become one,
+//! and how the last becomes the result.
 use std::ops::Range;
 
 use super::Tile;
@@ -8,8 +8,8 @@ use crate::ops::simd::{Isa, LANES, Lanes, isa_dispatch};
 /// A view of memory of [`Running::len`] numbers.
 #[derive(Clone, Copy)]
 pub(super) struct Running {
-    /// Of each pair the greatest score so far; minus infinity: it has seen no key. NaN where the last keys had a score that
-    /// is no finite number: then weights and sums are NaN for good.
+    /// Of each pair the greatest score so far; minus infinity: it has seen no key. NaN where the last keys had a score
+    /// that is no finite number: then weights and sums are NaN for good.
     pub greatest: *mut f32,
     /// Sums of the weights by lane, pairs × 16.
     pub weights: *mut f32,
@@ -46,8 +46,8 @@ impl Running {
         }
     }
 
-    /// Takes the later keys of `other` in, for the pairs that have seen some of them; weights are e to the power of `unit`
-    /// times the scores.
+    /// Takes the later keys of `other` in, for the pairs that have seen some of them; weights are e to the power of
+    /// `unit` times the scores.
     ///
     /// # Safety
     /// Both are valid for the pairs and not the same.
@@ -83,7 +83,8 @@ unsafe fn merge_with<L: Lanes>(into: Running, from: Running, pairs: Range<usize>
             for (into, from, len) in [(into.weights, from.weights, LANES), (into.sums, from.sums, head_dim)] {
                 for d in (pair * len..(pair + 1) * len).step_by(LANES) {
                     let newer = L::load(from.add(d));
-                    // Without an older key the newer ones stand as they are: it must not matter who else is in the tile.
+                    // Without an older key the newer ones stand as they are: it must not matter who else is in the
+                    // tile.
                     let merged = match old == f32::NEG_INFINITY {
                         true => newer,
                         false => newer.mul(add).fma(L::load(into.add(d)), keep),

@@ -1,5 +1,5 @@
-//! The eight tile registers of AMX (Intel SDM vol. 1 ch. 18, vol. 2 `TDPBF16PS`): what the product asks of them, and the
-//! instructions. They are written in assembly because Rust's intrinsics for them are unstable.
+//! The eight tile registers of AMX (Intel SDM vol. 1 ch. 18, vol. 2 `TDPBF16PS`): what the product asks of them, and
+//! the instructions. They are written in assembly because Rust's intrinsics for them are unstable.
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::sync::OnceLock;
@@ -21,9 +21,9 @@ impl Tile {
 /// The tile registers of a thread, all configured as whole tiles, from [`Tiles::configured`] to the drop.
 ///
 /// # Safety
-/// Of all methods: the machine has the instructions and the process may use them; register numbers are below 8; pointers
-/// are valid for a tile, which need not begin at a line; the value stays on its thread, and nothing else uses the
-/// thread's tile registers while it lives.
+/// Of all methods: the machine has the instructions and the process may use them; register numbers are below 8;
+/// pointers are valid for a tile, which need not begin at a line; the value stays on its thread, and nothing else uses
+/// the thread's tile registers while it lives.
 pub(in crate::ops) trait Tiles: Sized {
     unsafe fn configured() -> Self;
     unsafe fn zero<const T: usize>(&mut self);
@@ -109,8 +109,8 @@ impl Drop for Amx {
     }
 }
 
-/// Whether this machine has bf16 tiles and this process may use them. The first call asks the kernel for them, on behalf
-/// of all threads.
+/// Whether this machine has bf16 tiles and this process may use them. The first call asks the kernel for them, on
+/// behalf of all threads.
 ///
 /// The caller has seen AVX-512, and with it that the system saves extended state.
 pub(in crate::ops) fn available() -> bool {

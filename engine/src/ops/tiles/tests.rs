@@ -168,8 +168,8 @@ proptest! {
         }
     }
 
-    /// The order of operations that the instruction's description fixes; of the processor itself we ask only what the test
-    /// above asks.
+    /// The order of operations that the instruction's description fixes; of the processor itself we ask only what the
+    /// test above asks.
     #[test]
     fn an_element_is_groups_of_two_chains(rows in 1usize..40, groups in 1usize..30, seed: u32) {
         let w = fitted(0, seed, 1, groups, 0);

@@ -421,7 +421,8 @@ proptest! {
         }
     }
 
-    /// Tenants that always have something waiting get tokens by their weights, whatever the sizes of their requests are.
+    /// Tenants that always have something waiting get tokens by their weights, whatever the sizes of their requests
+    /// are.
     #[test]
     fn tenants_share_by_weight(
         weights in prop::collection::vec(1u32..10, 2..5),

@@ -1,4 +1,5 @@
-//! The end of a router in the middle of answers: every client gets a whole reply that says so, at the edges it asked at.
+//! The end of a router in the middle of answers: every client gets a whole reply that says so, at the edges it asked
+//! at.
 use std::net::SocketAddr;
 
 use tandem_ports::{KeepAlive, Limits as PortLimits, Port, serve_grpc, serve_http};

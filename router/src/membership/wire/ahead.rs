@@ -1,9 +1,10 @@
-//! Calls that are open before anybody has something to say on them. The node has taken such a call in and answered its head
-//! while nobody waited for that: of a call's time to the first token only that of its first message is left. They are like the last
-//! call there was, one for each that was made, within bounds; a call of another kind is opened as if there were none.
+//! Calls that are open before anybody has something to say on them. The node has taken such a call in and answered its
+//! head while nobody waited for that: of a call's time to the first token only that of its first message is left. They
+//! are like the last call there was, one for each that was made, within bounds; a call of another kind is opened as if
+//! there were none.
 //!
-//! A node ends a call that says nothing for long, and every such call when it drains. One that has an end, or is old enough
-//! to meet it, is not used: nobody sees anything of these calls but the time that they save.
+//! A node ends a call that says nothing for long, and every such call when it drains. One that has an end, or is old
+//! enough to meet it, is not used: nobody sees anything of these calls but the time that they save.
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
@@ -23,8 +24,8 @@ use super::{Connected, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
 /// To one node at most: so many begin in a burst before the first of them has an answer.
 const MOST: usize = 4;
-/// Older ones are not used: a first message has the rest of the node's patience for its way. A node that stands still is found out
-/// by then, so that it is not the call that ends.
+/// Older ones are not used: a first message has the rest of the node's patience for its way. A node that stands still
+/// is found out by then, so that it is not the call that ends.
 pub const FRESH: Duration = Duration::from_secs(5);
 const _: () = {
     let rest = START_TIMEOUT.as_millis() - FRESH.as_millis();
@@ -56,7 +57,8 @@ impl Opened {
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
         *request.headers_mut() = head.headers.clone();
-        // By a handle of its own: one that has to wait for room holds the call, which would then outlive who dropped it.
+        // By a handle of its own: one that has to wait for room holds the call, which would then outlive who dropped
+        // it.
         let (awaited, stream) = line.sender.clone().send_request(request, false)?;
         let reply = Reply { awaited, there: None };
         Ok(Self { head, line, reply, stream, at: clock::now() })

@@ -55,8 +55,8 @@ impl Outbound {
     }
 }
 
-/// Whether there may be something to send. The call is read with each token of an answer, and says two or three words in all:
-/// these are not looked for each time.
+/// Whether there may be something to send. The call is read with each token of an answer, and says two or three words
+/// in all: these are not looked for each time.
 struct News {
     there: AtomicBool,
     reader: AtomicWaker,

@@ -160,8 +160,8 @@ async fn a_silent_node_fails_its_calls_and_an_idle_one_is_not_asked() {
     assert_eq!(tandem_proto::Error::from(error).kind, tandem_proto::ErrorKind::Unavailable);
 }
 
-/// A server of calls that answers each head at once, and each call's first message with the number of the call. Those beyond
-/// `patience` it ends before they have said anything. Says which calls it has seen, and which it has answered.
+/// A server of calls that answers each head at once, and each call's first message with the number of the call. Those
+/// beyond `patience` it ends before they have said anything. Says which calls it has seen, and which it has answered.
 fn counting(mut server: Server, patience: u32) -> mpsc::UnboundedReceiver<(u32, bool)> {
     let (told, seen) = mpsc::unbounded_channel();
     tokio::spawn(async move {

@@ -1,5 +1,6 @@
 //! Server-sent events out of bytes that come in any pieces; pure.
-//! <https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation>; only `data` matters here.
+//! <https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation>; only `data` matters
+//! here.
 
 /// Bytes of a line, and of an event, at most: what is longer is no stream of tokens.
 const MOST_BYTES: usize = 4 << 20;

@@ -1,7 +1,7 @@
 //! One point beside another (pure): endpoint B beside A, warm beside cold, everything else equal.
 //!
-//! A ratio is other / base. It is significant when its 95 % interval leaves out 1. Seven metrics are compared at a time, so that one of twenty
-//! comparisons of equal servers will look significant: read the interval, not the star.
+//! A ratio is other / base. It is significant when its 95 % interval leaves out 1. Seven metrics are compared at a
+//! time, so that one of twenty comparisons of equal servers will look significant: read the interval, not the star.
 use super::metric::Metric;
 use super::{Key, Load, Point};
 use crate::bench::stats::confidence::{Estimate, ratio_over_repeats, ratio_over_requests};

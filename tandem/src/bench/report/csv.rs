@@ -1,4 +1,5 @@
-//! One line for each interval (pure), for spreadsheets and plotting scripts. RFC 4180; times in milliseconds; an absent number is an empty field.
+//! One line for each interval (pure), for spreadsheets and plotting scripts. RFC 4180; times in milliseconds; an absent
+//! number is an empty field.
 use super::{Point, Summary, warmth};
 use crate::bench::stats::Distribution;
 use crate::bench::stats::figures::Figures;

@@ -1,4 +1,5 @@
-//! Runs for the tests of the reports: small ones whose numbers can be worked out by hand, a larger one that looks like a benchmark, and any.
+//! Runs for the tests of the reports: small ones whose numbers can be worked out by hand, a larger one that looks like
+//! a benchmark, and any.
 use proptest::prelude::*;
 
 use super::model::{Model, StepCost};

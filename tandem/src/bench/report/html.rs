@@ -1,4 +1,5 @@
-//! The summary as one page (pure): no script, nothing fetched, readable in light and in dark. [`tables`] has its tables, [`charts`] what is drawn.
+//! The summary as one page (pure): no script, nothing fetched, readable in light and in dark. [`tables`] has its
+//! tables, [`charts`] what is drawn.
 use super::curve::Curve;
 use super::markup::escape;
 use super::number::{NONE, brief, count, maybe, ms, percent, short};

@@ -1,5 +1,6 @@
-//! The summary as JSON (pure). At the top stand the keys of vLLM's `benchmark_serving`, so that what reads its files reads ours: they are all
-//! points of endpoint 0 together, and exact when there is one point. Each point has the same keys, and ours, under `tandem.points`.
+//! The summary as JSON (pure). At the top stand the keys of vLLM's `benchmark_serving`, so that what reads its files
+//! reads ours: they are all points of endpoint 0 together, and exact when there is one point. Each point has the same
+//! keys, and ours, under `tandem.points`.
 //!
 //! What was not measured is null.
 use serde_json::{Map, Value, json as value};

@@ -1,6 +1,7 @@
 //! The one door through which text from outside enters a page.
 
-/// Safe inside elements and quoted attributes, in HTML and in SVG. Characters that XML forbids become the replacement character.
+/// Safe inside elements and quoted attributes, in HTML and in SVG. Characters that XML forbids become the replacement
+/// character.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for char in text.chars() {

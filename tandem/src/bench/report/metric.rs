@@ -104,7 +104,8 @@ pub fn estimates(figures: &Figures, repeats: &[(u32, Figures)], seed: u64) -> Ve
     Metric::ALL.into_iter().filter_map(estimate).collect()
 }
 
-/// Good requests a second, as far as the share of the good ones tells: when requests came is the generator's doing, not the server's.
+/// Good requests a second, as far as the share of the good ones tells: when requests came is the generator's doing, not
+/// the server's.
 fn goodput(figures: &Figures) -> Option<Estimate> {
     let good = share(figures.good, figures.requests)?;
     let rate = figures.goodput();

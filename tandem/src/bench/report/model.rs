@@ -1,15 +1,18 @@
 //! What the hardware, or the nodes' own step costs, allow for a point (pure), to stand beside what was measured.
 //!
-//! - **Decode**, by bandwidth: a step reads all weights and the KV of its whole batch, so TPOT ≥ (weights + batch × context × KV of a token) / bandwidth.
-//! - **Prefill**, by compute: time ≥ uncached tokens × FLOP of a token / FLOP a second (or tokens / the prefill rate, where that was measured).
-//! - By **step cost**, a step of t tokens that attend to p positions takes base + token · t + context · p: the nodes measure it themselves. A prompt has a
-//!   base for each step of the node's budget. It is no bound but a forecast, and says nothing of the hardware; hardware, where known, comes first.
+//! - **Decode**, by bandwidth: a step reads all weights and the KV of its whole batch, so TPOT ≥ (weights + batch ×
+//!   context × KV of a token) / bandwidth.
+//! - **Prefill**, by compute: time ≥ uncached tokens × FLOP of a token / FLOP a second (or tokens / the prefill rate,
+//!   where that was measured).
+//! - By **step cost**, a step of t tokens that attend to p positions takes base + token · t + context · p: the nodes
+//!   measure it themselves. A prompt has a base for each step of the node's budget. It is no bound but a forecast, and
+//!   says nothing of the hardware; hardware, where known, comes first.
 //!
-//! Each answer is forecast by itself and set beside its own measurement, and the medians of both, and of their ratio, are told: the mean prompt beside the
-//! median time would compare two different requests.
+//! Each answer is forecast by itself and set beside its own measurement, and the medians of both, and of their ratio,
+//! are told: the mean prompt beside the median time would compare two different requests.
 //!
-//! The batch is the one that the tokens really met: the mean number of answers that were being decoded, weighted by how many were, divided by the
-//! decode nodes. The share reached is predicted / measured: 1 means that nothing is lost.
+//! The batch is the one that the tokens really met: the mean number of answers that were being decoded, weighted by how
+//! many were, divided by the decode nodes. The share reached is predicted / measured: 1 means that nothing is lost.
 use serde::{Deserialize, Serialize};
 
 use super::Point;
@@ -47,7 +50,8 @@ pub struct Model {
     pub decode_nodes: u32,
 }
 
-/// A step of t tokens that attend to p positions takes `base_ms + token_ms · t + context_ms · p`, as `v1::StepCost` has it.
+/// A step of t tokens that attend to p positions takes `base_ms + token_ms · t + context_ms · p`, as `v1::StepCost` has
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepCost {
     pub base_ms: f64,
@@ -338,7 +342,8 @@ mod tests {
 
     #[test]
     fn each_answer_is_compared_with_its_own_forecast() {
-        // Nine short prompts and a long one, each exactly as predicted: the mean prompt would forecast ten times the median time.
+        // Nine short prompts and a long one, each exactly as predicted: the mean prompt would forecast ten times the
+        // median time.
         let cost = StepCost { base_ms: 2.0, token_ms: 1.0, context_ms: 0.0 };
         let answer = |prompt_tokens: u32| Record {
             prompt_tokens,

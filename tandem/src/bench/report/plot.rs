@@ -1,6 +1,8 @@
-//! Charts as SVG (pure): lines, steps and dots over two axes; [`bars`] and [`ratios`] beside them; [`axis`] knows scales and ticks.
+//! Charts as SVG (pure): lines, steps and dots over two axes; [`bars`] and [`ratios`] beside them; [`axis`] knows
+//! scales and ticks.
 //!
-//! Colours are classes (`c0` … `c7`), which the page's style fills in for light and for dark. Numbers beyond 10¹⁵ and what is not finite are not drawn.
+//! Colours are classes (`c0` … `c7`), which the page's style fills in for light and for dark. Numbers beyond 10¹⁵ and
+//! what is not finite are not drawn.
 use std::fmt::Write;
 
 use super::markup::escape;

@@ -1,4 +1,5 @@
-//! What bounds a point (pure): plain rules over its numbers, each said with the numbers that made it hold. Several may hold, or none.
+//! What bounds a point (pure): plain rules over its numbers, each said with the numbers that made it hold. Several may
+//! hold, or none.
 //!
 //! | regime | holds when |
 //! |---|---|
@@ -11,7 +12,8 @@
 //! | transfer exposed | half of the mean hand-off gap or more is exposed transfer, and the gap is ≥ 3 × the median TPOT |
 //! | cold cache | the same row and load, warm, has ≤ 50 % of the median TTFT |
 //!
-//! Without a model nothing is said of compute or bandwidth; without the server's phases nothing of queue, prefill or transfer.
+//! Without a model nothing is said of compute or bandwidth; without the server's phases nothing of queue, prefill or
+//! transfer.
 use super::model::Source;
 use super::number::{ms, percent, short};
 use super::{Key, Point};

@@ -1,4 +1,5 @@
-//! The summary for a terminal (pure): medians first, short. Nothing in it moves a cursor: control characters of names are shown as dots.
+//! The summary for a terminal (pure): medians first, short. Nothing in it moves a cursor: control characters of names
+//! are shown as dots.
 use super::number::{NONE, brief, count, maybe, ms, percent, short};
 use super::{Point, Summary, endpoint_letter, model, regime, warmth};
 use crate::bench::stats::balance::max_by_mean;

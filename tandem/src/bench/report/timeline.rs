@@ -39,7 +39,8 @@ impl Timeline {
     }
 }
 
-/// At most `most` points, ascending in time: time is cut into as many equal pieces, and the highest point of each stays.
+/// At most `most` points, ascending in time: time is cut into as many equal pieces, and the highest point of each
+/// stays.
 fn thin(mut points: Vec<(f64, f64)>, most: usize) -> Vec<(f64, f64)> {
     points.retain(|(at, value)| at.is_finite() && value.is_finite());
     points.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -1,4 +1,5 @@
-//! What a closed loop decides (pure): when its window is over, how long a slot rests after an answer that was none, and when the server is gone.
+//! What a closed loop decides (pure): when its window is over, how long a slot rests after an answer that was none, and
+//! when the server is gone.
 use crate::bench::record::Outcome;
 
 /// A slot's rest after a failure, and after a refusal that does not say how long, seconds.
@@ -29,8 +30,8 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Whether it is over, with so many answers inside so far. Without one it goes on until each slot had one, for `grace_s` at most; then it ends at
-    /// the last of them.
+    /// Whether it is over, with so many answers inside so far. Without one it goes on until each slot had one, for
+    /// `grace_s` at most; then it ends at the last of them.
     pub(super) fn is_over(&mut self, now_s: f64, answers: usize, slots: usize, grace_s: f64) -> bool {
         if !self.is_extended {
             if now_s < self.end_s || answers > 0 {

@@ -1,7 +1,7 @@
 //! Where TTFT went, around its percentiles (pure).
 //!
-//! A percentile of each phase alone would not add up: the request that queued longest is not the one that prefilled longest. So the requests
-//! around a percentile of TTFT are taken, and the means of their parts: these do add up.
+//! A percentile of each phase alone would not add up: the request that queued longest is not the one that prefilled
+//! longest. So the requests around a percentile of TTFT are taken, and the means of their parts: these do add up.
 use super::request::{Seen, is_ok, lag_ms};
 use crate::bench::record::{Objectives, Phases, Record};
 

@@ -1,7 +1,8 @@
 //! How evenly a router used its nodes (pure), by the names that it sends with every answer.
 //!
-//! A prompt was computed on its prefill node, or on the decode node where that did it itself; an answer was decoded on its decode node. The number to
-//! look at is max / mean: 1 is even, and the number of nodes means that one of them did everything.
+//! A prompt was computed on its prefill node, or on the decode node where that did it itself; an answer was decoded on
+//! its decode node. The number to look at is max / mean: 1 is even, and the number of nodes means that one of them did
+//! everything.
 use std::collections::BTreeMap;
 
 use super::ratio;

@@ -1,8 +1,9 @@
 //! How sure a number is (pure): 95 % intervals, of a number itself and of the ratio of two.
 //!
-//! With repeats, each gives one value, and the interval is Student's t over these values: repeats are independent, requests of one run are not
-//! (they queue behind each other). Without repeats a seeded bootstrap over the requests is all there is; it is said with the interval, because it
-//! is too narrow when requests wait for each other. So it is with the share of requests that are good, whose interval is Wilson's.
+//! With repeats, each gives one value, and the interval is Student's t over these values: repeats are independent,
+//! requests of one run are not (they queue behind each other). Without repeats a seeded bootstrap over the requests is
+//! all there is; it is said with the interval, because it is too narrow when requests wait for each other. So it is
+//! with the share of requests that are good, whose interval is Wilson's.
 use super::percentile;
 
 /// Two-sided 95 % quantiles of Student's t for 1 ..= 30 degrees of freedom.
@@ -18,7 +19,8 @@ pub const FEWEST_REPEATS: usize = 3;
 const RESAMPLES: usize = 1000;
 /// Fewer samples than this are not resampled.
 const FEWEST_SAMPLES: usize = 10;
-/// More samples than this are thinned evenly first: the interval of a percentile does not get better by it, only slower.
+/// More samples than this are thinned evenly first: the interval of a percentile does not get better by it, only
+/// slower.
 const MOST_SAMPLES: usize = 20_000;
 
 /// What an interval rests on.
@@ -56,7 +58,8 @@ pub struct Samples<'a> {
     pub percentile: f64,
 }
 
-/// A share of requests: Wilson's score interval, which stays within 0 and 1 and says something at either end. None without requests.
+/// A share of requests: Wilson's score interval, which stays within 0 and 1 and says something at either end. None
+/// without requests.
 pub fn share(part: usize, all: usize) -> Option<Estimate> {
     if all == 0 {
         return None;
@@ -82,7 +85,8 @@ pub fn over_repeats(values: &[f64]) -> Option<Estimate> {
     half.is_finite().then_some(Estimate { value: mean, low: mean - half, high: mean + half, basis: Basis::Repeats })
 }
 
-/// The ratio of paired repeats, other to base: Student's t over the logarithms, so that a doubling and a halving weigh the same.
+/// The ratio of paired repeats, other to base: Student's t over the logarithms, so that a doubling and a halving weigh
+/// the same.
 pub fn ratio_over_repeats(pairs: &[(f64, f64)]) -> Option<Estimate> {
     let logarithms: Vec<f64> = pairs.iter().map(|(base, other)| (other / base).ln()).collect();
     let of = over_repeats(&logarithms)?;

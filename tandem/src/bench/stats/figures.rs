@@ -1,7 +1,7 @@
 //! What the records of one or several intervals amount to (pure): counts, rates, distributions.
 //!
-//! Latencies and tokens are those of answers that came to their end; what was refused, failed or cut off counts against goodput and stands
-//! beside them, because a server that refuses much looks fast.
+//! Latencies and tokens are those of answers that came to their end; what was refused, failed or cut off counts against
+//! goodput and stands beside them, because a server that refuses much looks fast.
 use std::collections::BTreeMap;
 
 use super::balance::Balance;
@@ -123,7 +123,8 @@ impl Figures {
         ratio(self.served.completed as f64, self.served.seconds)
     }
 
-    /// Good requests a second of the time in which requests were offered: those that end in the drain are late, or were sent late.
+    /// Good requests a second of the time in which requests were offered: those that end in the drain are late, or were
+    /// sent late.
     pub fn goodput(&self) -> f64 {
         ratio(self.served.good as f64, self.seconds)
     }

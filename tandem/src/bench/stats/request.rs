@@ -1,7 +1,9 @@
 //! What one request's client saw, in milliseconds (pure). The definitions, because tools differ:
 //!
-//! - **TTFT**: from the intended send time to the first chunk with tokens, so that a generator or a connection that is late counts.
-//! - **End to end** (E2E): from the intended send time to the last chunk with tokens (without one: to the answer's end).
+//! - **TTFT**: from the intended send time to the first chunk with tokens, so that a generator or a connection that is
+//!   late counts.
+//! - **End to end** (E2E): from the intended send time to the last chunk with tokens (without one: to the answer's
+//!   end).
 //! - **TPOT** = (E2E − TTFT) / (n − 1) for n output tokens; an answer in one chunk has none: its pace was not seen.
 //! - **ITL**: the gaps between chunks, whatever their number of tokens.
 //! - **Own lag**: from intended to sent: the load generator's own lateness, part of TTFT.
@@ -62,8 +64,9 @@ pub fn is_ok(record: &Record) -> bool {
     record.outcome == Outcome::Ok
 }
 
-/// The playback model of Andes (Liu et al., 2024), as the router has it: a reader takes one token every `pace_s` seconds from the first token on;
-/// a token that is late moves all later ones back. All tokens of a chunk arrive together.
+/// The playback model of Andes (Liu et al., 2024), as the router has it: a reader takes one token every `pace_s`
+/// seconds from the first token on; a token that is late moves all later ones back. All tokens of a chunk arrive
+/// together.
 fn on_time(chunks: &[(f64, u32)], pace_s: f64) -> u64 {
     let Some(&(first, _)) = chunks.first() else { return 0 };
     // When the next token is wanted.

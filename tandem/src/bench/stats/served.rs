@@ -1,9 +1,11 @@
 //! What came in a stretch of time, and how long that stretch was (pure): both sides of every throughput.
 //!
-//! - **Open loop**, and intervals of so many requests: all answers, over the time in which requests were offered or, where that is longer, the time from
-//!   the first intended send to the last answer. What is answered in the drain counts, and so does the drain.
-//! - **Closed loop over a window of time**: what came inside the window, whenever it was asked: answers by their end, tokens by their arrival, prompts by
-//!   their first token. Counting what was *sent* inside it would give so many rounds more or less: a step of the whole concurrency.
+//! - **Open loop**, and intervals of so many requests: all answers, over the time in which requests were offered or,
+//!   where that is longer, the time from the first intended send to the last answer. What is answered in the drain
+//!   counts, and so does the drain.
+//! - **Closed loop over a window of time**: what came inside the window, whenever it was asked: answers by their end,
+//!   tokens by their arrival, prompts by their first token. Counting what was *sent* inside it would give so many
+//!   rounds more or less: a step of the whole concurrency.
 use super::request::{Seen, is_ok};
 use crate::bench::record::{Interval, Objectives, Record};
 

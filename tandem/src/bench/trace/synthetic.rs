@@ -1,7 +1,7 @@
 //! Made-up conversation traffic from a seed, with the statistics of Mooncake's conversation trace (12,031 requests in
-//! 3,537 s): prompts of 12,000 tokens in the mean and 7,000 in the median, answers of 343, sessions of 1.6 turns that share
-//! their history in blocks, one system prompt for all, a third of all prompt tokens seen before, arrivals a little burstier than chance.
-//! Pure. For tests, and for row F where no file is given.
+//! 3,537 s): prompts of 12,000 tokens in the mean and 7,000 in the median, answers of 343, sessions of 1.6 turns that
+//! share their history in blocks, one system prompt for all, a third of all prompt tokens seen before, arrivals a
+//! little burstier than chance. Pure. For tests, and for row F where no file is given.
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Gamma, LogNormal, Poisson};
