@@ -10,7 +10,7 @@
 //!   (a real model, from [`models`] and the kernels of [`ops`]) or [`simulated`] (no model; wrong KV still gives wrong
 //!   tokens). [`step`] is a batch as both compute it, [`chooser`] how both choose, from [`logits`] by the rules of
 //!   [`sampler`].
-//! - [`engine`]: the thread that runs `admit → plan → execute → resolve → apply`, and the handle to it.
+//! - [`engine`]: the thread that runs `admit → fit → plan → execute → resolve → apply`, and the handle to it.
 //!
 //! Around them: [`sequence`] is what goes in and comes out, [`sampling`] how tokens are to be chosen, [`step_model`]
 //! predicts a step's time, [`numerics`] names what nodes must have in common to continue each other, [`memory`] says
@@ -25,6 +25,8 @@
 //!   in flight; the block is free when the last of them lets go. Empty + cached + leased = all, always.
 //! - **A block that others may read is never written**: full blocks of computed prefixes are shared between leases
 //!   ([`BlockPool::reserve_prefix`]), and a request that would write one is refused. Tokens are the same either way.
+//! - **A lease grows with its sequence**, block by block, ahead of reservations. When no block is free the last in the
+//!   order gives its own back and is computed again; the first never does, and no one for ever (see [`scheduler`]).
 //! - **Roles differ only in what is submitted** (see [`SequenceRequest`]). Tokens depend on the sequence and on
 //!   (seed, index), so that prefill here and decode elsewhere, chunks of any size, and a move in mid-answer all give
 //!   the same ones.

@@ -76,13 +76,15 @@ async fn a_resumed_answer_goes_on_as_it_would_have() {
 async fn a_stop_ends_it_well_at_any_point() {
     let mut pair = Pair::start(Faults::default(), "--kv-blocks 64 --simulated-step-us 2000").await;
     // All blocks: whoever comes next waits for them.
-    let (_held, mut running) = pair.open_local(&endless(1, 100, 900)).await.unwrap();
-    assert!(matches!(next(&mut running).await, Some(Event::FirstToken(_))));
+    let all = pair.decode.engine.pool().try_reserve(64).unwrap();
     let (waiting, mut stream) = pair.open_local(&endless(2, 100, 900)).await.unwrap();
     waiting.send(stop(false)).await.unwrap();
     let Some(Event::Finished(finished)) = next(&mut stream).await else { panic!("it waits for blocks") };
     assert_eq!(finished.reason(), FinishReason::Stop);
     assert!(unpack(&finished.spans).all(|span| span.error.is_empty()));
+    drop(all);
+    let (_held, mut running) = pair.open_local(&endless(1, 100, 900)).await.unwrap();
+    assert!(matches!(next(&mut running).await, Some(Event::FirstToken(_))));
     drop((running, _held));
 
     let (commands, mut stream) = pair.open_local(&endless(3, 100, 900)).await.unwrap();
