@@ -1,6 +1,6 @@
-//! Chooses a step's tokens on the host, for executors whose logits are in host memory, and keeps what the next step of a
-//! sequence needs of this one: a slot for each. Tokens of a step are chosen side by side on the threads of the installed
-//! [`pool`]; who chooses does not matter, see `sampler.rs`.
+//! Chooses a step's tokens on the host, for executors whose logits are in host memory, and keeps what the next step of
+//! a sequence needs of this one: a slot for each. Tokens of a step are chosen side by side on the threads of the
+//! installed [`pool`]; which thread chooses does not matter, see `sampler.rs`.
 //!
 //! A slot lasts until [`Chooser::forget`]. Its token is taken by the step that computes it: after a step that failed, or
 //! that chose nothing, there is none.

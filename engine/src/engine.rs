@@ -452,7 +452,7 @@ impl Worker {
             None => self.learn(StepShape::of(&batch), took),
             Some(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        // Who is told of an end finds the blocks back.
+        // Its leases go first: a client that receives its end finds the blocks free.
         drop(batch);
         self.apply(decisions, now);
     }

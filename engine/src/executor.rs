@@ -1,6 +1,6 @@
 //! The seam between scheduling and computing: what a step is, and who can run one. Implementations: `cpu.rs` (a real
-//! model) and `simulated.rs` (no model). An executor has tokens, positions, arena blocks and, for each sequence, the token
-//! that it chose last; requests, clients and streams are the engine's.
+//! model) and `simulated.rs` (no model). An executor has tokens, positions, arena blocks and, for each sequence, the
+//! token that it chose last; requests, clients and streams are the engine's.
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -41,8 +41,8 @@ pub trait Executor: Send {
     /// are in the arena for the whole step: the step writes nothing there any more.
     ///
     /// # Errors
-    /// The step failed as a whole: nothing is known about the KV that its items wrote, and none of its sequences can go on
-    /// with [`Tokens::Last`].
+    /// The step failed as a whole: nothing is known about the KV that its items wrote, and none of its sequences can go
+    /// on with [`Tokens::Last`].
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError>;
 
     /// Frees what is kept for a sequence that has ended. Of no effect for one that was in no step.
@@ -117,8 +117,8 @@ pub struct Choose {
     pub uniform: f64,
     /// Tokens that must not be chosen: those that end the sequence, while it has fewer than `min_tokens`.
     pub forbidden: Option<Arc<[u32]>>,
-    /// What comes before the item's tokens, where `sampling` [penalizes](SamplingParams::penalizes) and the item's tokens
-    /// are given. With [`Tokens::Last`] the executor has it from the step before.
+    /// What comes before the item's tokens, where `sampling` [penalizes](SamplingParams::penalizes) and the item's
+    /// tokens are given. With [`Tokens::Last`] the executor has it from the step before.
     pub history: Option<History>,
 }
 

@@ -1,6 +1,6 @@
 //! Logits to a token, on the host: a pure function of (parameters, random number, the tokens before, logits). Penalties
-//! are counted from the tokens themselves and the random number is the place's (`sampling.rs`), so that every node chooses
-//! the same token for the same place of a sequence. It is the oracle of whatever chooses on a device.
+//! are counted from the tokens themselves and the random number is the place's (`sampling.rs`), so that every node
+//! chooses the same token for the same place of a sequence. It is the oracle of whatever chooses on a device.
 //!
 //! The order of the rules is vLLM's: `logit_bias` and forbidden ends, then penalties (both in `adjust.rs`), then
 //! temperature, `min_p`, `top_k`, `top_p` and the draw (`choose.rs`). Log probabilities are those of the model: of the

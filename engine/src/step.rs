@@ -1,6 +1,6 @@
 //! A step as executors compute it: the tokens of all sequences stacked into rows, and for each row where it stands and
-//! where its K and V go. The same for every device. It is also where a batch is checked against the model's limits and the
-//! arena, so that no kernel has to.
+//! where its K and V go. The same for every device. It is also where a batch is checked against the model's limits and
+//! the arena, so that no kernel has to.
 use std::collections::HashSet;
 
 use crate::error::EngineError;
