@@ -1,7 +1,7 @@
 //! How many sequences run on a given KV memory, and how many answers come of it, when a node reserves the worst case
-//! (prompt + `max_tokens`) and when it reserves the prompt and lets the answer grow. Row C of the benchmark (long decode):
-//! prompts of 16 to 64 tokens, answers of 192 to 320, `max_tokens` 2,048. The scheduler, pool and worker are the product's;
-//! steps take the time of a law, in tokio's paused clock, so that a run depends on its seed alone.
+//! (prompt + `max_tokens`) and when it reserves the prompt and lets the answer grow. Row C of the benchmark (long
+//! decode): prompts of 16 to 64 tokens, answers of 192 to 320, `max_tokens` 2,048. The scheduler, pool and worker are
+//! the product's; steps take the time of a law, in tokio's paused clock, so that a run depends on its seed alone.
 //!
 //! `cargo run --release -p tandem-engine --example growing_leases`
 use std::cell::Cell;

@@ -377,7 +377,9 @@ impl Worker {
                     self.conclude(batch, outcome, took, Instant::now());
                 }
                 None if self.scheduler.is_idle() => {}
-                None => std::thread::sleep(BLOCKS_AWAY),
+                // Blocks come back from whoever moves KV, on other threads: a short look now and then costs less than a
+                // wake-up at each of their releases.
+                None => std::thread::park_timeout(BLOCKS_AWAY),
             }
         }
     }
@@ -485,7 +487,7 @@ impl Worker {
             None => self.learn(StepShape::of(&batch), took),
             Some(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
         }
-        // Who is told of an end finds the blocks back.
+        // Its leases go first: a client that receives its end finds the blocks free.
         drop(batch);
         self.apply(decisions, now);
     }
