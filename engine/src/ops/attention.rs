@@ -18,7 +18,7 @@ use self::running::Running;
 use super::kv::{KvArena, KvLayout, Part};
 use super::simd::Isa;
 use super::{Shared, pool};
-use crate::executor::KvDtype;
+use crate::numerics::KvDtype;
 use crate::step::Chunk;
 
 /// Keys of a partition: where the first one begins follows from position 0 alone. A multiple of what the walks take at

@@ -17,8 +17,7 @@ use tandem_memory::{HostMemory, KvMemory};
 
 use super::pool;
 use super::simd::LANES;
-use crate::executor::KvDtype;
-use crate::numerics::KvOrder;
+use crate::numerics::{KvDtype, KvOrder};
 use crate::step::Place;
 
 /// Tokens of a sub-block: one vector of attention scores. A block is one or more.

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::running::Running;
 use super::{Part, Tile};
-use crate::executor::KvDtype;
+use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
 use crate::ops::simd::{LANES, prefetch};
 
