@@ -8,9 +8,9 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::matmul::{AHEAD, ChunkId, Output, Target, for_each_part};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::simd::{LANES, prefetch};
+use super::product::{AHEAD, ChunkId, Output, Target, for_each_part};
+use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
 const ROW_CHUNK: usize = 96;
@@ -65,21 +65,6 @@ struct Scratch {
     totals: Vec<f32>,
 }
 
-/// A group's elements, at most 32, as 16 pairs of bf16; zeros after them.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-pub(super) unsafe fn rounded_pairs(group: &[f32]) -> __m512bh {
-    let mask = ((1u64 << group.len()) - 1) as u32;
-    // SAFETY: the mask leaves out what lies behind the group.
-    unsafe {
-        let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
-        let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
-        _mm512_cvtne2ps_pbh(high, low)
-    }
-}
-
 impl Scratch {
     /// # Safety
     /// The machine has the features.
@@ -99,27 +84,6 @@ impl Scratch {
                     self.x_sums[at] = _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), pairs, ones));
                     _mm512_storeu_si512(self.x.as_mut_ptr().add(at * PAIRS).cast(), bits(pairs));
                 }
-            }
-        }
-    }
-}
-
-impl Target {
-    /// # Safety
-    /// Row `row` is writable.
-    #[inline(always)]
-    pub(super) unsafe fn put(self, row: usize, sums: [__m512; 2]) {
-        let mask = ((1u64 << self.columns) - 1) as u32;
-        for (h, sum) in sums.into_iter().enumerate() {
-            let mask = (mask >> (h * LANES)) as u16;
-            let to = self.out.wrapping_add(row * self.stride + h * LANES);
-            // SAFETY: the mask leaves out what lies beyond the matrix.
-            unsafe {
-                let sum = match self.output {
-                    Output::Store => sum,
-                    Output::Add => _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum),
-                };
-                _mm512_mask_storeu_ps(to, mask, sum);
             }
         }
     }
@@ -433,16 +397,4 @@ unsafe fn grown(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2
         let right = _mm512_fmadd_ps(sums[1], scales[1][0], totals[1]);
         [_mm512_fmadd_ps(x_sum, scales[0][1], left), _mm512_fmadd_ps(x_sum, scales[1][1], right)]
     }
-}
-
-#[inline(always)]
-fn bf16(bits: __m512i) -> __m512bh {
-    // SAFETY: both are 64 bytes, and every bit pattern is valid.
-    unsafe { std::mem::transmute(bits) }
-}
-
-#[inline(always)]
-pub(super) fn bits(numbers: __m512bh) -> __m512i {
-    // SAFETY: as above.
-    unsafe { std::mem::transmute(numbers) }
 }

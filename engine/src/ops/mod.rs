@@ -16,11 +16,10 @@
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
 //! - [`choice`]: which instruction set an engine uses.
 //! - [`packed`]: weights as the kernels read them; [`dequantize`]: a model file's rows as f32; [`lookup`]: embeddings.
-//! - [`matmul`]: `out = x · Wᵀ`.
+//! - [`matmul`]: `out = x · Wᵀ`, and which kernel computes it: `f32_gemm` in f32, `dots` in bf16 dot products, `tiles`
+//!   in AMX's tile registers (more than a few rows). `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV, in f32 or bf16 dot products.
-//! - `dots`: products in bf16 dot products.
-//! - `tiles`: products of more than a few rows in AMX's tile registers.
 //! - [`pool`]: the threads; [`pages`]: memory for weights; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
@@ -28,6 +27,7 @@ pub mod choice;
 pub mod dequantize;
 #[cfg(target_arch = "x86_64")]
 mod dots;
+mod f32_gemm;
 pub mod kv;
 pub mod lookup;
 pub mod matmul;
@@ -35,6 +35,7 @@ pub mod packed;
 pub mod pages;
 pub mod peak;
 pub mod pool;
+mod product;
 pub mod rows;
 pub mod simd;
 #[cfg(test)]

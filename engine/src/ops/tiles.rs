@@ -18,9 +18,9 @@ use std::cell::RefCell;
 use self::amx::{TILE_ROWS, Tile, Tiles};
 pub(super) use self::trial::fault;
 use super::Shared;
-use super::dots::{bits, rounded_pairs};
-use super::matmul::{ChunkId, Output, Target, for_each_part};
 use super::packed::{BLOCK, PackedMatrix, WeightFormat};
+use super::product::{ChunkId, Output, Target, for_each_part};
+use super::simd::{bits, rounded_pairs};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
 /// weights come from memory; but their `x` should stay in the core's L2 cache.
