@@ -3,8 +3,8 @@
 //! | kernel | file | where |
 //! |---|---|---|
 //! | chains of fused multiply-adds in f32 | `f32_gemm.rs` | every machine; exact in every format |
-//! | bf16 dot products, f32 sums | `dots.rs` | an [`Isa`] that rounds |
-//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, more rows than a tile of `dots.rs` reads directly |
+//! | bf16 dot products, f32 sums | `bf16_gemm.rs` | an [`Isa`] that rounds |
+//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, more rows than a tile of `bf16_gemm.rs` reads directly |
 //!
 //! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all three. The choice depends
 //! on the instruction set, the number of rows, and nothing else: see [`super`] on batch invariance.
@@ -27,11 +27,11 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     }
     #[cfg(target_arch = "x86_64")]
     if isa.rounds() {
-        use super::{dots, tiles};
-        return match w.in_bf16().filter(|_| isa.has_tiles() && rows > dots::DIRECT_ROWS) {
+        use super::{bf16_gemm, tiles};
+        return match w.in_bf16().filter(|_| isa.has_tiles() && rows > bf16_gemm::DIRECT_ROWS) {
             // SAFETY: an `Isa` with tiles exists only where they and AVX-512 with BF16 were detected.
             Some(w) => unsafe { tiles::matmul::<tiles::amx::Amx>(x, w, out, output) },
-            None => dots::matmul(x, w, out, output),
+            None => bf16_gemm::matmul(x, w, out, output),
         };
     }
     f32_gemm::matmul(isa, x, w, out, output);

@@ -3,16 +3,16 @@
 //!
 //! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then the
 //! weights. f32 and f16 weights stand row after row of 32 columns. The others stand in pairs of neighbouring `k`, first
-//! all of the panel's left 16 columns, then of the right ones, because the instructions of `dots.rs` take two `k` at a
-//! time: a vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
+//! all of the panel's left 16 columns, then of the right ones, because the instructions of `bf16_gemm.rs` take two `k`
+//! at a time: a vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tandem_gguf::TensorType;
 
 use super::dequantize::dequantize;
-use super::pages::Lines;
 use super::pool;
 use super::simd::{Isa, LANES};
+use super::weight_memory::WeightMemory;
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;
@@ -78,7 +78,7 @@ pub struct PackedMatrix {
     format: WeightFormat,
     columns: usize,
     k: usize,
-    bytes: Lines,
+    bytes: WeightMemory,
     /// The same weights in bf16, for products of many rows.
     for_tiles: Option<Box<PackedMatrix>>,
 }
@@ -86,7 +86,7 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// Packs `columns` rows of length `k`, on all threads of the current pool. `format` is what [`WeightFormat::kept`]
     /// gives for the rows' types, or f32 or bf16. Q8_0 with a weight of -128, which GGML itself never writes, becomes
-    /// f32: the kernels of `dots.rs` take magnitudes up to 127.
+    /// f32: the kernels of `bf16_gemm.rs` take magnitudes up to 127.
     ///
     /// # Panics
     /// If a row does not have `k` values, or of another type than `format` can hold.
@@ -168,7 +168,7 @@ impl PackedMatrix {
         k: usize,
         put: impl Fn(&mut [u8], usize, usize, &mut [f32]) + Sync,
     ) -> Self {
-        let mut bytes = Lines::zeroed(packed_bytes(format, columns as u64, k as u64) as usize);
+        let mut bytes = WeightMemory::zeroed(packed_bytes(format, columns as u64, k as u64) as usize);
         let panel_bytes = k.div_ceil(BLOCK) * format.block_bytes();
         let mut panels: Vec<&mut [u8]> = bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
         pool::for_each_of(&mut panels, |index, panel| {

@@ -1,4 +1,4 @@
-//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `dots.rs` reads weights for directly: `x` and the
+//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `bf16_gemm.rs` reads weights for directly: `x` and the
 //! weights are rounded to bf16, sums are f32. [`amx`] has the registers.
 //!
 //! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of packed bf16 weights is two

@@ -65,9 +65,9 @@ unsafe fn take(tile: &Tile<'_>, keys: Range<usize>, running: Running, scratch: &
             let Range { start: mut pair, end } = tile.pairs_seeing(first_key..first_key + SPAN_TOKENS);
             while pair < end {
                 pair += match end - pair {
-                    PAIRS.. => walk::<PAIRS>(tile, &span, pair, running, &scratch.queries),
-                    3.. => walk::<3>(tile, &span, pair, running, &scratch.queries),
-                    _ => walk::<1>(tile, &span, pair, running, &scratch.queries),
+                    PAIRS.. => take_span::<PAIRS>(tile, &span, pair, running, &scratch.queries),
+                    3.. => take_span::<3>(tile, &span, pair, running, &scratch.queries),
+                    _ => take_span::<1>(tile, &span, pair, running, &scratch.queries),
                 };
             }
         }
@@ -186,7 +186,13 @@ unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut 
 
 /// Takes a span into the running softmax of `P` pairs; returns `P`.
 #[inline(always)]
-unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, running: Running, queries: &[u32]) -> usize {
+unsafe fn take_span<const P: usize>(
+    tile: &Tile<'_>,
+    span: &Span,
+    first: usize,
+    running: Running,
+    queries: &[u32],
+) -> usize {
     // SAFETY: the pairs `first ..` are the tile's; each sees a key of the span.
     unsafe {
         let scores = score::<P>(tile, span, first, queries);
