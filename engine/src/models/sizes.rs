@@ -1,5 +1,5 @@
-//! How many bytes a model's weights take in memory, from what its file's headers say of its tensors and from the formats
-//! in which the kernels keep them. `footprint.rs` goes on from there.
+//! How many bytes a model's weights take in memory, from what its file's headers say of its tensors and from the
+//! formats in which the kernels keep them. `footprint.rs` goes on from there.
 use tandem_gguf::TensorType;
 
 use crate::ops::lookup::RowTable;

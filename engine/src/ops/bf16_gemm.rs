@@ -4,6 +4,16 @@
 //! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
 //! its 16 pairs ascending from zero, times the scale, plus the total; then the offset times the sum of the group's `x`.
 //! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
+//!
+//! Three ways through a panel, in the same order of operations:
+//!
+//! | rows of the chunk | function | weights |
+//! |---|---|---|
+//! | 1 to 4 | `tile` | straight from the panel, once: all rows' sums stay in registers over all of `k` |
+//! | 5 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
+//! | 5 and more, on AMX | `tiles.rs` | not here, and in another order |
+//!
+//! `packed.rs` has the pictures of what [`Format`] reads.
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
@@ -92,7 +102,8 @@ impl Scratch {
 /// How a block of 32 columns × 32 `k` yields its weights, see `packed.rs` for the layouts.
 ///
 /// # Safety
-/// Of both methods: `block` is a whole block of this format; the caller has the features enabled.
+/// Of both methods: `block` is a whole block of this format, [`WeightFormat::block_bytes`] long; `half` is 0 or 1;
+/// `pair` is even and below 16; the caller has the features enabled. All loads are unaligned ones.
 trait Format {
     const KIND: WeightFormat;
     /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
@@ -109,12 +120,13 @@ struct Q4_1;
 #[allow(non_camel_case_types, reason = "the format's name")]
 struct Q8_0;
 
-/// SAFETY of every block below: the offsets are those of the layout.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers these bodies")]
 impl Format for F32 {
     const KIND: WeightFormat = WeightFormat::F32;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: a block is 32 rows of 32 f32. Read are 16 of each of the rows `2 * pair` to `2 * pair + 3`, from
+        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31. The two types of the
+        // transmutation are 32 bytes each, in which every bit pattern is a value.
         unsafe {
             let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const f32| {
@@ -127,15 +139,16 @@ impl Format for F32 {
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for F16 {
     const KIND: WeightFormat = WeightFormat::F16;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as for f32, of f16: 32 rows of 32, of which rows up to 31 and columns up to 31 are read.
         unsafe {
             let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const u16| {
@@ -149,15 +162,17 @@ impl Format for F16 {
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: a block is two halves of 16 vectors of 64 bytes. Read are those at `pair` and `pair + 1`, at most 15,
+        // of one half.
         unsafe {
             let first = block.add((half * PAIRS + pair) * 64);
             [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
@@ -165,6 +180,7 @@ impl Format for Bf16 {
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
@@ -180,11 +196,12 @@ static NIBBLES: [u16; 32] = {
     table
 };
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `pair / 4` is at most
+        // 3. The table has 64 bytes, and a permutation takes its indices modulo the table's length.
         unsafe {
             let four = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + pair / 4) * 64).cast());
             let two = if pair.is_multiple_of(4) { four } else { _mm512_srli_epi16::<8>(four) };
@@ -194,6 +211,7 @@ impl Format for Q4_1 {
     }
     #[inline(always)]
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        // SAFETY: a block begins with 64 f16, of which 16 are read from `16 * i` on; `i` is at most 3.
         unsafe {
             let at = |i: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(i * LANES * 2).cast()));
             [at(half), at(2 + half)]
@@ -214,11 +232,13 @@ static MAGNITUDES: [[u8; 64]; 4] = {
     tables
 };
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes. Read are 64 bytes, of
+        // the pairs `pair` and `pair + 1`, at most 15, of one half. Each of the four tables has 64 bytes, and a
+        // permutation takes its indices modulo the tables' length.
         unsafe {
             let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
             let bytes = _mm512_loadu_si512(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
@@ -236,6 +256,7 @@ impl Format for Q8_0 {
     }
     #[inline(always)]
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        // SAFETY: a block begins with 32 f16, of which 16 are read from the first or the 17th on.
         unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast())), _mm512_setzero_ps()] }
     }
 }
@@ -261,9 +282,15 @@ panel_of!(panel_q8_0, Q8_0);
 /// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
 pub(super) const DIRECT_ROWS: usize = 4;
 
+/// # Safety
+/// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the caller has the
+/// features enabled.
 #[inline(always)]
 unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
-    // SAFETY: the caller's; tiles stay within the scratch's rows.
+    // SAFETY: a way is chosen by the scratch's rows, and so `tile` has as many as it is tall. `group` stays below the
+    // scratch's groups, as many blocks as the panel has; `two` below 8, so that pairs are even and below 16. What is
+    // asked for ahead may lie behind the panel: its address is computed by wrapping addition and only hinted at. Row
+    // `row` of the totals is 32 f32, since `round` made room for all rows, and `target` has the row.
     unsafe {
         match scratch.rows {
             1 => return tile::<F, 1>(scratch, panel, target),
@@ -315,9 +342,13 @@ unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]
 }
 
 /// All groups of `M` rows, weights straight from the panel: the way of small batches.
+///
+/// # Safety
+/// As for [`multiply`]; the scratch has `M` rows.
 #[inline(always)]
 unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, target: Target) {
-    // SAFETY: the scratch has `M` rows; the panel has its groups.
+    // SAFETY: the panel has the scratch's groups, and pairs are even and below 16. `round` made `x` groups × rows × 16
+    // words and `x_sums` groups × rows, with `M` rows: group and row index both. `target` has the `M` rows.
     unsafe {
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
         for group in 0..scratch.groups {
@@ -333,7 +364,7 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
             let scales = [F::scales(block, 0), F::scales(block, 1)];
             for m in 0..M {
                 let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
-                totals[m] = grown(totals[m], sums[m], &scales, x_sum);
+                totals[m] = with_group(totals[m], sums[m], &scales, x_sum);
             }
         }
         for (m, totals) in totals.into_iter().enumerate() {
@@ -344,6 +375,9 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
 
 /// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns
 /// `M`.
+///
+/// # Safety
+/// `group` is one of the scratch's, which has the `M` rows from `first` on; the caller has the features enabled.
 #[inline(always)]
 unsafe fn group_tile<const M: usize>(
     scratch: &mut Scratch,
@@ -353,7 +387,8 @@ unsafe fn group_tile<const M: usize>(
     scales: &[[__m512; 2]; 2],
 ) -> usize {
     let row = group * scratch.rows + first;
-    // SAFETY: the scratch has the rows `first ..` `M`.
+    // SAFETY: `round` made `x` groups × rows × 16 words, `x_sums` groups × rows, and totals rows × 32: `row` and the
+    // `M - 1` behind it index the first two, `first + m` the last.
     unsafe {
         let x = scratch.x.as_ptr().add(row * PAIRS);
         let mut sums = [[_mm512_setzero_ps(); 2]; M];
@@ -367,7 +402,7 @@ unsafe fn group_tile<const M: usize>(
                 _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
             };
             let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
-            let totals = grown(totals, sums, scales, x_sum);
+            let totals = with_group(totals, sums, scales, x_sum);
             _mm512_storeu_ps(to, totals[0]);
             _mm512_storeu_ps(to.add(LANES), totals[1]);
         }
@@ -376,10 +411,13 @@ unsafe fn group_tile<const M: usize>(
 }
 
 /// One pair of `k` for `M` rows, whose `x` are 16 words apart.
+///
+/// # Safety
+/// `x` is readable in these `M` places; the caller has the features enabled.
 #[inline(always)]
 unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 2], x: *const u32) {
     for (m, sums) in sums.iter_mut().enumerate() {
-        // SAFETY: the caller's `x` has `M` rows.
+        // SAFETY: `m` is below `M`, as many places as the caller's `x` has.
         unsafe {
             let x = bf16(_mm512_set1_epi32(*x.add(m * PAIRS) as i32));
             *sums = [_mm512_dpbf16_ps(sums[0], x, weights[0]), _mm512_dpbf16_ps(sums[1], x, weights[1])];
@@ -388,10 +426,13 @@ unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 
 }
 
 /// The totals with one more group in them. Formats without scales or offsets have ones and zeros, which change nothing.
+///
+/// # Safety
+/// The caller has the features enabled.
 #[inline(always)]
-unsafe fn grown(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
+unsafe fn with_group(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
     // No closure: it would not be inlined into the caller's instruction set, nor the intrinsics into it.
-    // SAFETY: lane arithmetic only.
+    // SAFETY: arithmetic in lanes, which reads no memory.
     unsafe {
         let left = _mm512_fmadd_ps(sums[0], scales[0][0], totals[0]);
         let right = _mm512_fmadd_ps(sums[1], scales[1][0], totals[1]);

@@ -208,62 +208,65 @@ impl Format for Q8_0 {
     }
 }
 
+// The instances that `isa_dispatch` needs by name, since it passes no format. Each has the contract of what it calls.
+
 #[inline(always)]
 unsafe fn panel_of_f32<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `panel_of`.
     unsafe { panel_of::<L, F32>(x, rows, k, panel, target) }
 }
 
 #[inline(always)]
 unsafe fn panel_of_f16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `panel_of`.
     unsafe { panel_of::<L, F16>(x, rows, k, panel, target) }
 }
 
 #[inline(always)]
 unsafe fn panel_of_bf16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `panel_of`.
     unsafe { panel_of::<L, Bf16>(x, rows, k, panel, target) }
 }
 
 #[inline(always)]
 unsafe fn panel_of_q4_1<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `panel_of`.
     unsafe { panel_of::<L, Q4_1>(x, rows, k, panel, target) }
 }
 
 #[inline(always)]
 unsafe fn panel_of_q8_0<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `panel_of`.
     unsafe { panel_of::<L, Q8_0>(x, rows, k, panel, target) }
 }
 
 #[inline(always)]
 unsafe fn expand_of_f16<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `expand`.
     unsafe { expand::<L, F16>(panel, k, out) }
 }
 
 #[inline(always)]
 unsafe fn expand_of_bf16<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `expand`.
     unsafe { expand::<L, Bf16>(panel, k, out) }
 }
 
 #[inline(always)]
 unsafe fn expand_of_q4_1<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `expand`.
     unsafe { expand::<L, Q4_1>(panel, k, out) }
 }
 
 #[inline(always)]
 unsafe fn expand_of_q8_0<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the contract of `expand`.
     unsafe { expand::<L, Q8_0>(panel, k, out) }
 }
 
 /// # Safety
-/// `out` has room for `k` rounded up to a multiple of 32, × 32 f32.
+/// `panel` has the format's blocks for all of `k`; `out` has room for `k` rounded up to a multiple of 32, × 32 f32; and
+/// as for [`Lanes`].
 #[inline(always)]
 unsafe fn expand<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32) {
     for first in (0..k).step_by(BLOCK) {
@@ -283,6 +286,10 @@ unsafe fn expand<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32)
 }
 
 /// All rows, in tiles as tall as the registers allow.
+///
+/// # Safety
+/// `x` has `rows` rows of `k`; `panel` has the format's blocks for all of `k`; `target` has the rows; and as for
+/// [`Lanes`].
 #[inline(always)]
 unsafe fn panel_of<L: Lanes, F: Format>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
     let mut row = 0;
@@ -306,6 +313,9 @@ unsafe fn panel_of<L: Lanes, F: Format>(x: *const f32, rows: usize, k: usize, pa
 }
 
 /// `M` rows × 32 columns; returns `M`.
+///
+/// # Safety
+/// As for [`panel_of`], of `M` rows.
 #[inline(always)]
 unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     x: *const f32,
@@ -313,7 +323,9 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     panel: *const u8,
     target: Target,
 ) -> usize {
-    // SAFETY: `x` has `M` rows of `k`, the panel `k` rounded up to whole blocks, the target `M` rows.
+    // SAFETY: `x` has `M` rows of `k`, and `inner` ends where `k` does. The panel is whole blocks, `k` rounded up, and
+    // `first` ends where `k` does; what is asked for ahead may lie behind it, and is only hinted at. `target` has the
+    // `M` rows.
     unsafe {
         let mut sums = [[L::splat(0.0); 2]; M];
         for first in (0..k).step_by(BLOCK) {
@@ -337,6 +349,10 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     M
 }
 
+/// A row's 32 sums to where they belong, as `target.output` says.
+///
+/// # Safety
+/// `out` is the row in the target, `target.columns` elements that nobody else uses; and as for [`Lanes`].
 #[inline(always)]
 unsafe fn finish<L: Lanes>(sum: [L; 2], out: *mut f32, target: Target) {
     let mut row = [0.0f32; PANEL];

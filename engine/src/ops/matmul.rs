@@ -4,10 +4,10 @@
 //! |---|---|---|
 //! | chains of fused multiply-adds in f32 | `f32_gemm.rs` | every machine; exact in every format |
 //! | bf16 dot products, f32 sums | `bf16_gemm.rs` | an [`Isa`] that rounds |
-//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, more rows than a tile of `bf16_gemm.rs` reads directly |
+//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, from five rows on |
 //!
 //! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all three. The choice depends
-//! on the instruction set, the number of rows, and nothing else: see [`super`] on batch invariance.
+//! on the instruction set, the matrix and, with tiles, the number of rows: see [`super`] on batch invariance.
 use super::f32_gemm;
 use super::packed::PackedMatrix;
 pub use super::product::Output;

@@ -1,8 +1,38 @@
-//! The walk over bf16 and 8-bit keys by the bf16 dot products of AVX-512: queries, softmax weights and unpacked 8-bit
+//! Attention over bf16 and 8-bit keys by the bf16 dot products of AVX-512: queries, softmax weights and unpacked 8-bit
 //! numbers are rounded to bf16, sums are f32.
 //!
-//! A row walks the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends
+//! A row takes the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends
 //! on the row alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
+//!
+//! **What an instruction takes.** `dpbf16(sum, a, b)` adds to each of 16 f32 lanes two products: of `a`'s and `b`'s low
+//! halves in that lane, and of their high halves. A sub-block of 16 tokens lies in the arena so that a vector of 64
+//! bytes is one operand, a row of these pictures (t: token, d: dimension, D: head_dim):
+//!
+//! ```text
+//! K, D / 2 vectors          lane 0        lane 1               lane 15
+//!                         low   high    low   high           low   high
+//!   vector 0              t0d0  t0d1    t1d0  t1d1    ...    t15d0 t15d1
+//!   vector 1              t0d2  t0d3    t1d2  t1d3    ...    t15d2 t15d3
+//!    ...
+//!
+//!   score: a query's pair (d0, d1) in all lanes · vector 0, + its pair (d2, d3) · vector 1, + ... :
+//!   16 tokens' scores, a token a lane; four sub-blocks make the span's 64
+//!
+//! V, 8 × D / 16 vectors     lane 0        lane 1               lane 15
+//!                         low   high    low   high           low   high
+//!   t0, t1:   vector 0    t0d0  t1d0    t0d1  t1d1    ...    t0d15  t1d15
+//!             vector 1    t0d16 t1d16   t0d17 t1d17   ...    t0d31  t1d31
+//!              ...
+//!   t2, t3:   vector D/16 t2d0  t3d0    t2d1  t3d1    ...    t2d15  t3d15
+//!              ...
+//!
+//!   weigh: the weights' pair (t0, t1) in all lanes · vector 0, + the pair (t2, t3) · vector D/16, + ... :
+//!   the sums of dimensions 0 to 15, a dimension a lane
+//! ```
+//!
+//! Where a sequence ends with an even t, the high halves of its last V vectors are not written yet. They may be
+//! anything, NaN included, and NaN times a weight of zero is NaN: such a sub-block's V is copied with zeros there. K
+//! needs no copy: a token's lane has nothing of its neighbours, and the scores of tokens that are not seen are masked.
 use std::arch::x86_64::*;
 use std::ops::Range;
 
