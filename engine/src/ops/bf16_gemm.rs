@@ -125,8 +125,8 @@ impl Format for F32 {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: a block is 32 rows of 32 f32. Read are 16 of each of the rows `2 * pair` to `2 * pair + 3`, from
-        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31. The two types of the
-        // transmutation are 32 bytes each, in which every bit pattern is a value.
+        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31. The two types of
+        // the transmutation are 32 bytes each, in which every bit pattern is a value.
         unsafe {
             let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const f32| {
@@ -148,7 +148,8 @@ impl Format for F16 {
     const KIND: WeightFormat = WeightFormat::F16;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: as for f32, of f16: 32 rows of 32, of which rows up to 31 and columns up to 31 are read.
+        // SAFETY: a block is 32 rows of 32 f16. With an even `pair` below 16 and a `half` below 2, rows up to 31 and
+        // columns up to 31 are read. The two types of the transmutation are 32 bytes each, all bit patterns valid.
         unsafe {
             let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const u16| {
@@ -200,8 +201,8 @@ impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `pair / 4` is at most
-        // 3. The table has 64 bytes, and a permutation takes its indices modulo the table's length.
+        // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `pair / 4` is at
+        // most 3. The table has 64 bytes, and a permutation takes its indices modulo the table's length.
         unsafe {
             let four = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + pair / 4) * 64).cast());
             let two = if pair.is_multiple_of(4) { four } else { _mm512_srli_epi16::<8>(four) };
@@ -268,7 +269,7 @@ macro_rules! panel_of {
         /// has the features.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
         unsafe fn $name(scratch: &mut Scratch, panel: *const u8, target: Target) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller keeps the contract of `multiply`, whose features are enabled on this function.
             unsafe { multiply::<$format>(scratch, panel, target) }
         }
     };

@@ -70,7 +70,7 @@ impl Scratch {
     pub unsafe fn take(&mut self, tile: &Tile<'_>, keys: Range<usize>, running: Running) {
         self.queries.resize(tile.pairs() * tile.head_dim / 2, 0);
         self.copies.resize(2 * SPAN_TOKENS * tile.head_dim / 2, 0);
-        // SAFETY: the caller's, and the scratch was made for the tile's pairs.
+        // SAFETY: the caller keeps the contract of `take`; the scratch was made for the tile's pairs just now.
         unsafe { take(tile, keys, running, self) }
     }
 }
@@ -86,7 +86,9 @@ struct Span {
 /// As for [`Scratch::take`]; the scratch was made for the tile's pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn take(tile: &Tile<'_>, keys: Range<usize>, running: Running, scratch: &mut Scratch) {
-    // SAFETY: the caller's.
+    // SAFETY: tile and `running` are the caller's, the features are enabled on this function. `pairs_seeing` gives
+    // pairs of the tile only, each of which sees a key of the span, and no more of them are taken at a time than are
+    // left.
     unsafe {
         round_queries(tile, &mut scratch.queries);
         for first_key in (keys.start / SPAN_TOKENS * SPAN_TOKENS..keys.end).step_by(SPAN_TOKENS) {
@@ -104,10 +106,17 @@ unsafe fn take(tile: &Tile<'_>, keys: Range<usize>, running: Running, scratch: &
     }
 }
 
+/// The tile's queries in bf16, two neighbouring dimensions in a word.
+///
+/// # Safety
+/// The tile's pointers are valid for its rows; `queries` has half a head's words for each pair; features as for
+/// [`take`].
 #[inline(always)]
 unsafe fn round_queries(tile: &Tile<'_>, queries: &mut [u32]) {
     for pair in 0..tile.pairs() {
-        // SAFETY: the tile has this row and head; the buffer was made for all pairs.
+        // SAFETY: the tile has this row and head, `head_dim` f32, and `head_dim` is a multiple of 16 (`KvArena::new`
+        // checks it). 16 of them become 32 bytes, so that a pair's words end where the next pair's begin. Transmuted
+        // are 32 bytes to 32 bytes.
         unsafe {
             let (from, to) = (tile.query(pair), queries.as_mut_ptr().add(pair * tile.head_dim / 2));
             for d in (0..tile.head_dim).step_by(LANES) {
@@ -171,11 +180,18 @@ fn prefetch_span(tile: &Tile<'_>, first_key: usize) {
 }
 
 /// K and V of a sub-block of 8-bit numbers as bf16 in the same orders.
+///
+/// # Safety
+/// `keys` and `values` are sub-blocks, 16 × head_dim numbers and behind them 16 scales in bf16; the copies are as long
+/// as each other, 8 × head_dim words, and the features are enabled as for [`take`].
 #[inline(always)]
 unsafe fn unpack(keys: *const i8, values: *const i8, to_keys: &mut [u32], to_values: &mut [u32]) {
     let head_dim = to_keys.len() / (SUB_BLOCK_TOKENS / 2);
     let mut scales = [0.0f32; LANES];
-    // SAFETY: the scales lie behind the numbers, of which a vector of 16 pairs gives 16 words.
+    // SAFETY: the scales, 32 bytes, lie behind the 16 × head_dim numbers. The copies have a word for two numbers, and
+    // 16 words are made of 32 numbers at a time: chunk `i` of the keys of the numbers from `32 * i` on, of the values
+    // of two tokens from `32 * i` of that pair of tokens on. head_dim is a multiple of 16, so that all chunks are
+    // whole.
     unsafe {
         let load = |of: *const i8| {
             let words = _mm256_loadu_si256(of.add(SUB_BLOCK_TOKENS * head_dim).cast());
@@ -196,9 +212,13 @@ unsafe fn unpack(keys: *const i8, values: *const i8, to_keys: &mut [u32], to_val
 }
 
 /// Sixteen pairs of 8-bit numbers, times the scales of the first and the second ones.
+///
+/// # Safety
+/// `from` is readable for 32 bytes, `to` writable for 16 words; features as for [`take`].
 #[inline(always)]
 unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut u32) {
-    // SAFETY: 32 bytes are read, 16 words written.
+    // SAFETY: the load reads the 32 bytes, the store writes the 64; all else is arithmetic in lanes. Transmuted are 64
+    // bytes to 64 bytes.
     unsafe {
         let pairs = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from.cast()));
         let low = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(pairs));
@@ -215,6 +235,10 @@ unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut 
 }
 
 /// Takes a span into the running softmax of `P` pairs; returns `P`.
+///
+/// # Safety
+/// The pairs from `first` on are the tile's, and each sees a key of the span; `running` is valid for them, the queries
+/// are rounded; features as for [`take`].
 #[inline(always)]
 unsafe fn take_span<const P: usize>(
     tile: &Tile<'_>,
@@ -223,7 +247,9 @@ unsafe fn take_span<const P: usize>(
     running: Running,
     queries: &[u32],
 ) -> usize {
-    // SAFETY: the pairs `first ..` are the tile's; each sees a key of the span.
+    // SAFETY: `running` has for each of the pairs a greatest score, 16 weights and head_dim sums, and `first + p` is
+    // one of them. Each pair's weights are 32 words, written as two vectors of 16. `d` ends where the head does, in
+    // steps of 16, and `weigh` takes 64 dimensions only where 64 are left.
     unsafe {
         let scores = score::<P>(tile, span, first, queries);
         let mut weights = [[0u32; SPAN_TOKENS / 2]; P];
@@ -261,10 +287,14 @@ unsafe fn take_span<const P: usize>(
 }
 
 /// Products of `P` queries with the 64 keys of the span. Those that are infinite become NaN.
+///
+/// # Safety
+/// `queries` has the `P` pairs from `first` on; the span's keys are whole sub-blocks; features as for [`take`].
 #[inline(always)]
 unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, queries: &[u32]) -> [[__m512; SPAN]; P] {
     let twos = tile.head_dim / 2;
-    // SAFETY: a key vector holds two dimensions of 16 keys, `twos` of them follow one another; queries as long.
+    // SAFETY: a sub-block of K is head_dim / 2 vectors of 64 bytes, each two dimensions of 16 keys, and `two` is below
+    // that. A pair's query is as many words, and `p` is below the pairs that the caller says are there.
     unsafe {
         let queries = queries.as_ptr().add(first * twos);
         let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
@@ -293,6 +323,9 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, quer
 /// The new greatest score, and the powers of two of the distances of the scores of `keys` to it, zero for the others,
 /// as bf16 in the order of the keys. A NaN among the scores of `keys` makes all of these NaN, and with them the pair's
 /// result.
+///
+/// # Safety
+/// Features as for [`take`].
 #[inline(always)]
 unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32) -> (f32, [__m512bh; 2]) {
     // SAFETY: lane arithmetic only.
@@ -341,6 +374,10 @@ unsafe fn exp2(x: __m512) -> __m512 {
 
 /// `sums = sums * shrink + Σ weights[key] * values[key]` over the first `most` keys (rounded up to two) of the span,
 /// for `16 * W` dimensions from `d` on; returns `W`.
+///
+/// # Safety
+/// `d` and the dimensions behind it are in a head; `sums` has the `P` pairs, head_dim apart, from dimension `d` on;
+/// `most` is 64 at most; the span's values are whole sub-blocks; features as for [`take`].
 #[inline(always)]
 unsafe fn weigh<const P: usize, const W: usize>(
     tile: &Tile<'_>,
@@ -352,7 +389,9 @@ unsafe fn weigh<const P: usize, const W: usize>(
     sums: *mut f32,
 ) -> usize {
     const TWOS: usize = SUB_BLOCK_TOKENS / 2;
-    // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
+    // SAFETY: a sub-block of V is 8 rows of head_dim words, a row for two tokens, a word for a dimension of both. `two`
+    // is below 32, which is 4 sub-blocks of 8 rows; `d + 16 * W` is at most head_dim, in the row and in the pair's
+    // sums.
     unsafe {
         let mut lanes = [[_mm512_setzero_ps(); W]; P];
         for (p, lanes) in lanes.iter_mut().enumerate() {
