@@ -19,7 +19,7 @@ use std::cell::RefCell;
 
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::product::{AHEAD, ChunkId, Output, Target, for_each_part};
+use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
@@ -36,17 +36,17 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
     }
     let out = Shared(out.as_mut_ptr());
     // Several tasks a thread even out cores of unequal speed.
-    for_each_part(x.len() / w.k(), ROW_CHUNK, w, 4, |part| {
+    for_each_task(x.len() / w.k(), ROW_CHUNK, w, 4, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the part's rows are in
+            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the task's rows are in
             // `x` and `out`, and no other task has these rows and panels.
             unsafe {
-                if scratch.holds != Some(part.chunk) {
-                    scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());
-                    scratch.holds = Some(part.chunk);
+                if scratch.holds != Some(task.chunk) {
+                    scratch.round(&x[task.rows.start * w.k()..task.rows.end * w.k()], w.k());
+                    scratch.holds = Some(task.chunk);
                 }
-                for panel in part.panels {
-                    let target = Target::new(out.get(), w, part.rows.start, panel, output);
+                for panel in task.panels {
+                    let target = Target::new(out.get(), w, task.rows.start, panel, output);
                     let panel = w.panel(panel).as_ptr();
                     match w.format() {
                         WeightFormat::F32 => panel_f32(scratch, panel, target),

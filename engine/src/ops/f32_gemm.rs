@@ -7,7 +7,7 @@ use std::cell::RefCell;
 
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::product::{AHEAD, Output, Target, for_each_part};
+use super::product::{AHEAD, Output, Target, for_each_task};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
@@ -19,12 +19,12 @@ const EXPAND_ROWS: usize = 9;
 pub(super) fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
     let out = Shared(out.as_mut_ptr());
     // Three tasks a thread even out cores of unequal speed.
-    for_each_part(x.len() / w.k(), ROW_CHUNK, w, 3, |part| {
-        for panel in part.panels {
+    for_each_task(x.len() / w.k(), ROW_CHUNK, w, 3, |task| {
+        for panel in task.panels {
             // SAFETY: rows and panel lie in `out`, and no other task has them.
             unsafe {
-                let target = Target::new(out.get(), w, part.rows.start, panel, output);
-                multiply_panel(isa, &x[part.rows.start * w.k()..part.rows.end * w.k()], w, panel, target);
+                let target = Target::new(out.get(), w, task.rows.start, panel, output);
+                multiply_panel(isa, &x[task.rows.start * w.k()..task.rows.end * w.k()], w, panel, target);
             }
         }
     });

@@ -13,6 +13,7 @@ use super::simd::LANES;
 /// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at
 /// pages and falls behind while rows are multiplied; this made decode steps a quarter shorter.
 pub(super) const AHEAD: usize = 8;
+
 /// How the result meets what is in `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
@@ -30,21 +31,21 @@ pub(super) struct ChunkId {
 }
 
 /// What one task of a product computes: these rows of these panels.
-pub(super) struct Part {
+pub(super) struct Task {
     /// Of `rows`.
     pub chunk: ChunkId,
     pub rows: Range<usize>,
     pub panels: Range<usize>,
 }
 
-/// Cuts a product with `rows` rows (at least one) into parts of at most `row_chunk` rows, `tasks_per_thread` of them
+/// Cuts a product with `rows` rows (at least one) into tasks of at most `row_chunk` rows, `tasks_per_thread` of them
 /// for each thread of the current pool if there are enough panels, and runs `f` for each.
-pub(super) fn for_each_part(
+pub(super) fn for_each_task(
     rows: usize,
     row_chunk: usize,
     w: &PackedMatrix,
     tasks_per_thread: usize,
-    f: impl Fn(Part) + Sync,
+    f: impl Fn(Task) + Sync,
 ) {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
@@ -52,7 +53,7 @@ pub(super) fn for_each_part(
     let groups = (tasks_per_thread * pool::threads()).div_ceil(chunks).clamp(1, panels);
     pool::for_each(chunks * groups, |task| {
         let (chunk, group) = (task / groups, task % groups);
-        f(Part {
+        f(Task {
             chunk: ChunkId { call, number: chunk },
             rows: chunk * row_chunk..rows.min((chunk + 1) * row_chunk),
             panels: group * panels / groups..(group + 1) * panels / groups,
