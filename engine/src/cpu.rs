@@ -10,11 +10,12 @@ use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::chooser::Chooser;
 use crate::error::EngineError;
-use crate::executor::{Batch, Chosen, EngineSpec, Executor, KvDtype, LayersDone, Seq};
+use crate::executor::{Batch, Chosen, EngineSpec, Executor, LayersDone, Seq};
 use crate::logits::Logits;
 use crate::memory::MemoryFiles;
 use crate::models::config::LlamaConfig;
 use crate::models::llama::Llama;
+use crate::numerics::KvDtype;
 use crate::ops::choice;
 use crate::ops::kv::KvArena;
 use crate::ops::pool::Pool;

@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::blocks::KvLease;
 use crate::error::EngineError;
-use crate::numerics::{Arithmetic, KvOrder};
+use crate::numerics::{Arithmetic, KvDtype, KvOrder};
 use crate::sampling::{Sampled, SamplingParams};
 
 /// Names a sequence among those of an engine; later arrivals have larger numbers.
@@ -138,28 +138,6 @@ pub enum Chosen {
     Token(Sampled),
     /// No token can be chosen: logits were NaN. Weights or KV are broken.
     NotNumbers,
-}
-
-/// Number format of K and V in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum KvDtype {
-    /// 4 bytes a value.
-    F32,
-    /// bfloat16, 2 bytes a value.
-    Bf16,
-    /// Signed integers of 8 bits with one scale for each token and head, see `ops/kv.rs`.
-    Int8,
-}
-
-impl KvDtype {
-    /// Bytes of one token's K or V of one head.
-    pub fn head_bytes(self, head_dim: usize) -> usize {
-        match self {
-            Self::F32 => 4 * head_dim,
-            Self::Bf16 => 2 * head_dim,
-            Self::Int8 => head_dim + 2,
-        }
-    }
 }
 
 /// What an engine serves: fixed when it starts.

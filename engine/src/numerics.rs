@@ -1,6 +1,7 @@
 //! What two nodes must have in common to continue each other's answers bit for bit, by name: the order of additions in
-//! which a node computes, and how the values of its KV blocks lie. Plain names, no arithmetic: `ops` computes in these
-//! orders, and [`crate::EngineSpec`] carries the names into the compatibility digest and the node's registration.
+//! which a node computes, the number format of its KV blocks and how their values lie. Plain names, no arithmetic:
+//! `ops` computes in these orders, and [`crate::EngineSpec`] carries the names into the compatibility digest and the
+//! node's registration.
 //!
 //! A kernel whose bits change, or a block whose bytes mean something else, gets a new name here. Nodes with different
 //! names are never paired, so that a half-upgraded cluster refuses instead of mixing.
@@ -26,6 +27,28 @@ impl Arithmetic {
             Self::Bf16Dots => "bf16-dots",
             Self::Bf16Tiles => "bf16-tiles",
             Self::Simulated => "simulated",
+        }
+    }
+}
+
+/// Number format of K and V in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    /// 4 bytes a value.
+    F32,
+    /// bfloat16, 2 bytes a value.
+    Bf16,
+    /// Signed integers of 8 bits with one scale for each token and head, see `ops/kv.rs`.
+    Int8,
+}
+
+impl KvDtype {
+    /// Bytes of one token's K or V of one head.
+    pub fn head_bytes(self, head_dim: usize) -> usize {
+        match self {
+            Self::F32 => 4 * head_dim,
+            Self::Bf16 => 2 * head_dim,
+            Self::Int8 => head_dim + 2,
         }
     }
 }

@@ -18,10 +18,10 @@ use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
 use crate::chooser::Chooser;
 use crate::error::EngineError;
-use crate::executor::{Batch, Chosen, EngineSpec, Executor, KvDtype, LayersDone, Seq};
+use crate::executor::{Batch, Chosen, EngineSpec, Executor, LayersDone, Seq};
 use crate::kv_memory::allocate_arena;
 use crate::models::checkpoint::Checkpoint;
-use crate::numerics::{Arithmetic, KvOrder};
+use crate::numerics::{Arithmetic, KvDtype, KvOrder};
 use crate::step::{Chunk, Step};
 use crate::step_model::StepShape;
 

@@ -1,5 +1,5 @@
 //! From an opened checkpoint to an executor: what the model takes is added up and compared with what the machine has
-//! before any weight is read. The numbers are `footprint.rs`'s matter.
+//! before any weight is read. The numbers are the matter of `footprint.rs` and of `models/sizes.rs`.
 use tandem_proto::BLOCK_TOKENS;
 
 use super::{CpuExecutor, ModelConfig, isa_of, spec_of};
@@ -11,6 +11,7 @@ use crate::memory::MemoryFiles;
 use crate::models::checkpoint::Checkpoint;
 use crate::models::config::LlamaConfig;
 use crate::models::llama::Llama;
+use crate::models::sizes::weights_bytes;
 use crate::ops::kv::{KvArena, KvLayout};
 use crate::ops::pool::Pool;
 use crate::ops::simd::Isa;
@@ -59,7 +60,7 @@ impl ModelLoader {
             token_values: values as u64,
             vocabulary: vocab_size as u64,
         };
-        Footprint::of(&self.checkpoint.sizes(), self.isa, step)
+        Footprint::new(weights_bytes(&self.checkpoint.sizes(), self.isa), step)
     }
 
     /// Whether the machine can hold the model with an arena of `blocks`.

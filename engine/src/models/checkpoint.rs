@@ -5,9 +5,9 @@ use std::path::Path;
 use super::config::LlamaConfig;
 use super::gguf::GgufFile;
 use super::safetensors::SafetensorsDirectory;
+use super::sizes::TensorSize;
 use super::weights::Weights;
 use crate::error::EngineError;
-use crate::footprint::TensorSize;
 
 /// An open checkpoint.
 pub struct Checkpoint {

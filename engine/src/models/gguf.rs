@@ -10,9 +10,9 @@ use tandem_proto::model;
 
 use super::mmap::Map;
 use super::reading::Reading;
+use super::sizes::{Purpose, TensorSize};
 use super::weights::{RawTensor, Weights};
 use crate::error::EngineError;
-use crate::footprint::{Purpose, TensorSize};
 use crate::ops::dequantize::SUPPORTED;
 
 /// An open model.

@@ -2,6 +2,7 @@
 //!
 //! - [`checkpoint`]: a model on disk, of either kind. Read it first.
 //! - [`weights`]: tensors by name, as they lie in files; [`packing`]: what the CPU makes of them.
+//! - [`sizes`]: how many bytes weights will take, from headers alone.
 //! - [`mmap`]: a file as bytes; [`reading`]: how far a load is.
 //! - [`gguf`]: a GGUF file, or several, as checked metadata and tensors; [`safetensors`]: the same of a directory.
 //! - [`config`]: what network it is, whichever file says it; [`rope`]: its rotary embedding.
@@ -16,4 +17,5 @@ mod packing;
 mod reading;
 pub mod rope;
 pub mod safetensors;
+pub mod sizes;
 pub mod weights;

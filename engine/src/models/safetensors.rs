@@ -13,9 +13,9 @@ use tandem_proto::model;
 use super::config::LlamaConfig;
 use super::mmap::Map;
 use super::reading::Reading;
+use super::sizes::{Purpose, TensorSize};
 use super::weights::{RawTensor, Weights};
 use crate::error::EngineError;
-use crate::footprint::{Purpose, TensorSize};
 
 const CONFIG: &str = "config.json";
 const INDEX: &str = "model.safetensors.index.json";

@@ -6,8 +6,8 @@ use tandem_gguf::TensorType;
 
 use super::mmap::Map;
 use super::reading::Reading;
+use super::sizes::TensorSize;
 use crate::error::EngineError;
-use crate::footprint::TensorSize;
 use crate::ops::dequantize::dequantize;
 
 /// Tensors by name. The names are GGUF's (`blk.0.attn_q.weight`), whatever the source calls them.

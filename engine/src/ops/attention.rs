@@ -4,11 +4,12 @@
 //! together.
 //!
 //! **Order.** A row's keys are cut into partitions at fixed positions. Each has a running softmax of its own, from
-//! nothing over ascending keys (`lanes.rs` in f32, `dots.rs` in bf16 dot products), and these are merged in ascending
-//! order (`running.rs`). Whether one task does all that or several do is this file's choice and changes no bit.
+//! nothing over ascending keys (`in_f32.rs` in f32, `in_bf16.rs` in bf16 dot products), and these are merged in
+//! ascending order (`running.rs`). Whether one task does all that or several do is this file's choice and changes no
+//! bit. Read `running.rs` next, then `in_f32.rs`.
 #[cfg(target_arch = "x86_64")]
-mod dots;
-mod lanes;
+mod in_bf16;
+mod in_f32;
 mod running;
 
 use std::cell::RefCell;
@@ -18,11 +19,11 @@ use self::running::Running;
 use super::kv::{KvArena, KvLayout, Part};
 use super::simd::Isa;
 use super::{Shared, pool};
-use crate::executor::KvDtype;
+use crate::numerics::KvDtype;
 use crate::step::Chunk;
 
-/// Keys of a partition: where the first one begins follows from position 0 alone. A multiple of what the walks take at
-/// a time.
+/// Keys of a partition: where the first one begins follows from position 0 alone. A multiple of what the kernels take
+/// at a time.
 pub(super) const PARTITION: usize = 512;
 /// Rows up to which a tile may be split: more of them make tiles enough for all threads, and memory for partitions
 /// large.
@@ -141,8 +142,8 @@ impl Attention {
             assert!(chunk.first_row + chunk.rows <= rows);
             assert!(chunk.start + chunk.rows <= chunk.blocks * layout.block_tokens);
         }
-        let walk = Walk::of(self.isa, layout);
-        self.plan(walk, layout, sequences, queries);
+        let kernel = Kernel::of(self.isa, layout);
+        self.plan(kernel, layout, sequences, queries);
 
         let (group, partials, out) =
             (queries.heads / layout.kv_heads, Shared(self.partials.as_mut_ptr()), Shared(out.as_mut_ptr()));
@@ -172,10 +173,10 @@ impl Attention {
             // place in `partials` it has alone.
             SCRATCH.with_borrow_mut(|scratch| unsafe {
                 match *keys {
-                    Keys::All => scratch.attend(walk, &tile, rows),
+                    Keys::All => scratch.attend(kernel, &tile, rows),
                     Keys::One { partition, partial } => {
                         let running = Running::at(partials.get().add(partial), tile.pairs(), tile.head_dim);
-                        scratch.take(walk, &tile, rows.keys(partition), running);
+                        scratch.take(kernel, &tile, rows.keys(partition), running);
                     }
                 }
             });
@@ -191,18 +192,24 @@ impl Attention {
                 // SAFETY: as above; the tile's rows of `out` are in this run only.
                 unsafe {
                     for (index, partition) in rows.partitions().enumerate().skip(1) {
-                        at(0).merge(walk.isa(), at(index), tile.pairs_seeing(rows.keys(partition)), walk.unit());
+                        at(0).merge(kernel.isa(), at(index), tile.pairs_seeing(rows.keys(partition)), kernel.ln_base());
                     }
-                    at(0).finish(walk.isa(), &tile);
+                    at(0).finish(kernel.isa(), &tile);
                 }
             }
         });
     }
 
     /// Cuts the step into tasks. Only how long they take depends on that.
-    fn plan(&mut self, walk: Walk, layout: KvLayout, Sequences { chunks, .. }: Sequences<'_>, queries: Queries<'_>) {
+    fn plan(
+        &mut self,
+        kernel: Kernel,
+        layout: KvLayout,
+        Sequences { chunks, .. }: Sequences<'_>,
+        queries: Queries<'_>,
+    ) {
         let Self { tasks, splits, partials, .. } = self;
-        let height = walk.tile_rows();
+        let height = kernel.tile_rows();
         // The last tiles of a prompt are the longest: first.
         let tiles = chunks.iter().flat_map(|chunk| {
             (0..chunk.rows.div_ceil(height)).rev().map(move |tile| {
@@ -246,47 +253,47 @@ impl Attention {
 /// Fewer merges than this are not worth another thread.
 const MIN_MERGES: usize = 8;
 
-/// The arithmetic in which keys are walked.
+/// The arithmetic in which a step's keys are taken.
 #[derive(Clone, Copy)]
-enum Walk {
-    Lanes(Isa),
+enum Kernel {
+    F32(Isa),
     #[cfg(target_arch = "x86_64")]
-    Dots(Isa),
+    Bf16(Isa),
 }
 
-impl Walk {
+impl Kernel {
     fn of(isa: Isa, layout: KvLayout) -> Self {
         #[cfg(target_arch = "x86_64")]
         if isa.rounds() && layout.dtype != KvDtype::F32 {
-            return Self::Dots(isa);
+            return Self::Bf16(isa);
         }
         let _ = layout;
-        Self::Lanes(isa)
+        Self::F32(isa)
     }
 
     fn isa(self) -> Isa {
         match self {
-            Self::Lanes(isa) => isa,
+            Self::F32(isa) => isa,
             #[cfg(target_arch = "x86_64")]
-            Self::Dots(isa) => isa,
+            Self::Bf16(isa) => isa,
         }
     }
 
     /// Rows of a tile: they share one reading of K and V.
     fn tile_rows(self) -> usize {
         match self {
-            Self::Lanes(_) => lanes::TILE_ROWS,
+            Self::F32(_) => in_f32::TILE_ROWS,
             #[cfg(target_arch = "x86_64")]
-            Self::Dots(_) => dots::TILE_ROWS,
+            Self::Bf16(_) => in_bf16::TILE_ROWS,
         }
     }
 
-    /// A weight is e to the power of this times its score.
-    fn unit(self) -> f32 {
+    /// Logarithm of the base of the weights: a weight is e to the power of this times its score.
+    fn ln_base(self) -> f32 {
         match self {
-            Self::Lanes(_) => 1.0,
+            Self::F32(_) => 1.0,
             #[cfg(target_arch = "x86_64")]
-            Self::Dots(_) => std::f32::consts::LN_2,
+            Self::Bf16(_) => std::f32::consts::LN_2,
         }
     }
 }
@@ -351,9 +358,9 @@ thread_local! {
 struct Scratch {
     /// Of all partitions so far, and of the present one.
     running: [Vec<f32>; 2],
-    lanes: lanes::Scratch,
+    in_f32: in_f32::Scratch,
     #[cfg(target_arch = "x86_64")]
-    dots: dots::Scratch,
+    in_bf16: in_bf16::Scratch,
 }
 
 impl Scratch {
@@ -361,7 +368,7 @@ impl Scratch {
     ///
     /// # Safety
     /// The tile's pointers are valid for its rows, which are `rows`.
-    unsafe fn attend(&mut self, walk: Walk, tile: &Tile<'_>, rows: &Rows) {
+    unsafe fn attend(&mut self, kernel: Kernel, tile: &Tile<'_>, rows: &Rows) {
         let len = Running::len(tile.pairs(), tile.head_dim);
         let [all, present] = self.running.each_mut().map(|memory| {
             if memory.len() < len {
@@ -374,13 +381,13 @@ impl Scratch {
         unsafe {
             for (index, partition) in rows.partitions().enumerate() {
                 if index == 0 {
-                    self.take(walk, tile, rows.keys(partition), all);
+                    self.take(kernel, tile, rows.keys(partition), all);
                 } else {
-                    self.take(walk, tile, rows.keys(partition), present);
-                    all.merge(walk.isa(), present, tile.pairs_seeing(rows.keys(partition)), walk.unit());
+                    self.take(kernel, tile, rows.keys(partition), present);
+                    all.merge(kernel.isa(), present, tile.pairs_seeing(rows.keys(partition)), kernel.ln_base());
                 }
             }
-            all.finish(walk.isa(), tile);
+            all.finish(kernel.isa(), tile);
         }
     }
 
@@ -388,14 +395,14 @@ impl Scratch {
     ///
     /// # Safety
     /// The tile's pointers are valid for its rows, `running` for its pairs.
-    unsafe fn take(&mut self, walk: Walk, tile: &Tile<'_>, keys: Range<usize>, running: Running) {
+    unsafe fn take(&mut self, kernel: Kernel, tile: &Tile<'_>, keys: Range<usize>, running: Running) {
         // SAFETY: the caller's; an `Isa` exists only where its instructions were detected.
         unsafe {
             running.clear(tile.pairs());
-            match walk {
-                Walk::Lanes(isa) => self.lanes.take(isa, tile, keys, running),
+            match kernel {
+                Kernel::F32(isa) => self.in_f32.take(isa, tile, keys, running),
                 #[cfg(target_arch = "x86_64")]
-                Walk::Dots(_) => self.dots.take(tile, keys, running),
+                Kernel::Bf16(_) => self.in_bf16.take(tile, keys, running),
             }
         }
     }

@@ -1,9 +1,9 @@
 //! The paged KV arena as the kernels see it: where a head of a token lies, and writing it. Layout of a block:
 //! `[layer][K|V][kv_head][token / 16]`, and within such a sub-block of 16 tokens, which the kernels take at a time, for
-//! f32 `[token][head_dim]`. For bf16 the values stand as the dot products of `dots.rs` take them, which sum over two
-//! neighbours in each 32-bit lane: K sums over dimensions, so it is `[head_dim / 2][token][2]`, V sums over tokens, so
-//! it is `[token / 2][head_dim][2]`. For int8 the values stand in the same orders, one byte each, and behind them the
-//! 16 tokens' scales in bf16. Who owns which block is `blocks.rs`'s matter.
+//! f32 `[token][head_dim]`. For bf16 the values stand as the dot products of `attention/in_bf16.rs` take them, which
+//! sum over two neighbours in each 32-bit lane: K sums over dimensions, so it is `[head_dim / 2][token][2]`, V sums
+//! over tokens, so it is `[token / 2][head_dim][2]` (that file has the pictures). For int8 the values stand in the same
+//! orders, one byte each, and behind them the 16 tokens' scales in bf16. Who owns which block is `blocks.rs`'s matter.
 //!
 //! **8-bit numbers.** A token's K (and V) of a head has one scale, its greatest magnitude / 127 rounded to bf16; a
 //! value is `integer · scale`, exact in f32, and off by half a scale at most (more only where the scale is subnormal).
@@ -17,8 +17,7 @@ use tandem_memory::{HostMemory, KvMemory};
 
 use super::pool;
 use super::simd::LANES;
-use crate::executor::KvDtype;
-use crate::numerics::KvOrder;
+use crate::numerics::{KvDtype, KvOrder};
 use crate::step::Place;
 
 /// Tokens of a sub-block: one vector of attention scores. A block is one or more.

@@ -5,8 +5,8 @@ use tandem_gguf::TensorType;
 
 use super::dequantize::dequantize;
 use super::packed::{PackedMatrix, Row};
-use super::pages::Lines;
 use super::simd::Isa;
+use super::weight_memory::WeightMemory;
 use super::{Shared, pool};
 
 /// Rows by number, in the type of their file.
@@ -16,7 +16,7 @@ pub struct RowTable {
     /// Values of a row.
     k: usize,
     row_bytes: usize,
-    bytes: Lines,
+    bytes: WeightMemory,
 }
 
 impl RowTable {
@@ -41,7 +41,7 @@ impl RowTable {
     /// If a row does not have `k` values of a type that [`dequantize`] unpacks.
     pub fn new<'a>(kept: TensorType, rows: usize, k: usize, row: &(dyn Fn(usize) -> Row<'a> + Sync)) -> Self {
         let row_bytes = row_bytes(kept, k as u64).expect("whole groups in a row") as usize;
-        let mut bytes = Lines::zeroed(rows * row_bytes);
+        let mut bytes = WeightMemory::zeroed(rows * row_bytes);
         let mut all: Vec<&mut [u8]> = bytes.chunks_mut(row_bytes * ROWS).collect();
         pool::for_each_of(&mut all, |index, chunk| {
             let mut values = vec![0.0; k];

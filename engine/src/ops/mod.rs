@@ -16,31 +16,32 @@
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
 //! - [`choice`]: which instruction set an engine uses.
 //! - [`packed`]: weights as the kernels read them; [`dequantize`]: a model file's rows as f32; [`lookup`]: embeddings.
-//! - [`matmul`]: `out = x · Wᵀ`.
+//! - [`matmul`]: `out = x · Wᵀ`, and which kernel computes it: `f32_gemm` in f32, `bf16_gemm` in bf16 dot products,
+//!   `tiles` in AMX's tile registers (more than a few rows). `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV, in f32 or bf16 dot products.
-//! - `dots`: products in bf16 dot products.
-//! - `tiles`: products of more than a few rows in AMX's tile registers.
-//! - [`pool`]: the threads; [`pages`]: memory for weights; [`peak`]: what benchmarks compare with.
+//! - [`pool`]: the threads; `weight_memory`: where weights lie; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod bf16_gemm;
 pub mod choice;
 pub mod dequantize;
-#[cfg(target_arch = "x86_64")]
-mod dots;
+mod f32_gemm;
 pub mod kv;
 pub mod lookup;
 pub mod matmul;
 pub mod packed;
-pub mod pages;
 pub mod peak;
 pub mod pool;
+mod product;
 pub mod rows;
 pub mod simd;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
+mod weight_memory;
 
 /// A pointer that the tasks of a region share. Whoever makes one promises that the tasks touch disjoint elements.
 struct Shared<T>(*mut T);

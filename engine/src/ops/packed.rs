@@ -1,18 +1,43 @@
 //! Weights as the kernels of [`super::matmul`] read them, and the packing of a model file's rows into that layout:
 //! panel by panel on all threads, straight from the file's bytes. No copy of a whole tensor is made in between.
 //!
-//! Layout: panels of 32 output columns; in a panel blocks of 32 `k`; in a block the scales of its columns, then the
-//! weights. f32 and f16 weights stand row after row of 32 columns. The others stand in pairs of neighbouring `k`, first
-//! all of the panel's left 16 columns, then of the right ones, because the instructions of `dots.rs` take two `k` at a
-//! time: a vector's 32-bit lane belongs to a column and has the even `k` low, the odd `k` high.
+//! ```text
+//! matrix   | panel: columns 0 .. 32 | panel: columns 32 .. 64 | ...        the last one filled up with zeros
+//! panel    | block: k 0 .. 32 | block: k 32 .. 64 | ...                    likewise
+//!
+//! block of f32, f16      k 0: c0 c1 ... c31 | k 1: c0 c1 ... c31 | ... | k 31: c0 c1 ... c31
+//! block of bf16          left half | right half             2,048 bytes
+//! block of Q8_0          32 scales | left half | right half 64 + 1,024 bytes
+//! block of Q4_1          32 scales | 32 offsets | left half | right half    64 + 64 + 512 bytes
+//!
+//! a half of bf16, Q8_0   16 columns (the panel's left or right ones), a pair of k in each lane: 16 rows of 16 lanes
+//!
+//!                           c0            c1                   c15
+//!                        low   high    low   high           low   high
+//!          pair 0        k0    k1      k0    k1     ...     k0    k1
+//!          pair 1        k2    k3      k2    k3     ...     k2    k3
+//!           ...
+//!          pair 15       k30   k31     k30   k31    ...     k30   k31
+//!
+//! a half of Q4_1         16 columns, four pairs of k in each lane of 32 bits: 4 rows of 16 lanes. Row r of a column:
+//!
+//!          bits          0-3     4-7     8-11    12-15   16-19   20-23   24-27   28-31
+//!          k             8r      8r+2    8r+4    8r+6    8r+1    8r+3    8r+5    8r+7
+//! ```
+//!
+//! Pairs, because the instructions of `bf16_gemm.rs` and `tiles.rs` take two `k` at a time: a vector's 32-bit lane
+//! belongs to a column and has the even `k` low, the odd `k` high. A half of bf16 is a tile of AMX as it lies there.
+//! Scales and offsets are f16, one a column.
+//!
+//! Read `matmul.rs` next.
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tandem_gguf::TensorType;
 
 use super::dequantize::dequantize;
-use super::pages::Lines;
 use super::pool;
 use super::simd::{Isa, LANES};
+use super::weight_memory::WeightMemory;
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;
@@ -78,7 +103,7 @@ pub struct PackedMatrix {
     format: WeightFormat,
     columns: usize,
     k: usize,
-    bytes: Lines,
+    bytes: WeightMemory,
     /// The same weights in bf16, for products of many rows.
     for_tiles: Option<Box<PackedMatrix>>,
 }
@@ -86,7 +111,7 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// Packs `columns` rows of length `k`, on all threads of the current pool. `format` is what [`WeightFormat::kept`]
     /// gives for the rows' types, or f32 or bf16. Q8_0 with a weight of -128, which GGML itself never writes, becomes
-    /// f32: the kernels of `dots.rs` take magnitudes up to 127.
+    /// f32: the kernels of `bf16_gemm.rs` take magnitudes up to 127.
     ///
     /// # Panics
     /// If a row does not have `k` values, or of another type than `format` can hold.
@@ -168,7 +193,7 @@ impl PackedMatrix {
         k: usize,
         put: impl Fn(&mut [u8], usize, usize, &mut [f32]) + Sync,
     ) -> Self {
-        let mut bytes = Lines::zeroed(packed_bytes(format, columns as u64, k as u64) as usize);
+        let mut bytes = WeightMemory::zeroed(packed_bytes(format, columns as u64, k as u64) as usize);
         let panel_bytes = k.div_ceil(BLOCK) * format.block_bytes();
         let mut panels: Vec<&mut [u8]> = bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
         pool::for_each_of(&mut panels, |index, panel| {

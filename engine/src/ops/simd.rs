@@ -4,12 +4,14 @@
 //! Kernels are written once, generic over [`Lanes`], as `#[inline(always)]` functions; [`isa_dispatch`] makes the
 //! `#[target_feature]` instances and chooses one at run time.
 #[cfg(target_arch = "x86_64")]
+pub(super) mod amx;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 use crate::numerics::Arithmetic;
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::{Avx2, Avx512};
+pub(super) use x86::{Avx2, Avx512, bf16, bits, rounded_pairs};
 
 /// An instruction set that this machine was seen to have; cannot be made otherwise.
 ///
@@ -98,7 +100,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            let amx = bf16 && super::tiles::amx::available();
+            let amx = bf16 && amx::available();
             let kinds = [(amx, Kind::Amx), (bf16, Kind::Avx512Bf16), (avx512, Kind::Avx512), (avx2, Kind::Avx2)];
             found.extend(kinds.into_iter().filter_map(|(there, kind)| there.then_some(Self(kind))));
         }

@@ -13,7 +13,7 @@ use super::matmul::{Output, matmul};
 use super::packed::{PackedMatrix, Row, WeightFormat};
 use super::pool::Pool;
 use super::simd::{Isa, IsaChoice};
-use crate::executor::KvDtype;
+use crate::numerics::KvDtype;
 use crate::step::{Chunk, Place};
 
 /// Numbers in -1..1 that look random.

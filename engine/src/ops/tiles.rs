@@ -1,4 +1,4 @@
-//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `dots.rs` reads weights for directly: `x` and the
+//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `bf16_gemm.rs` reads weights for directly: `x` and the
 //! weights are rounded to bf16, sums are f32. [`amx`] has the registers.
 //!
 //! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of packed bf16 weights is two
@@ -18,9 +18,9 @@ use std::cell::RefCell;
 use self::amx::{TILE_ROWS, Tile, Tiles};
 pub(super) use self::trial::fault;
 use super::Shared;
-use super::dots::{bits, rounded_pairs};
-use super::matmul::{ChunkId, Output, Target, for_each_part};
 use super::packed::{BLOCK, PackedMatrix, WeightFormat};
+use super::product::{ChunkId, Output, Target, for_each_task};
+use super::simd::{bits, rounded_pairs};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
 /// weights come from memory; but their `x` should stay in the core's L2 cache.
@@ -42,19 +42,19 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
     let out = Shared(out.as_mut_ptr());
     let row_chunk = (X_BYTES / (2 * w.k())).clamp(*ROW_CHUNKS.start(), *ROW_CHUNKS.end());
     // Several tasks a thread even out cores of unequal speed.
-    for_each_part(x.len() / w.k(), row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |part| {
+    for_each_task(x.len() / w.k(), row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the machine has the instructions, as the caller says; the part's rows are in `x` and `out`, and
+            // SAFETY: the machine has the instructions, as the caller says; the task's rows are in `x` and `out`, and
             // no other task has these rows and panels; a bf16 panel is two tiles a group; tasks use tiles nowhere else.
             unsafe {
-                if scratch.holds != Some(part.chunk) {
-                    scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());
-                    scratch.holds = Some(part.chunk);
+                if scratch.holds != Some(task.chunk) {
+                    scratch.round(&x[task.rows.start * w.k()..task.rows.end * w.k()], w.k());
+                    scratch.holds = Some(task.chunk);
                 }
                 let mut tiles = T::configured();
-                for panel in part.panels {
+                for panel in task.panels {
                     scratch.multiply(&mut tiles, w.panel(panel).as_ptr().cast());
-                    scratch.put(Target::new(out.get(), w, part.rows.start, panel, output));
+                    scratch.put(Target::new(out.get(), w, task.rows.start, panel, output));
                 }
             }
         });

@@ -1,4 +1,4 @@
-//! The running softmax of a tile's (row, head) pairs over some of its keys: what a walk adds to, how two become one,
+//! The running softmax of a tile's (row, head) pairs over some of its keys: what a kernel adds to, how two become one,
 //! and how the last becomes the result.
 use std::ops::Range;
 
@@ -47,13 +47,13 @@ impl Running {
     }
 
     /// Takes the later keys of `other` in, for the pairs that have seen some of them; weights are e to the power of
-    /// `unit` times the scores.
+    /// `ln_base` times the scores.
     ///
     /// # Safety
     /// Both are valid for the pairs and not the same.
-    pub unsafe fn merge(self, isa: Isa, other: Self, pairs: Range<usize>, unit: f32) {
+    pub unsafe fn merge(self, isa: Isa, other: Self, pairs: Range<usize>, ln_base: f32) {
         // SAFETY: the caller's.
-        unsafe { merge(isa, self, other, pairs, unit) }
+        unsafe { merge(isa, self, other, pairs, ln_base) }
     }
 
     /// The quotients, to where the tile's go.
@@ -66,11 +66,11 @@ impl Running {
     }
 }
 
-isa_dispatch! { fn merge(into: Running, from: Running, pairs: Range<usize>, unit: f32) = merge_with }
+isa_dispatch! { fn merge(into: Running, from: Running, pairs: Range<usize>, ln_base: f32) = merge_with }
 isa_dispatch! { fn finish(running: Running, tile: &Tile<'_>) = finish_with }
 
 #[inline(always)]
-unsafe fn merge_with<L: Lanes>(into: Running, from: Running, pairs: Range<usize>, unit: f32) {
+unsafe fn merge_with<L: Lanes>(into: Running, from: Running, pairs: Range<usize>, ln_base: f32) {
     let head_dim = into.head_dim;
     for pair in pairs {
         // SAFETY: the pair is in both, as the caller says.
@@ -79,7 +79,7 @@ unsafe fn merge_with<L: Lanes>(into: Running, from: Running, pairs: Range<usize>
             // A NaN of the newer ones is taken, or they would count as no keys at all below.
             let greatest = if old >= new { old } else { new };
             *into.greatest.add(pair) = greatest;
-            let (keep, add) = (L::splat((old - greatest) * unit).exp(), L::splat((new - greatest) * unit).exp());
+            let (keep, add) = (L::splat((old - greatest) * ln_base).exp(), L::splat((new - greatest) * ln_base).exp());
             for (into, from, len) in [(into.weights, from.weights, LANES), (into.sums, from.sums, head_dim)] {
                 for d in (pair * len..(pair + 1) * len).step_by(LANES) {
                     let newer = L::load(from.add(d));

@@ -1,4 +1,5 @@
-//! [`Lanes`] of x86-64: AVX-512 in one register, AVX2 with FMA and F16C in two.
+//! [`Lanes`] of x86-64: AVX-512 in one register, AVX2 with FMA and F16C in two. Also the conversions to and from pairs of
+//! bf16 that the kernels of AVX-512 BF16 share.
 use std::arch::x86_64::*;
 
 use super::{LANES, Lanes};
@@ -261,4 +262,35 @@ impl Lanes for Avx2 {
             Self(half(low, self.0, other.0), half(high, self.1, other.1))
         }
     }
+}
+
+/// A group's elements, at most 32, as 16 pairs of bf16; zeros after them.
+///
+/// # Safety
+/// The caller has the features of AVX-512 with BF16 enabled.
+#[inline(always)]
+pub(in crate::ops) unsafe fn rounded_pairs(group: &[f32]) -> __m512bh {
+    debug_assert!(group.len() <= 2 * LANES);
+    let mask = ((1u64 << group.len()) - 1) as u32;
+    // SAFETY: the mask has a bit for each element of the group, and a masked load reads no lane without one: so the
+    // second pointer may lie behind the group, and is computed by wrapping addition.
+    unsafe {
+        let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
+        let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
+        _mm512_cvtne2ps_pbh(high, low)
+    }
+}
+
+/// 16 pairs of bf16, by their bits.
+#[inline(always)]
+pub(in crate::ops) fn bf16(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes, and every bit pattern is a value of both.
+    unsafe { std::mem::transmute(bits) }
+}
+
+/// The bits of 16 pairs of bf16.
+#[inline(always)]
+pub(in crate::ops) fn bits(numbers: __m512bh) -> __m512i {
+    // SAFETY: both are 64 bytes, and every bit pattern is a value of both.
+    unsafe { std::mem::transmute(numbers) }
 }

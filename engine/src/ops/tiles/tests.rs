@@ -3,9 +3,10 @@ use proptest::prelude::*;
 
 use super::super::matmul::{Output, matmul};
 use super::super::packed::PackedMatrix;
+use super::super::simd::amx::available;
 use super::super::simd::{Isa, IsaChoice, Kind};
 use super::super::tests::{noise, packed, round, unpacked};
-use super::amx::{Amx, ROW_BYTES, Shapes, Tile, Tiles, WHOLE, available};
+use super::amx::{Amx, ROW_BYTES, Shapes, Tile, Tiles, WHOLE};
 use super::fault;
 
 /// The registers after the instructions' description: 8 tiles that are configured first, whose rows and row lengths

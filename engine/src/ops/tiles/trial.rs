@@ -1,7 +1,7 @@
 //! Whether tile registers compute what they should: two products of some rows, panels and groups, beside plain sums.
 //! An engine asks before it computes with them; it takes less than a millisecond.
-use super::super::matmul::Output;
 use super::super::packed::PackedMatrix;
+use super::super::product::Output;
 use super::amx::Tiles;
 
 /// Two whole row tiles and a part of one, so that all registers are in use, alone and in pairs.

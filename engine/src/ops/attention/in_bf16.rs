@@ -1,14 +1,44 @@
-//! The walk over bf16 and 8-bit keys by the bf16 dot products of AVX-512: queries, softmax weights and unpacked 8-bit
+//! Attention over bf16 and 8-bit keys by the bf16 dot products of AVX-512: queries, softmax weights and unpacked 8-bit
 //! numbers are rounded to bf16, sums are f32.
 //!
-//! A row walks the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends
+//! A row takes the keys of its sequence in spans of 64, which begin at multiples of 64; what happens in a span depends
 //! on the row alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
+//!
+//! **What an instruction takes.** `dpbf16(sum, a, b)` adds to each of 16 f32 lanes two products: of `a`'s and `b`'s low
+//! halves in that lane, and of their high halves. A sub-block of 16 tokens lies in the arena so that a vector of 64
+//! bytes is one operand, a row of these pictures (t: token, d: dimension, D: head_dim):
+//!
+//! ```text
+//! K, D / 2 vectors          lane 0        lane 1               lane 15
+//!                         low   high    low   high           low   high
+//!   vector 0              t0d0  t0d1    t1d0  t1d1    ...    t15d0 t15d1
+//!   vector 1              t0d2  t0d3    t1d2  t1d3    ...    t15d2 t15d3
+//!    ...
+//!
+//!   score: a query's pair (d0, d1) in all lanes · vector 0, + its pair (d2, d3) · vector 1, + ... :
+//!   16 tokens' scores, a token a lane; four sub-blocks make the span's 64
+//!
+//! V, 8 × D / 16 vectors     lane 0        lane 1               lane 15
+//!                         low   high    low   high           low   high
+//!   t0, t1:   vector 0    t0d0  t1d0    t0d1  t1d1    ...    t0d15  t1d15
+//!             vector 1    t0d16 t1d16   t0d17 t1d17   ...    t0d31  t1d31
+//!              ...
+//!   t2, t3:   vector D/16 t2d0  t3d0    t2d1  t3d1    ...    t2d15  t3d15
+//!              ...
+//!
+//!   weigh: the weights' pair (t0, t1) in all lanes · vector 0, + the pair (t2, t3) · vector D/16, + ... :
+//!   the sums of dimensions 0 to 15, a dimension a lane
+//! ```
+//!
+//! Where a sequence ends with an even t, the high halves of its last V vectors are not written yet. They may be
+//! anything, NaN included, and NaN times a weight of zero is NaN: such a sub-block's V is copied with zeros there. K
+//! needs no copy: a token's lane has nothing of its neighbours, and the scores of tokens that are not seen are masked.
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::running::Running;
 use super::{Part, Tile};
-use crate::executor::KvDtype;
+use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
 use crate::ops::simd::{LANES, prefetch};
 
@@ -40,7 +70,7 @@ impl Scratch {
     pub unsafe fn take(&mut self, tile: &Tile<'_>, keys: Range<usize>, running: Running) {
         self.queries.resize(tile.pairs() * tile.head_dim / 2, 0);
         self.copies.resize(2 * SPAN_TOKENS * tile.head_dim / 2, 0);
-        // SAFETY: the caller's, and the scratch was made for the tile's pairs.
+        // SAFETY: the caller keeps the contract of `take`; the scratch was made for the tile's pairs just now.
         unsafe { take(tile, keys, running, self) }
     }
 }
@@ -56,7 +86,9 @@ struct Span {
 /// As for [`Scratch::take`]; the scratch was made for the tile's pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn take(tile: &Tile<'_>, keys: Range<usize>, running: Running, scratch: &mut Scratch) {
-    // SAFETY: the caller's.
+    // SAFETY: tile and `running` are the caller's, the features are enabled on this function. `pairs_seeing` gives
+    // pairs of the tile only, each of which sees a key of the span, and no more of them are taken at a time than are
+    // left.
     unsafe {
         round_queries(tile, &mut scratch.queries);
         for first_key in (keys.start / SPAN_TOKENS * SPAN_TOKENS..keys.end).step_by(SPAN_TOKENS) {
@@ -65,19 +97,26 @@ unsafe fn take(tile: &Tile<'_>, keys: Range<usize>, running: Running, scratch: &
             let Range { start: mut pair, end } = tile.pairs_seeing(first_key..first_key + SPAN_TOKENS);
             while pair < end {
                 pair += match end - pair {
-                    PAIRS.. => walk::<PAIRS>(tile, &span, pair, running, &scratch.queries),
-                    3.. => walk::<3>(tile, &span, pair, running, &scratch.queries),
-                    _ => walk::<1>(tile, &span, pair, running, &scratch.queries),
+                    PAIRS.. => take_span::<PAIRS>(tile, &span, pair, running, &scratch.queries),
+                    3.. => take_span::<3>(tile, &span, pair, running, &scratch.queries),
+                    _ => take_span::<1>(tile, &span, pair, running, &scratch.queries),
                 };
             }
         }
     }
 }
 
+/// The tile's queries in bf16, two neighbouring dimensions in a word.
+///
+/// # Safety
+/// The tile's pointers are valid for its rows; `queries` has half a head's words for each pair; features as for
+/// [`take`].
 #[inline(always)]
 unsafe fn round_queries(tile: &Tile<'_>, queries: &mut [u32]) {
     for pair in 0..tile.pairs() {
-        // SAFETY: the tile has this row and head; the buffer was made for all pairs.
+        // SAFETY: the tile has this row and head, `head_dim` f32, and `head_dim` is a multiple of 16 (`KvArena::new`
+        // checks it). 16 of them become 32 bytes, so that a pair's words end where the next pair's begin. Transmuted
+        // are 32 bytes to 32 bytes.
         unsafe {
             let (from, to) = (tile.query(pair), queries.as_mut_ptr().add(pair * tile.head_dim / 2));
             for d in (0..tile.head_dim).step_by(LANES) {
@@ -141,11 +180,18 @@ fn prefetch_span(tile: &Tile<'_>, first_key: usize) {
 }
 
 /// K and V of a sub-block of 8-bit numbers as bf16 in the same orders.
+///
+/// # Safety
+/// `keys` and `values` are sub-blocks, 16 × head_dim numbers and behind them 16 scales in bf16; the copies are as long
+/// as each other, 8 × head_dim words, and the features are enabled as for [`take`].
 #[inline(always)]
 unsafe fn unpack(keys: *const i8, values: *const i8, to_keys: &mut [u32], to_values: &mut [u32]) {
     let head_dim = to_keys.len() / (SUB_BLOCK_TOKENS / 2);
     let mut scales = [0.0f32; LANES];
-    // SAFETY: the scales lie behind the numbers, of which a vector of 16 pairs gives 16 words.
+    // SAFETY: the scales, 32 bytes, lie behind the 16 × head_dim numbers. The copies have a word for two numbers, and
+    // 16 words are made of 32 numbers at a time: chunk `i` of the keys of the numbers from `32 * i` on, of the values
+    // of two tokens from `32 * i` of that pair of tokens on. head_dim is a multiple of 16, so that all chunks are
+    // whole.
     unsafe {
         let load = |of: *const i8| {
             let words = _mm256_loadu_si256(of.add(SUB_BLOCK_TOKENS * head_dim).cast());
@@ -166,9 +212,13 @@ unsafe fn unpack(keys: *const i8, values: *const i8, to_keys: &mut [u32], to_val
 }
 
 /// Sixteen pairs of 8-bit numbers, times the scales of the first and the second ones.
+///
+/// # Safety
+/// `from` is readable for 32 bytes, `to` writable for 16 words; features as for [`take`].
 #[inline(always)]
 unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut u32) {
-    // SAFETY: 32 bytes are read, 16 words written.
+    // SAFETY: the load reads the 32 bytes, the store writes the 64; all else is arithmetic in lanes. Transmuted are 64
+    // bytes to 64 bytes.
     unsafe {
         let pairs = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from.cast()));
         let low = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(pairs));
@@ -185,9 +235,21 @@ unsafe fn unpack_pairs(from: *const i8, first: __m512, second: __m512, to: *mut 
 }
 
 /// Takes a span into the running softmax of `P` pairs; returns `P`.
+///
+/// # Safety
+/// The pairs from `first` on are the tile's, and each sees a key of the span; `running` is valid for them, the queries
+/// are rounded; features as for [`take`].
 #[inline(always)]
-unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, running: Running, queries: &[u32]) -> usize {
-    // SAFETY: the pairs `first ..` are the tile's; each sees a key of the span.
+unsafe fn take_span<const P: usize>(
+    tile: &Tile<'_>,
+    span: &Span,
+    first: usize,
+    running: Running,
+    queries: &[u32],
+) -> usize {
+    // SAFETY: `running` has for each of the pairs a greatest score, 16 weights and head_dim sums, and `first + p` is
+    // one of them. Each pair's weights are 32 words, written as two vectors of 16. `d` ends where the head does, in
+    // steps of 16, and `weigh` takes 64 dimensions only where 64 are left.
     unsafe {
         let scores = score::<P>(tile, span, first, queries);
         let mut weights = [[0u32; SPAN_TOKENS / 2]; P];
@@ -225,10 +287,14 @@ unsafe fn walk<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, runni
 }
 
 /// Products of `P` queries with the 64 keys of the span. Those that are infinite become NaN.
+///
+/// # Safety
+/// `queries` has the `P` pairs from `first` on; the span's keys are whole sub-blocks; features as for [`take`].
 #[inline(always)]
 unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, queries: &[u32]) -> [[__m512; SPAN]; P] {
     let twos = tile.head_dim / 2;
-    // SAFETY: a key vector holds two dimensions of 16 keys, `twos` of them follow one another; queries as long.
+    // SAFETY: a sub-block of K is head_dim / 2 vectors of 64 bytes, each two dimensions of 16 keys, and `two` is below
+    // that. A pair's query is as many words, and `p` is below the pairs that the caller says are there.
     unsafe {
         let queries = queries.as_ptr().add(first * twos);
         let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
@@ -257,6 +323,9 @@ unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, quer
 /// The new greatest score, and the powers of two of the distances of the scores of `keys` to it, zero for the others,
 /// as bf16 in the order of the keys. A NaN among the scores of `keys` makes all of these NaN, and with them the pair's
 /// result.
+///
+/// # Safety
+/// Features as for [`take`].
 #[inline(always)]
 unsafe fn exponentials(scores: [__m512; SPAN], keys: Range<usize>, greatest: f32) -> (f32, [__m512bh; 2]) {
     // SAFETY: lane arithmetic only.
@@ -305,6 +374,10 @@ unsafe fn exp2(x: __m512) -> __m512 {
 
 /// `sums = sums * shrink + Σ weights[key] * values[key]` over the first `most` keys (rounded up to two) of the span,
 /// for `16 * W` dimensions from `d` on; returns `W`.
+///
+/// # Safety
+/// `d` and the dimensions behind it are in a head; `sums` has the `P` pairs, head_dim apart, from dimension `d` on;
+/// `most` is 64 at most; the span's values are whole sub-blocks; features as for [`take`].
 #[inline(always)]
 unsafe fn weigh<const P: usize, const W: usize>(
     tile: &Tile<'_>,
@@ -316,7 +389,9 @@ unsafe fn weigh<const P: usize, const W: usize>(
     sums: *mut f32,
 ) -> usize {
     const TWOS: usize = SUB_BLOCK_TOKENS / 2;
-    // SAFETY: a value vector holds 16 dimensions of two tokens; `sums` has the pairs head_dim apart.
+    // SAFETY: a sub-block of V is 8 rows of head_dim words, a row for two tokens, a word for a dimension of both. `two`
+    // is below 32, which is 4 sub-blocks of 8 rows; `d + 16 * W` is at most head_dim, in the row and in the pair's
+    // sums.
     unsafe {
         let mut lanes = [[_mm512_setzero_ps(); W]; P];
         for (p, lanes) in lanes.iter_mut().enumerate() {

@@ -8,12 +8,12 @@ const PAGE_BYTES: usize = 4096;
 
 /// Zeroed bytes that begin at a page, as packed weights should: a vector or a row of a tile is then one line of cache
 /// and never two. A page takes memory, on the socket of the thread that does so, when it is first written.
-pub(super) struct Lines {
+pub(super) struct WeightMemory {
     map: MmapMut,
     bytes: usize,
 }
 
-impl Lines {
+impl WeightMemory {
     /// # Panics
     /// If the system has no such memory to give.
     pub fn zeroed(bytes: usize) -> Self {
@@ -24,7 +24,7 @@ impl Lines {
     }
 }
 
-impl Deref for Lines {
+impl Deref for WeightMemory {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -32,7 +32,7 @@ impl Deref for Lines {
     }
 }
 
-impl DerefMut for Lines {
+impl DerefMut for WeightMemory {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.map[..self.bytes]
     }
@@ -55,9 +55,9 @@ mod tests {
     #[test]
     fn all_sizes_are_zero() {
         for size in [0, 1, 511, 512, 5000, 1 << 17] {
-            let lines = Lines::zeroed(size * 8);
-            assert!(lines.len() == size * 8 && lines.iter().all(|byte| *byte == 0));
-            assert_eq!(lines.as_ptr().addr() % 64, 0);
+            let memory = WeightMemory::zeroed(size * 8);
+            assert!(memory.len() == size * 8 && memory.iter().all(|byte| *byte == 0));
+            assert_eq!(memory.as_ptr().addr() % 64, 0);
         }
     }
 }

@@ -1,9 +1,10 @@
-//! The walk over keys in f32: sub-blocks of 16, ascending. The same bits on every instruction set.
+//! Attention in f32: sub-blocks of 16 keys, ascending. The same bits on every instruction set. `in_bf16.rs` is its
+//! counterpart in bf16 dot products, and has pictures of K and V as they lie in 16-bit and 8-bit arenas.
 use std::ops::Range;
 
 use super::running::Running;
 use super::{Part, Tile};
-use crate::executor::KvDtype;
+use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
 use crate::ops::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
 
@@ -32,7 +33,8 @@ impl Scratch {
         self.keys.resize(tile.head_dim * LANES, 0.0);
         self.values.resize(tile.head_dim * LANES, 0.0);
         self.scores.resize(tile.pairs() * LANES, 0.0);
-        // SAFETY: the caller's, and the scratch has room for a sub-block and all pairs.
+        // SAFETY: the caller keeps the contract of `take_with`; the scratch was made for a sub-block and all pairs just
+        // now; an `Isa` exists only where its instructions were detected.
         unsafe { take(isa, tile, keys, running, self) }
     }
 }
@@ -54,7 +56,8 @@ unsafe fn take_with<L: Lanes>(tile: &Tile<'_>, keys: Range<usize>, running: Runn
         }
         let first_key = index * SUB_BLOCK_TOKENS;
         let pairs = tile.pairs_seeing(first_key..first_key + SUB_BLOCK_TOKENS);
-        // SAFETY: the scratch has room for a sub-block and for all pairs.
+        // SAFETY: the scratch has room for a sub-block and for all pairs, as the caller says. `pairs_seeing` gives
+        // pairs of the tile only, each of which sees a key of this sub-block: so `first_key` is not behind the row.
         unsafe {
             load_sub_block::<L>(tile, index, scratch);
             score::<L>(tile, pairs.clone(), scratch);
@@ -69,6 +72,9 @@ unsafe fn take_with<L: Lanes>(tile: &Tile<'_>, keys: Range<usize>, running: Runn
 }
 
 /// Unpacks K (transposed) and V of the sequence's sub-block `index` to f32.
+///
+/// # Safety
+/// `keys` and `values` of the scratch have 16 × head_dim elements; nobody writes the sub-block; and as for [`Lanes`].
 #[inline(always)]
 unsafe fn load_sub_block<L: Lanes>(tile: &Tile<'_>, index: usize, scratch: &mut Scratch) {
     let layout = tile.kv.layout();
@@ -135,6 +141,9 @@ unsafe fn load_sub_block<L: Lanes>(tile: &Tile<'_>, index: usize, scratch: &mut 
 
 /// Scores of the pairs against the sub-block's 16 keys, eight pairs at a time to hide the multiply-adds'
 /// latency; each pair's arithmetic is the same in every group size. A score that is infinite becomes NaN.
+///
+/// # Safety
+/// The pairs are the tile's, and the scratch was made for these; and as for [`Lanes`].
 #[inline(always)]
 unsafe fn score<L: Lanes>(tile: &Tile<'_>, pairs: Range<usize>, scratch: &mut Scratch) {
     let mut pair = pairs.start;
@@ -151,10 +160,15 @@ unsafe fn score<L: Lanes>(tile: &Tile<'_>, pairs: Range<usize>, scratch: &mut Sc
     }
 }
 
+/// Of `P` pairs from `first` on; returns `P`.
+///
+/// # Safety
+/// As for [`score`], of these pairs.
 #[inline(always)]
 unsafe fn score_pairs<L: Lanes, const P: usize>(tile: &Tile<'_>, first: usize, scratch: &mut Scratch) -> usize {
     let head_dim = tile.head_dim;
-    // SAFETY: the queries and scores of `P` pairs from `first` exist.
+    // SAFETY: a pair's query is head_dim f32, and `d` is below that; the keys are 16 for each `d`. The scratch has 16
+    // scores for each pair of the tile, and `first + p` is one of them.
     unsafe {
         let queries: [*const f32; P] = std::array::from_fn(|p| tile.query(first + p));
         let mut sums = [L::splat(0.0); P];
@@ -176,6 +190,10 @@ unsafe fn score_pairs<L: Lanes, const P: usize>(tile: &Tile<'_>, first: usize, s
 
 /// Takes the `seen` keys of the sub-block into a pair's running softmax. What lies behind them in it may be
 /// anything, NaN included, and is not touched. A NaN among the scores of those seen makes the pair's result NaN.
+///
+/// # Safety
+/// `pair` is one of the tile's, for which `running` and the scratch were made; `seen` is within 0 to 16 and begins
+/// before 16; and as for [`Lanes`].
 #[inline(always)]
 unsafe fn accumulate<L: Lanes>(
     pair: usize,
@@ -184,7 +202,9 @@ unsafe fn accumulate<L: Lanes>(
     running: Running,
     scratch: &mut Scratch,
 ) {
-    // SAFETY: `pair` is one of the scratch's and of the running softmax's.
+    // SAFETY: `running` has for the pair a greatest score, 16 weights and head_dim sums, the scratch 16 scores and 16 ×
+    // head_dim values. `d` ends where the head does, in steps of 16, and `weigh` takes 64 or 32 dimensions only where
+    // so many are left; its values begin at key `hidden`, with a weight for each key up to `visible`.
     unsafe {
         let Range { start: hidden, end: visible } = seen;
         let scores = L::load(scratch.scores.as_ptr().add(pair * LANES)).first_or(visible, L::splat(f32::NEG_INFINITY));
@@ -218,6 +238,9 @@ unsafe fn accumulate<L: Lanes>(
 }
 
 /// `sums = sums * shrink + Σ weights[key] * values[key]` for `16 * W` dimensions; returns `W`.
+///
+/// # Safety
+/// `sums` has `16 * W` elements, `values` as many for each weight, `head_dim` apart; and as for [`Lanes`].
 #[inline(always)]
 unsafe fn weigh<L: Lanes, const W: usize>(
     weights: &[f32],
@@ -226,7 +249,7 @@ unsafe fn weigh<L: Lanes, const W: usize>(
     head_dim: usize,
     sums: *mut f32,
 ) -> usize {
-    // SAFETY: `sums` has `16 * W` elements, and so have the `values` of each key, `head_dim` apart.
+    // SAFETY: `w` is below `W` and `key` below the number of weights: within what the caller says is there.
     unsafe {
         let mut lanes = [shrink; W];
         for (w, lanes) in lanes.iter_mut().enumerate() {

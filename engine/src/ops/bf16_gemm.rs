@@ -4,13 +4,23 @@
 //! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
 //! its 16 pairs ascending from zero, times the scale, plus the total; then the offset times the sum of the group's `x`.
 //! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
+//!
+//! Three ways through a panel, in the same order of operations:
+//!
+//! | rows of the chunk | function | weights |
+//! |---|---|---|
+//! | 1 to 4 | `tile` | straight from the panel, once: all rows' sums stay in registers over all of `k` |
+//! | 5 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
+//! | 5 and more, on AMX | `tiles.rs` | not here, and in another order |
+//!
+//! `packed.rs` has the pictures of what [`Format`] reads.
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::matmul::{AHEAD, ChunkId, Output, Target, for_each_part};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::simd::{LANES, prefetch};
+use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
+use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
 const ROW_CHUNK: usize = 96;
@@ -26,17 +36,17 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
     }
     let out = Shared(out.as_mut_ptr());
     // Several tasks a thread even out cores of unequal speed.
-    for_each_part(x.len() / w.k(), ROW_CHUNK, w, 4, |part| {
+    for_each_task(x.len() / w.k(), ROW_CHUNK, w, 4, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the part's rows are in
+            // SAFETY: an `Isa` that rounds exists only where these instructions were detected; the task's rows are in
             // `x` and `out`, and no other task has these rows and panels.
             unsafe {
-                if scratch.holds != Some(part.chunk) {
-                    scratch.round(&x[part.rows.start * w.k()..part.rows.end * w.k()], w.k());
-                    scratch.holds = Some(part.chunk);
+                if scratch.holds != Some(task.chunk) {
+                    scratch.round(&x[task.rows.start * w.k()..task.rows.end * w.k()], w.k());
+                    scratch.holds = Some(task.chunk);
                 }
-                for panel in part.panels {
-                    let target = Target::new(out.get(), w, part.rows.start, panel, output);
+                for panel in task.panels {
+                    let target = Target::new(out.get(), w, task.rows.start, panel, output);
                     let panel = w.panel(panel).as_ptr();
                     match w.format() {
                         WeightFormat::F32 => panel_f32(scratch, panel, target),
@@ -65,21 +75,6 @@ struct Scratch {
     totals: Vec<f32>,
 }
 
-/// A group's elements, at most 32, as 16 pairs of bf16; zeros after them.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-pub(super) unsafe fn rounded_pairs(group: &[f32]) -> __m512bh {
-    let mask = ((1u64 << group.len()) - 1) as u32;
-    // SAFETY: the mask leaves out what lies behind the group.
-    unsafe {
-        let low = _mm512_maskz_loadu_ps(mask as u16, group.as_ptr());
-        let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, group.as_ptr().wrapping_add(LANES));
-        _mm512_cvtne2ps_pbh(high, low)
-    }
-}
-
 impl Scratch {
     /// # Safety
     /// The machine has the features.
@@ -104,31 +99,11 @@ impl Scratch {
     }
 }
 
-impl Target {
-    /// # Safety
-    /// Row `row` is writable.
-    #[inline(always)]
-    pub(super) unsafe fn put(self, row: usize, sums: [__m512; 2]) {
-        let mask = ((1u64 << self.columns) - 1) as u32;
-        for (h, sum) in sums.into_iter().enumerate() {
-            let mask = (mask >> (h * LANES)) as u16;
-            let to = self.out.wrapping_add(row * self.stride + h * LANES);
-            // SAFETY: the mask leaves out what lies beyond the matrix.
-            unsafe {
-                let sum = match self.output {
-                    Output::Store => sum,
-                    Output::Add => _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum),
-                };
-                _mm512_mask_storeu_ps(to, mask, sum);
-            }
-        }
-    }
-}
-
 /// How a block of 32 columns × 32 `k` yields its weights, see `packed.rs` for the layouts.
 ///
 /// # Safety
-/// Of both methods: `block` is a whole block of this format; the caller has the features enabled.
+/// Of both methods: `block` is a whole block of this format, [`WeightFormat::block_bytes`] long; `half` is 0 or 1;
+/// `pair` is even and below 16; the caller has the features enabled. All loads are unaligned ones.
 trait Format {
     const KIND: WeightFormat;
     /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
@@ -145,12 +120,13 @@ struct Q4_1;
 #[allow(non_camel_case_types, reason = "the format's name")]
 struct Q8_0;
 
-/// SAFETY of every block below: the offsets are those of the layout.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers these bodies")]
 impl Format for F32 {
     const KIND: WeightFormat = WeightFormat::F32;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: a block is 32 rows of 32 f32. Read are 16 of each of the rows `2 * pair` to `2 * pair + 3`, from
+        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31. The two types of
+        // the transmutation are 32 bytes each, in which every bit pattern is a value.
         unsafe {
             let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const f32| {
@@ -163,15 +139,17 @@ impl Format for F32 {
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for F16 {
     const KIND: WeightFormat = WeightFormat::F16;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: a block is 32 rows of 32 f16. With an even `pair` below 16 and a `half` below 2, rows up to 31 and
+        // columns up to 31 are read. The two types of the transmutation are 32 bytes each, all bit patterns valid.
         unsafe {
             let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
             let round = |row: *const u16| {
@@ -185,15 +163,17 @@ impl Format for F16 {
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: a block is two halves of 16 vectors of 64 bytes. Read are those at `pair` and `pair + 1`, at most 15,
+        // of one half.
         unsafe {
             let first = block.add((half * PAIRS + pair) * 64);
             [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
@@ -201,6 +181,7 @@ impl Format for Bf16 {
     }
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
@@ -216,11 +197,12 @@ static NIBBLES: [u16; 32] = {
     table
 };
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `pair / 4` is at
+        // most 3. The table has 64 bytes, and a permutation takes its indices modulo the table's length.
         unsafe {
             let four = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + pair / 4) * 64).cast());
             let two = if pair.is_multiple_of(4) { four } else { _mm512_srli_epi16::<8>(four) };
@@ -230,6 +212,7 @@ impl Format for Q4_1 {
     }
     #[inline(always)]
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        // SAFETY: a block begins with 64 f16, of which 16 are read from `16 * i` on; `i` is at most 3.
         unsafe {
             let at = |i: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(i * LANES * 2).cast()));
             [at(half), at(2 + half)]
@@ -250,11 +233,13 @@ static MAGNITUDES: [[u8; 64]; 4] = {
     tables
 };
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "as for F32")]
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes. Read are 64 bytes, of
+        // the pairs `pair` and `pair + 1`, at most 15, of one half. Each of the four tables has 64 bytes, and a
+        // permutation takes its indices modulo the tables' length.
         unsafe {
             let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
             let bytes = _mm512_loadu_si512(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
@@ -272,6 +257,7 @@ impl Format for Q8_0 {
     }
     #[inline(always)]
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        // SAFETY: a block begins with 32 f16, of which 16 are read from the first or the 17th on.
         unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast())), _mm512_setzero_ps()] }
     }
 }
@@ -283,7 +269,7 @@ macro_rules! panel_of {
         /// has the features.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
         unsafe fn $name(scratch: &mut Scratch, panel: *const u8, target: Target) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller keeps the contract of `multiply`, whose features are enabled on this function.
             unsafe { multiply::<$format>(scratch, panel, target) }
         }
     };
@@ -297,9 +283,15 @@ panel_of!(panel_q8_0, Q8_0);
 /// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
 pub(super) const DIRECT_ROWS: usize = 4;
 
+/// # Safety
+/// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the caller has the
+/// features enabled.
 #[inline(always)]
 unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
-    // SAFETY: the caller's; tiles stay within the scratch's rows.
+    // SAFETY: a way is chosen by the scratch's rows, and so `tile` has as many as it is tall. `group` stays below the
+    // scratch's groups, as many blocks as the panel has; `two` below 8, so that pairs are even and below 16. What is
+    // asked for ahead may lie behind the panel: its address is computed by wrapping addition and only hinted at. Row
+    // `row` of the totals is 32 f32, since `round` made room for all rows, and `target` has the row.
     unsafe {
         match scratch.rows {
             1 => return tile::<F, 1>(scratch, panel, target),
@@ -351,9 +343,13 @@ unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]
 }
 
 /// All groups of `M` rows, weights straight from the panel: the way of small batches.
+///
+/// # Safety
+/// As for [`multiply`]; the scratch has `M` rows.
 #[inline(always)]
 unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, target: Target) {
-    // SAFETY: the scratch has `M` rows; the panel has its groups.
+    // SAFETY: the panel has the scratch's groups, and pairs are even and below 16. `round` made `x` groups × rows × 16
+    // words and `x_sums` groups × rows, with `M` rows: group and row index both. `target` has the `M` rows.
     unsafe {
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
         for group in 0..scratch.groups {
@@ -369,7 +365,7 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
             let scales = [F::scales(block, 0), F::scales(block, 1)];
             for m in 0..M {
                 let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
-                totals[m] = grown(totals[m], sums[m], &scales, x_sum);
+                totals[m] = with_group(totals[m], sums[m], &scales, x_sum);
             }
         }
         for (m, totals) in totals.into_iter().enumerate() {
@@ -380,6 +376,9 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
 
 /// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns
 /// `M`.
+///
+/// # Safety
+/// `group` is one of the scratch's, which has the `M` rows from `first` on; the caller has the features enabled.
 #[inline(always)]
 unsafe fn group_tile<const M: usize>(
     scratch: &mut Scratch,
@@ -389,7 +388,8 @@ unsafe fn group_tile<const M: usize>(
     scales: &[[__m512; 2]; 2],
 ) -> usize {
     let row = group * scratch.rows + first;
-    // SAFETY: the scratch has the rows `first ..` `M`.
+    // SAFETY: `round` made `x` groups × rows × 16 words, `x_sums` groups × rows, and totals rows × 32: `row` and the
+    // `M - 1` behind it index the first two, `first + m` the last.
     unsafe {
         let x = scratch.x.as_ptr().add(row * PAIRS);
         let mut sums = [[_mm512_setzero_ps(); 2]; M];
@@ -403,7 +403,7 @@ unsafe fn group_tile<const M: usize>(
                 _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
             };
             let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
-            let totals = grown(totals, sums, scales, x_sum);
+            let totals = with_group(totals, sums, scales, x_sum);
             _mm512_storeu_ps(to, totals[0]);
             _mm512_storeu_ps(to.add(LANES), totals[1]);
         }
@@ -412,10 +412,13 @@ unsafe fn group_tile<const M: usize>(
 }
 
 /// One pair of `k` for `M` rows, whose `x` are 16 words apart.
+///
+/// # Safety
+/// `x` is readable in these `M` places; the caller has the features enabled.
 #[inline(always)]
 unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 2], x: *const u32) {
     for (m, sums) in sums.iter_mut().enumerate() {
-        // SAFETY: the caller's `x` has `M` rows.
+        // SAFETY: `m` is below `M`, as many places as the caller's `x` has.
         unsafe {
             let x = bf16(_mm512_set1_epi32(*x.add(m * PAIRS) as i32));
             *sums = [_mm512_dpbf16_ps(sums[0], x, weights[0]), _mm512_dpbf16_ps(sums[1], x, weights[1])];
@@ -424,25 +427,16 @@ unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 
 }
 
 /// The totals with one more group in them. Formats without scales or offsets have ones and zeros, which change nothing.
+///
+/// # Safety
+/// The caller has the features enabled.
 #[inline(always)]
-unsafe fn grown(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
+unsafe fn with_group(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
     // No closure: it would not be inlined into the caller's instruction set, nor the intrinsics into it.
-    // SAFETY: lane arithmetic only.
+    // SAFETY: arithmetic in lanes, which reads no memory.
     unsafe {
         let left = _mm512_fmadd_ps(sums[0], scales[0][0], totals[0]);
         let right = _mm512_fmadd_ps(sums[1], scales[1][0], totals[1]);
         [_mm512_fmadd_ps(x_sum, scales[0][1], left), _mm512_fmadd_ps(x_sum, scales[1][1], right)]
     }
-}
-
-#[inline(always)]
-fn bf16(bits: __m512i) -> __m512bh {
-    // SAFETY: both are 64 bytes, and every bit pattern is valid.
-    unsafe { std::mem::transmute(bits) }
-}
-
-#[inline(always)]
-pub(super) fn bits(numbers: __m512bh) -> __m512i {
-    // SAFETY: as above.
-    unsafe { std::mem::transmute(numbers) }
 }
