@@ -9,14 +9,15 @@
 //! `Transport::accept` is `registry.accept(grant, info, address)`. For each frame of a peer (a [`PeerId`] of the
 //! backend's choice, one per connection or endpoint, never reused):
 //!
-//! | frame | call |
-//! |---|---|
-//! | data | `registry.claim(peer, header, payload_len)`. `Ok(claim)`: write the payload to `claim.runs()` of the arena, then `claim.written()`; dropping the claim instead says that the range failed. `Err(_)`: discard the payload; the refusal was already sent. |
-//! | keep-alive | `registry.keep_alive(peer, handoff)` |
-//! | seal | `registry.seal(peer, handoff, payload)` |
-//! | cancel | `registry.cancelled_by(peer, handoff)` |
-//! | peer gone | when no write of that peer can touch the arena any more: `registry.fence(peer)`; before that, for each of its hand-offs, `registry.lost_by(peer, handoff)` where its writes may go on |
-//! | garbage | `registry.violation()` and close the connection |
+//! - data: `registry.claim(peer, header, payload_len)`. `Ok(claim)`: write the payload to `claim.runs()` of the arena,
+//!   then `claim.written()`; dropping the claim instead says that the range failed. `Err(_)`: discard the payload; the
+//!   refusal was already sent.
+//! - keep-alive: `registry.keep_alive(peer, handoff)`.
+//! - seal: `registry.seal(peer, handoff, payload)`.
+//! - cancel: `registry.cancelled_by(peer, handoff)`.
+//! - peer gone: when no write of that peer can touch the arena any more, `registry.fence(peer)`; before that, for each
+//!   of its hand-offs, `registry.lost_by(peer, handoff)` where its writes may go on.
+//! - garbage: `registry.violation()`, and close the connection.
 //!
 //! While a `Claim` lives, its blocks stay out of the pool, whatever happens to the hand-off.
 //!

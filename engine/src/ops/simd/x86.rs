@@ -1,5 +1,5 @@
-//! [`Lanes`] of x86-64: AVX-512 in one register, AVX2 with FMA and F16C in two. Also the conversions to and from pairs of
-//! bf16 that the kernels of AVX-512 BF16 share.
+//! [`Lanes`] of x86-64: AVX-512 in one register, AVX2 with FMA and F16C in two. Also the conversions to and from pairs
+//! of bf16 that the kernels of AVX-512 BF16 share.
 use std::arch::x86_64::*;
 
 use super::{LANES, Lanes};

@@ -1,16 +1,20 @@
 //! What bounds a point (pure): plain rules over its numbers, each said with the numbers that made it hold. Several may
 //! hold, or none.
 //!
-//! | regime | holds when |
-//! |---|---|
-//! | scheduler saturation | the queue phase is ≥ 50 % of the server's mean TTFT, or ≥ 5 % of the requests were refused |
-//! | compute-bound prefill | the prefill phase is ≥ 50 % of it, and the time that the hardware's compute predicts is ≥ 50 % of what it took |
-//! | prefill itself | as that, with the time that the nodes' own cost model predicts: it says how fast they are, not why |
-//! | contended prefill | the prefill phase is ≥ 50 % of it, and its predicted time is < 50 % of what it took: prompts wait for each other |
-//! | bandwidth-bound decode | the step that the hardware's bandwidth predicts is ≥ 50 % of the measured TPOT |
-//! | fixed cost of a step | by the nodes' own cost model a step is ≥ 50 % base and context, whatever tokens it has, and ≥ 50 % of the measured TPOT |
-//! | transfer exposed | half of the mean hand-off gap or more is exposed transfer, and the gap is ≥ 3 × the median TPOT |
-//! | cold cache | the same row and load, warm, has ≤ 50 % of the median TTFT |
+//! A regime holds when:
+//!
+//! - scheduler saturation: the queue phase is ≥ 50 % of the server's mean TTFT, or ≥ 5 % of the requests were refused;
+//! - compute-bound prefill: the prefill phase is ≥ 50 % of it, and the time that the hardware's compute predicts is
+//!   ≥ 50 % of what it took;
+//! - prefill itself: as that, with the time that the nodes' own cost model predicts: it says how fast they are, not
+//!   why;
+//! - contended prefill: the prefill phase is ≥ 50 % of it, and its predicted time is < 50 % of what it took: prompts
+//!   wait for each other;
+//! - bandwidth-bound decode: the step that the hardware's bandwidth predicts is ≥ 50 % of the measured TPOT;
+//! - fixed cost of a step: by the nodes' own cost model a step is ≥ 50 % base and context, whatever tokens it has, and
+//!   ≥ 50 % of the measured TPOT;
+//! - transfer exposed: half of the mean hand-off gap or more is exposed transfer, and the gap is ≥ 3 × the median TPOT;
+//! - cold cache: the same row and load, warm, has ≤ 50 % of the median TTFT.
 //!
 //! Without a model nothing is said of compute or bandwidth; without the server's phases nothing of queue, prefill or
 //! transfer.
