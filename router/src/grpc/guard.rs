@@ -4,11 +4,11 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use futures::Stream;
+use futures::{Stream, StreamExt};
 use http_body::{Body as _, Frame};
 use http_body_util::{BodyExt, StreamBody};
 use prost::bytes::Bytes;
@@ -17,6 +17,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
+use tower::Service as _;
 
 use super::Inference;
 use crate::admission::Tenant;
@@ -29,6 +30,8 @@ const READ_LIMIT: Duration = Duration::from_secs(60);
 const PREFIX_BYTES: usize = 5;
 /// A decoded message is larger than its bytes: a token id of one byte becomes four, in a list that grows by doubling.
 const DECODED: usize = 8;
+/// Messages from this size on are decoded beside the reactor.
+const LARGE_BYTES: usize = 1 << 20;
 
 /// `Inference` behind its guard.
 #[derive(Clone)]
@@ -39,11 +42,30 @@ pub(super) struct Guarded {
 
 /// The room of a call's message. Its handler and its body share it: the one that is done last gives it back.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Room(Arc<Mutex<Reserved>>);
+pub(super) struct Room(Arc<Mutex<Kept>>);
+
+#[derive(Debug, Default)]
+struct Kept {
+    /// Of the message, once its prefix is here.
+    bytes: Option<usize>,
+    reserved: Reserved,
+}
 
 impl Room {
     fn keep(&self, reserved: Reserved) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = reserved;
+        self.lock().reserved = reserved;
+    }
+
+    fn note(&self, bytes: Option<usize>) {
+        self.lock().bytes = bytes;
+    }
+
+    fn bytes(&self) -> Option<usize> {
+        self.lock().bytes
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Kept> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -86,9 +108,42 @@ impl tower::Service<http::Request<Body>> for Guarded {
         request.extensions_mut().insert(tenant);
         request.extensions_mut().insert(room.clone());
         let intake = self.service.intake().clone();
-        let request = request.map(|body| Body::new(StreamBody::new(bounded(body, intake, room))));
-        self.inner.call(request)
+        let (head, body) = request.into_parts();
+        let mut frames = Box::pin(bounded(body, intake, room.clone()));
+        let mut inner = self.inner.clone();
+        Box::pin(async move {
+            // The first frames say how long the message is.
+            let mut first = Vec::new();
+            while room.bytes().is_none() && first.len() < PREFIX_BYTES {
+                let Some(frame) = frames.next().await else { break };
+                first.push(frame);
+            }
+            if room.bytes().is_none_or(|bytes| bytes < LARGE_BYTES) {
+                let all = futures::stream::iter(first).chain(frames);
+                return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
+            }
+            while let Some(frame) = frames.next().await {
+                first.push(frame);
+            }
+            decode_elsewhere(inner, http::Request::from_parts(head, first)).await
+        })
     }
+}
+
+/// Serves a large message, all of whose frames are here, on a thread of its own: the reactor is not held up while its ids
+/// become a list, and when that thread ends, the memory that the list took goes back to the system. The room of these
+/// messages bounds the threads.
+async fn decode_elsewhere(
+    mut inner: Inference,
+    request: http::Request<Vec<Result<Frame<Bytes>, Status>>>,
+) -> Result<http::Response<Body>, Infallible> {
+    let runtime = tokio::runtime::Handle::current();
+    let serve = move || {
+        let request = request.map(|frames| Body::new(StreamBody::new(futures::stream::iter(frames))));
+        runtime.block_on(inner.call(request))
+    };
+    let served = tokio::task::spawn_blocking(serve).await;
+    served.unwrap_or_else(|_| Ok(Status::internal("the message could not be read").into_http()))
 }
 
 /// The frames of one message, and nothing behind it: a second one would be read without room. Its length stands at its
@@ -105,6 +160,7 @@ fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Res
             arrived = arrived.saturating_add(frame.data_ref().map_or(0, Bytes::len));
             if let Some(data) = frame.data_ref().filter(|_| prefix.len() < PREFIX_BYTES) {
                 prefix.extend(data.iter().take(PREFIX_BYTES - prefix.len()));
+                room.note(length(&prefix));
                 // What is longer than a message may be, tonic refuses by the same prefix.
                 if let Some(bytes) = length(&prefix).filter(|bytes| (FREE_BYTES..=MAX_MESSAGE_BYTES).contains(bytes)) {
                     room.keep(intake.reserve(bytes * DECODED).await.map_err(Status::from)?);
@@ -125,9 +181,7 @@ fn length(prefix: &[u8]) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use futures::StreamExt;
     use tonic::Code;
-    use tower::Service as _;
 
     use super::*;
     use crate::admission::keys::Keys;
