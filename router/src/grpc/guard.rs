@@ -130,9 +130,9 @@ impl tower::Service<http::Request<Body>> for Guarded {
     }
 }
 
-/// Serves a large message, all of whose frames are here, on a thread of its own: the reactor is not held up while its ids
-/// become a list, and when that thread ends, the memory that the list took goes back to the system. The room of these
-/// messages bounds the threads.
+/// Serves a large message, all of whose frames are here, on a thread of its own: the reactor is not held up while its
+/// ids become a list, and when that thread ends, the memory that the list took goes back to the system. The room of
+/// these messages bounds the threads.
 async fn decode_elsewhere(
     mut inner: Inference,
     request: http::Request<Vec<Result<Frame<Bytes>, Status>>>,
