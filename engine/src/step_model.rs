@@ -1,7 +1,7 @@
-//! Predicts how long a step takes: `ms = base + decode token · rows + decode context · positions + prompt token · tokens +
-//! prompt context · positions`, fitted to the steps that this engine has run. Decode and prompt have terms of their own:
-//! on a GPU a decode step takes the same for one row as for a batch of them, as long as reading the weights is what
-//! takes time, while a prompt is linear in its tokens. Pure: measured times come in, coefficients go out, in
+//! Predicts how long a step takes: `ms = base + decode token · rows + decode context · positions + prompt token ·
+//! tokens + prompt context · positions`, fitted to the steps that this engine has run. Decode and prompt have terms of
+//! their own: on a GPU a decode step takes the same for one row as for a batch of them, as long as reading the weights
+//! is what takes time, while a prompt is linear in its tokens. Pure: measured times come in, coefficients go out, in
 //! `EngineLoad` and from there to whoever plans.
 //!
 //! The fit is over a small sample of *every kind* of step, not over the last steps: a node may decode for an hour

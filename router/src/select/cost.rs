@@ -2,8 +2,8 @@
 //! from them stands in [`super::prune`], which scores pairs; where their coefficients come from: nodes measure their
 //! steps, [`super::calibrate`] the ways between nodes and how far these predictions are off.
 //!
-//! A step takes `base + token · tokens + context · positions`, with terms of their own for the tokens of prompts and for
-//! the sequences that decode (the nodes' own model, `engine/src/step_model.rs`). From it:
+//! A step takes `base + token · tokens + context · positions`, with terms of their own for the tokens of prompts and
+//! for the sequences that decode (the nodes' own model, `engine/src/step_model.rs`). From it:
 //!
 //! - **prefill**: the tokens of the prompt that the node has not cached, in chunks of the node's step budget: a base
 //!   for each chunk, each token, and all positions that they attend to;
