@@ -24,7 +24,10 @@ def step_costs(tandem, threads):
     costs = {}
     for node in nodes:
         cost = node["step_cost"]
-        costs[node["role"]] = [cost["base_ms"] * 1e3, cost["token_ms"] * 1e3, cost["context_ms"] * 1e6]
+        # A simulated node has one delay for all tokens: of a node that decodes, decode's.
+        kind = "decode_" if node["role"] == "decode" else ""
+        token_ms, context_ms = cost[f"{kind}token_ms"], cost[f"{kind}context_ms"]
+        costs[node["role"]] = [cost["base_ms"] * 1e3, token_ms * 1e3, context_ms * 1e6]
     return costs
 
 

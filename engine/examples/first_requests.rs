@@ -25,7 +25,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{:>8} {:>12} {:>12} {:>8}", "tokens", "predicted ms", "measured ms", "off by");
     let mut ratios = Vec::new();
     for (index, tokens) in PROMPTS.into_iter().enumerate() {
-        let shape = StepShape { tokens, context: tokens * (tokens + 1) / 2 };
+        let shape = StepShape::prompt(0, tokens);
         let predicted_ms = engine.load().step_cost.predict_ms(shape);
         let measured_ms = first_token_ms(&engine, index, tokens).await?;
         let ratio = predicted_ms / measured_ms;

@@ -51,7 +51,7 @@ pub struct SimulatedConfig {
     pub blocks: usize,
     /// What a step takes, whatever is in it: the model of a decode step, which reads all weights.
     pub step_delay: Duration,
-    /// What each token adds: the model of prefill, which is bound by compute.
+    /// What each token adds, of a prompt or of an answer: the model of prefill, which is bound by compute.
     pub token_delay: Duration,
     /// What each position adds that a token attends to: the model of attention.
     pub context_delay: Duration,
@@ -84,7 +84,8 @@ impl SimulatedConfig {
     /// How long a step of `shape` takes.
     pub fn step_time(&self, shape: StepShape) -> Duration {
         let times = |delay: Duration, count: usize| delay.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
-        let variable = times(self.token_delay, shape.tokens).saturating_add(times(self.context_delay, shape.context));
+        let variable =
+            times(self.token_delay, shape.tokens()).saturating_add(times(self.context_delay, shape.context()));
         self.step_delay.saturating_add(variable)
     }
 

@@ -1,15 +1,20 @@
-//! Predicts how long a step takes: `ms = base + per token · tokens + per context · context`, fitted to the steps that
-//! this engine has run. Pure: measured times come in, coefficients go out, in `EngineLoad` and from there to whoever
-//! plans.
+//! Predicts how long a step takes: `ms = base + decode token · rows + decode context · positions + prompt token ·
+//! tokens + prompt context · positions`, fitted to the steps that this engine has run. Decode and prompt have terms of
+//! their own: on a GPU a decode step takes the same for one row as for a batch of them, as long as reading the weights
+//! is what takes time, while a prompt is linear in its tokens. Pure: measured times come in, coefficients go out, in
+//! `EngineLoad` and from there to whoever plans.
 //!
 //! The fit is over a small sample of *every kind* of step, not over the last steps: a node may decode for an hour
 //! between two prompts, and recursive least squares with forgetting would by then have forgotten what a prompt costs
-//! (and extrapolate wildly). Kinds are powers of two of tokens and of context; each keeps its last few steps. The fit
-//! minimizes the sum of *relative absolute* errors (reweighted least squares), under which a few steps that the system
-//! interrupted do not count, and keeps the coefficients from being negative, so that predictions grow with the work.
+//! (and extrapolate wildly). Kinds are powers of two of the four quantities; each keeps its last few steps. Steps of
+//! decode alone, of prompts alone and of both have [`KINDS`] kinds each at most: what was not seen for longest leaves,
+//! and an hour of the one class takes nothing from the others. The fit minimizes the sum of *relative absolute* errors
+//! (reweighted least squares), under which a few steps that the system interrupted do not count, and keeps the
+//! coefficients from being negative, so that predictions grow with the work. A term of which nothing was seen is like
+//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does.
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::executor::Batch;
+use crate::executor::{Batch, BatchItem, Tokens};
 
 /// Steps that each kind keeps.
 const KEPT: usize = 8;
@@ -26,28 +31,74 @@ const ROUNDS: usize = 4;
 const FROZEN: f64 = 8.0;
 /// A prediction for a kind that was never seen may itself be off by so much.
 const UNSEEN: f64 = 4.0;
+/// Kinds of one class: of decode alone, of prompts alone, of both. So a fit is over 3 · 32 · 8 steps at most.
+const KINDS: usize = 32;
+/// How much a term resembles the other class's, as a part of what the steps say of it.
+const ALIKE: f64 = 1e-6;
+/// Base, decode token and context, prompt token and context.
+const TERMS: usize = 5;
 /// Relative errors below this count alike: they are the clock's and the system's.
 const NOISE: f64 = 0.02;
 
-/// What a step's time depends on.
+/// What a step's time depends on. A position counts once for each token that attends to it: a token behind `n` others
+/// attends to `n + 1`, a prompt of `n` tokens to `n · (n + 1) / 2`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepShape {
-    /// Tokens that it computes.
-    pub tokens: usize,
-    /// Positions that these attend to, summed over them: a decode token behind `n` others counts `n + 1`, a prompt of
-    /// `n` tokens `n · (n + 1) / 2`.
-    pub context: usize,
+    /// Sequences that decode, one token each.
+    pub decode_tokens: usize,
+    /// Positions that these attend to.
+    pub decode_context: usize,
+    /// Tokens of prompts.
+    pub prompt_tokens: usize,
+    /// Positions that these attend to.
+    pub prompt_context: usize,
 }
 
 impl StepShape {
     /// Of a planned step.
     pub fn of(batch: &Batch) -> Self {
-        let positions = |start: usize, rows: usize| rows * start + rows * (rows + 1) / 2;
-        Self {
-            tokens: batch.tokens(),
-            context: batch.items.iter().map(|item| positions(item.start, item.tokens.len())).sum(),
+        let mut shape = Self::default();
+        for item in &batch.items {
+            let (tokens, context) = (item.tokens.len(), positions(item.start, item.tokens.len()));
+            if decodes(item) {
+                shape.decode_tokens += tokens;
+                shape.decode_context += context;
+            } else {
+                shape.prompt_tokens += tokens;
+                shape.prompt_context += context;
+            }
         }
+        shape
     }
+
+    /// Of `tokens` of one prompt, behind `start` others.
+    pub fn prompt(start: usize, tokens: usize) -> Self {
+        Self { prompt_tokens: tokens, prompt_context: positions(start, tokens), ..Self::default() }
+    }
+
+    /// Tokens of both kinds.
+    pub fn tokens(&self) -> usize {
+        self.decode_tokens + self.prompt_tokens
+    }
+
+    /// Positions of both kinds.
+    pub fn context(&self) -> usize {
+        self.decode_context + self.prompt_context
+    }
+}
+
+/// One token after which one is chosen: executors compute it as a row of the decode batch, whether it is given or not.
+/// So it is with a prompt's last chunk of one token. Everything else is prompt, also what a preempted sequence computes
+/// again.
+fn decodes(item: &BatchItem) -> bool {
+    match &item.tokens {
+        Tokens::Last => true,
+        Tokens::Given(tokens) => tokens.len() == 1 && item.choose.is_some(),
+    }
+}
+
+fn positions(start: usize, tokens: usize) -> usize {
+    tokens * start + tokens * (tokens + 1) / 2
 }
 
 /// Coefficients of a step's time; all zero before the first step.
@@ -55,27 +106,55 @@ impl StepShape {
 pub struct StepCost {
     /// Of every step.
     pub base_ms: f64,
-    /// Of each token.
+    /// Of each sequence that decodes.
+    pub decode_token_ms: f64,
+    /// Of each position that these attend to.
+    pub decode_context_ms: f64,
+    /// Of each token of a prompt.
     pub token_ms: f64,
-    /// Of each position attended to.
+    /// Of each position that these attend to.
     pub context_ms: f64,
 }
 
 impl StepCost {
     /// Milliseconds that such a step takes.
     pub fn predict_ms(&self, shape: StepShape) -> f64 {
-        dot(&[self.base_ms, self.token_ms, self.context_ms], &features(shape))
+        dot(&self.terms(), &features(shape))
+    }
+
+    fn of([base_ms, decode_token_ms, decode_context_ms, token_ms, context_ms]: [f64; TERMS]) -> Self {
+        Self { base_ms, decode_token_ms, decode_context_ms, token_ms, context_ms }
+    }
+
+    /// In the order of [`features`].
+    fn terms(&self) -> [f64; TERMS] {
+        [self.base_ms, self.decode_token_ms, self.decode_context_ms, self.token_ms, self.context_ms]
     }
 }
 
 /// The steps kept, and the coefficients that fit them.
 #[derive(Debug, Default)]
 pub struct StepModel {
-    /// By the bits of tokens and of context: at most a few hundred kinds exist. Ordered, so that sums of floats are
-    /// alike from run to run.
-    kinds: BTreeMap<(u32, u32), VecDeque<Sample>>,
+    /// By the bits of the shape's four numbers. Ordered, so that sums of floats are alike from run to run.
+    kinds: BTreeMap<Kind, VecDeque<Sample>>,
     steps: u64,
     cost: StepCost,
+}
+
+/// Steps whose shapes have numbers of equally many bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Kind([u32; TERMS - 1]);
+
+impl Kind {
+    fn of(shape: StepShape) -> Self {
+        let StepShape { decode_tokens, decode_context, prompt_tokens, prompt_context } = shape;
+        Self([decode_tokens, decode_context, prompt_tokens, prompt_context].map(|of| usize::BITS - of.leading_zeros()))
+    }
+
+    /// Whether there is decode in it, and whether there are prompts.
+    fn class(&self) -> (bool, bool) {
+        (self.0[0] > 0, self.0[2] > 0)
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -88,11 +167,13 @@ struct Sample {
 impl StepModel {
     /// Learns that a step of `shape` took `ms`. What is no positive number is left out.
     pub fn observe(&mut self, shape: StepShape, ms: f64) {
-        if !(ms.is_finite() && ms > 0.0) || shape.tokens == 0 {
+        if !(ms.is_finite() && ms > 0.0) || shape.tokens() == 0 {
             return;
         }
         self.steps += 1;
-        let kept = self.kinds.entry((shape.tokens.ilog2(), shape.context.max(1).ilog2())).or_default();
+        let kind = Kind::of(shape);
+        self.make_room(kind);
+        let kept = self.kinds.entry(kind).or_default();
         let usual_ms = kept.iter().map(|sample| sample.ms).reduce(f64::max);
         let predicted_ms = (self.steps > FIRST_STEPS).then(|| UNSEEN * self.cost.predict_ms(shape));
         let ms = usual_ms.or(predicted_ms).map_or(ms, |usual_ms| ms.min(FROZEN * usual_ms.max(f64::MIN_POSITIVE)));
@@ -110,51 +191,98 @@ impl StepModel {
         self.cost
     }
 
+    /// For a kind that is not among those of its class.
+    fn make_room(&mut self, kind: Kind) {
+        if self.kinds.contains_key(&kind) {
+            return;
+        }
+        let of_class = || self.kinds.iter().filter(|(other, _)| other.class() == kind.class());
+        if of_class().count() < KINDS {
+            return;
+        }
+        let seen = |kept: &VecDeque<Sample>| kept.back().map_or(0, |sample| sample.step);
+        if let Some(oldest) = of_class().min_by_key(|(_, kept)| seen(kept)).map(|(other, _)| *other) {
+            self.kinds.remove(&oldest);
+        }
+    }
+
     /// Iteratively reweighted least squares: weights 1/|error| turn the sum of squares into that of absolute errors.
     fn fit(&mut self) {
+        let sample = |sample: &Sample| {
+            let age = (self.steps - sample.step) as f64;
+            (features(sample.shape).map(|feature| feature / sample.ms), (-age / HALF_LIFE_STEPS).exp2())
+        };
+        let samples: Vec<_> = self.kinds.values().flatten().map(sample).collect();
+        let mut terms = self.cost.terms();
         for round in 0..ROUNDS {
             let mut normal = Normal::default();
-            for sample in self.kinds.values().flatten() {
-                let row = features(sample.shape).map(|feature| feature / sample.ms);
-                let error = self.cost.predict_ms(sample.shape) / sample.ms - 1.0;
-                let age = (self.steps - sample.step) as f64;
+            for (row, freshness) in &samples {
+                let error = dot(&terms, row) - 1.0;
                 // At first there is no fit whose errors mean something.
                 let trust = if round == 0 && self.steps <= FIRST_STEPS { 1.0 } else { 1.0 / error.abs().max(NOISE) };
-                normal.add(&row, trust * (-age / HALF_LIFE_STEPS).exp2());
+                normal.add(row, trust * freshness);
             }
-            let [base_ms, token_ms, context_ms] = normal.solve();
-            self.cost = StepCost { base_ms, token_ms, context_ms };
+            normal.mirror();
+            normal.liken(1, 3);
+            normal.liken(2, 4);
+            terms = normal.solve();
         }
+        self.cost = StepCost::of(terms);
     }
 }
 
-fn features(shape: StepShape) -> [f64; 3] {
-    [1.0, shape.tokens as f64, shape.context as f64]
+fn features(shape: StepShape) -> [f64; TERMS] {
+    let StepShape { decode_tokens, decode_context, prompt_tokens, prompt_context } = shape;
+    [1.0, decode_tokens as f64, decode_context as f64, prompt_tokens as f64, prompt_context as f64]
 }
 
 /// Normal equations of `row · x = 1`.
 #[derive(Debug, Default)]
 struct Normal {
-    matrix: [[f64; 3]; 3],
-    right: [f64; 3],
+    matrix: [[f64; TERMS]; TERMS],
+    right: [f64; TERMS],
 }
 
 impl Normal {
-    fn add(&mut self, row: &[f64; 3], weight: f64) {
-        for i in 0..3 {
-            self.right[i] += weight * row[i];
-            for j in 0..3 {
-                self.matrix[i][j] += weight * row[i] * row[j];
+    /// One half of the matrix, see [`Self::mirror`].
+    fn add(&mut self, row: &[f64; TERMS], weight: f64) {
+        for i in 0..TERMS {
+            let weighted = weight * row[i];
+            self.right[i] += weighted;
+            for j in i..TERMS {
+                self.matrix[i][j] += weighted * row[j];
             }
         }
     }
 
-    /// The best `x` without a negative part. It solves the equations of its positive parts alone; three unknowns have
+    /// The other half.
+    fn mirror(&mut self) {
+        for i in 0..TERMS {
+            for j in 0..i {
+                self.matrix[i][j] = self.matrix[j][i];
+            }
+        }
+    }
+
+    /// Adds `x[i] = x[j]`, with so little weight that it decides only where nothing else does. The weight is a part of
+    /// the lesser one's: what has become old does not drown in it.
+    fn liken(&mut self, i: usize, j: usize) {
+        let (one, other) = (self.matrix[i][i], self.matrix[j][j]);
+        let known = if one > 0.0 && other > 0.0 { one.min(other) } else { one.max(other) };
+        let weight = ALIKE * known;
+        self.matrix[i][i] += weight;
+        self.matrix[j][j] += weight;
+        self.matrix[i][j] -= weight;
+        self.matrix[j][i] -= weight;
+    }
+
+    /// The best `x` without a negative part. It solves the equations of its positive parts alone; five unknowns have
     /// so few subsets that the best is found by looking at all.
-    fn solve(&self) -> [f64; 3] {
-        let solutions = (1..8u8).filter_map(|bits| self.solve_for([0, 1, 2].map(|i| bits >> i & 1 == 1)));
-        let loss = |x: &[f64; 3]| {
-            let quadratic: f64 = (0..3).map(|i| x[i] * dot(&self.matrix[i], x)).sum();
+    fn solve(&self) -> [f64; TERMS] {
+        let subsets = (1..1u8 << TERMS).map(|bits| std::array::from_fn(|i| bits >> i & 1 == 1));
+        let solutions = subsets.filter_map(|active| self.solve_for(active));
+        let loss = |x: &[f64; TERMS]| {
+            let quadratic: f64 = (0..TERMS).map(|i| x[i] * dot(&self.matrix[i], x)).sum();
             quadratic - 2.0 * dot(&self.right, x)
         };
         let feasible = solutions.filter(|x| x.iter().all(|part| part.is_finite() && *part >= 0.0));
@@ -164,38 +292,38 @@ impl Normal {
     /// Gaussian elimination over the `active` unknowns, the others 0. Columns differ by many orders of magnitude: they
     /// are scaled to a unit diagonal, and a trace is added to it, because two unknowns of which only the sum is known
     /// (all steps had one size) shall share it.
-    fn solve_for(&self, active: [bool; 3]) -> Option<[f64; 3]> {
-        let scale = [0, 1, 2].map(|i| self.matrix[i][i].sqrt());
-        if (0..3).any(|i| active[i] && (scale[i] <= 0.0 || !scale[i].is_finite())) {
+    fn solve_for(&self, active: [bool; TERMS]) -> Option<[f64; TERMS]> {
+        let scale: [f64; TERMS] = std::array::from_fn(|i| self.matrix[i][i].sqrt());
+        if (0..TERMS).any(|i| active[i] && (scale[i] <= 0.0 || !scale[i].is_finite())) {
             return None;
         }
-        let mut rows = [[0.0; 4]; 3];
-        for i in 0..3 {
+        let mut rows = [[0.0; TERMS + 1]; TERMS];
+        for i in 0..TERMS {
             rows[i][i] = 1.0 + 1e-9;
             if active[i] {
-                rows[i][3] = self.right[i] / scale[i];
-                for j in (0..3).filter(|&j| j != i && active[j]) {
+                rows[i][TERMS] = self.right[i] / scale[i];
+                for j in (0..TERMS).filter(|&j| j != i && active[j]) {
                     rows[i][j] = self.matrix[i][j] / (scale[i] * scale[j]);
                 }
             }
         }
-        for pivot in 0..3 {
+        for pivot in 0..TERMS {
             let above = rows[pivot];
             for row in &mut rows[pivot + 1..] {
                 let factor = row[pivot] / above[pivot];
                 row.iter_mut().zip(above).for_each(|(value, above)| *value -= factor * above);
             }
         }
-        let mut x = [0.0; 3];
-        for i in (0..3).rev() {
-            let known: f64 = (i + 1..3).map(|j| rows[i][j] * x[j]).sum();
-            x[i] = (rows[i][3] - known) / rows[i][i];
+        let mut x = [0.0; TERMS];
+        for i in (0..TERMS).rev() {
+            let known: f64 = (i + 1..TERMS).map(|j| rows[i][j] * x[j]).sum();
+            x[i] = (rows[i][TERMS] - known) / rows[i][i];
         }
-        Some([0, 1, 2].map(|i| if active[i] { x[i] / scale[i] } else { 0.0 }))
+        Some(std::array::from_fn(|i| if active[i] { x[i] / scale[i] } else { 0.0 }))
     }
 }
 
-fn dot(a: &[f64; 3], b: &[f64; 3]) -> f64 {
+fn dot(a: &[f64; TERMS], b: &[f64; TERMS]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
@@ -207,15 +335,24 @@ mod tests {
 
     use super::*;
 
-    const LAW: StepCost = StepCost { base_ms: 5.0, token_ms: 0.2, context_ms: 0.0004 };
+    const LAW: StepCost =
+        StepCost { base_ms: 5.0, decode_token_ms: 0.1, decode_context_ms: 0.0004, token_ms: 0.2, context_ms: 0.0002 };
+
+    fn decode(decode_tokens: usize, decode_context: usize) -> StepShape {
+        StepShape { decode_tokens, decode_context, ..StepShape::default() }
+    }
+
+    fn beside(decode: StepShape, prompt: StepShape) -> StepShape {
+        let StepShape { decode_tokens, decode_context, .. } = decode;
+        StepShape { decode_tokens, decode_context, ..prompt }
+    }
 
     /// Decode batches, and now and then a chunk of a prompt.
     fn mixed(rng: &mut StdRng) -> StepShape {
         let decoding = rng.random_range(1..32);
-        let context = decoding * rng.random_range(16..1024);
-        let (rows, start) =
+        let (tokens, start) =
             if rng.random_bool(0.1) { (rng.random_range(2..512), rng.random_range(0..1024)) } else { (0, 0) };
-        StepShape { tokens: decoding + rows, context: context + rows * start + rows * (rows + 1) / 2 }
+        beside(decode(decoding, decoding * rng.random_range(16..1024)), StepShape::prompt(start, tokens))
     }
 
     fn errors(model: &StepModel, law: StepCost, rng: &mut StdRng) -> Vec<f64> {
@@ -240,20 +377,23 @@ mod tests {
 
         #[test]
         fn is_never_negative_or_broken(
-            steps in prop::collection::vec((0usize..3000, 0usize..5_000_000, -1.0f64..1e5), 0..100),
+            steps in prop::collection::vec(
+                ((0usize..300, 0usize..5_000_000), (0usize..3000, 0usize..5_000_000), -1.0f64..1e5, 0usize..3), 0..100,
+            ),
         ) {
             let mut model = StepModel::default();
-            for (tokens, context, ms) in steps {
-                model.observe(StepShape { tokens, context }, ms);
-                let StepCost { base_ms, token_ms, context_ms } = model.cost();
-                prop_assert!([base_ms, token_ms, context_ms].iter().all(|part| part.is_finite() && *part >= 0.0));
+            for ((rows, positions), (prompt_tokens, prompt_context), ms, class) in steps {
+                let prompt = StepShape { prompt_tokens, prompt_context, ..StepShape::default() };
+                let decode = decode(rows, positions);
+                model.observe([decode, prompt, beside(decode, prompt)][class], ms);
+                prop_assert!(model.cost().terms().iter().all(|part| part.is_finite() && *part >= 0.0));
             }
         }
     }
 
     #[test]
     fn one_kind_of_step_is_enough_to_predict_that_kind() {
-        let (mut model, shape) = (StepModel::default(), StepShape { tokens: 1, context: 300 });
+        let (mut model, shape) = (StepModel::default(), decode(1, 300));
         (0..20).for_each(|_| model.observe(shape, 7.0));
         assert!((model.cost().predict_ms(shape) - 7.0).abs() < 1e-3, "{:?}", model.cost());
     }
@@ -266,10 +406,10 @@ mod tests {
             model.observe(shape, LAW.predict_ms(shape));
         }
         for context in 0..5000 {
-            let shape = StepShape { tokens: 4, context: 400 + 4 * context };
+            let shape = decode(4, 400 + 4 * context);
             model.observe(shape, LAW.predict_ms(shape) * rng.random_range(0.9..1.1));
         }
-        let prompt = StepShape { tokens: 512, context: 512 * 513 / 2 };
+        let prompt = StepShape::prompt(0, 512);
         let predicted = model.cost().predict_ms(prompt);
         assert!((predicted / LAW.predict_ms(prompt) - 1.0).abs() < 0.1, "{predicted} of {}", LAW.predict_ms(prompt));
     }
@@ -277,7 +417,7 @@ mod tests {
     #[test]
     fn a_frozen_step_leaves_the_predictions_as_they_were() {
         let mut model = StepModel::default();
-        let (prompt, decode) = (StepShape { tokens: 256, context: 32_896 }, StepShape { tokens: 4, context: 1200 });
+        let (prompt, decode) = (StepShape::prompt(0, 256), decode(4, 1200));
         for _ in 0..4 {
             [prompt, decode].iter().for_each(|&shape| model.observe(shape, LAW.predict_ms(shape)));
         }
@@ -298,7 +438,13 @@ mod tests {
     #[test]
     fn follows_a_machine_that_has_become_slower() {
         let (mut rng, mut model) = (StdRng::seed_from_u64(2), StepModel::default());
-        let slower = StepCost { base_ms: 9.0, token_ms: 0.5, context_ms: 0.001 };
+        let slower = StepCost {
+            base_ms: 9.0,
+            decode_token_ms: 0.3,
+            decode_context_ms: 0.001,
+            token_ms: 0.5,
+            context_ms: 0.0005,
+        };
         for law in [LAW, slower] {
             for _ in 0..1000 {
                 let shape = mixed(&mut rng);
@@ -306,5 +452,86 @@ mod tests {
             }
         }
         assert!(errors(&model, slower, &mut rng)[100] < 0.05, "{:?}", model.cost());
+    }
+
+    /// The cost after 400 mixed steps that follow `law`.
+    fn fitted(law: StepCost) -> StepCost {
+        let (mut rng, mut model) = (StdRng::seed_from_u64(3), StepModel::default());
+        for _ in 0..400 {
+            let shape = mixed(&mut rng);
+            model.observe(shape, law.predict_ms(shape));
+        }
+        model.cost()
+    }
+
+    #[test]
+    fn each_term_is_found_in_mixed_steps() {
+        let found = fitted(LAW);
+        for (found, law) in found.terms().into_iter().zip(LAW.terms()) {
+            assert!((found / law - 1.0).abs() < 0.02, "{found} of {law}");
+        }
+    }
+
+    #[test]
+    fn a_flat_part_does_not_flatten_the_other() {
+        let flat_decode = StepCost { decode_token_ms: 0.0, decode_context_ms: 0.0, ..LAW };
+        let found = fitted(flat_decode);
+        assert!((found.token_ms / LAW.token_ms - 1.0).abs() < 0.02, "{found:?}");
+        assert!(found.decode_token_ms < 0.01 * LAW.token_ms && found.decode_context_ms < 1e-6, "{found:?}");
+        let flat_prompt = StepCost { token_ms: 0.0, context_ms: 0.0, ..LAW };
+        let found = fitted(flat_prompt);
+        assert!((found.decode_token_ms / LAW.decode_token_ms - 1.0).abs() < 0.02, "{found:?}");
+        assert!(found.token_ms < 0.01 * LAW.decode_token_ms && found.context_ms < 1e-6, "{found:?}");
+    }
+
+    #[test]
+    fn what_was_never_seen_costs_what_the_other_kind_does() {
+        let mut rng = StdRng::seed_from_u64(4);
+        let (mut decoded, mut prompted) = (StepModel::default(), StepModel::default());
+        for _ in 0..200 {
+            let rows = rng.random_range(1..64);
+            let decode = decode(rows, rows * rng.random_range(1..2000));
+            decoded.observe(decode, LAW.predict_ms(decode));
+            let prompt = StepShape::prompt(rng.random_range(0..1000), rng.random_range(2..512));
+            prompted.observe(prompt, LAW.predict_ms(prompt));
+        }
+        for cost in [decoded.cost(), prompted.cost()] {
+            assert!((cost.token_ms / cost.decode_token_ms - 1.0).abs() < 0.01, "{cost:?}");
+            assert!((cost.context_ms / cost.decode_context_ms - 1.0).abs() < 0.01, "{cost:?}");
+        }
+        assert!((decoded.cost().token_ms / LAW.decode_token_ms - 1.0).abs() < 0.02, "{:?}", decoded.cost());
+        assert!((prompted.cost().decode_token_ms / LAW.token_ms - 1.0).abs() < 0.02, "{:?}", prompted.cost());
+    }
+
+    #[test]
+    fn kinds_are_bounded_and_each_class_keeps_its_own() {
+        let mut model = StepModel::default();
+        let prompt = StepShape::prompt(0, 300);
+        model.observe(prompt, 50.0);
+        for bits in 0..20 * 40 {
+            let decode = decode(1 << (bits % 20), 1 << (bits / 20));
+            model.observe(decode, 5.0);
+            model.observe(beside(decode, StepShape::prompt(1 << (bits % 10), 20)), 9.0);
+        }
+        let of = |class| model.kinds.keys().filter(|kind| kind.class() == class).count();
+        assert_eq!((of((true, false)), of((true, true)), of((false, true))), (KINDS, KINDS, 1));
+        assert!(model.kinds.contains_key(&Kind::of(prompt)));
+    }
+
+    #[test]
+    #[ignore = "a benchmark; run with --release -- --ignored --nocapture"]
+    fn time_of_a_fit() {
+        let mut model = StepModel::default();
+        for bits in 0..20 * 40 * KEPT {
+            let (decode, prompt) =
+                (decode(1 << (bits % 20), 1 << (bits / 20 % 40)), StepShape::prompt(bits % 3000, 1 + bits % 512));
+            [decode, prompt, beside(decode, prompt)]
+                .iter()
+                .for_each(|&shape| model.observe(shape, LAW.predict_ms(shape)));
+        }
+        let begin = std::time::Instant::now();
+        (0..100).for_each(|_| model.fit());
+        let samples: usize = model.kinds.values().map(VecDeque::len).sum();
+        println!("{samples} steps of {} kinds: {:?} a fit", model.kinds.len(), begin.elapsed() / 100);
     }
 }

@@ -139,7 +139,7 @@ async fn step_time_model() {
     drop(running);
     let (steps, cost) = (log.lock().expect("the log"), engine.load().step_cost);
     println!("{} steps, {cost:?}", steps.len());
-    let parts = |step: &Step| (step.shape.tokens, step.shape.context, step.ms);
+    let parts = |step: &Step| (step.shape, step.ms);
     println!("some of them: {:?}", steps.iter().step_by(steps.len() / 24 + 1).map(parts).collect::<Vec<_>>());
     let warm = &steps[steps.len() / 10..];
     report("all", warm.iter());

@@ -60,6 +60,8 @@ fn requests(text: &mut Text, node: &Node) {
     text.sample(&[("of", "step")], engine.step_cost.base_ms);
     text.sample(&[("of", "token")], engine.step_cost.token_ms);
     text.sample(&[("of", "context")], engine.step_cost.context_ms);
+    text.sample(&[("of", "decode_token")], engine.step_cost.decode_token_ms);
+    text.sample(&[("of", "decode_context")], engine.step_cost.decode_context_ms);
     text.family("tandem_requests_running", "gauge", "Requests in the running batch.");
     text.sample(&[], f64::from(load.running));
     text.family("tandem_requests_waiting", "gauge", "Requests that wait for blocks, a peer or the batch.");

@@ -256,7 +256,13 @@ impl Node {
 }
 
 fn step_cost(cost: StepCost) -> v1::StepCost {
-    v1::StepCost { base_ms: cost.base_ms, token_ms: cost.token_ms, context_ms: cost.context_ms }
+    v1::StepCost {
+        base_ms: cost.base_ms,
+        token_ms: cost.token_ms,
+        context_ms: cost.context_ms,
+        decode_token_ms: Some(cost.decode_token_ms),
+        decode_context_ms: Some(cost.decode_context_ms),
+    }
 }
 
 /// "prefill" or "decode".

@@ -214,8 +214,7 @@ impl Prefill<'_> {
         let (tokens, cached) = (self.request.prompt.len(), lease.cached_tokens());
         let last_chunk = (tokens - cached - 1) % node.max_step_tokens.max(1) + 1;
         let start = tokens - last_chunk;
-        let context = last_chunk * start + last_chunk * (last_chunk + 1) / 2;
-        let step_ms = node.engine.load().step_cost.predict_ms(StepShape { tokens: last_chunk, context });
+        let step_ms = node.engine.load().step_cost.predict_ms(StepShape::prompt(start, last_chunk));
         let (blocks, final_before) = (tokens.div_ceil(spec.block_tokens), start / spec.block_tokens);
         layer_groups(&LayerCost {
             layers: spec.layers,

@@ -122,13 +122,19 @@ fn table(count: usize) -> Membership {
             },
             now,
         );
-        let StepCost { base_ms, token_ms, context_ms } = view.step_cost;
+        let StepCost { base_ms, token_ms, context_ms, decode_token_ms, decode_context_ms } = view.step_cost;
         let load = v1::Load {
             running: view.running,
             queued_tokens: rng.random_range(0..8_000),
             free_blocks: view.free_blocks,
             running_tokens: view.reported.context,
-            step_cost: Some(v1::StepCost { base_ms, token_ms, context_ms }),
+            step_cost: Some(v1::StepCost {
+                base_ms,
+                token_ms,
+                context_ms,
+                decode_token_ms: Some(decode_token_ms),
+                decode_context_ms: Some(decode_context_ms),
+            }),
             ..v1::Load::default()
         };
         membership.report(registered.expect("accepted").session, &load, now);
@@ -178,7 +184,13 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         held: Work::default(),
         coming: Coming::default(),
         processor: Processor::reported(Some(&v1::Processor { id: index as u64 + 1, cores: 8, threads: 8 })),
-        step_cost: StepCost { base_ms: 3.0 * speed, token_ms: 0.05 * speed, context_ms: 0.00002 * speed },
+        step_cost: StepCost {
+            base_ms: 3.0 * speed,
+            token_ms: 0.05 * speed,
+            context_ms: 0.00002 * speed,
+            decode_token_ms: 0.05 * speed,
+            decode_context_ms: 0.00002 * speed,
+        },
         prefill_factor: rng.random_range(0.8..1.3),
         backlog_ms: rng.random_range(0.0..500.0),
         computes_prompts: true,

@@ -375,7 +375,13 @@ fn grpc_requests_at_length() {
 fn reports() -> impl Strategy<Value = Report> {
     let load = any::<(u32, u32, u64, u32, u64, f64, f64)>().prop_map(
         |(running, waiting, queued_tokens, free_blocks, running_tokens, base_ms, token_ms)| {
-            let step_cost = Some(v1::StepCost { base_ms, token_ms, context_ms: -base_ms });
+            let step_cost = Some(v1::StepCost {
+                base_ms,
+                token_ms,
+                context_ms: -base_ms,
+                decode_token_ms: Some(base_ms - token_ms),
+                decode_context_ms: None,
+            });
             let load = v1::Load { running, waiting, queued_tokens, free_blocks, running_tokens, ..v1::Load::default() };
             Report::Load(v1::Load { step_cost, ..load })
         },

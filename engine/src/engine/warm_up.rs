@@ -28,7 +28,8 @@ const MOST_TIME: Duration = Duration::from_secs(10);
 /// Times so near to each other are the same.
 const ALIKE: f64 = 1.1;
 
-/// Prompts of two lengths, a part of a long one, many sequences that decode, and one. Smaller where the pool or a step
+/// Prompts of two lengths, a part of a long one; many sequences that decode, and one with and without a context: each
+/// term of the step model has steps that differ in it. Smaller where the pool or a step
 /// has no room for these. What the parts before a position would have computed is whatever the memory holds.
 ///
 /// # Errors
@@ -54,7 +55,8 @@ pub(super) fn kinds(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usize)
     let one = |tokens: usize, end: usize| of(vec![item(0, end - tokens, tokens, &long)]);
     let many = short.iter().enumerate().map(|(seq, blocks)| item(seq, 0, 1, blocks)).collect();
     let quarter = tokens.div_ceil(4);
-    Ok(vec![one(tokens, tokens), one(quarter, quarter), one(tokens.div_ceil(2), context), of(many), one(1, context)])
+    let prompts = [one(tokens, tokens), one(quarter, quarter), one(tokens.div_ceil(2), context)];
+    Ok(prompts.into_iter().chain([of(many), one(1, context), one(1, 1)]).collect())
 }
 
 /// What the steps of each kind took, round after round. Pure.
@@ -114,16 +116,20 @@ mod tests {
     use crate::step_model::{StepCost, StepModel, StepShape};
     use crate::{Executor, SimulatedConfig, SimulatedExecutor};
 
-    const LAW: StepCost = StepCost { base_ms: 16.0, token_ms: 1.0, context_ms: 0.001 };
+    const LAW: StepCost =
+        StepCost { base_ms: 16.0, decode_token_ms: 0.5, decode_context_ms: 0.002, token_ms: 1.0, context_ms: 0.001 };
 
     /// Rounds in which a step takes `factor(round, kind)` times what it should; how many there were, and predictions of
-    /// prompts as parts of what these take.
+    /// prompts and of decode steps as parts of what these take.
     fn warmed(factor: impl Fn(usize, usize) -> f64) -> (usize, Vec<f64>) {
-        let shape = |tokens, context| StepShape { tokens, context };
-        let kinds = [shape(256, 32_896), shape(64, 2080), shape(128, 254_016), shape(8, 8), shape(1, 2048)];
+        let decode =
+            |decode_tokens, decode_context| StepShape { decode_tokens, decode_context, ..StepShape::default() };
+        let prompts = [StepShape::prompt(0, 256), StepShape::prompt(0, 64), StepShape::prompt(1920, 128)];
+        let decodes = [decode(8, 8), decode(1, 2048), decode(1, 1)];
+        let kinds = [prompts, decodes].concat();
         let (mut rounds, mut model, mut count) = (Rounds::of(kinds.len()), StepModel::default(), 0);
         while rounds.next() {
-            for (kind, shape) in kinds.into_iter().enumerate() {
+            for (kind, shape) in kinds.iter().copied().enumerate() {
                 let ms = LAW.predict_ms(shape) * factor(count, kind);
                 rounds.note(kind, Duration::from_secs_f64(ms / 1e3));
             }
@@ -132,8 +138,9 @@ mod tests {
         for (shape, took) in kinds.into_iter().zip(rounds.learnt()) {
             model.observe(shape, took.as_secs_f64() * 1e3);
         }
-        let prompts = [32, 64, 120, 200, 300, 400].map(|tokens| shape(tokens, tokens * (tokens + 1) / 2));
-        (count, prompts.map(|prompt| model.cost().predict_ms(prompt) / LAW.predict_ms(prompt)).to_vec())
+        let prompts = [32, 64, 120, 200, 300, 400].map(|tokens| StepShape::prompt(0, tokens));
+        let wanted = prompts.into_iter().chain([decode(1, 500), decode(4, 4000), decode(8, 2000)]);
+        (count, wanted.map(|shape| model.cost().predict_ms(shape) / LAW.predict_ms(shape)).collect())
     }
 
     #[test]

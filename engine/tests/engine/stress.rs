@@ -350,7 +350,7 @@ fn the_step_model_finds_the_simulated_cost() {
         }
         machine.step(false, |shape| {
             errors.push((model.cost().predict_ms(shape) / ms(shape) - 1.0).abs());
-            shapes.insert((shape.tokens, shape.context));
+            shapes.insert((shape.tokens(), shape.context()));
             model.observe(shape, ms(shape));
         });
     }

@@ -163,7 +163,7 @@ fn check_phases(trace: &Value, names: &[&str]) {
 #[tokio::test]
 async fn what_was_predicted_stands_beside_what_came() {
     let mut cluster = Cluster::start(Limits::default()).await;
-    let step_cost = Some(v1::StepCost { base_ms: 4.0, token_ms: 0.5, context_ms: 0.0 });
+    let step_cost = Some(v1::StepCost { base_ms: 4.0, token_ms: 0.5, ..v1::StepCost::default() });
     let load = v1::Load { free_blocks: 64, step_cost, ..v1::Load::default() };
     for node in [&cluster.prefill.node, &cluster.decode.node] {
         cluster.service.membership().report(node.session, &load, clock::now());

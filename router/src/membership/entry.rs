@@ -271,6 +271,8 @@ impl Entry {
                 "base_ms": view.step_cost.base_ms,
                 "token_ms": view.step_cost.token_ms,
                 "context_ms": view.step_cost.context_ms,
+                "decode_token_ms": view.step_cost.decode_token_ms,
+                "decode_context_ms": view.step_cost.decode_context_ms,
             },
             "prefill_factor": self.factor.value(),
             "processor": info.processor.map(|v1::Processor { id, cores, threads }| {

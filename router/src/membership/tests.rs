@@ -340,7 +340,7 @@ fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
 
 /// What a node reports that has measured its steps: 10 ms and 1 ms a token.
 fn measured(queued_tokens: u64) -> v1::Load {
-    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, context_ms: 0.0 });
+    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, ..v1::StepCost::default() });
     v1::Load { free_blocks: 64, queued_tokens, step_cost, ..v1::Load::default() }
 }
 

@@ -2,8 +2,8 @@
 //! from them stands in [`super::prune`], which scores pairs; where their coefficients come from: nodes measure their
 //! steps, [`super::calibrate`] the ways between nodes and how far these predictions are off.
 //!
-//! A step takes `base + token · tokens + context · positions` (the nodes' own model, `engine/src/step_model.rs`). From
-//! it:
+//! A step takes `base + token · tokens + context · positions`, with terms of their own for the tokens of prompts and
+//! for the sequences that decode (the nodes' own model, `engine/src/step_model.rs`). From it:
 //!
 //! - **prefill**: the tokens of the prompt that the node has not cached, in chunks of the node's step budget: a base
 //!   for each chunk, each token, and all positions that they attend to;
@@ -23,32 +23,44 @@ use super::{Need, NodeView};
 const STEP_TOKENS: u32 = 512;
 /// Where no node of any role has measured a step yet. Its size only matters against waits and transfers, of which then
 /// little is known either; requests spread by it because work that was routed counts.
-pub const UNMEASURED: StepCost = StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.0001 };
+pub const UNMEASURED: StepCost =
+    StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.0001, decode_token_ms: 0.5, decode_context_ms: 0.0001 };
 /// Answers are not taken to be longer, whatever they may be: most end long before `max_tokens`.
 const USUAL_ANSWER: f64 = 256.0;
 
-/// How long a node's steps take: `base + token · tokens + context · positions` milliseconds.
+/// How long a node's steps take: a base, and `token · tokens + context · positions` of prompts and of decode each.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepCost {
     /// Of every step, milliseconds.
     pub base_ms: f64,
-    /// Of each token, milliseconds.
+    /// Of each token of a prompt, milliseconds.
     pub token_ms: f64,
-    /// Of each position attended to, milliseconds.
+    /// Of each position that these attend to, milliseconds.
     pub context_ms: f64,
+    /// Of each sequence that decodes, milliseconds.
+    pub decode_token_ms: f64,
+    /// Of each position that these attend to, milliseconds.
+    pub decode_context_ms: f64,
 }
 
 impl StepCost {
-    /// What a node reports; anything but positive numbers counts as nothing measured.
+    /// What a node reports; anything but positive numbers counts as nothing measured. Where the node tells nothing of
+    /// decode, it costs what prompts do.
     pub fn reported(cost: Option<&tandem_proto::v1::StepCost>) -> Self {
         let cost = cost.copied().unwrap_or_default();
         let sound = |ms: f64| if ms.is_finite() { ms.clamp(0.0, 1e6) } else { 0.0 };
-        Self { base_ms: sound(cost.base_ms), token_ms: sound(cost.token_ms), context_ms: sound(cost.context_ms) }
+        Self {
+            base_ms: sound(cost.base_ms),
+            token_ms: sound(cost.token_ms),
+            context_ms: sound(cost.context_ms),
+            decode_token_ms: sound(cost.decode_token_ms.unwrap_or(cost.token_ms)),
+            decode_context_ms: sound(cost.decode_context_ms.unwrap_or(cost.context_ms)),
+        }
     }
 
     /// Whether a step was measured at all.
     pub fn is_measured(&self) -> bool {
-        self.base_ms + self.token_ms + self.context_ms > 0.0
+        self.base_ms + self.token_ms + self.context_ms + self.decode_token_ms + self.decode_context_ms > 0.0
     }
 
     /// `None` of none.
@@ -58,23 +70,31 @@ impl StepCost {
             sum.base_ms += cost.base_ms;
             sum.token_ms += cost.token_ms;
             sum.context_ms += cost.context_ms;
+            sum.decode_token_ms += cost.decode_token_ms;
+            sum.decode_context_ms += cost.decode_context_ms;
             count += 1.0;
         }
-        let Self { base_ms, token_ms, context_ms } = sum;
-        let share = |ms: f64| ms / count;
         (count > 0.0).then(|| Self {
-            base_ms: share(base_ms),
-            token_ms: share(token_ms),
-            context_ms: share(context_ms),
+            base_ms: sum.base_ms / count,
+            token_ms: sum.token_ms / count,
+            context_ms: sum.context_ms / count,
+            decode_token_ms: sum.decode_token_ms / count,
+            decode_context_ms: sum.decode_context_ms / count,
         })
     }
 
-    /// Milliseconds of a step of so many tokens that attend to so many positions.
-    pub fn step_ms(&self, tokens: f64, positions: f64) -> f64 {
-        self.base_ms + self.token_ms * tokens + self.context_ms * positions
+    /// The prompts of this one beside the decode of `node`.
+    pub fn beside(&self, node: &Self) -> Self {
+        let &Self { decode_token_ms, decode_context_ms, .. } = node;
+        Self { decode_token_ms, decode_context_ms, ..*self }
     }
 
-    /// What `tokens` behind `cached` others add to the steps that compute them.
+    /// Milliseconds of a step in which so many sequences decode that attend to so many positions.
+    pub fn step_ms(&self, sequences: f64, positions: f64) -> f64 {
+        self.base_ms + self.decode_token_ms * sequences + self.decode_context_ms * positions
+    }
+
+    /// What `tokens` of a prompt behind `cached` others add to the steps that compute them.
     fn tokens_ms(&self, cached: u64, tokens: u64) -> f64 {
         self.token_ms * tokens as f64 + self.context_ms * positions(cached, tokens)
     }
@@ -312,7 +332,8 @@ mod tests {
     use super::*;
     use tandem_proto::v1;
 
-    const COST: StepCost = StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.01 };
+    const COST: StepCost =
+        StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.01, decode_token_ms: 0.5, decode_context_ms: 0.01 };
 
     #[test]
     fn positions_are_those_of_the_step_model() {
@@ -492,11 +513,47 @@ mod tests {
 
     #[test]
     fn what_is_no_number_is_not_measured() {
-        let cost =
-            |ms| StepCost::reported(Some(&tandem_proto::v1::StepCost { base_ms: ms, token_ms: ms, context_ms: ms }));
+        let cost = |ms| {
+            let decode = Some(ms);
+            StepCost::reported(Some(&v1::StepCost {
+                base_ms: ms,
+                token_ms: ms,
+                context_ms: ms,
+                decode_token_ms: decode,
+                decode_context_ms: decode,
+            }))
+        };
         for wrong in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
             assert!(!cost(wrong).is_measured(), "{wrong}");
         }
         assert!(cost(0.1).is_measured() && !StepCost::reported(None).is_measured());
+    }
+
+    #[test]
+    fn decode_costs_what_prompts_do_where_the_node_tells_no_difference() {
+        let before = v1::StepCost { base_ms: 1.0, token_ms: 2.0, context_ms: 3.0, ..v1::StepCost::default() };
+        let of = StepCost::reported(Some(&before));
+        assert_eq!((of.decode_token_ms, of.decode_context_ms), (2.0, 3.0));
+        let flat = v1::StepCost { decode_token_ms: Some(0.0), decode_context_ms: Some(-1.0), ..before };
+        let of = StepCost::reported(Some(&flat));
+        assert_eq!((of.token_ms, of.decode_token_ms, of.decode_context_ms), (2.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn each_prediction_takes_its_own_terms() {
+        let flat = StepCost { decode_token_ms: 0.0, decode_context_ms: 0.0, ..COST };
+        let mut decode_node = node(3, Role::Decode);
+        (decode_node.running, decode_node.reported) = (2, Work { requests: 2, context: 200, ..Work::default() });
+        assert_eq!(decode(&decode_node, &flat, &NEED).step_ms, 2.0);
+        assert_eq!(prefill(&decode_node, &flat, &NEED), prefill(&decode_node, &COST, &NEED));
+        assert_eq!(flat.queue_ms(100, 1, 0, 512), COST.queue_ms(100, 1, 0, 512));
+        // The streams' part of the mixed steps is gone, and the harm of the prompt is what it was.
+        let (busy, without) =
+            (local(&decode_node, &decode_node, &COST, &NEED), local(&decode_node, &decode_node, &flat, &NEED));
+        assert!((busy.prefill_ms - without.prefill_ms - 3.0).abs() < 1e-9 && busy.delay_ms == without.delay_ms);
+        let prompts = StepCost { token_ms: 0.0, context_ms: 0.0, ..COST };
+        assert_eq!(decode(&decode_node, &prompts, &NEED), decode(&decode_node, &COST, &NEED));
+        assert_eq!(prefill(&decode_node, &prompts, &NEED).prefill_ms, 2.0);
+        assert_eq!((COST.beside(&flat), prompts.beside(&COST)), (flat, prompts));
     }
 }

@@ -268,7 +268,8 @@ impl<'a> Scorer<'a> {
     }
 
     /// A prompt costs the same on either node of a pair that shares its cores. The prefill node knows better what that
-    /// is: the other one's own measurements are of single tokens, and of prompts that both computed at a time.
+    /// is: the other one's own measurements are of single tokens, and of prompts that both computed at a time. What its
+    /// streams take beside the prompt is its own.
     fn local(
         &self,
         side: Side<'a, DecodeTerms>,
@@ -277,8 +278,8 @@ impl<'a> Scorer<'a> {
         let beside = prefills.filter(|prefill| prefill.crowds(side.node));
         let like = beside.max_by(|a, b| a.backlog_ms.total_cmp(&b.backlog_ms)).unwrap_or(side.node);
         let of_others = self.prompts.as_ref().filter(|_| !like.computes_prompts);
-        let cost = of_others.unwrap_or_else(|| self.cost(like));
-        let local = cost::local(side.node, like, cost, self.need);
+        let cost = of_others.unwrap_or_else(|| self.cost(like)).beside(self.cost(side.node));
+        let local = cost::local(side.node, like, &cost, self.need);
         let score = match self.settings.policy {
             Policy::Joint => self.local_terms(side.node, &side.terms, &local).total_ms(self.settings),
             _ => side.score,

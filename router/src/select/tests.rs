@@ -6,7 +6,8 @@ use super::*;
 
 pub(super) const NEED: Need<'static> =
     Need { prompt_tokens: 100, total_tokens: 200, answer_tokens: 100, block_tokens: 16, hashes: &[] };
-const COST: StepCost = StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.001 };
+const COST: StepCost =
+    StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.001, decode_token_ms: 0.5, decode_context_ms: 0.001 };
 
 pub(super) fn node(session: u64, role: Role) -> NodeView {
     NodeView {
@@ -319,7 +320,7 @@ fn a_pair_is_taken_where_a_local_plan_is_no_better() {
 fn prompts_on_a_node_that_computed_none_cost_what_they_cost_elsewhere() {
     let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
     // From steps of single tokens a node cannot tell what a token of a prompt costs.
-    nodes[1].step_cost = StepCost { base_ms: 2.5, token_ms: 0.0, context_ms: 0.0 };
+    nodes[1].step_cost = StepCost { base_ms: 2.5, ..StepCost::default() };
     nodes[1].computes_prompts = false;
     nodes[0].backlog_ms = 10.0;
     let local_ms = |nodes: &[NodeView]| {
@@ -439,7 +440,7 @@ prop_compose! {
         (backlog_ms, speed, cached) in (0.0f64..500.0, 0.5f64..2.0, prop_oneof![3 => Just(0u32), 1 => 0u32..7]),
         shut in prop::bool::weighted(0.1),
     ) -> NodeView {
-        let StepCost { base_ms, token_ms, context_ms } = COST;
+        let StepCost { base_ms, token_ms, decode_token_ms, .. } = COST;
         NodeView {
             group,
             backlog_ms,
@@ -448,7 +449,12 @@ prop_compose! {
             free_blocks: 64 - blocks,
             cached_blocks_of_prompt: cached,
             reported: Work { requests, context, ..Work::default() },
-            step_cost: StepCost { base_ms: base_ms * speed, token_ms: token_ms * speed, context_ms },
+            step_cost: StepCost {
+                base_ms: base_ms * speed,
+                token_ms: token_ms * speed,
+                decode_token_ms: decode_token_ms * speed,
+                ..COST
+            },
             ..node(0, role)
         }
     }

@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn each_endpoint_is_forecast_by_its_own_nodes() {
         let mut run = sample_run();
-        let slow = model::StepCost { base_ms: 8.0, token_ms: 0.4, context_ms: 0.0 };
+        let slow = model::StepCost { base_ms: 8.0, token_ms: 0.4, ..Default::default() };
         let told = |factor: f64| Model {
             decode_cost: Some(model::StepCost { base_ms: slow.base_ms * factor, ..slow }),
             ..Model::default()

@@ -172,8 +172,11 @@ fn step_cost(json: &Value) -> Option<StepCost> {
         base_ms: number("base_ms")?,
         token_ms: number("token_ms")?,
         context_ms: number("context_ms").unwrap_or(0.0),
+        decode_token_ms: number("decode_token_ms"),
+        decode_context_ms: number("decode_context_ms"),
     };
-    (cost.base_ms + cost.token_ms > 0.0).then_some(cost)
+    let decode_ms = cost.decode_token_ms.unwrap_or(0.0);
+    (cost.base_ms + cost.token_ms + decode_ms > 0.0).then_some(cost)
 }
 
 fn line(node: &Value) -> String {
@@ -199,7 +202,7 @@ mod tests {
         assert_eq!(cluster.model.decode_nodes, 1);
         assert_eq!((cluster.model.prefill_cost, cluster.model.prefill_step_tokens), (None, Some(512.0)));
         assert_eq!(cluster.nodes[1], ClusterNode { id: "prefill-0".into(), role: "prefill".into() });
-        let cost = StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.001 };
+        let cost = StepCost { base_ms: 5.0, token_ms: 0.5, context_ms: 0.001, ..Default::default() };
         assert_eq!(cluster.model.decode_cost, Some(cost));
         assert_eq!(Cluster::from_json(&json!([])), Cluster::default());
     }

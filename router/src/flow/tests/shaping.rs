@@ -166,7 +166,7 @@ async fn first_tokens_that_would_come_too_late_are_refused_before_they_start() {
     };
     let _unmeasured = cluster.service.generate(of(100, None)).unwrap();
     let _legs = cluster.legs().await;
-    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, context_ms: 0.0 });
+    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, ..v1::StepCost::default() });
     let load = v1::Load { free_blocks: 64, step_cost, ..v1::Load::default() };
     for node in [&cluster.prefill.node, &cluster.decode.node] {
         cluster.service.membership().report(node.session, &load, clock::now());

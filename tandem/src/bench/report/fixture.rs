@@ -45,7 +45,7 @@ pub fn interval(seconds: f64, records: Vec<Record>) -> Interval {
 
 /// Of a small machine.
 pub fn model() -> Model {
-    let cost = StepCost { base_ms: 8.0, token_ms: 0.4, context_ms: 0.0005 };
+    let cost = StepCost { base_ms: 8.0, token_ms: 0.4, context_ms: 0.0005, ..Default::default() };
     Model {
         weight_bytes: Some(2.7e8),
         kv_bytes_per_token: Some(23_040.0),

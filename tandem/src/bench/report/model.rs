@@ -50,18 +50,29 @@ pub struct Model {
     pub decode_nodes: u32,
 }
 
-/// A step of t tokens that attend to p positions takes `base_ms + token_ms · t + context_ms · p`, as `v1::StepCost` has
-/// it.
+/// A step takes a base, and for t tokens of prompts that attend to p positions `token_ms · t + context_ms · p`; so for
+/// those that decode, as `v1::StepCost` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepCost {
     pub base_ms: f64,
     pub token_ms: f64,
     pub context_ms: f64,
+    /// None, as in runs of before: what a prompt's token costs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decode_token_ms: Option<f64>,
+    /// So here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decode_context_ms: Option<f64>,
 }
 
 impl StepCost {
-    fn ms(self, tokens: f64, positions: f64) -> f64 {
+    fn prompt_ms(self, tokens: f64, positions: f64) -> f64 {
         self.base_ms + self.token_ms * tokens + self.context_ms * positions
+    }
+
+    fn decode_ms(self, sequences: f64, positions: f64) -> f64 {
+        let token_ms = self.decode_token_ms.unwrap_or(self.token_ms);
+        self.base_ms + token_ms * sequences + self.decode_context_ms.unwrap_or(self.context_ms) * positions
     }
 }
 
@@ -159,9 +170,9 @@ impl Model {
         });
         hardware.or_else(|| {
             let cost = self.decode_cost?;
-            let ms = cost.ms(batch, positions);
+            let ms = cost.decode_ms(batch, positions);
             // Weights are read once a step, KV once a position; the tokens themselves are computed.
-            let memory_share = ratio(cost.ms(0.0, positions), ms);
+            let memory_share = ratio(cost.decode_ms(0.0, positions), ms);
             Some(Forecast { ms, source: Source::StepCost, memory_share })
         })
     }
@@ -196,7 +207,7 @@ impl Model {
         let cost = if is_local { self.decode_cost.or(self.prefill_cost) } else { self.prefill_cost }?;
         let steps = positive(self.prefill_step_tokens).map_or(1.0, |budget| (uncached / budget).ceil().max(1.0));
         let more_ms = (steps - 1.0) * cost.base_ms;
-        let ms = cost.ms(uncached, uncached * cached + uncached * (uncached + 1.0) / 2.0) + more_ms;
+        let ms = cost.prompt_ms(uncached, uncached * cached + uncached * (uncached + 1.0) / 2.0) + more_ms;
         Some(Forecast { ms, source: Source::StepCost, memory_share: ratio(cost.base_ms + more_ms, ms) })
     }
 }
@@ -329,7 +340,7 @@ mod tests {
 
     #[test]
     fn step_costs_by_hand() {
-        let cost = StepCost { base_ms: 10.0, token_ms: 2.0, context_ms: 0.01 };
+        let cost = StepCost { base_ms: 10.0, token_ms: 2.0, context_ms: 0.01, ..Default::default() };
         let of =
             predict(&Model { prefill_cost: Some(cost), decode_cost: Some(cost), decode_nodes: 3, ..Model::default() });
         // A batch of 0.5 is one sequence: 10 + 2 + 0.01 × 105.5.
@@ -338,13 +349,19 @@ mod tests {
         assert!((tpot.memory_share - 11.055 / 13.055).abs() < 1e-9);
         // 75 tokens behind 25: 10 + 150 + 0.01 × (75 × 25 + 75 × 76 / 2).
         assert!((of.prefill.unwrap().predicted_ms - 207.25).abs() < 1e-9);
+        // Decode's own terms change nothing of prefill: 10 + 0.5 + 0.001 × 105.5.
+        let flat = StepCost { decode_token_ms: Some(0.5), decode_context_ms: Some(0.001), ..cost };
+        let apart =
+            predict(&Model { prefill_cost: Some(flat), decode_cost: Some(flat), decode_nodes: 3, ..Model::default() });
+        assert!((apart.tpot.unwrap().predicted_ms - 10.6055).abs() < 1e-9);
+        assert_eq!(apart.prefill, of.prefill);
     }
 
     #[test]
     fn each_answer_is_compared_with_its_own_forecast() {
         // Nine short prompts and a long one, each exactly as predicted: the mean prompt would forecast ten times the
         // median time.
-        let cost = StepCost { base_ms: 2.0, token_ms: 1.0, context_ms: 0.0 };
+        let cost = StepCost { base_ms: 2.0, token_ms: 1.0, ..Default::default() };
         let answer = |prompt_tokens: u32| Record {
             prompt_tokens,
             cached_tokens: 0,
@@ -358,7 +375,7 @@ mod tests {
 
     #[test]
     fn a_prompt_that_decode_computed_is_forecast_by_decodes_cost() {
-        let cost = |token_ms| Some(StepCost { base_ms: 5.0, token_ms, context_ms: 0.0 });
+        let cost = |token_ms| Some(StepCost { base_ms: 5.0, token_ms, ..Default::default() });
         let model = Model { prefill_cost: cost(1.0), decode_cost: cost(0.1), ..Model::default() };
         let predicted = |local| {
             let interval = fixture::interval(
@@ -373,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_long_prompt_has_a_base_for_each_step() {
-        let cost = StepCost { base_ms: 10.0, token_ms: 2.0, context_ms: 0.0 };
+        let cost = StepCost { base_ms: 10.0, token_ms: 2.0, ..Default::default() };
         let model = Model { prefill_cost: Some(cost), prefill_step_tokens: Some(30.0), ..Model::default() };
         // 75 tokens are three steps: 3 × 10 + 150.
         assert!((predict(&model).prefill.unwrap().predicted_ms - 180.0).abs() < 1e-9);

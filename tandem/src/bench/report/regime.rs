@@ -254,7 +254,7 @@ mod tests {
     /// The nodes' own fit says how fast they are, and nothing of compute or bandwidth.
     #[test]
     fn a_cost_model_is_not_the_hardware() {
-        let cost = super::super::model::StepCost { base_ms: 0.0, token_ms: 1.0, context_ms: 0.0 };
+        let cost = super::super::model::StepCost { base_ms: 0.0, token_ms: 1.0, ..Default::default() };
         let model = Model { prefill_cost: Some(cost), ..Model::default() };
         assert_eq!(found(records(phases(10.0, 100.0)), &model), [Regime::PrefillItself]);
         assert_eq!(found(records(phases(10.0, 200.0)), &model), [Regime::ContendedPrefill]);
@@ -270,7 +270,7 @@ mod tests {
             |weight_bytes| Model { weight_bytes: Some(weight_bytes), memory_gb_per_s: Some(10.0), ..Model::default() };
         assert_eq!(found(records(phases(1.0, 1.0)), &model(1.5e8))[1..], [Regime::BandwidthBoundDecode]);
         assert_eq!(found(records(phases(0.0, 1.0)), &model(0.9e8)), []);
-        let cost = |base_ms, token_ms| Some(super::super::model::StepCost { base_ms, token_ms, context_ms: 0.0 });
+        let cost = |base_ms, token_ms| Some(super::super::model::StepCost { base_ms, token_ms, ..Default::default() });
         let by_cost = |cost| Model { decode_cost: cost, ..Model::default() };
         assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(15.0, 1.0))), [Regime::StepFixedCost]);
         assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(1.0, 15.0))), []);
