@@ -249,9 +249,8 @@ impl Normal {
         for i in 0..TERMS {
             let weighted = weight * row[i];
             self.right[i] += weighted;
-            for j in i..TERMS {
-                self.matrix[i][j] += weighted * row[j];
-            }
+            let half = self.matrix[i].iter_mut().zip(row).skip(i);
+            half.for_each(|(sum, value)| *sum += weighted * value);
         }
     }
 
