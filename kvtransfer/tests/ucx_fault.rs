@@ -95,14 +95,17 @@ async fn sender_frozen(profile: UcxProfile) {
         let peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
         received(&transport, 1).await;
         peer.freeze();
+        let fenced = counters.fenced_peers.load(Relaxed);
+        let aborted = Instant::now();
         drop(incoming);
         // What had left the sender has arrived by then; what is open now only a fence can end.
         tokio::time::sleep(ARRIVED).await;
-        let (quarantined, frozen) = (counters.quarantined_blocks.load(Relaxed), Instant::now());
-        let fenced = counters.fenced_peers.load(Relaxed);
+        let quarantined = counters.quarantined_blocks.load(Relaxed);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
-        println!("{profile}: {quarantined} blocks were in quarantine for {:?}", frozen.elapsed());
-        if quarantined > 0 {
+        let freed_after = aborted.elapsed();
+        println!("{profile}: {quarantined} blocks were in quarantine, free after {freed_after:?}");
+        // On a busy machine the last write may end by itself, late but within the grace: then nobody is cut off.
+        if quarantined > 0 && freed_after >= GRACE {
             held += 1;
             assert!(counters.fenced_peers.load(Relaxed) > fenced, "the blocks came back and nobody was cut off");
         }
