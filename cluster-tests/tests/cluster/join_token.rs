@@ -6,6 +6,8 @@ use tandem_cluster_tests::cluster::{model, words};
 use tandem_cluster_tests::process::Process;
 use tandem_cluster_tests::{Cluster, Options};
 use tandem_proto::v1;
+use tokio::sync::mpsc::{Sender, channel};
+use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request};
 
@@ -40,33 +42,31 @@ async fn only_who_has_the_token_belongs_to_the_cluster() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Calls to the nodes and to the router's membership, before anything of theirs is read: each says nothing, for ever.
+/// A stream that says nothing for as long as its sender lives, without a token or with a made-up one.
+fn silent<T>(token: Option<&str>) -> anyhow::Result<(Sender<T>, Request<ReceiverStream<T>>)> {
+    let (open, silent) = channel(1);
+    let mut request = Request::new(ReceiverStream::new(silent));
+    if let Some(token) = token {
+        request.metadata_mut().insert("x-tandem-join", token.parse()?);
+    }
+    Ok((open, request))
+}
+
+/// Calls to the nodes and to the router's membership, before anything of theirs is read.
 async fn strangers_are_refused(cluster: &Cluster) -> anyhow::Result<()> {
     let refused = |code| assert_eq!(code, Some(Code::Unauthenticated));
     let mut prefill = v1::prefill_client::PrefillClient::connect(cluster.prefill.url("grpc")).await?;
-    let (_open, silent) = tokio::sync::mpsc::channel(1);
-    let call = tokio::time::timeout(SOON, prefill.prefill(ReceiverStream::new(silent))).await?;
-    refused(call.err().map(|status| status.code()));
     let mut decode = v1::decode_client::DecodeClient::connect(cluster.decode.url("grpc")).await?;
-    let (_open, silent) = tokio::sync::mpsc::channel(1);
-    let call = tokio::time::timeout(SOON, decode.generate(ReceiverStream::new(silent))).await?;
-    refused(call.err().map(|status| status.code()));
     let mut membership = v1::membership_client::MembershipClient::connect(cluster.router.url("grpc")).await?;
-    let (_open, silent) = tokio::sync::mpsc::channel(1);
-    let mut guessed = Request::new(ReceiverStream::new(silent));
-    guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
-    refused(tokio::time::timeout(SOON, membership.join(guessed)).await?.err().map(|status| status.code()));
-    let (_open, silent) = tokio::sync::mpsc::channel(1);
-    let call = tokio::time::timeout(SOON, membership.join(ReceiverStream::new(silent))).await?;
-    refused(call.err().map(|status| status.code()));
-    let (_open, silent) = tokio::sync::mpsc::channel(1);
-    let mut guessed = Request::new(ReceiverStream::new(silent));
-    guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
-    refused(tokio::time::timeout(SOON, prefill.prefill(guessed)).await?.err().map(|status| status.code()));
-    let (_open, silent) = tokio::sync::mpsc::channel(1);
-    let mut guessed = Request::new(ReceiverStream::new(silent));
-    guessed.metadata_mut().insert("x-tandem-join", "0".repeat(64).parse()?);
-    refused(tokio::time::timeout(SOON, decode.generate(guessed)).await?.err().map(|status| status.code()));
+    let guessed = "0".repeat(64);
+    for token in [None, Some(&*guessed)] {
+        let (_open, call) = silent(token)?;
+        refused(timeout(SOON, prefill.prefill(call)).await?.err().map(|status| status.code()));
+        let (_open, call) = silent(token)?;
+        refused(timeout(SOON, decode.generate(call)).await?.err().map(|status| status.code()));
+        let (_open, call) = silent(token)?;
+        refused(timeout(SOON, membership.join(call)).await?.err().map(|status| status.code()));
+    }
     for node in [&cluster.prefill, &cluster.decode] {
         assert_eq!(metric(node, "tandem_strangers_refused_total").await?, 2.0);
     }

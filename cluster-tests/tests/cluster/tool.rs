@@ -327,7 +327,18 @@ async fn an_end_by_signal_tells_clients_whose_answers_run() -> anyhow::Result<()
     let mut streamed = ask(true).await?;
     let begun = streamed.chunk().await?.expect("a first chunk");
     let whole = tokio::spawn(ask(false));
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    let metrics = format!("{}/metrics", tandem.url("http"));
+    let both = async {
+        loop {
+            let text = reqwest::get(&metrics).await?.text().await?;
+            let running = text.lines().find(|line| line.starts_with("vllm:num_requests_running{"));
+            if running.is_some_and(|line| line.ends_with(" 2")) {
+                return anyhow::Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(SOON, both).await??;
     tandem.terminate();
     let mut said = String::from_utf8_lossy(&begun).into_owned();
     while let Some(chunk) = streamed.chunk().await? {

@@ -108,8 +108,31 @@ trait Format {
     const KIND: WeightFormat;
     /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2];
-    /// Scale and offset of 16 columns.
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2];
+    /// Scale and offset of 16 columns; one and zero where weights are no quantized ones.
+    #[inline(always)]
+    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
+        // SAFETY: makes lanes from constants, and reads no memory.
+        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
+    }
+}
+
+/// 16 columns of the two pairs of rows from `row` on, rounded to bf16. `load` reads 16 values of a row as f32.
+///
+/// # Safety
+/// `load` may be called for `row` and the three rows of [`PANEL`] values behind it; the caller has the features
+/// enabled.
+#[inline(always)]
+unsafe fn two_rounded_pairs<T>(row: *const T, load: impl Fn(*const T) -> __m512) -> [__m512i; 2] {
+    // SAFETY: the rows are those that the caller vouches for. The two types of the transmutation are 32 bytes each, in
+    // which every bit pattern is a value.
+    unsafe {
+        let round = |row: *const T| {
+            let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(load(row)));
+            _mm512_cvtepu16_epi32(half)
+        };
+        let pair = |row: *const T| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
+        [pair(row), pair(row.add(2 * PANEL))]
+    }
 }
 
 struct F32;
@@ -125,22 +148,11 @@ impl Format for F32 {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: a block is 32 rows of 32 f32. Read are 16 of each of the rows `2 * pair` to `2 * pair + 3`, from
-        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31. The two types of
-        // the transmutation are 32 bytes each, in which every bit pattern is a value.
+        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31.
         unsafe {
             let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
-            let round = |row: *const f32| {
-                let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(row)));
-                _mm512_cvtepu16_epi32(half)
-            };
-            let pair = |row| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
-            [pair(row), pair(row.add(2 * PANEL))]
+            two_rounded_pairs(row, |row| _mm512_loadu_ps(row))
         }
-    }
-    #[inline(always)]
-    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
-        // SAFETY: makes lanes from constants, and reads no memory.
-        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 
@@ -149,22 +161,11 @@ impl Format for F16 {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: a block is 32 rows of 32 f16. With an even `pair` below 16 and a `half` below 2, rows up to 31 and
-        // columns up to 31 are read. The two types of the transmutation are 32 bytes each, all bit patterns valid.
+        // columns up to 31 are read.
         unsafe {
             let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
-            let round = |row: *const u16| {
-                let values = _mm512_cvtph_ps(_mm256_loadu_si256(row.cast()));
-                let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(values));
-                _mm512_cvtepu16_epi32(half)
-            };
-            let pair = |row| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
-            [pair(row), pair(row.add(2 * PANEL))]
+            two_rounded_pairs(row, |row| _mm512_cvtph_ps(_mm256_loadu_si256(row.cast())))
         }
-    }
-    #[inline(always)]
-    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
-        // SAFETY: makes lanes from constants, and reads no memory.
-        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 
@@ -178,11 +179,6 @@ impl Format for Bf16 {
             let first = block.add((half * PAIRS + pair) * 64);
             [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
         }
-    }
-    #[inline(always)]
-    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
-        // SAFETY: makes lanes from constants, and reads no memory.
-        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
     }
 }
 

@@ -4,7 +4,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -42,30 +42,11 @@ pub(super) struct Guarded {
 
 /// The room of a call's message. Its handler and its body share it: the one that is done last gives it back.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Room(Arc<Mutex<Kept>>);
-
-#[derive(Debug, Default)]
-struct Kept {
-    /// Of the message, once its prefix is here.
-    bytes: Option<usize>,
-    reserved: Reserved,
-}
+pub(super) struct Room(Arc<Mutex<Reserved>>);
 
 impl Room {
     fn keep(&self, reserved: Reserved) {
-        self.lock().reserved = reserved;
-    }
-
-    fn note(&self, bytes: Option<usize>) {
-        self.lock().bytes = bytes;
-    }
-
-    fn bytes(&self) -> Option<usize> {
-        self.lock().bytes
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Kept> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = reserved;
     }
 }
 
@@ -109,16 +90,20 @@ impl tower::Service<http::Request<Body>> for Guarded {
         request.extensions_mut().insert(room.clone());
         let intake = self.service.intake().clone();
         let (head, body) = request.into_parts();
-        let mut frames = Box::pin(bounded(body, intake, room.clone()));
+        let mut frames = Box::pin(bounded(body, intake, room));
         let mut inner = self.inner.clone();
         Box::pin(async move {
             // The first frames say how long the message is.
             let mut first = Vec::new();
-            while room.bytes().is_none() && first.len() < PREFIX_BYTES {
-                let Some(frame) = frames.next().await else { break };
+            let bytes = loop {
+                match announced(&first) {
+                    None if first.len() < PREFIX_BYTES => {}
+                    bytes => break bytes,
+                }
+                let Some(frame) = frames.next().await else { break None };
                 first.push(frame);
-            }
-            if room.bytes().is_none_or(|bytes| bytes < LARGE_BYTES) {
+            };
+            if bytes.is_none_or(|bytes| bytes < LARGE_BYTES) {
                 let all = futures::stream::iter(first).chain(frames);
                 return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
             }
@@ -160,7 +145,6 @@ fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Res
             arrived = arrived.saturating_add(frame.data_ref().map_or(0, Bytes::len));
             if let Some(data) = frame.data_ref().filter(|_| prefix.len() < PREFIX_BYTES) {
                 prefix.extend(data.iter().take(PREFIX_BYTES - prefix.len()));
-                room.note(length(&prefix));
                 // What is longer than a message may be, tonic refuses by the same prefix.
                 if let Some(bytes) = length(&prefix).filter(|bytes| (FREE_BYTES..=MAX_MESSAGE_BYTES).contains(bytes)) {
                     room.keep(intake.reserve(bytes * DECODED).await.map_err(Status::from)?);
@@ -172,6 +156,12 @@ fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Res
             yield frame;
         }
     }
+}
+
+/// The message's length, once the frames that say so are here.
+fn announced(frames: &[Result<Frame<Bytes>, Status>]) -> Option<usize> {
+    let data = frames.iter().flatten().filter_map(Frame::data_ref);
+    length(&data.flatten().take(PREFIX_BYTES).copied().collect::<Vec<u8>>())
 }
 
 fn length(prefix: &[u8]) -> Option<usize> {
