@@ -1,13 +1,13 @@
 //! What may be read and worked on before a request has its place in the queue: bytes of bodies that arrive, and texts
 //! that are parsed and tokenized. Both are bounded here, for all ports together, so that many large requests cost the
 //! others neither memory nor threads: what does not fit waits a little, and is then refused as an overload.
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 
 /// The bytes of larger bodies that are in memory at the same time: eight of the largest.
 pub const BUDGET_BYTES: usize = 8 * MAX_MESSAGE_BYTES;
@@ -19,6 +19,9 @@ const INLINE_BYTES: usize = 4096;
 /// Texts from this size on have workers of their own: they take tens of milliseconds, and the others shall not wait for
 /// them.
 const LARGE_BYTES: usize = 256 << 10;
+/// Larger bodies are read no faster than one worker of their class parses them, for each of these. Read at once, a few
+/// of them take every core for a tenth of a second (most of it goes into fresh pages), and the others wait.
+const BYTES_PER_SECOND: u32 = 200_000_000;
 /// Texts that wait for a worker, of either class.
 const MAX_WAITING: usize = 256;
 /// For room in the budget, or for a worker.
@@ -37,6 +40,8 @@ struct Inner {
     bytes: Arc<Semaphore>,
     small: Workers,
     large: Workers,
+    /// When the bytes of large bodies that were read so far would have been parsed.
+    parsed: Mutex<Instant>,
     refused: AtomicU64,
 }
 
@@ -84,7 +89,8 @@ impl Intake {
         let bytes = Arc::new(Semaphore::new(BUDGET_BYTES / UNIT_BYTES));
         // The reactor and the small texts keep half of the machine.
         let (small, large) = (workers(cores.max(1)), workers((cores / 2).clamp(1, 4)));
-        Self { inner: Arc::new(Inner { bytes, small, large, refused: AtomicU64::default() }) }
+        let (parsed, refused) = (Mutex::new(Instant::now()), AtomicU64::default());
+        Self { inner: Arc::new(Inner { bytes, small, large, parsed, refused }) }
     }
 
     /// Room for a body of so many bytes, before more than [`FREE_BYTES`] of it are read.
@@ -100,6 +106,20 @@ impl Intake {
             Ok(Ok(room)) => Ok(Reserved { _room: Some(room) }),
             _ => Err(self.refuse("too many large requests arrive at once: try later")),
         }
+    }
+
+    /// Waits until it is time to read more of a body of which `before` bytes were read, and now `bytes` more.
+    pub async fn pace(&self, before: usize, bytes: usize) {
+        if before + bytes < LARGE_BYTES {
+            return;
+        }
+        let takes = Duration::from_secs(bytes as u64) / (BYTES_PER_SECOND * self.inner.large.threads as u32);
+        let until = {
+            let mut parsed = self.inner.parsed.lock().unwrap_or_else(PoisonError::into_inner);
+            *parsed = (*parsed).max(Instant::now()) + takes;
+            *parsed
+        };
+        sleep_until(until).await;
     }
 
     /// Does the work on so many bytes of text without holding up the requests of others.
@@ -128,7 +148,7 @@ impl Intake {
 
     /// Now.
     pub fn load(&self) -> Load {
-        let Inner { bytes, small, large, refused } = &*self.inner;
+        let Inner { bytes, small, large, refused, .. } = &*self.inner;
         Load {
             body_bytes: BUDGET_BYTES - bytes.available_permits() * UNIT_BYTES,
             working: small.working() + large.working(),
@@ -177,6 +197,21 @@ impl Drop for Waits<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn large_bodies_together_come_as_fast_as_they_are_parsed() {
+        let (intake, begun) = (Intake::new(2), Instant::now());
+        intake.pace(0, LARGE_BYTES - 1).await;
+        assert_eq!(begun.elapsed(), Duration::ZERO, "most prompts wait for nothing");
+        let half = BYTES_PER_SECOND as usize / 4;
+        tokio::join!(intake.pace(half, half), intake.pace(half, half));
+        let took = begun.elapsed().as_millis();
+        assert!((500..=502).contains(&took), "{took} ms for half a second's bytes");
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        let later = Instant::now();
+        intake.pace(half, half).await;
+        assert!(later.elapsed() >= Duration::from_millis(250), "a quiet minute saves nothing up");
+    }
 
     #[tokio::test(start_paused = true)]
     async fn large_bodies_share_a_budget_and_small_ones_need_none() {

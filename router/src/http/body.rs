@@ -63,6 +63,7 @@ async fn collect(intake: &Intake, body: Body) -> Result<(Vec<u8>, Reserved), Api
         if room.is_none() && bytes.len() + piece.len() > FREE_BYTES {
             room = Some(intake.reserve(MAX_BODY_BYTES).await?);
         }
+        intake.pace(bytes.len(), piece.len()).await;
         bytes.extend_from_slice(&piece);
     }
     Ok((bytes, room.unwrap_or_default()))
