@@ -77,12 +77,15 @@ impl Chooser {
         self.logits.lay_out(width, self.picks.iter().map(|pick| pick.rules.is_some()))
     }
 
-    /// Chooses, from the logits that are in [`Chooser::rows`] by now.
-    pub fn choose(&mut self) {
+    /// Chooses, from the logits that are in [`Chooser::rows`] by now; nothing for items that are not `sound`: those of
+    /// which the step computed something that is no number.
+    pub fn choose(&mut self, sound: impl Fn(usize) -> bool + Sync) {
         let Self { picks, logits, chosen, slots } = self;
         chosen.resize(picks.len(), Chosen::Nothing);
         pool::for_each_of(chosen, |item, chosen| {
-            if let (Some(rules), Some(logits)) = (&picks[item].rules, logits.of(item)) {
+            if !sound(item) {
+                *chosen = Chosen::NotNumbers;
+            } else if let (Some(rules), Some(logits)) = (&picks[item].rules, logits.of(item)) {
                 *chosen = rules.choose(logits);
             }
         });
@@ -202,7 +205,7 @@ mod tests {
         for (row, start) in chooser.rows(VOCAB).chunks_exact_mut(VOCAB).zip(starts) {
             (0..).zip(row).for_each(|(id, logit)| *logit = ((id * 5 + start * 3) % VOCAB) as f32 / 4.0);
         }
-        chooser.choose();
+        chooser.choose(|_| true);
         chooser.chosen().to_vec()
     }
 
@@ -287,7 +290,7 @@ mod tests {
         let rows = chooser.rows(VOCAB);
         rows.fill(0.0);
         rows[3] = f32::NAN;
-        chooser.choose();
+        chooser.choose(|_| true);
         assert!(matches!(chooser.chosen(), [Chosen::NotNumbers, Chosen::Token(_)]));
         assert!(chooser.begin(&batch(vec![item(1, &[1, 2], &greedy, |_| Tokens::Last)])).is_err());
         assert!(chooser.begin(&batch(vec![item(2, &[1, 2], &greedy, |_| Tokens::Last)])).is_ok());

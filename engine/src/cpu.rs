@@ -132,7 +132,7 @@ impl Executor for CpuExecutor {
                 }
             };
             model.forward(kv, step, chooser.rows(spec.vocab_size), report);
-            chooser.choose();
+            chooser.choose(|item| model.is_sound(&step.chunks[item]));
         });
         Ok(chooser.chosen())
     }

@@ -136,7 +136,8 @@ pub enum Chosen {
     Nothing,
     /// This.
     Token(Sampled),
-    /// No token can be chosen: logits were NaN. Weights or KV are broken.
+    /// Something that the step computed for the item, whether it asked for a token or not, is no number. Weights or KV
+    /// are broken, and so is the KV that the step wrote for it.
     NotNumbers,
 }
 

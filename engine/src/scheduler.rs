@@ -24,8 +24,8 @@
 //! these are, and have blocks of answers. Blocks that are in no sequence's hands belong to transfers. These end by
 //! themselves; they wait for nothing here.
 //!
-//! **Cache.** A sequence's full blocks are cached when a step has ended in logits that are numbers. Such logits have
-//! read the KV of all positions, so that broken KV is never shared; the inner chunks of a prompt are cached at its end.
+//! **Cache.** A sequence's full blocks are cached as soon as a step has filled them, those of a long prompt chunk by
+//! chunk: the executor vouches for each item that all it computed are numbers, so that broken KV is never shared.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -275,7 +275,7 @@ impl Scheduler {
     }
 
     fn apply_one(&mut self, seq: Seq, decision: &Decision) {
-        if let Decision::Advance { computed, sampled: Some(_), .. } = decision
+        if let Decision::Advance { computed, .. } = decision
             && let Some(sequence) = self.running.get_mut(&seq)
         {
             sequence.cache_blocks(*computed / self.block_tokens, self.block_tokens);
@@ -407,9 +407,9 @@ impl Scheduler {
                 let finish = self.finish(sequence, sampled.token);
                 Ok(Decision::Advance { computed, chunk, sampled: Some(sampled.clone()), finish })
             }
-            (Chosen::NotNumbers, Some(_)) => wrong("the logits are not numbers"),
+            (Chosen::NotNumbers, _) => wrong("what the step computed are not numbers"),
             (Chosen::Nothing, Some(_)) => wrong("no token was chosen"),
-            (Chosen::Token(_) | Chosen::NotNumbers, None) => wrong("a token was chosen in the middle of a prompt"),
+            (Chosen::Token(_), None) => wrong("a token was chosen in the middle of a prompt"),
         }
     }
 

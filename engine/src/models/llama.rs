@@ -14,7 +14,7 @@ use crate::ops::matmul::{Output, matmul};
 use crate::ops::packed::PackedMatrix;
 use crate::ops::rows::{Rotations, add_to_rows, norm_heads, rms_norm, swiglu};
 use crate::ops::simd::Isa;
-use crate::step::Step;
+use crate::step::{Chunk, Step};
 
 /// A model in memory.
 pub struct Llama {
@@ -122,6 +122,14 @@ impl Llama {
         normed.resize(last.len(), 0.0);
         rms_norm(isa, last, final_norm, config.norm_eps, normed);
         matmul(isa, normed, embedding.head(), logits, Output::Store);
+    }
+
+    /// Whether the last step came to numbers in all rows of `chunk`. Each row has read its own K and V and those of
+    /// earlier ones, and what is no number stays none from layer to layer: so all KV that the chunk wrote are numbers.
+    pub fn is_sound(&self, chunk: &Chunk) -> bool {
+        let width = self.config.hidden;
+        let rows = self.buffers.hidden.chunks_exact(width).skip(chunk.first_row).take(chunk.rows);
+        rows.flatten().all(|value| value.is_finite())
     }
 }
 

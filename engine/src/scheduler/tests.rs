@@ -188,7 +188,7 @@ fn a_step_mixes_decode_tokens_and_the_chunks_of_several_prompts() {
 }
 
 #[test]
-fn blocks_are_cached_when_logits_have_vouched_for_them() {
+fn blocks_are_cached_as_they_fill() {
     let (pool, now) = (BlockPool::new(100, 16), Instant::now());
     let mut scheduler = scheduler(1, 32, &pool);
     scheduler.enqueue(0, request(&pool, 70, 40));
@@ -203,7 +203,7 @@ fn blocks_are_cached_when_logits_have_vouched_for_them() {
             cached(80)
         })
         .collect();
-    assert_eq!(seen, [0, 0, 64], "four full blocks, at the end of the prompt");
+    assert_eq!(seen, [32, 64, 64], "chunk by chunk");
     let known: Vec<u32> = [vec![1; 70], vec![3; 31]].concat();
     let hashes = sequence_hashes(SimulatedConfig::default().identity, &known, 16);
     for _ in 0..30 {
@@ -214,17 +214,24 @@ fn blocks_are_cached_when_logits_have_vouched_for_them() {
 }
 
 #[test]
-fn broken_logits_cache_nothing() {
-    let (pool, now) = (BlockPool::new(100, 16), Instant::now());
-    let mut scheduler = scheduler(1, 80, &pool);
-    scheduler.enqueue(0, request(&pool, 70, 1));
-    let decisions = scheduler.admit(now, |_| false);
-    apply(&mut scheduler, &decisions);
-    let batch = scheduler.plan();
-    let decisions = scheduler.resolve(&batch, Ok(&[Chosen::NotNumbers]));
-    drop(batch);
-    apply(&mut scheduler, &decisions);
-    assert_eq!((pool.free(), pool.cached()), (100, 0));
+fn steps_without_numbers_cache_nothing() {
+    // The whole prompt in a step, its second of three chunks, and its last one.
+    for (step_tokens, steps_before, cached) in [(80, 0, 0), (32, 1, 2), (32, 2, 4)] {
+        let (pool, now) = (BlockPool::new(100, 16), Instant::now());
+        let mut scheduler = scheduler(1, step_tokens, &pool);
+        scheduler.enqueue(0, request(&pool, 70, 1));
+        for _ in 0..steps_before {
+            step(&mut scheduler, now);
+        }
+        let decisions = scheduler.admit(now, |_| false);
+        apply(&mut scheduler, &decisions);
+        let batch = scheduler.plan();
+        let decisions = scheduler.resolve(&batch, Ok(&[Chosen::NotNumbers]));
+        drop(batch);
+        assert!(matches!(&decisions[..], [(0, Decision::Fail(EngineError::Executor(_)))]), "{decisions:?}");
+        apply(&mut scheduler, &decisions);
+        assert_eq!((pool.free(), pool.cached()), (100, cached));
+    }
 }
 
 #[test]
