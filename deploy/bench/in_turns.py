@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Two builds of the bench_cpu example in turns, row by row: what a change costs or gives.
 
-    git worktree add /tmp/before COMMIT && (cd /tmp/before && cargo build --release --workspace --examples)
-    deploy/bench/in_turns.py /tmp/before/target/release/examples/bench_cpu target/release/examples/bench_cpu
+    deploy/bench/in_turns.py BEFORE AFTER
+
+BEFORE and AFTER are the example's programs: of a worktree of another commit, built there by `cargo build --release
+--workspace --examples`, and of this one.
 
 Each round runs every row with both, the order changing from round to round. The last column is the median of the
 rounds' ratios of tokens per second (after ÷ before), with the quartiles: on a machine with neighbours two runs next to

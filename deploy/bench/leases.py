@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How many sequences a decode node of little memory runs, and what comes of it: one build beside another.
 
-    deploy/bench/leases.py /tmp/before/target/release/tandem target/release/tandem
+    deploy/bench/leases.py BEFORE/tandem AFTER/tandem
 
 Row C's prompts with `max_tokens` far above what answers need: they end with their first paragraph (about 80 tokens,
 few above 400), and 1,900 are allowed. Clusters of the builds in turn, one under load at a time; a node's running sequences are
