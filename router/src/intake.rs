@@ -1,8 +1,8 @@
 //! What may be read and worked on before a request has its place in the queue: bytes of bodies that arrive, and texts
 //! that are parsed and tokenized. Both are bounded here, for all ports together, so that many large requests cost the
 //! others neither memory nor threads: what does not fit waits a little, and is then refused as an overload.
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
