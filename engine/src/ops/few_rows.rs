@@ -14,12 +14,13 @@
 //! **Why the bits are the same.** A tile's steps round to nearest, like those of AVX-512, but take subnormal numbers for
 //! zeros. Here none ever arise: `x` and weights below [`TINY`] are zeros, on both ways, so that all of them are
 //! multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not, is a multiple of 2⁻¹¹⁴: zero, or far from
-//! subnormal. Both ways round a quantized weight by the same [`split`].
+//! subnormal. Both ways round a quantized weight by the same
+//! [`split`](super::packed::split).
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat, split};
+use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bits, prefetch, rounded_pairs};
 
@@ -228,7 +229,7 @@ impl Format for Q8_0 {
     }
 }
 
-/// [`split`] in lanes.
+/// [`super::packed::split`] in lanes.
 ///
 /// # Safety
 /// The caller has the features enabled.
@@ -305,6 +306,7 @@ unsafe fn multiply<F: Format, const M: usize>(scratch: &Scratch, panel: *const u
 
 #[cfg(test)]
 mod tests {
+    use super::super::packed::split;
     use super::*;
 
     #[test]
