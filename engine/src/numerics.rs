@@ -13,8 +13,8 @@ pub enum Arithmetic {
     F32,
     /// Products and attention in AVX-512's bf16 dot products, f32 sums.
     Bf16Dots,
-    /// The same, but products of more than a few rows in AMX's bf16 tiles.
-    Bf16Tiles,
+    /// The same, but products in the order of AMX's bf16 tiles: groups of 32 `k`, of each an even and an odd chain.
+    Bf16K32,
     /// No model: tokens are a hash of the KV.
     Simulated,
 }
@@ -25,7 +25,7 @@ impl Arithmetic {
         match self {
             Self::F32 => "f32",
             Self::Bf16Dots => "bf16-dots",
-            Self::Bf16Tiles => "bf16-tiles",
+            Self::Bf16K32 => "bf16-k32",
             Self::Simulated => "simulated",
         }
     }

@@ -92,6 +92,23 @@ impl TinyModel {
         load(&self.0, block_tokens, kv_dtype)
     }
 
+    /// With the f32 kernels, and with this machine's fastest ones.
+    fn load_both(&self, block_tokens: usize, kv_dtype: KvDtype) -> [CpuExecutor; 2] {
+        [true, false].map(|batch_invariant| {
+            let path = self.0.clone();
+            let config = ModelConfig {
+                path,
+                kv_dtype,
+                blocks: 32,
+                block_tokens,
+                threads: 2,
+                batch_invariant,
+                ..ModelConfig::default()
+            };
+            CpuExecutor::load(&config).expect("loads")
+        })
+    }
+
     /// The file's bytes, and what loading says about the file with `bytes` in it.
     fn bytes(&self) -> Vec<u8> {
         std::fs::read(&self.0).expect("readable")
@@ -235,8 +252,7 @@ fn a_model_that_takes_more_memory_than_there_is_is_refused_before_it_is_read() {
 #[test]
 fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
     let model = TinyModel::new("batch");
-    for kv_dtype in DTYPES {
-        let mut executor = model.load(kv_dtype).expect("loads");
+    for mut executor in DTYPES.into_iter().flat_map(|kv_dtype| model.load_both(16, kv_dtype)) {
         let pool = BlockPool::new(32, 16);
         let sizes = [1, 40, 17, 100, 3];
         let alone: Vec<Vec<f32>> = sizes
@@ -523,18 +539,19 @@ proptest! {
         block_tokens in prop::sample::select(&BLOCK_TOKENS[..]),
     ) {
         let model = TinyModel::new("chunks");
-        let mut executor = model.load_blocks_of(block_tokens, kv_dtype).expect("loads");
-        let (pool, tokens) = (BlockPool::new(32, block_tokens), prompt(n, n));
-        let whole = step(&mut executor, vec![item(0, &tokens, 0, &lease(&pool, n))]);
         let mut cuts: Vec<usize> = cuts.into_iter().filter(|&cut| cut < n).chain([0, n]).collect();
         cuts.sort_unstable();
         cuts.dedup();
-        let blocks = lease(&pool, n);
-        let mut last = Vec::new();
-        for pair in cuts.windows(2) {
-            last = step(&mut executor, vec![item(0, &tokens[pair[0]..pair[1]], pair[0], &blocks)]);
+        for mut executor in model.load_both(block_tokens, kv_dtype) {
+            let (pool, tokens) = (BlockPool::new(32, block_tokens), prompt(n, n));
+            let whole = step(&mut executor, vec![item(0, &tokens, 0, &lease(&pool, n))]);
+            let blocks = lease(&pool, n);
+            let mut last = Vec::new();
+            for pair in cuts.windows(2) {
+                last = step(&mut executor, vec![item(0, &tokens[pair[0]..pair[1]], pair[0], &blocks)]);
+            }
+            prop_assert_eq!(last, whole, "{}", executor.spec().arithmetic.name());
         }
-        prop_assert_eq!(last, whole);
     }
 
     #[test]

@@ -5,9 +5,10 @@
 //! | chains of fused multiply-adds in f32 | `f32_gemm.rs` | every machine; exact in every format |
 //! | bf16 dot products, f32 sums | `bf16_gemm.rs` | an [`Isa`] that rounds |
 //! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, from five rows on |
+//! | the same sums by fused multiply-adds | `few_rows.rs` | an [`Isa`] with tiles, up to four rows |
 //!
-//! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all three. The choice depends
-//! on the instruction set, the matrix and, with tiles, the number of rows: see [`super`] on batch invariance.
+//! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all of them. The choice depends
+//! on the instruction set and, with tiles, the number of rows, which changes no bit: see [`super`].
 use super::f32_gemm;
 use super::packed::PackedMatrix;
 pub use super::product::Output;
@@ -27,9 +28,11 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     }
     #[cfg(target_arch = "x86_64")]
     if isa.rounds() {
-        use super::{bf16_gemm, tiles};
-        return match w.in_bf16().filter(|_| isa.has_tiles() && rows > bf16_gemm::DIRECT_ROWS) {
+        use super::{bf16_gemm, few_rows, tiles};
+        return match w.in_bf16().filter(|_| isa.has_tiles()) {
             // SAFETY: an `Isa` with tiles exists only where they and AVX-512 with BF16 were detected.
+            Some(_) if rows <= few_rows::ROWS => unsafe { few_rows::matmul(x, w, out, output) },
+            // SAFETY: as above.
             Some(w) => unsafe { tiles::matmul::<tiles::amx::Amx>(x, w, out, output) },
             None => bf16_gemm::matmul(x, w, out, output),
         };

@@ -164,14 +164,34 @@ impl PackedMatrix {
     }
 
     /// The same matrix as `isa`'s kernels want it: where those round to bf16 anyway, f32 weights are kept in it; where
-    /// they have tiles, quantized weights are kept in both formats, at two bytes a weight more.
+    /// they have tiles, quantized weights are kept in both formats, at two bytes a weight more, and weights below 2⁻⁵⁰
+    /// are zero.
     pub fn fitted(self, isa: Isa) -> Self {
         let mut fitted = if isa.rounds() { self.rounded() } else { self };
-        if isa.has_tiles() && fitted.format != WeightFormat::Bf16 {
-            fitted.for_tiles = Some(Box::new(fitted.to_bf16()));
+        match fitted.format {
+            _ if !isa.has_tiles() => {}
+            WeightFormat::Bf16 => fitted.forget_tiny(),
+            _ => fitted.for_tiles = Some(Box::new(fitted.to_bf16())),
         }
         fitted
     }
+
+    /// Of a matrix in bf16, see `few_rows.rs`. Others have nothing so small: f16 and their multiples.
+    #[cfg(target_arch = "x86_64")]
+    fn forget_tiny(&mut self) {
+        let panel_bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
+        let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
+        pool::for_each_of(&mut panels, |_, panel| {
+            for weight in panel.as_chunks_mut::<2>().0 {
+                if u16::from_ne_bytes(*weight) & 0x7fff < super::few_rows::TINY {
+                    *weight = [0; 2];
+                }
+            }
+        });
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn forget_tiny(&mut self) {}
 
     /// The same matrix with f32 and f16 weights rounded to bf16; other formats stay.
     pub fn rounded(self) -> Self {
@@ -181,6 +201,9 @@ impl PackedMatrix {
     fn to_bf16(&self) -> Self {
         Self::filled(WeightFormat::Bf16, self.columns, self.k, |panel, column, n, values| {
             self.column(n, values);
+            if matches!(self.format, WeightFormat::Q4_1 | WeightFormat::Q8_0) {
+                values.iter_mut().for_each(|value| *value = split(*value));
+            }
             put_bf16(panel, column, values);
         })
     }
@@ -304,6 +327,13 @@ fn put_by_row<const N: usize>(panel: &mut [u8], column: usize, values: &[[u8; N]
 
 fn put_at<const N: usize>(panel: &mut [u8], column: usize, kk: usize, value: [u8; N]) {
     panel[(kk * PANEL + column) * N..][..N].copy_from_slice(&value);
+}
+
+/// The nearest bf16, by Veltkamp's splitting: three operations that registers do as well. Of two that are equally near
+/// it may give either.
+pub(super) fn split(weight: f32) -> f32 {
+    let large = weight * 65537.0;
+    large - (large - weight)
 }
 
 fn put_bf16(panel: &mut [u8], column: usize, values: &[f32]) {

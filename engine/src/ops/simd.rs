@@ -130,7 +130,7 @@ impl Isa {
     pub fn arithmetic(self) -> Arithmetic {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Amx => Arithmetic::Bf16Tiles,
+            Kind::Amx => Arithmetic::Bf16K32,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16 => Arithmetic::Bf16Dots,
             _ => Arithmetic::F32,

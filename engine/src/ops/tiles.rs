@@ -6,7 +6,7 @@
 //!
 //! Every output element is one fixed sequence of operations whatever the number of rows: groups of 32 `k` ascending, of
 //! each the sum that `tdpbf16ps` defines, added to the total. Which rows and columns share a step, and where a total is
-//! put down and taken up again, changes nothing of it.
+//! put down and taken up again, changes nothing of it. `few_rows.rs` computes the same sequence without tiles.
 pub(super) mod amx;
 #[cfg(test)]
 mod tests;
@@ -18,9 +18,9 @@ use std::cell::RefCell;
 use self::amx::{TILE_ROWS, Tile, Tiles};
 pub(super) use self::trial::fault;
 use super::Shared;
+use super::few_rows::pairs_of;
 use super::packed::{BLOCK, PackedMatrix, WeightFormat};
 use super::product::{ChunkId, Output, Target, for_each_task};
-use super::simd::{bits, rounded_pairs};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
 /// weights come from memory; but their `x` should stay in the core's L2 cache.
@@ -87,8 +87,7 @@ impl Scratch {
             for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
                 // SAFETY: at most 32 elements; a tile's row takes all 16 pairs.
                 unsafe {
-                    let pairs = bits(rounded_pairs(group));
-                    _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs);
+                    _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs_of(group));
                 }
             }
         }

@@ -1,8 +1,9 @@
 //! The product on emulated tile registers, and on the real ones where this machine has them, against plain sums.
 use proptest::prelude::*;
 
+use super::super::few_rows;
 use super::super::matmul::{Output, matmul};
-use super::super::packed::PackedMatrix;
+use super::super::packed::{PackedMatrix, split};
 use super::super::simd::amx::available;
 use super::super::simd::{Isa, IsaChoice, Kind};
 use super::super::tests::{noise, packed, round, unpacked};
@@ -96,6 +97,38 @@ impl Tiles for Forgetful {
     }
 }
 
+/// Registers that add the pairs of `k` up in one chain, as `vdpbf16ps` does.
+struct OneChain(Emulated);
+
+/// SAFETY of every block below: the same methods of [`Emulated`], under the same promise.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
+impl Tiles for OneChain {
+    unsafe fn configured() -> Self {
+        Self(unsafe { Emulated::configured() })
+    }
+    unsafe fn zero<const T: usize>(&mut self) {
+        unsafe { self.0.zero::<T>() };
+    }
+    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
+        unsafe { self.0.load::<T>(from) };
+    }
+    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
+        unsafe { self.0.store::<T>(to) };
+    }
+    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
+        let tiles = &mut self.0.tiles;
+        for m in 0..16 {
+            for n in 0..16 {
+                let chain = (0..16).fold(f32::from_bits(tiles[SUM].0[m][n]), |sum, k| {
+                    let (a, b) = (pair(tiles[A].0[m][k]), pair(tiles[B].0[k][n]));
+                    a[0].mul_add(b[0], a[1].mul_add(b[1], sum))
+                });
+                tiles[SUM].0[m][n] = chain.to_bits();
+            }
+        }
+    }
+}
+
 /// The bf16 in the low and the high half.
 fn pair(bits: u32) -> [f32; 2] {
     [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)].map(flushed)
@@ -169,6 +202,35 @@ proptest! {
         }
     }
 
+    /// Numbers of very different sizes: also such that a register counts as zero.
+    #[test]
+    fn few_rows_without_tiles_give_their_bits(
+        format in 0u8..4, rows in 1usize..5, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
+        powers in -140i32..20, seed: u32, add: bool,
+    ) {
+        let sized = |seed: u32, n: usize| -> Vec<f32> {
+            let power = noise(seed ^ 77, n).into_iter().map(|x| (powers as f32 * x.abs()) as i32);
+            noise(seed, n).into_iter().zip(power).map(|(x, power)| x * 2f32.powi(power / 2) * 2f32.powi(power / 2)).collect()
+        };
+        let w = match format {
+            0 => PackedMatrix::from_f32(&sized(seed, columns * (groups * 32 + ragged)), groups * 32 + ragged),
+            _ => packed(format, seed, columns, groups),
+        };
+        let w = w.fitted(Isa(Kind::Amx));
+        let x = sized(seed ^ 1, rows * w.k());
+        let (before, output) = match add {
+            true => (noise(seed ^ 2, rows * columns), Output::Add),
+            false => (vec![f32::NAN; rows * columns], Output::Store),
+        };
+        for (registers, want) in on_all(&x, w.in_bf16().expect("a copy"), &before, output) {
+            let mut got = before.clone();
+            // SAFETY: this machine has AVX-512 with BF16, or there were no registers.
+            unsafe { few_rows::matmul(&x, &w, &mut got, output) };
+            let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&got), bits(&want), "{}", registers);
+        }
+    }
+
     /// The order of operations that the instruction's description fixes; of the processor itself we ask only what the
     /// test above asks.
     #[test]
@@ -211,7 +273,7 @@ fn quantized_weights_are_kept_beside_their_tiles() {
         assert_eq!(unpacked(&w), exact);
         assert_eq!(w.size_bytes(), plain_bytes + 3 * 3 * 32 * 32 * 2);
         let copy = w.in_bf16().expect("a copy");
-        assert_eq!(unpacked(copy), exact.iter().map(|&weight| round(weight)).collect::<Vec<_>>());
+        assert_eq!(unpacked(copy), exact.iter().map(|&weight| split(weight)).collect::<Vec<_>>());
     }
     let w = fitted(0, 5, 70, 3, 0);
     assert_eq!(w.size_bytes(), 3 * 3 * 32 * 32 * 2, "f32 weights have one copy, in bf16");
@@ -239,29 +301,31 @@ fn the_trial_passes_good_registers_and_no_others() {
     let fault_found = forgetful.expect("it is wrong");
     // Register 3 has the second sixteen rows and columns.
     assert!(fault_found.contains("row 16, column 16 "), "{fault_found}");
+    // SAFETY: as above.
+    let other = unsafe { fault::<OneChain>() }.expect("near, and other bits");
+    assert!(other.contains("another order"), "{other}");
     if available() {
         // SAFETY: and AMX is there.
         assert_eq!(unsafe { fault::<Amx>() }, None, "the registers of this machine");
     }
 }
 
-/// Where there are tiles: which rows take them.
+/// Where there are tiles: which rows take them, and that nobody sees it.
 #[test]
-fn few_rows_read_the_quantized_weights() {
+fn the_number_of_rows_changes_no_bit() {
     let Some(isa) = Isa::choose(IsaChoice::Amx, false) else { return };
-    let dots = Isa::choose(IsaChoice::Avx512, false).expect("it comes with AMX");
-    let w = fitted(1, 7, 70, 18, 0);
-    for rows in [1, 4, 5, 40] {
-        let x = noise(8, rows * w.k());
-        let before = vec![0.0; rows * w.columns()];
-        let mut got = before.clone();
-        matmul(isa, &x, &w, &mut got, Output::Store);
-        let mut want = before.clone();
-        if rows <= 4 {
-            matmul(dots, &x, &w, &mut want, Output::Store);
-        } else {
-            want = in_tiles::<Amx>(&x, w.in_bf16().expect("a copy"), &before, Output::Store).expect("it is there");
+    for format in [0, 1, 2, 3] {
+        let w = fitted(format, 7, 70, 18, 0);
+        let x = noise(8, 40 * w.k());
+        let product = |rows: std::ops::Range<usize>| {
+            let mut out = vec![0.25; rows.len() * w.columns()];
+            matmul(isa, &x[rows.start * w.k()..rows.end * w.k()], &w, &mut out, Output::Add);
+            out
+        };
+        let whole = product(0..40);
+        for size in [1, 2, 3, 4, 5, 7, 16, 33] {
+            let parts = (0..40).step_by(size).map(|start| product(start..40.min(start + size)));
+            assert_eq!(parts.collect::<Vec<_>>().concat(), whole, "format {format}, {size} rows at a time");
         }
-        assert_eq!(got, want, "{rows} rows");
     }
 }

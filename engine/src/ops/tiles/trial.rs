@@ -1,5 +1,7 @@
-//! Whether tile registers compute what they should: two products of some rows, panels and groups, beside plain sums.
+//! Whether tile registers compute what they should: two products of some rows, panels and groups, beside plain sums and
+//! beside `few_rows.rs`, bit by bit: a processor may add in another order than those on which ours was found.
 //! An engine asks before it computes with them; it takes less than a millisecond.
+use super::super::few_rows;
 use super::super::packed::PackedMatrix;
 use super::super::product::Output;
 use super::amx::Tiles;
@@ -20,8 +22,9 @@ const TOLERANCE: f64 = 4e-6;
 pub(in crate::ops) unsafe fn fault<T: Tiles>() -> Option<String> {
     // Whole numbers: each sum is exact in f32, in whichever order it is made, so that every bit is known beforehand.
     let whole = |i: usize| ((i * 7 + i / 11) % 17) as f32 - 8.0;
-    // Of these, the sums are rounded.
-    let fraction = |i: usize| ((i * 2_654_435_761) % 509) as f32 / 256.0 - 1.0;
+    // Of these, of different sizes, the sums are rounded: in each order to something else.
+    let size = |i: usize| (1 << (i % 11)) as f32 / 32.0;
+    let fraction = |i: usize| (((i * 2_654_435_761) % 509) as f32 / 256.0 - 1.0) * size(i);
     // SAFETY: the caller's promise.
     unsafe { differs::<T>(whole, 0.0).or_else(|| differs::<T>(fraction, TOLERANCE)) }
 }
@@ -35,13 +38,20 @@ unsafe fn differs<T: Tiles>(number: impl Fn(usize) -> f32, tolerance: f64) -> Op
     let x: Vec<f32> = (0..ROWS * K).map(rounded).collect();
     let weights: Vec<f32> = (0..COLUMNS * K).map(|i| rounded(i + 3)).collect();
     let mut out = vec![f32::NAN; ROWS * COLUMNS];
+    let packed = PackedMatrix::from_f32(&weights, K).rounded();
+    let mut few = vec![f32::NAN; few_rows::ROWS * COLUMNS];
     // SAFETY: the caller's promise.
-    unsafe { super::matmul::<T>(&x, &PackedMatrix::from_f32(&weights, K).rounded(), &mut out, Output::Store) };
-    out.iter().enumerate().find_map(|(i, &got)| {
+    unsafe {
+        super::matmul::<T>(&x, &packed, &mut out, Output::Store);
+        few_rows::matmul(&x[..few_rows::ROWS * K], &packed, &mut few, Output::Store);
+    }
+    let far = out.iter().enumerate().find_map(|(i, &got)| {
         let (row, column) = (i / COLUMNS, i % COLUMNS);
         let terms = x[row * K..][..K].iter().zip(&weights[column * K..]).map(|(x, w)| f64::from(*x) * f64::from(*w));
         let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
         let near = (f64::from(got) - sum).abs() <= tolerance * size;
         (!near).then(|| format!("its tiles give {got} and not {sum} for row {row}, column {column} of a test product"))
-    })
+    });
+    let differ = || few.iter().zip(&out).any(|(few, tile)| few.to_bits() != tile.to_bits());
+    far.or_else(|| differ().then(|| "its tiles add up in another order than is known".to_owned()))
 }
