@@ -158,9 +158,13 @@ impl Format for Bf16 {
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, _scales: [__m512; 2]) -> [[__m512; 2]; 4] {
         // SAFETY: a block is two halves of 16 vectors of 64 bytes, of which four are read from `4 * four`, at most 12.
         unsafe {
-            let at = block.add((half * PAIRS + 4 * four) * 64);
-            let pair = |i: usize| as_f32(_mm512_loadu_si512(at.add(i * 64).cast()));
-            [pair(0), pair(1), pair(2), pair(3)]
+            let at = block.add((half * PAIRS + 4 * four) * 64).cast::<__m512i>();
+            [
+                as_f32(_mm512_loadu_si512(at)),
+                as_f32(_mm512_loadu_si512(at.add(1))),
+                as_f32(_mm512_loadu_si512(at.add(2))),
+                as_f32(_mm512_loadu_si512(at.add(3))),
+            ]
         }
     }
 }
@@ -180,26 +184,25 @@ impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: a block begins with 64 f16, of which 16 are read from `16 * i` on; `i` is at most 3.
+        // SAFETY: a block begins with 64 f16, four times 32 bytes, of which two are read.
         unsafe {
-            let at = |i: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(i * LANES * 2).cast()));
-            [at(half), at(2 + half)]
+            let halves = block.cast::<__m256i>();
+            [
+                _mm512_cvtph_ps(_mm256_loadu_si256(halves.add(half))),
+                _mm512_cvtph_ps(_mm256_loadu_si256(halves.add(2 + half))),
+            ]
         }
     }
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512; 2]; 4] {
         // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `four` is at most 3.
-        // The table has 64 bytes, and a permutation looks at the four low bits of its indices.
         unsafe {
             let all = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + four) * 64).cast());
-            let table = _mm512_loadu_ps(NIBBLES.as_ptr());
-            // The product is exact: 11 and 4 bits.
-            let weight = |q: __m512i| rounded(_mm512_fmadd_ps(_mm512_permutexvar_ps(q, table), scales[0], scales[1]));
             [
-                [weight(all), weight(_mm512_srli_epi32::<16>(all))],
-                [weight(_mm512_srli_epi32::<4>(all)), weight(_mm512_srli_epi32::<20>(all))],
-                [weight(_mm512_srli_epi32::<8>(all)), weight(_mm512_srli_epi32::<24>(all))],
-                [weight(_mm512_srli_epi32::<12>(all)), weight(_mm512_srli_epi32::<28>(all))],
+                [of_nibbles(all, scales), of_nibbles(_mm512_srli_epi32::<16>(all), scales)],
+                [of_nibbles(_mm512_srli_epi32::<4>(all), scales), of_nibbles(_mm512_srli_epi32::<20>(all), scales)],
+                [of_nibbles(_mm512_srli_epi32::<8>(all), scales), of_nibbles(_mm512_srli_epi32::<24>(all), scales)],
+                [of_nibbles(_mm512_srli_epi32::<12>(all), scales), of_nibbles(_mm512_srli_epi32::<28>(all), scales)],
             ]
         }
     }
@@ -217,15 +220,47 @@ impl Format for Q8_0 {
         // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes, of which four are
         // read from `4 * four`, at most 12.
         unsafe {
-            let at = block.add(PANEL * 2 + (half * PAIRS + 4 * four) * 32);
-            let weight = |q: __m512i| rounded(_mm512_mul_ps(_mm512_cvtepi32_ps(q), scales[0]));
-            let pair = |i: usize| {
-                let both = _mm512_cvtepi16_epi32(_mm256_loadu_si256(at.add(i * 32).cast()));
-                let even = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(both));
-                [weight(even), weight(_mm512_srai_epi32::<8>(both))]
-            };
-            [pair(0), pair(1), pair(2), pair(3)]
+            let at = block.add(PANEL * 2 + (half * PAIRS + 4 * four) * 32).cast::<__m256i>();
+            [
+                of_bytes(_mm256_loadu_si256(at), scales[0]),
+                of_bytes(_mm256_loadu_si256(at.add(1)), scales[0]),
+                of_bytes(_mm256_loadu_si256(at.add(2)), scales[0]),
+                of_bytes(_mm256_loadu_si256(at.add(3)), scales[0]),
+            ]
         }
+    }
+}
+
+// Functions and no closures: those would not be compiled for the caller's instruction set.
+
+/// The weights of the lowest four bits of each lane.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn of_nibbles(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512 {
+    // SAFETY: the table has 64 bytes, and a permutation looks at the four low bits of its indices.
+    unsafe {
+        let q = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(NIBBLES.as_ptr()));
+        // The product is exact: 4 and 11 bits.
+        rounded(_mm512_fmadd_ps(q, scale, offset))
+    }
+}
+
+/// The weights of 16 pairs of bytes.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn of_bytes(pairs: __m256i, scale: __m512) -> [__m512; 2] {
+    // SAFETY: arithmetic in lanes, which reads no memory.
+    unsafe {
+        let both = _mm512_cvtepi16_epi32(pairs);
+        let (even, odd) = (_mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(both)), _mm512_srai_epi32::<8>(both));
+        [
+            rounded(_mm512_mul_ps(_mm512_cvtepi32_ps(even), scale)),
+            rounded(_mm512_mul_ps(_mm512_cvtepi32_ps(odd), scale)),
+        ]
     }
 }
 
@@ -285,11 +320,12 @@ unsafe fn multiply<F: Format, const M: usize>(scratch: &Scratch, panel: *const u
                 let scales = F::scales(block, half);
                 let mut chains = [[_mm512_setzero_ps(); 2]; M];
                 for four in 0..4 {
-                    for (i, [even, odd]) in F::four_pairs(block, half, four, scales).into_iter().enumerate() {
+                    let pairs = F::four_pairs(block, half, four, scales);
+                    for (i, [even, odd]) in pairs.iter().enumerate() {
                         for (m, [even_chain, odd_chain]) in chains.iter_mut().enumerate() {
                             let x = x.add(m * BLOCK + 4 * four + i);
-                            *even_chain = _mm512_fmadd_ps(_mm512_set1_ps(*x), even, *even_chain);
-                            *odd_chain = _mm512_fmadd_ps(_mm512_set1_ps(*x.add(PAIRS)), odd, *odd_chain);
+                            *even_chain = _mm512_fmadd_ps(_mm512_set1_ps(*x), *even, *even_chain);
+                            *odd_chain = _mm512_fmadd_ps(_mm512_set1_ps(*x.add(PAIRS)), *odd, *odd_chain);
                         }
                     }
                 }
