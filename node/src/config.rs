@@ -76,9 +76,9 @@ pub struct NodeArgs {
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// Compute in f32: the same bits whatever else is in the batch, and on every machine. `false` takes the bf16
-    /// kernels where the machine has them: faster, the same bits whatever else is in the batch, others on other kinds of
-    /// machines; and the first log-probabilities move by up to 0.1. Where it has AMX, quantized weights are kept in
-    /// bf16, too: 2 bytes a weight more. The same on all nodes: the router refuses others.
+    /// kernels where the machine has them: faster, the same bits whatever else is in the batch, but others on other
+    /// kinds of machines; and the first log-probabilities move by up to 0.1. Where it has AMX, quantized weights are
+    /// kept in bf16, too: 2 bytes a weight more. The same on all nodes: the router refuses others.
     #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set, default_value_t = true, num_args = 0..=1, default_missing_value = "true")]
     pub batch_invariant: bool,
     /// How KV travels between nodes.

@@ -1,9 +1,9 @@
-//! `out = x · Wᵀ` for a few rows, with the bits of [`super::tiles`] and without its registers: what a tile adds up, in a
-//! tile's order, by fused multiply-adds. Weights are read in the file's format and rounded to bf16 in registers. A tile
-//! of 16 rows wants them unpacked, three times the bytes, which few rows do not pay for.
+//! `out = x · Wᵀ` for a few rows, with the bits of [`super::tiles`] and without its registers: what a tile adds up, in
+//! a tile's order, by fused multiply-adds. Weights are read in the file's format and rounded to bf16 in registers. A
+//! tile of 16 rows wants them unpacked, three times the bytes, which few rows do not pay for.
 //!
-//! **The order** in which an element is computed, as `tdpbf16ps` does it. For each group of 32 `k` ascending, two chains
-//! from zero and their sum:
+//! **The order** in which an element is computed, as `tdpbf16ps` does it. For each group of 32 `k` ascending, two
+//! chains from zero and their sum:
 //!
 //! ```text
 //! even  = fma(x30, w30, … fma(x2, w2, fma(x0, w0, 0)))
@@ -11,23 +11,20 @@
 //! total = total + (even + odd)
 //! ```
 //!
-//! **Why the bits are the same.** A tile's steps round to nearest, like those of AVX-512, but take subnormal numbers for
-//! zeros. Here none ever arise: `x` and weights below [`TINY`] are zeros, on both ways, so that all of them are
-//! multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not, is a multiple of 2⁻¹¹⁴: zero, or far from
-//! subnormal. Both ways round a quantized weight by the same
-//! [`split`](super::packed::split).
+//! **Why the bits are the same.** A tile's steps round to nearest, like those of AVX-512, but take subnormal numbers
+//! for zeros. Here none ever arise: `x` and weights below [`TINY`] are zeros, on both ways, so that all of them are
+//! multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not, is a multiple of 2⁻¹¹⁴: zero, or far
+//! from subnormal. Both ways round a quantized weight by the same [`split`](super::packed::split).
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
+use super::packed::{BLOCK, PANEL, PackedMatrix, TINY, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bits, prefetch, rounded_pairs};
 
 /// More are faster in tiles: those compute 16 rows in the time of one.
 pub(super) const ROWS: usize = 4;
-/// The bf16 number below which `x` and weights count as zero: 2⁻⁵⁰, by its bits.
-pub(super) const TINY: u16 = 0x2680;
 /// Pairs of a group.
 const PAIRS: usize = BLOCK / 2;
 

@@ -7,8 +7,8 @@
 //! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, from five rows on |
 //! | the same sums by fused multiply-adds | `few_rows.rs` | an [`Isa`] with tiles, up to four rows |
 //!
-//! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all of them. The choice depends
-//! on the instruction set and, with tiles, the number of rows, which changes no bit: see [`super`].
+//! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all of them. The choice
+//! depends on the instruction set and, with tiles, the number of rows, which changes no bit: see [`super`].
 use super::f32_gemm;
 use super::packed::PackedMatrix;
 pub use super::product::Output;

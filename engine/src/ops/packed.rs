@@ -43,6 +43,8 @@ use super::weight_memory::WeightMemory;
 pub(super) const PANEL: usize = 2 * LANES;
 /// `k`s of a block; also the quantization group of Q4_1 and Q8_0.
 pub(super) const BLOCK: usize = 32;
+/// The bf16 number below which `x` and weights count as zero where there are tiles: 2⁻⁵⁰, by its bits.
+pub(super) const TINY: u16 = 0x2680;
 
 /// Number format of packed weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,21 +179,17 @@ impl PackedMatrix {
     }
 
     /// Of a matrix in bf16, see `few_rows.rs`. Others have nothing so small: f16 and their multiples.
-    #[cfg(target_arch = "x86_64")]
     fn forget_tiny(&mut self) {
         let panel_bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
         let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
         pool::for_each_of(&mut panels, |_, panel| {
             for weight in panel.as_chunks_mut::<2>().0 {
-                if u16::from_ne_bytes(*weight) & 0x7fff < super::few_rows::TINY {
+                if u16::from_ne_bytes(*weight) & 0x7fff < TINY {
                     *weight = [0; 2];
                 }
             }
         });
     }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn forget_tiny(&mut self) {}
 
     /// The same matrix with f32 and f16 weights rounded to bf16; other formats stay.
     pub fn rounded(self) -> Self {

@@ -52,7 +52,7 @@ impl Running {
     /// # Safety
     /// Both are valid for the pairs and not the same.
     pub unsafe fn merge(self, isa: Isa, other: Self, pairs: Range<usize>, ln_base: f32) {
-        // SAFETY: the caller's.
+        // SAFETY: both have the pairs and do not overlap, which is all that `merge_with` asks for; `isa` was detected.
         unsafe { merge(isa, self, other, pairs, ln_base) }
     }
 
@@ -61,7 +61,7 @@ impl Running {
     /// # Safety
     /// Valid for the tile's pairs, each of which has seen a key; and so is the tile's `out`.
     pub unsafe fn finish(self, isa: Isa, tile: &Tile<'_>) {
-        // SAFETY: the caller's.
+        // SAFETY: sums, weights and `out` have the tile's pairs, and no weight is zero; `isa` was detected.
         unsafe { finish(isa, self, tile) }
     }
 }

@@ -25,7 +25,7 @@ pub(in crate::ops) unsafe fn fault<T: Tiles>() -> Option<String> {
     // Of these, of different sizes, the sums are rounded: in each order to something else.
     let size = |i: usize| (1 << (i % 11)) as f32 / 32.0;
     let fraction = |i: usize| (((i * 2_654_435_761) % 509) as f32 / 256.0 - 1.0) * size(i);
-    // SAFETY: the caller's promise.
+    // SAFETY: the machine has what `T` and AVX-512 need, as the caller says; `differs` asks for no more.
     unsafe { differs::<T>(whole, 0.0).or_else(|| differs::<T>(fraction, TOLERANCE)) }
 }
 
@@ -40,7 +40,8 @@ unsafe fn differs<T: Tiles>(number: impl Fn(usize) -> f32, tolerance: f64) -> Op
     let mut out = vec![f32::NAN; ROWS * COLUMNS];
     let packed = PackedMatrix::from_f32(&weights, K).rounded();
     let mut few = vec![f32::NAN; few_rows::ROWS * COLUMNS];
-    // SAFETY: the caller's promise.
+    // SAFETY: the machine has the instructions, as the caller says. `matmul` checks by itself that the matrix is in
+    // bf16; `x` and the results are whole rows of the product.
     unsafe {
         super::matmul::<T>(&x, &packed, &mut out, Output::Store);
         few_rows::matmul(&x[..few_rows::ROWS * K], &packed, &mut few, Output::Store);
