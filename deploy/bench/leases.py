@@ -3,9 +3,10 @@
 
     deploy/bench/leases.py BEFORE/tandem AFTER/tandem
 
-Row C's prompts with `max_tokens` far above what answers need: they end with their first paragraph (about 80 tokens,
-few above 400), and 1,900 are allowed. Clusters of the builds in turn, one under load at a time; a node's running sequences are
-asked twice a second. Prints a Markdown table of medians over the rounds.
+Row C's prompts with `max_tokens` far above what answers need: they end with their first paragraph
+(about 80 tokens, few above 400), and 1,900 are allowed. Clusters of the builds in turn, one under
+load at a time; a node's running sequences are asked twice a second. Prints a Markdown table of
+medians over the rounds.
 """
 import argparse
 import json
@@ -14,7 +15,6 @@ import threading
 import urllib.request
 
 from cluster import Cluster
-
 
 # Greedy answers of a small model go round in circles and never end; a paragraph is what these answers have.
 PARAGRAPH = json.dumps({"temperature": 0.8, "stop": ["\n\n"]})

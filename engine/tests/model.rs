@@ -95,16 +95,7 @@ impl TinyModel {
     /// With the f32 kernels, and with this machine's fastest ones.
     fn load_both(&self, block_tokens: usize, kv_dtype: KvDtype) -> [CpuExecutor; 2] {
         [true, false].map(|batch_invariant| {
-            let path = self.0.clone();
-            let config = ModelConfig {
-                path,
-                kv_dtype,
-                blocks: 32,
-                block_tokens,
-                threads: 2,
-                batch_invariant,
-                ..ModelConfig::default()
-            };
+            let config = ModelConfig { batch_invariant, ..config(&self.0, block_tokens, kv_dtype) };
             CpuExecutor::load(&config).expect("loads")
         })
     }
@@ -121,8 +112,11 @@ impl TinyModel {
 }
 
 fn load(path: &Path, block_tokens: usize, kv_dtype: KvDtype) -> Result<CpuExecutor, EngineError> {
-    let path = path.to_owned();
-    CpuExecutor::load(&ModelConfig { path, kv_dtype, blocks: 32, block_tokens, threads: 2, ..ModelConfig::default() })
+    CpuExecutor::load(&config(path, block_tokens, kv_dtype))
+}
+
+fn config(path: &Path, block_tokens: usize, kv_dtype: KvDtype) -> ModelConfig {
+    ModelConfig { path: path.to_owned(), kv_dtype, blocks: 32, block_tokens, threads: 2, ..ModelConfig::default() }
 }
 
 fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTensor)]) {

@@ -277,7 +277,7 @@ panel_of!(panel_q4_1, Q4_1);
 panel_of!(panel_q8_0, Q8_0);
 
 /// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
-pub(super) const DIRECT_ROWS: usize = 4;
+const DIRECT_ROWS: usize = 4;
 
 /// # Safety
 /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the caller has the

@@ -29,7 +29,8 @@ pub(in crate::ops) unsafe fn fault<T: Tiles>() -> Option<String> {
     unsafe { differs::<T>(whole, 0.0).or_else(|| differs::<T>(fraction, TOLERANCE)) }
 }
 
-/// The first element of a product of such numbers that is farther from the plain sum than `tolerance`.
+/// The first element of a product of such numbers that is farther from the plain sum than `tolerance`; or, where all
+/// are near, that few rows give other bits.
 ///
 /// # Safety
 /// As [`fault`].
