@@ -32,7 +32,7 @@ pub enum Purpose {
     Vector,
 }
 
-/// Bytes of all weights, for the kernels of `isa`, which round weights, or keep some of them twice.
+/// Bytes of all weights, for the kernels of `isa`, some of which round weights.
 pub fn weights_bytes(tensors: &[TensorSize], isa: Isa) -> u64 {
     let has_head = tensors.iter().any(|tensor| tensor.purpose == Purpose::Head);
     tensors.iter().fold(0, |sum, tensor| sum.saturating_add(tensor.kept(isa, has_head)))
@@ -59,12 +59,7 @@ impl TensorSize {
         if has_head && purpose == Purpose::Embedding {
             return RowTable::size_bytes(RowTable::kept(dtype, isa), columns, k);
         }
-        let format = WeightFormat::kept(dtype, isa);
-        let second = match isa.has_tiles() && format != WeightFormat::Bf16 {
-            true => packed_bytes(WeightFormat::Bf16, columns, k),
-            false => 0,
-        };
-        packed_bytes(format, columns, k).saturating_add(second)
+        packed_bytes(WeightFormat::kept(dtype, isa), columns, k)
     }
 }
 

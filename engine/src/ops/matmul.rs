@@ -29,12 +29,12 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     #[cfg(target_arch = "x86_64")]
     if isa.rounds() {
         use super::{bf16_gemm, few_rows, tiles};
-        return match w.in_bf16().filter(|_| isa.has_tiles()) {
+        return match isa.has_tiles() {
             // SAFETY: an `Isa` with tiles exists only where they and AVX-512 with BF16 were detected.
-            Some(_) if rows <= few_rows::ROWS => unsafe { few_rows::matmul(x, w, out, output) },
+            true if rows <= few_rows::ROWS => unsafe { few_rows::matmul(x, w, out, output) },
             // SAFETY: as above.
-            Some(w) => unsafe { tiles::matmul::<tiles::amx::Amx>(x, w, out, output) },
-            None => bf16_gemm::matmul(x, w, out, output),
+            true => unsafe { tiles::matmul::<tiles::amx::Amx>(x, w, out, output) },
+            false => bf16_gemm::matmul(x, w, out, output),
         };
     }
     f32_gemm::matmul(isa, x, w, out, output);

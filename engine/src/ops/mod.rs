@@ -25,6 +25,8 @@
 pub mod attention;
 #[cfg(target_arch = "x86_64")]
 mod bf16_gemm;
+#[cfg(target_arch = "x86_64")]
+mod bf16_k32;
 pub mod choice;
 pub mod dequantize;
 mod f32_gemm;

@@ -106,8 +106,6 @@ pub struct PackedMatrix {
     columns: usize,
     k: usize,
     bytes: WeightMemory,
-    /// The same weights in bf16, for products of many rows.
-    for_tiles: Option<Box<PackedMatrix>>,
 }
 
 impl PackedMatrix {
@@ -166,19 +164,16 @@ impl PackedMatrix {
     }
 
     /// The same matrix as `isa`'s kernels want it: where those round to bf16 anyway, f32 weights are kept in it; where
-    /// they have tiles, quantized weights are kept in both formats, at two bytes a weight more, and weights below 2⁻⁵⁰
-    /// are zero.
+    /// they have tiles, weights below 2⁻⁵⁰ are zero.
     pub fn fitted(self, isa: Isa) -> Self {
         let mut fitted = if isa.rounds() { self.rounded() } else { self };
-        match fitted.format {
-            _ if !isa.has_tiles() => {}
-            WeightFormat::Bf16 => fitted.forget_tiny(),
-            _ => fitted.for_tiles = Some(Box::new(fitted.to_bf16())),
+        if isa.has_tiles() && fitted.format == WeightFormat::Bf16 {
+            fitted.forget_tiny();
         }
         fitted
     }
 
-    /// Of a matrix in bf16, see `few_rows.rs`. Others have nothing so small: f16 and their multiples.
+    /// Of a matrix in bf16, see `bf16_k32.rs`. Others have nothing so small: f16 and their multiples.
     fn forget_tiny(&mut self) {
         let panel_bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
         let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
@@ -199,9 +194,6 @@ impl PackedMatrix {
     fn to_bf16(&self) -> Self {
         Self::filled(WeightFormat::Bf16, self.columns, self.k, |panel, column, n, values| {
             self.column(n, values);
-            if matches!(self.format, WeightFormat::Q4_1 | WeightFormat::Q8_0) {
-                values.iter_mut().for_each(|value| *value = split(*value));
-            }
             put_bf16(panel, column, values);
         })
     }
@@ -223,7 +215,7 @@ impl PackedMatrix {
                 put(panel, column, n, &mut values);
             }
         });
-        Self { format, columns, k, bytes, for_tiles: None }
+        Self { format, columns, k, bytes }
     }
 
     /// Output columns.
@@ -243,7 +235,7 @@ impl PackedMatrix {
 
     /// Bytes in memory.
     pub fn size_bytes(&self) -> usize {
-        self.bytes.len() + self.for_tiles.as_ref().map_or(0, |copy| copy.size_bytes())
+        self.bytes.len()
     }
 
     /// Writes the `k` weights of output column `n` as f32.
@@ -281,12 +273,6 @@ impl PackedMatrix {
 
     fn block_at(&self, column: usize, k: usize) -> usize {
         (column / PANEL * self.k.div_ceil(BLOCK) + k / BLOCK) * self.format.block_bytes()
-    }
-
-    /// The matrix in bf16, if it is kept in it.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn in_bf16(&self) -> Option<&Self> {
-        if self.format == WeightFormat::Bf16 { Some(self) } else { self.for_tiles.as_deref() }
     }
 
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
@@ -327,11 +313,11 @@ fn put_at<const N: usize>(panel: &mut [u8], column: usize, kk: usize, value: [u8
     panel[(kk * PANEL + column) * N..][..N].copy_from_slice(&value);
 }
 
-/// The nearest bf16, by Veltkamp's splitting: three operations that registers do as well. Of two that are equally near
-/// it may give either.
-pub(super) fn split(weight: f32) -> f32 {
-    let large = weight * 65537.0;
-    large - (large - weight)
+/// The nearest bf16; of two that are equally near the one with the greater magnitude. How weights that are kept
+/// quantized are rounded, see `bf16_k32.rs`.
+#[cfg(test)]
+pub(super) fn nearest(weight: f32) -> f32 {
+    f32::from_bits(weight.to_bits().wrapping_add(0x8000) & 0xffff_0000)
 }
 
 fn put_bf16(panel: &mut [u8], column: usize, values: &[f32]) {

@@ -1,8 +1,9 @@
 //! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `bf16_gemm.rs` reads weights for directly: `x` and the
 //! weights are rounded to bf16, sums are f32. [`amx`] has the registers.
 //!
-//! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of packed bf16 weights is two
-//! tiles as it lies in memory, 16 pairs of `k` × 16 columns each; the sums of 16 rows × 16 columns are a tile of f32.
+//! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of weights is two tiles of 16
+//! pairs of `k` × 16 columns, in bf16 as it lies in memory, else decoded into the core's L1 cache; the sums of 16 rows ×
+//! 16 columns are a tile of f32.
 //!
 //! Every output element is one fixed sequence of operations whatever the number of rows: groups of 32 `k` ascending, of
 //! each the sum that `tdpbf16ps` defines, added to the total. Which rows and columns share a step, and where a total is
@@ -18,8 +19,8 @@ use std::cell::RefCell;
 use self::amx::{TILE_ROWS, Tile, Tiles};
 pub(super) use self::trial::fault;
 use super::Shared;
-use super::few_rows::pairs_of;
-use super::packed::{BLOCK, PackedMatrix, WeightFormat};
+use super::bf16_k32::{ToTiles, pairs_of, to_tiles};
+use super::packed::{BLOCK, PackedMatrix};
 use super::product::{ChunkId, Output, Target, for_each_task};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
@@ -30,22 +31,25 @@ const X_BYTES: usize = 1 << 20;
 /// Groups of `k` that all rows pass before the next ones: 24 KiB of weights, half of these processors' L1 cache.
 const SLICE: usize = 12;
 
-/// See [`super::matmul::matmul`], which checks the lengths. `w` is in bf16.
+/// See [`super::matmul::matmul`], which checks the lengths.
 ///
 /// # Safety
 /// The machine has AVX-512 with BF16, and what `T` needs.
+///
+/// # Panics
+/// If `w` is not [fitted](PackedMatrix::fitted) for tiles.
 pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
     thread_local! {
         static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
     }
-    assert!(w.format() == WeightFormat::Bf16);
+    let (to_tiles, block_bytes) = (to_tiles(w.format()), w.format().block_bytes());
     let out = Shared(out.as_mut_ptr());
     let row_chunk = (X_BYTES / (2 * w.k())).clamp(*ROW_CHUNKS.start(), *ROW_CHUNKS.end());
     // Several tasks a thread even out cores of unequal speed.
     for_each_task(x.len() / w.k(), row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the machine has the instructions, as the caller says; the task's rows are in `x` and `out`, and
-            // no other task has these rows and panels; a bf16 panel is two tiles a group; tasks use tiles nowhere else.
+            // no other task has these rows and panels; a panel is a block a group; tasks use tiles nowhere else.
             unsafe {
                 if scratch.holds != Some(task.chunk) {
                     scratch.round(&x[task.rows.start * w.k()..task.rows.end * w.k()], w.k());
@@ -53,7 +57,8 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
                 }
                 let mut tiles = T::configured();
                 for panel in task.panels {
-                    scratch.multiply(&mut tiles, w.panel(panel).as_ptr().cast());
+                    let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes, to_tiles };
+                    scratch.multiply(&mut tiles, blocks);
                     scratch.put(Target::new(out.get(), w, task.rows.start, panel, output));
                 }
             }
@@ -72,6 +77,35 @@ struct Scratch {
     x: Vec<Tile>,
     /// Of each 16 rows the left and the right 16 columns, f32.
     sums: Vec<Tile>,
+    /// Decoded weights, two tiles a group: a slice's.
+    weights: Vec<Tile>,
+}
+
+/// A panel of weights.
+#[derive(Clone, Copy)]
+struct Blocks {
+    first: *const u8,
+    block_bytes: usize,
+    /// Unless blocks are tiles.
+    to_tiles: Option<ToTiles>,
+}
+
+impl Blocks {
+    /// The tiles of `groups` from `from` on; `room` is for as many where they have to be decoded.
+    ///
+    /// # Safety
+    /// The panel has the groups; what [`ToTiles`] asks for.
+    unsafe fn tiles(self, from: usize, groups: usize, room: &mut [Tile]) -> *const Tile {
+        // SAFETY: the groups are blocks of the panel, as the caller says, and there is room for two tiles each.
+        unsafe {
+            let blocks = self.first.add(from * self.block_bytes);
+            let Some(to_tiles) = self.to_tiles else { return blocks.cast() };
+            for (group, tiles) in room[..2 * groups].chunks_exact_mut(2).enumerate() {
+                to_tiles(blocks.add(group * self.block_bytes), tiles.as_mut_ptr());
+            }
+            room.as_ptr()
+        }
+    }
 }
 
 impl Scratch {
@@ -82,6 +116,7 @@ impl Scratch {
         (self.rows, self.groups) = (x.len() / k, k.div_ceil(BLOCK));
         self.x.resize(self.row_tiles() * self.groups, Tile::ZERO);
         self.sums.resize(self.row_tiles() * 2, Tile::ZERO);
+        self.weights.resize(2 * SLICE, Tile::ZERO);
         for (r, row) in x.chunks_exact(k).enumerate() {
             let tiles = &mut self.x[r / TILE_ROWS * self.groups..][..self.groups];
             for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
@@ -96,21 +131,24 @@ impl Scratch {
     /// All rows times a panel.
     ///
     /// # Safety
-    /// `panel` is two tiles for each group; and what [`Tiles`] asks for.
+    /// `panel` has a block for each group; and what [`Tiles`] asks for.
     #[inline(always)]
-    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, panel: *const Tile) {
+    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, panel: Blocks) {
         let row_tiles = self.row_tiles();
-        // Weights that only one step reads need not stay.
-        let slice = if row_tiles > 2 { SLICE } else { self.groups };
+        // Tiles in memory that only one step reads need not stay in the cache.
+        let slice = if row_tiles > 2 || panel.to_tiles.is_some() { SLICE } else { self.groups };
         for first in (0..self.groups).step_by(slice) {
+            let groups = slice.min(self.groups - first);
+            // SAFETY: the slice's groups, no more than there is room for where they are decoded.
+            let weights = unsafe { panel.tiles(first, groups, &mut self.weights) };
             for row_tile in (0..row_tiles).step_by(2) {
                 // SAFETY: the row tile's and, where there is one, the next one's `x` and sums; the slice's groups.
                 unsafe {
                     let step = Step {
-                        groups: slice.min(self.groups - first),
+                        groups,
                         x: self.x.as_ptr().add(row_tile * self.groups + first),
                         x_stride: self.groups,
-                        weights: panel.add(2 * first),
+                        weights,
                         sums: self.sums.as_mut_ptr().add(2 * row_tile),
                         fresh: first == 0,
                     };
