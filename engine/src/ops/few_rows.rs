@@ -23,7 +23,7 @@ use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::prefetch;
 
 /// More are faster in tiles: those compute 16 rows in the time of one.
-pub(super) const ROWS: usize = 4;
+pub(super) const ROWS: usize = 2;
 
 /// See [`super::matmul::matmul`], which checks the lengths.
 ///
@@ -107,8 +107,6 @@ macro_rules! panel_of {
             unsafe {
                 match scratch.rows {
                     1 => multiply::<$format, 1>(scratch, panel, target),
-                    2 => multiply::<$format, 2>(scratch, panel, target),
-                    3 => multiply::<$format, 3>(scratch, panel, target),
                     _ => multiply::<$format, ROWS>(scratch, panel, target),
                 }
             }

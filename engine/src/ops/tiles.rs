@@ -57,8 +57,8 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
                 }
                 let mut tiles = T::configured();
                 for panel in task.panels {
-                    let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes, to_tiles };
-                    scratch.multiply(&mut tiles, blocks);
+                    let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes };
+                    scratch.multiply(&mut tiles, blocks, to_tiles);
                     scratch.put(Target::new(out.get(), w, task.rows.start, panel, output));
                 }
             }
@@ -81,31 +81,28 @@ struct Scratch {
     weights: Vec<Tile>,
 }
 
-/// A panel of weights.
+/// A panel's blocks, from a group on.
 #[derive(Clone, Copy)]
 struct Blocks {
     first: *const u8,
     block_bytes: usize,
-    /// Unless blocks are tiles.
-    to_tiles: Option<ToTiles>,
 }
 
 impl Blocks {
-    /// The tiles of `groups` from `from` on; `room` is for as many where they have to be decoded.
-    ///
-    /// # Safety
-    /// The panel has the groups; what [`ToTiles`] asks for.
-    unsafe fn tiles(self, from: usize, groups: usize, room: &mut [Tile]) -> *const Tile {
-        // SAFETY: the groups are blocks of the panel, as the caller says, and there is room for two tiles each.
-        unsafe {
-            let blocks = self.first.add(from * self.block_bytes);
-            let Some(to_tiles) = self.to_tiles else { return blocks.cast() };
-            for (group, tiles) in room[..2 * groups].chunks_exact_mut(2).enumerate() {
-                to_tiles(blocks.add(group * self.block_bytes), tiles.as_mut_ptr());
-            }
-            room.as_ptr()
-        }
+    /// Those from `group` on, counted from the first one.
+    fn from(self, group: usize) -> Self {
+        Self { first: self.first.wrapping_add(group * self.block_bytes), ..self }
     }
+}
+
+/// Where a step's weights come from.
+#[derive(Clone, Copy)]
+enum Source {
+    /// Blocks that are two tiles as they lie, or were decoded by the slice's first step.
+    Tiles(*const Tile),
+    /// Decoded by the step itself, always one group ahead of the one that it multiplies: the tile registers and the
+    /// vector units work at the same time. Group `g` goes to the room's place `g` modulo [`SLICE`].
+    Encoded { blocks: Blocks, to_tiles: ToTiles, room: *mut Tile },
 }
 
 impl Scratch {
@@ -131,21 +128,26 @@ impl Scratch {
     /// All rows times a panel.
     ///
     /// # Safety
-    /// `panel` has a block for each group; and what [`Tiles`] asks for.
+    /// The panel has a block for each group, which `to_tiles` decodes if it is not two tiles; and what [`Tiles`] asks
+    /// for.
     #[inline(always)]
-    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, panel: Blocks) {
+    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, panel: Blocks, to_tiles: Option<ToTiles>) {
         let row_tiles = self.row_tiles();
-        // Tiles in memory that only one step reads need not stay in the cache.
-        let slice = if row_tiles > 2 || panel.to_tiles.is_some() { SLICE } else { self.groups };
+        // Weights that only one step reads need not stay.
+        let slice = if row_tiles > 2 { SLICE } else { self.groups };
         for first in (0..self.groups).step_by(slice) {
-            let groups = slice.min(self.groups - first);
-            // SAFETY: the slice's groups, no more than there is room for where they are decoded.
-            let weights = unsafe { panel.tiles(first, groups, &mut self.weights) };
+            let (blocks, room) = (panel.from(first), self.weights.as_mut_ptr());
             for row_tile in (0..row_tiles).step_by(2) {
+                let weights = match to_tiles {
+                    None => Source::Tiles(blocks.first.cast()),
+                    Some(to_tiles) if row_tile == 0 => Source::Encoded { blocks, to_tiles, room },
+                    // Of a slice, which is no longer than the room.
+                    Some(_) => Source::Tiles(room),
+                };
                 // SAFETY: the row tile's and, where there is one, the next one's `x` and sums; the slice's groups.
                 unsafe {
                     let step = Step {
-                        groups,
+                        groups: slice.min(self.groups - first),
                         x: self.x.as_ptr().add(row_tile * self.groups + first),
                         x_stride: self.groups,
                         weights,
@@ -186,8 +188,7 @@ struct Step {
     x: *const Tile,
     /// Tiles to the next 16 rows.
     x_stride: usize,
-    /// Two tiles a group.
-    weights: *const Tile,
+    weights: Source,
     /// Two tiles, or four.
     sums: *mut Tile,
     /// Whether the sums begin here.
@@ -216,9 +217,22 @@ impl Step {
                     tiles.load::<3>(self.sums.add(3));
                 }
             }
+            if let Source::Encoded { blocks, to_tiles, room } = self.weights {
+                to_tiles(blocks.first, room);
+            }
             for group in 0..self.groups {
-                tiles.load::<6>(self.weights.add(2 * group));
-                tiles.load::<7>(self.weights.add(2 * group + 1));
+                let weights = match self.weights {
+                    Source::Tiles(tiles) => tiles.add(2 * group),
+                    Source::Encoded { blocks, to_tiles, room } => {
+                        let place = |group: usize| room.add(2 * (group % SLICE));
+                        if group + 1 < self.groups {
+                            to_tiles(blocks.from(group + 1).first, place(group + 1));
+                        }
+                        place(group).cast_const()
+                    }
+                };
+                tiles.load::<6>(weights);
+                tiles.load::<7>(weights.add(1));
                 tiles.load::<4>(self.x.add(group));
                 tiles.multiply::<0, 4, 6>();
                 tiles.multiply::<1, 4, 7>();
