@@ -15,13 +15,14 @@ mod trial;
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
+use std::ops::Range;
 
 use self::amx::{TILE_ROWS, Tile, Tiles};
 pub(super) use self::trial::fault;
-use super::Shared;
 use super::bf16_k32::{ToTiles, pairs_of, to_tiles};
 use super::packed::{BLOCK, PackedMatrix};
-use super::product::{ChunkId, Output, Target, for_each_task};
+use super::product::{Output, Target, for_each_task};
+use super::{Shared, pool};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
 /// weights come from memory; but their `x` should stay in the core's L2 cache.
@@ -40,44 +41,103 @@ const SLICE: usize = 12;
 /// If `w` is not [fitted](PackedMatrix::fitted) for tiles.
 pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
     thread_local! {
+        static ROUNDED: RefCell<Rounded> = RefCell::new(Rounded::default());
         static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
     }
     let (to_tiles, block_bytes) = (to_tiles(w.format()), w.format().block_bytes());
-    let out = Shared(out.as_mut_ptr());
+    let (rows, out) = (x.len() / w.k(), Shared(out.as_mut_ptr()));
     let row_chunk = (X_BYTES / (2 * w.k())).clamp(*ROW_CHUNKS.start(), *ROW_CHUNKS.end());
-    // Several tasks a thread even out cores of unequal speed.
-    for_each_task(x.len() / w.k(), row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |task| {
-        SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the machine has the instructions, as the caller says; the task's rows are in `x` and `out`, and
-            // no other task has these rows and panels; a panel is a block a group; tasks use tiles nowhere else.
-            unsafe {
-                if scratch.holds != Some(task.chunk) {
-                    scratch.round(&x[task.rows.start * w.k()..task.rows.end * w.k()], w.k());
-                    scratch.holds = Some(task.chunk);
+    ROUNDED.with_borrow_mut(|rounded| {
+        // SAFETY: the machine has the instructions, as the caller says.
+        unsafe { rounded.take(x, w.k()) };
+        let rounded = &*rounded;
+        // Several tasks a thread even out cores of unequal speed.
+        for_each_task(rows, row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |task| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                // SAFETY: as above; the task's rows are rounded and in `out`, and no other task has these rows and
+                // panels; a panel is a block a group; tasks use tiles nowhere else.
+                unsafe {
+                    let mut tiles = T::configured();
+                    let x = rounded.rows(task.rows.clone());
+                    for panel in task.panels {
+                        let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes };
+                        scratch.multiply(&mut tiles, x, blocks, to_tiles);
+                        scratch.put(task.rows.len(), Target::new(out.get(), w, task.rows.start, panel, output));
+                    }
                 }
-                let mut tiles = T::configured();
-                for panel in task.panels {
-                    let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes };
-                    scratch.multiply(&mut tiles, blocks, to_tiles);
-                    scratch.put(Target::new(out.get(), w, task.rows.start, panel, output));
-                }
-            }
+            });
         });
     });
 }
 
-/// A chunk of `x` in bf16 tiles, and its sums with one panel. Kept by each thread.
+/// `x` in bf16 tiles, for all tasks of a product: 16 rows after 16 rows, of each its groups. Kept by the thread that
+/// asks for products.
+#[derive(Default)]
+struct Rounded {
+    groups: usize,
+    /// The last rows of the last tiles may be no rows of `x`: they hold whatever they did, and their sums go nowhere.
+    tiles: Vec<Tile>,
+}
+
+/// Some rows of it, from a whole tile on.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    row_tiles: usize,
+    groups: usize,
+    tiles: &'a [Tile],
+}
+
+impl Rounded {
+    /// Rounds all rows, on all threads.
+    ///
+    /// # Safety
+    /// The machine has AVX-512 with BF16.
+    unsafe fn take(&mut self, x: &[f32], k: usize) {
+        self.groups = k.div_ceil(BLOCK);
+        let row_tiles = (x.len() / k).div_ceil(TILE_ROWS);
+        self.tiles.resize(row_tiles * self.groups, Tile::ZERO);
+        let (groups, tiles) = (self.groups, Shared(self.tiles.as_mut_ptr()));
+        // A few rows are rounded sooner than another thread has begun.
+        pool::for_each_run(row_tiles, 4, |run| {
+            let x = &x[run.start * TILE_ROWS * k..x.len().min(run.end * TILE_ROWS * k)];
+            // SAFETY: the run's tiles are in the buffer, and no other run has them; the machine has the instructions.
+            unsafe {
+                let tiles = std::slice::from_raw_parts_mut(tiles.get().add(run.start * groups), run.len() * groups);
+                round(x, k, tiles);
+            }
+        });
+    }
+
+    /// `rows` begin at a whole tile.
+    fn rows(&self, rows: Range<usize>) -> Rows<'_> {
+        let (first, row_tiles) = (rows.start / TILE_ROWS, rows.len().div_ceil(TILE_ROWS));
+        let tiles = &self.tiles[first * self.groups..(first + row_tiles) * self.groups];
+        Rows { row_tiles, groups: self.groups, tiles }
+    }
+}
+
+/// Rows of `k` numbers into tiles, from a whole one on.
+///
+/// # Safety
+/// The machine has the features.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+unsafe fn round(x: &[f32], k: usize, tiles: &mut [Tile]) {
+    let groups = k.div_ceil(BLOCK);
+    for (r, row) in x.chunks_exact(k).enumerate() {
+        let tiles = &mut tiles[r / TILE_ROWS * groups..][..groups];
+        for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
+            // SAFETY: at most 32 elements; a tile's row takes all 16 pairs.
+            unsafe { _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs_of(group)) };
+        }
+    }
+}
+
+/// Sums with one panel, and decoded weights of it. Kept by each thread.
 #[derive(Default)]
 struct Scratch {
-    holds: Option<ChunkId>,
-    rows: usize,
-    groups: usize,
-    /// 16 rows after 16 rows, of each its groups. The last rows of the last tiles may be no rows of `x`: they hold
-    /// whatever they did, and their sums go nowhere.
-    x: Vec<Tile>,
     /// Of each 16 rows the left and the right 16 columns, f32.
     sums: Vec<Tile>,
-    /// Decoded weights, two tiles a group: a slice's.
+    /// Two tiles a group: a slice's.
     weights: Vec<Tile>,
 }
 
@@ -106,36 +166,19 @@ enum Source {
 }
 
 impl Scratch {
-    /// # Safety
-    /// The machine has the features.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-    unsafe fn round(&mut self, x: &[f32], k: usize) {
-        (self.rows, self.groups) = (x.len() / k, k.div_ceil(BLOCK));
-        self.x.resize(self.row_tiles() * self.groups, Tile::ZERO);
-        self.sums.resize(self.row_tiles() * 2, Tile::ZERO);
-        self.weights.resize(2 * SLICE, Tile::ZERO);
-        for (r, row) in x.chunks_exact(k).enumerate() {
-            let tiles = &mut self.x[r / TILE_ROWS * self.groups..][..self.groups];
-            for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
-                // SAFETY: at most 32 elements; a tile's row takes all 16 pairs.
-                unsafe {
-                    _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs_of(group));
-                }
-            }
-        }
-    }
-
     /// All rows times a panel.
     ///
     /// # Safety
     /// The panel has a block for each group, which `to_tiles` decodes if it is not two tiles; and what [`Tiles`] asks
     /// for.
     #[inline(always)]
-    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, panel: Blocks, to_tiles: Option<ToTiles>) {
-        let row_tiles = self.row_tiles();
+    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, x: Rows<'_>, panel: Blocks, to_tiles: Option<ToTiles>) {
+        let Rows { row_tiles, groups, tiles: x } = x;
+        self.sums.resize(row_tiles * 2, Tile::ZERO);
+        self.weights.resize(2 * SLICE, Tile::ZERO);
         // Weights that only one step reads need not stay.
-        let slice = if row_tiles > 2 { SLICE } else { self.groups };
-        for first in (0..self.groups).step_by(slice) {
+        let slice = if row_tiles > 2 { SLICE } else { groups };
+        for first in (0..groups).step_by(slice) {
             let (blocks, room) = (panel.from(first), self.weights.as_mut_ptr());
             for row_tile in (0..row_tiles).step_by(2) {
                 let weights = match to_tiles {
@@ -147,9 +190,9 @@ impl Scratch {
                 // SAFETY: the row tile's and, where there is one, the next one's `x` and sums; the slice's groups.
                 unsafe {
                     let step = Step {
-                        groups: slice.min(self.groups - first),
-                        x: self.x.as_ptr().add(row_tile * self.groups + first),
-                        x_stride: self.groups,
+                        groups: slice.min(groups - first),
+                        x: x.as_ptr().add(row_tile * groups + first),
+                        x_stride: groups,
                         weights,
                         sums: self.sums.as_mut_ptr().add(2 * row_tile),
                         fresh: first == 0,
@@ -163,21 +206,17 @@ impl Scratch {
         }
     }
 
-    /// The sums of all rows to where they belong.
+    /// The sums of the first `rows` rows to where they belong.
     ///
     /// # Safety
-    /// `target` has the rows; the machine has the features.
+    /// These rows were multiplied; `target` has them; the machine has the features.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-    unsafe fn put(&self, target: Target) {
-        for row in 0..self.rows {
+    unsafe fn put(&self, rows: usize, target: Target) {
+        for row in 0..rows {
             let [left, right] = [0, 1].map(|half| self.sums[row / TILE_ROWS * 2 + half].0[row % TILE_ROWS].as_ptr());
             // SAFETY: a tile's row is 16 f32.
             unsafe { target.put(row, [_mm512_loadu_ps(left.cast()), _mm512_loadu_ps(right.cast())]) };
         }
-    }
-
-    fn row_tiles(&self) -> usize {
-        self.rows.div_ceil(TILE_ROWS)
     }
 }
 
