@@ -10,6 +10,8 @@
 //! put down and taken up again, changes nothing of it. `few_rows.rs` computes the same sequence without tiles.
 pub(super) mod amx;
 #[cfg(test)]
+pub(super) mod emulated;
+#[cfg(test)]
 mod tests;
 mod trial;
 
@@ -17,7 +19,7 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use self::amx::{TILE_ROWS, Tile, Tiles};
+use self::amx::{ROW_BYTES, TILE_ROWS, Tile, Tiles, WHOLE};
 pub(super) use self::trial::fault;
 use super::bf16_k32::{ToTiles, pairs_of, to_tiles};
 use super::packed::{BLOCK, PackedMatrix};
@@ -57,7 +59,7 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
                 // SAFETY: as above; the task's rows are rounded and in `out`, and no other task has these rows and
                 // panels; a panel is a block a group; tasks use tiles nowhere else.
                 unsafe {
-                    let mut tiles = T::configured();
+                    let mut tiles = T::configured(&WHOLE);
                     let x = rounded.rows(task.rows.clone());
                     for panel in task.panels {
                         let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes };
@@ -249,11 +251,11 @@ impl Step {
                     tiles.zero::<3>();
                 }
             } else {
-                tiles.load::<0>(self.sums);
-                tiles.load::<1>(self.sums.add(1));
+                tiles.load::<0>(self.sums.cast(), ROW_BYTES);
+                tiles.load::<1>(self.sums.add(1).cast(), ROW_BYTES);
                 if TWICE {
-                    tiles.load::<2>(self.sums.add(2));
-                    tiles.load::<3>(self.sums.add(3));
+                    tiles.load::<2>(self.sums.add(2).cast(), ROW_BYTES);
+                    tiles.load::<3>(self.sums.add(3).cast(), ROW_BYTES);
                 }
             }
             if let Source::Encoded { blocks, to_tiles, room } = self.weights {
@@ -270,22 +272,22 @@ impl Step {
                         place(group).cast_const()
                     }
                 };
-                tiles.load::<6>(weights);
-                tiles.load::<7>(weights.add(1));
-                tiles.load::<4>(self.x.add(group));
+                tiles.load::<6>(weights.cast(), ROW_BYTES);
+                tiles.load::<7>(weights.add(1).cast(), ROW_BYTES);
+                tiles.load::<4>(self.x.add(group).cast(), ROW_BYTES);
                 tiles.multiply::<0, 4, 6>();
                 tiles.multiply::<1, 4, 7>();
                 if TWICE {
-                    tiles.load::<5>(self.x.add(self.x_stride + group));
+                    tiles.load::<5>(self.x.add(self.x_stride + group).cast(), ROW_BYTES);
                     tiles.multiply::<2, 5, 6>();
                     tiles.multiply::<3, 5, 7>();
                 }
             }
-            tiles.store::<0>(self.sums);
-            tiles.store::<1>(self.sums.add(1));
+            tiles.store::<0>(self.sums.cast(), ROW_BYTES);
+            tiles.store::<1>(self.sums.add(1).cast(), ROW_BYTES);
             if TWICE {
-                tiles.store::<2>(self.sums.add(2));
-                tiles.store::<3>(self.sums.add(3));
+                tiles.store::<2>(self.sums.add(2).cast(), ROW_BYTES);
+                tiles.store::<3>(self.sums.add(3).cast(), ROW_BYTES);
             }
         }
     }

@@ -16,25 +16,27 @@ impl Tile {
     pub const ZERO: Self = Self([[0; ROW_BYTES / 4]; TILE_ROWS]);
 }
 
-/// The tile registers of a thread, all configured as whole tiles, from [`Tiles::configured`] to the drop.
+/// The tile registers of a thread, from [`Tiles::configured`] to the drop.
 ///
 /// # Safety
 /// Of all methods: the machine has the instructions and the process may use them; register numbers are below 8;
-/// pointers are valid for a tile, which need not begin at a line; the value stays on its thread, and nothing else uses
-/// the thread's tile registers while it lives.
+/// pointers are valid for the register's rows, `stride` bytes apart, which need not begin at a line; the value stays on
+/// its thread, and nothing else uses the thread's tile registers while it lives.
 pub(in crate::ops) trait Tiles: Sized {
-    unsafe fn configured() -> Self;
+    unsafe fn configured(shapes: &Shapes) -> Self;
+    /// Other shapes. The registers hold zeros then.
+    unsafe fn configure(&mut self, shapes: &Shapes);
     unsafe fn zero<const T: usize>(&mut self);
-    unsafe fn load<const T: usize>(&mut self, from: *const Tile);
-    unsafe fn store<const T: usize>(&mut self, to: *mut Tile);
-    /// `SUM[m][n] += Σ_k A[m][k] · B[k][n]` over 32 `k`: `SUM` is 16 × 16 f32, `A` has 16 rows of 16 pairs of bf16,
-    /// `B` 16 rows of pairs, each pair of one column.
+    unsafe fn load<const T: usize>(&mut self, from: *const u8, stride: usize);
+    unsafe fn store<const T: usize>(&mut self, to: *mut u8, stride: usize);
+    /// `SUM[m][n] += Σ_k A[m][k] · B[k][n]`: of whole tiles, `SUM` is 16 × 16 f32, `A` has 16 rows of 16 pairs of bf16,
+    /// `B` 16 rows of pairs, each pair of one column. The shapes must fit together.
     unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self);
 }
 
 /// What `ldtilecfg` reads.
 #[repr(C, align(64))]
-pub(super) struct Shapes {
+pub(in crate::ops) struct Shapes {
     pub palette: u8,
     pub start_row: u8,
     pub reserved: [u8; 14],
@@ -42,17 +44,22 @@ pub(super) struct Shapes {
     pub rows: [u8; 16],
 }
 
-/// Palette 1, eight whole tiles. Names that the palette does not have must have no shape.
-pub(super) static WHOLE: Shapes = {
-    let mut shapes = Shapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-    let mut tile = 0;
-    while tile < 8 {
-        shapes.row_bytes[tile] = ROW_BYTES as u16;
-        shapes.rows[tile] = TILE_ROWS as u8;
-        tile += 1;
+impl Shapes {
+    /// Of palette 1: the eight registers' rows and the bytes of a row.
+    pub const fn new(tiles: [(u8, u16); 8]) -> Self {
+        // Names that the palette does not have must have no shape.
+        let mut shapes = Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        let mut tile = 0;
+        while tile < tiles.len() {
+            (shapes.rows[tile], shapes.row_bytes[tile]) = tiles[tile];
+            tile += 1;
+        }
+        shapes
     }
-    shapes
-};
+}
+
+/// Eight whole tiles.
+pub(in crate::ops) static WHOLE: Shapes = Shapes::new([(TILE_ROWS as u8, ROW_BYTES as u16); 8]);
 
 /// The registers themselves. The drop gives them up: while a thread's tiles are in use, every switch away from it saves
 /// 8 KiB, and its core does not reach the deeper idle states. It costs nothing beside a task, and so no thread keeps a
@@ -68,26 +75,31 @@ pub(in crate::ops) struct Amx {
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these one-line bodies")]
 impl Tiles for Amx {
     #[inline(always)]
-    unsafe fn configured() -> Self {
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE, options(nostack, preserves_flags, readonly)) };
-        Self { _not_send: std::marker::PhantomData }
+    unsafe fn configured(shapes: &Shapes) -> Self {
+        let mut tiles = Self { _not_send: std::marker::PhantomData };
+        unsafe { tiles.configure(shapes) };
+        tiles
+    }
+    #[inline(always)]
+    unsafe fn configure(&mut self, shapes: &Shapes) {
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *shapes, options(nostack, preserves_flags, readonly)) };
     }
     #[inline(always)]
     unsafe fn zero<const T: usize>(&mut self) {
         unsafe { asm!("tilezero tmm{}", const T, options(nostack, preserves_flags, nomem)) };
     }
     #[inline(always)]
-    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
+    unsafe fn load<const T: usize>(&mut self, from: *const u8, stride: usize) {
         unsafe {
             asm!("tileloadd tmm{tile}, [{from} + {stride} * 1]", tile = const T, from = in(reg) from,
-                stride = in(reg) ROW_BYTES, options(nostack, preserves_flags, readonly));
+                stride = in(reg) stride, options(nostack, preserves_flags, readonly));
         }
     }
     #[inline(always)]
-    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
+    unsafe fn store<const T: usize>(&mut self, to: *mut u8, stride: usize) {
         unsafe {
             asm!("tilestored [{to} + {stride} * 1], tmm{tile}", tile = const T, to = in(reg) to,
-                stride = in(reg) ROW_BYTES, options(nostack, preserves_flags));
+                stride = in(reg) stride, options(nostack, preserves_flags));
         }
     }
     #[inline(always)]

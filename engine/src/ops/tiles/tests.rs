@@ -3,141 +3,13 @@ use proptest::prelude::*;
 
 use super::super::few_rows;
 use super::super::matmul::{Output, matmul};
-use super::super::packed::{PackedMatrix, split};
+use super::super::packed::{PackedMatrix, WeightFormat, nearest};
 use super::super::simd::amx::available;
 use super::super::simd::{Isa, IsaChoice, Kind};
 use super::super::tests::{noise, packed, round, unpacked};
-use super::amx::{Amx, ROW_BYTES, Shapes, Tile, Tiles, WHOLE};
+use super::amx::{Amx, Tiles};
+use super::emulated::{Emulated, Forgetful, OneChain};
 use super::fault;
-
-/// The registers after the instructions' description: 8 tiles that are configured first, whose rows and row lengths
-/// decide what an instruction does.
-struct Emulated {
-    row_bytes: [usize; 8],
-    rows: [usize; 8],
-    tiles: [Tile; 8],
-}
-
-/// SAFETY of every block below: as the trait's; a row of a tile lies within it.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
-impl Tiles for Emulated {
-    unsafe fn configured() -> Self {
-        // LDTILECFG faults if one of these does not hold.
-        let Shapes { palette, start_row, reserved, row_bytes, rows } = &WHOLE;
-        assert_eq!((*palette, *start_row, reserved), (1, 0, &[0; 14]));
-        assert!(row_bytes[8..].iter().all(|&bytes| bytes == 0) && rows[8..].iter().all(|&rows| rows == 0));
-        assert!(row_bytes[..8].iter().all(|bytes| (1..=64).contains(bytes)));
-        assert!(rows[..8].iter().all(|rows| (1..=16).contains(rows)));
-        Self {
-            row_bytes: std::array::from_fn(|tile| usize::from(row_bytes[tile])),
-            rows: std::array::from_fn(|tile| usize::from(rows[tile])),
-            tiles: [Tile([[f32::NAN.to_bits(); 16]; 16]); 8],
-        }
-    }
-    unsafe fn zero<const T: usize>(&mut self) {
-        self.tiles[T] = Tile::ZERO;
-    }
-    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
-        self.tiles[T] = Tile::ZERO;
-        for row in 0..self.rows[T] {
-            let to = self.tiles[T].0[row].as_mut_ptr().cast::<u8>();
-            unsafe { from.cast::<u8>().add(row * ROW_BYTES).copy_to(to, self.row_bytes[T]) };
-        }
-    }
-    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
-        for row in 0..self.rows[T] {
-            let from = self.tiles[T].0[row].as_ptr().cast::<u8>();
-            unsafe { to.cast::<u8>().add(row * ROW_BYTES).copy_from(from, self.row_bytes[T]) };
-        }
-    }
-    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
-        let (columns, pairs) = (self.row_bytes[SUM] / 4, self.row_bytes[A] / 4);
-        assert!(SUM != A && SUM != B && A != B);
-        assert!(self.rows[SUM] == self.rows[A] && self.row_bytes[SUM] == self.row_bytes[B] && self.rows[B] == pairs);
-        for m in 0..self.rows[SUM] {
-            let mut chains = [[0.0f32; 2]; ROW_BYTES / 4];
-            for k in 0..pairs {
-                let a = pair(self.tiles[A].0[m][k]);
-                for (n, chain) in chains.iter_mut().enumerate().take(columns) {
-                    let b = pair(self.tiles[B].0[k][n]);
-                    *chain = [0, 1].map(|half| flushed(a[half].mul_add(b[half], chain[half])));
-                }
-            }
-            for (sum, chain) in self.tiles[SUM].0[m].iter_mut().zip(chains).take(columns) {
-                let both = flushed(chain[0] + chain[1]);
-                *sum = flushed(flushed(f32::from_bits(*sum)) + both).to_bits();
-            }
-        }
-    }
-}
-
-/// Registers of which one never takes a sum up: what a wrong configuration or a wrong operand would look like.
-struct Forgetful(Emulated);
-
-/// SAFETY of every block below: the same methods of [`Emulated`], under the same promise.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
-impl Tiles for Forgetful {
-    unsafe fn configured() -> Self {
-        Self(unsafe { Emulated::configured() })
-    }
-    unsafe fn zero<const T: usize>(&mut self) {
-        unsafe { self.0.zero::<T>() };
-    }
-    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
-        match T {
-            3 => unsafe { self.0.zero::<T>() },
-            _ => unsafe { self.0.load::<T>(from) },
-        }
-    }
-    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
-        unsafe { self.0.store::<T>(to) };
-    }
-    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
-        unsafe { self.0.multiply::<SUM, A, B>() };
-    }
-}
-
-/// Registers that add the pairs of `k` up in one chain, as `vdpbf16ps` does.
-struct OneChain(Emulated);
-
-/// SAFETY of every block below: the same methods of [`Emulated`], under the same promise.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
-impl Tiles for OneChain {
-    unsafe fn configured() -> Self {
-        Self(unsafe { Emulated::configured() })
-    }
-    unsafe fn zero<const T: usize>(&mut self) {
-        unsafe { self.0.zero::<T>() };
-    }
-    unsafe fn load<const T: usize>(&mut self, from: *const Tile) {
-        unsafe { self.0.load::<T>(from) };
-    }
-    unsafe fn store<const T: usize>(&mut self, to: *mut Tile) {
-        unsafe { self.0.store::<T>(to) };
-    }
-    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
-        let tiles = &mut self.0.tiles;
-        for m in 0..16 {
-            for n in 0..16 {
-                let chain = (0..16).fold(f32::from_bits(tiles[SUM].0[m][n]), |sum, k| {
-                    let (a, b) = (pair(tiles[A].0[m][k]), pair(tiles[B].0[k][n]));
-                    a[0].mul_add(b[0], a[1].mul_add(b[1], sum))
-                });
-                tiles[SUM].0[m][n] = chain.to_bits();
-            }
-        }
-    }
-}
-
-/// The bf16 in the low and the high half.
-fn pair(bits: u32) -> [f32; 2] {
-    [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)].map(flushed)
-}
-
-/// Subnormal numbers count as zero.
-fn flushed(x: f32) -> f32 {
-    if x.is_subnormal() { 0.0 } else { x }
-}
 
 /// A product in tiles; `None` if this machine lacks what stands around the registers.
 fn in_tiles<T: Tiles>(x: &[f32], w: &PackedMatrix, before: &[f32], output: Output) -> Option<Vec<f32>> {
@@ -158,6 +30,12 @@ fn on_all(x: &[f32], w: &PackedMatrix, before: &[f32], output: Output) -> Vec<(&
     emulated.into_iter().chain(real).collect()
 }
 
+/// The weights that a product takes.
+fn multiplied(w: &PackedMatrix) -> Vec<f32> {
+    let quantized = w.format() != WeightFormat::Bf16;
+    unpacked(w).into_iter().map(|weight| if quantized { nearest(weight) } else { weight }).collect()
+}
+
 fn fitted(format: u8, seed: u32, columns: usize, groups: usize, ragged: usize) -> PackedMatrix {
     let k = groups * 32 + ragged;
     let w = match format {
@@ -176,13 +54,12 @@ proptest! {
         cut in 0usize..100, seed: u32, add: bool,
     ) {
         let w = fitted(format, seed, columns, groups, ragged);
-        let w = w.in_bf16().expect("a copy");
-        let (x, weights) = (noise(seed ^ 1, rows * w.k()), unpacked(w));
+        let (x, weights) = (noise(seed ^ 1, rows * w.k()), multiplied(&w));
         let (before, output) = match add {
             true => (noise(seed ^ 2, rows * columns), Output::Add),
             false => (vec![f32::NAN; rows * columns], Output::Store),
         };
-        for (registers, whole) in on_all(&x, w, &before, output) {
+        for (registers, whole) in on_all(&x, &w, &before, output) {
             for (i, got) in whole.iter().enumerate() {
                 let (row, n) = (i / columns, i % columns);
                 let terms = x[row * w.k()..][..w.k()].iter().zip(&weights[n * w.k()..])
@@ -195,7 +72,7 @@ proptest! {
             let ((x_top, x_bottom), (top, bottom)) = (x.split_at(at * w.k()), before.split_at(at * columns));
             let mut parts = Vec::new();
             for (x, before) in [(x_top, top), (x_bottom, bottom)].iter().filter(|(x, _)| !x.is_empty()) {
-                let part = on_all(x, w, before, output).into_iter().find(|(name, _)| *name == registers);
+                let part = on_all(x, &w, before, output).into_iter().find(|(name, _)| *name == registers);
                 parts.extend(part.expect("the same registers").1);
             }
             prop_assert_eq!(parts, whole, "{} cut at {}", registers, at);
@@ -205,7 +82,7 @@ proptest! {
     /// Numbers of very different sizes: also such that a register counts as zero.
     #[test]
     fn few_rows_without_tiles_give_their_bits(
-        format in 0u8..4, rows in 1usize..5, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
+        format in 0u8..4, rows in 1usize..3, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
         powers in -140i32..20, seed: u32, add: bool,
     ) {
         let sized = |seed: u32, n: usize| -> Vec<f32> {
@@ -222,7 +99,7 @@ proptest! {
             true => (noise(seed ^ 2, rows * columns), Output::Add),
             false => (vec![f32::NAN; rows * columns], Output::Store),
         };
-        for (registers, want) in on_all(&x, w.in_bf16().expect("a copy"), &before, output) {
+        for (registers, want) in on_all(&x, &w, &before, output) {
             let mut got = before.clone();
             // SAFETY: this machine has AVX-512 with BF16, or there were no registers.
             unsafe { few_rows::matmul(&x, &w, &mut got, output) };
@@ -265,19 +142,15 @@ fn chunks_of_rows_and_slices_of_k_meet() {
 }
 
 #[test]
-fn quantized_weights_are_kept_beside_their_tiles() {
+fn weights_are_kept_once() {
     for format in [1, 2] {
         let plain = packed(format, 5, 70, 3);
         let (exact, plain_bytes) = (unpacked(&plain), plain.size_bytes());
         let w = fitted(format, 5, 70, 3, 0);
-        assert_eq!(unpacked(&w), exact);
-        assert_eq!(w.size_bytes(), plain_bytes + 3 * 3 * 32 * 32 * 2);
-        let copy = w.in_bf16().expect("a copy");
-        assert_eq!(unpacked(copy), exact.iter().map(|&weight| split(weight)).collect::<Vec<_>>());
+        assert_eq!((unpacked(&w), w.size_bytes()), (exact, plain_bytes));
     }
     let w = fitted(0, 5, 70, 3, 0);
-    assert_eq!(w.size_bytes(), 3 * 3 * 32 * 32 * 2, "f32 weights have one copy, in bf16");
-    assert!(packed(1, 5, 70, 3).fitted(Isa(Kind::Avx512Bf16)).in_bf16().is_none());
+    assert_eq!(w.size_bytes(), 3 * 3 * 32 * 32 * 2, "f32 weights in bf16");
 }
 
 #[test]
