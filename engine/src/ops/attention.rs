@@ -10,7 +10,11 @@
 #[cfg(target_arch = "x86_64")]
 mod in_bf16;
 mod in_f32;
+#[cfg(target_arch = "x86_64")]
+mod in_tiles;
 mod running;
+#[cfg(target_arch = "x86_64")]
+mod span;
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -18,6 +22,8 @@ use std::ops::Range;
 use self::running::Running;
 use super::kv::{KvArena, KvLayout, Part};
 use super::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use super::tiles::amx::Amx;
 use super::{Shared, pool};
 use crate::numerics::KvDtype;
 use crate::step::Chunk;
@@ -259,13 +265,16 @@ enum Kernel {
     F32(Isa),
     #[cfg(target_arch = "x86_64")]
     Bf16(Isa),
+    #[cfg(target_arch = "x86_64")]
+    Tiles(Isa),
 }
 
 impl Kernel {
     fn of(isa: Isa, layout: KvLayout) -> Self {
         #[cfg(target_arch = "x86_64")]
         if isa.rounds() && layout.dtype != KvDtype::F32 {
-            return Self::Bf16(isa);
+            let whole = layout.head_dim.is_multiple_of(in_tiles::HEAD_DIMS);
+            return if isa.has_tiles() && whole { Self::Tiles(isa) } else { Self::Bf16(isa) };
         }
         let _ = layout;
         Self::F32(isa)
@@ -275,7 +284,7 @@ impl Kernel {
         match self {
             Self::F32(isa) => isa,
             #[cfg(target_arch = "x86_64")]
-            Self::Bf16(isa) => isa,
+            Self::Bf16(isa) | Self::Tiles(isa) => isa,
         }
     }
 
@@ -284,7 +293,7 @@ impl Kernel {
         match self {
             Self::F32(_) => in_f32::TILE_ROWS,
             #[cfg(target_arch = "x86_64")]
-            Self::Bf16(_) => in_bf16::TILE_ROWS,
+            Self::Bf16(_) | Self::Tiles(_) => span::TILE_ROWS,
         }
     }
 
@@ -293,7 +302,7 @@ impl Kernel {
         match self {
             Self::F32(_) => 1.0,
             #[cfg(target_arch = "x86_64")]
-            Self::Bf16(_) => std::f32::consts::LN_2,
+            Self::Bf16(_) | Self::Tiles(_) => std::f32::consts::LN_2,
         }
     }
 }
@@ -360,7 +369,9 @@ struct Scratch {
     running: [Vec<f32>; 2],
     in_f32: in_f32::Scratch,
     #[cfg(target_arch = "x86_64")]
-    in_bf16: in_bf16::Scratch,
+    operands: span::Operands,
+    #[cfg(target_arch = "x86_64")]
+    in_tiles: in_tiles::Scratch,
 }
 
 impl Scratch {
@@ -402,7 +413,11 @@ impl Scratch {
             match kernel {
                 Kernel::F32(isa) => self.in_f32.take(isa, tile, keys, running),
                 #[cfg(target_arch = "x86_64")]
-                Kernel::Bf16(_) => self.in_bf16.take(tile, keys, running),
+                Kernel::Bf16(_) => in_bf16::take(&mut self.operands, tile, keys, running),
+                #[cfg(target_arch = "x86_64")]
+                Kernel::Tiles(_) => {
+                    in_tiles::take::<Amx>(&mut self.in_tiles, &mut self.operands, tile, keys, running);
+                }
             }
         }
     }
