@@ -4,8 +4,8 @@
 //! together.
 //!
 //! **Order.** A row's keys are cut into partitions at fixed positions. Each has a running softmax of its own, from
-//! nothing over ascending keys (`in_f32.rs` in f32, `in_bf16.rs` in bf16 dot products), and these are merged in
-//! ascending order (`running.rs`). Whether one task does all that or several do is this file's choice and changes no
+//! nothing over ascending keys (`in_f32.rs` in f32, `in_bf16.rs` in bf16 dot products, `in_tiles.rs` in AMX's tiles), and
+//! these are merged in ascending order (`running.rs`). Whether one task does all that or several do is this file's choice and changes no
 //! bit. Read `running.rs` next, then `in_f32.rs`.
 #[cfg(target_arch = "x86_64")]
 mod in_bf16;
@@ -66,6 +66,8 @@ pub struct Attention {
     splits: Vec<Split>,
     /// Running softmaxes of the partitions of split tiles.
     partials: Vec<f32>,
+    #[cfg(test)]
+    emulated: bool,
 }
 
 /// Up to a tile's height of rows of one sequence × the query heads of one KV head.
@@ -123,7 +125,21 @@ struct Split {
 impl Attention {
     /// By the kernels of `isa`.
     pub fn new(isa: Isa) -> Self {
-        Self { isa, tasks: Vec::new(), splits: Vec::new(), partials: Vec::new() }
+        Self {
+            isa,
+            tasks: Vec::new(),
+            splits: Vec::new(),
+            partials: Vec::new(),
+            #[cfg(test)]
+            emulated: false,
+        }
+    }
+
+    /// In emulated tile registers, on an instruction set that rounds.
+    #[cfg(test)]
+    pub fn emulated(isa: Isa) -> Self {
+        assert!(isa.rounds());
+        Self { emulated: true, ..Self::new(isa) }
     }
 
     /// Row `r` of `out` (rows × heads × head_dim) becomes `softmax(q · Kᵀ / sqrt(head_dim)) · V` over the positions up
@@ -149,6 +165,11 @@ impl Attention {
             assert!(chunk.start + chunk.rows <= chunk.blocks * layout.block_tokens);
         }
         let kernel = Kernel::of(self.isa, layout);
+        #[cfg(all(test, target_arch = "x86_64"))]
+        let kernel = match kernel {
+            Kernel::Bf16(isa) | Kernel::Tiles(isa) if self.emulated && in_tiles::takes(layout) => Kernel::Emulated(isa),
+            kernel => kernel,
+        };
         self.plan(kernel, layout, sequences, queries);
 
         let (group, partials, out) =
@@ -267,14 +288,15 @@ enum Kernel {
     Bf16(Isa),
     #[cfg(target_arch = "x86_64")]
     Tiles(Isa),
+    #[cfg(all(test, target_arch = "x86_64"))]
+    Emulated(Isa),
 }
 
 impl Kernel {
     fn of(isa: Isa, layout: KvLayout) -> Self {
         #[cfg(target_arch = "x86_64")]
         if isa.rounds() && layout.dtype != KvDtype::F32 {
-            let whole = layout.head_dim.is_multiple_of(in_tiles::HEAD_DIMS);
-            return if isa.has_tiles() && whole { Self::Tiles(isa) } else { Self::Bf16(isa) };
+            return if isa.has_tiles() && in_tiles::takes(layout) { Self::Tiles(isa) } else { Self::Bf16(isa) };
         }
         let _ = layout;
         Self::F32(isa)
@@ -285,6 +307,8 @@ impl Kernel {
             Self::F32(isa) => isa,
             #[cfg(target_arch = "x86_64")]
             Self::Bf16(isa) | Self::Tiles(isa) => isa,
+            #[cfg(all(test, target_arch = "x86_64"))]
+            Self::Emulated(isa) => isa,
         }
     }
 
@@ -293,7 +317,7 @@ impl Kernel {
         match self {
             Self::F32(_) => in_f32::TILE_ROWS,
             #[cfg(target_arch = "x86_64")]
-            Self::Bf16(_) | Self::Tiles(_) => span::TILE_ROWS,
+            _ => span::TILE_ROWS,
         }
     }
 
@@ -302,7 +326,7 @@ impl Kernel {
         match self {
             Self::F32(_) => 1.0,
             #[cfg(target_arch = "x86_64")]
-            Self::Bf16(_) | Self::Tiles(_) => std::f32::consts::LN_2,
+            _ => std::f32::consts::LN_2,
         }
     }
 }
@@ -417,6 +441,11 @@ impl Scratch {
                 #[cfg(target_arch = "x86_64")]
                 Kernel::Tiles(_) => {
                     in_tiles::take::<Amx>(&mut self.in_tiles, &mut self.operands, tile, keys, running);
+                }
+                #[cfg(all(test, target_arch = "x86_64"))]
+                Kernel::Emulated(_) => {
+                    use super::tiles::emulated::Emulated;
+                    in_tiles::take::<Emulated>(&mut self.in_tiles, &mut self.operands, tile, keys, running);
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! `out = x · Wᵀ` for a few rows, with the bits of [`super::tiles`] and without its registers: what a tile adds up, in
 //! a tile's order, by fused multiply-adds. Weights are read in the file's format and rounded to bf16 in registers. A
-//! tile of 16 rows wants them unpacked, three times the bytes, which few rows do not pay for.
+//! tile computes sixteen rows in the time of one, and wants them in memory first, which so few rows do not pay for.
 //!
 //! **The order** in which an element is computed, as `tdpbf16ps` does it. For each group of 32 `k` ascending, two
 //! chains from zero and their sum:

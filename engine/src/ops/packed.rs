@@ -339,12 +339,18 @@ fn put_bf16_bytes(panel: &mut [u8], column: usize, row: &[u8]) {
     }
 }
 
+/// A group's scale or offset. Of NaNs only one: the greatest, rounded by addition to its bits, would become a zero.
+fn scale(file: [u8; 2]) -> [u8; 2] {
+    let scale = half::f16::from_le_bytes(file);
+    if scale.is_nan() { half::f16::NAN.to_le_bytes() } else { file }
+}
+
 /// Groups of f16 scale, f16 minimum, 16 bytes whose low nibbles are the first 16 weights.
 fn put_q4_1(panel: &mut [u8], column: usize, row: &[u8]) {
     let blocks = panel.chunks_exact_mut(WeightFormat::Q4_1.block_bytes());
     for (group, block) in row.as_chunks::<20>().0.iter().zip(blocks) {
-        block[column * 2..][..2].copy_from_slice(&group[..2]);
-        block[PANEL * 2 + column * 2..][..2].copy_from_slice(&group[2..4]);
+        block[column * 2..][..2].copy_from_slice(&scale([group[0], group[1]]));
+        block[PANEL * 2 + column * 2..][..2].copy_from_slice(&scale([group[2], group[3]]));
         for kk in 0..BLOCK {
             let byte = group[4 + kk % 16];
             let nibble = if kk < 16 { byte & 15 } else { byte >> 4 };
@@ -359,7 +365,7 @@ fn put_q8_0(panel: &mut [u8], column: usize, row: &[u8]) -> bool {
     let blocks = panel.chunks_exact_mut(WeightFormat::Q8_0.block_bytes());
     let mut in_range = true;
     for (group, block) in row.as_chunks::<34>().0.iter().zip(blocks) {
-        block[column * 2..][..2].copy_from_slice(&group[..2]);
+        block[column * 2..][..2].copy_from_slice(&scale([group[0], group[1]]));
         for kk in 0..BLOCK {
             in_range &= group[2 + kk] != 0x80;
             block[PANEL * 2 + pair_at(column, kk)] = group[2 + kk];

@@ -251,6 +251,14 @@ proptest! {
             prop_assert_eq!(&case.attend(isa, &[(0, cut), (cut, tokens)]), &whole);
             let single: Vec<(usize, usize)> = (0..tokens).map(|i| (i, i + 1)).collect();
             prop_assert_eq!(&case.attend(isa, &single), &whole);
+            // Tiles: the emulated ones everywhere, and where there are real ones, which give the same bits.
+            let emulated = |pieces: &[(usize, usize)]| case.attend_by(&mut Attention::emulated(isa), pieces);
+            let in_tiles = emulated(&[(0, tokens)]);
+            case.check(&in_tiles, if int8 { 8e-3 } else { 4e-3 })?;
+            prop_assert_eq!(&emulated(&[(0, cut), (cut, tokens)]), &in_tiles);
+            if isa.has_tiles() {
+                prop_assert_eq!(&in_tiles, &whole);
+            }
         }
     }
 }
@@ -261,12 +269,12 @@ proptest! {
     #[test]
     fn neither_partitions_nor_threads_nor_chunks_change_a_bit(
         partitions in 0..4usize, more in 1..PARTITION, cut in 0..4 * PARTITION, kv_heads in 1usize..3, group in 1usize..4,
-        dtype in prop::sample::select(vec![KvDtype::F32, KvDtype::Bf16, KvDtype::Int8]),
+        wide in 1usize..3, dtype in prop::sample::select(vec![KvDtype::F32, KvDtype::Bf16, KvDtype::Int8]),
         window in prop::option::of(1..2 * PARTITION), seed: u32,
     ) {
         let tokens = partitions * PARTITION + more;
         let cut = cut.min(tokens - 1);
-        let layout = KvLayout { layers: 2, kv_heads, head_dim: 16, dtype, block_tokens: 64 };
+        let layout = KvLayout { layers: 2, kv_heads, head_dim: 16 * wide, dtype, block_tokens: 64 };
         let case = Case { window, ..Case::new(layout, group, tokens, seed) };
         let exact = case.attend(Isa::choose(IsaChoice::Auto, true).expect("one"), &[(0, tokens)]);
         case.check(&exact, 1e-4)?;

@@ -23,7 +23,7 @@ use std::ops::Range;
 use super::Tile;
 use super::running::Running;
 use super::span::{Operands, SPAN, SPAN_TOKENS, Softmax, Span, Unwritten, logits, take_scores};
-use crate::ops::kv::SUB_BLOCK_TOKENS;
+use crate::ops::kv::{KvLayout, SUB_BLOCK_TOKENS};
 use crate::ops::simd::LANES;
 use crate::ops::tiles::amx::{self, ROW_BYTES, Shapes, Tiles};
 
@@ -32,8 +32,13 @@ const PAIRS: usize = amx::TILE_ROWS;
 /// Bytes of a pair's weights of a span.
 const WEIGHT_BYTES: usize = 2 * SPAN_TOKENS;
 
-/// Dimensions of a head: of the multiples of this one K is whole tiles.
-pub(super) const HEAD_DIMS: usize = 32;
+/// Dimensions of a tile of queries.
+const HEAD_DIMS: usize = 32;
+
+/// Whether K is whole tiles. Other heads, of 80 or 112 dimensions, are for `in_bf16.rs`.
+pub(super) fn takes(layout: KvLayout) -> bool {
+    layout.head_dim.is_multiple_of(HEAD_DIMS)
+}
 
 /// Scores of a span, then the weights that they come to. A thread's.
 pub(super) struct Scratch {
@@ -51,7 +56,7 @@ impl Default for Scratch {
 ///
 /// # Safety
 /// The machine has AVX-512 with BF16 and what `T` needs; the tile's pointers are valid for its rows, `running` for its
-/// pairs; head_dim is a multiple of [`HEAD_DIMS`].
+/// pairs; and it is a layout that [`takes`] says.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 pub(super) unsafe fn take<T: Tiles>(
     scratch: &mut Scratch,

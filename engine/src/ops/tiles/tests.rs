@@ -141,6 +141,25 @@ fn chunks_of_rows_and_slices_of_k_meet() {
     }
 }
 
+/// Rounding adds to the bits of a weight: of one NaN, that would make a zero.
+#[test]
+fn a_scale_that_is_no_number_makes_no_number() {
+    for nan in [0x7c01u16, 0x7e00, 0x7fff, 0xfc01, 0xffff] {
+        let mut group = vec![0x11; 20];
+        group[..2].copy_from_slice(&nan.to_le_bytes());
+        let q4 = PackedMatrix::from_q4_1(&group, 32).fitted(Isa(Kind::Amx));
+        group.resize(34, 0x11);
+        let q8 = PackedMatrix::from_q8_0(&group, 32).fitted(Isa(Kind::Amx));
+        for w in [q4, q8] {
+            for rows in [1, 5] {
+                for (registers, out) in on_all(&vec![1.0; rows * 32], &w, &vec![0.0; rows], Output::Store) {
+                    assert!(out.iter().all(|x| x.is_nan()), "{registers} {rows} {nan:x} {out:?}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn weights_are_kept_once() {
     for format in [1, 2] {
