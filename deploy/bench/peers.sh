@@ -22,17 +22,10 @@ me=peers
 # shellcheck source=deploy/packages.sh
 . "$here/../packages.sh"
 
-# gcc 12 drops the stores that fill the AMX tile configuration, and llama.cpp dies at its first tile: clang there.
-needs_clang() { grep -qw amx_tile /proc/cpuinfo; }
-
 llama_packages() {
   have cmake || echo cmake
   have ninja || echo ninja-build
-  if needs_clang; then
-    have clang++ || echo clang libomp-dev
-  else
-    have g++ || echo g++
-  fi
+  have g++ || echo g++
   python3 -m venv --help > /dev/null 2>&1 || echo python3-venv
 }
 
@@ -53,14 +46,28 @@ fetch_llama() {
   mv "$work/$llama" "$peers/$llama"
 }
 
+# Its AMX kernels, which gcc 12 breaks: it drops the stores that fill the tile configuration, and llama.cpp dies at its
+# first tile. A statement that reads the configuration keeps them. clang 14 is no way out: it calls the macro that
+# llama.cpp asks for by another name, so that these kernels are left out, silently, and llama.cpp is three times slower.
+keep_tile_configuration() {
+  local source=$peers/$llama/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
+  local keep='asm volatile("" :: "r"(\&tc) : "memory");'
+  grep -q 'asm volatile("" :: "r"(&tc)' "$source" || sed -i "s/_tile_loadconfig(&tc);/$keep &/" "$source"
+  grep -q 'asm volatile("" :: "r"(&tc)' "$source" || die "$source is not as expected: no tile configuration in it"
+}
+
 build_llama() {
-  local compilers=(-DCMAKE_C_COMPILER=cc -DCMAKE_CXX_COMPILER=c++)
-  if needs_clang; then compilers=(-DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++); fi
+  keep_tile_configuration
+  # Of another compiler, by an earlier version of this script.
+  if grep -qs "CMAKE_CXX_COMPILER:[A-Z]*=.*clang" "$peers/llama-build/CMakeCache.txt"; then rm -rf "$peers/llama-build"; fi
   [ -x "$peers/llama-build/llama_rows" ] || say "building llama.cpp in $peers/llama-build (some minutes)"
-  cmake -G Ninja -S "$here" -B "$peers/llama-build" "${compilers[@]}" \
-    -DLLAMA_SRC="$peers/$llama/vendor/llama.cpp" > "$peers/llama-build.log" 2>&1 &&
+  cmake -G Ninja -S "$here" -B "$peers/llama-build" \
+    -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DLLAMA_SRC="$peers/$llama/vendor/llama.cpp" > "$peers/llama-build.log" 2>&1 &&
     cmake --build "$peers/llama-build" --target llama_rows --parallel "${BUILD_JOBS:-2}" >> "$peers/llama-build.log" 2>&1 ||
     die "the build of llama.cpp failed, see $peers/llama-build.log"
+  if grep -qw amx_int8 /proc/cpuinfo && ! objdump -d "$peers/llama-build/llama_rows" | grep -q tdpb; then
+    die "llama.cpp was built without its AMX kernels, which this machine has: a comparison would not be fair"
+  fi
   say "llama.cpp: $peers/llama-build/llama_rows"
 }
 
