@@ -88,7 +88,7 @@ impl fmt::Display for Misfit {
             "the model does not fit into memory: weights {}, KV arena {}, workspace {}; of {} available {} may be filled. \
              Choose a smaller KV arena (--kv-memory, --kv-blocks), fewer sequences and tokens in a step (--max-num-seqs, \
              --max-num-batched-tokens), or a smaller quantization of the model (BF16, F16, Q8_0 and Q4_1 stay as small as \
-             they are; all others take 4 bytes a weight, or 2 with --batch-invariant false)",
+             they are; all others take 4 bytes a weight, or 2 with --arithmetic bf16)",
             gib(weights),
             gib(kv),
             gib(workspace),

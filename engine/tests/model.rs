@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use tandem_engine::cpu::{CpuExecutor, ModelConfig, ModelLoader};
 use tandem_engine::footprint::Footprint;
 use tandem_engine::memory::MemoryFiles;
-use tandem_engine::ops::simd::IsaChoice;
+use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::sampling::uniform;
 use tandem_engine::{
     Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, EngineSpec, Executor, History, KvDtype, KvLease,
@@ -94,8 +94,8 @@ impl TinyModel {
 
     /// With the f32 kernels, and with this machine's fastest ones.
     fn load_both(&self, block_tokens: usize, kv_dtype: KvDtype) -> [CpuExecutor; 2] {
-        [true, false].map(|batch_invariant| {
-            let config = ModelConfig { batch_invariant, ..config(&self.0, block_tokens, kv_dtype) };
+        [ArithmeticChoice::F32, ArithmeticChoice::Auto].map(|arithmetic| {
+            let config = ModelConfig { arithmetic, ..config(&self.0, block_tokens, kv_dtype) };
             CpuExecutor::load(&config).expect("loads")
         })
     }
@@ -192,13 +192,18 @@ fn the_spec_comes_from_the_file() {
 #[test]
 fn nodes_of_another_arithmetic_have_another_digest() {
     let model = TinyModel::new("arithmetic");
-    let spec = |isa, batch_invariant| {
-        let config = ModelConfig { path: model.0.clone(), blocks: 4, isa, batch_invariant, ..ModelConfig::default() };
+    let spec = |isa, arithmetic| {
+        let config = ModelConfig { path: model.0.clone(), blocks: 4, isa, arithmetic, ..ModelConfig::default() };
         CpuExecutor::load(&config).ok().map(|executor| executor.spec().clone())
     };
-    let exact = spec(IsaChoice::Auto, true).expect("everywhere");
-    assert_eq!(spec(IsaChoice::Portable, true).expect("everywhere"), exact, "the same bits on every machine");
-    let loose = [IsaChoice::Portable, IsaChoice::Avx2, IsaChoice::Avx512, IsaChoice::Amx].map(|isa| spec(isa, false));
+    let exact = spec(IsaChoice::Auto, ArithmeticChoice::F32).expect("everywhere");
+    assert_eq!(
+        spec(IsaChoice::Portable, ArithmeticChoice::F32).expect("everywhere"),
+        exact,
+        "the same bits on every machine"
+    );
+    let loose = [IsaChoice::Portable, IsaChoice::Avx2, IsaChoice::Avx512, IsaChoice::Amx]
+        .map(|isa| spec(isa, ArithmeticChoice::Auto));
     for spec in loose.into_iter().flatten() {
         let same = spec.arithmetic == exact.arithmetic;
         assert_eq!(spec.compatibility_digest == exact.compatibility_digest, same, "{}", spec.arithmetic.name());
