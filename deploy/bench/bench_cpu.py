@@ -139,13 +139,13 @@ def compare(options, threads):
     cpu_clock = options.clock == "cpu" and threads == 1
     env = dict(os.environ, LD_PRELOAD=str(pathlib.Path(options.llama).parent / "libcpu_clock.so")) if cpu_clock else dict(os.environ)
     ours = Ours(options.driver, options.model, threads, cores, env, options.isa)
-    exact = Ours(options.driver, options.model, threads, cores, env, options.isa, "--batch-invariant")
+    exact = Ours(options.driver, options.model, threads, cores, env, options.isa, "--arithmetic", "f32")
     llama = Llama(options.llama, options.model, threads, cores, env)
     gb_per_s, gflop_per_s = ours.ceilings()
     model = roofline.read_gguf(options.model)
     print(f"\n## {threads} thread{'s' if threads > 1 else ''} (cores {cores}), {'CPU' if cpu_clock else 'wall'} time\n")
     print(f"Ceilings, measured: {gb_per_s:.1f} GB/s read, {gflop_per_s:.0f} GFLOP/s GEMM. llama.cpp: {llama.system.strip(' |')}\n")
-    print("| row | ours | llama.cpp f16 KV | llama.cpp q8_0 KV | ratio to its best | roofline | share | ours, batch-invariant | its ratio "
+    print("| row | ours | llama.cpp f16 KV | llama.cpp q8_0 KV | ratio to its best | roofline | share | ours, f32 | its ratio "
           "| llama.cpp's settings | others' cores |")
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []

@@ -36,7 +36,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--flags", default="", help="flags of bench_cpu, as in --flags=--batch-invariant")
+    parser.add_argument("--flags", default="", help="flags of bench_cpu, as in --flags='--arithmetic f32'")
     args = parser.parse_args()
     print(f"{args.threads} threads, {args.rounds} rounds, flags: {args.flags or 'none'}\n")
     print("| row | before, tokens/s | after, tokens/s | after ÷ before (quartiles) |")

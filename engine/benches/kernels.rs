@@ -75,7 +75,7 @@ fn options() -> Result<(Isa, Vec<String>), String> {
             name => names.push(name.to_owned()),
         }
     }
-    let isa = Isa::choose(choice, exact).ok_or(format!("this machine has no {choice:?}"))?;
+    let isa = Isa::choose(choice, exact).ok_or(format!("this machine has no {choice}"))?;
     Ok((isa, names))
 }
 

@@ -13,11 +13,12 @@ use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::matmul::{Output, matmul};
 use tandem_engine::ops::packed::PackedMatrix;
 use tandem_engine::ops::peak;
-use tandem_engine::ops::simd::{Isa, IsaChoice};
+use tandem_engine::ops::simd::{ArithmeticChoice, Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Executor, KvDtype, KvLease, SamplingParams, Tokens};
 
 const USAGE: &str = "bench_cpu --model FILE [--threads N] [--rows ROW,…] [--samples K] [--steps N] [--chunk N] \
-                     [--kv-dtype bf16|int8|f32] [--block-size TOKENS] [--isa auto|amx|avx512|avx2|portable] [--batch-invariant] [--ceilings] [--json]";
+                     [--kv-dtype bf16|int8|f32] [--block-size TOKENS] [--isa auto|amx|avx512|avx2|portable] \
+                     [--arithmetic auto|f32|bf16] [--ceilings] [--json]";
 const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,decode32x256,decode1x1024,\
                     decode8x1024,decode16x1024,decode32x1024";
 
@@ -32,7 +33,7 @@ struct Options {
     kv_dtype: KvDtype,
     block_tokens: usize,
     isa: IsaChoice,
-    batch_invariant: bool,
+    arithmetic: ArithmeticChoice,
     ceilings: bool,
     json: bool,
 }
@@ -117,7 +118,7 @@ impl Options {
             kv_dtype: KvDtype::Bf16,
             block_tokens: 16,
             isa: IsaChoice::Auto,
-            batch_invariant: false,
+            arithmetic: ArithmeticChoice::Auto,
             ceilings: false,
             json: false,
         };
@@ -140,7 +141,7 @@ impl Options {
                 }
                 "--block-size" => options.block_tokens = number(&value()?)?,
                 "--isa" => options.isa = value()?.parse().map_err(|error| format!("{error}; {USAGE}"))?,
-                "--batch-invariant" => options.batch_invariant = true,
+                "--arithmetic" => options.arithmetic = value()?.parse().map_err(|error| format!("{error}; {USAGE}"))?,
                 "--ceilings" => options.ceilings = true,
                 "--json" => options.json = true,
                 _ => return Err(format!("unknown {flag}; {USAGE}")),
@@ -187,7 +188,7 @@ impl Bench {
             block_tokens: options.block_tokens,
             threads: options.threads,
             isa: options.isa,
-            batch_invariant: options.batch_invariant,
+            arithmetic: options.arithmetic,
             ..ModelConfig::default()
         })
         .map_err(|error| error.to_string())?;

@@ -19,7 +19,7 @@ use crate::numerics::KvDtype;
 use crate::ops::choice;
 use crate::ops::kv::KvArena;
 use crate::ops::pool::Pool;
-use crate::ops::simd::{Isa, IsaChoice};
+use crate::ops::simd::{ArithmeticChoice, Isa, IsaChoice};
 use crate::step::Step;
 
 pub use loader::ModelLoader;
@@ -46,8 +46,8 @@ pub struct ModelConfig {
     pub cpus: Vec<usize>,
     /// Which kernels.
     pub isa: IsaChoice,
-    /// One kernel path in f32 for every row count: the same bits whatever else is in the batch, and on every machine.
-    pub batch_invariant: bool,
+    /// In which numbers they compute.
+    pub arithmetic: ArithmeticChoice,
 }
 
 impl Default for ModelConfig {
@@ -63,7 +63,7 @@ impl Default for ModelConfig {
             threads: 1,
             cpus: Vec::new(),
             isa: IsaChoice::Auto,
-            batch_invariant: true,
+            arithmetic: ArithmeticChoice::Auto,
         }
     }
 }
@@ -143,8 +143,7 @@ impl Executor for CpuExecutor {
 }
 
 fn isa_of(config: &ModelConfig) -> Result<Isa, EngineError> {
-    let exact = config.batch_invariant || config.kv_dtype == KvDtype::F32;
-    choice::choose(config.isa, exact).map_err(EngineError::InvalidArgument)
+    choice::choose(config.isa, config.arithmetic, config.kv_dtype).map_err(EngineError::InvalidArgument)
 }
 
 fn spec_of(model_digest: u64, model: &LlamaConfig, kv: &KvArena, isa: Isa) -> EngineSpec {

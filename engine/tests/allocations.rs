@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
+use tandem_engine::ops::simd::ArithmeticChoice;
 use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Executor, SamplingParams, Seq, Tokens};
 
 /// Steps that must pass without an allocation, one after another.
@@ -46,8 +47,8 @@ unsafe impl GlobalAlloc for Counting {
 
 #[test]
 fn a_step_allocates_nothing() {
-    for batch_invariant in [true, false] {
-        let config = ModelConfig { blocks: BLOCKS, threads: 2, batch_invariant, ..ModelConfig::default() };
+    for arithmetic in [ArithmeticChoice::F32, ArithmeticChoice::Auto] {
+        let config = ModelConfig { blocks: BLOCKS, threads: 2, arithmetic, ..ModelConfig::default() };
         let mut executor = smollm2::executor(config);
         let blocks = BlockPool::new(BLOCKS, 16);
         let greedy = Arc::new(SamplingParams::GREEDY);

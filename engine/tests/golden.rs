@@ -7,31 +7,31 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
-use tandem_engine::ops::simd::{Isa, IsaChoice};
+use tandem_engine::ops::simd::{ArithmeticChoice, Isa, IsaChoice};
 use tandem_engine::{Batch, BatchItem, BlockPool, Choose, Chosen, Executor, KvDtype, SamplingParams, Tokens};
 
 const MAX_STEPS: usize = 64;
 
 #[test]
 fn f32_kv_gives_the_oracles_tokens() {
-    compare(Runner::load(KvDtype::F32, true), 0.02, 0.05);
+    compare(Runner::load(KvDtype::F32, ArithmeticChoice::F32), 0.02, 0.05);
 }
 
 #[test]
 fn bf16_kv_gives_the_oracles_tokens() {
-    compare(Runner::load(KvDtype::Bf16, true), 0.05, 0.05);
+    compare(Runner::load(KvDtype::Bf16, ArithmeticChoice::F32), 0.05, 0.05);
 }
 
 /// Measured: differences at gaps of 0.019 and less, first log-probabilities up to 0.17 away.
 #[test]
 fn int8_kv_gives_the_oracles_tokens_where_it_is_sure() {
-    compare(Runner::load(KvDtype::Int8, true), 0.1, 0.3);
+    compare(Runner::load(KvDtype::Int8, ArithmeticChoice::F32), 0.1, 0.3);
 }
 
 /// Measured: differences at gaps of 0.080 and less, first log-probabilities up to 0.26 away.
 #[test]
 fn int8_kv_and_bf16_kernels_give_the_oracles_tokens_where_it_is_sure() {
-    compare(Runner::load(KvDtype::Int8, false), 0.2, 0.5);
+    compare(Runner::load(KvDtype::Int8, ArithmeticChoice::Auto), 0.2, 0.5);
 }
 
 /// On machines without bf16 kernels this is the test above.
@@ -41,13 +41,13 @@ fn bf16_kernels_give_the_oracles_tokens() {
     // oracle's own bf16.
     let tie = if Isa::choose(IsaChoice::Amx, false).is_some() { 0.1 } else { 0.05 };
     // The oracle itself, with bf16 activations, is up to 0.097 away from its f32 log-probabilities.
-    compare(Runner::load(KvDtype::Bf16, false), tie, 0.1);
+    compare(Runner::load(KvDtype::Bf16, ArithmeticChoice::Auto), tie, 0.1);
 }
 
 #[test]
 #[ignore = "prints tokens a second; run with --release -- --ignored --nocapture"]
 fn speed() {
-    let mut runner = Runner::load(KvDtype::Bf16, true);
+    let mut runner = Runner::load(KvDtype::Bf16, ArithmeticChoice::F32);
     let mut prompt = |rows: usize, items: usize, start: usize| {
         let blocks = || Arc::new(runner.pool.try_reserve((start + rows).div_ceil(16)).expect("room"));
         let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i * 7).collect();
@@ -105,8 +105,8 @@ struct Runner {
 }
 
 impl Runner {
-    fn load(kv_dtype: KvDtype, batch_invariant: bool) -> Self {
-        let config = ModelConfig { kv_dtype, blocks: 256, threads: 2, batch_invariant, ..ModelConfig::default() };
+    fn load(kv_dtype: KvDtype, arithmetic: ArithmeticChoice) -> Self {
+        let config = ModelConfig { kv_dtype, blocks: 256, threads: 2, arithmetic, ..ModelConfig::default() };
         let executor = smollm2::executor(config);
         let pool = BlockPool::new(256, 16);
         Self { executor, pool }

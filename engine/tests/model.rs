@@ -10,11 +10,11 @@ use proptest::prelude::*;
 use tandem_engine::cpu::{CpuExecutor, ModelConfig, ModelLoader};
 use tandem_engine::footprint::Footprint;
 use tandem_engine::memory::MemoryFiles;
-use tandem_engine::ops::simd::IsaChoice;
+use tandem_engine::ops::simd::{ArithmeticChoice, Isa, IsaChoice};
 use tandem_engine::sampling::uniform;
 use tandem_engine::{
-    Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, EngineSpec, Executor, History, KvDtype, KvLease,
-    SamplingParams, Tokens,
+    Arithmetic, Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, EngineSpec, Executor, History, KvDtype,
+    KvLease, SamplingParams, Tokens,
 };
 use tandem_proto::BLOCK_TOKENS;
 
@@ -94,8 +94,8 @@ impl TinyModel {
 
     /// With the f32 kernels, and with this machine's fastest ones.
     fn load_both(&self, block_tokens: usize, kv_dtype: KvDtype) -> [CpuExecutor; 2] {
-        [true, false].map(|batch_invariant| {
-            let config = ModelConfig { batch_invariant, ..config(&self.0, block_tokens, kv_dtype) };
+        [ArithmeticChoice::F32, ArithmeticChoice::Auto].map(|arithmetic| {
+            let config = ModelConfig { arithmetic, ..config(&self.0, block_tokens, kv_dtype) };
             CpuExecutor::load(&config).expect("loads")
         })
     }
@@ -182,8 +182,10 @@ fn the_spec_comes_from_the_file() {
     assert_eq!(int8.block_bytes, 2 * 2 * 2 * 16 * (16 + 2));
     let wide = model.load_blocks_of(64, KvDtype::F32).expect("loads").spec().clone();
     assert_eq!((wide.block_tokens, wide.block_bytes), (64, 4 * f32.block_bytes));
-    let names = |spec: &EngineSpec| (spec.kv_order.name(), spec.arithmetic.name());
-    assert_eq!([&f32, &bf16, &int8].map(names), [("f32-rows", "f32"), ("bf16-pairs", "f32"), ("int8-pairs", "f32")]);
+    let orders = [&f32, &bf16, &int8].map(|spec| spec.kv_order.name());
+    assert_eq!(orders, ["f32-rows", "bf16-pairs", "int8-pairs"]);
+    let fastest = Isa::detect().arithmetic();
+    assert_eq!([&f32, &bf16, &int8].map(|spec| spec.arithmetic), [Arithmetic::F32, fastest, fastest]);
     let mut digests = [f32, bf16, int8, wide].map(|spec| spec.compatibility_digest);
     digests.sort_unstable();
     assert!(digests.windows(2).all(|two| two[0] != two[1]));
@@ -192,13 +194,18 @@ fn the_spec_comes_from_the_file() {
 #[test]
 fn nodes_of_another_arithmetic_have_another_digest() {
     let model = TinyModel::new("arithmetic");
-    let spec = |isa, batch_invariant| {
-        let config = ModelConfig { path: model.0.clone(), blocks: 4, isa, batch_invariant, ..ModelConfig::default() };
+    let spec = |isa, arithmetic| {
+        let config = ModelConfig { path: model.0.clone(), blocks: 4, isa, arithmetic, ..ModelConfig::default() };
         CpuExecutor::load(&config).ok().map(|executor| executor.spec().clone())
     };
-    let exact = spec(IsaChoice::Auto, true).expect("everywhere");
-    assert_eq!(spec(IsaChoice::Portable, true).expect("everywhere"), exact, "the same bits on every machine");
-    let loose = [IsaChoice::Portable, IsaChoice::Avx2, IsaChoice::Avx512, IsaChoice::Amx].map(|isa| spec(isa, false));
+    let exact = spec(IsaChoice::Auto, ArithmeticChoice::F32).expect("everywhere");
+    assert_eq!(
+        spec(IsaChoice::Portable, ArithmeticChoice::F32).expect("everywhere"),
+        exact,
+        "the same bits on every machine"
+    );
+    let loose = [IsaChoice::Portable, IsaChoice::Avx2, IsaChoice::Avx512, IsaChoice::Amx]
+        .map(|isa| spec(isa, ArithmeticChoice::Auto));
     for spec in loose.into_iter().flatten() {
         let same = spec.arithmetic == exact.arithmetic;
         assert_eq!(spec.compatibility_digest == exact.compatibility_digest, same, "{}", spec.arithmetic.name());
@@ -217,7 +224,14 @@ fn a_model_that_takes_more_memory_than_there_is_is_refused_before_it_is_read() {
     };
     std::fs::write(&machine.meminfo, "MemTotal: 8388608 kB\nMemAvailable: 8388608 kB\n").expect("written");
     std::fs::write(&machine.groups, "0::/\n").expect("written");
-    let config = ModelConfig { path: model.0.clone(), max_step_tokens: 64, max_running: 4, ..ModelConfig::default() };
+    // In f32 the weights take the same memory on every machine.
+    let config = ModelConfig {
+        path: model.0.clone(),
+        max_step_tokens: 64,
+        max_running: 4,
+        arithmetic: ArithmeticChoice::F32,
+        ..ModelConfig::default()
+    };
     let open = || ModelLoader::open(&config).expect("a good file");
     let Footprint { weights, workspace } = open().footprint();
     let kv = 32 * open().block_bytes() as u64;
@@ -264,15 +278,16 @@ fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
 fn the_size_of_a_block_changes_no_bit() {
     let model = TinyModel::new("block-size");
     for kv_dtype in DTYPES {
-        let mut of_size = BLOCK_TOKENS.map(|block_tokens| {
-            let mut executor = model.load_blocks_of(block_tokens, kv_dtype).expect("loads");
-            let pool = BlockPool::new(32, block_tokens);
-            let (blocks, tokens) = (lease(&pool, 150), prompt(150, 1));
-            // A prompt in two chunks, then a token.
-            let parts = [(0, 70), (70, 149), (149, 150)];
-            parts.map(|(from, to)| step(&mut executor, vec![item(0, &tokens[from..to], from, &blocks)]))
+        let of_size = BLOCK_TOKENS.map(|block_tokens| {
+            model.load_both(block_tokens, kv_dtype).map(|mut executor| {
+                let pool = BlockPool::new(32, block_tokens);
+                let (blocks, tokens) = (lease(&pool, 150), prompt(150, 1));
+                // A prompt in two chunks, then a token.
+                let parts = [(0, 70), (70, 149), (149, 150)];
+                parts.map(|(from, to)| step(&mut executor, vec![item(0, &tokens[from..to], from, &blocks)]))
+            })
         });
-        let [first, others @ ..] = &mut of_size;
+        let [first, others @ ..] = &of_size;
         assert!(others.iter().all(|other| other == first), "{kv_dtype:?}");
     }
     for block_tokens in [0, 8, 17, 48, 256] {

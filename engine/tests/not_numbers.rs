@@ -9,7 +9,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
-use tandem_engine::ops::simd::IsaChoice;
+use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{
     Engine, EngineError, KvDtype, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
 };
@@ -28,24 +28,24 @@ struct Way {
     head_dim: usize,
     kv_dtype: KvDtype,
     isa: IsaChoice,
-    batch_invariant: bool,
+    arithmetic: ArithmeticChoice,
     /// Tokens of a step: fewer than a prompt has, and it comes in chunks.
     step_tokens: usize,
 }
 
 fn ways() -> Vec<Way> {
     let isas = [
-        (IsaChoice::Portable, true),
-        (IsaChoice::Avx2, true),
-        (IsaChoice::Avx512, true),
-        (IsaChoice::Avx512, false),
-        (IsaChoice::Auto, false),
+        (IsaChoice::Portable, ArithmeticChoice::F32),
+        (IsaChoice::Avx2, ArithmeticChoice::F32),
+        (IsaChoice::Avx512, ArithmeticChoice::F32),
+        (IsaChoice::Avx512, ArithmeticChoice::Auto),
+        (IsaChoice::Auto, ArithmeticChoice::Auto),
     ];
     let mut ways = Vec::new();
     for head_dim in [16, 32, 64] {
         for kv_dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
             for step_tokens in [64, 16] {
-                let way = |(isa, batch_invariant)| Way { head_dim, kv_dtype, isa, batch_invariant, step_tokens };
+                let way = |(isa, arithmetic)| Way { head_dim, kv_dtype, isa, arithmetic, step_tokens };
                 ways.extend(isas.map(way));
             }
         }
@@ -118,9 +118,9 @@ impl Model {
     }
 
     /// `None` where the machine has no such instruction set.
-    fn engine(&self, Way { kv_dtype, isa, batch_invariant, step_tokens, .. }: Way) -> Option<Engine> {
+    fn engine(&self, Way { kv_dtype, isa, arithmetic, step_tokens, .. }: Way) -> Option<Engine> {
         let path = self.0.clone();
-        let config = ModelConfig { path, kv_dtype, isa, batch_invariant, blocks: BLOCKS, ..ModelConfig::default() };
+        let config = ModelConfig { path, kv_dtype, isa, arithmetic, blocks: BLOCKS, ..ModelConfig::default() };
         let limits = SchedulerConfig { max_running: 4, max_step_tokens: step_tokens, inbox: 8, prefix_caching: true };
         match CpuExecutor::load(&config) {
             Ok(executor) => Some(Engine::start(Box::new(executor), limits)),

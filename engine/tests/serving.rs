@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
+use tandem_engine::ops::simd::ArithmeticChoice;
 use tandem_engine::{
     Batch, Chosen, Engine, EngineError, EngineSpec, Executor, KvDtype, LayersDone, Prefix, SamplingParams,
     SchedulerConfig, Seq, SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
@@ -30,15 +31,15 @@ struct Way {
 enum Kernels {
     ExactF32Kv,
     ExactBf16Kv,
-    /// On machines without bf16 dot products the same as `ExactBf16Kv`.
+    /// The default. On machines without bf16 dot products the same as `ExactBf16Kv`.
     Bf16,
 }
 
 impl Kernels {
     fn executor(self) -> CpuExecutor {
         let kv_dtype = if matches!(self, Self::ExactF32Kv) { KvDtype::F32 } else { KvDtype::Bf16 };
-        let batch_invariant = !matches!(self, Self::Bf16);
-        smollm2::executor(ModelConfig { kv_dtype, blocks: 1024, threads: 2, batch_invariant, ..ModelConfig::default() })
+        let arithmetic = if matches!(self, Self::Bf16) { ArithmeticChoice::Auto } else { ArithmeticChoice::F32 };
+        smollm2::executor(ModelConfig { kv_dtype, blocks: 1024, threads: 2, arithmetic, ..ModelConfig::default() })
     }
 
     fn tie(self) -> f32 {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use tandem_engine::KvDtype;
-use tandem_engine::ops::simd::IsaChoice;
+use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_ports::JoinToken;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
@@ -71,16 +71,16 @@ pub struct NodeArgs {
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
     #[arg(long, value_delimiter = ',')]
     pub cpus: Vec<usize>,
-    /// Instruction set of the compute kernels. Without --batch-invariant the sets differ in their bits, and all nodes
-    /// need the same.
+    /// Instruction set of the compute kernels. In bf16 the sets differ in their bits, and all nodes need the same; in
+    /// f32 they do not.
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
-    /// Compute in f32: the same bits whatever else is in the batch, and on every machine. `false` takes the bf16
-    /// kernels where the machine has them: faster, the same bits whatever else is in the batch, but others on other
-    /// kinds of machines; and the first log-probabilities move by up to 0.1. Where it has AMX, quantized weights are
-    /// kept in bf16, too: 2 bytes a weight more. The same on all nodes: the router refuses others.
-    #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set, default_value_t = true, num_args = 0..=1, default_missing_value = "true")]
-    pub batch_invariant: bool,
+    /// In which numbers to compute; an answer has the same bits in any batch with each. f32 gives the same bits on
+    /// every machine. bf16 is faster, its bits depend on the kind of machine, and log-probabilities move by up to 0.1;
+    /// where there is AMX, quantized weights are kept in bf16, too, which takes 2 bytes a weight more. All nodes need
+    /// the same arithmetic: the router refuses others. Two kinds of machines share f32.
+    #[arg(long, value_enum, default_value_t = ArithmeticArg::Auto)]
+    pub arithmetic: ArithmeticArg,
     /// How KV travels between nodes.
     #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
@@ -148,7 +148,7 @@ pub enum KvDtypeArg {
 pub enum IsaArg {
     /// The best one here.
     Auto,
-    /// AMX's bf16 tiles beside AVX-512; wants `--batch-invariant false`.
+    /// AMX's bf16 tiles beside AVX-512; does not go with --arithmetic f32 or --kv-dtype f32.
     Amx,
     /// AVX-512, with bf16 dot products where the machine has them; no AMX.
     Avx512,
@@ -156,6 +156,17 @@ pub enum IsaArg {
     Avx2,
     /// Plain code.
     Portable,
+}
+
+/// `--arithmetic`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ArithmeticArg {
+    /// The fastest that the machine, --isa and --kv-dtype allow: bf16, else f32.
+    Auto,
+    /// f32 throughout.
+    F32,
+    /// bf16 products and attention; wants AVX-512 BF16, and bf16 or int8 KV.
+    Bf16,
 }
 
 /// `--transport`.
@@ -219,8 +230,8 @@ pub struct NodeConfig {
     pub cpus: Vec<usize>,
     /// Compute kernels.
     pub isa: IsaChoice,
-    /// One f32 path.
-    pub batch_invariant: bool,
+    /// In which numbers they compute.
+    pub arithmetic: ArithmeticChoice,
     /// How KV travels.
     pub transport: TransportArg,
     /// What UCX may use.
@@ -324,7 +335,11 @@ impl NodeArgs {
                 IsaArg::Avx2 => IsaChoice::Avx2,
                 IsaArg::Portable => IsaChoice::Portable,
             },
-            batch_invariant: self.batch_invariant,
+            arithmetic: match self.arithmetic {
+                ArithmeticArg::Auto => ArithmeticChoice::Auto,
+                ArithmeticArg::F32 => ArithmeticChoice::F32,
+                ArithmeticArg::Bf16 => ArithmeticChoice::Bf16,
+            },
             transport: self.transport,
             ucx_profile: self.ucx_profile,
             ucx_lib_dir: self.ucx_lib_dir,
@@ -387,9 +402,11 @@ mod tests {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
         assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
         assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
-        assert_eq!(config.block_tokens, 16);
-        let config = parse("--router http://127.0.0.1:1 --simulated --kv-dtype int8 --block-size 64").unwrap();
+        assert_eq!((config.block_tokens, config.arithmetic), (16, ArithmeticChoice::Auto));
+        let flags = "--simulated --kv-dtype int8 --block-size 64 --arithmetic f32";
+        let config = parse(&format!("--router http://127.0.0.1:1 {flags}")).unwrap();
         assert_eq!((config.kv_dtype, config.block_tokens), (KvDtype::Int8, 64));
+        assert_eq!(config.arithmetic, ArithmeticChoice::F32);
     }
 
     #[test]

@@ -296,7 +296,7 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
                 threads: config.threads,
                 cpus: config.cpus.clone(),
                 isa: config.isa,
-                batch_invariant: config.batch_invariant,
+                arithmetic: config.arithmetic,
                 ..ModelConfig::default()
             };
             let loader = ModelLoader::open(&model)?;

@@ -14,21 +14,23 @@ const REFUSED: Duration = Duration::from_secs(30);
 
 #[tokio::test]
 async fn a_node_of_another_arithmetic_is_refused_and_harms_nobody() -> anyhow::Result<()> {
-    let cluster = Cluster::start(Options::default()).await?;
+    // In f32, so that machines with bf16 kernels have another arithmetic to refuse.
+    let node_args = words("--threads 1 --kv-blocks 1024 --arithmetic f32");
+    let cluster = Cluster::start(Options { node_args, ..Options::default() }).await?;
     let before = cluster.answer(ask(text("The capital of France is"), 12)).await?;
     let view = cluster_view(&cluster).await?;
     let nodes = view["nodes"].as_array().cloned().unwrap_or_default();
     ensure!(nodes.iter().all(|node| node["arithmetic"] == "f32" && node["kv_order"] == "bf16-pairs"), "{view}");
 
-    // Both roles: neither may join. A machine without bf16 kernels differs by its number format alone.
+    // Both roles: neither may join. On a machine without bf16 kernels only the KV's number format can differ.
     let logs = TempDir::new()?;
-    let (_prefill, said) = refused(&cluster, "prefill", "--kv-dtype int8", logs.path()).await?;
+    let (_prefill, said) = refused(&cluster, "prefill", "--arithmetic f32 --kv-dtype int8", logs.path()).await?;
     ensure!(said.contains("--kv-dtype") && said.contains("`int8-pairs`") && said.contains("`bf16-pairs`"), "{said}");
-    let (_decode, said) = refused(&cluster, "decode", "--batch-invariant false", logs.path()).await?;
+    let (_decode, said) = refused(&cluster, "decode", "--arithmetic auto", logs.path()).await?;
     if said.contains("computes in arithmetic") {
-        ensure!(said.contains("--batch-invariant") && said.contains("--isa") && said.contains("in `f32`"), "{said}");
+        ensure!(said.contains("--arithmetic f32") && said.contains("--isa") && said.contains("in `f32`"), "{said}");
         let log = cluster.router.log();
-        ensure!(log.contains("refused a node") && log.contains("--batch-invariant"), "{log}");
+        ensure!(log.contains("refused a node") && log.contains("--arithmetic f32"), "{log}");
     } else {
         eprintln!("skipped: this machine has one arithmetic; {said}");
     }

@@ -8,6 +8,9 @@ pub(super) mod amx;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use std::fmt;
+use std::str::FromStr;
+
 use crate::numerics::Arithmetic;
 
 #[cfg(target_arch = "x86_64")]
@@ -34,7 +37,7 @@ pub(super) enum Kind {
     Portable,
 }
 
-/// What the configuration asks for.
+/// Which instruction set the configuration asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IsaChoice {
     /// The best one here.
@@ -50,7 +53,7 @@ pub enum IsaChoice {
     Portable,
 }
 
-impl std::str::FromStr for IsaChoice {
+impl FromStr for IsaChoice {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
@@ -61,6 +64,44 @@ impl std::str::FromStr for IsaChoice {
             "avx2" => Self::Avx2,
             "portable" => Self::Portable,
             other => return Err(format!("no instruction set {other}")),
+        })
+    }
+}
+
+/// As on the command line.
+impl fmt::Display for IsaChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Amx => "amx",
+            Self::Avx512 => "avx512",
+            Self::Avx2 => "avx2",
+            Self::Portable => "portable",
+        })
+    }
+}
+
+/// In which numbers the configuration asks to compute. [`super::choice`] makes an [`Isa`] of the two choices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ArithmeticChoice {
+    /// The fastest that the machine, the instruction set and the KV allow: bf16, else f32.
+    #[default]
+    Auto,
+    /// f32 throughout: the same bits on every machine.
+    F32,
+    /// bf16 products and attention. Faster; the bits depend on the kind of machine.
+    Bf16,
+}
+
+impl FromStr for ArithmeticChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Ok(match name {
+            "auto" => Self::Auto,
+            "f32" => Self::F32,
+            "bf16" => Self::Bf16,
+            other => return Err(format!("no arithmetic {other}: it is auto, f32 or bf16")),
         })
     }
 }

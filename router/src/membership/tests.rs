@@ -178,7 +178,7 @@ fn all_nodes_compute_alike() {
     let error = membership.register(dots("d", v1::Role::Decode, 1), now).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Incompatible);
     assert!(error.message.contains("`bf16-dots`, node `p` in `f32`"), "{}", error.message);
-    assert!(error.message.contains("--batch-invariant"), "{}", error.message);
+    assert!(error.message.contains("--arithmetic"), "{}", error.message);
     let int8 = v1::Register { kv_order: "int8-pairs".into(), ..register("d", v1::Role::Decode, 2) };
     let error = membership.register(int8, now).unwrap_err();
     assert!(error.message.contains("--kv-dtype"), "{}", error.message);

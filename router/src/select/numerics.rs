@@ -23,8 +23,8 @@ impl Numerics {
         if this.arithmetic != other.arithmetic {
             return Some(format!(
                 "node `{name}` computes in arithmetic `{}`, node `{other_name}` in `{}`: their answers would differ in \
-                 some tokens; start all nodes with the same --batch-invariant, where it is false also with the same \
-                 --isa, and all or none with --simulated",
+                 some tokens; start all nodes with the same --arithmetic and the same --isa, and all or none with \
+                 --simulated; on two kinds of machines `--arithmetic f32` is what they share",
                 this.arithmetic, other.arithmetic
             ));
         }
@@ -55,7 +55,7 @@ mod tests {
         assert_eq!(Numerics::difference(("a", &exact), ("b", &exact)), None);
         let words = Numerics::difference(("a", &dots), ("b", &exact)).expect("it differs");
         assert!(words.contains("node `a` computes in arithmetic `bf16-dots`, node `b` in `f32`"), "{words}");
-        assert!(words.contains("--batch-invariant") && words.contains("--isa") && !words.contains("--kv-dtype"));
+        assert!(words.contains("--arithmetic f32") && words.contains("--isa") && !words.contains("--kv-dtype"));
         let words = Numerics::difference(("a", &int8), ("b", &exact)).expect("it differs");
         assert!(words.contains("`int8-pairs`, node `b` in `bf16-pairs`") && words.contains("--kv-dtype"), "{words}");
     }

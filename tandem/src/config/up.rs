@@ -145,9 +145,9 @@ struct PassThrough {
     /// Instruction set of the compute kernels
     #[arg(long, value_name = "auto|amx|avx512|avx2|portable")]
     isa: Option<String>,
-    /// The same bits whatever else is in the batch; `false` is faster, see the nodes' --help [default: true]
-    #[arg(long, value_name = "BOOL")]
-    batch_invariant: Option<bool>,
+    /// Numbers to compute in: f32 gives the same bits on every machine, bf16 is faster; see the nodes' --help
+    #[arg(long, value_name = "auto|f32|bf16")]
+    arithmetic: Option<String>,
     /// Sequences of a running batch
     #[arg(long, value_name = "N")]
     max_num_seqs: Option<usize>,
@@ -279,7 +279,7 @@ impl PassThrough {
             ("--kv-blocks", number(&self.kv_blocks)),
             ("--kv-memory", self.kv_memory.clone()),
             ("--isa", self.isa.clone()),
-            ("--batch-invariant", self.batch_invariant.map(|on| on.to_string())),
+            ("--arithmetic", self.arithmetic.clone()),
             ("--max-num-seqs", number(&self.max_num_seqs)),
             ("--max-num-batched-tokens", number(&self.max_num_batched_tokens)),
             ("--transport", self.transport.clone()),
@@ -319,8 +319,8 @@ mod tests {
             "32",
             "--kv-memory",
             "25%",
-            "--batch-invariant",
-            "false",
+            "--arithmetic",
+            "f32",
             "--otlp-endpoint",
             "http://c:1",
             "--simulated",
@@ -339,7 +339,7 @@ mod tests {
         let (flags, model) = up.node_args.split_at(9);
         let (kv, rest) = flags.split_at(4);
         assert_eq!(kv, ["--kv-dtype", "f32", "--block-size", "32"]);
-        assert_eq!(rest, ["--kv-memory", "25%", "--batch-invariant", "false", "--simulated"]);
+        assert_eq!(rest, ["--kv-memory", "25%", "--arithmetic", "f32", "--simulated"]);
         assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
