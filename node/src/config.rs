@@ -76,9 +76,8 @@ pub struct NodeArgs {
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// In which numbers to compute; an answer has the same bits in any batch with each. f32 gives the same bits on
-    /// every machine. bf16 is faster, its bits depend on the kind of machine, and log-probabilities move by up to 0.1;
-    /// where there is AMX, quantized weights are kept in bf16, too, which takes 2 bytes a weight more. All nodes need
-    /// the same arithmetic: the router refuses others. Two kinds of machines share f32.
+    /// every machine. bf16 is faster, its bits depend on the kind of machine, and log-probabilities move by up to 0.1.
+    /// All nodes need the same arithmetic: the router refuses others. Two kinds of machines share f32.
     #[arg(long, value_enum, default_value_t = ArithmeticArg::Auto)]
     pub arithmetic: ArithmeticArg,
     /// How KV travels between nodes.
