@@ -65,7 +65,7 @@ build_llama() {
     -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DLLAMA_SRC="$peers/$llama/vendor/llama.cpp" > "$peers/llama-build.log" 2>&1 &&
     cmake --build "$peers/llama-build" --target llama_rows --parallel "${BUILD_JOBS:-2}" >> "$peers/llama-build.log" 2>&1 ||
     die "the build of llama.cpp failed, see $peers/llama-build.log"
-  if grep -qw amx_int8 /proc/cpuinfo && ! objdump -d "$peers/llama-build/llama_rows" | grep -q tdpb; then
+  if grep -qw amx_int8 /proc/cpuinfo && ! objdump -d "$peers/llama-build/llama_rows" | grep tdpb > /dev/null; then
     die "llama.cpp was built without its AMX kernels, which this machine has: a comparison would not be fair"
   fi
   say "llama.cpp: $peers/llama-build/llama_rows"

@@ -13,6 +13,7 @@ use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tonic::transport::Endpoint;
 
 use crate::kv_memory::KvMemory;
+use crate::processor;
 
 /// Flags that both roles have.
 #[derive(Args, Debug)]
@@ -65,7 +66,7 @@ pub struct NodeArgs {
     /// Calls in flight at most, waiting ones included; more are refused as overload.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_calls: u32,
-    /// Compute threads; 0 takes the cores that this process may use.
+    /// Compute threads; 0: one for each core that this process may use, not two where a core has two hardware threads.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
@@ -302,7 +303,7 @@ impl NodeArgs {
             },
         };
         let threads = match self.threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            0 => processor::default_threads(),
             threads => threads,
         };
         Ok(NodeConfig {

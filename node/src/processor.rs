@@ -1,5 +1,7 @@
 //! What this process computes on, as the router is told: nodes that share cores slow each other down, and only they can
 //! say that they do.
+use std::collections::BTreeSet;
+
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 use tandem_proto::v1;
@@ -16,7 +18,27 @@ pub fn this(threads: usize, cpus: &[usize]) -> Option<v1::Processor> {
     of(&boot_id, cpus, threads)
 }
 
-/// The cores of the calling thread.
+/// Compute threads of a process that is not told how many: one for each core that it may use, as far as the system gives
+/// it time for so many. Two threads of one core would share its vector units and tile registers, and its caches.
+pub fn default_threads() -> usize {
+    let time_for = std::thread::available_parallelism().map_or(1, usize::from);
+    cores_among(&allowed(), first_sibling).clamp(1, time_for)
+}
+
+/// Cores that have one of these threads.
+fn cores_among(cpus: &[usize], first_sibling: impl Fn(usize) -> Option<usize>) -> usize {
+    let cores: BTreeSet<usize> = cpus.iter().map(|&cpu| first_sibling(cpu).unwrap_or(cpu)).collect();
+    cores.len()
+}
+
+/// The lowest number among the hardware threads of a thread's core.
+fn first_sibling(cpu: usize) -> Option<usize> {
+    let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+    let siblings = std::fs::read_to_string(path).ok()?;
+    siblings.split([',', '-', '\n']).next()?.parse().ok()
+}
+
+/// The hardware threads that the calling thread may use.
 fn allowed() -> Vec<usize> {
     let Ok(set) = sched_getaffinity(Pid::from_raw(0)) else { return Vec::new() };
     (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
@@ -44,6 +66,16 @@ mod tests {
         assert_ne!(id("a", &[0]), id("a", &[1]));
         assert_ne!(id("a", &[0]), id("b", &[0]));
         assert_eq!(of(b"a", vec![], 1), None);
+    }
+
+    #[test]
+    fn two_threads_of_a_core_count_once() {
+        let of_four = |cpu: usize| Some(cpu % 4);
+        assert_eq!(cores_among(&[0, 1, 2, 3, 4, 5, 6, 7], of_four), 4);
+        assert_eq!(cores_among(&[1, 5, 2], of_four), 2);
+        // Where the system does not say, each is one.
+        assert_eq!(cores_among(&[0, 4], |_| None), 2);
+        assert!((1..=allowed().len()).contains(&default_threads()));
     }
 
     #[test]

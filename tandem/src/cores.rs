@@ -20,12 +20,22 @@ pub fn list(cpus: &[usize]) -> String {
     cpus.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// The CPUs that this process may use.
+/// The CPUs that this process may use, those of one core one after the other: so that a part has whole cores.
 pub fn available() -> Vec<usize> {
     let Ok(set) = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)) else {
         return Vec::new();
     };
-    (0..nix::sched::CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false)).collect()
+    let cpus = (0..nix::sched::CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false));
+    by_core(cpus.collect(), |cpu| {
+        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+        std::fs::read_to_string(path).ok()?.split([',', '-', '\n']).next()?.parse().ok()
+    })
+}
+
+/// `first_sibling`: the lowest number among the CPUs of the same core, if the system says it.
+fn by_core(mut cpus: Vec<usize>, first_sibling: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
+    cpus.sort_by_key(|&cpu| (first_sibling(cpu).unwrap_or(cpu), cpu));
+    cpus
 }
 
 #[cfg(test)]
@@ -39,6 +49,12 @@ mod tests {
         assert_eq!(split(&[0], 2), None);
         assert_eq!(split(&[0], 0), None);
         assert_eq!(list(&[2, 3, 5]), "2,3,5");
+    }
+
+    #[test]
+    fn the_cpus_of_a_core_stay_together() {
+        assert_eq!(by_core((0..8).collect(), |cpu| Some(cpu % 4)), [0, 4, 1, 5, 2, 6, 3, 7]);
+        assert_eq!(by_core(vec![2, 0, 1], |_| None), [0, 1, 2]);
     }
 
     #[test]

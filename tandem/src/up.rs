@@ -297,8 +297,8 @@ fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str, 
     let recipe = |((role, name), cpus): ((&str, String), Vec<usize>)| {
         let own = if role == "prefill" { &config.prefill_args } else { &config.decode_args };
         let mut args = flags([("--router", router), ("--node-id", &name)]);
-        let threads = config.threads.unwrap_or(cpus.len());
-        if threads > 0 {
+        // Without a number a node takes one for each core that it is pinned to.
+        if let Some(threads) = config.threads {
             args.extend(flags([("--threads", &threads.to_string())]));
         }
         args.extend(token.iter().chain(&config.shared_args).chain(&config.node_args).chain(own).cloned());

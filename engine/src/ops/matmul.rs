@@ -4,8 +4,8 @@
 //! |---|---|---|
 //! | chains of fused multiply-adds in f32 | `f32_gemm.rs` | every machine; exact in every format |
 //! | bf16 dot products, f32 sums | `bf16_gemm.rs` | an [`Isa`] that rounds |
-//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, from five rows on |
-//! | the same sums by fused multiply-adds | `few_rows.rs` | an [`Isa`] with tiles, up to four rows |
+//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, from three rows on |
+//! | the same sums by fused multiply-adds | `few_rows.rs` | an [`Isa`] with tiles, one or two rows |
 //!
 //! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all of them. The choice
 //! depends on the instruction set and, with tiles, the number of rows, which changes no bit: see [`super`].
