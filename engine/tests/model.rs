@@ -13,8 +13,8 @@ use tandem_engine::memory::MemoryFiles;
 use tandem_engine::ops::simd::{ArithmeticChoice, Isa, IsaChoice};
 use tandem_engine::sampling::uniform;
 use tandem_engine::{
-    Arithmetic, Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, EngineSpec, Executor, History, KvDtype,
-    KvLease, SamplingParams, Tokens,
+    Arithmetic, Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, Executor, History, KvDtype, KvLease,
+    SamplingParams, Tokens,
 };
 use tandem_proto::BLOCK_TOKENS;
 
