@@ -3,8 +3,10 @@
 //! multiply the same numbers. Weights are decoded from the file's format for each product: a copy in bf16 would be three
 //! times as many bytes to read.
 //!
-//! **Rounding.** `x` is rounded to the nearest bf16, ties to even, by the instruction. A quantized weight is rounded to
-//! the nearest, ties away from zero, by an integer addition to its bits: the cheapest rounding that registers do.
+//! **Rounding.** `x` is rounded to the nearest bf16, ties to even, by the instruction. Of a quantized weight the lower
+//! half of its f32 is dropped, after scale and offset were made greater by [`GROW`]: rounding that costs nothing. A weight
+//! is off by 0.7 of its last place at most and by 0.305 in the root mean square, without a bias, where the nearest bf16
+//! is off by 0.5 and 0.289. Decode of one sequence spends most of its time here.
 //!
 //! **Tiny numbers.** A tile takes subnormal numbers for zeros, an FMA does not. None ever arise: `x` and weights below
 //! [`TINY`] are zeros here, so that all are multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not,
@@ -17,6 +19,9 @@ use super::tiles::amx::Tile;
 
 /// Pairs of `k` of a block.
 pub(super) const PAIRS: usize = BLOCK / 2;
+/// By which scales and offsets grow before weights are cut off, 0.347 of a bf16's last place at 1: 0.347 to 0.694 of it,
+/// half on average over weights whose logarithms are spread evenly.
+const GROW: f32 = 1.0 + 0.347 / 128.0;
 /// The upper half of each lane.
 const UPPER: u32 = 0xffff_0000;
 
@@ -62,14 +67,14 @@ pub(super) unsafe fn upper(lanes: __m512i) -> __m512 {
 /// features enabled. All loads are unaligned ones.
 pub(super) trait Format {
     const KIND: WeightFormat;
-    /// Scale and offset of the columns.
+    /// Scale and offset of the columns, grown.
     #[inline(always)]
     unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
         // SAFETY: makes lanes from constants, and reads no memory.
         unsafe { [_mm512_setzero_ps(); 2] }
     }
     /// The weights of four pairs of `k`, from `8 * four` on: of each pair the even `k`, then the odd. The upper half of
-    /// a lane is the weight, rounded to bf16; the lower half is of no meaning.
+    /// a lane is the weight in bf16; the lower half is of no meaning.
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4];
 }
 
@@ -104,8 +109,8 @@ impl Format for Q4_1 {
         unsafe {
             let halves = block.cast::<__m256i>();
             [
-                _mm512_cvtph_ps(_mm256_loadu_si256(halves.add(half))),
-                _mm512_cvtph_ps(_mm256_loadu_si256(halves.add(2 + half))),
+                grown(_mm512_cvtph_ps(_mm256_loadu_si256(halves.add(half)))),
+                grown(_mm512_cvtph_ps(_mm256_loadu_si256(halves.add(2 + half)))),
             ]
         }
     }
@@ -129,7 +134,7 @@ impl Format for Q8_0 {
     #[inline(always)]
     unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
         // SAFETY: a block begins with 32 f16, of which 16 are read from the first or the 17th on.
-        unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast())), _mm512_setzero_ps()] }
+        unsafe { [grown(_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast()))), _mm512_setzero_ps()] }
     }
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
@@ -177,8 +182,7 @@ unsafe fn of_nibbles(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
     // SAFETY: the table has 64 bytes, and a permutation looks at the four low bits of its indices.
     unsafe {
         let q = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(NIBBLES.as_ptr()));
-        // The product is exact: 4 and 11 bits.
-        rounded(_mm512_fmadd_ps(q, scale, offset))
+        _mm512_castps_si512(_mm512_fmadd_ps(q, scale, offset))
     }
 }
 
@@ -193,20 +197,18 @@ unsafe fn of_bytes(pairs: __m256i, scale: __m512) -> [__m512i; 2] {
         let both = _mm512_cvtepi16_epi32(pairs);
         let (even, odd) = (_mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(both)), _mm512_srai_epi32::<8>(both));
         [
-            rounded(_mm512_mul_ps(_mm512_cvtepi32_ps(even), scale)),
-            rounded(_mm512_mul_ps(_mm512_cvtepi32_ps(odd), scale)),
+            _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(even), scale)),
+            _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(odd), scale)),
         ]
     }
 }
 
-/// [`super::packed::nearest`] in lanes, but for the lower halves.
-///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn rounded(weights: __m512) -> __m512i {
+unsafe fn grown(scales: __m512) -> __m512 {
     // SAFETY: arithmetic in lanes, which reads no memory.
-    unsafe { _mm512_add_epi32(_mm512_castps_si512(weights), _mm512_set1_epi32(0x8000)) }
+    unsafe { _mm512_mul_ps(scales, _mm512_set1_ps(GROW)) }
 }
 
 /// Writes a block of quantized weights as the two tiles of its left and its right columns.
@@ -268,22 +270,10 @@ unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut Tile) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::packed::nearest;
     use super::*;
 
     #[test]
     fn tiny_is_what_it_says() {
         assert_eq!(f32::from_bits(u32::from(TINY) << 16), 2f32.powi(-50));
-    }
-
-    #[test]
-    fn weights_are_rounded_to_the_nearest_bf16() {
-        for i in 0..200_000u32 {
-            let weight = (i as f32 - 1e5) * 3.7e-5;
-            let (ours, theirs) = (nearest(weight), half::bf16::from_f32(weight).to_f32());
-            assert_eq!(half::bf16::from_f32(ours).to_f32(), ours, "a bf16");
-            // Of two that are equally near either will do.
-            assert!((ours - weight).abs() <= (theirs - weight).abs(), "{weight}: {ours}, not {theirs}");
-        }
     }
 }

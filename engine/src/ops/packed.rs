@@ -313,13 +313,6 @@ fn put_at<const N: usize>(panel: &mut [u8], column: usize, kk: usize, value: [u8
     panel[(kk * PANEL + column) * N..][..N].copy_from_slice(&value);
 }
 
-/// The nearest bf16; of two that are equally near the one with the greater magnitude. How weights that are kept
-/// quantized are rounded, see `bf16_k32.rs`.
-#[cfg(test)]
-pub(super) fn nearest(weight: f32) -> f32 {
-    f32::from_bits(weight.to_bits().wrapping_add(0x8000) & 0xffff_0000)
-}
-
 fn put_bf16(panel: &mut [u8], column: usize, values: &[f32]) {
     for (kk, &value) in values.iter().enumerate() {
         let at = kk / BLOCK * WeightFormat::Bf16.block_bytes() + pair_at(column, kk % BLOCK) * 2;
@@ -339,7 +332,7 @@ fn put_bf16_bytes(panel: &mut [u8], column: usize, row: &[u8]) {
     }
 }
 
-/// A group's scale or offset. Of NaNs only one: the greatest, rounded by addition to its bits, would become a zero.
+/// A group's scale or offset. Of NaNs only one: of another, cut off to bf16, an infinity could be left.
 fn scale(file: [u8; 2]) -> [u8; 2] {
     let scale = half::f16::from_le_bytes(file);
     if scale.is_nan() { half::f16::NAN.to_le_bytes() } else { file }

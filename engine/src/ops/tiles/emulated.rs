@@ -131,7 +131,7 @@ impl Tiles for OneChain {
 }
 
 /// The bf16 in the low and the high half.
-fn pair(bits: u32) -> [f32; 2] {
+pub(super) fn pair(bits: u32) -> [f32; 2] {
     [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)].map(flushed)
 }
 

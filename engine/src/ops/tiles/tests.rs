@@ -1,14 +1,15 @@
 //! The product on emulated tile registers, and on the real ones where this machine has them, against plain sums.
 use proptest::prelude::*;
 
+use super::super::bf16_k32::to_tiles;
 use super::super::few_rows;
 use super::super::matmul::{Output, matmul};
-use super::super::packed::{PackedMatrix, WeightFormat, nearest};
+use super::super::packed::PackedMatrix;
 use super::super::simd::amx::available;
 use super::super::simd::{Isa, IsaChoice, Kind};
 use super::super::tests::{noise, packed, round, unpacked};
-use super::amx::{Amx, Tiles};
-use super::emulated::{Emulated, Forgetful, OneChain};
+use super::amx::{Amx, Tile, Tiles};
+use super::emulated::{Emulated, Forgetful, OneChain, pair};
 use super::fault;
 
 /// A product in tiles; `None` if this machine lacks what stands around the registers.
@@ -30,10 +31,39 @@ fn on_all(x: &[f32], w: &PackedMatrix, before: &[f32], output: Output) -> Vec<(&
     emulated.into_iter().chain(real).collect()
 }
 
-/// The weights that a product takes.
+/// The weights that a product takes; on a machine that multiplies none, those of the matrix.
 fn multiplied(w: &PackedMatrix) -> Vec<f32> {
-    let quantized = w.format() != WeightFormat::Bf16;
-    unpacked(w).into_iter().map(|weight| if quantized { nearest(weight) } else { weight }).collect()
+    let mut weights = unpacked(w);
+    let Some(to_tiles) = to_tiles(w.format()).filter(|_| Isa::available().into_iter().any(Isa::rounds)) else {
+        return weights;
+    };
+    let mut tiles = [Tile::ZERO; 2];
+    for (i, weight) in weights.iter_mut().enumerate() {
+        let (n, k) = (i / w.k(), i % w.k());
+        let block = &w.panel(n / 32)[k / 32 * w.format().block_bytes()..];
+        // SAFETY: the machine has AVX-512 with BF16; the panel has the block.
+        unsafe { to_tiles(block.as_ptr(), tiles.as_mut_ptr()) };
+        *weight = pair(tiles[n % 32 / 16].0[k % 32 / 2][n % 16])[k % 2];
+    }
+    weights
+}
+
+/// By less than three quarters of a bf16's last place, and up as often as down.
+#[test]
+fn weights_are_cut_off_without_a_bias() {
+    for format in [1, 2] {
+        let w = fitted(format, 11, 64, 8, 0);
+        let (exact, taken) = (unpacked(&w), multiplied(&w));
+        let count = exact.len() as f64;
+        let mut bias = 0.0;
+        for (exact, taken) in exact.iter().zip(&taken) {
+            let place = f32::from_bits(exact.to_bits() & 0x7f80_0000) / 128.0;
+            let off = (taken.abs() - exact.abs()) / place.max(f32::MIN_POSITIVE);
+            assert!(off.abs() < 0.75, "{exact} {taken}");
+            bias += f64::from(off) / count;
+        }
+        assert!(bias.abs() < 0.05, "{format}: {bias} of the last place");
+    }
 }
 
 fn fitted(format: u8, seed: u32, columns: usize, groups: usize, ragged: usize) -> PackedMatrix {
@@ -141,7 +171,7 @@ fn chunks_of_rows_and_slices_of_k_meet() {
     }
 }
 
-/// Rounding adds to the bits of a weight: of one NaN, that would make a zero.
+/// Of a weight the lower half is dropped: of some NaNs, that would leave an infinity.
 #[test]
 fn a_scale_that_is_no_number_makes_no_number() {
     for nan in [0x7c01u16, 0x7e00, 0x7fff, 0xfc01, 0xffff] {
