@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-serving fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -72,6 +72,10 @@ bench-cpu: setup ## Prefill and decode beside llama.cpp in one run; builds it on
 	cargo build --release --locked -p tandem-engine --example bench_cpu
 	$(if $(PEERS),cargo build --release --locked)
 	python3 deploy/bench/bench_cpu.py --peers "$(PEERS)" $(BENCH_CPU)
+
+bench-serving: setup build ## `tandem up` without flags beside llama.cpp's server, over HTTP; builds it once
+	deploy/bench/peers.sh llama-server
+	python3 deploy/bench/bench_serving.py $(BENCH_SERVING)
 
 # FAULT_MATRIX="--rounds 20" repeats it; "--transports tcp SIGSTOP/decode" takes some cells.
 fault-matrix: setup build ## Every fault, victim and moment over real processes; prints the table

@@ -3,6 +3,7 @@
 # Says what it installs; does nothing where everything is there.
 #
 #   peers.sh                llama.cpp as PyPI's llama-cpp-python ships its source, with llama_rows.cpp on top
+#   peers.sh llama-server   and llama.cpp's server from the same source
 #   peers.sh mistralrs      and PyPI's mistralrs in a virtual environment
 #
 # Jobs of the build: $BUILD_JOBS, default 2.
@@ -71,6 +72,18 @@ build_llama() {
   say "llama.cpp: $peers/llama-build/llama_rows"
 }
 
+build_llama_server() {
+  local build=$peers/llama-server-build
+  [ -x "$build/bin/llama-server" ] || say "building llama.cpp's server in $build (ten minutes)"
+  cmake -G Ninja -S "$peers/$llama/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+    -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DGGML_NATIVE=ON -DLLAMA_BUILD_COMMON=ON -DLLAMA_BUILD_TOOLS=ON \
+    -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF \
+    -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF > "$build.log" 2>&1 &&
+    cmake --build "$build" --target llama-server --parallel "${BUILD_JOBS:-2}" >> "$build.log" 2>&1 ||
+    die "the build of llama.cpp's server failed, see $build.log"
+  say "llama.cpp's server: $build/bin/llama-server"
+}
+
 install_mistralrs() {
   venv
   if ! "$peers/venv/bin/python" -c 'import gguf, mistralrs' 2> /dev/null; then
@@ -94,6 +107,9 @@ install_packages $(llama_packages)
 fetch_llama
 build_llama
 for peer in "$@"; do
-  [ "$peer" = mistralrs ] || die "no peer $peer"
-  install_mistralrs
+  case $peer in
+    llama-server) build_llama_server ;;
+    mistralrs) install_mistralrs ;;
+    *) die "no peer $peer" ;;
+  esac
 done

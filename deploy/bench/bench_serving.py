@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""`make bench-serving`: `tandem up` beside llama.cpp's server, on the same cores, with the same model.
+
+Both run at the same time and only one is under load; `tandem bench` asks both over OpenAI's completions API, in turns.
+The first column is `tandem up` without flags. llama-server has the flags that were its best: a slot for each of 8
+requests, 8-bit KV with flash attention, a thread for each core. Prints a Markdown table of medians over the rounds.
+"""
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+from cluster import Cluster
+from target_dir import TARGET_DIR
+
+CACHE = pathlib.Path(os.environ.get("TANDEM_CACHE", pathlib.Path.home() / ".cache/tandem"))
+OURS = {
+    "tandem up": [],
+    "not pinned": ["--no-pin"],
+    "aggregated": ["--aggregated", "--decode", "1"],
+}
+# What a figure is called, its digits, and how to find it in the numbers of `tandem bench`.
+FIGURES = [
+    ("output tok/s", 0, lambda n: n["output_throughput"]),
+    ("prompt tok/s", 0, lambda n: n["total_input_tokens"] / n["duration"]),
+    ("TTFT p50 ms", 0, lambda n: n["median_ttft_ms"]),
+    ("TPOT p50 ms", 1, lambda n: n["median_tpot_ms"]),
+    ("ITL p99 ms", 0, lambda n: n["p99_itl_ms"]),
+]
+
+
+class LlamaServer:
+    """llama-server until the block is left."""
+
+    def __init__(self, program, model, threads, tandem):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.tandem, self.http = tandem, f"http://127.0.0.1:{port}"
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="llama-server-", suffix=".log")
+        command = [program, "-m", model, "--port", str(port), "-t", str(threads), "-np", "8", "-c", str(8 * 4096),
+                   "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "--no-webui"]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def wait(self):
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.http}/health", timeout=2).close()
+                said = pathlib.Path(self.log.name).read_text()
+                if "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text() and "AMX_INT8 = 1" not in said:
+                    sys.exit("This llama-server has no AMX kernels and the machine has AMX: no fair comparison.")
+                return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.1)
+        sys.exit(f"llama-server does not serve:\n{pathlib.Path(self.log.name).read_text()[-2000:]}")
+
+    def bench(self, *flags, api):
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            command = [self.tandem, "bench", "--url", self.http, "--api", api, *flags, "--json", out.name]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            return json.loads(pathlib.Path(out.name).read_text())
+
+    def __enter__(self):
+        self.wait()
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait(timeout=30)
+        self.log.close()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tandem", default=str(TARGET_DIR / "release/tandem"))
+    parser.add_argument("--llama", default=str(CACHE / "peers/llama-server-build/bin/llama-server"))
+    parser.add_argument("--model", default=str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    parser.add_argument("--rows", default="A@1,A@8,B@1,B@8", help="rows of `tandem bench` at so many requests at once")
+    parser.add_argument("--ours", default=",".join(OURS), help="which of our clusters")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20)
+    args = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+
+    measured = {}
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(Cluster(args.tandem, OURS[name])) for name in args.ours.split(",")}
+        servers["llama-server"] = stack.enter_context(LlamaServer(args.llama, args.model, threads, args.tandem))
+        for turn in range(args.rounds):
+            for row in args.rows.split(","):
+                letter, together = row.split("@")
+                for place in range(len(servers)):
+                    name = list(servers)[(turn + place) % len(servers)]
+                    print(f"round {turn + 1}: row {row}, {name}", file=sys.stderr, flush=True)
+                    load = ["--row", letter, "--concurrency", together, "--seconds", str(args.seconds)]
+                    numbers = servers[name].bench(*load, api="completions")
+                    if numbers["failed"]:
+                        sys.exit(f"{numbers['failed']} requests of row {row} failed at {name}")
+                    measured.setdefault((row, name), []).append(numbers)
+
+    print(f"\n| row | figure | {' | '.join(servers)} | {list(servers)[0]} ÷ llama-server |")
+    print("|---|---|" + "---|" * (len(servers) + 1))
+    for row in args.rows.split(","):
+        for figure, digits, of in FIGURES:
+            medians = {name: statistics.median(of(n) for n in measured[row, name]) for name in servers}
+            cells = " | ".join(f"{value:.{digits}f}" for value in medians.values())
+            print(f"| {row.replace('@', ' × ')} | {figure} | {cells} | {next(iter(medians.values())) / medians['llama-server']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
