@@ -86,23 +86,32 @@ mod tests {
             TensorSize::of(Purpose::Layer, &[64], TensorType::F16),
             matrix(Purpose::Layer, 32, 256, TensorType::Q4_K),
         ];
-        let layers = 96 * 64 / 32 * 34 + 4 * 64 * 64 + 4 * 64 + 4 * 32 * 256;
+        let layers = 96 * 64 / 32 * 34 + 4 * 64 * 64 + 4 * 64 + 32 * 256 * 11 / 16;
         assert_eq!(weights_bytes(&tensors, exact()), 2 * 320 * 64 + layers);
         // Beside a head, an embedding stays as its file has it.
         let quantized = matrix(Purpose::Embedding, 100, 256, TensorType::Q4_K);
         let head = matrix(Purpose::Head, 64, 256, TensorType::BF16);
         assert_eq!(weights_bytes(&[quantized, head], exact()), 100 * 144 + 64 * 256 * 2);
-        assert_eq!(weights_bytes(&[quantized], exact()), 4 * 128 * 256);
+        assert_eq!(weights_bytes(&[quantized], exact()), 128 * 256 * 11 / 16);
     }
 
+    /// Bits of a weight.
     #[test]
-    fn what_has_two_bytes_keeps_them_and_kernels_that_round_keep_no_more() {
-        for (dtype, exact) in [(TensorType::F32, 4), (TensorType::F16, 2), (TensorType::BF16, 2), (TensorType::Q6_K, 4)]
-        {
+    fn what_is_small_stays_so_and_kernels_that_round_keep_no_more_than_two_bytes() {
+        for (dtype, exact) in [
+            (TensorType::F32, 32),
+            (TensorType::F16, 16),
+            (TensorType::BF16, 16),
+            (TensorType::Q4_0, 5),
+            (TensorType::Q5_0, 6),
+            (TensorType::Q5_1, 6),
+            (TensorType::Q6_K, 7),
+            (TensorType::Q3_K, 32),
+        ] {
             let tensors = [matrix(Purpose::Layer, 64, 256, dtype)];
             for isa in Isa::available() {
-                let bytes = if isa.rounds() { 2 } else { exact };
-                assert_eq!(weights_bytes(&tensors, isa), bytes * 64 * 256, "{dtype} {}", isa.name());
+                let bits = if isa.rounds() { exact.min(16) } else { exact };
+                assert_eq!(weights_bytes(&tensors, isa), bits * 64 * 256 / 8, "{dtype} {}", isa.name());
             }
         }
     }

@@ -1,8 +1,9 @@
-//! `out = x · Wᵀ` by the bf16 dot products of AVX-512: `x` is rounded to bf16, weights enter as they are (4-bit and
-//! 8-bit integers are exact in bf16; their scales multiply the f32 sum of each group of 32 `k`), sums are f32.
+//! `out = x · Wᵀ` by the bf16 dot products of AVX-512: `x` is rounded to bf16, weights enter as they are (integers of 4
+//! to 8 bits are exact in bf16; their scales multiply the f32 sum of each group of 32 `k`), sums are f32.
 //!
 //! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
 //! its 16 pairs ascending from zero, times the scale, plus the total; then the offset times the sum of the group's `x`.
+//! Of Q6_K, which has two scales a group and no offset: the sum of 8 pairs times the first, then of 8 times the second.
 //! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
 //!
 //! Three ways through a panel, in the same order of operations:
@@ -18,6 +19,7 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
+use super::block_lanes;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
@@ -49,11 +51,15 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
                     let target = Target::new(out.get(), w, task.rows.start, panel, output);
                     let panel = w.panel(panel).as_ptr();
                     match w.format() {
-                        WeightFormat::F32 => panel_f32(scratch, panel, target),
-                        WeightFormat::F16 => panel_f16(scratch, panel, target),
-                        WeightFormat::Bf16 => panel_bf16(scratch, panel, target),
-                        WeightFormat::Q4_1 => panel_q4_1(scratch, panel, target),
-                        WeightFormat::Q8_0 => panel_q8_0(scratch, panel, target),
+                        WeightFormat::F32 => panel_of::<F32>(scratch, panel, target),
+                        WeightFormat::F16 => panel_of::<F16>(scratch, panel, target),
+                        WeightFormat::Bf16 => panel_of::<Bf16>(scratch, panel, target),
+                        WeightFormat::Q4_1 => panel_of::<Q4_1>(scratch, panel, target),
+                        WeightFormat::Q5_1 => panel_of::<Q5_1>(scratch, panel, target),
+                        WeightFormat::Q8_0 => panel_of::<Q8_0>(scratch, panel, target),
+                        WeightFormat::Q4K => panel_of::<Q4K>(scratch, panel, target),
+                        WeightFormat::Q5K => panel_of::<Q5K>(scratch, panel, target),
+                        WeightFormat::Q6K => panel_of::<Q6K>(scratch, panel, target),
                     }
                 }
             }
@@ -106,13 +112,15 @@ impl Scratch {
 /// `pair` is even and below 16; the caller has the features enabled. All loads are unaligned ones.
 trait Format {
     const KIND: WeightFormat;
+    /// Scales of a column: one, and an offset; or two and none, of the first and the last 16 `k`.
+    const SCALES: usize = 1;
     /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2];
-    /// Scale and offset of 16 columns; one and zero where weights are no quantized ones.
+    /// See [`block_lanes::scales`].
     #[inline(always)]
-    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
-        // SAFETY: makes lanes from constants, and reads no memory.
-        unsafe { [_mm512_set1_ps(1.0), _mm512_setzero_ps()] }
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        // SAFETY: as the caller says.
+        unsafe { block_lanes::scales(Self::KIND, block, half) }
     }
 }
 
@@ -141,7 +149,12 @@ struct Bf16;
 #[allow(non_camel_case_types, reason = "the format's name")]
 struct Q4_1;
 #[allow(non_camel_case_types, reason = "the format's name")]
+struct Q5_1;
+#[allow(non_camel_case_types, reason = "the format's name")]
 struct Q8_0;
+struct Q4K;
+struct Q5K;
+struct Q6K;
 
 impl Format for F32 {
     const KIND: WeightFormat = WeightFormat::F32;
@@ -183,36 +196,116 @@ impl Format for Bf16 {
 }
 
 /// bf16 of 0 to 15, twice, because the permutation looks at five bits of its index.
-static NIBBLES: [u16; 32] = {
-    let mut table = [0; 32];
+static FOUR_BITS: [u16; 32] = integers(16, 0);
+/// bf16 of 0 to 31.
+static FIVE_BITS: [u16; 32] = integers(32, 0);
+/// bf16 of -32 to 31.
+static SIX_BITS: [u16; 64] = integers(64, 32);
+
+/// bf16 of the integers below `end` less `centre`, as often as there is room.
+const fn integers<const N: usize>(end: usize, centre: i32) -> [u16; N] {
+    let mut table = [0; N];
     let mut i = 0;
-    while i < 32 {
-        table[i] = ((i % 16) as f32).to_bits().wrapping_shr(16) as u16;
+    while i < N {
+        table[i] = (((i % end) as i32 - centre) as f32).to_bits().wrapping_shr(16) as u16;
         i += 1;
     }
     table
-};
+}
 
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `pair / 4` is at
-        // most 3. The table has 64 bytes, and a permutation takes its indices modulo the table's length.
-        unsafe {
-            let four = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + pair / 4) * 64).cast());
-            let two = if pair.is_multiple_of(4) { four } else { _mm512_srli_epi16::<8>(four) };
-            let table = _mm512_loadu_si512(NIBBLES.as_ptr().cast());
-            [_mm512_permutexvar_epi16(two, table), _mm512_permutexvar_epi16(_mm512_srli_epi16::<4>(two), table)]
+        // SAFETY: as the caller says; `pair / 4` is at most 3.
+        unsafe { four_bits(two_integers(Self::KIND, block, half, pair)) }
+    }
+}
+
+impl Format for Q4K {
+    const KIND: WeightFormat = WeightFormat::Q4K;
+    #[inline(always)]
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says; `pair / 4` is at most 3.
+        unsafe { four_bits(two_integers(Self::KIND, block, half, pair)) }
+    }
+}
+
+impl Format for Q5_1 {
+    const KIND: WeightFormat = WeightFormat::Q5_1;
+    #[inline(always)]
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says; `pair / 4` is at most 3.
+        unsafe { five_bits(two_integers(Self::KIND, block, half, pair)) }
+    }
+}
+
+impl Format for Q5K {
+    const KIND: WeightFormat = WeightFormat::Q5K;
+    #[inline(always)]
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says; `pair / 4` is at most 3.
+        unsafe { five_bits(two_integers(Self::KIND, block, half, pair)) }
+    }
+}
+
+impl Format for Q6K {
+    const KIND: WeightFormat = WeightFormat::Q6K;
+    const SCALES: usize = 2;
+    #[inline(always)]
+    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says; `pair / 4` is at most 3.
+        unsafe { six_bits(two_integers(Self::KIND, block, half, pair)) }
+    }
+}
+
+/// The integers of the pairs `pair` and `pair + 1`, each in the lowest bits of its 16.
+///
+/// # Safety
+/// As for [`Format::two_pairs`] of a format of nibbles.
+#[inline(always)]
+unsafe fn two_integers(format: WeightFormat, block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    // SAFETY: as the caller says; `pair / 4` is at most 3.
+    unsafe {
+        let [first, second] = block_lanes::integers(format, block, half, pair / 4);
+        match pair.is_multiple_of(4) {
+            true => [first, second],
+            false => [_mm512_srli_epi16::<8>(first), _mm512_srli_epi16::<8>(second)],
         }
     }
-    #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: a block begins with 64 f16, of which 16 are read from `16 * i` on; `i` is at most 3.
-        unsafe {
-            let at = |i: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(i * LANES * 2).cast()));
-            [at(half), at(2 + half)]
-        }
+}
+
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn four_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
+    // SAFETY: the table has 64 bytes, and a permutation takes its indices modulo the table's length.
+    unsafe {
+        let table = _mm512_loadu_si512(FOUR_BITS.as_ptr().cast());
+        [_mm512_permutexvar_epi16(pairs[0], table), _mm512_permutexvar_epi16(pairs[1], table)]
+    }
+}
+
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn five_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
+    // SAFETY: the table has 64 bytes, and a permutation takes its indices modulo the table's length.
+    unsafe {
+        let table = _mm512_loadu_si512(FIVE_BITS.as_ptr().cast());
+        [_mm512_permutexvar_epi16(pairs[0], table), _mm512_permutexvar_epi16(pairs[1], table)]
+    }
+}
+
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn six_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
+    // SAFETY: the table has twice 64 bytes, and a permutation takes its indices modulo the table's length.
+    unsafe {
+        let low = _mm512_loadu_si512(SIX_BITS.as_ptr().cast());
+        let high = _mm512_loadu_si512(SIX_BITS.as_ptr().add(32).cast());
+        [_mm512_permutex2var_epi16(low, pairs[0], high), _mm512_permutex2var_epi16(low, pairs[1], high)]
     }
 }
 
@@ -251,39 +344,16 @@ impl Format for Q8_0 {
             [_mm512_permutex2var_epi64(left, first, right), _mm512_permutex2var_epi64(left, second, right)]
         }
     }
-    #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: a block begins with 32 f16, of which 16 are read from the first or the 17th on.
-        unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast())), _mm512_setzero_ps()] }
-    }
 }
-
-macro_rules! panel_of {
-    ($name:ident, $format:ty) => {
-        /// # Safety
-        /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine
-        /// has the features.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-        unsafe fn $name(scratch: &mut Scratch, panel: *const u8, target: Target) {
-            // SAFETY: the caller keeps the contract of `multiply`, whose features are enabled on this function.
-            unsafe { multiply::<$format>(scratch, panel, target) }
-        }
-    };
-}
-panel_of!(panel_f32, F32);
-panel_of!(panel_f16, F16);
-panel_of!(panel_bf16, Bf16);
-panel_of!(panel_q4_1, Q4_1);
-panel_of!(panel_q8_0, Q8_0);
 
 /// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
 const DIRECT_ROWS: usize = 4;
 
 /// # Safety
-/// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the caller has the
-/// features enabled.
-#[inline(always)]
-unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
+/// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine has the
+/// features.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
     // SAFETY: a way is chosen by the scratch's rows, and so `tile` has as many as it is tall. `group` stays below the
     // scratch's groups, as many blocks as the panel has; `two` below 8, so that pairs are even and below 16. What is
     // asked for ahead may lie behind the panel: its address is computed by wrapping addition and only hinted at. Row
@@ -305,7 +375,10 @@ unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
                 *weights = [[left[0], right[0]], [left[1], right[1]]];
             }
             let scales = [F::scales(block, 0), F::scales(block, 1)];
-            add_group(scratch, group, &weights, &scales);
+            match F::SCALES {
+                1 => add_group::<1>(scratch, group, &weights, &scales),
+                _ => add_group::<2>(scratch, group, &weights, &scales),
+            }
         }
         for row in 0..scratch.rows {
             let sums = scratch.totals.as_ptr().add(row * PANEL);
@@ -317,22 +390,27 @@ unsafe fn multiply<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
 /// All rows' products with one group of weights, in tiles as tall as the registers allow.
 ///
 /// # Safety
-/// As for `multiply`.
+/// As for [`panel_of`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]; PAIRS], scales: &[[__m512; 2]; 2]) {
+unsafe fn add_group<const SCALES: usize>(
+    scratch: &mut Scratch,
+    group: usize,
+    weights: &[[__m512i; 2]; PAIRS],
+    scales: &[[__m512; 2]; 2],
+) {
     let mut row = 0;
     while row < scratch.rows {
         // SAFETY: no tile is taller than the rows that are left.
         unsafe {
             row += match scratch.rows - row {
                 // Two of equal height rather than a tall one and a stump, whose few sums wait for one another.
-                14..=16 => group_tile::<8>(scratch, group, row, weights, scales),
-                TILE_ROWS.. => group_tile::<TILE_ROWS>(scratch, group, row, weights, scales),
-                8.. => group_tile::<8>(scratch, group, row, weights, scales),
-                6.. => group_tile::<6>(scratch, group, row, weights, scales),
-                4.. => group_tile::<4>(scratch, group, row, weights, scales),
-                2.. => group_tile::<2>(scratch, group, row, weights, scales),
-                _ => group_tile::<1>(scratch, group, row, weights, scales),
+                14..=16 => group_tile::<8, SCALES>(scratch, group, row, weights, scales),
+                TILE_ROWS.. => group_tile::<TILE_ROWS, SCALES>(scratch, group, row, weights, scales),
+                8.. => group_tile::<8, SCALES>(scratch, group, row, weights, scales),
+                6.. => group_tile::<6, SCALES>(scratch, group, row, weights, scales),
+                4.. => group_tile::<4, SCALES>(scratch, group, row, weights, scales),
+                2.. => group_tile::<2, SCALES>(scratch, group, row, weights, scales),
+                _ => group_tile::<1, SCALES>(scratch, group, row, weights, scales),
             };
         }
     }
@@ -341,7 +419,7 @@ unsafe fn add_group(scratch: &mut Scratch, group: usize, weights: &[[__m512i; 2]
 /// All groups of `M` rows, weights straight from the panel: the way of small batches.
 ///
 /// # Safety
-/// As for [`multiply`]; the scratch has `M` rows.
+/// As for [`panel_of`]; the scratch has `M` rows.
 #[inline(always)]
 unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, target: Target) {
     // SAFETY: the panel has the scratch's groups, and pairs are even and below 16. `round` made `x` groups × rows × 16
@@ -352,16 +430,23 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
             let block = panel.add(group * F::KIND.block_bytes());
             prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
             let x = scratch.x.as_ptr().add(group * M * PAIRS);
-            let mut sums = [[_mm512_setzero_ps(); 2]; M];
-            for pair in (0..PAIRS).step_by(2) {
-                let (left, right) = (F::two_pairs(block, 0, pair), F::two_pairs(block, 1, pair));
-                step(&mut sums, [bf16(left[0]), bf16(right[0])], x.add(pair));
-                step(&mut sums, [bf16(left[1]), bf16(right[1])], x.add(pair + 1));
-            }
             let scales = [F::scales(block, 0), F::scales(block, 1)];
-            for m in 0..M {
-                let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
-                totals[m] = with_group(totals[m], sums[m], &scales, x_sum);
+            for part in 0..F::SCALES {
+                let mut sums = [[_mm512_setzero_ps(); 2]; M];
+                for pair in (part * PAIRS / F::SCALES..(part + 1) * PAIRS / F::SCALES).step_by(2) {
+                    let (left, right) = (F::two_pairs(block, 0, pair), F::two_pairs(block, 1, pair));
+                    step(&mut sums, [bf16(left[0]), bf16(right[0])], x.add(pair));
+                    step(&mut sums, [bf16(left[1]), bf16(right[1])], x.add(pair + 1));
+                }
+                for (totals, sums) in totals.iter_mut().zip(sums) {
+                    *totals = with_sums(*totals, sums, &scales, part);
+                }
+            }
+            if F::SCALES == 1 {
+                for (m, totals) in totals.iter_mut().enumerate() {
+                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
+                    *totals = with_offset(*totals, &scales, x_sum);
+                }
             }
         }
         for (m, totals) in totals.into_iter().enumerate() {
@@ -376,7 +461,7 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
 /// # Safety
 /// `group` is one of the scratch's, which has the `M` rows from `first` on; the caller has the features enabled.
 #[inline(always)]
-unsafe fn group_tile<const M: usize>(
+unsafe fn group_tile<const M: usize, const SCALES: usize>(
     scratch: &mut Scratch,
     group: usize,
     first: usize,
@@ -388,20 +473,25 @@ unsafe fn group_tile<const M: usize>(
     // `M - 1` behind it index the first two, `first + m` the last.
     unsafe {
         let x = scratch.x.as_ptr().add(row * PAIRS);
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        for (pair, weights) in weights.iter().enumerate() {
-            step(&mut sums, [bf16(weights[0]), bf16(weights[1])], x.add(pair));
-        }
-        for (m, sums) in sums.into_iter().enumerate() {
-            let to = scratch.totals.as_mut_ptr().add((first + m) * PANEL);
-            let totals = match group {
-                0 => [_mm512_setzero_ps(); 2],
-                _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
-            };
-            let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
-            let totals = with_group(totals, sums, scales, x_sum);
-            _mm512_storeu_ps(to, totals[0]);
-            _mm512_storeu_ps(to.add(LANES), totals[1]);
+        for part in 0..SCALES {
+            let mut sums = [[_mm512_setzero_ps(); 2]; M];
+            for pair in part * PAIRS / SCALES..(part + 1) * PAIRS / SCALES {
+                step(&mut sums, [bf16(weights[pair][0]), bf16(weights[pair][1])], x.add(pair));
+            }
+            for (m, sums) in sums.into_iter().enumerate() {
+                let to = scratch.totals.as_mut_ptr().add((first + m) * PANEL);
+                let totals = match (group, part) {
+                    (0, 0) => [_mm512_setzero_ps(); 2],
+                    _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
+                };
+                let mut totals = with_sums(totals, sums, scales, part);
+                if SCALES == 1 {
+                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
+                    totals = with_offset(totals, scales, x_sum);
+                }
+                _mm512_storeu_ps(to, totals[0]);
+                _mm512_storeu_ps(to.add(LANES), totals[1]);
+            }
         }
     }
     M
@@ -422,17 +512,26 @@ unsafe fn step<const M: usize>(sums: &mut [[__m512; 2]; M], weights: [__m512bh; 
     }
 }
 
-/// The totals with one more group in them. Formats without scales or offsets have ones and zeros, which change nothing.
+/// The totals with the sums of a group in them, or of a part that has its own scales.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn with_group(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
+unsafe fn with_sums(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2]; 2], part: usize) -> [__m512; 2] {
     // No closure: it would not be inlined into the caller's instruction set, nor the intrinsics into it.
     // SAFETY: arithmetic in lanes, which reads no memory.
     unsafe {
-        let left = _mm512_fmadd_ps(sums[0], scales[0][0], totals[0]);
-        let right = _mm512_fmadd_ps(sums[1], scales[1][0], totals[1]);
-        [_mm512_fmadd_ps(x_sum, scales[0][1], left), _mm512_fmadd_ps(x_sum, scales[1][1], right)]
+        [_mm512_fmadd_ps(sums[0], scales[0][part], totals[0]), _mm512_fmadd_ps(sums[1], scales[1][part], totals[1])]
     }
+}
+
+/// The totals with a group's offsets in them. Formats without scales or offsets have ones and zeros, which change
+/// nothing.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn with_offset(totals: [__m512; 2], scales: &[[__m512; 2]; 2], x_sum: __m512) -> [__m512; 2] {
+    // SAFETY: arithmetic in lanes, which reads no memory.
+    unsafe { [_mm512_fmadd_ps(x_sum, scales[0][1], totals[0]), _mm512_fmadd_ps(x_sum, scales[1][1], totals[1])] }
 }

@@ -10,11 +10,12 @@
 //!
 //! **Tiny numbers.** A tile takes subnormal numbers for zeros, an FMA does not. None ever arise: `x` and weights below
 //! [`TINY`] are zeros here, so that all are multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not,
-//! is a multiple of 2⁻¹¹⁴: zero, or far from subnormal. Quantized weights are multiples of far larger numbers.
+//! is a multiple of 2⁻¹¹⁴: zero, or far from subnormal. Quantized weights are multiples of 2⁻⁴⁸: f16 and small integers.
 use std::arch::x86_64::*;
 
-use super::packed::{BLOCK, PANEL, TINY, WeightFormat};
-use super::simd::{LANES, bits, prefetch, rounded_pairs};
+use super::block_lanes;
+use super::packed::{BLOCK, TINY, WeightFormat};
+use super::simd::{bits, prefetch, rounded_pairs};
 use super::tiles::amx::Tile;
 
 /// Pairs of `k` of a block.
@@ -67,11 +68,14 @@ pub(super) unsafe fn upper(lanes: __m512i) -> __m512 {
 /// features enabled. All loads are unaligned ones.
 pub(super) trait Format {
     const KIND: WeightFormat;
-    /// Scale and offset of the columns, grown.
+    /// See [`block_lanes::scales`]; grown.
     #[inline(always)]
-    unsafe fn scales(_block: *const u8, _half: usize) -> [__m512; 2] {
-        // SAFETY: makes lanes from constants, and reads no memory.
-        unsafe { [_mm512_setzero_ps(); 2] }
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+        // SAFETY: as the caller says.
+        unsafe {
+            let [first, second] = block_lanes::scales(Self::KIND, block, half);
+            [grown(first), grown(second)]
+        }
     }
     /// The weights of four pairs of `k`, from `8 * four` on: of each pair the even `k`, then the odd. The upper half of
     /// a lane is the weight in bf16; the lower half is of no meaning.
@@ -82,7 +86,12 @@ pub(super) struct Bf16;
 #[allow(non_camel_case_types, reason = "the format's name")]
 pub(super) struct Q4_1;
 #[allow(non_camel_case_types, reason = "the format's name")]
+pub(super) struct Q5_1;
+#[allow(non_camel_case_types, reason = "the format's name")]
 pub(super) struct Q8_0;
+pub(super) struct Q4K;
+pub(super) struct Q5K;
+pub(super) struct Q6K;
 
 impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
@@ -104,44 +113,56 @@ impl Format for Bf16 {
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: a block begins with 64 f16, four times 32 bytes, of which two are read.
-        unsafe {
-            let halves = block.cast::<__m256i>();
-            [
-                grown(_mm512_cvtph_ps(_mm256_loadu_si256(halves.add(half)))),
-                grown(_mm512_cvtph_ps(_mm256_loadu_si256(halves.add(2 + half)))),
-            ]
-        }
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+        // SAFETY: as the caller says; the format has four bits.
+        unsafe { of_four_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
     }
+}
+
+impl Format for Q4K {
+    const KIND: WeightFormat = WeightFormat::Q4K;
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-        // SAFETY: behind 4 bytes for each of 32 columns stand two halves of 4 vectors of 64 bytes; `four` is at most 3.
-        unsafe {
-            let all = _mm512_loadu_si512(block.add(PANEL * 4 + (half * 4 + four) * 64).cast());
-            [
-                [of_nibbles(all, scales), of_nibbles(_mm512_srli_epi32::<16>(all), scales)],
-                [of_nibbles(_mm512_srli_epi32::<4>(all), scales), of_nibbles(_mm512_srli_epi32::<20>(all), scales)],
-                [of_nibbles(_mm512_srli_epi32::<8>(all), scales), of_nibbles(_mm512_srli_epi32::<24>(all), scales)],
-                [of_nibbles(_mm512_srli_epi32::<12>(all), scales), of_nibbles(_mm512_srli_epi32::<28>(all), scales)],
-            ]
-        }
+        // SAFETY: as the caller says; the format has four bits.
+        unsafe { of_four_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+    }
+}
+
+impl Format for Q5_1 {
+    const KIND: WeightFormat = WeightFormat::Q5_1;
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+        // SAFETY: as the caller says; the format has five bits.
+        unsafe { of_five_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+    }
+}
+
+impl Format for Q5K {
+    const KIND: WeightFormat = WeightFormat::Q5K;
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+        // SAFETY: as the caller says; the format has five bits.
+        unsafe { of_five_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+    }
+}
+
+impl Format for Q6K {
+    const KIND: WeightFormat = WeightFormat::Q6K;
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+        // SAFETY: as the caller says; the format has six bits.
+        unsafe { of_six_bits(block_lanes::integers(Self::KIND, block, half, four), scales[four / 2]) }
     }
 }
 
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: a block begins with 32 f16, of which 16 are read from the first or the 17th on.
-        unsafe { [grown(_mm512_cvtph_ps(_mm256_loadu_si256(block.add(half * LANES * 2).cast()))), _mm512_setzero_ps()] }
-    }
-    #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
         // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes, of which four are
         // read from `4 * four`, at most 12.
         unsafe {
-            let at = block.add(PANEL * 2 + (half * PAIRS + 4 * four) * 32).cast::<__m256i>();
+            let at = block.add(Self::KIND.header_bytes() + (half * PAIRS + 4 * four) * 32).cast::<__m256i>();
             [
                 of_bytes(_mm256_loadu_si256(at), scales[0]),
                 of_bytes(_mm256_loadu_si256(at.add(1)), scales[0]),
@@ -152,7 +173,7 @@ impl Format for Q8_0 {
     }
 }
 
-// Functions and no closures: those would not be compiled for the caller's instruction set.
+// Functions and no closures, see `block_lanes.rs`.
 
 /// # Safety
 /// The caller has the features enabled.
@@ -162,27 +183,124 @@ unsafe fn even_and_odd(pairs: __m512i) -> [__m512i; 2] {
     unsafe { [_mm512_slli_epi32::<16>(pairs), pairs] }
 }
 
-/// 0 to 15.
-static NIBBLES: [f32; 16] = {
-    let mut table = [0.0; 16];
+/// 0 to 31.
+static INTEGERS: [f32; 32] = {
+    let mut table = [0.0; 32];
     let mut i = 0;
-    while i < 16 {
+    while i < 32 {
         table[i] = i as f32;
         i += 1;
     }
     table
 };
 
+/// The weights of four pairs of integers, as [`block_lanes::integers`] gives them.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn of_four_bits([first, second]: [__m512i; 2], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    // SAFETY: arithmetic in lanes, and that of the functions below.
+    unsafe {
+        [
+            [from_four_bits(first, scales), from_four_bits(_mm512_srli_epi32::<16>(first), scales)],
+            [from_four_bits(second, scales), from_four_bits(_mm512_srli_epi32::<16>(second), scales)],
+            [
+                from_four_bits(_mm512_srli_epi32::<8>(first), scales),
+                from_four_bits(_mm512_srli_epi32::<24>(first), scales),
+            ],
+            [
+                from_four_bits(_mm512_srli_epi32::<8>(second), scales),
+                from_four_bits(_mm512_srli_epi32::<24>(second), scales),
+            ],
+        ]
+    }
+}
+
+/// The weights of four pairs of integers, as [`block_lanes::integers`] gives them.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn of_five_bits([first, second]: [__m512i; 2], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    // SAFETY: arithmetic in lanes, and that of the functions below.
+    unsafe {
+        [
+            [from_five_bits(first, scales), from_five_bits(_mm512_srli_epi32::<16>(first), scales)],
+            [from_five_bits(second, scales), from_five_bits(_mm512_srli_epi32::<16>(second), scales)],
+            [
+                from_five_bits(_mm512_srli_epi32::<8>(first), scales),
+                from_five_bits(_mm512_srli_epi32::<24>(first), scales),
+            ],
+            [
+                from_five_bits(_mm512_srli_epi32::<8>(second), scales),
+                from_five_bits(_mm512_srli_epi32::<24>(second), scales),
+            ],
+        ]
+    }
+}
+
+/// The weights of four pairs of integers, as [`block_lanes::integers`] gives them.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn of_six_bits([first, second]: [__m512i; 2], scale: __m512) -> [[__m512i; 2]; 4] {
+    // SAFETY: arithmetic in lanes, and that of the functions below.
+    unsafe {
+        [
+            [from_six_bits(first, scale), from_six_bits(_mm512_srli_epi32::<16>(first), scale)],
+            [from_six_bits(second, scale), from_six_bits(_mm512_srli_epi32::<16>(second), scale)],
+            [from_six_bits(_mm512_srli_epi32::<8>(first), scale), from_six_bits(_mm512_srli_epi32::<24>(first), scale)],
+            [
+                from_six_bits(_mm512_srli_epi32::<8>(second), scale),
+                from_six_bits(_mm512_srli_epi32::<24>(second), scale),
+            ],
+        ]
+    }
+}
+
 /// The weights of the lowest four bits of each lane.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn of_nibbles(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
-    // SAFETY: the table has 64 bytes, and a permutation looks at the four low bits of its indices.
+unsafe fn from_four_bits(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
+    // SAFETY: the table has more than 64 bytes, and a permutation looks at the four low bits of its indices.
     unsafe {
-        let q = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(NIBBLES.as_ptr()));
+        let q = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(INTEGERS.as_ptr()));
         _mm512_castps_si512(_mm512_fmadd_ps(q, scale, offset))
+    }
+}
+
+/// Of the lowest five.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn from_five_bits(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
+    // SAFETY: the table has twice 64 bytes, and a permutation of two vectors looks at the five low bits of its indices.
+    unsafe {
+        let low = _mm512_loadu_ps(INTEGERS.as_ptr());
+        let q = _mm512_permutex2var_ps(low, lanes, _mm512_loadu_ps(INTEGERS.as_ptr().add(16)));
+        _mm512_castps_si512(_mm512_fmadd_ps(q, scale, offset))
+    }
+}
+
+/// Of the lowest six, less 32.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn from_six_bits(lanes: __m512i, scale: __m512) -> __m512i {
+    /// The bits of 2²³: a small integer in its lowest bits is added to it.
+    const MAGIC: i32 = 0x4b00_0000;
+    // SAFETY: arithmetic in lanes, which reads no memory.
+    unsafe {
+        // lanes & 63 | magic
+        let q = _mm512_ternarylogic_epi32::<0xea>(lanes, _mm512_set1_epi32(63), _mm512_set1_epi32(MAGIC));
+        let q = _mm512_sub_ps(_mm512_castsi512_ps(q), _mm512_set1_ps(8_388_608.0 + 32.0));
+        _mm512_castps_si512(_mm512_mul_ps(q, scale))
     }
 }
 
@@ -194,12 +312,8 @@ unsafe fn of_nibbles(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
 unsafe fn of_bytes(pairs: __m256i, scale: __m512) -> [__m512i; 2] {
     // SAFETY: arithmetic in lanes, which reads no memory.
     unsafe {
-        let both = _mm512_cvtepi16_epi32(pairs);
-        let (even, odd) = (_mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(both)), _mm512_srai_epi32::<8>(both));
-        [
-            _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(even), scale)),
-            _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(odd), scale)),
-        ]
+        let [even, odd] = block_lanes::bytes(pairs);
+        [_mm512_castps_si512(_mm512_mul_ps(even, scale)), _mm512_castps_si512(_mm512_mul_ps(odd, scale))]
     }
 }
 
@@ -217,22 +331,6 @@ unsafe fn grown(scales: __m512) -> __m512 {
 /// The function's `block` is a whole block of the format; two tiles may be written; the machine has the features.
 pub(super) type ToTiles = unsafe fn(block: *const u8, tiles: *mut Tile);
 
-macro_rules! to_tiles {
-    ($name:ident, $format:ty) => {
-        /// See [`ToTiles`].
-        ///
-        /// # Safety
-        /// As there.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-        unsafe fn $name(block: *const u8, tiles: *mut Tile) {
-            // SAFETY: the features are enabled on this function; for the rest the caller vouches.
-            unsafe { block_to_tiles::<$format>(block, tiles) }
-        }
-    };
-}
-to_tiles!(q4_1_to_tiles, Q4_1);
-to_tiles!(q8_0_to_tiles, Q8_0);
-
 /// How blocks of a format become tiles; `None` where they are tiles already.
 ///
 /// # Panics
@@ -240,15 +338,21 @@ to_tiles!(q8_0_to_tiles, Q8_0);
 pub(super) fn to_tiles(format: WeightFormat) -> Option<ToTiles> {
     match format {
         WeightFormat::Bf16 => None,
-        WeightFormat::Q4_1 => Some(q4_1_to_tiles),
-        WeightFormat::Q8_0 => Some(q8_0_to_tiles),
+        WeightFormat::Q4_1 => Some(block_to_tiles::<Q4_1>),
+        WeightFormat::Q5_1 => Some(block_to_tiles::<Q5_1>),
+        WeightFormat::Q8_0 => Some(block_to_tiles::<Q8_0>),
+        WeightFormat::Q4K => Some(block_to_tiles::<Q4K>),
+        WeightFormat::Q5K => Some(block_to_tiles::<Q5K>),
+        WeightFormat::Q6K => Some(block_to_tiles::<Q6K>),
         format => panic!("{format:?} is not kept for tiles"),
     }
 }
 
+/// See [`ToTiles`].
+///
 /// # Safety
-/// As [`ToTiles`]; the caller has the features enabled.
-#[inline(always)]
+/// As there.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut Tile) {
     // SAFETY: two halves of four times four pairs are the rows of two tiles. What is asked for ahead may lie behind the
     // matrix: its address is computed by wrapping addition and only hinted at.

@@ -61,48 +61,39 @@ fn half(group: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([group[at], group[at + 1]]).to_f32()
 }
 
-/// f16 scale; 16 bytes, whose low nibbles are the first 16 weights.
+/// 16 bytes, whose low nibbles are the first 16 integers.
+pub(super) fn nibbles(qs: &[u8]) -> [u8; 32] {
+    std::array::from_fn(|j| if j < 16 { qs[j] & 15 } else { qs[j - 16] >> 4 })
+}
+
+/// 32 fifth bits, nibbles.
+pub(super) fn five_bits(bits: &[u8], qs: &[u8]) -> [u8; 32] {
+    let nibbles = nibbles(qs);
+    std::array::from_fn(|j| nibbles[j] | (bits[j / 8] >> (j % 8) & 1) << 4)
+}
+
+/// f16 scale, nibbles.
 fn q4_0(group: &[u8; 18], out: &mut [f32; 32]) {
     let d = half(group, 0);
-    for (j, q) in group[2..].iter().enumerate() {
-        out[j] = f32::from(i16::from(q & 15) - 8) * d;
-        out[j + 16] = f32::from(i16::from(q >> 4) - 8) * d;
-    }
+    out.iter_mut().zip(nibbles(&group[2..])).for_each(|(out, q)| *out = f32::from(i16::from(q) - 8) * d);
 }
 
-/// f16 scale and minimum; nibbles as in Q4_0.
+/// f16 scale and minimum, nibbles.
 fn q4_1(group: &[u8; 20], out: &mut [f32; 32]) {
     let (d, m) = (half(group, 0), half(group, 2));
-    for (j, q) in group[4..].iter().enumerate() {
-        out[j] = f32::from(q & 15) * d + m;
-        out[j + 16] = f32::from(q >> 4) * d + m;
-    }
-}
-
-/// The fifth bits of weight `j` and of weight `j + 16`.
-fn fifth_bits(group: &[u8], at: usize, j: usize) -> (u8, u8) {
-    let bits = u32::from_le_bytes([group[at], group[at + 1], group[at + 2], group[at + 3]]);
-    (((bits >> j) << 4 & 16) as u8, (bits >> (j + 12) & 16) as u8)
+    out.iter_mut().zip(nibbles(&group[4..])).for_each(|(out, q)| *out = f32::from(q) * d + m);
 }
 
 /// f16 scale, 32 fifth bits, nibbles.
 fn q5_0(group: &[u8; 22], out: &mut [f32; 32]) {
-    let d = half(group, 0);
-    for (j, q) in group[6..].iter().enumerate() {
-        let (low, high) = fifth_bits(group, 2, j);
-        out[j] = f32::from(i16::from(q & 15 | low) - 16) * d;
-        out[j + 16] = f32::from(i16::from(q >> 4 | high) - 16) * d;
-    }
+    let (d, qs) = (half(group, 0), five_bits(&group[2..6], &group[6..]));
+    out.iter_mut().zip(qs).for_each(|(out, q)| *out = f32::from(i16::from(q) - 16) * d);
 }
 
 /// f16 scale and minimum, 32 fifth bits, nibbles.
 fn q5_1(group: &[u8; 24], out: &mut [f32; 32]) {
-    let (d, m) = (half(group, 0), half(group, 2));
-    for (j, q) in group[8..].iter().enumerate() {
-        let (low, high) = fifth_bits(group, 4, j);
-        out[j] = f32::from(q & 15 | low) * d + m;
-        out[j + 16] = f32::from(q >> 4 | high) * d + m;
-    }
+    let (d, m, qs) = (half(group, 0), half(group, 2), five_bits(&group[4..8], &group[8..]));
+    out.iter_mut().zip(qs).for_each(|(out, q)| *out = f32::from(q) * d + m);
 }
 
 /// f16 scale, 32 i8.
@@ -139,52 +130,68 @@ fn q3_k(group: &[u8; 110], out: &mut [f32; 256]) {
     }
 }
 
-/// Scale and minimum (6 bits each) number `index` of the eight in 12 bytes.
-fn scale_and_minimum(index: usize, packed: &[u8]) -> (f32, f32) {
-    let (scale, minimum) = match index {
+/// Scale and minimum (6 bits each) number `index` of the eight in the 12 bytes of a group of Q4_K or Q5_K.
+pub(super) fn scale_and_minimum(index: usize, group: &[u8]) -> (u8, u8) {
+    let packed = &group[4..16];
+    match index {
         0..4 => (packed[index] & 63, packed[index + 4] & 63),
         _ => (packed[index + 4] & 15 | packed[index - 4] >> 6 << 4, packed[index + 4] >> 4 | packed[index] >> 6 << 4),
-    };
-    (f32::from(scale), f32::from(minimum))
+    }
 }
 
 /// f16 scale and minimum of the eight scales and minima that 12 bytes hold, one for 32 weights; nibbles.
 fn q4_k(group: &[u8; 144], out: &mut [f32; 256]) {
-    let (d, min, packed, qs) = (half(group, 0), half(group, 2), &group[4..16], &group[16..]);
-    for (index, out) in out.chunks_exact_mut(32).enumerate() {
-        let (scale, minimum) = scale_and_minimum(index, packed);
-        let (scale, offset, shift) = (d * scale, min * minimum, index % 2 * 4);
-        let qs = &qs[index / 2 * 32..];
-        out.iter_mut().zip(qs).for_each(|(out, q)| *out = scale * f32::from(q >> shift & 15) - offset);
+    for (index, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
+        with_minimum(group, index, q4_k_integers(group, index), out);
     }
 }
 
 /// As Q4_K, with 32 bytes of fifth bits before the nibbles.
 fn q5_k(group: &[u8; 176], out: &mut [f32; 256]) {
-    let (d, min, packed, fifth, qs) = (half(group, 0), half(group, 2), &group[4..16], &group[16..48], &group[48..]);
-    for (index, out) in out.chunks_exact_mut(32).enumerate() {
-        let (scale, minimum) = scale_and_minimum(index, packed);
-        let (scale, offset, shift) = (d * scale, min * minimum, index % 2 * 4);
-        for ((out, q), fifth) in out.iter_mut().zip(&qs[index / 2 * 32..]).zip(fifth) {
-            let above = fifth >> index & 1;
-            *out = scale * f32::from((q >> shift & 15) + above * 16) - offset;
-        }
+    for (index, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
+        with_minimum(group, index, q5_k_integers(group, index), out);
     }
+}
+
+fn with_minimum(group: &[u8], index: usize, qs: [u8; 32], out: &mut [f32; 32]) {
+    let (scale, minimum) = scale_and_minimum(index, group);
+    let (scale, offset) = (half(group, 0) * f32::from(scale), half(group, 2) * f32::from(minimum));
+    out.iter_mut().zip(qs).for_each(|(out, q)| *out = scale * f32::from(q) - offset);
+}
+
+/// The 32 from `32 * index` on. Those of an even and the next odd index are the low and the high nibbles of 32 bytes.
+pub(super) fn q4_k_integers(group: &[u8; 144], index: usize) -> [u8; 32] {
+    let qs = &group[16 + index / 2 * 32..];
+    std::array::from_fn(|j| qs[j] >> (index % 2 * 4) & 15)
+}
+
+/// Likewise; bit `index` of the bytes before is the fifth.
+pub(super) fn q5_k_integers(group: &[u8; 176], index: usize) -> [u8; 32] {
+    let (fifth, qs) = (&group[16..48], &group[48 + index / 2 * 32..]);
+    std::array::from_fn(|j| qs[j] >> (index % 2 * 4) & 15 | (fifth[j] >> index & 1) << 4)
 }
 
 /// 128 bytes of 4 bits, 64 bytes of 2 bits above them, 16 scales of i8, f16 scale of those.
 fn q6_k(group: &[u8; 210], out: &mut [f32; 256]) {
-    let (low, high, scales, d) = (&group[..128], &group[128..192], &group[192..208], half(group, 208));
+    let d = half(group, 208);
     for (index, out) in out.chunks_exact_mut(32).enumerate() {
-        // In each half of 128: the low nibbles of 64 bytes, then the high ones.
-        let (part, quarter) = (index / 4, index % 4);
-        let low = &low[part * 64 + quarter % 2 * 32..];
-        let (high, nibble, pair) = (&high[part * 32..], quarter / 2 * 4, quarter * 2);
-        for (l, out) in out.iter_mut().enumerate() {
-            let q = (low[l] >> nibble & 15 | (high[l] >> pair & 3) << 4) as i8 - 32;
-            *out = d * f32::from(scales[index * 2 + l / 16] as i8) * f32::from(q);
+        let scales = q6_k_scales(group, index).map(|scale| d * f32::from(scale));
+        for (l, (out, q)) in out.iter_mut().zip(q6_k_integers(group, index)).enumerate() {
+            *out = scales[l / 16] * f32::from(i16::from(q) - 32);
         }
     }
+}
+
+/// Of the first and of the last 16 of the 32 from `32 * index` on.
+pub(super) fn q6_k_scales(group: &[u8; 210], index: usize) -> [i8; 2] {
+    [group[192 + index * 2] as i8, group[193 + index * 2] as i8]
+}
+
+/// The 32 from `32 * index` on, 32 too great. In each half of 128: the low nibbles of 64 bytes, then the high ones.
+pub(super) fn q6_k_integers(group: &[u8; 210], index: usize) -> [u8; 32] {
+    let (part, quarter) = (index / 4, index % 4);
+    let (low, high) = (&group[part * 64 + quarter % 2 * 32..], &group[128 + part * 32..]);
+    std::array::from_fn(|l| low[l] >> (quarter / 2 * 4) & 15 | (high[l] >> (quarter * 2) & 3) << 4)
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@
 use std::cell::RefCell;
 
 use super::Shared;
-use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
+use super::blocks::{fifth_shift, nibble_shift, upper_shift};
+use super::packed::{BLOCK, NIBBLES_BYTES, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, Output, Target, for_each_task};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
 
@@ -33,52 +34,57 @@ pub(super) fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], out
 /// # Safety
 /// `target` is writable for the rows of `x` and not used by others meanwhile.
 unsafe fn multiply_panel(isa: Isa, x: &[f32], w: &PackedMatrix, panel: usize, target: Target) {
-    thread_local! {
-        static EXPANDED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    }
-    let (rows, panel) = (x.len() / w.k(), w.panel(panel).as_ptr());
-    // SAFETY: `panel` has the format's blocks for all of `k`; `x` has `rows` rows; the caller vouches for `target`.
-    // `EXPANDED` is made long enough for the panel in f32, and nothing below borrows it again.
+    let panel = w.panel(panel).as_ptr();
+    let product = Product { x: x.as_ptr(), rows: x.len() / w.k(), k: w.k(), target };
+    // SAFETY: `panel` has the format's blocks for all of `k`; `x` has the rows; the caller vouches for `target`.
     unsafe {
         match w.format() {
-            WeightFormat::F32 => panel_f32(isa, x.as_ptr(), rows, w.k(), panel, target),
-            WeightFormat::F16 if rows < EXPAND_ROWS => panel_f16(isa, x.as_ptr(), rows, w.k(), panel, target),
-            WeightFormat::Bf16 if rows < EXPAND_ROWS => panel_bf16(isa, x.as_ptr(), rows, w.k(), panel, target),
-            WeightFormat::Q4_1 if rows < EXPAND_ROWS => panel_q4_1(isa, x.as_ptr(), rows, w.k(), panel, target),
-            WeightFormat::Q8_0 if rows < EXPAND_ROWS => panel_q8_0(isa, x.as_ptr(), rows, w.k(), panel, target),
-            format => EXPANDED.with_borrow_mut(|expanded| {
-                expanded.resize(w.k().next_multiple_of(BLOCK) * PANEL, 0.0);
-                match format {
-                    WeightFormat::F16 => expand_f16(isa, panel, w.k(), expanded.as_mut_ptr()),
-                    WeightFormat::Bf16 => expand_bf16(isa, panel, w.k(), expanded.as_mut_ptr()),
-                    WeightFormat::Q4_1 => expand_q4_1(isa, panel, w.k(), expanded.as_mut_ptr()),
-                    _ => expand_q8_0(isa, panel, w.k(), expanded.as_mut_ptr()),
-                }
-                panel_f32(isa, x.as_ptr(), rows, w.k(), expanded.as_ptr().cast(), target);
-            }),
+            WeightFormat::F32 => panel_of::<F32>(isa, product, panel),
+            WeightFormat::F16 => small::<F16>(isa, product, panel),
+            WeightFormat::Bf16 => small::<Bf16>(isa, product, panel),
+            WeightFormat::Q4_1 => small::<Q4_1>(isa, product, panel),
+            WeightFormat::Q5_1 => small::<Q5_1>(isa, product, panel),
+            WeightFormat::Q8_0 => small::<Q8_0>(isa, product, panel),
+            WeightFormat::Q4K => small::<Q4K>(isa, product, panel),
+            WeightFormat::Q5K => small::<Q5K>(isa, product, panel),
+            WeightFormat::Q6K => small::<Q6K>(isa, product, panel),
         }
     }
 }
 
-isa_dispatch! {
-    fn panel_f32(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_f32
+/// What a panel is multiplied by, and where that goes.
+#[derive(Clone, Copy)]
+struct Product {
+    x: *const f32,
+    rows: usize,
+    k: usize,
+    target: Target,
 }
-isa_dispatch! {
-    fn panel_f16(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_f16
+
+/// A panel of fewer bytes than f32.
+///
+/// # Safety
+/// As for [`tiles`].
+unsafe fn small<F: Format>(isa: Isa, product: Product, panel: *const u8) {
+    thread_local! {
+        static EXPANDED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    }
+    if product.rows < EXPAND_ROWS {
+        // SAFETY: as the caller says.
+        return unsafe { panel_of::<F>(isa, product, panel) };
+    }
+    EXPANDED.with_borrow_mut(|expanded| {
+        expanded.resize(product.k.next_multiple_of(BLOCK) * PANEL, 0.0);
+        // SAFETY: as the caller says; `expanded` is long enough for the panel in f32, and nothing below borrows it again.
+        unsafe {
+            expand::<F>(isa, panel, product.k, expanded.as_mut_ptr());
+            panel_of::<F32>(isa, product, expanded.as_ptr().cast());
+        }
+    });
 }
-isa_dispatch! {
-    fn panel_bf16(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_bf16
-}
-isa_dispatch! {
-    fn panel_q4_1(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_q4_1
-}
-isa_dispatch! {
-    fn panel_q8_0(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) = panel_of_q8_0
-}
-isa_dispatch! { fn expand_f16(panel: *const u8, k: usize, out: *mut f32) = expand_of_f16 }
-isa_dispatch! { fn expand_bf16(panel: *const u8, k: usize, out: *mut f32) = expand_of_bf16 }
-isa_dispatch! { fn expand_q4_1(panel: *const u8, k: usize, out: *mut f32) = expand_of_q4_1 }
-isa_dispatch! { fn expand_q8_0(panel: *const u8, k: usize, out: *mut f32) = expand_of_q8_0 }
+
+isa_dispatch! { fn panel_of<F: Format>(product: Product, panel: *const u8) = tiles }
+isa_dispatch! { fn expand<F: Format>(panel: *const u8, k: usize, out: *mut f32) = expanded }
 
 /// How a block of 32 columns × 32 `k` yields its weights.
 ///
@@ -86,7 +92,6 @@ isa_dispatch! { fn expand_q8_0(panel: *const u8, k: usize, out: *mut f32) = expa
 /// Of both methods: `block` is a whole block of this format, and as for [`Lanes`].
 trait Format {
     const KIND: WeightFormat;
-    const BLOCK_BYTES: usize = Self::KIND.block_bytes();
     /// Blocks come from memory, not from what was expanded just now.
     const IN_MEMORY: bool = true;
 
@@ -158,24 +163,99 @@ impl Format for Q4_1 {
 
     #[inline(always)]
     unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
-        // SAFETY: the block starts with 32 scales and 32 offsets, all f16.
+        // SAFETY: as the caller says.
+        unsafe { of_halves(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's header.
+        unsafe { scaled(nibbles(block.add(Self::KIND.header_bytes()), k), scales) }
+    }
+}
+
+#[allow(non_camel_case_types, reason = "the format's name")]
+struct Q5_1;
+
+impl Format for Q5_1 {
+    const KIND: WeightFormat = WeightFormat::Q5_1;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: as the caller says.
+        unsafe { of_halves(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's header.
+        unsafe { scaled(five_bits(block.add(Self::KIND.header_bytes()), k), scales) }
+    }
+}
+
+struct Q4K;
+
+impl Format for Q4K {
+    const KIND: WeightFormat = WeightFormat::Q4K;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: as the caller says.
+        unsafe { of_factors(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's header.
+        unsafe { scaled(nibbles(block.add(Self::KIND.header_bytes()), k), scales) }
+    }
+}
+
+struct Q5K;
+
+impl Format for Q5K {
+    const KIND: WeightFormat = WeightFormat::Q5K;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: as the caller says.
+        unsafe { of_factors(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's header.
+        unsafe { scaled(five_bits(block.add(Self::KIND.header_bytes()), k), scales) }
+    }
+}
+
+struct Q6K;
+
+impl Format for Q6K {
+    const KIND: WeightFormat = WeightFormat::Q6K;
+
+    /// Those of the first and of the last 16 `k`.
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+        // SAFETY: the block starts with 32 scales in f16, then 32 pairs of factors.
         unsafe {
-            let at = |i: usize| L::load_f16(block.add(i * LANES * 2).cast());
-            [[at(0), at(1)], [at(2), at(3)]]
+            let (d, factors) = (halves::<L>(block, 0), factors::<L>(block.add(PANEL * 2)));
+            [[d[0].mul(factors[0].0), d[1].mul(factors[1].0)], [d[0].mul(factors[0].1), d[1].mul(factors[1].1)]]
         }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, [scale, offset]: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: after the scales and offsets stand 4 × 16 lanes of 8 weights for each half of the panel.
+    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: behind the header stand the nibbles, then 2 × 16 lanes of 16 times two bits for each half.
         unsafe {
-            let half = |h: usize| {
-                let lanes = block.add(PANEL * 4 + (h * 4 + k / 8) * LANES * 4);
-                L::load_nibbles(lanes.cast(), (k / 2 % 4 * 4 + k % 2 * 16) as u32)
-            };
-            let (low, high) = (half(0), half(1));
-            // Rounded twice, as GGML's dequantization is.
-            [low.mul(scale[0]).add(offset[0]), high.mul(scale[1]).add(offset[1])]
+            let nibbles = block.add(Self::KIND.header_bytes()).add(k / 8 * LANES * 4);
+            let upper = block.add(Self::KIND.header_bytes() + NIBBLES_BYTES).add(k / 16 * LANES * 4);
+            let (shift, at) = (nibble_shift(k), upper_shift(k));
+            let low = L::load_more_bits(nibbles.cast(), shift, upper.cast(), at, 3);
+            let (nibbles, upper) = (nibbles.add(NIBBLES_BYTES / 2), upper.add(2 * LANES * 4));
+            let high = L::load_more_bits(nibbles.cast(), shift, upper.cast(), at, 3);
+            let (scale, centre) = (if k < BLOCK / 2 { scales[0] } else { scales[1] }, L::splat(32.0));
+            [low.sub(centre).mul(scale[0]), high.sub(centre).mul(scale[1])]
         }
     }
 }
@@ -189,10 +269,7 @@ impl Format for Q8_0 {
     #[inline(always)]
     unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
         // SAFETY: the block starts with 32 f16.
-        unsafe {
-            let at = |i: usize| L::load_f16(block.add(i * LANES * 2).cast());
-            [[at(0), at(1)], [L::splat(0.0); 2]]
-        }
+        unsafe { [halves(block, 0), [L::splat(0.0); 2]] }
     }
 
     #[inline(always)]
@@ -208,72 +285,84 @@ impl Format for Q8_0 {
     }
 }
 
-// The instances that `isa_dispatch` needs by name, since it passes no format. Each has the contract of what it calls.
+// What quantized formats have in common. Each function has the contract of the method that calls it.
 
+/// Scales and offsets, as Q4_1 has them.
 #[inline(always)]
-unsafe fn panel_of_f32<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller keeps the contract of `panel_of`.
-    unsafe { panel_of::<L, F32>(x, rows, k, panel, target) }
+unsafe fn of_halves<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+    // SAFETY: the block starts with 32 scales and 32 offsets, all f16.
+    unsafe { [halves(block, 0), halves(block, 1)] }
+}
+
+/// Scales and offsets, as Q4_K has them.
+#[inline(always)]
+unsafe fn of_factors<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+    // SAFETY: the block starts with 32 scales and 32 offsets, all f16, and 32 pairs of factors.
+    unsafe {
+        let ([d, e], factors) = (of_halves::<L>(block), factors::<L>(block.add(PANEL * 4)));
+        [[d[0].mul(factors[0].0), d[1].mul(factors[1].0)], [e[0].mul(factors[0].1), e[1].mul(factors[1].1)]]
+    }
+}
+
+/// 32 f16 of the block, the `which`th of the runs that it starts with.
+#[inline(always)]
+unsafe fn halves<L: Lanes>(block: *const u8, which: usize) -> [L; 2] {
+    // SAFETY: as the caller says.
+    unsafe {
+        let first = block.cast::<u16>().add(which * PANEL);
+        [L::load_f16(first), L::load_f16(first.add(LANES))]
+    }
+}
+
+/// Pairs of i8, a pair a column.
+#[inline(always)]
+unsafe fn factors<L: Lanes>(first: *const u8) -> [(L, L); 2] {
+    // SAFETY: as the caller says, 32 pairs.
+    unsafe { [L::load_i8_pairs(first.cast()), L::load_i8_pairs(first.add(LANES * 2).cast())] }
 }
 
 #[inline(always)]
-unsafe fn panel_of_f16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller keeps the contract of `panel_of`.
-    unsafe { panel_of::<L, F16>(x, rows, k, panel, target) }
+unsafe fn nibbles<L: Lanes>(integers: *const u8, k: usize) -> [L; 2] {
+    // SAFETY: 4 × 16 lanes of 8 weights for each half of the panel.
+    unsafe {
+        let (low, shift) = (integers.add(k / 8 * LANES * 4), nibble_shift(k));
+        let high = low.add(NIBBLES_BYTES / 2);
+        [L::load_nibbles(low.cast(), shift), L::load_nibbles(high.cast(), shift)]
+    }
 }
 
 #[inline(always)]
-unsafe fn panel_of_bf16<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller keeps the contract of `panel_of`.
-    unsafe { panel_of::<L, Bf16>(x, rows, k, panel, target) }
+unsafe fn five_bits<L: Lanes>(integers: *const u8, k: usize) -> [L; 2] {
+    // SAFETY: 4 × 16 lanes of 8 weights for each half of the panel, then 16 lanes of 32 fifth bits for each.
+    unsafe {
+        let (low, shift) = (integers.add(k / 8 * LANES * 4), nibble_shift(k));
+        let (fifth, at) = (integers.add(NIBBLES_BYTES), fifth_shift(k));
+        let (high, high_fifth) = (low.add(NIBBLES_BYTES / 2), fifth.add(LANES * 4));
+        [
+            L::load_more_bits(low.cast(), shift, fifth.cast(), at, 1),
+            L::load_more_bits(high.cast(), shift, high_fifth.cast(), at, 1),
+        ]
+    }
 }
 
+/// Rounded once, which is what GGML's product and sum are: of an integer of 5 bits and a scale of 17 (11 and a factor
+/// of 6), the product is exact.
 #[inline(always)]
-unsafe fn panel_of_q4_1<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller keeps the contract of `panel_of`.
-    unsafe { panel_of::<L, Q4_1>(x, rows, k, panel, target) }
-}
-
-#[inline(always)]
-unsafe fn panel_of_q8_0<L: Lanes>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
-    // SAFETY: the caller keeps the contract of `panel_of`.
-    unsafe { panel_of::<L, Q8_0>(x, rows, k, panel, target) }
-}
-
-#[inline(always)]
-unsafe fn expand_of_f16<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller keeps the contract of `expand`.
-    unsafe { expand::<L, F16>(panel, k, out) }
-}
-
-#[inline(always)]
-unsafe fn expand_of_bf16<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller keeps the contract of `expand`.
-    unsafe { expand::<L, Bf16>(panel, k, out) }
-}
-
-#[inline(always)]
-unsafe fn expand_of_q4_1<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller keeps the contract of `expand`.
-    unsafe { expand::<L, Q4_1>(panel, k, out) }
-}
-
-#[inline(always)]
-unsafe fn expand_of_q8_0<L: Lanes>(panel: *const u8, k: usize, out: *mut f32) {
-    // SAFETY: the caller keeps the contract of `expand`.
-    unsafe { expand::<L, Q8_0>(panel, k, out) }
+unsafe fn scaled<L: Lanes>(integers: [L; 2], [scale, offset]: [[L; 2]; 2]) -> [L; 2] {
+    // SAFETY: no memory involved.
+    unsafe { [offset[0].fma(integers[0], scale[0]), offset[1].fma(integers[1], scale[1])] }
 }
 
 /// # Safety
 /// `panel` has the format's blocks for all of `k`; `out` has room for `k` rounded up to a multiple of 32, × 32 f32; and
 /// as for [`Lanes`].
 #[inline(always)]
-unsafe fn expand<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32) {
+unsafe fn expanded<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32) {
     for first in (0..k).step_by(BLOCK) {
         // SAFETY: block by block inside the panel, row by row inside `out`.
         unsafe {
-            let block = panel.add(first / BLOCK * F::BLOCK_BYTES);
-            prefetch(block.wrapping_add(AHEAD * F::BLOCK_BYTES), F::BLOCK_BYTES);
+            let block = panel.add(first / BLOCK * F::KIND.block_bytes());
+            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
             let scales = F::scales::<L>(block);
             for inner in 0..BLOCK {
                 let [a, b] = F::weights(block, scales, inner);
@@ -291,7 +380,7 @@ unsafe fn expand<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f32)
 /// `x` has `rows` rows of `k`; `panel` has the format's blocks for all of `k`; `target` has the rows; and as for
 /// [`Lanes`].
 #[inline(always)]
-unsafe fn panel_of<L: Lanes, F: Format>(x: *const f32, rows: usize, k: usize, panel: *const u8, target: Target) {
+unsafe fn tiles<L: Lanes, F: Format>(Product { x, rows, k, target }: Product, panel: *const u8) {
     let mut row = 0;
     while row < rows {
         let left = rows - row;
@@ -315,7 +404,7 @@ unsafe fn panel_of<L: Lanes, F: Format>(x: *const f32, rows: usize, k: usize, pa
 /// `M` rows × 32 columns; returns `M`.
 ///
 /// # Safety
-/// As for [`panel_of`], of `M` rows.
+/// As for [`tiles`], of `M` rows.
 #[inline(always)]
 unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     x: *const f32,
@@ -329,9 +418,9 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     unsafe {
         let mut sums = [[L::splat(0.0); 2]; M];
         for first in (0..k).step_by(BLOCK) {
-            let block = panel.add(first / BLOCK * F::BLOCK_BYTES);
+            let block = panel.add(first / BLOCK * F::KIND.block_bytes());
             if F::IN_MEMORY {
-                prefetch(block.wrapping_add(AHEAD * F::BLOCK_BYTES), F::BLOCK_BYTES);
+                prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
             }
             let scales = F::scales::<L>(block);
             for inner in 0..BLOCK.min(k - first) {

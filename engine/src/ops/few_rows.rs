@@ -17,7 +17,7 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
-use super::bf16_k32::{Bf16, Format, PAIRS, Q4_1, Q8_0, as_f32, pairs_of, upper};
+use super::bf16_k32::{Bf16, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, as_f32, pairs_of, upper};
 use super::packed::{BLOCK, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::prefetch;
@@ -53,9 +53,13 @@ pub(super) unsafe fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output
                     let target = Target::new(out.get(), w, 0, panel, output);
                     let panel = w.panel(panel).as_ptr();
                     match w.format() {
-                        WeightFormat::Bf16 => panel_bf16(scratch, panel, target),
-                        WeightFormat::Q4_1 => panel_q4_1(scratch, panel, target),
-                        WeightFormat::Q8_0 => panel_q8_0(scratch, panel, target),
+                        WeightFormat::Bf16 => panel_of::<Bf16>(scratch, panel, target),
+                        WeightFormat::Q4_1 => panel_of::<Q4_1>(scratch, panel, target),
+                        WeightFormat::Q5_1 => panel_of::<Q5_1>(scratch, panel, target),
+                        WeightFormat::Q8_0 => panel_of::<Q8_0>(scratch, panel, target),
+                        WeightFormat::Q4K => panel_of::<Q4K>(scratch, panel, target),
+                        WeightFormat::Q5K => panel_of::<Q5K>(scratch, panel, target),
+                        WeightFormat::Q6K => panel_of::<Q6K>(scratch, panel, target),
                         format => panic!("{format:?} is not kept for tiles"),
                     }
                 }
@@ -95,27 +99,20 @@ impl Scratch {
     }
 }
 
-macro_rules! panel_of {
-    ($name:ident, $format:ty) => {
-        /// # Safety
-        /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine
-        /// has the features.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-        unsafe fn $name(scratch: &Scratch, panel: *const u8, target: Target) {
-            // SAFETY: the caller keeps the contract of `multiply`, whose features are enabled on this function; a way
-            // is chosen by the scratch's rows.
-            unsafe {
-                match scratch.rows {
-                    1 => multiply::<$format, 1>(scratch, panel, target),
-                    _ => multiply::<$format, ROWS>(scratch, panel, target),
-                }
-            }
+/// # Safety
+/// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine has the
+/// features.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+unsafe fn panel_of<F: Format>(scratch: &Scratch, panel: *const u8, target: Target) {
+    // SAFETY: the caller keeps the contract of `multiply`, whose features are enabled on this function; a way is chosen
+    // by the scratch's rows.
+    unsafe {
+        match scratch.rows {
+            1 => multiply::<F, 1>(scratch, panel, target),
+            _ => multiply::<F, ROWS>(scratch, panel, target),
         }
-    };
+    }
 }
-panel_of!(panel_bf16, Bf16);
-panel_of!(panel_q4_1, Q4_1);
-panel_of!(panel_q8_0, Q8_0);
 
 /// All groups of `M` rows: their sums stay in registers over all of `k`.
 ///

@@ -20,11 +20,10 @@ pub struct RowTable {
 }
 
 impl RowTable {
-    /// In which type a table is kept: its own. Where all else is rounded to bf16, so are these rows.
+    /// In which type a table is kept: its own. Where all else is rounded to bf16, so are rows that are no quantized ones.
     pub fn kept(dtype: TensorType, isa: Isa) -> TensorType {
         match dtype {
-            TensorType::Q4_1 | TensorType::Q8_0 => dtype,
-            _ if isa.rounds() => TensorType::BF16,
+            TensorType::F32 | TensorType::F16 if isa.rounds() => TensorType::BF16,
             _ => dtype,
         }
     }

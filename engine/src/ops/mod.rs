@@ -15,7 +15,8 @@
 //!
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
 //! - [`choice`]: which instruction set an engine uses.
-//! - [`packed`]: weights as the kernels read them; [`dequantize`]: a model file's rows as f32; [`lookup`]: embeddings.
+//! - [`packed`]: weights as the kernels read them, in the blocks of `blocks`; [`dequantize`]: a model file's rows as f32;
+//!   [`lookup`]: embeddings.
 //! - [`matmul`]: `out = x · Wᵀ`, and which kernel computes it: `f32_gemm` in f32, `bf16_gemm` in bf16 dot products,
 //!   `tiles` in AMX's tile registers, `few_rows` with the same bits. `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
@@ -27,6 +28,9 @@ pub mod attention;
 mod bf16_gemm;
 #[cfg(target_arch = "x86_64")]
 mod bf16_k32;
+#[cfg(target_arch = "x86_64")]
+mod block_lanes;
+mod blocks;
 pub mod choice;
 pub mod dequantize;
 mod f32_gemm;

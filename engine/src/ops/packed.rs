@@ -5,10 +5,15 @@
 //! matrix   | panel: columns 0 .. 32 | panel: columns 32 .. 64 | ...        the last one filled up with zeros
 //! panel    | block: k 0 .. 32 | block: k 32 .. 64 | ...                    likewise
 //!
-//! block of f32, f16      k 0: c0 c1 ... c31 | k 1: c0 c1 ... c31 | ... | k 31: c0 c1 ... c31
-//! block of bf16          left half | right half             2,048 bytes
-//! block of Q8_0          32 scales | left half | right half 64 + 1,024 bytes
-//! block of Q4_1          32 scales | 32 offsets | left half | right half    64 + 64 + 512 bytes
+//! block of                                                                                              bytes
+//! f32, f16   k 0: c0 c1 ... c31 | k 1: c0 c1 ... c31 | ... | k 31: c0 c1 ... c31
+//! bf16       left half | right half                                                                     2,048
+//! Q8_0       32 scales | left half | right half                                                    64 + 1,024
+//! Q4_1       32 scales | 32 offsets | nibbles                                                       128 + 512
+//! Q5_1       32 scales | 32 offsets | nibbles | fifth bits                                    128 + 512 + 128
+//! Q4_K       32 scales | 32 offsets | 32 pairs of factors | nibbles                            128 + 64 + 512
+//! Q5_K       32 scales | 32 offsets | 32 pairs of factors | nibbles | fifth bits         128 + 64 + 512 + 128
+//! Q6_K       32 scales | 32 pairs of factors | nibbles | upper bits                       64 + 64 + 512 + 256
 //!
 //! a half of bf16, Q8_0   16 columns (the panel's left or right ones), a pair of k in each lane: 16 rows of 16 lanes
 //!
@@ -19,29 +24,42 @@
 //!           ...
 //!          pair 15       k30   k31     k30   k31    ...     k30   k31
 //!
-//! a half of Q4_1         16 columns, four pairs of k in each lane of 32 bits: 4 rows of 16 lanes. Row r of a column:
+//! nibbles       of the left half, then of the right: four pairs of k in each lane of 32 bits, 4 rows of 16 lanes.
+//!               Row r of a column:
 //!
 //!          bits          0-3     4-7     8-11    12-15   16-19   20-23   24-27   28-31
 //!          k             8r      8r+2    8r+4    8r+6    8r+1    8r+3    8r+5    8r+7
+//!
+//! fifth bits    of the left half, then of the right: a lane of 32 bits for each column. That of a nibble in row r at
+//!               the bits 8b .. 8b+4 is bit 8b + 2r, at 8b+4 .. 8b+8 it is bit 8b + 2r + 1
+//!
+//! upper bits    two for each nibble, 2 rows of 16 lanes a half: those of rows r and r+1 (r = 0, 2) together, at twice
+//!               the place: 8b and 8b + 2, for row r+1 8b + 4 and 8b + 6
 //! ```
 //!
 //! Pairs, because the instructions of `bf16_gemm.rs` and `tiles.rs` take two `k` at a time: a vector's 32-bit lane
 //! belongs to a column and has the even `k` low, the odd `k` high. A half of bf16 is a tile of AMX as it lies there.
-//! Scales and offsets are f16, one a column.
+//! Fifth and upper bits lie so that a rotation puts those of four nibbles in place, one above each.
 //!
-//! Read `matmul.rs` next.
+//! Scales and offsets are f16, one a column. A weight is `scale * q + offset`; of Q4_K and Q5_K scale and offset have
+//! factors below 64 (GGML subtracts minimums: the offset is negated); a weight of Q6_K is
+//! `scale * factor * (q - 32)`, its factors those of the first and the last 16 `k`. GGML has scales and offsets of
+//! 256 `k` where these blocks have them again every 32: Q4_K, Q5_K and Q6_K take 5.5, 6.5 and 7 bits a weight, not
+//! 4.5, 5.5 and 6.56. Q4_0 and Q5_0 are kept as Q4_1 and Q5_1.
+//!
+//! `blocks.rs` puts weights where these pictures say. Read `matmul.rs` next.
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tandem_gguf::TensorType;
 
-use super::dequantize::dequantize;
+use super::blocks::{put_bf16, put_row, read_column};
 use super::pool;
 use super::simd::{Isa, LANES};
 use super::weight_memory::WeightMemory;
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;
-/// `k`s of a block; also the quantization group of Q4_1 and Q8_0.
+/// `k`s of a block; also the quantization group of most formats. Those of 256 have a scale for each 32, or 16.
 pub(super) const BLOCK: usize = 32;
 /// The bf16 number below which `x` and weights count as zero where there are tiles: 2⁻⁵⁰, by its bits.
 pub(super) const TINY: u16 = 0x2680;
@@ -55,10 +73,18 @@ pub enum WeightFormat {
     F16,
     /// bfloat16.
     Bf16,
-    /// GGML's Q4_1: `d * q + m`, q in 0..16, groups of 32.
+    /// GGML's Q4_1: `d * q + m`, q in 0..16, groups of 32. Also its Q4_0, `d * (q - 8)`.
     Q4_1,
+    /// GGML's Q5_1: `d * q + m`, q in 0..32, groups of 32. Also its Q5_0, `d * (q - 16)`.
+    Q5_1,
     /// GGML's Q8_0: `d * q`, q an i8, groups of 32.
     Q8_0,
+    /// GGML's Q4_K: `d * s * q - e * m`, q in 0..16, s and m in 0..64 for each 32.
+    Q4K,
+    /// GGML's Q5_K: the same, q in 0..32.
+    Q5K,
+    /// GGML's Q6_K: `d * s * (q - 32)`, q in 0..64, s an i8 for each 16.
+    Q6K,
 }
 
 impl WeightFormat {
@@ -66,8 +92,12 @@ impl WeightFormat {
     /// stays in it, all else is unpacked to f32. Kernels that round to bf16 anyway have it so in memory.
     pub fn kept(dtype: TensorType, isa: Isa) -> Self {
         match dtype {
-            TensorType::Q4_1 => Self::Q4_1,
+            TensorType::Q4_0 | TensorType::Q4_1 => Self::Q4_1,
+            TensorType::Q5_0 | TensorType::Q5_1 => Self::Q5_1,
             TensorType::Q8_0 => Self::Q8_0,
+            TensorType::Q4_K => Self::Q4K,
+            TensorType::Q5_K => Self::Q5K,
+            TensorType::Q6_K => Self::Q6K,
             TensorType::BF16 => Self::Bf16,
             _ if isa.rounds() => Self::Bf16,
             TensorType::F16 => Self::F16,
@@ -76,14 +106,30 @@ impl WeightFormat {
     }
 
     pub(super) const fn block_bytes(self) -> usize {
+        self.header_bytes()
+            + match self {
+                Self::F32 => BLOCK * PANEL * 4,
+                Self::F16 | Self::Bf16 => BLOCK * PANEL * 2,
+                Self::Q8_0 => BLOCK * PANEL,
+                Self::Q4_1 | Self::Q4K => NIBBLES_BYTES,
+                Self::Q5_1 | Self::Q5K => NIBBLES_BYTES + BLOCK * PANEL / 8,
+                Self::Q6K => NIBBLES_BYTES + BLOCK * PANEL / 4,
+            }
+    }
+
+    /// Of scales, offsets and factors: where a block's integers begin.
+    pub(super) const fn header_bytes(self) -> usize {
         match self {
-            Self::F32 => BLOCK * PANEL * 4,
-            Self::F16 | Self::Bf16 => BLOCK * PANEL * 2,
-            Self::Q4_1 => PANEL * 4 + BLOCK * LANES,
-            Self::Q8_0 => PANEL * 2 + BLOCK * PANEL,
+            Self::F32 | Self::F16 | Self::Bf16 => 0,
+            Self::Q8_0 => PANEL * 2,
+            Self::Q4_1 | Self::Q5_1 | Self::Q6K => PANEL * 4,
+            Self::Q4K | Self::Q5K => PANEL * 6,
         }
     }
 }
+
+/// Of a block's nibbles: fifth and upper bits stand behind them.
+pub(super) const NIBBLES_BYTES: usize = BLOCK * PANEL / 2;
 
 /// Bytes of a packed matrix; the largest number where that is more than there are.
 pub fn packed_bytes(format: WeightFormat, columns: u64, k: u64) -> u64 {
@@ -110,8 +156,9 @@ pub struct PackedMatrix {
 
 impl PackedMatrix {
     /// Packs `columns` rows of length `k`, on all threads of the current pool. `format` is what [`WeightFormat::kept`]
-    /// gives for the rows' types, or f32 or bf16. Q8_0 with a weight of -128, which GGML itself never writes, becomes
-    /// f32: the kernels of `bf16_gemm.rs` take magnitudes up to 127.
+    /// gives for the rows' types, or f32 or bf16. What GGML itself never writes becomes f32: Q8_0 with a weight of -128,
+    /// since the kernels of `bf16_gemm.rs` take magnitudes up to 127; Q4_0 and Q5_0 with scales that are no numbers or
+    /// so great that their offset is none.
     ///
     /// # Panics
     /// If a row does not have `k` values, or of another type than `format` can hold.
@@ -244,138 +291,14 @@ impl PackedMatrix {
     /// If `n` is no column or `out` is not `k` long.
     pub fn column(&self, n: usize, out: &mut [f32]) {
         assert!(n < self.columns && out.len() == self.k);
-        let f16 = |at: usize| half::f16::from_ne_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32();
-        let column = n % PANEL;
-        for (kk, weight) in out.iter_mut().enumerate() {
-            let (at, inner) = (self.block_at(n, kk), kk % BLOCK);
-            *weight = match self.format {
-                WeightFormat::F32 => {
-                    let at = at + (inner * PANEL + column) * 4;
-                    f32::from_ne_bytes([self.bytes[at], self.bytes[at + 1], self.bytes[at + 2], self.bytes[at + 3]])
-                }
-                WeightFormat::F16 => f16(at + (inner * PANEL + column) * 2),
-                WeightFormat::Bf16 => {
-                    let at = at + pair_at(column, inner) * 2;
-                    half::bf16::from_ne_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
-                }
-                WeightFormat::Q4_1 => {
-                    let (byte, shift) = nibble_at(column, inner);
-                    let nibble = self.bytes[at + PANEL * 4 + byte] >> shift & 15;
-                    f32::from(nibble) * f16(at + column * 2) + f16(at + PANEL * 2 + column * 2)
-                }
-                WeightFormat::Q8_0 => {
-                    let byte = self.bytes[at + PANEL * 2 + pair_at(column, inner)];
-                    f32::from(byte as i8) * f16(at + column * 2)
-                }
-            };
+        let blocks = self.panel(n / PANEL).chunks_exact(self.format.block_bytes());
+        for (block, out) in blocks.zip(out.chunks_mut(BLOCK)) {
+            read_column(self.format, block, n % PANEL, out);
         }
-    }
-
-    fn block_at(&self, column: usize, k: usize) -> usize {
-        (column / PANEL * self.k.div_ceil(BLOCK) + k / BLOCK) * self.format.block_bytes()
     }
 
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
         let bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
         &self.bytes[panel * bytes..][..bytes]
     }
-}
-
-/// Puts a row into its column of a panel, `values` being memory for the row. False for a Q8_0 weight of -128.
-fn put_row(format: WeightFormat, panel: &mut [u8], column: usize, row: Row<'_>, values: &mut [f32]) -> bool {
-    match (format, row.dtype) {
-        (WeightFormat::Bf16, TensorType::BF16) => put_bf16_bytes(panel, column, row.bytes),
-        (WeightFormat::F16, TensorType::F16) => put_by_row(panel, column, row.bytes.as_chunks::<2>().0),
-        (WeightFormat::Q4_1, TensorType::Q4_1) => put_q4_1(panel, column, row.bytes),
-        (WeightFormat::Q8_0, TensorType::Q8_0) => return put_q8_0(panel, column, row.bytes),
-        (WeightFormat::F32, TensorType::F32) => put_by_row(panel, column, row.bytes.as_chunks::<4>().0),
-        (WeightFormat::F32, dtype) => {
-            dequantize(dtype, row.bytes, values);
-            for (kk, value) in values.iter().enumerate() {
-                put_at(panel, column, kk, value.to_ne_bytes());
-            }
-        }
-        (WeightFormat::Bf16, dtype) => {
-            dequantize(dtype, row.bytes, values);
-            put_bf16(panel, column, values);
-        }
-        (format, dtype) => panic!("weights of the type {dtype} are not kept in {format:?}"),
-    }
-    true
-}
-
-/// In the layout of rows of 32 columns.
-fn put_by_row<const N: usize>(panel: &mut [u8], column: usize, values: &[[u8; N]]) {
-    values.iter().enumerate().for_each(|(kk, value)| put_at(panel, column, kk, *value));
-}
-
-fn put_at<const N: usize>(panel: &mut [u8], column: usize, kk: usize, value: [u8; N]) {
-    panel[(kk * PANEL + column) * N..][..N].copy_from_slice(&value);
-}
-
-fn put_bf16(panel: &mut [u8], column: usize, values: &[f32]) {
-    for (kk, &value) in values.iter().enumerate() {
-        let at = kk / BLOCK * WeightFormat::Bf16.block_bytes() + pair_at(column, kk % BLOCK) * 2;
-        panel[at..at + 2].copy_from_slice(&half::bf16::from_f32(value).to_ne_bytes());
-    }
-}
-
-/// Pair by pair, as they lie in the file.
-fn put_bf16_bytes(panel: &mut [u8], column: usize, row: &[u8]) {
-    let (pairs, last) = row.as_chunks::<4>();
-    let at = |pair: usize| pair * 2 / BLOCK * WeightFormat::Bf16.block_bytes() + pair_at(column, pair * 2 % BLOCK) * 2;
-    for (index, pair) in pairs.iter().enumerate() {
-        panel[at(index)..][..4].copy_from_slice(pair);
-    }
-    if !last.is_empty() {
-        panel[at(pairs.len())..][..last.len()].copy_from_slice(last);
-    }
-}
-
-/// A group's scale or offset. Of NaNs only one: of another, cut off to bf16, an infinity could be left.
-fn scale(file: [u8; 2]) -> [u8; 2] {
-    let scale = half::f16::from_le_bytes(file);
-    if scale.is_nan() { half::f16::NAN.to_le_bytes() } else { file }
-}
-
-/// Groups of f16 scale, f16 minimum, 16 bytes whose low nibbles are the first 16 weights.
-fn put_q4_1(panel: &mut [u8], column: usize, row: &[u8]) {
-    let blocks = panel.chunks_exact_mut(WeightFormat::Q4_1.block_bytes());
-    for (group, block) in row.as_chunks::<20>().0.iter().zip(blocks) {
-        block[column * 2..][..2].copy_from_slice(&scale([group[0], group[1]]));
-        block[PANEL * 2 + column * 2..][..2].copy_from_slice(&scale([group[2], group[3]]));
-        for kk in 0..BLOCK {
-            let byte = group[4 + kk % 16];
-            let nibble = if kk < 16 { byte & 15 } else { byte >> 4 };
-            let (at, shift) = nibble_at(column, kk);
-            block[PANEL * 4 + at] |= nibble << shift;
-        }
-    }
-}
-
-/// Groups of f16 scale and 32 i8. False when one is -128.
-fn put_q8_0(panel: &mut [u8], column: usize, row: &[u8]) -> bool {
-    let blocks = panel.chunks_exact_mut(WeightFormat::Q8_0.block_bytes());
-    let mut in_range = true;
-    for (group, block) in row.as_chunks::<34>().0.iter().zip(blocks) {
-        block[column * 2..][..2].copy_from_slice(&scale([group[0], group[1]]));
-        for kk in 0..BLOCK {
-            in_range &= group[2 + kk] != 0x80;
-            block[PANEL * 2 + pair_at(column, kk)] = group[2 + kk];
-        }
-    }
-    in_range
-}
-
-/// Index of a weight among the 1,024 of its block, in a format of pairs.
-fn pair_at(column: usize, k: usize) -> usize {
-    ((column / LANES * BLOCK / 2 + k / 2) * LANES + column % LANES) * 2 + k % 2
-}
-
-/// Byte and shift of a 4-bit weight in its block. A lane of 32 bits holds the column's next four pairs, a nibble each
-/// in both of its halves.
-fn nibble_at(column: usize, k: usize) -> (usize, u32) {
-    let bit = k / 2 % 4 * 4;
-    let byte = (column / LANES * 4 + k / 8) * LANES * 4 + column % LANES * 4 + k % 2 * 2 + bit / 8;
-    (byte, (bit % 8) as u32)
 }

@@ -194,23 +194,24 @@ impl Isa {
     }
 }
 
-/// Defines `unsafe fn $name(isa, args…)`, which runs `$body::<L>(args…)` compiled for the instruction set `isa`.
+/// Defines `unsafe fn $name(isa, args…)`, which runs `$body::<L>(args…)` compiled for the instruction set `isa`; with
+/// a type parameter `F`, `$body::<L, F>(args…)`.
 macro_rules! isa_dispatch {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
+    ($(#[$doc:meta])* fn $name:ident$(<$param:ident: $bound:ident>)?($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]
-        unsafe fn $name(isa: $crate::ops::simd::Isa, $($arg: $ty),*) {
+        unsafe fn $name$(<$param: $bound>)?(isa: $crate::ops::simd::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx2,fma,f16c")]
-            unsafe fn avx512($($arg: $ty),*) {
+            unsafe fn avx512$(<$param: $bound>)?($($arg: $ty),*) {
                 // SAFETY: the caller keeps the body's contract; the features are enabled on this function.
-                unsafe { $body::<$crate::ops::simd::Avx512>($($arg),*) }
+                unsafe { $body::<$crate::ops::simd::Avx512 $(, $param)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
-            unsafe fn avx2($($arg: $ty),*) {
+            unsafe fn avx2$(<$param: $bound>)?($($arg: $ty),*) {
                 // SAFETY: as above.
-                unsafe { $body::<$crate::ops::simd::Avx2>($($arg),*) }
+                unsafe { $body::<$crate::ops::simd::Avx2 $(, $param)?>($($arg),*) }
             }
             // SAFETY: the caller keeps the body's contract, and an `Isa` exists only where its features were detected.
             unsafe {
@@ -218,10 +219,12 @@ macro_rules! isa_dispatch {
                     #[cfg(target_arch = "x86_64")]
                     $crate::ops::simd::Kind::Amx
                     | $crate::ops::simd::Kind::Avx512Bf16
-                    | $crate::ops::simd::Kind::Avx512 => avx512($($arg),*),
+                    | $crate::ops::simd::Kind::Avx512 => avx512$(::<$param>)?($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    $crate::ops::simd::Kind::Avx2 => avx2($($arg),*),
-                    $crate::ops::simd::Kind::Portable => $body::<$crate::ops::simd::Portable>($($arg),*),
+                    $crate::ops::simd::Kind::Avx2 => avx2$(::<$param>)?($($arg),*),
+                    $crate::ops::simd::Kind::Portable => {
+                        $body::<$crate::ops::simd::Portable $(, $param)?>($($arg),*)
+                    }
                 }
             }
         }
@@ -306,6 +309,8 @@ pub(super) trait Lanes: Copy {
     unsafe fn load_i8_pairs(p: *const i8) -> (Self, Self);
     /// Of each of 16 u32 the four bits from `shift` on.
     unsafe fn load_nibbles(p: *const u32, shift: u32) -> Self;
+    /// The same, and above these four bits those of another 16 u32 from `at` on that `mask` has.
+    unsafe fn load_more_bits(p: *const u32, shift: u32, upper: *const u32, at: u32, mask: u32) -> Self;
     /// 16 f32.
     unsafe fn store(self, p: *mut f32);
     /// `self + a * b`, rounded once.
@@ -434,6 +439,13 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn load_nibbles(p: *const u32, shift: u32) -> Self {
         Self(std::array::from_fn(|i| (unsafe { p.add(i).read_unaligned() } >> shift & 15) as f32))
+    }
+    #[inline(always)]
+    unsafe fn load_more_bits(p: *const u32, shift: u32, upper: *const u32, at: u32, mask: u32) -> Self {
+        Self(std::array::from_fn(|i| {
+            let (low, upper) = unsafe { (p.add(i).read_unaligned(), upper.add(i).read_unaligned()) };
+            (low >> shift & 15 | (upper >> at & mask) << 4) as f32
+        }))
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32) {

@@ -55,15 +55,55 @@ pub(super) fn round(x: f32) -> f32 {
     half::bf16::from_f32(x).to_f32()
 }
 
+/// What [`packed`] makes.
+pub(super) const FORMATS: u8 = 11;
+
+/// A matrix of `groups` × 32 values in a row, of formats that have groups of 256 of as many of these as hold them.
 pub(super) fn packed(format: u8, seed: u32, columns: usize, groups: usize) -> PackedMatrix {
     let k = groups * 32;
     match format {
         0 => PackedMatrix::from_f32(&noise(seed, columns * k), k),
         3 => PackedMatrix::from_f32(&noise(seed, columns * k), k).rounded(),
         4 => PackedMatrix::from_raw(WeightFormat::F16, TensorType::F16, &halves(seed, columns * k), k),
-        1 => PackedMatrix::from_q4_1(&raw_groups(seed, columns * groups, 2, 16), k),
-        _ => PackedMatrix::from_q8_0(&raw_groups(seed, columns * groups, 1, 32), k),
+        _ => {
+            let dtype = match format {
+                1 => TensorType::Q4_1,
+                2 => TensorType::Q8_0,
+                _ => QUANTIZED[format as usize - 3],
+            };
+            let (raw, k) = quantized_rows(dtype, seed, columns, groups);
+            PackedMatrix::from_raw(WeightFormat::kept(dtype, Isa::detect()), dtype, &raw, k)
+        }
     }
+}
+
+/// Types that are kept in about as many bytes as they have.
+const QUANTIZED: [TensorType; 8] = [
+    TensorType::Q4_1,
+    TensorType::Q8_0,
+    TensorType::Q4_0,
+    TensorType::Q5_0,
+    TensorType::Q5_1,
+    TensorType::Q4_K,
+    TensorType::Q5_K,
+    TensorType::Q6_K,
+];
+
+/// Rows of a quantized type, and the length of each.
+fn quantized_rows(dtype: TensorType, seed: u32, columns: usize, groups: usize) -> (Vec<u8>, usize) {
+    let group = dtype.group().expect("sizes");
+    let k = (groups * 32).next_multiple_of(group.values as usize);
+    let halves = match dtype {
+        TensorType::Q4_0 | TensorType::Q5_0 | TensorType::Q8_0 | TensorType::Q6_K => 1,
+        _ => 2,
+    };
+    let payload = group.bytes as usize - 2 * halves;
+    let mut raw = raw_groups(seed, columns * k / group.values as usize, halves, payload);
+    if dtype == TensorType::Q6_K {
+        // Its scale stands at the end.
+        raw.chunks_exact_mut(group.bytes as usize).for_each(|group| group.rotate_left(2));
+    }
+    (raw, k)
 }
 
 pub(super) fn unpacked(w: &PackedMatrix) -> Vec<f32> {
@@ -79,7 +119,7 @@ proptest! {
 
     #[test]
     fn matmul_is_a_chain_of_fused_multiply_adds(
-        format in 0u8..5, rows in 1usize..30, columns in 1usize..100, groups in 1usize..4, seed: u32, add: bool,
+        format in 0..FORMATS, rows in 1usize..30, columns in 1usize..100, groups in 1usize..4, seed: u32, add: bool,
     ) {
         let w = packed(format, seed, columns, groups);
         let (x, weights) = (noise(seed ^ 1, rows * w.k()), unpacked(&w));
@@ -110,21 +150,18 @@ proptest! {
         prop_assert_eq!(out[0], first);
     }
 
-    /// What is kept in two bytes gives the bits of the f32 weights that it stands for.
+    /// What is kept in few bytes gives the bits of the f32 weights that it stands for.
     #[test]
-    fn two_bytes_a_weight_give_the_bits_of_four(
-        bf16: bool, rows in 1usize..200, columns in 1usize..100, k in 1usize..130, seed: u32, add: bool,
+    fn few_bytes_a_weight_give_the_bits_of_four(
+        kind in 0..SMALL.len(), rows in 1usize..200, columns in 1usize..100, k in 1usize..130, seed: u32, add: bool,
     ) {
-        let raw = halves(seed, columns * k);
-        let (dtype, format) = match bf16 {
-            true => (TensorType::BF16, WeightFormat::Bf16),
-            false => (TensorType::F16, WeightFormat::F16),
+        let Small { few, four, exact_zeros } = Small::new(SMALL[kind], seed, columns, k);
+        prop_assert!(few.size_bytes() * 4 <= four.size_bytes() * 2 && few.format() != WeightFormat::F32);
+        let bits_of = |values: Vec<f32>| -> Vec<u32> {
+            values.into_iter().map(|value| if exact_zeros { value } else { value + 0.0 }.to_bits()).collect()
         };
-        let two = PackedMatrix::from_raw(format, dtype, &raw, k);
-        let four = PackedMatrix::from_raw(WeightFormat::F32, dtype, &raw, k);
-        prop_assert!(two.size_bytes() * 2 == four.size_bytes() && two.format() == format);
-        prop_assert_eq!(&unpacked(&two), &unpacked(&four));
-        let x = noise(seed ^ 1, rows * k);
+        prop_assert_eq!(bits_of(unpacked(&few)), bits_of(unpacked(&four)));
+        let x = noise(seed ^ 1, rows * few.k());
         let (before, output) = match add {
             true => (noise(seed ^ 2, rows * columns), Output::Add),
             false => (vec![0.0; rows * columns], Output::Store),
@@ -135,7 +172,7 @@ proptest! {
             out.into_iter().map(f32::to_bits).collect()
         };
         for isa in exact() {
-            prop_assert_eq!(bits(&two, isa), bits(&four, isa), "{} {:?}", isa.name(), format);
+            prop_assert_eq!(bits(&few, isa), bits(&four, isa), "{} {}", isa.name(), SMALL[kind]);
         }
     }
 
@@ -200,7 +237,7 @@ proptest! {
 
     #[test]
     fn rounded_products_are_near_and_the_same_for_every_row_count(
-        format in 0u8..5, rows in 1usize..120, columns in 1usize..100, groups in 1usize..4, cut in 0usize..120,
+        format in 0..FORMATS, rows in 1usize..120, columns in 1usize..100, groups in 1usize..4, cut in 0usize..120,
         ragged in 0usize..32, seed: u32, add: bool,
     ) {
         let w = match format {
@@ -300,22 +337,72 @@ proptest! {
 
 /// Every row count has its own cut into tiles.
 #[test]
-fn no_row_count_changes_what_two_bytes_a_weight_give() {
+fn no_row_count_changes_what_few_bytes_a_weight_give() {
     let (columns, k) = (70, 96);
-    let raw = halves(3, columns * k);
-    let kept = [(TensorType::BF16, WeightFormat::Bf16), (TensorType::F16, WeightFormat::F16)];
-    let formats =
-        kept.map(|(dtype, format)| [format, WeightFormat::F32].map(|f| PackedMatrix::from_raw(f, dtype, &raw, k)));
+    let formats = SMALL.map(|dtype| Small::new(dtype, 3, columns, k));
     let mut pool = Pool::new(2, Vec::new()).expect("threads");
     for rows in 1..=130 {
-        let x = noise(rows as u32, rows * k);
-        for (isa, [two, four]) in exact().flat_map(|isa| formats.iter().map(move |pair| (isa, pair))) {
+        for (isa, Small { few, four, .. }) in exact().flat_map(|isa| formats.iter().map(move |pair| (isa, pair))) {
+            let x = noise(rows as u32, rows * few.k());
             let product = |w: &PackedMatrix| {
                 let mut out = vec![0.0; rows * columns];
                 matmul(isa, &x, w, &mut out, Output::Store);
                 out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
-            assert_eq!(pool.install(|| product(two)), product(four), "{rows} rows, {}, {:?}", isa.name(), two.format());
+            assert_eq!(pool.install(|| product(few)), product(four), "{rows} rows, {}, {:?}", isa.name(), few.format());
+        }
+    }
+}
+
+/// Types that take two bytes a weight or less, and are kept so where nothing is rounded.
+const SMALL: [TensorType; 10] = {
+    let mut all = [TensorType::BF16; 10];
+    all[1] = TensorType::F16;
+    let mut i = 0;
+    while i < QUANTIZED.len() {
+        all[2 + i] = QUANTIZED[i];
+        i += 1;
+    }
+    all
+};
+
+/// The same weights in their own format and in f32.
+struct Small {
+    few: PackedMatrix,
+    four: PackedMatrix,
+    /// Whether zeros keep their sign: as a sum of scale and offset they do not.
+    exact_zeros: bool,
+}
+
+impl Small {
+    fn new(dtype: TensorType, seed: u32, columns: usize, k: usize) -> Self {
+        let (raw, k) = match dtype {
+            TensorType::BF16 | TensorType::F16 => (halves(seed, columns * k), k),
+            _ => quantized_rows(dtype, seed, columns, k.div_ceil(32)),
+        };
+        let exact = Isa::choose(IsaChoice::Portable, true).expect("runs everywhere");
+        let [few, four] = [WeightFormat::kept(dtype, exact), WeightFormat::F32]
+            .map(|format| PackedMatrix::from_raw(format, dtype, &raw, k));
+        Self { few, four, exact_zeros: !matches!(dtype, TensorType::Q4_0 | TensorType::Q5_0) }
+    }
+}
+
+/// Scales that have no offset: the weights are kept in f32.
+#[test]
+fn scales_that_a_format_cannot_hold_are_unpacked() {
+    for (dtype, format, bytes, greatest) in
+        [(TensorType::Q4_0, WeightFormat::Q4_1, 18, 8188.0), (TensorType::Q5_0, WeightFormat::Q5_1, 22, 4092.0)]
+    {
+        let scales = [greatest, -greatest, 2.0 * greatest, f32::INFINITY, f32::NAN];
+        for (scale, held) in scales.into_iter().zip([true, true, false, false, false]) {
+            let mut raw: Vec<u8> = (0..bytes).map(|i| i * 37).collect();
+            raw[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+            let w = PackedMatrix::from_raw(format, dtype, &raw, 32);
+            assert_eq!(w.format() == format, held, "{dtype} {scale}");
+            let mut want = vec![0.0; 32];
+            dequantize(dtype, &raw, &mut want);
+            let same = |(a, b): (&f32, &f32)| a == b || a.is_nan() && b.is_nan();
+            assert!(unpacked(&w).iter().zip(&want).all(same), "{dtype} {scale}");
         }
     }
 }

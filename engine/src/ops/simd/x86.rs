@@ -56,6 +56,16 @@ impl Lanes for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_more_bits(p: *const u32, shift: u32, upper: *const u32, at: u32, mask: u32) -> Self {
+        unsafe {
+            let low = _mm512_srl_epi32(_mm512_loadu_si512(p.cast()), _mm_cvtsi32_si128(shift as i32));
+            let upper = _mm512_srl_epi32(_mm512_loadu_si512(upper.cast()), _mm_cvtsi32_si128(at as i32));
+            let upper = _mm512_slli_epi32::<4>(_mm512_and_si512(upper, _mm512_set1_epi32(mask as i32)));
+            // low & 15 | upper
+            Self(_mm512_cvtepi32_ps(_mm512_ternarylogic_epi32::<0xea>(low, _mm512_set1_epi32(15), upper)))
+        }
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         unsafe { _mm512_storeu_ps(p, self.0) }
     }
@@ -198,6 +208,18 @@ impl Lanes for Avx2 {
                 _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15)))
             };
             Self(half(p), half(p.add(8)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_more_bits(p: *const u32, shift: u32, upper: *const u32, at: u32, mask: u32) -> Self {
+        unsafe {
+            let half = |p: *const u32, upper: *const u32| {
+                let low = _mm256_srl_epi32(_mm256_loadu_si256(p.cast()), _mm_cvtsi32_si128(shift as i32));
+                let upper = _mm256_srl_epi32(_mm256_loadu_si256(upper.cast()), _mm_cvtsi32_si128(at as i32));
+                let upper = _mm256_slli_epi32::<4>(_mm256_and_si256(upper, _mm256_set1_epi32(mask as i32)));
+                _mm256_cvtepi32_ps(_mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)), upper))
+            };
+            Self(half(p, upper), half(p.add(8), upper.add(8)))
         }
     }
     #[inline(always)]

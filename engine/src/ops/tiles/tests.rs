@@ -1,13 +1,14 @@
 //! The product on emulated tile registers, and on the real ones where this machine has them, against plain sums.
 use proptest::prelude::*;
+use tandem_gguf::TensorType;
 
 use super::super::bf16_k32::to_tiles;
 use super::super::few_rows;
 use super::super::matmul::{Output, matmul};
-use super::super::packed::PackedMatrix;
+use super::super::packed::{PackedMatrix, WeightFormat};
 use super::super::simd::amx::available;
 use super::super::simd::{Isa, IsaChoice, Kind};
-use super::super::tests::{noise, packed, round, unpacked};
+use super::super::tests::{FORMATS, noise, packed, round, unpacked};
 use super::amx::{Amx, Tile, Tiles};
 use super::emulated::{Emulated, Forgetful, OneChain, pair};
 use super::fault;
@@ -51,7 +52,7 @@ fn multiplied(w: &PackedMatrix) -> Vec<f32> {
 /// By less than three quarters of a bf16's last place, and up as often as down.
 #[test]
 fn weights_are_cut_off_without_a_bias() {
-    for format in [1, 2] {
+    for format in (1..FORMATS).filter(|format| ![3, 4].contains(format)) {
         let w = fitted(format, 11, 64, 8, 0);
         let (exact, taken) = (unpacked(&w), multiplied(&w));
         let count = exact.len() as f64;
@@ -80,7 +81,7 @@ proptest! {
 
     #[test]
     fn products_are_near_and_the_same_for_every_row_count(
-        format in 0u8..4, rows in 1usize..100, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
+        format in 0..FORMATS, rows in 1usize..100, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
         cut in 0usize..100, seed: u32, add: bool,
     ) {
         let w = fitted(format, seed, columns, groups, ragged);
@@ -112,7 +113,7 @@ proptest! {
     /// Numbers of very different sizes: also such that a register counts as zero.
     #[test]
     fn few_rows_without_tiles_give_their_bits(
-        format in 0u8..4, rows in 1usize..3, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
+        format in 0..FORMATS, rows in 1usize..3, columns in 1usize..100, groups in 1usize..30, ragged in 0usize..32,
         powers in -140i32..20, seed: u32, add: bool,
     ) {
         let sized = |seed: u32, n: usize| -> Vec<f32> {
@@ -174,25 +175,47 @@ fn chunks_of_rows_and_slices_of_k_meet() {
 /// Of a weight the lower half is dropped: of some NaNs, that would leave an infinity.
 #[test]
 fn a_scale_that_is_no_number_makes_no_number() {
-    for nan in [0x7c01u16, 0x7e00, 0x7fff, 0xfc01, 0xffff] {
-        let mut group = vec![0x11; 20];
-        group[..2].copy_from_slice(&nan.to_le_bytes());
-        let q4 = PackedMatrix::from_q4_1(&group, 32).fitted(Isa(Kind::Amx));
-        group.resize(34, 0x11);
-        let q8 = PackedMatrix::from_q8_0(&group, 32).fitted(Isa(Kind::Amx));
-        for w in [q4, q8] {
-            for rows in [1, 5] {
-                for (registers, out) in on_all(&vec![1.0; rows * 32], &w, &vec![0.0; rows], Output::Store) {
-                    assert!(out.iter().all(|x| x.is_nan()), "{registers} {rows} {nan:x} {out:?}");
+    // The f16 of each type.
+    let halves: [(TensorType, &[usize]); 8] = [
+        (TensorType::Q4_0, &[0]),
+        (TensorType::Q4_1, &[0, 2]),
+        (TensorType::Q5_0, &[0]),
+        (TensorType::Q5_1, &[0, 2]),
+        (TensorType::Q8_0, &[0]),
+        (TensorType::Q4_K, &[0, 2]),
+        (TensorType::Q5_K, &[0, 2]),
+        (TensorType::Q6_K, &[208]),
+    ];
+    for ((dtype, halves), nan) in halves.into_iter().flat_map(|of| NANS.map(|nan| (of, nan))) {
+        let sizes = dtype.group().expect("sizes");
+        for &at in halves {
+            let mut group = vec![0x11; sizes.bytes as usize];
+            group[at..at + 2].copy_from_slice(&nan.to_le_bytes());
+            let fitted = |isa| {
+                let format = WeightFormat::kept(dtype, isa);
+                PackedMatrix::from_raw(format, dtype, &group, sizes.values as usize).fitted(isa)
+            };
+            for rows in [1, 5, 9] {
+                let x = vec![1.0; rows * sizes.values as usize];
+                let kernels = Isa::available().into_iter().map(|isa| {
+                    let mut out = vec![0.0; rows];
+                    matmul(isa, &x, &fitted(isa), &mut out, Output::Store);
+                    (isa.name(), out)
+                });
+                let tiles = on_all(&x, &fitted(Isa(Kind::Amx)), &vec![0.0; rows], Output::Store);
+                for (kernel, out) in kernels.chain(tiles) {
+                    assert!(out.iter().all(|x| x.is_nan()), "{dtype} at {at}, {kernel}, {rows}, {nan:x}: {out:?}");
                 }
             }
         }
     }
 }
 
+const NANS: [u16; 5] = [0x7c01, 0x7e00, 0x7fff, 0xfc01, 0xffff];
+
 #[test]
 fn weights_are_kept_once() {
-    for format in [1, 2] {
+    for format in (1..FORMATS).filter(|format| ![3, 4].contains(format)) {
         let plain = packed(format, 5, 70, 3);
         let (exact, plain_bytes) = (unpacked(&plain), plain.size_bytes());
         let w = fitted(format, 5, 70, 3, 0);
@@ -236,7 +259,7 @@ fn the_trial_passes_good_registers_and_no_others() {
 #[test]
 fn the_number_of_rows_changes_no_bit() {
     let Some(isa) = Isa::choose(IsaChoice::Amx, false) else { return };
-    for format in [0, 1, 2, 3] {
+    for format in 0..FORMATS {
         let w = fitted(format, 7, 70, 18, 0);
         let x = noise(8, 40 * w.k());
         let product = |rows: std::ops::Range<usize>| {
