@@ -87,9 +87,8 @@ impl fmt::Display for Misfit {
             f,
             "the model does not fit into memory: weights {}, KV arena {}, workspace {}; of {} available {} may be filled. \
              Choose a smaller KV arena (--kv-memory, --kv-blocks), fewer sequences and tokens in a step (--max-num-seqs, \
-             --max-num-batched-tokens), or a smaller quantization of the model (BF16, F16, Q8_0 and Q4_1 stay as small as \
-             they are; all others take 4 bytes a weight, or 2 with --arithmetic bf16). Where there is AMX, --arithmetic f32 \
-             spares 2 bytes a weight of Q8_0 and Q4_1",
+             --max-num-batched-tokens), or a smaller quantization of the model (BF16, F16, Q8_0, Q4_0 to Q6_K stay as \
+             small as they are; all others take 4 bytes a weight, or 2 with --arithmetic bf16)",
             gib(weights),
             gib(kv),
             gib(workspace),

@@ -76,9 +76,10 @@ pub struct NodeArgs {
     /// f32 they do not.
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
-    /// In which numbers to compute; an answer has the same bits in any batch with each. f32 gives the same bits on
-    /// every machine. bf16 is faster, its bits depend on the kind of machine, and log-probabilities move by up to 0.1.
-    /// All nodes need the same arithmetic: the router refuses others. Two kinds of machines share f32.
+    /// In which numbers to compute. With each of them an answer has the same bits in any batch. f32 gives the same bits
+    /// on every machine. bf16 is faster, above all with AMX; its bits depend on the kind of machine, and
+    /// log-probabilities move by up to 0.1. All nodes need the same arithmetic: the router refuses others. Two kinds of
+    /// machines share f32.
     #[arg(long, value_enum, default_value_t = ArithmeticArg::Auto)]
     pub arithmetic: ArithmeticArg,
     /// How KV travels between nodes.
@@ -161,7 +162,7 @@ pub enum IsaArg {
 /// `--arithmetic`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ArithmeticArg {
-    /// The fastest that the machine, --isa and --kv-dtype allow: bf16, else f32.
+    /// bf16 where the machine, --isa and --kv-dtype allow it, else f32.
     Auto,
     /// f32 throughout.
     F32,

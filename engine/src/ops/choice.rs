@@ -5,9 +5,9 @@
 use super::simd::{ArithmeticChoice, Isa, IsaChoice};
 use crate::numerics::KvDtype;
 
-/// The best instruction set of `choice` that computes in `arithmetic` over KV of this format. `Auto` takes bf16 where it
-/// can. Tiles that fail their test are an error where they were asked for by name, else a warning, and the next best set
-/// is taken.
+/// The best instruction set of `choice` that computes in `arithmetic` over KV of this format. `Auto` takes bf16 where
+/// it can. Tiles that fail their test are an error where they were asked for by name, else a warning, and the next best
+/// set is taken.
 ///
 /// # Errors
 /// For people, naming the flags: the machine does not have it, two flags exclude each other, or the tiles compute

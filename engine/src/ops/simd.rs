@@ -84,7 +84,7 @@ impl fmt::Display for IsaChoice {
 /// In which numbers the configuration asks to compute. [`super::choice`] makes an [`Isa`] of the two choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ArithmeticChoice {
-    /// The fastest that the machine, the instruction set and the KV allow: bf16, else f32.
+    /// bf16 where the machine, the instruction set and the KV allow it, else f32.
     #[default]
     Auto,
     /// f32 throughout: the same bits on every machine.
