@@ -18,8 +18,8 @@ pub fn this(threads: usize, cpus: &[usize]) -> Option<v1::Processor> {
     of(&boot_id, cpus, threads)
 }
 
-/// Compute threads of a process that is not told how many: one for each core that it may use, as far as the system gives
-/// it time for so many. Two threads of one core would share its vector units and tile registers, and its caches.
+/// Compute threads of a process that is not told how many: one for each core that it may use, as far as the system
+/// gives it time for so many. Two threads of one core would share its vector units and tile registers, and its caches.
 pub fn default_threads() -> usize {
     let time_for = std::thread::available_parallelism().map_or(1, usize::from);
     cores_among(&allowed(), first_sibling).clamp(1, time_for)

@@ -4,9 +4,9 @@
 //! together.
 //!
 //! **Order.** A row's keys are cut into partitions at fixed positions. Each has a running softmax of its own, from
-//! nothing over ascending keys (`in_f32.rs` in f32, `in_bf16.rs` in bf16 dot products, `in_tiles.rs` in AMX's tiles), and
-//! these are merged in ascending order (`running.rs`). Whether one task does all that or several do is this file's choice and changes no
-//! bit. Read `running.rs` next, then `in_f32.rs`.
+//! nothing over ascending keys (`in_f32.rs` in f32, `in_bf16.rs` in bf16 dot products, `in_tiles.rs` in AMX's tiles),
+//! and these are merged in ascending order (`running.rs`). Whether one task does all that or several do is this file's
+//! choice and changes no bit. Read `running.rs` next, then `in_f32.rs`.
 #[cfg(target_arch = "x86_64")]
 mod in_bf16;
 mod in_f32;

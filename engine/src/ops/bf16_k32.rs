@@ -1,27 +1,27 @@
-//! The operands of the arithmetic `bf16-k32`: what of `x` and of a block of packed weights is multiplied, in which bits.
-//! `tiles.rs` takes weights as tiles of pairs, `few_rows.rs` as f32 in registers. Both come from here, so that both
-//! multiply the same numbers. Weights are decoded from the file's format for each product: a copy in bf16 would be three
-//! times as many bytes to read.
+//! The operands of the arithmetic `bf16-k32`: what of `x` and of a block of packed weights is multiplied, in which
+//! bits. `tiles.rs` takes weights as tiles of pairs, `few_rows.rs` as f32 in registers. Both come from here, so that
+//! both multiply the same numbers. Weights are decoded from the file's format for each product: a copy in bf16 would be
+//! three times as many bytes to read.
 //!
 //! **Rounding.** `x` is rounded to the nearest bf16, ties to even, by the instruction. Of a quantized weight the lower
-//! half of its f32 is dropped, after scale and offset were made greater by [`GROW`]: rounding that costs nothing. A weight
-//! is off by 0.7 of its last place at most and by 0.305 in the root mean square, without a bias, where the nearest bf16
-//! is off by 0.5 and 0.289. Decode of one sequence spends most of its time here.
+//! half of its f32 is dropped, after scale and offset were made greater by [`GROW`]: rounding that costs nothing. A
+//! weight is off by 0.7 of its last place at most and by 0.305 in the root mean square, without a bias, where the
+//! nearest bf16 is off by 0.5 and 0.289. Decode of one sequence spends most of its time here.
 //!
 //! **Tiny numbers.** A tile takes subnormal numbers for zeros, an FMA does not. None ever arise: `x` and weights below
 //! [`TINY`] are zeros here, so that all are multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not,
-//! is a multiple of 2⁻¹¹⁴: zero, or far from subnormal. Quantized weights are multiples of 2⁻⁴⁸: f16 and small integers.
+//! is a multiple of 2⁻¹¹⁴: zero, or far from subnormal. Quantized weights are multiples of 2⁻⁴⁸: f16 and small
+//! integers.
 use std::arch::x86_64::*;
 
 use super::block_lanes;
 use super::packed::{BLOCK, TINY, WeightFormat};
 use super::simd::{bits, prefetch, rounded_pairs};
-use super::tiles::amx::Tile;
 
 /// Pairs of `k` of a block.
 pub(super) const PAIRS: usize = BLOCK / 2;
-/// By which scales and offsets grow before weights are cut off, 0.347 of a bf16's last place at 1: 0.347 to 0.694 of it,
-/// half on average over weights whose logarithms are spread evenly.
+/// By which scales and offsets grow before weights are cut off, 0.347 of a bf16's last place at 1: 0.347 to 0.694 of
+/// it, half on average over weights whose logarithms are spread evenly.
 const GROW: f32 = 1.0 + 0.347 / 128.0;
 /// The upper half of each lane.
 const UPPER: u32 = 0xffff_0000;
@@ -325,11 +325,12 @@ unsafe fn grown(scales: __m512) -> __m512 {
     unsafe { _mm512_mul_ps(scales, _mm512_set1_ps(GROW)) }
 }
 
-/// Writes a block of quantized weights as the two tiles of its left and its right columns.
+/// Writes a block of quantized weights as the two tiles of its left and its right columns, each 16 rows of 16 pairs.
 ///
 /// # Safety
-/// The function's `block` is a whole block of the format; two tiles may be written; the machine has the features.
-pub(super) type ToTiles = unsafe fn(block: *const u8, tiles: *mut Tile);
+/// The function's `block` is a whole block of the format; two tiles may be written, which begin at a line of cache; the
+/// machine has the features.
+pub(super) type ToTiles = unsafe fn(block: *const u8, tiles: *mut u32);
 
 /// How blocks of a format become tiles; `None` where they are tiles already.
 ///
@@ -353,7 +354,7 @@ pub(super) fn to_tiles(format: WeightFormat) -> Option<ToTiles> {
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut Tile) {
+unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut u32) {
     // SAFETY: two halves of four times four pairs are the rows of two tiles. What is asked for ahead may lie behind the
     // matrix: its address is computed by wrapping addition and only hinted at.
     unsafe {
@@ -363,7 +364,7 @@ unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut Tile) {
             for four in 0..4 {
                 let pairs = F::four_pairs(block, half, four, scales);
                 for (i, [even, odd]) in pairs.into_iter().enumerate() {
-                    let row = (*tiles.add(half)).0[4 * four + i].as_mut_ptr();
+                    let row = tiles.add((half * PAIRS + 4 * four + i) * PAIRS);
                     let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd);
                     _mm512_store_si512(row.cast(), pair);
                 }

@@ -4,8 +4,8 @@
 //! Functions and no closures: those would not be compiled for the caller's instruction set.
 use std::arch::x86_64::*;
 
-use super::packed::{NIBBLES_BYTES, PANEL, WeightFormat};
 use super::simd::LANES;
+use super::weight_format::{NIBBLES_BYTES, PANEL, WeightFormat};
 
 /// Scale and offset of the columns, one and zero where weights are no quantized ones; of Q6_K the scales of the first
 /// and of the last 16 `k`.

@@ -6,8 +6,8 @@ use tandem_gguf::TensorType;
 use super::dequantize::{
     dequantize, five_bits, nibbles, q4_k_integers, q5_k_integers, q6_k_integers, q6_k_scales, scale_and_minimum,
 };
-use super::packed::{BLOCK, NIBBLES_BYTES, PANEL, Row, WeightFormat};
 use super::simd::LANES;
+use super::weight_format::{BLOCK, NIBBLES_BYTES, PANEL, Row, WeightFormat};
 
 /// Puts a row into its column of a panel, `values` being memory for the row. False for what the format cannot hold.
 pub(super) fn put_row(format: WeightFormat, panel: &mut [u8], column: usize, row: Row<'_>, values: &mut [f32]) -> bool {

@@ -7,9 +7,10 @@ use std::cell::RefCell;
 
 use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
-use super::packed::{BLOCK, NIBBLES_BYTES, PANEL, PackedMatrix, WeightFormat};
+use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, Output, Target, for_each_task};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
+use super::weight_format::NIBBLES_BYTES;
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
@@ -75,7 +76,8 @@ unsafe fn small<F: Format>(isa: Isa, product: Product, panel: *const u8) {
     }
     EXPANDED.with_borrow_mut(|expanded| {
         expanded.resize(product.k.next_multiple_of(BLOCK) * PANEL, 0.0);
-        // SAFETY: as the caller says; `expanded` is long enough for the panel in f32, and nothing below borrows it again.
+        // SAFETY: as the caller says; `expanded` is long enough for the panel in f32, and nothing below borrows it
+        // again.
         unsafe {
             expand::<F>(isa, panel, product.k, expanded.as_mut_ptr());
             panel_of::<F32>(isa, product, expanded.as_ptr().cast());

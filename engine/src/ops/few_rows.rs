@@ -11,8 +11,8 @@
 //! total = total + (even + odd)
 //! ```
 //!
-//! **Why the bits are the same.** A tile's steps round to nearest, like those of AVX-512; it takes subnormal numbers for
-//! zeros, but there are none. Both ways multiply the same operands: `bf16_k32.rs` has them.
+//! **Why the bits are the same.** A tile's steps round to nearest, like those of AVX-512; it takes subnormal numbers
+//! for zeros, but there are none. Both ways multiply the same operands: `bf16_k32.rs` has them.
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 

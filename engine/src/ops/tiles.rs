@@ -2,8 +2,8 @@
 //! weights are rounded to bf16, sums are f32. [`amx`] has the registers.
 //!
 //! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of weights is two tiles of 16
-//! pairs of `k` × 16 columns, in bf16 as it lies in memory, else decoded into the core's L1 cache; the sums of 16 rows ×
-//! 16 columns are a tile of f32.
+//! pairs of `k` × 16 columns, in bf16 as it lies in memory, else decoded into the core's L1 cache; the sums of 16 rows
+//! × 16 columns are a tile of f32.
 //!
 //! Every output element is one fixed sequence of operations whatever the number of rows: groups of 32 `k` ascending, of
 //! each the sum that `tdpbf16ps` defines, added to the total. Which rows and columns share a step, and where a total is
@@ -259,7 +259,7 @@ impl Step {
                 }
             }
             if let Source::Encoded { blocks, to_tiles, room } = self.weights {
-                to_tiles(blocks.first, room);
+                to_tiles(blocks.first, room.cast());
             }
             for group in 0..self.groups {
                 let weights = match self.weights {
@@ -267,7 +267,7 @@ impl Step {
                     Source::Encoded { blocks, to_tiles, room } => {
                         let place = |group: usize| room.add(2 * (group % SLICE));
                         if group + 1 < self.groups {
-                            to_tiles(blocks.from(group + 1).first, place(group + 1));
+                            to_tiles(blocks.from(group + 1).first, place(group + 1).cast());
                         }
                         place(group).cast_const()
                     }

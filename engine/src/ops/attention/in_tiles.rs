@@ -1,6 +1,6 @@
 //! Attention over bf16 and 8-bit keys in AMX's tile registers, for prompts and decode steps alike: queries, softmax
-//! weights and unpacked 8-bit numbers are rounded to bf16, sums are f32. Sixteen (row, head) pairs are the rows of a tile;
-//! a decode step has fewer, and its tiles fewer rows, which take less time.
+//! weights and unpacked 8-bit numbers are rounded to bf16, sums are f32. Sixteen (row, head) pairs are the rows of a
+//! tile; a decode step has fewer, and its tiles fewer rows, which take less time.
 //!
 //! **What a register takes** (D: head_dim; `in_bf16.rs` has the pictures of K and V):
 //!

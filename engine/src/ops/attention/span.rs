@@ -5,8 +5,8 @@
 //! row alone. So a position gives the same bits in a prompt, in a chunk of it and in a decode step.
 //!
 //! **Tokens that are not written yet.** Their K and V may be anything, NaN included. K needs no copy: a token is a lane
-//! of its own in the scores, and the scores of tokens that are not seen are masked. V does: NaN times a weight of zero is
-//! NaN. So the V of a sub-block that ends with such tokens is copied with zeros there ([`Unwritten`]).
+//! of its own in the scores, and the scores of tokens that are not seen are masked. V does: NaN times a weight of zero
+//! is NaN. So the V of a sub-block that ends with such tokens is copied with zeros there ([`Unwritten`]).
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -63,9 +63,9 @@ impl Operands {
         self.copies.resize(2 * SPAN_TOKENS * tile.head_dim / 2, 0);
         let queries = self.queries.as_mut_ptr();
         for pair in 0..tile.pairs() {
-            // SAFETY: the tile has this row and head, `head_dim` f32, and `head_dim` is a multiple of 16 (`KvArena::new`
-            // checks it). 16 of them become 32 bytes, so that a pair's words end where the next pair's begin. Transmuted
-            // are 32 bytes to 32 bytes.
+            // SAFETY: the tile has this row and head, `head_dim` f32, and `head_dim` is a multiple of 16
+            // (`KvArena::new` checks it). 16 of them become 32 bytes, so that a pair's words end where the next pair's
+            // begin. Transmuted are 32 bytes to 32 bytes.
             unsafe {
                 let (from, to) = (tile.query(pair), queries.add(pair * tile.head_dim / 2));
                 for d in (0..tile.head_dim).step_by(LANES) {

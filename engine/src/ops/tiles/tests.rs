@@ -43,7 +43,7 @@ fn multiplied(w: &PackedMatrix) -> Vec<f32> {
         let (n, k) = (i / w.k(), i % w.k());
         let block = &w.panel(n / 32)[k / 32 * w.format().block_bytes()..];
         // SAFETY: the machine has AVX-512 with BF16; the panel has the block.
-        unsafe { to_tiles(block.as_ptr(), tiles.as_mut_ptr()) };
+        unsafe { to_tiles(block.as_ptr(), tiles.as_mut_ptr().cast()) };
         *weight = pair(tiles[n % 32 / 16].0[k % 32 / 2][n % 16])[k % 2];
     }
     weights
