@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import fair
 import roofline
 import serving
 from target_dir import TARGET_DIR
@@ -40,9 +41,7 @@ class Llama:
             command = ["taskset", "-c", cores, driver, model, str(threads)]
             self.running[wait] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
             self.system = json.loads(self.running[wait].stdout.readline())["system"]
-        if "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text() and "AMX_INT8 = 1" not in self.system:
-            sys.exit("This llama.cpp has no AMX kernels and the machine has AMX: that is no fair comparison. "
-                     "deploy/bench/peers.sh builds it with them.")
+        fair.require_amx(self.system)
         self.keep_faster_wait()
 
     def keep_faster_wait(self):

@@ -7,7 +7,6 @@ requests, 8-bit KV with flash attention, a thread for each core. Prints a Markdo
 """
 import argparse
 import contextlib
-import json
 import os
 import pathlib
 import socket
@@ -18,7 +17,8 @@ import tempfile
 import time
 import urllib.request
 
-from cluster import Cluster
+import fair
+from cluster import Cluster, bench
 from target_dir import TARGET_DIR
 
 CACHE = pathlib.Path(os.environ.get("TANDEM_CACHE", pathlib.Path.home() / ".cache/tandem"))
@@ -50,27 +50,29 @@ class LlamaServer:
                    "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "--no-webui"]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
+    def said(self):
+        return pathlib.Path(self.log.name).read_text()
+
     def wait(self):
         for _ in range(600):
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{self.http}/health", timeout=2).close()
-                said = pathlib.Path(self.log.name).read_text()
-                if "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text() and "AMX_INT8 = 1" not in said:
-                    sys.exit("This llama-server has no AMX kernels and the machine has AMX: no fair comparison.")
                 return
             if self.process.poll() is not None:
                 break
             time.sleep(0.1)
-        sys.exit(f"llama-server does not serve:\n{pathlib.Path(self.log.name).read_text()[-2000:]}")
+        sys.exit(f"llama-server does not serve:\n{self.said()[-2000:]}")
 
     def bench(self, *flags, api):
-        with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            command = [self.tandem, "bench", "--url", self.http, "--api", api, *flags, "--json", out.name]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            return json.loads(pathlib.Path(out.name).read_text())
+        return bench(self.tandem, "--url", self.http, "--api", api, *flags)
 
     def __enter__(self):
-        self.wait()
+        try:
+            self.wait()
+            fair.require_amx(self.said())
+        except SystemExit:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):

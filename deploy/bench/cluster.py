@@ -6,6 +6,13 @@ import subprocess
 import tempfile
 
 
+def bench(tandem, *flags):
+    """The numbers of the JSON that `tandem bench` with these flags writes."""
+    with tempfile.NamedTemporaryFile(prefix="tandem-bench-", suffix=".json") as out:
+        subprocess.run([tandem, "bench", *flags, "--json", out.name], check=True, stdout=subprocess.DEVNULL)
+        return json.loads(pathlib.Path(out.name).read_text())
+
+
 class Cluster:
     """`tandem up` with these flags, until the block is left; `wrapper` is a command before it, such as taskset."""
 
@@ -24,10 +31,7 @@ class Cluster:
     def bench(self, *flags, api="grpc"):
         """What `tandem bench` with these flags measures of it: the numbers of its JSON."""
         whom = ["--url", self.grpc, "--http", self.http] if api == "grpc" else ["--url", self.http, "--api", api]
-        out = pathlib.Path(self.directory.name) / "bench.json"
-        command = [self.tandem, "bench", *whom, *flags, "--json", str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(out.read_text())
+        return bench(self.tandem, *whom, *flags)
 
     def __enter__(self):
         return self

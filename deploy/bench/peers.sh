@@ -52,15 +52,17 @@ fetch_llama() {
 # llama.cpp asks for by another name, so that these kernels are left out, silently, and llama.cpp is three times slower.
 keep_tile_configuration() {
   local source=$peers/$llama/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
-  local keep='asm volatile("" :: "r"(\&tc) : "memory");'
-  grep -q 'asm volatile("" :: "r"(&tc)' "$source" || sed -i "s/_tile_loadconfig(&tc);/$keep &/" "$source"
-  grep -q 'asm volatile("" :: "r"(&tc)' "$source" || die "$source is not as expected: no tile configuration in it"
+  local keep='asm volatile("" :: "r"(&tc) : "memory");'
+  grep -qF "$keep" "$source" || sed -i "s/_tile_loadconfig(&tc);/${keep//&/\\&} &/" "$source"
+  grep -qF "$keep" "$source" || die "$source is not as expected: no tile configuration in it"
 }
 
 build_llama() {
   keep_tile_configuration
-  # Of another compiler, by an earlier version of this script.
-  if grep -qs "CMAKE_CXX_COMPILER:[A-Z]*=.*clang" "$peers/llama-build/CMakeCache.txt"; then rm -rf "$peers/llama-build"; fi
+  # Configured with another compiler, by an earlier version of this script; or from another checkout.
+  local cache=$peers/llama-build/CMakeCache.txt
+  if grep -qs "CMAKE_CXX_COMPILER:[A-Z]*=.*clang" "$cache"; then rm -rf "$peers/llama-build"; fi
+  if ! grep -qs "CMAKE_HOME_DIRECTORY:INTERNAL=$here$" "$cache"; then rm -f "$cache"; fi
   [ -x "$peers/llama-build/llama_rows" ] || say "building llama.cpp in $peers/llama-build (some minutes)"
   cmake -G Ninja -S "$here" -B "$peers/llama-build" \
     -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DLLAMA_SRC="$peers/$llama/vendor/llama.cpp" > "$peers/llama-build.log" 2>&1 &&

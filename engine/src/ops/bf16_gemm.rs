@@ -14,7 +14,7 @@
 //! | 5 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
 //! | 5 and more, on AMX | `tiles.rs` | not here, and in another order |
 //!
-//! `packed.rs` has the pictures of what [`Format`] reads.
+//! `weight_format.rs` has the pictures of what [`Format`] reads.
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
@@ -105,7 +105,7 @@ impl Scratch {
     }
 }
 
-/// How a block of 32 columns × 32 `k` yields its weights, see `packed.rs` for the layouts.
+/// How a block of 32 columns × 32 `k` yields its weights, see `weight_format.rs` for the layouts.
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format, [`WeightFormat::block_bytes`] long; `half` is 0 or 1;
@@ -218,7 +218,7 @@ impl Format for Q4_1 {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { four_bits(two_integers(Self::KIND, block, half, pair)) }
+        unsafe { looked_up(&FOUR_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
 }
 
@@ -227,7 +227,7 @@ impl Format for Q4K {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { four_bits(two_integers(Self::KIND, block, half, pair)) }
+        unsafe { looked_up(&FOUR_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
 }
 
@@ -236,7 +236,7 @@ impl Format for Q5_1 {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { five_bits(two_integers(Self::KIND, block, half, pair)) }
+        unsafe { looked_up(&FIVE_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
 }
 
@@ -245,7 +245,7 @@ impl Format for Q5K {
     #[inline(always)]
     unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { five_bits(two_integers(Self::KIND, block, half, pair)) }
+        unsafe { looked_up(&FIVE_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
 }
 
@@ -275,28 +275,21 @@ unsafe fn two_integers(format: WeightFormat, block: *const u8, half: usize, pair
     }
 }
 
+/// The numbers that integers of up to five bits stand for.
+///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn four_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
+unsafe fn looked_up(table: &[u16; 32], pairs: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: the table has 64 bytes, and a permutation takes its indices modulo the table's length.
     unsafe {
-        let table = _mm512_loadu_si512(FOUR_BITS.as_ptr().cast());
+        let table = _mm512_loadu_si512(table.as_ptr().cast());
         [_mm512_permutexvar_epi16(pairs[0], table), _mm512_permutexvar_epi16(pairs[1], table)]
     }
 }
 
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn five_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
-    // SAFETY: the table has 64 bytes, and a permutation takes its indices modulo the table's length.
-    unsafe {
-        let table = _mm512_loadu_si512(FIVE_BITS.as_ptr().cast());
-        [_mm512_permutexvar_epi16(pairs[0], table), _mm512_permutexvar_epi16(pairs[1], table)]
-    }
-}
-
+/// The same of six bits.
+///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]

@@ -61,7 +61,7 @@ pub(super) unsafe fn upper(lanes: __m512i) -> __m512 {
     unsafe { _mm512_castsi512_ps(_mm512_and_si512(lanes, _mm512_set1_epi32(UPPER as i32))) }
 }
 
-/// How half a block, of 16 columns, yields its weights. `packed.rs` has the pictures.
+/// How half a block, of 16 columns, yields its weights. `weight_format.rs` has the pictures.
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format; `half` is 0 or 1; `four` is below 4; the caller has the
@@ -115,7 +115,7 @@ impl Format for Q4_1 {
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
         // SAFETY: as the caller says; the format has four bits.
-        unsafe { of_four_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_four_bits(integers(Self::KIND, block, half, four), scales) }
     }
 }
 
@@ -124,7 +124,7 @@ impl Format for Q4K {
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
         // SAFETY: as the caller says; the format has four bits.
-        unsafe { of_four_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_four_bits(integers(Self::KIND, block, half, four), scales) }
     }
 }
 
@@ -133,7 +133,7 @@ impl Format for Q5_1 {
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
         // SAFETY: as the caller says; the format has five bits.
-        unsafe { of_five_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_five_bits(integers(Self::KIND, block, half, four), scales) }
     }
 }
 
@@ -142,7 +142,7 @@ impl Format for Q5K {
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
         // SAFETY: as the caller says; the format has five bits.
-        unsafe { of_five_bits(block_lanes::integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_five_bits(integers(Self::KIND, block, half, four), scales) }
     }
 }
 
@@ -151,7 +151,7 @@ impl Format for Q6K {
     #[inline(always)]
     unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
         // SAFETY: as the caller says; the format has six bits.
-        unsafe { of_six_bits(block_lanes::integers(Self::KIND, block, half, four), scales[four / 2]) }
+        unsafe { of_six_bits(integers(Self::KIND, block, half, four), scales[four / 2]) }
     }
 }
 
@@ -194,70 +194,61 @@ static INTEGERS: [f32; 32] = {
     table
 };
 
-/// The weights of four pairs of integers, as [`block_lanes::integers`] gives them.
+/// The integers of four pairs, each in the lowest bits of its lane; above them may be others.
 ///
 /// # Safety
-/// The caller has the features enabled.
+/// As for [`Format::four_pairs`] of a format of nibbles.
 #[inline(always)]
-unsafe fn of_four_bits([first, second]: [__m512i; 2], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-    // SAFETY: arithmetic in lanes, and that of the functions below.
+unsafe fn integers(format: WeightFormat, block: *const u8, half: usize, four: usize) -> [[__m512i; 2]; 4] {
+    // SAFETY: as the caller says; for the rest arithmetic in lanes.
     unsafe {
+        let [first, second] = block_lanes::integers(format, block, half, four);
         [
-            [from_four_bits(first, scales), from_four_bits(_mm512_srli_epi32::<16>(first), scales)],
-            [from_four_bits(second, scales), from_four_bits(_mm512_srli_epi32::<16>(second), scales)],
-            [
-                from_four_bits(_mm512_srli_epi32::<8>(first), scales),
-                from_four_bits(_mm512_srli_epi32::<24>(first), scales),
-            ],
-            [
-                from_four_bits(_mm512_srli_epi32::<8>(second), scales),
-                from_four_bits(_mm512_srli_epi32::<24>(second), scales),
-            ],
+            [first, _mm512_srli_epi32::<16>(first)],
+            [second, _mm512_srli_epi32::<16>(second)],
+            [_mm512_srli_epi32::<8>(first), _mm512_srli_epi32::<24>(first)],
+            [_mm512_srli_epi32::<8>(second), _mm512_srli_epi32::<24>(second)],
         ]
     }
 }
 
-/// The weights of four pairs of integers, as [`block_lanes::integers`] gives them.
+/// The weights of four pairs of integers.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn of_five_bits([first, second]: [__m512i; 2], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-    // SAFETY: arithmetic in lanes, and that of the functions below.
-    unsafe {
-        [
-            [from_five_bits(first, scales), from_five_bits(_mm512_srli_epi32::<16>(first), scales)],
-            [from_five_bits(second, scales), from_five_bits(_mm512_srli_epi32::<16>(second), scales)],
-            [
-                from_five_bits(_mm512_srli_epi32::<8>(first), scales),
-                from_five_bits(_mm512_srli_epi32::<24>(first), scales),
-            ],
-            [
-                from_five_bits(_mm512_srli_epi32::<8>(second), scales),
-                from_five_bits(_mm512_srli_epi32::<24>(second), scales),
-            ],
-        ]
+unsafe fn of_four_bits(mut pairs: [[__m512i; 2]; 4], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    for lanes in pairs.as_flattened_mut() {
+        // SAFETY: arithmetic in lanes.
+        *lanes = unsafe { from_four_bits(*lanes, scales) };
     }
+    pairs
 }
 
-/// The weights of four pairs of integers, as [`block_lanes::integers`] gives them.
+/// The weights of four pairs of integers.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn of_six_bits([first, second]: [__m512i; 2], scale: __m512) -> [[__m512i; 2]; 4] {
-    // SAFETY: arithmetic in lanes, and that of the functions below.
-    unsafe {
-        [
-            [from_six_bits(first, scale), from_six_bits(_mm512_srli_epi32::<16>(first), scale)],
-            [from_six_bits(second, scale), from_six_bits(_mm512_srli_epi32::<16>(second), scale)],
-            [from_six_bits(_mm512_srli_epi32::<8>(first), scale), from_six_bits(_mm512_srli_epi32::<24>(first), scale)],
-            [
-                from_six_bits(_mm512_srli_epi32::<8>(second), scale),
-                from_six_bits(_mm512_srli_epi32::<24>(second), scale),
-            ],
-        ]
+unsafe fn of_five_bits(mut pairs: [[__m512i; 2]; 4], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    for lanes in pairs.as_flattened_mut() {
+        // SAFETY: arithmetic in lanes.
+        *lanes = unsafe { from_five_bits(*lanes, scales) };
     }
+    pairs
+}
+
+/// The weights of four pairs of integers.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+unsafe fn of_six_bits(mut pairs: [[__m512i; 2]; 4], scale: __m512) -> [[__m512i; 2]; 4] {
+    for lanes in pairs.as_flattened_mut() {
+        // SAFETY: arithmetic in lanes.
+        *lanes = unsafe { from_six_bits(*lanes, scale) };
+    }
+    pairs
 }
 
 /// The weights of the lowest four bits of each lane.

@@ -1,5 +1,5 @@
 //! Where each weight of a block lies: a model file's rows into the blocks of a panel, and a column of a block back as
-//! f32. `packed.rs` has the pictures, and owns the matrices that are made of these blocks.
+//! f32. `weight_format.rs` has the pictures, `packed.rs` the matrices that are made of these blocks.
 use half::f16;
 use tandem_gguf::TensorType;
 

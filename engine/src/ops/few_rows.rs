@@ -1,5 +1,5 @@
 //! `out = x · Wᵀ` for a few rows, with the bits of [`super::tiles`] and without its registers: what a tile adds up, in
-//! a tile's order, by fused multiply-adds. Weights are read in the file's format and rounded to bf16 in registers. A
+//! a tile's order, by fused multiply-adds. Weights are read in the file's format and cut off to bf16 in registers. A
 //! tile computes sixteen rows in the time of one, and wants them in memory first, which so few rows do not pay for.
 //!
 //! **The order** in which an element is computed, as `tdpbf16ps` does it. For each group of 32 `k` ascending, two

@@ -20,7 +20,7 @@
 //! - [`matmul`]: `out = x · Wᵀ`, and which kernel computes it: `f32_gemm` in f32, `bf16_gemm` in bf16 dot products,
 //!   `tiles` in AMX's tile registers, `few_rows` with the same bits. `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
-//! - [`attention`]: causal attention over paged KV, in f32 or bf16 dot products.
+//! - [`attention`]: causal attention over paged KV, in f32, bf16 dot products or AMX's tiles.
 //! - [`pool`]: the threads; `weight_memory`: where weights lie; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;

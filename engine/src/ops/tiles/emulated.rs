@@ -1,9 +1,20 @@
 //! Tile registers in plain Rust, for tests: as Intel describes them, and such as compute something else.
 use super::amx::{ROW_BYTES, Shapes, Tile, Tiles};
 
-/// The registers after the instructions' description: 8 tiles that are configured first, whose rows and row lengths
-/// decide what an instruction does.
-pub(in crate::ops) struct Emulated {
+/// As they should be.
+pub(in crate::ops) type Emulated = Registers<FAULTLESS>;
+/// One never takes a sum up: what a wrong configuration or a wrong operand would look like.
+pub(super) type Forgetful = Registers<FORGETFUL>;
+/// The pairs of `k` are added up in one chain, as `vdpbf16ps` does.
+pub(super) type OneChain = Registers<ONE_CHAIN>;
+
+const FAULTLESS: u8 = 0;
+const FORGETFUL: u8 = 1;
+const ONE_CHAIN: u8 = 2;
+
+/// The registers after the instructions' description, but for a fault: 8 tiles that are configured first, whose rows
+/// and row lengths decide what an instruction does.
+pub(in crate::ops) struct Registers<const FAULT: u8> {
     row_bytes: [usize; 8],
     rows: [usize; 8],
     tiles: [Tile; 8],
@@ -11,7 +22,7 @@ pub(in crate::ops) struct Emulated {
 
 /// SAFETY of every block below: as the trait's; a row of a tile lies within it.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
-impl Tiles for Emulated {
+impl<const FAULT: u8> Tiles for Registers<FAULT> {
     unsafe fn configured(shapes: &Shapes) -> Self {
         // LDTILECFG faults if one of these does not hold.
         let Shapes { palette, start_row, reserved, row_bytes, rows } = shapes;
@@ -34,6 +45,9 @@ impl Tiles for Emulated {
     }
     unsafe fn load<const T: usize>(&mut self, from: *const u8, stride: usize) {
         self.tiles[T] = Tile::ZERO;
+        if FAULT == FORGETFUL && T == 3 {
+            return;
+        }
         for row in 0..self.rows[T] {
             let to = self.tiles[T].0[row].as_mut_ptr().cast::<u8>();
             unsafe { from.add(row * stride).copy_to(to, self.row_bytes[T]) };
@@ -49,6 +63,9 @@ impl Tiles for Emulated {
         let (columns, pairs) = (self.row_bytes[SUM] / 4, self.row_bytes[A] / 4);
         assert!(SUM != A && SUM != B && A != B);
         assert!(self.rows[SUM] == self.rows[A] && self.row_bytes[SUM] == self.row_bytes[B] && self.rows[B] == pairs);
+        if FAULT == ONE_CHAIN {
+            return self.multiply_in_one_chain(SUM, A, B);
+        }
         for m in 0..self.rows[SUM] {
             let mut chains = [[0.0f32; 2]; ROW_BYTES / 4];
             for k in 0..pairs {
@@ -66,65 +83,16 @@ impl Tiles for Emulated {
     }
 }
 
-/// Registers of which one never takes a sum up: what a wrong configuration or a wrong operand would look like.
-pub(super) struct Forgetful(Emulated);
-
-/// SAFETY of every block below: the same methods of [`Emulated`], under the same promise.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
-impl Tiles for Forgetful {
-    unsafe fn configured(shapes: &Shapes) -> Self {
-        Self(unsafe { Emulated::configured(shapes) })
-    }
-    unsafe fn configure(&mut self, shapes: &Shapes) {
-        unsafe { self.0.configure(shapes) };
-    }
-    unsafe fn zero<const T: usize>(&mut self) {
-        unsafe { self.0.zero::<T>() };
-    }
-    unsafe fn load<const T: usize>(&mut self, from: *const u8, stride: usize) {
-        match T {
-            3 => unsafe { self.0.zero::<T>() },
-            _ => unsafe { self.0.load::<T>(from, stride) },
-        }
-    }
-    unsafe fn store<const T: usize>(&mut self, to: *mut u8, stride: usize) {
-        unsafe { self.0.store::<T>(to, stride) };
-    }
-    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
-        unsafe { self.0.multiply::<SUM, A, B>() };
-    }
-}
-
-/// Registers that add the pairs of `k` up in one chain, as `vdpbf16ps` does.
-pub(super) struct OneChain(Emulated);
-
-/// SAFETY of every block below: the same methods of [`Emulated`], under the same promise.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one sentence above covers all of these bodies")]
-impl Tiles for OneChain {
-    unsafe fn configured(shapes: &Shapes) -> Self {
-        Self(unsafe { Emulated::configured(shapes) })
-    }
-    unsafe fn configure(&mut self, shapes: &Shapes) {
-        unsafe { self.0.configure(shapes) };
-    }
-    unsafe fn zero<const T: usize>(&mut self) {
-        unsafe { self.0.zero::<T>() };
-    }
-    unsafe fn load<const T: usize>(&mut self, from: *const u8, stride: usize) {
-        unsafe { self.0.load::<T>(from, stride) };
-    }
-    unsafe fn store<const T: usize>(&mut self, to: *mut u8, stride: usize) {
-        unsafe { self.0.store::<T>(to, stride) };
-    }
-    unsafe fn multiply<const SUM: usize, const A: usize, const B: usize>(&mut self) {
-        let tiles = &mut self.0.tiles;
+impl<const FAULT: u8> Registers<FAULT> {
+    fn multiply_in_one_chain(&mut self, sum: usize, a: usize, b: usize) {
+        let tiles = &mut self.tiles;
         for m in 0..16 {
             for n in 0..16 {
-                let chain = (0..16).fold(f32::from_bits(tiles[SUM].0[m][n]), |sum, k| {
-                    let (a, b) = (pair(tiles[A].0[m][k]), pair(tiles[B].0[k][n]));
+                let chain = (0..16).fold(f32::from_bits(tiles[sum].0[m][n]), |sum, k| {
+                    let (a, b) = (pair(tiles[a].0[m][k]), pair(tiles[b].0[k][n]));
                     a[0].mul_add(b[0], a[1].mul_add(b[1], sum))
                 });
-                tiles[SUM].0[m][n] = chain.to_bits();
+                tiles[sum].0[m][n] = chain.to_bits();
             }
         }
     }
