@@ -14,7 +14,7 @@ pub enum Arithmetic {
     /// Products and attention in AVX-512's bf16 dot products, f32 sums.
     Bf16Dots,
     /// Products and attention in the order of AMX's bf16 tiles: groups of 32 `k`, of each an even and an odd chain.
-    /// Quantized weights are cut off to bf16, see `ops/bf16_k32.rs`.
+    /// How weights become bf16: `ops/bf16_k32.rs`.
     Bf16K32,
     /// No model: tokens are a hash of the KV.
     Simulated,

@@ -1,155 +1,169 @@
 //! The operands of the arithmetic `bf16-k32`: what of `x` and of a block of packed weights is multiplied, in which
-//! bits. `tiles.rs` takes weights as tiles of pairs, `few_rows.rs` as f32 in registers. Both come from here, so that
-//! both multiply the same numbers. Weights are decoded from the file's format for each product: a copy in bf16 would be
-//! three times as many bytes to read.
+//! bits. `tiles.rs` multiplies them. Weights are decoded from the file's format for each product: a copy in bf16 would
+//! be three times as many bytes to read. Decode of one sequence spends its time here, so that each instruction counts.
 //!
-//! **Rounding.** `x` is rounded to the nearest bf16, ties to even, by the instruction. Of a quantized weight the lower
-//! half of its f32 is dropped, after scale and offset were made greater by [`GROW`]: rounding that costs nothing. A
-//! weight is off by 0.7 of its last place at most and by 0.305 in the root mean square, without a bias, where the
-//! nearest bf16 is off by 0.5 and 0.289. Decode of one sequence spends most of its time here.
+//! **Quantized weights** are computed in f16, 32 at a time: `scale * q + offset`, rounded once. Its 11 bits are then
+//! rounded to the 8 of a bf16, halves away from zero. That is no conversion: the bits of an f16, moved three places to
+//! the right beside the sign, are those of a bf16 that is 2⁻¹¹² times as great. [`from_sums`] makes up for that.
 //!
-//! **Tiny numbers.** A tile takes subnormal numbers for zeros, an FMA does not. None ever arise: `x` and weights below
-//! [`TINY`] are zeros here, so that all are multiples of 2⁻⁵⁷. Then each product, and each sum of them, rounded or not,
-//! is a multiple of 2⁻¹¹⁴: zero, or far from subnormal. Quantized weights are multiples of 2⁻⁴⁸: f16 and small
-//! integers.
+//! **Powers of two.** f16 has few of them. So a matrix of quantized weights is lifted once, when it is loaded: its
+//! scales are multiplied by the power of two that brings the greatest possible weight near f16's greatest number. And
+//! `x` is multiplied by [`X_LIFT`] with such weights, so that no product gets near the smallest f32. All of these are
+//! exact.
+//!
+//! **`x`** is rounded to the nearest bf16, ties to even, by the instruction.
+//!
+//! **Tiny numbers.** A tile takes subnormal numbers for zeros. Of a matrix's weights those are less than 2⁻²⁸ of the
+//! greatest one. `x`, and weights that are bf16 in the file, count as zero below [`TINY`]: so all are multiples of
+//! 2⁻⁵⁷, and each product, and each sum of them, rounded or not, is a multiple of 2⁻¹¹⁴: zero, or far from subnormal.
 use std::arch::x86_64::*;
 
+use half::f16;
+
 use super::block_lanes;
-use super::packed::{BLOCK, TINY, WeightFormat};
-use super::simd::{bits, prefetch, rounded_pairs};
+use super::packed::{BLOCK, PANEL, TINY, WeightFormat};
+use super::simd::{LANES, bits, prefetch, rounded_pairs};
 
 /// Pairs of `k` of a block.
 pub(super) const PAIRS: usize = BLOCK / 2;
-/// By which scales and offsets grow before weights are cut off, 0.347 of a bf16's last place at 1: 0.347 to 0.694 of
-/// it, half on average over weights whose logarithms are spread evenly.
-const GROW: f32 = 1.0 + 0.347 / 128.0;
-/// The upper half of each lane.
-const UPPER: u32 = 0xffff_0000;
+/// Binary exponent by which `x` is greater where weights are quantized.
+const X_LIFT: i32 = 80;
+/// By which weights moved from f16 to bf16 are smaller: the difference of the exponents' biases.
+const WEIGHT_DROP: i32 = 127 - 15;
+/// What sums with rounded weights are multiplied by. One weight in eight lies in the middle of two bf16 and becomes the
+/// greater of them: on average weights grow by 1/16 of their last place, which is 1/16 of 0.694 of the last place at 1.
+const UNBIASED: f32 = 1.0 - 0.694 / 16.0 / 128.0;
 
-/// 16 pairs of a group's `x`, in bf16.
+/// What sums with a matrix of this format are multiplied by; `lifted` is the binary exponent by which its weights were.
+pub(super) fn from_sums(format: WeightFormat, lifted: i32) -> f32 {
+    match format {
+        WeightFormat::Bf16 => 1.0,
+        _ => UNBIASED * 2f32.powi(WEIGHT_DROP - X_LIFT - lifted),
+    }
+}
+
+/// The binary exponent by which `x` is greater for weights of this format.
+pub(super) fn x_lift(format: WeightFormat) -> i32 {
+    if format == WeightFormat::Bf16 { 0 } else { X_LIFT }
+}
+
+/// 16 pairs of a group's `x`, in bf16, their exponents greater by `lift`. What is too great for that becomes a NaN.
 ///
 /// # Safety
 /// The caller has the features of AVX-512 with BF16 enabled. At most 32 elements.
 #[inline(always)]
-pub(super) unsafe fn pairs_of(group: &[f32]) -> __m512i {
+pub(super) unsafe fn pairs_of(group: &[f32], lift: i32) -> __m512i {
+    /// Of a bf16 all but the sign.
+    const MAGNITUDE: i16 = 0x7fff;
     // SAFETY: as the caller says.
     unsafe {
         let pairs = bits(rounded_pairs(group));
-        let magnitudes = _mm512_and_si512(pairs, _mm512_set1_epi16(0x7fff));
+        let magnitudes = _mm512_and_si512(pairs, _mm512_set1_epi16(MAGNITUDE));
         let kept = _mm512_cmpge_epu16_mask(magnitudes, _mm512_set1_epi16(TINY as i16));
-        _mm512_maskz_mov_epi16(kept, pairs)
+        // Saturated, the bits are those of a NaN.
+        let lifted = _mm512_adds_epi16(magnitudes, _mm512_set1_epi16((lift << 7) as i16));
+        // mask ? lifted : pairs
+        let signed = _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi16(MAGNITUDE), lifted, pairs);
+        _mm512_maskz_mov_epi16(kept, signed)
     }
 }
 
-/// The low and the high halves of pairs of bf16.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-pub(super) unsafe fn as_f32(pairs: __m512i) -> [__m512; 2] {
-    // SAFETY: arithmetic in lanes, which reads no memory.
-    unsafe { [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), upper(pairs)] }
-}
-
-/// The bf16 in the upper half of each lane.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-pub(super) unsafe fn upper(lanes: __m512i) -> __m512 {
-    // SAFETY: arithmetic in lanes, which reads no memory.
-    unsafe { _mm512_castsi512_ps(_mm512_and_si512(lanes, _mm512_set1_epi32(UPPER as i32))) }
-}
-
-/// How half a block, of 16 columns, yields its weights. `weight_format.rs` has the pictures.
+/// How half a block, of 16 columns, yields its weights. `weight_format.rs` has the pictures. Vectors of f16 have one
+/// column in each lane of 32 bits: of scales and offsets both halves are the same, of weights they are a pair of `k`.
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format; `half` is 0 or 1; `four` is below 4; the caller has the
 /// features enabled. All loads are unaligned ones.
-pub(super) trait Format {
+trait Format {
     const KIND: WeightFormat;
-    /// See [`block_lanes::scales`]; grown.
-    #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: as the caller says.
-        unsafe {
-            let [first, second] = block_lanes::scales(Self::KIND, block, half);
-            [grown(first), grown(second)]
-        }
-    }
-    /// The weights of four pairs of `k`, from `8 * four` on: of each pair the even `k`, then the odd. The upper half of
-    /// a lane is the weight in bf16; the lower half is of no meaning.
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4];
+    /// Scale and offset; of Q6_K the scales of the first and of the last 16 `k`.
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2];
+    /// The weights of four pairs of `k`, from `8 * four` on.
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4];
 }
 
-pub(super) struct Bf16;
 #[allow(non_camel_case_types, reason = "the format's name")]
-pub(super) struct Q4_1;
+struct Q4_1;
 #[allow(non_camel_case_types, reason = "the format's name")]
-pub(super) struct Q5_1;
+struct Q5_1;
 #[allow(non_camel_case_types, reason = "the format's name")]
-pub(super) struct Q8_0;
-pub(super) struct Q4K;
-pub(super) struct Q5K;
-pub(super) struct Q6K;
-
-impl Format for Bf16 {
-    const KIND: WeightFormat = WeightFormat::Bf16;
-    #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, _scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-        // SAFETY: a block is two halves of 16 vectors of 64 bytes, of which four are read from `4 * four`, at most 12.
-        unsafe {
-            let at = block.add((half * PAIRS + 4 * four) * 64).cast::<__m512i>();
-            [
-                even_and_odd(_mm512_loadu_si512(at)),
-                even_and_odd(_mm512_loadu_si512(at.add(1))),
-                even_and_odd(_mm512_loadu_si512(at.add(2))),
-                even_and_odd(_mm512_loadu_si512(at.add(3))),
-            ]
-        }
-    }
-}
+struct Q8_0;
+struct Q4K;
+struct Q5K;
+struct Q6K;
 
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-        // SAFETY: as the caller says; the format has four bits.
-        unsafe { of_four_bits(integers(Self::KIND, block, half, four), scales) }
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
+        // SAFETY: a block begins with 32 scales and 32 offsets.
+        unsafe { [twice(block, half), twice(block.add(PANEL * 2), half)] }
     }
-}
-
-impl Format for Q4K {
-    const KIND: WeightFormat = WeightFormat::Q4K;
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has four bits.
-        unsafe { of_four_bits(integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_five_bits(&FOUR_BITS, integers(Self::KIND, block, half, four), scales) }
     }
 }
 
 impl Format for Q5_1 {
     const KIND: WeightFormat = WeightFormat::Q5_1;
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; a block begins like one of Q4_1.
+        unsafe { Q4_1::scales(block, half) }
+    }
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has five bits.
-        unsafe { of_five_bits(integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_five_bits(&FIVE_BITS, integers(Self::KIND, block, half, four), scales) }
+    }
+}
+
+impl Format for Q4K {
+    const KIND: WeightFormat = WeightFormat::Q4K;
+    #[inline(always)]
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; behind scales and offsets stand their factors.
+        unsafe {
+            let [scale, offset] = Q4_1::scales(block, half);
+            let [of_scale, of_offset] = factors(block.add(PANEL * 4), half);
+            [_mm512_mul_ph(scale, of_scale), _mm512_mul_ph(offset, of_offset)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+        // SAFETY: as the caller says; the format has four bits.
+        unsafe { of_five_bits(&FOUR_BITS, integers(Self::KIND, block, half, four), scales) }
     }
 }
 
 impl Format for Q5K {
     const KIND: WeightFormat = WeightFormat::Q5K;
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; a block begins like one of Q4_K.
+        unsafe { Q4K::scales(block, half) }
+    }
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has five bits.
-        unsafe { of_five_bits(integers(Self::KIND, block, half, four), scales) }
+        unsafe { of_five_bits(&FIVE_BITS, integers(Self::KIND, block, half, four), scales) }
     }
 }
 
 impl Format for Q6K {
     const KIND: WeightFormat = WeightFormat::Q6K;
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; behind the scales stand two factors a column.
+        unsafe {
+            let (scale, [first, last]) = (twice(block, half), factors(block.add(PANEL * 2), half));
+            [_mm512_mul_ph(scale, first), _mm512_mul_ph(scale, last)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has six bits.
         unsafe { of_six_bits(integers(Self::KIND, block, half, four), scales[four / 2]) }
     }
@@ -158,162 +172,161 @@ impl Format for Q6K {
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
+    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
+        // SAFETY: a block begins with 32 scales.
+        unsafe { [twice(block, half), _mm512_setzero_ph()] }
+    }
+    #[inline(always)]
+    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes, of which four are
         // read from `4 * four`, at most 12.
         unsafe {
-            let at = block.add(Self::KIND.header_bytes() + (half * PAIRS + 4 * four) * 32).cast::<__m256i>();
-            [
-                of_bytes(_mm256_loadu_si256(at), scales[0]),
-                of_bytes(_mm256_loadu_si256(at.add(1)), scales[0]),
-                of_bytes(_mm256_loadu_si256(at.add(2)), scales[0]),
-                of_bytes(_mm256_loadu_si256(at.add(3)), scales[0]),
-            ]
+            let at = block.add(Self::KIND.header_bytes() + (half * PAIRS + 4 * four) * 32);
+            let mut pairs = [_mm512_setzero_ph(); 4];
+            for (i, pair) in pairs.iter_mut().enumerate() {
+                *pair = _mm512_mul_ph(of_bytes(at.add(i * 32)), scales[0]);
+            }
+            pairs
         }
     }
 }
 
 // Functions and no closures, see `block_lanes.rs`.
 
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn even_and_odd(pairs: __m512i) -> [__m512i; 2] {
-    // SAFETY: arithmetic in lanes, which reads no memory.
-    unsafe { [_mm512_slli_epi32::<16>(pairs), pairs] }
-}
-
-/// 0 to 31.
-static INTEGERS: [f32; 32] = {
-    let mut table = [0.0; 32];
-    let mut i = 0;
-    while i < 32 {
-        table[i] = i as f32;
-        i += 1;
-    }
-    table
-};
-
-/// The integers of four pairs, each in the lowest bits of its lane; above them may be others.
+/// 16 of 32 f16, each in both halves of a lane.
 ///
 /// # Safety
-/// As for [`Format::four_pairs`] of a format of nibbles.
+/// All 32 are readable; the caller has the features enabled.
 #[inline(always)]
-unsafe fn integers(format: WeightFormat, block: *const u8, half: usize, four: usize) -> [[__m512i; 2]; 4] {
+unsafe fn twice(halves: *const u8, half: usize) -> __m512h {
+    // SAFETY: as the caller says; the indices are 64 bytes.
+    unsafe {
+        let indices = _mm512_loadu_si512(TWICE[half].as_ptr().cast());
+        _mm512_castsi512_ph(_mm512_permutexvar_epi16(indices, _mm512_loadu_si512(halves.cast())))
+    }
+}
+
+static TWICE: [[u16; 2 * LANES]; 2] = {
+    let mut indices = [[0; 2 * LANES]; 2];
+    let mut i = 0;
+    while i < 2 * PANEL {
+        indices[i / PANEL][i % PANEL] = i as u16 / 2;
+        i += 1;
+    }
+    indices
+};
+
+/// The first and the second ones of 16 of 32 pairs of small integers, each in both halves of a lane.
+///
+/// # Safety
+/// All 32 pairs are readable; the caller has the features enabled.
+#[inline(always)]
+unsafe fn factors(pairs: *const u8, half: usize) -> [__m512h; 2] {
     // SAFETY: as the caller says; for the rest arithmetic in lanes.
     unsafe {
-        let [first, second] = block_lanes::integers(format, block, half, four);
+        let both = _mm512_castph_si512(of_bytes(pairs.add(half * 2 * LANES)));
+        let (first, second) = (_mm512_slli_epi32::<16>(both), _mm512_srli_epi32::<16>(both));
+        let (low, high) = (0x5555_5555, 0xaaaa_aaaa);
         [
-            [first, _mm512_srli_epi32::<16>(first)],
-            [second, _mm512_srli_epi32::<16>(second)],
-            [_mm512_srli_epi32::<8>(first), _mm512_srli_epi32::<24>(first)],
-            [_mm512_srli_epi32::<8>(second), _mm512_srli_epi32::<24>(second)],
+            _mm512_castsi512_ph(_mm512_mask_mov_epi16(both, high, first)),
+            _mm512_castsi512_ph(_mm512_mask_mov_epi16(both, low, second)),
         ]
     }
 }
 
-/// The weights of four pairs of integers.
+/// 32 i8 as f16.
 ///
 /// # Safety
-/// The caller has the features enabled.
+/// They are readable; the caller has the features enabled.
 #[inline(always)]
-unsafe fn of_four_bits(mut pairs: [[__m512i; 2]; 4], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-    for lanes in pairs.as_flattened_mut() {
-        // SAFETY: arithmetic in lanes.
-        *lanes = unsafe { from_four_bits(*lanes, scales) };
-    }
-    pairs
+unsafe fn of_bytes(bytes: *const u8) -> __m512h {
+    // SAFETY: as the caller says.
+    unsafe { _mm512_cvtepi16_ph(_mm512_cvtepi8_epi16(_mm256_loadu_si256(bytes.cast()))) }
 }
 
-/// The weights of four pairs of integers.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn of_five_bits(mut pairs: [[__m512i; 2]; 4], scales: [__m512; 2]) -> [[__m512i; 2]; 4] {
-    for lanes in pairs.as_flattened_mut() {
-        // SAFETY: arithmetic in lanes.
-        *lanes = unsafe { from_five_bits(*lanes, scales) };
+/// The numbers below 16, twice.
+static FOUR_BITS: [f16; 32] = numbers(15);
+/// The numbers below 32.
+static FIVE_BITS: [f16; 32] = numbers(31);
+
+/// What the lowest five bits of an index stand for where those of `mask` count.
+const fn numbers(mask: usize) -> [f16; 32] {
+    let mut table = [f16::ZERO; 32];
+    let mut i = 0;
+    while i < 32 {
+        table[i] = f16::from_f32_const((i & mask) as f32);
+        i += 1;
     }
-    pairs
+    table
 }
 
-/// The weights of four pairs of integers.
+/// The integers of four pairs, each in the lowest bits of its half of a lane; above them may be others.
 ///
 /// # Safety
-/// The caller has the features enabled.
+/// As for [`Format::four_pairs`] of a format of nibbles.
 #[inline(always)]
-unsafe fn of_six_bits(mut pairs: [[__m512i; 2]; 4], scale: __m512) -> [[__m512i; 2]; 4] {
-    for lanes in pairs.as_flattened_mut() {
-        // SAFETY: arithmetic in lanes.
-        *lanes = unsafe { from_six_bits(*lanes, scale) };
-    }
-    pairs
-}
-
-/// The weights of the lowest four bits of each lane.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn from_four_bits(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
-    // SAFETY: the table has more than 64 bytes, and a permutation looks at the four low bits of its indices.
+unsafe fn integers(format: WeightFormat, block: *const u8, half: usize, four: usize) -> [__m512i; 4] {
+    // SAFETY: as the caller says; for the rest arithmetic in lanes.
     unsafe {
-        let q = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(INTEGERS.as_ptr()));
-        _mm512_castps_si512(_mm512_fmadd_ps(q, scale, offset))
+        let [first, second] = block_lanes::integers(format, block, half, four);
+        [first, second, _mm512_srli_epi16::<8>(first), _mm512_srli_epi16::<8>(second)]
     }
 }
 
-/// Of the lowest five.
+/// The weights of four pairs of integers, whose five lowest bits are looked up.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn from_five_bits(lanes: __m512i, [scale, offset]: [__m512; 2]) -> __m512i {
-    // SAFETY: the table has twice 64 bytes, and a permutation of two vectors looks at the five low bits of its indices.
+unsafe fn of_five_bits(table: &[f16; 32], pairs: [__m512i; 4], [scale, offset]: [__m512h; 2]) -> [__m512h; 4] {
+    // SAFETY: a table has 64 bytes, and a permutation looks at the five low bits of its indices.
     unsafe {
-        let low = _mm512_loadu_ps(INTEGERS.as_ptr());
-        let q = _mm512_permutex2var_ps(low, lanes, _mm512_loadu_ps(INTEGERS.as_ptr().add(16)));
-        _mm512_castps_si512(_mm512_fmadd_ps(q, scale, offset))
+        let table = _mm512_loadu_si512(table.as_ptr().cast());
+        let mut weights = [offset; 4];
+        for (weight, pair) in weights.iter_mut().zip(pairs) {
+            let q = _mm512_castsi512_ph(_mm512_permutexvar_epi16(pair, table));
+            *weight = _mm512_fmadd_ph(q, scale, offset);
+        }
+        weights
     }
 }
 
-/// Of the lowest six, less 32.
+/// Of six bits, less 32.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn from_six_bits(lanes: __m512i, scale: __m512) -> __m512i {
-    /// The bits of 2²³: a small integer in its lowest bits is added to it.
-    const MAGIC: i32 = 0x4b00_0000;
+unsafe fn of_six_bits(pairs: [__m512i; 4], scale: __m512h) -> [__m512h; 4] {
+    /// 1,024: a small integer in its lowest bits is added to it.
+    const MAGIC: f16 = f16::from_f32_const(1024.0);
+    const LESS: f16 = f16::from_f32_const(1024.0 + 32.0);
     // SAFETY: arithmetic in lanes, which reads no memory.
     unsafe {
-        // lanes & 63 | magic
-        let q = _mm512_ternarylogic_epi32::<0xea>(lanes, _mm512_set1_epi32(63), _mm512_set1_epi32(MAGIC));
-        let q = _mm512_sub_ps(_mm512_castsi512_ps(q), _mm512_set1_ps(8_388_608.0 + 32.0));
-        _mm512_castps_si512(_mm512_mul_ps(q, scale))
+        let (magic, less) = (_mm512_set1_epi16(MAGIC.to_bits() as i16), _mm512_set1_epi16(LESS.to_bits() as i16));
+        let mut weights = [scale; 4];
+        for (weight, pair) in weights.iter_mut().zip(pairs) {
+            // pair & 63 | magic
+            let q = _mm512_ternarylogic_epi32::<0xea>(pair, _mm512_set1_epi16(63), magic);
+            *weight = _mm512_mul_ph(_mm512_sub_ph(_mm512_castsi512_ph(q), _mm512_castsi512_ph(less)), scale);
+        }
+        weights
     }
 }
 
-/// The weights of 16 pairs of bytes.
+/// Pairs of f16 as bf16 2⁻¹¹² times as great.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn of_bytes(pairs: __m256i, scale: __m512) -> [__m512i; 2] {
+unsafe fn rounded(pairs: __m512h) -> __m512i {
     // SAFETY: arithmetic in lanes, which reads no memory.
     unsafe {
-        let [even, odd] = block_lanes::bytes(pairs);
-        [_mm512_castps_si512(_mm512_mul_ps(even, scale)), _mm512_castps_si512(_mm512_mul_ps(odd, scale))]
+        // Times 2¹², plus a half, by 2¹⁵: moved by three places, and rounded. Bits of magnitudes have their order, so
+        // that a carry into the exponent is right.
+        let moved = _mm512_mulhrs_epi16(_mm512_castph_si512(pairs), _mm512_set1_epi16(1 << 12));
+        // The exponent of a bf16 is three bits longer: the sign was moved there.
+        _mm512_and_si512(moved, _mm512_set1_epi16(0x8fff_u16 as i16))
     }
-}
-
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn grown(scales: __m512) -> __m512 {
-    // SAFETY: arithmetic in lanes, which reads no memory.
-    unsafe { _mm512_mul_ps(scales, _mm512_set1_ps(GROW)) }
 }
 
 /// Writes a block of quantized weights as the two tiles of its left and its right columns, each 16 rows of 16 pairs.
@@ -344,7 +357,7 @@ pub(super) fn to_tiles(format: WeightFormat) -> Option<ToTiles> {
 ///
 /// # Safety
 /// As there.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512fp16,avx2,fma,f16c")]
 unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut u32) {
     // SAFETY: two halves of four times four pairs are the rows of two tiles. What is asked for ahead may lie behind the
     // matrix: its address is computed by wrapping addition and only hinted at.
@@ -354,10 +367,9 @@ unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut u32) {
             let scales = F::scales(block, half);
             for four in 0..4 {
                 let pairs = F::four_pairs(block, half, four, scales);
-                for (i, [even, odd]) in pairs.into_iter().enumerate() {
+                for (i, pair) in pairs.into_iter().enumerate() {
                     let row = tiles.add((half * PAIRS + 4 * four + i) * PAIRS);
-                    let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd);
-                    _mm512_store_si512(row.cast(), pair);
+                    _mm512_store_si512(row.cast(), rounded(pair));
                 }
             }
         }

@@ -71,6 +71,43 @@ pub(super) fn read_column(format: WeightFormat, block: &[u8], column: usize, out
     out.iter_mut().enumerate().for_each(|(k, out)| *out = weight(k));
 }
 
+/// What no weight of a block of a quantized format is greater than; no number if a scale or an offset is none.
+pub(super) fn greatest_possible(format: WeightFormat, block: &[u8]) -> f32 {
+    let (of_scale, of_offset) = match format {
+        WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => panic!("{format:?} has no scales"),
+        WeightFormat::Q4_1 => (15.0, 1.0),
+        WeightFormat::Q5_1 => (31.0, 1.0),
+        WeightFormat::Q8_0 => (128.0, 0.0),
+        WeightFormat::Q4K => (15.0 * 63.0, 63.0),
+        WeightFormat::Q5K => (31.0 * 63.0, 63.0),
+        WeightFormat::Q6K => (32.0 * 128.0, 0.0),
+    };
+    let magnitude = |half: &[u8; 2]| f16::from_ne_bytes(*half).to_f32().abs();
+    let (scales, offsets) = block[..scales_bytes(format)].as_chunks::<2>().0.split_at(PANEL);
+    let greatest = (0..PANEL).map(|column| {
+        let offset = offsets.get(column).map_or(0.0, magnitude);
+        // The bits of magnitudes have their order; those of no numbers are greater.
+        (of_scale * magnitude(&scales[column]) + of_offset * offset).abs().to_bits()
+    });
+    f32::from_bits(greatest.max().unwrap_or(0))
+}
+
+/// Multiplies a block's scales and offsets by a power of two that keeps them in f16.
+pub(super) fn multiply_scales(format: WeightFormat, block: &mut [u8], factor: f32) {
+    for half in block[..scales_bytes(format)].as_chunks_mut::<2>().0 {
+        *half = f16::from_f32(f16::from_ne_bytes(*half).to_f32() * factor).to_ne_bytes();
+    }
+}
+
+/// Of a block's scales and offsets, with which it begins.
+fn scales_bytes(format: WeightFormat) -> usize {
+    match format {
+        WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => 0,
+        WeightFormat::Q8_0 | WeightFormat::Q6K => PANEL * 2,
+        WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K | WeightFormat::Q5K => PANEL * 4,
+    }
+}
+
 /// One column of a panel.
 struct Column<'a> {
     format: WeightFormat,
@@ -202,8 +239,8 @@ impl Column<'_> {
         }
     }
 
-    /// Puts the f16 that a block begins with. Of NaNs only one: of another, cut off to bf16, an infinity could
-    /// be left.
+    /// Puts the f16 that a block begins with. Of NaNs only one: of another, rounded to bf16 by its bits, an
+    /// infinity could be left.
     fn header(&mut self, index: usize, halves: &[f16]) -> &mut [u8] {
         let bytes = self.format.block_bytes();
         let block = &mut self.panel[index * bytes..][..bytes];

@@ -4,11 +4,10 @@
 //! |---|---|---|
 //! | chains of fused multiply-adds in f32 | `f32_gemm.rs` | every machine; exact in every format |
 //! | bf16 dot products, f32 sums | `bf16_gemm.rs` | an [`Isa`] that rounds |
-//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles, from three rows on |
-//! | the same sums by fused multiply-adds | `few_rows.rs` | an [`Isa`] with tiles, one or two rows |
+//! | bf16 tiles, f32 sums | `tiles.rs` | an [`Isa`] with tiles |
 //!
 //! The weights' layout is [`super::packed`]'s; `product.rs` cuts a product into tasks for all of them. The choice
-//! depends on the instruction set and, with tiles, the number of rows, which changes no bit: see [`super`].
+//! depends on the instruction set alone.
 use super::f32_gemm;
 use super::packed::PackedMatrix;
 pub use super::product::Output;
@@ -28,11 +27,9 @@ pub fn matmul(isa: Isa, x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Ou
     }
     #[cfg(target_arch = "x86_64")]
     if isa.rounds() {
-        use super::{bf16_gemm, few_rows, tiles};
+        use super::{bf16_gemm, tiles};
         return match isa.has_tiles() {
-            // SAFETY: an `Isa` with tiles exists only where they and AVX-512 with BF16 were detected.
-            true if rows <= few_rows::ROWS => unsafe { few_rows::matmul(x, w, out, output) },
-            // SAFETY: as above.
+            // SAFETY: an `Isa` with tiles exists only where they and AVX-512 with BF16 and FP16 were detected.
             true => unsafe { tiles::matmul::<tiles::amx::Amx>(x, w, out, output) },
             false => bf16_gemm::matmul(x, w, out, output),
         };

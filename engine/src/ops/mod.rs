@@ -6,8 +6,7 @@
 //! walks the keys of a sequence in partitions that begin at fixed positions and merges these in ascending order. So a
 //! prompt in chunks, in a batch or on another node gives the same bits. There are three such sequences
 //! ([`crate::numerics::Arithmetic`]): one in f32, the same on every machine; one of bf16 dot products, faster, on
-//! machines that have them ([`simd::Isa::rounds`]); and that of AMX's tiles, on machines that have these: few rows are
-//! computed in the tiles' order without tiles.
+//! machines that have them ([`simd::Isa::rounds`]); and that of AMX's tiles, on machines that have these.
 //!
 //! The tiles' product is tested on an emulator of the registers that follows Intel's description of the instructions
 //! (where there is AVX-512 BF16), and by the same tests on the registers themselves where a machine has them. An engine
@@ -18,7 +17,7 @@
 //! - [`packed`]: weights as the kernels read them, in the blocks of `blocks`; [`dequantize`]: a model file's rows as
 //!   f32; [`lookup`]: embeddings.
 //! - [`matmul`]: `out = x · Wᵀ`, and which kernel computes it: `f32_gemm` in f32, `bf16_gemm` in bf16 dot products,
-//!   `tiles` in AMX's tile registers, `few_rows` with the same bits. `product` cuts it into tasks for each of them.
+//!   `tiles` in AMX's tile registers. `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV, in f32, bf16 dot products or AMX's tiles.
 //! - [`pool`]: the threads; `weight_memory`: where weights lie; [`peak`]: what benchmarks compare with.
@@ -35,7 +34,6 @@ pub mod choice;
 pub mod dequantize;
 mod f32_gemm;
 #[cfg(target_arch = "x86_64")]
-mod few_rows;
 pub mod kv;
 pub mod lookup;
 pub mod matmul;

@@ -3,11 +3,12 @@
 //!
 //! A model file's rows are packed panel by panel on all threads, straight from the file's bytes. No copy of a whole
 //! tensor is made in between. Read `matmul.rs` next.
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use half::f16;
 use tandem_gguf::TensorType;
 
-use super::blocks::{put_bf16, put_row, read_column};
+use super::blocks::{greatest_possible, multiply_scales, put_bf16, put_row, read_column};
 use super::pool;
 use super::simd::Isa;
 pub(super) use super::weight_format::{BLOCK, PANEL, TINY};
@@ -19,6 +20,8 @@ pub struct PackedMatrix {
     format: WeightFormat,
     columns: usize,
     k: usize,
+    /// The binary exponent by which the scales in memory are greater than the file's.
+    lifted: i32,
     bytes: WeightMemory,
 }
 
@@ -79,26 +82,54 @@ impl PackedMatrix {
     }
 
     /// The same matrix as `isa`'s kernels want it: where those round to bf16 anyway, f32 weights are kept in it; where
-    /// they have tiles, weights below 2⁻⁵⁰ are zero.
+    /// they have tiles, `bf16_k32.rs` says how.
     pub fn fitted(self, isa: Isa) -> Self {
-        let mut fitted = if isa.rounds() { self.rounded() } else { self };
-        if isa.has_tiles() && fitted.format == WeightFormat::Bf16 {
-            fitted.forget_tiny();
+        let fitted = if isa.rounds() { self.rounded() } else { self };
+        match fitted.format {
+            _ if !isa.has_tiles() => fitted,
+            WeightFormat::Bf16 => fitted.without_tiny(),
+            _ => fitted.lifted_up(),
         }
-        fitted
     }
 
-    /// Of a matrix in bf16, see `bf16_k32.rs`. Others have nothing so small: f16 and their multiples.
-    fn forget_tiny(&mut self) {
-        let panel_bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
-        let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
-        pool::for_each_of(&mut panels, |_, panel| {
-            for weight in panel.as_chunks_mut::<2>().0 {
+    /// Of bf16, with zeros for what is below 2⁻⁵⁰.
+    fn without_tiny(mut self) -> Self {
+        self.for_each_block(|block| {
+            for weight in block.as_chunks_mut::<2>().0 {
                 if u16::from_ne_bytes(*weight) & 0x7fff < TINY {
                     *weight = [0; 2];
                 }
             }
         });
+        self
+    }
+
+    /// Of quantized weights, with scales as great as f16 has them without an overflow in any weight. In bf16 if there
+    /// are such already, or scales that are no numbers.
+    fn lifted_up(mut self) -> Self {
+        let (format, greatest) = (self.format, AtomicU32::new(0));
+        self.for_each_block(|block| {
+            // By bits, as there.
+            greatest.fetch_max(greatest_possible(format, block).to_bits(), Ordering::Relaxed);
+        });
+        let greatest = f32::from_bits(greatest.into_inner());
+        if greatest > f16::MAX.to_f32() || greatest.is_nan() {
+            return self.to_bf16().without_tiny();
+        }
+        // 2¹⁵ is in f16, 2¹⁶ is not.
+        let exponent = if greatest == 0.0 { 0 } else { greatest.log2().floor() as i32 };
+        self.lifted = (14 - exponent).max(0);
+        let factor = 2f32.powi(self.lifted);
+        self.for_each_block(|block| multiply_scales(format, block, factor));
+        self
+    }
+
+    /// On all threads.
+    fn for_each_block(&mut self, f: impl Fn(&mut [u8]) + Sync) {
+        let block_bytes = self.format.block_bytes();
+        let panel_bytes = self.k.div_ceil(BLOCK) * block_bytes;
+        let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
+        pool::for_each_of(&mut panels, |_, panel| panel.chunks_exact_mut(block_bytes).for_each(&f));
     }
 
     /// The same matrix with f32 and f16 weights rounded to bf16; other formats stay.
@@ -130,7 +161,7 @@ impl PackedMatrix {
                 put(panel, column, n, &mut values);
             }
         });
-        Self { format, columns, k, bytes }
+        Self { format, columns, k, lifted: 0, bytes }
     }
 
     /// Output columns.
@@ -148,6 +179,11 @@ impl PackedMatrix {
         self.format
     }
 
+    /// The binary exponent by which the weights in memory are greater than they should be.
+    pub(super) fn lifted(&self) -> i32 {
+        self.lifted
+    }
+
     /// Bytes in memory.
     pub fn size_bytes(&self) -> usize {
         self.bytes.len()
@@ -162,6 +198,10 @@ impl PackedMatrix {
         let blocks = self.panel(n / PANEL).chunks_exact(self.format.block_bytes());
         for (block, out) in blocks.zip(out.chunks_mut(BLOCK)) {
             read_column(self.format, block, n % PANEL, out);
+        }
+        if self.lifted != 0 {
+            let factor = 2f32.powi(-self.lifted);
+            out.iter_mut().for_each(|weight| *weight *= factor);
         }
     }
 

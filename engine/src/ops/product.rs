@@ -12,7 +12,7 @@ use super::simd::LANES;
 
 /// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at
 /// pages and falls behind while rows are multiplied; this made decode steps a quarter shorter.
-pub(super) const AHEAD: usize = 8;
+pub(super) const AHEAD: usize = 6;
 
 /// How the result meets what is in `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

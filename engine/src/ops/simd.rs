@@ -43,7 +43,7 @@ pub enum IsaChoice {
     /// The best one here.
     #[default]
     Auto,
-    /// AMX's bf16 tiles for products of many rows; for all else AVX-512 with its bf16 dot products.
+    /// AMX's bf16 tiles for products and attention; for all else AVX-512.
     Amx,
     /// AVX-512, with its bf16 dot products where the machine has them; no tiles.
     Avx512,
@@ -141,7 +141,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            let amx = bf16 && amx::available();
+            let amx = bf16 && is_x86_feature_detected!("avx512fp16") && amx::available();
             let kinds = [(amx, Kind::Amx), (bf16, Kind::Avx512Bf16), (avx512, Kind::Avx512), (avx2, Kind::Avx2)];
             found.extend(kinds.into_iter().filter_map(|(there, kind)| there.then_some(Self(kind))));
         }
@@ -158,7 +158,7 @@ impl Isa {
         }
     }
 
-    /// Whether products of many rows go through AMX's tiles.
+    /// Whether products go through AMX's tiles.
     pub(crate) fn has_tiles(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]

@@ -1,5 +1,5 @@
-//! `out = x · Wᵀ` in AMX's tiles, for more rows than a tile of `bf16_gemm.rs` reads weights for directly: `x` and the
-//! weights are rounded to bf16, sums are f32. [`amx`] has the registers.
+//! `out = x · Wᵀ` in AMX's tiles: `x` and the weights are bf16, see `bf16_k32.rs`, sums are f32. [`amx`] has the
+//! registers.
 //!
 //! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of weights is two tiles of 16
 //! pairs of `k` × 16 columns, in bf16 as it lies in memory, else decoded into the core's L1 cache; the sums of 16 rows
@@ -7,7 +7,10 @@
 //!
 //! Every output element is one fixed sequence of operations whatever the number of rows: groups of 32 `k` ascending, of
 //! each the sum that `tdpbf16ps` defines, added to the total. Which rows and columns share a step, and where a total is
-//! put down and taken up again, changes nothing of it. `few_rows.rs` computes the same sequence without tiles.
+//! put down and taken up again, changes nothing of it.
+//!
+//! One row takes tiles, too: the multiplication takes as long as for sixteen, but beside it the vector units decode the
+//! weights, which takes longer.
 pub(super) mod amx;
 #[cfg(test)]
 pub(super) mod emulated;
@@ -17,13 +20,13 @@ mod trial;
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
-use std::ops::Range;
 
-use self::amx::{ROW_BYTES, TILE_ROWS, Tile, Tiles, WHOLE};
+use self::amx::{ROW_BYTES, Shapes, TILE_ROWS, Tile, Tiles, WHOLE};
 pub(super) use self::trial::fault;
-use super::bf16_k32::{ToTiles, pairs_of, to_tiles};
+use super::bf16_k32::{ToTiles, from_sums, pairs_of, to_tiles, x_lift};
 use super::packed::{BLOCK, PackedMatrix};
-use super::product::{Output, Target, for_each_task};
+use super::product::{AHEAD, Output, Target, for_each_task};
+use super::simd::prefetch;
 use super::{Shared, pool};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
@@ -37,7 +40,7 @@ const SLICE: usize = 12;
 /// See [`super::matmul::matmul`], which checks the lengths.
 ///
 /// # Safety
-/// The machine has AVX-512 with BF16, and what `T` needs.
+/// The machine has AVX-512 with BF16 and, for quantized weights, FP16; and what `T` needs.
 ///
 /// # Panics
 /// If `w` is not [fitted](PackedMatrix::fitted) for tiles.
@@ -47,11 +50,12 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
         static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
     }
     let (to_tiles, block_bytes) = (to_tiles(w.format()), w.format().block_bytes());
+    let factor = from_sums(w.format(), w.lifted());
     let (rows, out) = (x.len() / w.k(), Shared(out.as_mut_ptr()));
     let row_chunk = (X_BYTES / (2 * w.k())).clamp(*ROW_CHUNKS.start(), *ROW_CHUNKS.end());
     ROUNDED.with_borrow_mut(|rounded| {
         // SAFETY: the machine has the instructions, as the caller says.
-        unsafe { rounded.take(x, w.k()) };
+        unsafe { rounded.take(x, w.k(), x_lift(w.format())) };
         let rounded = &*rounded;
         // Several tasks a thread even out cores of unequal speed.
         for_each_task(rows, row_chunk.next_multiple_of(2 * TILE_ROWS), w, 4, |task| {
@@ -59,12 +63,14 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
                 // SAFETY: as above; the task's rows are rounded and in `out`, and no other task has these rows and
                 // panels; a panel is a block a group; tasks use tiles nowhere else.
                 unsafe {
-                    let mut tiles = T::configured(&WHOLE);
-                    let x = rounded.rows(task.rows.clone());
+                    let mut tiles = T::configured(shapes_of(task.rows.len()));
+                    let row_tiles = task.rows.len().div_ceil(TILE_ROWS);
+                    let x = Rows { row_tiles, order: rounded.order, first: rounded.from(task.rows.start) };
                     for panel in task.panels {
                         let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes };
                         scratch.multiply(&mut tiles, x, blocks, to_tiles);
-                        scratch.put(task.rows.len(), Target::new(out.get(), w, task.rows.start, panel, output));
+                        let target = Target::new(out.get(), w, task.rows.start, panel, output);
+                        scratch.put(task.rows.len(), factor, target);
                     }
                 }
             });
@@ -72,66 +78,114 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
     });
 }
 
-/// `x` in bf16 tiles, for all tasks of a product: 16 rows after 16 rows, of each its groups. Kept by the thread that
-/// asks for products.
-#[derive(Default)]
-struct Rounded {
-    groups: usize,
-    /// The last rows of the last tiles may be no rows of `x`: they hold whatever they did, and their sums go nowhere.
-    tiles: Vec<Tile>,
+/// Registers for `rows` rows: of one tile's only as many as there are, since a row takes its time and a line of cache.
+fn shapes_of(rows: usize) -> &'static Shapes {
+    /// By the number of rows, one less.
+    static FEW: [Shapes; TILE_ROWS] = {
+        let mut few = [const { Shapes::new([(TILE_ROWS as u8, ROW_BYTES as u16); 8]) }; TILE_ROWS];
+        let mut rows = 1;
+        while rows <= TILE_ROWS {
+            // The sums, left and right, and `x`.
+            few[rows - 1].rows[0] = rows as u8;
+            few[rows - 1].rows[1] = rows as u8;
+            few[rows - 1].rows[4] = rows as u8;
+            rows += 1;
+        }
+        few
+    };
+    FEW.get(rows - 1).unwrap_or(&WHOLE)
 }
 
-/// Some rows of it, from a whole tile on.
+/// `x` in bf16, for all tasks of a product: 16 rows after 16 rows. Kept by the thread that asks for products.
+#[derive(Default)]
+struct Rounded {
+    order: Order,
+    /// The last rows of the last tile may be no rows of `x`: they hold whatever they did, and their sums go nowhere.
+    lines: Vec<Line>,
+}
+
+/// A tile's row: 16 pairs of bf16, a row's of one group.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
-    row_tiles: usize,
+#[repr(align(64))]
+struct Line([u32; ROW_BYTES / 4]);
+
+/// How the lines of 16 rows lie, by the distances between them.
+#[derive(Clone, Copy, Default)]
+struct Order {
     groups: usize,
-    tiles: &'a [Tile],
+    to_next_row: usize,
+    to_next_group: usize,
+}
+
+impl Order {
+    /// Tile after tile, as they are read. But a tile of few rows would use a few sets of the cache only: those lie row
+    /// after row, an odd number of lines apart.
+    fn new(rows: usize, groups: usize) -> Self {
+        match rows {
+            0..=TILE_ROWS => Self { groups, to_next_row: groups | 1, to_next_group: 1 },
+            _ => Self { groups, to_next_row: 1, to_next_group: TILE_ROWS },
+        }
+    }
+
+    /// Of 16 rows.
+    fn lines(self) -> usize {
+        TILE_ROWS * (self.groups | 1)
+    }
+
+    fn line(self, row: usize, group: usize) -> usize {
+        row / TILE_ROWS * self.lines() + row % TILE_ROWS * self.to_next_row + group * self.to_next_group
+    }
 }
 
 impl Rounded {
-    /// Rounds all rows, on all threads.
+    /// Rounds all rows, on all threads; `lift` is of [`pairs_of`].
     ///
     /// # Safety
     /// The machine has AVX-512 with BF16.
-    unsafe fn take(&mut self, x: &[f32], k: usize) {
-        self.groups = k.div_ceil(BLOCK);
-        let row_tiles = (x.len() / k).div_ceil(TILE_ROWS);
-        self.tiles.resize(row_tiles * self.groups, Tile::ZERO);
-        let (groups, tiles) = (self.groups, Shared(self.tiles.as_mut_ptr()));
+    unsafe fn take(&mut self, x: &[f32], k: usize, lift: i32) {
+        let rows = x.len() / k;
+        let (order, row_tiles) = (Order::new(rows, k.div_ceil(BLOCK)), rows.div_ceil(TILE_ROWS));
+        self.order = order;
+        self.lines.resize(row_tiles * order.lines(), Line([0; ROW_BYTES / 4]));
+        let lines = Shared(self.lines.as_mut_ptr());
         // A few rows are rounded sooner than another thread has begun.
         pool::for_each_run(row_tiles, 4, |run| {
             let x = &x[run.start * TILE_ROWS * k..x.len().min(run.end * TILE_ROWS * k)];
-            // SAFETY: the run's tiles are in the buffer, and no other run has them; the machine has the instructions.
+            // SAFETY: the run's lines are in the buffer, and no other run has them; the machine has the instructions.
             unsafe {
-                let tiles = std::slice::from_raw_parts_mut(tiles.get().add(run.start * groups), run.len() * groups);
-                round(x, k, tiles);
+                let lines = lines.get().add(run.start * order.lines());
+                round(x, k, lift, std::slice::from_raw_parts_mut(lines, run.len() * order.lines()), order);
             }
         });
     }
 
-    /// `rows` begin at a whole tile.
-    fn rows(&self, rows: Range<usize>) -> Rows<'_> {
-        let (first, row_tiles) = (rows.start / TILE_ROWS, rows.len().div_ceil(TILE_ROWS));
-        let tiles = &self.tiles[first * self.groups..(first + row_tiles) * self.groups];
-        Rows { row_tiles, groups: self.groups, tiles }
+    /// From the whole tile on that begins with `row`.
+    fn from(&self, row: usize) -> *const Line {
+        self.lines[self.order.line(row, 0)..].as_ptr()
     }
 }
 
-/// Rows of `k` numbers into tiles, from a whole one on.
+/// Rows of `k` numbers into lines, from a whole tile on.
 ///
 /// # Safety
 /// The machine has the features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn round(x: &[f32], k: usize, tiles: &mut [Tile]) {
-    let groups = k.div_ceil(BLOCK);
+unsafe fn round(x: &[f32], k: usize, lift: i32, lines: &mut [Line], order: Order) {
     for (r, row) in x.chunks_exact(k).enumerate() {
-        let tiles = &mut tiles[r / TILE_ROWS * groups..][..groups];
-        for (tile, group) in tiles.iter_mut().zip(row.chunks(BLOCK)) {
-            // SAFETY: at most 32 elements; a tile's row takes all 16 pairs.
-            unsafe { _mm512_storeu_si512(tile.0[r % TILE_ROWS].as_mut_ptr().cast(), pairs_of(group)) };
+        let lines = lines[order.line(r, 0)..].iter_mut().step_by(order.to_next_group);
+        for (group, line) in row.chunks(BLOCK).zip(lines) {
+            // SAFETY: at most 32 elements; a line takes all 16 pairs.
+            unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), pairs_of(group, lift)) };
         }
     }
+}
+
+/// Some rows of `x`, from a whole tile on.
+#[derive(Clone, Copy)]
+struct Rows {
+    row_tiles: usize,
+    order: Order,
+    first: *const Line,
 }
 
 /// Sums with one panel, and decoded weights of it. Kept by each thread.
@@ -160,8 +214,10 @@ impl Blocks {
 /// Where a step's weights come from.
 #[derive(Clone, Copy)]
 enum Source {
-    /// Blocks that are two tiles as they lie, or were decoded by the slice's first step.
-    Tiles(*const Tile),
+    /// Blocks that are two tiles as they lie: from memory.
+    Blocks(Blocks),
+    /// Decoded by the slice's first step.
+    Decoded(*const Tile),
     /// Decoded by the step itself, always one group ahead of the one that it multiplies: the tile registers and the
     /// vector units work at the same time. Group `g` goes to the room's place `g` modulo [`SLICE`].
     Encoded { blocks: Blocks, to_tiles: ToTiles, room: *mut Tile },
@@ -171,11 +227,11 @@ impl Scratch {
     /// All rows times a panel.
     ///
     /// # Safety
-    /// The panel has a block for each group, which `to_tiles` decodes if it is not two tiles; and what [`Tiles`] asks
-    /// for.
+    /// The rows have their lines; the panel has a block for each group, which `to_tiles` decodes if it is not two
+    /// tiles; and what [`Tiles`] asks for.
     #[inline(always)]
-    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, x: Rows<'_>, panel: Blocks, to_tiles: Option<ToTiles>) {
-        let Rows { row_tiles, groups, tiles: x } = x;
+    unsafe fn multiply<T: Tiles>(&mut self, tiles: &mut T, x: Rows, panel: Blocks, to_tiles: Option<ToTiles>) {
+        let (row_tiles, groups) = (x.row_tiles, x.order.groups);
         self.sums.resize(row_tiles * 2, Tile::ZERO);
         self.weights.resize(2 * SLICE, Tile::ZERO);
         // Weights that only one step reads need not stay.
@@ -184,17 +240,17 @@ impl Scratch {
             let (blocks, room) = (panel.from(first), self.weights.as_mut_ptr());
             for row_tile in (0..row_tiles).step_by(2) {
                 let weights = match to_tiles {
-                    None => Source::Tiles(blocks.first.cast()),
+                    None => Source::Blocks(blocks),
                     Some(to_tiles) if row_tile == 0 => Source::Encoded { blocks, to_tiles, room },
                     // Of a slice, which is no longer than the room.
-                    Some(_) => Source::Tiles(room),
+                    Some(_) => Source::Decoded(room),
                 };
                 // SAFETY: the row tile's and, where there is one, the next one's `x` and sums; the slice's groups.
                 unsafe {
                     let step = Step {
                         groups: slice.min(groups - first),
-                        x: x.as_ptr().add(row_tile * groups + first),
-                        x_stride: groups,
+                        x: x.first.add(x.order.line(row_tile * TILE_ROWS, first)),
+                        order: x.order,
                         weights,
                         sums: self.sums.as_mut_ptr().add(2 * row_tile),
                         fresh: first == 0,
@@ -208,16 +264,20 @@ impl Scratch {
         }
     }
 
-    /// The sums of the first `rows` rows to where they belong.
+    /// The sums of the first `rows` rows, multiplied by `factor`, to where they belong.
     ///
     /// # Safety
     /// These rows were multiplied; `target` has them; the machine has the features.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-    unsafe fn put(&self, rows: usize, target: Target) {
+    unsafe fn put(&self, rows: usize, factor: f32, target: Target) {
         for row in 0..rows {
             let [left, right] = [0, 1].map(|half| self.sums[row / TILE_ROWS * 2 + half].0[row % TILE_ROWS].as_ptr());
             // SAFETY: a tile's row is 16 f32.
-            unsafe { target.put(row, [_mm512_loadu_ps(left.cast()), _mm512_loadu_ps(right.cast())]) };
+            unsafe {
+                let factor = _mm512_set1_ps(factor);
+                let [left, right] = [_mm512_loadu_ps(left.cast()), _mm512_loadu_ps(right.cast())];
+                target.put(row, [_mm512_mul_ps(left, factor), _mm512_mul_ps(right, factor)]);
+            }
         }
     }
 }
@@ -225,10 +285,8 @@ impl Scratch {
 /// 16 or 32 rows times some groups of a panel, in tile registers: sums in 0 to 3, `x` in 4 and 5, weights in 6 and 7.
 struct Step {
     groups: usize,
-    /// A tile a group.
-    x: *const Tile,
-    /// Tiles to the next 16 rows.
-    x_stride: usize,
+    x: *const Line,
+    order: Order,
     weights: Source,
     /// Two tiles, or four.
     sums: *mut Tile,
@@ -261,9 +319,16 @@ impl Step {
             if let Source::Encoded { blocks, to_tiles, room } = self.weights {
                 to_tiles(blocks.first, room.cast());
             }
+            let (stride, to_second) = (self.order.to_next_row * ROW_BYTES, self.order.lines());
+            let mut x = self.x;
             for group in 0..self.groups {
                 let weights = match self.weights {
-                    Source::Tiles(tiles) => tiles.add(2 * group),
+                    Source::Blocks(blocks) => {
+                        // What is asked for ahead may lie behind the matrix: it is only hinted at.
+                        prefetch(blocks.from(group + AHEAD).first, blocks.block_bytes);
+                        blocks.from(group).first.cast()
+                    }
+                    Source::Decoded(tiles) => tiles.add(2 * group),
                     Source::Encoded { blocks, to_tiles, room } => {
                         let place = |group: usize| room.add(2 * (group % SLICE));
                         if group + 1 < self.groups {
@@ -274,14 +339,15 @@ impl Step {
                 };
                 tiles.load::<6>(weights.cast(), ROW_BYTES);
                 tiles.load::<7>(weights.add(1).cast(), ROW_BYTES);
-                tiles.load::<4>(self.x.add(group).cast(), ROW_BYTES);
+                tiles.load::<4>(x.cast(), stride);
                 tiles.multiply::<0, 4, 6>();
                 tiles.multiply::<1, 4, 7>();
                 if TWICE {
-                    tiles.load::<5>(self.x.add(self.x_stride + group).cast(), ROW_BYTES);
+                    tiles.load::<5>(x.add(to_second).cast(), stride);
                     tiles.multiply::<2, 5, 6>();
                     tiles.multiply::<3, 5, 7>();
                 }
+                x = x.wrapping_add(self.order.to_next_group);
             }
             tiles.store::<0>(self.sums.cast(), ROW_BYTES);
             tiles.store::<1>(self.sums.add(1).cast(), ROW_BYTES);

@@ -1,8 +1,8 @@
 //! Whether tile registers compute what they should: two products of some rows, panels and groups, beside plain sums and
-//! beside `few_rows.rs`, bit by bit: a processor may add in another order than those on which ours was found.
+//! beside the order of additions that is known, bit by bit: a processor may add in another than those on which ours was
+//! found.
 //! An engine asks before it computes with them; it takes less than a millisecond.
-use super::super::few_rows;
-use super::super::packed::PackedMatrix;
+use super::super::packed::{BLOCK, PackedMatrix};
 use super::super::product::Output;
 use super::amx::Tiles;
 
@@ -30,7 +30,7 @@ pub(in crate::ops) unsafe fn fault<T: Tiles>() -> Option<String> {
 }
 
 /// The first element of a product of such numbers that is farther from the plain sum than `tolerance`; or, where all
-/// are near, that few rows give other bits.
+/// are near, that the first row has other bits.
 ///
 /// # Safety
 /// As [`fault`].
@@ -40,12 +40,10 @@ unsafe fn differs<T: Tiles>(number: impl Fn(usize) -> f32, tolerance: f64) -> Op
     let weights: Vec<f32> = (0..COLUMNS * K).map(|i| rounded(i + 3)).collect();
     let mut out = vec![f32::NAN; ROWS * COLUMNS];
     let packed = PackedMatrix::from_f32(&weights, K).rounded();
-    let mut few = vec![f32::NAN; few_rows::ROWS * COLUMNS];
-    // SAFETY: the machine has the instructions, as the caller says. `matmul` checks by itself that the matrix is in
-    // bf16; `x` and the results are whole rows of the product.
+    // SAFETY: the machine has the instructions, as the caller says. The matrix is in bf16;
+    // `x` and the results are whole rows of the product.
     unsafe {
         super::matmul::<T>(&x, &packed, &mut out, Output::Store);
-        few_rows::matmul(&x[..few_rows::ROWS * K], &packed, &mut few, Output::Store);
     }
     let far = out.iter().enumerate().find_map(|(i, &got)| {
         let (row, column) = (i / COLUMNS, i % COLUMNS);
@@ -54,6 +52,23 @@ unsafe fn differs<T: Tiles>(number: impl Fn(usize) -> f32, tolerance: f64) -> Op
         let near = (f64::from(got) - sum).abs() <= tolerance * size;
         (!near).then(|| format!("its tiles give {got} and not {sum} for row {row}, column {column} of a test product"))
     });
-    let differ = || few.iter().zip(&out).any(|(few, tile)| few.to_bits() != tile.to_bits());
+    let differ = || {
+        let known = weights.chunks(K).map(|weights| in_order(&x[..K], weights));
+        known.zip(&out).any(|(known, tile)| known.to_bits() != tile.to_bits())
+    };
     far.or_else(|| differ().then(|| "its tiles add up in another order than is known".to_owned()))
+}
+
+/// A row times a column as `tdpbf16ps` adds up. For each group of 32 `k` ascending, two chains from zero and their sum:
+///
+/// ```text
+/// even  = fma(x30, w30, … fma(x2, w2, fma(x0, w0, 0)))
+/// odd   = fma(x31, w31, … fma(x3, w3, fma(x1, w1, 0)))
+/// total = total + (even + odd)
+/// ```
+pub(super) fn in_order(x: &[f32], weights: &[f32]) -> f32 {
+    x.chunks(BLOCK).zip(weights.chunks(BLOCK)).fold(0.0, |total, (x, weights)| {
+        let chain = |first: usize| (first..x.len()).step_by(2).fold(0.0f32, |sum, k| x[k].mul_add(weights[k], sum));
+        total + (chain(0) + chain(1))
+    })
 }
