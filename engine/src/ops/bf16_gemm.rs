@@ -475,8 +475,9 @@ unsafe fn group_tile<const M: usize, const SCALES: usize>(
         let x = scratch.x.as_ptr().add(row * PAIRS);
         for part in 0..SCALES {
             let mut sums = [[_mm512_setzero_ps(); 2]; M];
-            for pair in part * PAIRS / SCALES..(part + 1) * PAIRS / SCALES {
-                step(&mut sums, [bf16(weights[pair][0]), bf16(weights[pair][1])], x.add(pair));
+            let pairs = part * PAIRS / SCALES..(part + 1) * PAIRS / SCALES;
+            for (pair, weights) in pairs.clone().zip(&weights[pairs]) {
+                step(&mut sums, [bf16(weights[0]), bf16(weights[1])], x.add(pair));
             }
             for (m, sums) in sums.into_iter().enumerate() {
                 let to = scratch.totals.as_mut_ptr().add((first + m) * PANEL);
