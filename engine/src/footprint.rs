@@ -87,8 +87,8 @@ impl fmt::Display for Misfit {
             f,
             "the model does not fit into memory: weights {}, KV arena {}, workspace {}; of {} available {} may be filled. \
              Choose a smaller KV arena (--kv-memory, --kv-blocks), fewer sequences and tokens in a step (--max-num-seqs, \
-             --max-num-batched-tokens), or a smaller quantization of the model (BF16, F16, Q8_0 and Q4_1 stay as small as \
-             they are; all others take 4 bytes a weight, or 2 with --batch-invariant false)",
+             --max-num-batched-tokens), or a smaller quantization of the model (all types stay about \
+             as small as they are, but Q2_K and Q3_K take 4 bytes a weight, or 2 with --batch-invariant false)",
             gib(weights),
             gib(kv),
             gib(workspace),
