@@ -14,15 +14,16 @@
 //! | 5 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
 //! | 5 and more, on AMX | `tiles.rs` | not here, and in another order |
 //!
-//! `packed.rs` has the pictures of what [`Format`] reads.
+//! `weight_format.rs` has the pictures of what [`Format`] reads.
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use super::Shared;
 use super::block_lanes;
-use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
+use super::packed::PackedMatrix;
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
+use super::weight_format::{BLOCK, PANEL, WeightFormat};
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
 const ROW_CHUNK: usize = 96;
@@ -105,7 +106,7 @@ impl Scratch {
     }
 }
 
-/// How a block of 32 columns × 32 `k` yields its weights, see `packed.rs` for the layouts.
+/// How a block of 32 columns × 32 `k` yields its weights, see `weight_format.rs` for the layouts.
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format, [`WeightFormat::block_bytes`] long; `half` is 0 or 1;

@@ -12,9 +12,9 @@
 use std::arch::x86_64::*;
 
 use super::block_lanes;
-use super::packed::{BLOCK, TINY, WeightFormat};
 use super::simd::{bits, prefetch, rounded_pairs};
 use super::tiles::amx::Tile;
+use super::weight_format::{BLOCK, TINY, WeightFormat};
 
 /// Pairs of `k` of a block.
 pub(super) const PAIRS: usize = BLOCK / 2;
@@ -56,7 +56,7 @@ pub(super) unsafe fn upper(lanes: __m512i) -> __m512 {
     unsafe { _mm512_castsi512_ps(_mm512_and_si512(lanes, _mm512_set1_epi32(UPPER as i32))) }
 }
 
-/// How half a block, of 16 columns, yields its weights. `packed.rs` has the pictures.
+/// How half a block, of 16 columns, yields its weights. `weight_format.rs` has the pictures.
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format; `half` is 0 or 1; `four` is below 4; the caller has the

@@ -1,11 +1,11 @@
 //! Half a block's scales and integers as lanes of AVX-512, one of 32 bits for each of 16 columns: what both kernels of
-//! bf16 products decode. `packed.rs` has the pictures; `bf16_gemm.rs` and `bf16_k32.rs` go on from here.
+//! bf16 products decode. `weight_format.rs` has the pictures; `bf16_gemm.rs` and `bf16_k32.rs` go on from here.
 //!
 //! Functions and no closures: those would not be compiled for the caller's instruction set.
 use std::arch::x86_64::*;
 
-use super::packed::{NIBBLES_BYTES, PANEL, WeightFormat};
 use super::simd::LANES;
+use super::weight_format::{NIBBLES_BYTES, PANEL, WeightFormat};
 
 /// Scale and offset of the columns, one and zero where weights are no quantized ones; of Q6_K the scales of the first
 /// and of the last 16 `k`.

@@ -1,13 +1,22 @@
 //! Where each weight of a block lies: a model file's rows into the blocks of a panel, and a column of a block back as
-//! f32. `packed.rs` has the pictures, and owns the matrices that are made of these blocks.
+//! f32. `weight_format.rs` has the pictures, `packed.rs` owns the matrices that are made of these blocks.
 use half::f16;
 use tandem_gguf::TensorType;
 
 use super::dequantize::{
     dequantize, five_bits, nibbles, q4_k_integers, q5_k_integers, q6_k_integers, q6_k_scales, scale_and_minimum,
 };
-use super::packed::{BLOCK, NIBBLES_BYTES, PANEL, Row, WeightFormat};
 use super::simd::LANES;
+use super::weight_format::{BLOCK, NIBBLES_BYTES, PANEL, WeightFormat};
+
+/// A row of a tensor, as its file has it: an output column of the product.
+#[derive(Clone, Copy)]
+pub struct Row<'a> {
+    /// One that [`dequantize`] unpacks.
+    pub dtype: TensorType,
+    /// Of the whole row.
+    pub bytes: &'a [u8],
+}
 
 /// Puts a row into its column of a panel, `values` being memory for the row. False for what the format cannot hold.
 pub(super) fn put_row(format: WeightFormat, panel: &mut [u8], column: usize, row: Row<'_>, values: &mut [f32]) -> bool {

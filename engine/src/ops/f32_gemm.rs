@@ -2,14 +2,16 @@
 //! shape and on every instruction set. Weights of fewer bytes become the exact f32 of their format inside the kernel:
 //! the result equals that of f32 weights bit for bit, at a fraction of the bytes, and bytes are what decode waits for.
 //!
-//! Owns the kernel and how each format of `packed.rs` becomes lanes of f32. `bf16_gemm.rs` is its counterpart in bf16.
+//! Owns the kernel and how each format of `weight_format.rs` becomes lanes of f32. `bf16_gemm.rs` is its counterpart in
+//! bf16.
 use std::cell::RefCell;
 
 use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
-use super::packed::{BLOCK, NIBBLES_BYTES, PANEL, PackedMatrix, WeightFormat};
+use super::packed::PackedMatrix;
 use super::product::{AHEAD, Output, Target, for_each_task};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
+use super::weight_format::{BLOCK, NIBBLES_BYTES, PANEL, WeightFormat};
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
@@ -75,7 +77,8 @@ unsafe fn small<F: Format>(isa: Isa, product: Product, panel: *const u8) {
     }
     EXPANDED.with_borrow_mut(|expanded| {
         expanded.resize(product.k.next_multiple_of(BLOCK) * PANEL, 0.0);
-        // SAFETY: as the caller says; `expanded` is long enough for the panel in f32, and nothing below borrows it again.
+        // SAFETY: as the caller says; `expanded` is long enough for the panel in f32, and nothing below borrows it
+        // again.
         unsafe {
             expand::<F>(isa, panel, product.k, expanded.as_mut_ptr());
             panel_of::<F32>(isa, product, expanded.as_ptr().cast());

@@ -18,9 +18,10 @@ use std::cell::RefCell;
 
 use super::Shared;
 use super::bf16_k32::{Bf16, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, as_f32, pairs_of, upper};
-use super::packed::{BLOCK, PackedMatrix, WeightFormat};
+use super::packed::PackedMatrix;
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::prefetch;
+use super::weight_format::{BLOCK, WeightFormat};
 
 /// More are faster in tiles: those compute 16 rows in the time of one.
 pub(super) const ROWS: usize = 2;

@@ -20,7 +20,7 @@ pub struct RowTable {
 }
 
 impl RowTable {
-    /// In which type a table is kept: its own. Where all else is rounded to bf16, so are rows that are no quantized ones.
+    /// In which type a table is kept: its own. Where all else is rounded to bf16, so are rows of f32 and f16.
     pub fn kept(dtype: TensorType, isa: Isa) -> TensorType {
         match dtype {
             TensorType::F32 | TensorType::F16 if isa.rounds() => TensorType::BF16,

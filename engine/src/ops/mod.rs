@@ -15,8 +15,8 @@
 //!
 //! - [`simd`]: 16 lanes of f32, three implementations of one trait. Read it first.
 //! - [`choice`]: which instruction set an engine uses.
-//! - [`packed`]: weights as the kernels read them, in the blocks of `blocks`; [`dequantize`]: a model file's rows as f32;
-//!   [`lookup`]: embeddings.
+//! - [`packed`]: weights as the kernels read them, in the layouts of `weight_format`; [`dequantize`]: a model file's
+//!   rows as f32; [`lookup`]: embeddings.
 //! - [`matmul`]: `out = x · Wᵀ`, and which kernel computes it: `f32_gemm` in f32, `bf16_gemm` in bf16 dot products,
 //!   `tiles` in AMX's tile registers, `few_rows` with the same bits. `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
@@ -49,6 +49,7 @@ pub mod simd;
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
+mod weight_format;
 mod weight_memory;
 
 /// A pointer that the tasks of a region share. Whoever makes one promises that the tasks touch disjoint elements.

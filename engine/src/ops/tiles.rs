@@ -22,8 +22,9 @@ use std::ops::Range;
 use self::amx::{ROW_BYTES, TILE_ROWS, Tile, Tiles, WHOLE};
 pub(super) use self::trial::fault;
 use super::bf16_k32::{ToTiles, pairs_of, to_tiles};
-use super::packed::{BLOCK, PackedMatrix};
+use super::packed::PackedMatrix;
 use super::product::{Output, Target, for_each_task};
+use super::weight_format::BLOCK;
 use super::{Shared, pool};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all

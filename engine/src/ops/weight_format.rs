@@ -1,0 +1,127 @@
+//! Number formats of weights as the kernels of [`super::matmul`] read them: the layouts, and how many bytes they take.
+//! Knows neither files nor memory: `blocks.rs` puts a file's rows into blocks, `packed.rs` owns the matrices.
+//!
+//! ```text
+//! matrix   | panel: columns 0 .. 32 | panel: columns 32 .. 64 | ...        the last one filled up with zeros
+//! panel    | block: k 0 .. 32 | block: k 32 .. 64 | ...                    likewise
+//!
+//! block of                                                                                              bytes
+//! f32, f16   k 0: c0 c1 ... c31 | k 1: c0 c1 ... c31 | ... | k 31: c0 c1 ... c31
+//! bf16       left half | right half                                                                     2,048
+//! Q8_0       32 scales | left half | right half                                                    64 + 1,024
+//! Q4_1       32 scales | 32 offsets | nibbles                                                       128 + 512
+//! Q5_1       32 scales | 32 offsets | nibbles | fifth bits                                    128 + 512 + 128
+//! Q4_K       32 scales | 32 offsets | 32 pairs of factors | nibbles                            128 + 64 + 512
+//! Q5_K       32 scales | 32 offsets | 32 pairs of factors | nibbles | fifth bits         128 + 64 + 512 + 128
+//! Q6_K       32 scales | 32 pairs of factors | nibbles | upper bits                       64 + 64 + 512 + 256
+//!
+//! a half of bf16, Q8_0   16 columns (the panel's left or right ones), a pair of k in each lane: 16 rows of 16 lanes
+//!
+//!                           c0            c1                   c15
+//!                        low   high    low   high           low   high
+//!          pair 0        k0    k1      k0    k1     ...     k0    k1
+//!          pair 1        k2    k3      k2    k3     ...     k2    k3
+//!           ...
+//!          pair 15       k30   k31     k30   k31    ...     k30   k31
+//!
+//! nibbles       of the left half, then of the right: four pairs of k in each lane of 32 bits, 4 rows of 16 lanes.
+//!               Row r of a column:
+//!
+//!          bits          0-3     4-7     8-11    12-15   16-19   20-23   24-27   28-31
+//!          k             8r      8r+2    8r+4    8r+6    8r+1    8r+3    8r+5    8r+7
+//!
+//! fifth bits    of the left half, then of the right: a lane of 32 bits for each column. That of a nibble in row r at
+//!               the bits 8b .. 8b+4 is bit 8b + 2r, at 8b+4 .. 8b+8 it is bit 8b + 2r + 1
+//!
+//! upper bits    two for each nibble, 2 rows of 16 lanes a half: those of rows r and r+1 (r = 0, 2) together, at twice
+//!               the place: 8b and 8b + 2, for row r+1 8b + 4 and 8b + 6
+//! ```
+//!
+//! Pairs, because the instructions of `bf16_gemm.rs` and `tiles.rs` take two `k` at a time: a vector's 32-bit lane
+//! belongs to a column and has the even `k` low, the odd `k` high. A half of bf16 is a tile of AMX as it lies there.
+//! Fifth and upper bits lie so that a rotation puts those of four nibbles in place, one above each.
+//!
+//! Scales and offsets are f16, one a column. A weight is `scale * q + offset`; of Q4_K and Q5_K scale and offset have
+//! factors below 64 (GGML subtracts minimums: the offset is negated); a weight of Q6_K is
+//! `scale * factor * (q - 32)`, its factors those of the first and the last 16 `k`. GGML has scales and offsets of
+//! 256 `k` where these blocks have them again every 32: Q4_K, Q5_K and Q6_K take 5.5, 6.5 and 7 bits a weight, not
+//! 4.5, 5.5 and 6.56. Q4_0 and Q5_0 are kept as Q4_1 and Q5_1.
+//!
+//! `blocks.rs` puts weights where these pictures say.
+use tandem_gguf::TensorType;
+
+use super::simd::{Isa, LANES};
+
+/// Output columns of a panel.
+pub(super) const PANEL: usize = 2 * LANES;
+/// `k`s of a block; also the quantization group of most formats. Those of 256 have a scale for each 32, or 16.
+pub(super) const BLOCK: usize = 32;
+/// The bf16 number below which `x` and weights count as zero where there are tiles: 2⁻⁵⁰, by its bits.
+pub(super) const TINY: u16 = 0x2680;
+
+/// Number format of packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// Plain f32.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// GGML's Q4_1: `d * q + m`, q in 0..16, groups of 32. Also its Q4_0, `d * (q - 8)`.
+    Q4_1,
+    /// GGML's Q5_1: `d * q + m`, q in 0..32, groups of 32. Also its Q5_0, `d * (q - 16)`.
+    Q5_1,
+    /// GGML's Q8_0: `d * q`, q an i8, groups of 32.
+    Q8_0,
+    /// GGML's Q4_K: `d * s * q - e * m`, q in 0..16, s and m in 0..64 for each 32.
+    Q4K,
+    /// GGML's Q5_K: the same, q in 0..32.
+    Q5K,
+    /// GGML's Q6_K: `d * s * (q - 32)`, q in 0..64, s an i8 for each 16.
+    Q6K,
+}
+
+impl WeightFormat {
+    /// In which weights of a file's type are kept. Kernels that do not round keep every value: what has a format here
+    /// stays in it, all else is unpacked to f32. Kernels that round to bf16 anyway have it so in memory.
+    pub fn kept(dtype: TensorType, isa: Isa) -> Self {
+        match dtype {
+            TensorType::Q4_0 | TensorType::Q4_1 => Self::Q4_1,
+            TensorType::Q5_0 | TensorType::Q5_1 => Self::Q5_1,
+            TensorType::Q8_0 => Self::Q8_0,
+            TensorType::Q4_K => Self::Q4K,
+            TensorType::Q5_K => Self::Q5K,
+            TensorType::Q6_K => Self::Q6K,
+            TensorType::BF16 => Self::Bf16,
+            _ if isa.rounds() => Self::Bf16,
+            TensorType::F16 => Self::F16,
+            _ => Self::F32,
+        }
+    }
+
+    pub(super) const fn block_bytes(self) -> usize {
+        self.header_bytes()
+            + match self {
+                Self::F32 => BLOCK * PANEL * 4,
+                Self::F16 | Self::Bf16 => BLOCK * PANEL * 2,
+                Self::Q8_0 => BLOCK * PANEL,
+                Self::Q4_1 | Self::Q4K => NIBBLES_BYTES,
+                Self::Q5_1 | Self::Q5K => NIBBLES_BYTES + BLOCK * PANEL / 8,
+                Self::Q6K => NIBBLES_BYTES + BLOCK * PANEL / 4,
+            }
+    }
+
+    /// Of scales, offsets and factors: where a block's integers begin.
+    pub(super) const fn header_bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::Bf16 => 0,
+            Self::Q8_0 => PANEL * 2,
+            Self::Q4_1 | Self::Q5_1 | Self::Q6K => PANEL * 4,
+            Self::Q4K | Self::Q5K => PANEL * 6,
+        }
+    }
+}
+
+/// Of a block's nibbles: fifth and upper bits stand behind them.
+pub(super) const NIBBLES_BYTES: usize = BLOCK * PANEL / 2;
