@@ -43,7 +43,8 @@ fn main() -> Result<(), String> {
     let bench = Bench { isa, ceilings, names };
     let exact = [("f32", 32.0), ("f16", 16.0)];
     let exact = exact.into_iter().filter(|_| !isa.rounds());
-    for (format, bits) in [("q4_1", 5.0), ("q8_0", 8.5), ("bf16", 16.0)].into_iter().chain(exact) {
+    let quantized = [("q4_1", 5.0), ("q5_1", 6.0), ("q8_0", 8.5), ("q4_k", 5.5), ("q5_k", 6.5), ("q6_k", 7.0)];
+    for (format, bits) in quantized.into_iter().chain([("bf16", 16.0)]).chain(exact) {
         for rows in [1, 8, 32, 512] {
             bench.matmul(format, bits, rows);
         }
@@ -117,23 +118,31 @@ impl Bench {
         self.names.is_empty() || self.names.iter().any(|part| name.contains(part.as_str()))
     }
 
-    /// The gate and up projections of a layer.
+    /// The gate and up projections of a layer, of K-quants with rows of whole groups.
     fn matmul(&self, format: &str, bits: f64, rows: usize) {
-        let (columns, name) = (2 * FEED_FORWARD, format!("matmul {format} {rows}x{HIDDEN}x{}", 2 * FEED_FORWARD));
+        let k = if format.ends_with("_k") { HIDDEN.next_multiple_of(256) } else { HIDDEN };
+        let (columns, name) = (2 * FEED_FORWARD, format!("matmul {format} {rows}x{k}x{}", 2 * FEED_FORWARD));
         if !self.wants(&name) {
             return;
         }
-        let raw = |group_bytes: usize| vec![0x35u8; columns * HIDDEN / 32 * group_bytes];
-        let pack = || match format {
-            "q4_1" => PackedMatrix::from_q4_1(&raw(20), HIDDEN),
-            "q8_0" => PackedMatrix::from_q8_0(&raw(34), HIDDEN),
-            "f16" => PackedMatrix::from_raw(WeightFormat::F16, TensorType::F16, &raw(64), HIDDEN),
-            "bf16" => PackedMatrix::from_raw(WeightFormat::Bf16, TensorType::BF16, &raw(64), HIDDEN),
-            _ => PackedMatrix::from_f32(&vec![0.3; columns * HIDDEN], HIDDEN),
+        let dtype = match format {
+            "q4_1" => TensorType::Q4_1,
+            "q5_1" => TensorType::Q5_1,
+            "q8_0" => TensorType::Q8_0,
+            "q4_k" => TensorType::Q4_K,
+            "q5_k" => TensorType::Q5_K,
+            "q6_k" => TensorType::Q6_K,
+            "f16" => TensorType::F16,
+            "bf16" => TensorType::BF16,
+            _ => TensorType::F32,
         };
-        let layers: Vec<_> = (0..LAYERS).map(|_| pack().fitted(self.isa)).collect();
-        let (x, mut out) = (wave(rows * HIDDEN), vec![0.0; rows * columns]);
-        let (bytes, operations) = ((columns * HIDDEN) as f64 * bits / 8.0, (2 * rows * columns * HIDDEN) as f64);
+        let group = dtype.group().expect("sizes");
+        // As numbers small ones in every type.
+        let raw = vec![0x35u8; columns * k / group.values as usize * group.bytes as usize];
+        let pack = || PackedMatrix::from_raw(WeightFormat::kept(dtype, self.isa), dtype, &raw, k).fitted(self.isa);
+        let layers: Vec<_> = (0..LAYERS).map(|_| pack()).collect();
+        let (x, mut out) = (wave(rows * k), vec![0.0; rows * columns]);
+        let (bytes, operations) = ((columns * k) as f64 * bits / 8.0, (2 * rows * columns * k) as f64);
         self.report(&name, LAYERS, bytes, operations, |layer| {
             matmul(self.isa, &x, &layers[layer], &mut out, Output::Store);
         });

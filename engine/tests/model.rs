@@ -41,40 +41,53 @@ impl TinyModel {
     fn with(name: &str, change: impl FnOnce(&mut Vec<(String, Value)>)) -> Self {
         let (mut metadata, tensors) = Self::content();
         change(&mut metadata);
+        Self::written(name, &metadata, &tensors)
+    }
+
+    fn written(name: &str, metadata: &[(String, Value)], tensors: &[(String, QTensor)]) -> Self {
         let path = std::env::temp_dir().join(format!("tandem-tiny-{}-{name}.gguf", std::process::id()));
-        write(&path, &metadata, &tensors);
+        write(&path, metadata, tensors);
         Self(path)
     }
 
-    /// Two layers, 64 wide, 4 heads on 2, Q4_1 but for an F16 V (so that Q, K and V do not fuse) and a Q8_0 embedding.
+    /// 64 wide, Q4_1 but for an F16 V (so that Q, K and V do not fuse) and a Q8_0 embedding.
     fn content() -> (Keys, Tensors) {
-        let (hidden, kv, wide) = (64, 32, 96);
+        Self::content_of([64, 32, 96], |part| match part {
+            "token_embd" => GgmlDType::Q8_0,
+            "attn_v" => GgmlDType::F16,
+            _ => GgmlDType::Q4_1,
+        })
+    }
+
+    /// Two layers with 4 heads on 2, matrices in the types that `dtype` gives for their names.
+    fn content_of([hidden, kv, wide]: [usize; 3], dtype: impl Fn(&str) -> GgmlDType) -> (Keys, Tensors) {
         let mut tensors = vec![
-            tensor("token_embd.weight", &[VOCAB, hidden], GgmlDType::Q8_0, 1),
+            tensor("token_embd.weight", &[VOCAB, hidden], dtype("token_embd"), 1),
             tensor("output_norm.weight", &[hidden], GgmlDType::F32, 2),
         ];
         for layer in 0..2 {
-            let mut add = |part: &str, dims: &[usize], dtype| {
+            let mut add = |part: &str, dims: &[usize]| {
+                let dtype = if dims.len() == 1 { GgmlDType::F32 } else { dtype(part) };
                 let seed = 3 + tensors.len() as u64;
                 tensors.push(tensor(&format!("blk.{layer}.{part}.weight"), dims, dtype, seed));
             };
-            add("attn_norm", &[hidden], GgmlDType::F32);
-            add("ffn_norm", &[hidden], GgmlDType::F32);
-            add("attn_q", &[hidden, hidden], GgmlDType::Q4_1);
-            add("attn_k", &[kv, hidden], GgmlDType::Q4_1);
-            add("attn_v", &[kv, hidden], GgmlDType::F16);
-            add("attn_output", &[hidden, hidden], GgmlDType::Q4_1);
-            add("ffn_gate", &[wide, hidden], GgmlDType::Q4_1);
-            add("ffn_up", &[wide, hidden], GgmlDType::Q4_1);
-            add("ffn_down", &[hidden, wide], GgmlDType::Q4_1);
+            add("attn_norm", &[hidden]);
+            add("ffn_norm", &[hidden]);
+            add("attn_q", &[hidden, hidden]);
+            add("attn_k", &[kv, hidden]);
+            add("attn_v", &[kv, hidden]);
+            add("attn_output", &[hidden, hidden]);
+            add("ffn_gate", &[wide, hidden]);
+            add("ffn_up", &[wide, hidden]);
+            add("ffn_down", &[hidden, wide]);
         }
         let mut metadata = vec![("general.architecture".to_string(), Value::String("llama".into()))];
         for (key, number) in [
             ("llama.block_count", 2),
-            ("llama.embedding_length", 64),
+            ("llama.embedding_length", hidden as u32),
             ("llama.attention.head_count", 4),
             ("llama.attention.head_count_kv", 2),
-            ("llama.feed_forward_length", 96),
+            ("llama.feed_forward_length", wide as u32),
             ("llama.context_length", 256),
             ("tokenizer.ggml.eos_token_id", 2),
         ] {
@@ -271,6 +284,42 @@ fn an_item_alone_equals_the_item_in_a_batch_bit_for_bit() {
         let items = sizes.iter().enumerate().map(|(i, &n)| item(i as u64, &prompt(n, i), 0, &lease(&pool, n)));
         let items = items.collect();
         assert_eq!(step(&mut executor, items), alone);
+    }
+}
+
+/// Types mixed as in files of K-quants: Q and K in another one than V, gate and up in two that are kept in the same.
+#[test]
+fn quantized_weights_give_the_bits_of_the_numbers_that_they_stand_for() {
+    for k_quants in [GgmlDType::Q4K, GgmlDType::Q5K] {
+        let (metadata, tensors) = TinyModel::content_of([256, 128, 256], |part| match part {
+            "attn_v" | "token_embd" => GgmlDType::Q6K,
+            "attn_output" => GgmlDType::Q5_1,
+            "ffn_gate" => GgmlDType::Q4_0,
+            "ffn_up" => GgmlDType::Q4_1,
+            "ffn_down" => GgmlDType::Q5_0,
+            _ => k_quants,
+        });
+        let in_f32 = |tensor: &QTensor| {
+            let numbers = tensor.dequantize(&Device::Cpu).expect("numbers");
+            QTensor::quantize(&numbers, GgmlDType::F32).expect("as they are")
+        };
+        let numbers: Tensors = tensors.iter().map(|(name, tensor)| (name.clone(), in_f32(tensor))).collect();
+        let models = [("mixed", &tensors), ("mixed-f32", &numbers)]
+            .map(|(name, tensors)| TinyModel::written(&format!("{name}-{k_quants:?}"), &metadata, tensors));
+        let mut steps = models.each_ref().map(|model| {
+            let [mut exact, mut fast] = model.load_both(16, KvDtype::F32);
+            let prompts = |executor: &mut CpuExecutor| {
+                let pool = BlockPool::new(32, 16);
+                let items = [1, 40, 3].into_iter().enumerate();
+                step(executor, items.map(|(i, n)| item(i as u64, &prompt(n, i), 0, &lease(&pool, n))).collect())
+            };
+            (prompts(&mut exact), prompts(&mut fast))
+        });
+        let [(exact, fast), (exact_f32, fast_f32)] = &mut steps;
+        assert_eq!(exact, exact_f32, "{k_quants:?}");
+        for (a, b) in fast.iter().flatten().zip(fast_f32.iter().flatten()) {
+            assert!((a - b).abs() < 0.03 * (1.0 + b.abs()), "{k_quants:?}: {a}, not {b}");
+        }
     }
 }
 

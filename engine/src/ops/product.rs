@@ -5,10 +5,11 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::packed::{PANEL, PackedMatrix};
+use super::packed::PackedMatrix;
 use super::pool;
 #[cfg(target_arch = "x86_64")]
 use super::simd::LANES;
+use super::weight_format::PANEL;
 
 /// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at
 /// pages and falls behind while rows are multiplied; this made decode steps a quarter shorter.
