@@ -88,11 +88,12 @@ struct Ceilings {
 
 impl Ceilings {
     fn measure(isa: Isa) -> Self {
-        let memory: Vec<u64> = (0..32 << 20).collect();
-        let read = median(|| peak::read(&memory));
+        let memory = peak::Memory::new(256 << 20);
+        let mut bytes = 0;
+        let read = median(|| bytes = memory.read());
         let mut operations = 0;
         let busy = median(|| operations = peak::multiply_adds(isa, 1 << 20));
-        let gb_per_s = (memory.len() * 8) as f64 / read.as_secs_f64() / 1e9;
+        let gb_per_s = bytes as f64 / read.as_secs_f64() / 1e9;
         Self { gb_per_s, gflop_per_s: operations as f64 / busy.as_secs_f64() / 1e9 }
     }
 }

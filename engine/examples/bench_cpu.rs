@@ -4,7 +4,7 @@
 //!
 //! `cargo run --release -p tandem-engine --example bench_cpu -- --model FILE --threads 2 --rows prefill512,decode8x256`
 use std::hint::black_box;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -24,6 +24,8 @@ const ROWS: &str = "prefill512,prefill2048,decode1x256,decode8x256,decode16x256,
 
 struct Options {
     model: PathBuf,
+    /// Of the file, or of the directory's files.
+    model_bytes: usize,
     threads: usize,
     rows: Vec<Row>,
     samples: usize,
@@ -110,6 +112,7 @@ impl Options {
     fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, String> {
         let mut options = Self {
             model: PathBuf::new(),
+            model_bytes: 0,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             rows: rows(ROWS)?,
             samples: 5,
@@ -150,6 +153,7 @@ impl Options {
         if options.model.as_os_str().is_empty() {
             return Err(format!("--model is missing; {USAGE}"));
         }
+        options.model_bytes = bytes_of(&options.model).map_err(|error| format!("--model: {error}"))?;
         Ok(options)
     }
 
@@ -161,6 +165,15 @@ impl Options {
             false => println!("{row:<16}{value:>9.1} {unit}"),
         }
     }
+}
+
+fn bytes_of(model: &Path) -> std::io::Result<usize> {
+    let metadata = std::fs::metadata(model)?;
+    if !metadata.is_dir() {
+        return Ok(metadata.len() as usize);
+    }
+    let files = std::fs::read_dir(model)?.map(|file| Ok(file?.metadata()?.len() as usize));
+    files.sum()
 }
 
 fn rows(text: &str) -> Result<Vec<Row>, String> {
@@ -253,26 +266,27 @@ fn item(seq: u64, tokens: Vec<u32>, start: usize, blocks: &Arc<KvLease>, chooses
 }
 
 /// Runs `measure` on every thread at once and adds up, `samples` times.
-fn ceiling_samples(options: &Options, measure: fn() -> f64) -> Vec<f64> {
+fn ceiling_samples(options: &Options, measure: fn(&Options) -> f64) -> Vec<f64> {
     let once = || {
         std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..options.threads).map(|_| scope.spawn(measure)).collect();
+            let threads: Vec<_> = (0..options.threads).map(|_| scope.spawn(|| measure(options))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap_or(0.0)).sum()
         })
     };
     (0..options.samples).map(|_| once()).collect()
 }
 
-/// Reads 128 MB of memory that is in no cache.
-fn read_gb_per_s() -> f64 {
-    let words: Vec<u64> = (0..16 << 20).collect();
+/// Reads a thread's part of the model's bytes again and again, as decode steps do: how much of it stays in a shared
+/// cache is the machine's affair.
+fn read_gb_per_s(options: &Options) -> f64 {
+    let memory = peak::Memory::new(options.model_bytes / options.threads);
+    memory.read();
     let begin = Instant::now();
-    peak::read(&words);
-    (words.len() * 8) as f64 / begin.elapsed().as_secs_f64() / 1e9
+    (0..4).map(|_| memory.read()).sum::<usize>() as f64 / begin.elapsed().as_secs_f64() / 1e9
 }
 
 /// A product of the size of a feed-forward layer, on the caller's thread, by the kernel that prompts use.
-fn gemm_gflop_per_s() -> f64 {
+fn gemm_gflop_per_s(_: &Options) -> f64 {
     let (rows, columns, k) = (96, 1536, 576);
     let weights: Vec<f32> = (0..columns * k).map(|i| (i % 97) as f32 / 97.0 - 0.5).collect();
     let isa = Isa::detect();

@@ -3,7 +3,8 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
+use super::weight_memory::WeightMemory;
 
 /// Sums that do not wait for one another: enough for the latency, and few enough for the registers of AVX2.
 const SUMS: usize = 7;
@@ -28,15 +29,33 @@ pub fn multiply_adds(isa: Isa, times: u32) -> u64 {
     operations
 }
 
-/// Reads all of it once.
-pub fn read(words: &[u64]) {
-    let mut sums = [0u64; 32];
-    for line in words.chunks_exact(32) {
-        for (sum, word) in sums.iter_mut().zip(line) {
-            *sum ^= word;
-        }
+/// Memory to read as weights are read: on huge pages, lines asked for ahead.
+pub struct Memory(WeightMemory);
+
+impl Memory {
+    /// All of it written once.
+    pub fn new(bytes: usize) -> Self {
+        let mut memory = WeightMemory::zeroed(bytes);
+        memory.fill(1);
+        Self(memory)
     }
-    std::hint::black_box(sums);
+
+    /// Reads all of it once; returns how many bytes that were.
+    pub fn read(&self) -> usize {
+        /// Bytes of four lines of cache: as many as there are sums.
+        const STEP: usize = 256;
+        const AHEAD: usize = 16 * STEP;
+        let mut sums = [0u64; STEP / 8];
+        for words in self.0.as_chunks::<STEP>().0 {
+            // What is asked for ahead may lie behind the memory: it is only hinted at.
+            prefetch(words.as_ptr().wrapping_add(AHEAD), STEP);
+            for (sum, word) in sums.iter_mut().zip(words.as_chunks().0) {
+                *sum ^= u64::from_ne_bytes(*word);
+            }
+        }
+        std::hint::black_box(sums);
+        self.0.len() / STEP * STEP
+    }
 }
 
 isa_dispatch! { fn chains(times: u32, out: *mut f32) = chains_with }
