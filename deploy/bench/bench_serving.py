@@ -41,6 +41,9 @@ class LlamaServer:
     """llama-server until the block is left."""
 
     def __init__(self, program, model, threads, tandem):
+        # It says what it was built with only where it says much else, and then ends for want of a model.
+        told = subprocess.run([program, "-lv", "4", "-m", os.devnull], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        fair.require_amx(told.stdout)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -69,7 +72,6 @@ class LlamaServer:
     def __enter__(self):
         try:
             self.wait()
-            fair.require_amx(self.said())
         except SystemExit:
             self.__exit__()
             raise

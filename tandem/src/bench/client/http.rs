@@ -92,7 +92,12 @@ impl HttpClient {
     /// A URL that is none.
     pub fn call(&self, prompt: Prompt, max_tokens: u32) -> anyhow::Result<HttpCall> {
         let body = serde_json::to_vec(&self.body(prompt, max_tokens))?;
-        let request = self.http.post(&self.url).header("content-type", "application/json").body(body);
+        let mut request = self.http.post(&self.url).header("content-type", "application/json").body(body);
+        if self.dialect == Dialect::OpenAi {
+            // Some servers close a connection after so many requests (llama-server does): one that is being sent then
+            // would be lost, and nobody may send it twice.
+            request = request.header("connection", "close");
+        }
         let request = request.build().with_context(|| format!("no request can be made to {}", self.url))?;
         let rule = match self.dialect {
             Dialect::Tandem => TokenRule::Unfinished,
