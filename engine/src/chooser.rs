@@ -90,8 +90,8 @@ impl Chooser {
         self.logits.lay_out(width, self.picks.iter().map(choices))
     }
 
-    /// Chooses, from the logits that are in [`Chooser::rows`] by now; nothing where what the step computed is no number:
-    /// `sound(item, n)` says so of all rows of an item but the last `n`.
+    /// Chooses, from the logits that are in [`Chooser::rows`] by now; nothing where what the step computed is no
+    /// number: `sound(item, n)` says so of all rows of an item but the last `n`.
     pub fn choose(&mut self, sound: impl Fn(usize, usize) -> bool + Sync) {
         let Self { picks, choices, logits, chosen, slots } = self;
         choices.clear();

@@ -2,7 +2,8 @@
 //! shape and on every instruction set. Weights of fewer bytes become the exact f32 of their format inside the kernel:
 //! the result equals that of f32 weights bit for bit, at a fraction of the bytes, and bytes are what decode waits for.
 //!
-//! Owns the kernel and how each format of `weight_format.rs` becomes lanes of f32. `bf16_gemm.rs` is its counterpart in bf16.
+//! Owns the kernel and how each format of `weight_format.rs` becomes lanes of f32. `bf16_gemm.rs` is its counterpart in
+//! bf16.
 use std::cell::RefCell;
 
 use super::Shared;
