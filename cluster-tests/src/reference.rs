@@ -3,7 +3,8 @@ use std::sync::Arc;
 
 use anyhow::bail;
 use tandem_engine::{
-    Engine, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, SimulatedConfig, SimulatedExecutor,
+    Engine, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, SimulatedConfig,
+    SimulatedExecutor, Speculate,
 };
 
 use crate::cluster::model;
@@ -21,7 +22,13 @@ impl Reference {
     /// The model is not there.
     pub fn start() -> anyhow::Result<Self> {
         let config = SimulatedConfig { blocks: BLOCKS, ..SimulatedConfig::in_place_of(&model()?)? };
-        let limits = SchedulerConfig { max_running: 16, max_step_tokens: 512, inbox: 256, prefix_caching: true };
+        let limits = SchedulerConfig {
+            max_running: 16,
+            max_step_tokens: 512,
+            inbox: 256,
+            prefix_caching: true,
+            speculate: Speculate::Off,
+        };
         Ok(Self(Engine::start(Box::new(SimulatedExecutor::new(&config)?), limits)))
     }
 

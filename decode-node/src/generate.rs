@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use prost::Message;
-use tandem_engine::{FinishReason, KvLease, SequenceEvent, SequenceRequest, SequenceStream};
+use tandem_engine::{Drafts, FinishReason, KvLease, SequenceEvent, SequenceRequest, SequenceStream, TokenLogprob};
 use tandem_kvtransfer::Incoming;
 use tandem_node::call::Events;
 use tandem_node::figures::Answer;
@@ -190,7 +190,7 @@ impl Generate<'_> {
                 SequenceEvent::Preempted { at } => trace.event("preempted", at, [("tokens", 0_u32.into())]),
                 SequenceEvent::Resumed { at } => trace.event("resumed", at, []),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
-                SequenceEvent::Token { id, logprob, top, at } => {
+                SequenceEvent::Token { id, logprob, top, at, .. } => {
                     // The forward pass, and the span of the prompt's half of the call.
                     trace.close(at);
                     trace.close(at);
@@ -242,7 +242,7 @@ impl Generate<'_> {
         stop: &mut Stop,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let (mut tokens, mut last) = (0_u32, begun.first);
+        let (mut tokens, mut last, mut all) = (0_u32, begun.first, Drafts::default());
         loop {
             let event = tokio::select! {
                 biased;
@@ -251,6 +251,7 @@ impl Generate<'_> {
                     drop(sequence);
                     let now = clock::now();
                     trace.event("stopped", now, [("tokens", tokens.into())]);
+                    with_drafts(trace, all);
                     self.answered(v1::FinishReason::Stop, begun, (tokens + 1, last), now);
                     return self.finish(v1::FinishReason::Stop, now, trace).await;
                 }
@@ -267,7 +268,7 @@ impl Generate<'_> {
                 SequenceEvent::Preempted { at } => trace.event("preempted", at, [("tokens", tokens.into())]),
                 SequenceEvent::Resumed { at } => trace.event("resumed", at, []),
                 SequenceEvent::ChunkDone { tokens, at } => trace.event("chunk.done", at, [("tokens", tokens.into())]),
-                SequenceEvent::Token { id, logprob, top, at } => {
+                SequenceEvent::Token { id, logprob, top, drafts, at } => {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
@@ -276,13 +277,15 @@ impl Generate<'_> {
                     self.node.figures.inter_token_seconds.observe(gap.as_secs_f64());
                     (tokens, last) = (tokens + 1, at);
                     self.node.work.count_tokens(0, 1);
+                    self.node.figures.drafted(drafts);
+                    all += drafts;
                     let sending = clock::now();
-                    let token = Token { token_id: id, logprob, top_logprobs: top_logprobs(top) };
-                    self.send(Event::Token(token)).await?;
+                    self.send(Event::Token(wire_token(id, logprob, top, drafts))).await?;
                     stalled(trace, "reader", sending, clock::now());
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
+                    with_drafts(trace, all);
                     self.answered(wire(reason), begun, (tokens + 1, last), at);
                     return self.finish(wire(reason), at, trace).await;
                 }
@@ -322,6 +325,16 @@ fn stalled(trace: &mut Trace, cause: &'static str, from: Instant, to: Instant) {
     if gap > STALL {
         trace.event("stall", to, [("gap_ms", (gap.as_secs_f64() * 1e3).into()), ("cause", cause.into())]);
     }
+}
+
+fn with_drafts(trace: &mut Trace, Drafts { drafted, accepted }: Drafts) {
+    trace.attr("tandem.drafted_tokens", drafted);
+    trace.attr("tandem.accepted_tokens", accepted);
+}
+
+fn wire_token(token_id: u32, logprob: f32, top: Vec<TokenLogprob>, drafts: Drafts) -> Token {
+    let Drafts { drafted: drafted_tokens, accepted: accepted_tokens } = drafts;
+    Token { token_id, logprob, top_logprobs: top_logprobs(top), drafted_tokens, accepted_tokens }
 }
 
 fn wire(reason: FinishReason) -> v1::FinishReason {

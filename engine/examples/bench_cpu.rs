@@ -260,7 +260,13 @@ impl Bench {
 }
 
 fn item(seq: u64, tokens: Vec<u32>, start: usize, blocks: &Arc<KvLease>, chooses: bool) -> BatchItem {
-    let greedy = || Choose { sampling: Arc::new(SamplingParams::GREEDY), uniform: 0.0, forbidden: None, history: None };
+    let greedy = || Choose {
+        sampling: Arc::new(SamplingParams::GREEDY),
+        uniform: 0.0,
+        forbidden: None,
+        history: None,
+        drafts: Vec::new(),
+    };
     let (tokens, blocks) = (Tokens::Given(tokens), Arc::clone(blocks));
     BatchItem { seq, tokens, start, blocks, choose: chooses.then(greedy) }
 }

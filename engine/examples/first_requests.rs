@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
-use tandem_engine::{Engine, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, StepShape};
+use tandem_engine::{Engine, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, Speculate, StepShape};
 
 /// Prompts as clients have them; each below the 512 tokens of a step.
 const PROMPTS: [usize; 12] = [64, 200, 32, 400, 120, 300, 64, 200, 32, 400, 120, 300];
@@ -17,7 +17,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = arguments.next().ok_or("which model?")?.into();
     let threads = arguments.next().map_or(Ok(2), |threads| threads.parse())?;
     let config = ModelConfig { path, threads, blocks: 1024, ..ModelConfig::default() };
-    let limits = SchedulerConfig { max_running: 64, max_step_tokens: STEP_TOKENS, inbox: 64, prefix_caching: false };
+    let limits = SchedulerConfig {
+        max_running: 64,
+        max_step_tokens: STEP_TOKENS,
+        inbox: 64,
+        prefix_caching: false,
+        speculate: Speculate::Off,
+    };
     let engine = Engine::start(Box::new(CpuExecutor::load(&config)?), limits);
     let begun = Instant::now();
     engine.warm_up(STEP_TOKENS).await?;

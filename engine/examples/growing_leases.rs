@@ -13,7 +13,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::{
     Engine, EngineError, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, SimulatedConfig,
-    SimulatedExecutor,
+    SimulatedExecutor, Speculate,
 };
 use tokio::task::LocalSet;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -66,7 +66,13 @@ async fn run(blocks: usize, reserve: Reserve) -> Result<String, EngineError> {
     // Its arena never waits: the time of a step is the law's, in the paused clock.
     let zero = Duration::ZERO;
     let config = SimulatedConfig { step_delay: zero, token_delay: zero, context_delay: zero, ..config };
-    let limits = SchedulerConfig { max_running: 64, max_step_tokens: 512, inbox: 256, prefix_caching: true };
+    let limits = SchedulerConfig {
+        max_running: 64,
+        max_step_tokens: 512,
+        inbox: 256,
+        prefix_caching: true,
+        speculate: Speculate::Off,
+    };
     let (engine, stepper) =
         Engine::stepped(Box::new(SimulatedExecutor::new(&config)?), limits, move |shape| law.step_time(shape));
     let worker = tokio::task::spawn_local(stepper.run());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tandem_engine::cpu::{ModelConfig, ModelLoader};
 use tandem_engine::memory::MemoryFiles;
-use tandem_engine::{Engine, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest};
+use tandem_engine::{Engine, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, Speculate};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -57,7 +57,13 @@ async fn run() -> Result<(), Failure> {
     );
     println!("most of mapped files: {:.2} GiB; now {:.2} GiB", gib(most.files), gib(Memory::now()?.files));
     println!("loaded in {seconds:.1} s, digest {:016x}", executor.spec().model_digest);
-    let limits = SchedulerConfig { max_running: 4, max_step_tokens: 512, inbox: 4, prefix_caching: false };
+    let limits = SchedulerConfig {
+        max_running: 4,
+        max_step_tokens: 512,
+        inbox: 4,
+        prefix_caching: false,
+        speculate: Speculate::Off,
+    };
     answer(&Engine::start(Box::new(executor), limits), stop_token_ids).await
 }
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, Choose, Chosen, History, Seq, Tokens};
+use crate::executor::{Batch, BatchItem, Choose, Chosen, Draft, History, Seq, Tokens};
 use crate::logits::Logits;
 use crate::ops::pool;
 use crate::sampler::{self, Past};
@@ -19,6 +19,8 @@ use crate::sampling::SamplingParams;
 pub struct Chooser {
     /// One for each item of the step.
     picks: Vec<Pick>,
+    /// Of each item one, and one more for each of its drafts.
+    choices: Vec<Choice>,
     logits: Logits,
     chosen: Vec<Chosen>,
     slots: HashMap<Seq, Slot>,
@@ -47,7 +49,17 @@ struct Rules {
     sampling: Arc<SamplingParams>,
     uniform: f64,
     forbidden: Option<Arc<[u32]>>,
+    /// With the drafts at its end.
     history: Option<History>,
+    drafts: Vec<Draft>,
+}
+
+/// The token behind an item's tokens and so many of its drafts.
+#[derive(Debug)]
+struct Choice {
+    item: usize,
+    drafts: usize,
+    chosen: Chosen,
 }
 
 impl Chooser {
@@ -74,25 +86,34 @@ impl Chooser {
 
     /// Makes room for the logits of the step's items that choose: rows of `width`, one after another, holding anything.
     pub fn rows(&mut self, width: usize) -> &mut [f32] {
-        self.logits.lay_out(width, self.picks.iter().map(|pick| pick.rules.is_some()))
+        let choices = |pick: &Pick| pick.rules.as_ref().map_or(0, |rules| 1 + rules.drafts.len());
+        self.logits.lay_out(width, self.picks.iter().map(choices))
     }
 
-    /// Chooses, from the logits that are in [`Chooser::rows`] by now; nothing for items that are not `sound`: those of
-    /// which the step computed something that is no number.
-    pub fn choose(&mut self, sound: impl Fn(usize) -> bool + Sync) {
-        let Self { picks, logits, chosen, slots } = self;
-        chosen.resize(picks.len(), Chosen::Nothing);
-        pool::for_each_of(chosen, |item, chosen| {
-            if !sound(item) {
+    /// Chooses, from the logits that are in [`Chooser::rows`] by now; nothing where what the step computed is no
+    /// number: `sound(item, n)` says so of all rows of an item but the last `n`.
+    pub fn choose(&mut self, sound: impl Fn(usize, usize) -> bool + Sync) {
+        let Self { picks, choices, logits, chosen, slots } = self;
+        choices.clear();
+        for (item, pick) in picks.iter().enumerate() {
+            let all = 0..=pick.drafts().len();
+            choices.extend(all.map(|drafts| Choice { item, drafts, chosen: Chosen::Nothing }));
+        }
+        pool::for_each_of(choices, |_, Choice { item, drafts, chosen }| {
+            let pick = &picks[*item];
+            if !sound(*item, pick.drafts().len() - *drafts) {
                 *chosen = Chosen::NotNumbers;
-            } else if let (Some(rules), Some(logits)) = (&picks[item].rules, logits.of(item)) {
-                *chosen = rules.choose(logits);
+            } else if let (Some(rules), Some(logits)) = (&pick.rules, logits.row(*item, *drafts)) {
+                *chosen = rules.choose(*drafts, logits);
             }
         });
-        for (Pick { seq, rules, .. }, chosen) in picks.iter_mut().zip(&*chosen) {
-            if let (Some(rules), Chosen::Token(sampled)) = (rules, chosen) {
-                let (last, history) = (Some(sampled.token), rules.history.take());
-                *slots.entry(*seq).or_default() = Slot { last, history };
+        let mut rest = &mut choices[..];
+        for pick in picks {
+            let (own, behind) = rest.split_at_mut(1 + pick.drafts().len());
+            rest = behind;
+            chosen.push(verified(pick.drafts(), own));
+            if let Some(slot) = pick.slot(chosen.last()) {
+                *slots.entry(pick.seq).or_default() = slot;
             }
         }
     }
@@ -118,6 +139,46 @@ impl Chooser {
     }
 }
 
+/// What holds of an item's choices: those behind drafts that came true, up to the first that did not. What is no number
+/// behind a draft that did is not told here: the next step finds it again.
+fn verified(drafts: &[Draft], choices: &mut [Choice]) -> Chosen {
+    let mut chosen = choices.iter_mut().map(|choice| std::mem::replace(&mut choice.chosen, Chosen::Nothing));
+    match chosen.next() {
+        Some(Chosen::Token(first)) if !drafts.is_empty() => {
+            let mut all = vec![first];
+            for (draft, next) in drafts.iter().zip(chosen) {
+                match next {
+                    Chosen::Token(next) if all.last().is_some_and(|last| last.token == draft.token) => all.push(next),
+                    _ => break,
+                }
+            }
+            Chosen::Tokens(all)
+        }
+        first => first.unwrap_or(Chosen::Nothing),
+    }
+}
+
+impl Pick {
+    fn drafts(&self) -> &[Draft] {
+        self.rules.as_ref().map_or(&[], |rules| &rules.drafts)
+    }
+
+    /// What the sequence's next step needs of this one. Takes the history.
+    fn slot(&mut self, chosen: Option<&Chosen>) -> Option<Slot> {
+        let (last, accepted) = match chosen? {
+            Chosen::Token(only) => (only, 0),
+            Chosen::Tokens(all) => (all.last()?, all.len() - 1),
+            Chosen::Nothing | Chosen::NotNumbers => return None,
+        };
+        let Rules { history, drafts, .. } = self.rules.as_mut()?;
+        let mut history = history.take();
+        if let Some(History { tokens, .. }) = &mut history {
+            tokens.truncate(tokens.len() - (drafts.len() - accepted));
+        }
+        Some(Slot { last: Some(last.token), history })
+    }
+}
+
 /// Whatever the step comes to, the slot's token is taken.
 fn pick(slot: Option<&mut Slot>, item: &BatchItem) -> Result<Pick, String> {
     let Slot { last, history } = slot.map(std::mem::take).unwrap_or_default();
@@ -132,11 +193,16 @@ fn pick(slot: Option<&mut Slot>, item: &BatchItem) -> Result<Pick, String> {
             (Some(last), history)
         }
     };
-    let rules = item.choose.as_ref().map(|Choose { sampling, uniform, forbidden, .. }| Rules {
+    let history = history.map(|mut history| {
+        history.tokens.extend(item.drafts().iter().map(|draft| draft.token));
+        history
+    });
+    let rules = item.choose.as_ref().map(|Choose { sampling, uniform, forbidden, drafts, .. }| Rules {
         sampling: Arc::clone(sampling),
         uniform: *uniform,
         forbidden: forbidden.clone(),
         history,
+        drafts: drafts.clone(),
     });
     if rules.as_ref().is_some_and(|rules| rules.sampling.penalizes() && rules.history.is_none()) {
         return Err("its penalties lack the tokens before".into());
@@ -151,15 +217,24 @@ fn after(choose: &Choose, tokens: &[u32]) -> Option<History> {
 }
 
 impl Rules {
-    /// Broken weights or KV must not become fluent nonsense; minus infinity is a masked token.
-    fn choose(&self, logits: &[f32]) -> Chosen {
+    /// The token behind the first `after` drafts. Broken weights or KV must not become fluent nonsense; minus infinity
+    /// is a masked token.
+    fn choose(&self, after: usize, logits: &[f32]) -> Chosen {
         if !sampler::are_numbers(logits) {
             return Chosen::NotNumbers;
         }
-        let history = self.history.as_ref();
-        let (tokens, prompt_len) = history.map_or((&[][..], 0), |history| (&history.tokens, history.prompt_len));
-        let past = Past { tokens, prompt_len, forbidden: self.forbidden.as_deref().unwrap_or_default() };
-        Chosen::Token(sampler::sample(&self.sampling, self.uniform, &past, logits))
+        let (uniform, forbidden) = match after.checked_sub(1).and_then(|draft| self.drafts.get(draft)) {
+            Some(draft) => (draft.uniform, &draft.forbidden),
+            None => (self.uniform, &self.forbidden),
+        };
+        let (tokens, prompt_len) = match &self.history {
+            Some(History { tokens, prompt_len }) => {
+                (&tokens[..tokens.len() - (self.drafts.len() - after)], *prompt_len)
+            }
+            None => (&[][..], 0),
+        };
+        let past = Past { tokens, prompt_len, forbidden: forbidden.as_deref().unwrap_or_default() };
+        Chosen::Token(sampler::sample(&self.sampling, uniform, &past, logits))
     }
 }
 
@@ -190,6 +265,7 @@ mod tests {
                 uniform: uniform(sampling.seed, before.len() + 1),
                 forbidden: None,
                 history,
+                drafts: Vec::new(),
             }),
         }
     }
@@ -205,7 +281,7 @@ mod tests {
         for (row, start) in chooser.rows(VOCAB).chunks_exact_mut(VOCAB).zip(starts) {
             (0..).zip(row).for_each(|(id, logit)| *logit = ((id * 5 + start * 3) % VOCAB) as f32 / 4.0);
         }
-        chooser.choose(|_| true);
+        chooser.choose(|_, _| true);
         chooser.chosen().to_vec()
     }
 
@@ -290,7 +366,7 @@ mod tests {
         let rows = chooser.rows(VOCAB);
         rows.fill(0.0);
         rows[3] = f32::NAN;
-        chooser.choose(|_| true);
+        chooser.choose(|_, _| true);
         assert!(matches!(chooser.chosen(), [Chosen::NotNumbers, Chosen::Token(_)]));
         assert!(chooser.begin(&batch(vec![item(1, &[1, 2], &greedy, |_| Tokens::Last)])).is_err());
         assert!(chooser.begin(&batch(vec![item(2, &[1, 2], &greedy, |_| Tokens::Last)])).is_ok());

@@ -20,7 +20,7 @@ use crate::ops::choice;
 use crate::ops::kv::KvArena;
 use crate::ops::pool::Pool;
 use crate::ops::simd::{ArithmeticChoice, Isa, IsaChoice};
-use crate::step::Step;
+use crate::step::{Chunk, Step};
 
 pub use loader::ModelLoader;
 
@@ -132,7 +132,10 @@ impl Executor for CpuExecutor {
                 }
             };
             model.forward(kv, step, chooser.rows(spec.vocab_size), report);
-            chooser.choose(|item| model.is_sound(&step.chunks[item]));
+            chooser.choose(|item, behind| {
+                let chunk = step.chunks[item];
+                model.is_sound(&Chunk { rows: chunk.rows - behind, ..chunk })
+            });
         });
         Ok(chooser.chosen())
     }

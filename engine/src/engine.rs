@@ -494,7 +494,9 @@ impl Worker {
 
     fn learn(&mut self, shape: StepShape, took: Duration) {
         self.model.observe(shape, took.as_secs_f64() * 1e3);
-        *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = self.model.cost();
+        let cost = self.model.cost();
+        self.scheduler.expect(cost);
+        *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = cost;
     }
 
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {
@@ -553,13 +555,14 @@ impl Client {
                     self.send(SequenceEvent::Resumed { at });
                 }
             }
-            Decision::Advance { computed, chunk, sampled, finish } => {
+            Decision::Advance { computed, chunk, sampled, mut drafts, finish } => {
                 if chunk {
                     self.send(SequenceEvent::ChunkDone { tokens: computed, at });
                 }
-                if let Some(Sampled { token, logprob, top }) = sampled {
+                for Sampled { token, logprob, top } in sampled {
                     self.report_layers = Vec::new();
-                    self.send(SequenceEvent::Token { id: token, logprob, top, at });
+                    let drafts = std::mem::take(&mut drafts);
+                    self.send(SequenceEvent::Token { id: token, logprob, top, drafts, at });
                 }
                 if let Some(reason) = finish {
                     self.send(SequenceEvent::Finished { reason, at });

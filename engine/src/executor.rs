@@ -57,9 +57,9 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Tokens that the step computes.
+    /// Tokens that the step computes, drafts counted.
     pub fn tokens(&self) -> usize {
-        self.items.iter().map(|item| item.tokens.len()).sum()
+        self.items.iter().map(BatchItem::rows).sum()
     }
 }
 
@@ -82,6 +82,16 @@ impl BatchItem {
     /// The position after the last of its tokens: that of the token to be chosen.
     pub fn end(&self) -> usize {
         self.start.saturating_add(self.tokens.len())
+    }
+
+    /// Guesses at what follows its tokens.
+    pub fn drafts(&self) -> &[Draft] {
+        self.choose.as_ref().map_or(&[], |choose| &choose.drafts)
+    }
+
+    /// Positions that it computes: those of its tokens, and of the drafts behind them.
+    pub fn rows(&self) -> usize {
+        self.tokens.len() + self.drafts().len()
     }
 }
 
@@ -118,6 +128,21 @@ pub struct Choose {
     /// What comes before the item's tokens, where `sampling` [penalizes](SamplingParams::penalizes) and the item's
     /// tokens are given. With [`Tokens::Last`] the executor has it from the step before.
     pub history: Option<History>,
+    /// Guesses at the tokens to be chosen, in their order: computed in the same step, each behind the one before. A
+    /// token is chosen behind each of them as well, which holds if all drafts so far are what was chosen in their
+    /// places.
+    pub drafts: Vec<Draft>,
+}
+
+/// A guess at a token, and how the one behind it is chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Draft {
+    /// The guess.
+    pub token: u32,
+    /// As [`Choose::uniform`], for the token behind it.
+    pub uniform: f64,
+    /// As [`Choose::forbidden`], for the token behind it.
+    pub forbidden: Option<Arc<[u32]>>,
 }
 
 /// The beginning of a sequence, as far as penalties look at it.
@@ -136,6 +161,9 @@ pub enum Chosen {
     Nothing,
     /// This.
     Token(Sampled),
+    /// These, for an item with drafts; at least one. All but the last are drafts that came true: their KV is that of
+    /// the sequence. What is behind them in the item's blocks is of rejected drafts, and to be overwritten.
+    Tokens(Vec<Sampled>),
     /// Something that the step computed for the item, whether it asked for a token or not, is no number. Weights or KV
     /// are broken, and so is the KV that the step wrote for it.
     NotNumbers,

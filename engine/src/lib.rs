@@ -12,10 +12,10 @@
 //!   [`sampler`].
 //! - [`engine`]: the thread that runs `admit → fit → plan → execute → resolve → apply`, and the handle to it.
 //!
-//! Around them: [`sequence`] is what goes in and comes out, [`sampling`] how tokens are to be chosen, [`step_model`]
-//! predicts a step's time, [`numerics`] names what nodes must have in common to continue each other, [`memory`] says
-//! how much there is and [`footprint`] what a model takes of it, [`error`] what the caller can do. To follow one
-//! request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
+//! Around them: [`speculation`] guesses tokens that a step verifies, [`sequence`] is what goes in and comes out,
+//! [`sampling`] how tokens are to be chosen, [`step_model`] predicts a step's time, [`numerics`] names what nodes must
+//! have in common to continue each other, [`memory`] says how much there is and [`footprint`] what a model takes of it,
+//! [`error`] what the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
 //! # What holds
 //!
@@ -41,7 +41,13 @@
 //! # use tandem_engine::*;
 //! # async fn example(sampling: Arc<SamplingParams>) -> Result<(), EngineError> {
 //! let executor = SimulatedExecutor::new(&SimulatedConfig::default())?;
-//! let limits = SchedulerConfig { max_running: 16, max_step_tokens: 512, inbox: 256, prefix_caching: true };
+//! let limits = SchedulerConfig {
+//!     max_running: 16,
+//!     max_step_tokens: 512,
+//!     inbox: 256,
+//!     prefix_caching: true,
+//!     speculate: Speculate::Ngram,
+//! };
 //! let engine = Engine::start(Box::new(executor), limits);
 //!
 //! let prompt = vec![11, 12, 13];
@@ -91,18 +97,20 @@ pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 pub mod simulated;
+pub mod speculation;
 pub mod step;
 pub mod step_model;
 
 pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};
 pub use error::EngineError;
-pub use executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, Executor, History, LayersDone, Seq, Tokens};
+pub use executor::{Batch, BatchItem, Choose, Chosen, Draft, EngineSpec, Executor, History, LayersDone, Seq, Tokens};
 pub use logits::Logits;
 pub use numerics::{Arithmetic, KvDtype, KvOrder};
 pub use prefix_cache::{CacheEvent, CacheUpdate};
 pub use sampling::{Sampled, SamplingParams, TokenLogprob};
 pub use scheduler::SchedulerConfig;
-pub use sequence::{FinishReason, SequenceEvent, SequenceRequest};
+pub use sequence::{Drafts, FinishReason, SequenceEvent, SequenceRequest};
 pub use simulated::{SimulatedConfig, SimulatedExecutor};
+pub use speculation::Speculate;
 pub use step_model::{StepCost, StepModel, StepShape};

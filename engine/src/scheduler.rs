@@ -35,9 +35,11 @@ use tandem_proto::hash::sequence_hashes;
 
 use crate::blocks::{BlockPool, KvLease, Prefix};
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, Choose, Chosen, EngineSpec, History, Seq, Tokens};
+use crate::executor::{Batch, BatchItem, Choose, Chosen, Draft, EngineSpec, History, Seq, Tokens};
 use crate::sampling::{Sampled, uniform};
-use crate::sequence::{FinishReason, SequenceRequest};
+use crate::sequence::{Drafts, FinishReason, SequenceRequest};
+use crate::speculation::{Acceptance, Budget, MAX_DRAFTS, MAX_ROWS, Speculate, draft};
+use crate::step_model::{StepCost, StepShape};
 
 /// Limits of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +52,8 @@ pub struct SchedulerConfig {
     pub inbox: usize,
     /// Whether computed blocks are kept for prompts that begin alike.
     pub prefix_caching: bool,
+    /// Whether steps compute guesses at further tokens beside the last ones.
+    pub speculate: Speculate,
 }
 
 /// What a level of priority is worth, see the head of this file.
@@ -75,8 +79,11 @@ pub enum Decision {
         computed: usize,
         /// Whether the step was over given tokens, and came further than any before.
         chunk: bool,
-        /// The token that follows them, when the step reached the end of the sequence.
-        sampled: Option<Sampled>,
+        /// The tokens that are new, when the step reached the end of the sequence: one, and one for each draft that
+        /// came true.
+        sampled: Vec<Sampled>,
+        /// What came of the step's drafts.
+        drafts: Drafts,
         /// Set when that was the last one.
         finish: Option<FinishReason>,
     },
@@ -114,6 +121,9 @@ pub struct Scheduler {
     preempted: BTreeSet<Rank>,
     running: BTreeMap<Seq, Sequence>,
     preemptions: u64,
+    speculate: Speculate,
+    /// What steps take, as far as they were measured.
+    cost: StepCost,
 }
 
 /// A place in the order: lower is first. Equal places go by arrival.
@@ -134,6 +144,7 @@ struct Sequence {
     chosen: bool,
     /// Tokens that may not be chosen before `min_tokens`; none where every number will do.
     ends: Option<Arc<[u32]>>,
+    acceptance: Acceptance,
 }
 
 /// How much of a sequence is in the prefix cache.
@@ -163,6 +174,8 @@ impl Scheduler {
             preempted: BTreeSet::new(),
             running: BTreeMap::new(),
             preemptions: 0,
+            speculate: config.speculate,
+            cost: StepCost::default(),
         }
     }
 
@@ -174,9 +187,15 @@ impl Scheduler {
         let cached = Cached { blocks: 0, hash: self.model_digest };
         let ends = (request.sampling.min_tokens > 0).then(|| request.ends(self.eos_token_id).collect());
         let rank = (place, seq);
-        let sequence = Sequence { request, given, rank, cached, told, hashes: Vec::new(), chosen: false, ends };
+        let (hashes, acceptance) = (Vec::new(), Acceptance::default());
+        let sequence = Sequence { request, given, rank, cached, told, hashes, chosen: false, ends, acceptance };
         self.queue.insert(rank);
         self.waiting.insert(seq, sequence);
+    }
+
+    /// From now on steps are expected to take so long.
+    pub fn expect(&mut self, cost: StepCost) {
+        self.cost = cost;
     }
 
     /// Who leaves (`gone` by choice, or by deadline), who starts, and who comes back: the first of the preempted, when
@@ -213,6 +232,9 @@ impl Scheduler {
     pub fn fit(&self) -> Vec<(Seq, Decision)> {
         let mut lacking: Vec<Rank> = self.running.values().filter(|it| it.lacks_block()).map(|it| it.rank).collect();
         lacking.sort_unstable();
+        if lacking.is_empty() {
+            return self.fit_drafts();
+        }
         let free = self.pool.free();
         let mut decisions: Vec<_> = lacking.iter().take(free).map(|&(_, seq)| (seq, Decision::Grow)).collect();
         if let Some(first) = lacking.get(free) {
@@ -244,7 +266,43 @@ impl Scheduler {
             }
             items.push(item);
         }
-        Batch { items, report_layers: report_layers.into_iter().collect() }
+        let mut batch = Batch { items, report_layers: report_layers.into_iter().collect() };
+        if self.speculate == Speculate::Ngram {
+            self.add_drafts(&mut batch, budget);
+        }
+        batch
+    }
+
+    /// Room for drafts, ahead of the tokens that may be there: of blocks that nobody needs now, and only one more than
+    /// a sequence fills.
+    fn fit_drafts(&self) -> Vec<(Seq, Decision)> {
+        if self.speculate == Speculate::Off || self.running.len() >= MAX_ROWS || !self.preempted.is_empty() {
+            return Vec::new();
+        }
+        let spare = self.pool.free().saturating_sub(self.growing());
+        let lacking = self.running.values().filter(|sequence| {
+            let wanted = self.tokens_left(sequence).saturating_sub(1).min(MAX_DRAFTS);
+            sequence.chosen && sequence.request.tokens.len() + wanted > sequence.request.lease.capacity_tokens()
+        });
+        lacking.take(spare).map(|sequence| (sequence.rank.1, Decision::Grow)).collect()
+    }
+
+    /// Adds to a planned step, of whose tokens `room` are left, what its sequences may go on with.
+    fn add_drafts(&self, batch: &mut Batch, room: usize) {
+        let shape = StepShape::of(batch);
+        let rows = MAX_ROWS.saturating_sub(shape.decode_tokens).min(room);
+        let mut budget = Budget::new(&self.cost, shape, shape.decode_tokens, rows);
+        for item in &mut batch.items {
+            let Some(sequence) = self.running.get(&item.seq).filter(|_| item.tokens == Tokens::Last) else { continue };
+            let place = item.blocks.capacity_tokens() - item.end();
+            let most = self.tokens_left(sequence).saturating_sub(1).min(place).min(MAX_DRAFTS);
+            let chance = sequence.acceptance.chance();
+            let drafts = draft(&sequence.request.tokens, budget.drafts(chance, most));
+            budget.take(chance, drafts.len());
+            if let Some(choose) = &mut item.choose {
+                choose.drafts = sequence.drafts(drafts);
+            }
+        }
     }
 
     /// What the outcome of `batch` means for each of its sequences.
@@ -275,9 +333,10 @@ impl Scheduler {
     }
 
     fn apply_one(&mut self, seq: Seq, decision: &Decision) {
-        if let Decision::Advance { computed, .. } = decision
+        if let Decision::Advance { computed, sampled, drafts, .. } = decision
             && let Some(sequence) = self.running.get_mut(&seq)
         {
+            sequence.advance(*computed, sampled, *drafts);
             sequence.cache_blocks(*computed / self.block_tokens, self.block_tokens);
         }
         if decision.ends() {
@@ -296,16 +355,7 @@ impl Scheduler {
             }
             Decision::Preempt => self.preempt(seq),
             Decision::Resume => self.resume(seq),
-            Decision::Advance { computed, sampled, .. } => {
-                if let Some(Sequence { request, told, chosen, .. }) = self.running.get_mut(&seq) {
-                    request.computed = *computed;
-                    *told = (*told).max(*computed);
-                    request.tokens.extend(sampled.as_ref().map(|sampled| sampled.token));
-                    *chosen = sampled.is_some();
-                    debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
-                }
-            }
-            Decision::Cancel | Decision::Fail(_) => {}
+            Decision::Advance { .. } | Decision::Cancel | Decision::Fail(_) => {}
         }
     }
 
@@ -397,25 +447,51 @@ impl Scheduler {
         running.max(self.queue.last().copied())
     }
 
+    /// Tokens that the sequence may still have.
+    fn tokens_left(&self, Sequence { request, given, .. }: &Sequence) -> usize {
+        let most = given.saturating_add(request.max_new_tokens as usize).min(self.max_context_tokens);
+        most.saturating_sub(request.tokens.len())
+    }
+
     fn advance(&self, sequence: &Sequence, item: &BatchItem, chosen: &Chosen) -> Result<Decision, EngineError> {
         let computed = item.end();
         let chunk = item.start < sequence.given && sequence.told < sequence.given && computed > sequence.told;
         let wrong = |why: &str| Err(EngineError::Executor(why.into()));
         match (chosen, &item.choose) {
-            (Chosen::Nothing, None) => Ok(Decision::Advance { computed, chunk, sampled: None, finish: None }),
-            (Chosen::Token(sampled), Some(_)) => {
-                let finish = self.finish(sequence, sampled.token);
-                Ok(Decision::Advance { computed, chunk, sampled: Some(sampled.clone()), finish })
+            (Chosen::Nothing, None) => {
+                let (sampled, drafts) = (Vec::new(), Drafts::default());
+                Ok(Decision::Advance { computed, chunk, sampled, drafts, finish: None })
             }
+            (Chosen::Token(sampled), Some(choose)) if choose.drafts.is_empty() => {
+                Ok(self.accept(sequence, item, chunk, std::slice::from_ref(sampled)))
+            }
+            (Chosen::Tokens(sampled), Some(choose)) if came_true(&choose.drafts, sampled) => {
+                Ok(self.accept(sequence, item, chunk, sampled))
+            }
+            (Chosen::Token(_) | Chosen::Tokens(_), Some(_)) => wrong("the chosen tokens are not of the drafts"),
             (Chosen::NotNumbers, _) => wrong("what the step computed are not numbers"),
             (Chosen::Nothing, Some(_)) => wrong("no token was chosen"),
-            (Chosen::Token(_), None) => wrong("a token was chosen in the middle of a prompt"),
+            (Chosen::Token(_) | Chosen::Tokens(_), None) => wrong("a token was chosen in the middle of a prompt"),
         }
     }
 
-    fn finish(&self, Sequence { request, given, .. }: &Sequence, token: u32) -> Option<FinishReason> {
+    /// The tokens that are the answer's: up to the first that ends it.
+    fn accept(&self, sequence: &Sequence, item: &BatchItem, chunk: bool, chosen: &[Sampled]) -> Decision {
+        let ends = chosen.iter().enumerate().find_map(|(before, sampled)| {
+            let finish = self.finish(sequence, before, sampled.token)?;
+            Some((before + 1, finish))
+        });
+        let (count, finish) = ends.map_or((chosen.len(), None), |(count, finish)| (count, Some(finish)));
+        let accepted = count - 1;
+        let drafts = Drafts { drafted: item.drafts().len() as u32, accepted: accepted as u32 };
+        let (computed, sampled) = (item.end() + accepted, chosen[..count].to_vec());
+        Decision::Advance { computed, chunk, sampled, drafts, finish }
+    }
+
+    /// Whether `token` is the last one, `before` tokens of the same step behind those that are known.
+    fn finish(&self, Sequence { request, given, .. }: &Sequence, before: usize, token: u32) -> Option<FinishReason> {
         let is_eos = token == self.eos_token_id && !request.ignore_eos;
-        let len = request.tokens.len() + 1;
+        let len = request.tokens.len() + before + 1;
         if is_eos || request.stop_token_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else if len - given >= request.max_new_tokens as usize || len >= self.max_context_tokens {
@@ -426,7 +502,27 @@ impl Scheduler {
     }
 }
 
+/// Whether `sampled` is one token and drafts before it.
+fn came_true(drafts: &[Draft], sampled: &[Sampled]) -> bool {
+    let accepted = sampled.len().wrapping_sub(1);
+    let tokens = sampled.iter().map(|sampled| sampled.token);
+    accepted <= drafts.len() && tokens.zip(drafts).take(accepted).all(|(token, draft)| token == draft.token)
+}
+
 impl Sequence {
+    /// The end of a step: `computed` tokens have their KV, `sampled` are new.
+    fn advance(&mut self, computed: usize, sampled: &[Sampled], Drafts { drafted, accepted }: Drafts) {
+        let Self { request, told, chosen, acceptance, .. } = self;
+        request.computed = computed;
+        *told = (*told).max(computed);
+        request.tokens.extend(sampled.iter().map(|sampled| sampled.token));
+        *chosen = !sampled.is_empty();
+        debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
+        if *chosen {
+            acceptance.note(drafted as usize, accepted as usize);
+        }
+    }
+
     /// Whether its next token has no place yet.
     fn lacks_block(&self) -> bool {
         self.request.computed >= self.request.lease.capacity_tokens()
@@ -464,14 +560,31 @@ impl Sequence {
     /// How to choose the token after all that are known, of which those from `start` on are computed.
     fn choose(&self, start: usize, last: bool) -> Choose {
         let SequenceRequest { tokens, prompt_len, sampling, .. } = &self.request;
-        let too_short = tokens.len() - prompt_len < sampling.min_tokens as usize;
         let history = || History { tokens: tokens[..start].to_vec(), prompt_len: *prompt_len };
         Choose {
             sampling: Arc::clone(sampling),
             uniform: uniform(sampling.seed, tokens.len()),
-            forbidden: self.ends.as_ref().filter(|_| too_short).cloned(),
+            forbidden: self.forbidden(tokens.len()),
             history: (sampling.penalizes() && !last).then(history),
+            drafts: Vec::new(),
         }
+    }
+
+    /// Guesses at the tokens behind those that are known.
+    fn drafts(&self, tokens: Vec<u32>) -> Vec<Draft> {
+        let places = self.request.tokens.len() + 1..;
+        let draft = |(token, place)| Draft {
+            token,
+            uniform: uniform(self.request.sampling.seed, place),
+            forbidden: self.forbidden(place),
+        };
+        tokens.into_iter().zip(places).map(draft).collect()
+    }
+
+    /// What may not be the token at `place`.
+    fn forbidden(&self, place: usize) -> Option<Arc<[u32]>> {
+        let too_short = place - self.request.prompt_len < self.request.sampling.min_tokens as usize;
+        self.ends.as_ref().filter(|_| too_short).cloned()
     }
 }
 

@@ -182,6 +182,8 @@ pub enum SequenceEvent {
         logprob: f32,
         /// The likeliest tokens in its place, where `top_logprobs` asked for them.
         top: Vec<TokenLogprob>,
+        /// Of the step that chose it; told with the first token of the step.
+        drafts: Drafts,
         /// When the step ended.
         at: Instant,
     },
@@ -200,6 +202,22 @@ impl SequenceEvent {
     /// Whether no event follows.
     pub fn is_last(&self) -> bool {
         matches!(self, Self::Finished { .. } | Self::Failed(_))
+    }
+}
+
+/// Guesses at tokens, see `speculation.rs`, and what came of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafts {
+    /// Computed.
+    pub drafted: u32,
+    /// Those of them that are tokens of the answer.
+    pub accepted: u32,
+}
+
+impl std::ops::AddAssign for Drafts {
+    fn add_assign(&mut self, more: Self) {
+        self.drafted += more.drafted;
+        self.accepted += more.accepted;
     }
 }
 

@@ -182,11 +182,13 @@ impl SimulatedExecutor {
     fn answer(&mut self) -> Result<(), EngineError> {
         let Self { network, step, chooser, .. } = self;
         let width = network.spec.vocab_size.min(SPOKEN_TOKENS);
-        let wants = |chunk: &&Chunk| step.logits_of.contains(&(chunk.first_row + chunk.rows - 1));
+        let wanted = step.chunks.iter().flat_map(|chunk| step.choosing(chunk).iter().map(move |row| (chunk, row)));
         let rows = chooser.rows(width).chunks_exact_mut(width);
-        step.chunks.iter().filter(wants).zip(rows).try_for_each(|(chunk, row)| network.attend(step, chunk, row))?;
+        wanted.zip(rows).try_for_each(|((chunk, &row), logits)| {
+            network.attend(step, &Chunk { rows: row + 1 - chunk.first_row, ..*chunk }, logits)
+        })?;
         // Slots that are not what they should be are an error of the step.
-        chooser.choose(|_| true);
+        chooser.choose(|_, _| true);
         Ok(())
     }
 }
@@ -333,7 +335,13 @@ mod tests {
         let sampling = Arc::new(SamplingParams::GREEDY);
         let mut step = |start: usize, tokens: usize| {
             let tokens = Tokens::Given((start..start + tokens).map(|token| token as u32).collect());
-            let choose = Choose { sampling: Arc::clone(&sampling), uniform: 0.0, forbidden: None, history: None };
+            let choose = Choose {
+                sampling: Arc::clone(&sampling),
+                uniform: 0.0,
+                forbidden: None,
+                history: None,
+                drafts: Vec::new(),
+            };
             let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
             executor.begin(&Batch { items: vec![item], report_layers: Vec::new() }).unwrap();
             executor.finish(&mut |_| ()).unwrap();
@@ -363,7 +371,13 @@ mod tests {
             let sampling = Arc::new(SamplingParams { temperature: 0.9, ..SamplingParams::GREEDY });
             let mut step = |start: usize, tokens: Tokens| {
                 let uniform = uniform(3, start);
-                let choose = Choose { sampling: Arc::clone(&sampling), uniform, forbidden: None, history: None };
+                let choose = Choose {
+                    sampling: Arc::clone(&sampling),
+                    uniform,
+                    forbidden: None,
+                    history: None,
+                    drafts: Vec::new(),
+                };
                 let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
                 executor.begin(&Batch { items: vec![item], report_layers: Vec::new() })?;
                 match executor.finish(&mut |_| ())? {

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, EngineSpec, Tokens};
+use crate::executor::{Batch, BatchItem, Draft, EngineSpec, Tokens};
 
 /// A step's tokens, all sequences stacked. Its memory is kept from step to step.
 #[derive(Debug, Default)]
@@ -19,7 +19,7 @@ pub struct Step {
     pub blocks: Vec<u32>,
     /// Which rows and which blocks are of one sequence: one for each item.
     pub chunks: Vec<Chunk>,
-    /// Rows whose logits are wanted.
+    /// Rows whose logits are wanted; ascending.
     pub logits_of: Vec<usize>,
     /// After how many layers somebody waits.
     pub report_layers: Vec<usize>,
@@ -65,17 +65,24 @@ impl Step {
         self.clear();
         self.report_layers.extend_from_slice(&batch.report_layers);
         for (index, item) in batch.items.iter().enumerate() {
-            let last = last(index);
-            let tokens = match &item.tokens {
-                Tokens::Given(tokens) => &tokens[..],
+            let (last, first_row) = (last(index), self.tokens.len());
+            self.tokens.extend_from_slice(match &item.tokens {
+                Tokens::Given(tokens) => tokens,
                 Tokens::Last => last.as_slice(),
-            };
-            self.check(item, tokens, spec).map_err(|problem| {
+            });
+            self.tokens.extend(item.drafts().iter().map(|Draft { token, .. }| token));
+            check(item, &self.tokens[first_row..], spec, &mut self.written).map_err(|problem| {
                 EngineError::InvalidArgument(format!("sequence {} in a step: {problem}", item.seq))
             })?;
-            self.add(item, tokens, spec.block_tokens);
+            self.add(item, first_row, spec.block_tokens);
         }
         Ok(())
+    }
+
+    /// The rows of `chunk` whose logits are wanted.
+    pub fn choosing(&self, chunk: &Chunk) -> &[usize] {
+        let before = |end: usize| self.logits_of.partition_point(|&row| row < end);
+        &self.logits_of[before(chunk.first_row)..before(chunk.first_row + chunk.rows)]
     }
 
     /// Whether somebody waits for the KV of the first `layers` layers.
@@ -95,38 +102,40 @@ impl Step {
         written.clear();
     }
 
-    fn check(&mut self, item: &BatchItem, tokens: &[u32], spec: &EngineSpec) -> Result<(), String> {
-        let (blocks, end) = (item.blocks.blocks(), item.start.checked_add(tokens.len()));
-        let Some(end) = end.filter(|&end| end > item.start && end <= spec.max_context_tokens) else {
-            return Err(format!("no tokens or more than the model's {}", spec.max_context_tokens));
-        };
-        if end > blocks.len() * spec.block_tokens {
-            return Err(format!("{end} tokens do not fit {} blocks", blocks.len()));
-        }
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= spec.vocab_size) {
-            return Err(format!("token {token} is not in the vocabulary"));
-        }
-        let own = &blocks[..end.div_ceil(spec.block_tokens)];
-        if let Some(block) = own.iter().find(|&&block| block as usize >= spec.total_blocks) {
-            return Err(format!("block {block} is not in the arena"));
-        }
-        let mut target = own[item.start / spec.block_tokens..].iter();
-        match target.find(|&&block| !self.written.insert(block)) {
-            Some(block) => Err(format!("block {block} is written twice")),
-            None => Ok(()),
-        }
-    }
-
-    fn add(&mut self, item: &BatchItem, given: &[u32], block_tokens: usize) {
+    /// The item whose tokens are the rows from `first_row` on.
+    fn add(&mut self, item: &BatchItem, first_row: usize, block_tokens: usize) {
         let Self { tokens, positions, places, blocks, chunks, logits_of, .. } = self;
-        let (own, start, rows, first_row) = (item.blocks.blocks(), item.start, given.len(), tokens.len());
+        let (own, start, rows) = (item.blocks.blocks(), item.start, tokens.len() - first_row);
         chunks.push(Chunk { first_block: blocks.len(), blocks: own.len(), first_row, rows, start });
         blocks.extend(own);
-        tokens.extend(given);
         for position in start..start + rows {
             positions.push(position);
             places.push(Place { block: own[position / block_tokens], slot: position % block_tokens });
         }
-        logits_of.extend(item.choose.is_some().then_some(first_row + rows - 1));
+        let choices = item.choose.as_ref().map_or(0, |choose| 1 + choose.drafts.len());
+        logits_of.extend(first_row + rows - choices..first_row + rows);
+    }
+}
+
+/// `tokens` are those of the item, its drafts among them; `written` are the blocks that items before it write.
+fn check(item: &BatchItem, tokens: &[u32], spec: &EngineSpec, written: &mut HashSet<u32>) -> Result<(), String> {
+    let (blocks, end) = (item.blocks.blocks(), item.start.checked_add(tokens.len()));
+    let Some(end) = end.filter(|&end| end > item.start && end <= spec.max_context_tokens) else {
+        return Err(format!("no tokens or more than the model's {}", spec.max_context_tokens));
+    };
+    if end > blocks.len() * spec.block_tokens {
+        return Err(format!("{end} tokens do not fit {} blocks", blocks.len()));
+    }
+    if let Some(token) = tokens.iter().find(|&&token| token as usize >= spec.vocab_size) {
+        return Err(format!("token {token} is not in the vocabulary"));
+    }
+    let own = &blocks[..end.div_ceil(spec.block_tokens)];
+    if let Some(block) = own.iter().find(|&&block| block as usize >= spec.total_blocks) {
+        return Err(format!("block {block} is not in the arena"));
+    }
+    let mut target = own[item.start / spec.block_tokens..].iter();
+    match target.find(|&&block| !written.insert(block)) {
+        Some(block) => Err(format!("block {block} is written twice")),
+        None => Ok(()),
     }
 }

@@ -44,7 +44,7 @@ const NOISE: f64 = 0.02;
 /// attends to `n + 1`, a prompt of `n` tokens to `n · (n + 1) / 2`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepShape {
-    /// Sequences that decode, one token each.
+    /// Sequences that decode, one token each and its drafts.
     pub decode_tokens: usize,
     /// Positions that these attend to.
     pub decode_context: usize,
@@ -59,13 +59,14 @@ impl StepShape {
     pub fn of(batch: &Batch) -> Self {
         let mut shape = Self::default();
         for item in &batch.items {
-            let (tokens, context) = (item.tokens.len(), positions(item.start, item.tokens.len()));
+            let rows = item.rows();
             if decodes(item) {
-                shape.decode_tokens += tokens;
-                shape.decode_context += context;
+                shape.decode_tokens += rows;
+                // Drafts are attended together with the token before them: their KV is read once.
+                shape.decode_context += item.start + rows;
             } else {
-                shape.prompt_tokens += tokens;
-                shape.prompt_context += context;
+                shape.prompt_tokens += rows;
+                shape.prompt_context += positions(item.start, rows);
             }
         }
         shape
@@ -106,7 +107,7 @@ fn positions(start: usize, tokens: usize) -> usize {
 pub struct StepCost {
     /// Of every step.
     pub base_ms: f64,
-    /// Of each sequence that decodes.
+    /// Of each sequence that decodes, and of each draft.
     pub decode_token_ms: f64,
     /// Of each position that these attend to.
     pub decode_context_ms: f64,

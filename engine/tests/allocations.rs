@@ -57,7 +57,13 @@ fn a_step_allocates_nothing() {
             tokens: Tokens::Given((0..tokens as u32).map(|token| 1000 + token).collect()),
             start,
             blocks: Arc::new(blocks.try_reserve(blocks.blocks_for(start + tokens)).expect("room")),
-            choose: Some(Choose { sampling: Arc::clone(&greedy), uniform: 0.5, forbidden: None, history: None }),
+            choose: Some(Choose {
+                sampling: Arc::clone(&greedy),
+                uniform: 0.5,
+                forbidden: None,
+                history: None,
+                drafts: Vec::new(),
+            }),
         };
         // One whose attention is split, several, a prompt's chunk beside them.
         let batch = |items| Batch { items, report_layers: vec![1, 15] };

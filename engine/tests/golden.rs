@@ -152,7 +152,13 @@ impl Runner {
 }
 
 fn greedy() -> Choose {
-    Choose { sampling: Arc::new(SamplingParams::GREEDY), uniform: 0.0, forbidden: None, history: None }
+    Choose {
+        sampling: Arc::new(SamplingParams::GREEDY),
+        uniform: 0.0,
+        forbidden: None,
+        history: None,
+        drafts: Vec::new(),
+    }
 }
 
 fn log_softmax(logits: &[f32]) -> Vec<f32> {

@@ -155,7 +155,13 @@ fn prompt(n: usize, seed: usize) -> Vec<u32> {
 }
 
 fn item(seq: u64, tokens: &[u32], start: usize, blocks: &Arc<KvLease>) -> BatchItem {
-    let choose = Choose { sampling: Arc::new(SamplingParams::GREEDY), uniform: 0.0, forbidden: None, history: None };
+    let choose = Choose {
+        sampling: Arc::new(SamplingParams::GREEDY),
+        uniform: 0.0,
+        forbidden: None,
+        history: None,
+        drafts: Vec::new(),
+    };
     let tokens = Tokens::Given(tokens.into());
     BatchItem { seq, tokens, start, blocks: Arc::clone(blocks), choose: Some(choose) }
 }
@@ -554,6 +560,7 @@ fn answer(
             uniform: uniform(sampling.seed, tokens.len()),
             forbidden: None,
             history: (given && sampling.penalizes()).then_some(history),
+            drafts: Vec::new(),
         };
         let item = BatchItem { seq: 5, tokens: computed, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
         all.extend(run(executor, &batch(vec![item])).expect("a step"));

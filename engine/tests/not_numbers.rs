@@ -12,6 +12,7 @@ use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{
     Engine, EngineError, KvDtype, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
+    Speculate,
 };
 use tandem_proto::hash::sequence_hashes;
 
@@ -121,7 +122,13 @@ impl Model {
     fn engine(&self, Way { kv_dtype, isa, arithmetic, step_tokens, .. }: Way) -> Option<Engine> {
         let path = self.0.clone();
         let config = ModelConfig { path, kv_dtype, isa, arithmetic, blocks: BLOCKS, ..ModelConfig::default() };
-        let limits = SchedulerConfig { max_running: 4, max_step_tokens: step_tokens, inbox: 8, prefix_caching: true };
+        let limits = SchedulerConfig {
+            max_running: 4,
+            max_step_tokens: step_tokens,
+            inbox: 8,
+            prefix_caching: true,
+            speculate: Speculate::Off,
+        };
         match CpuExecutor::load(&config) {
             Ok(executor) => Some(Engine::start(Box::new(executor), limits)),
             Err(EngineError::InvalidArgument(_)) => None,

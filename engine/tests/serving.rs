@@ -11,13 +11,18 @@ use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::ArithmeticChoice;
 use tandem_engine::{
     Batch, Chosen, Engine, EngineError, EngineSpec, Executor, KvDtype, LayersDone, Prefix, SamplingParams,
-    SchedulerConfig, Seq, SequenceEvent, SequenceRequest, SequenceStream, StepModel, StepShape,
+    SchedulerConfig, Seq, SequenceEvent, SequenceRequest, SequenceStream, Speculate, StepModel, StepShape,
 };
 use tandem_memory::KvMemory;
 use tandem_proto::hash::sequence_hashes;
 
-const LIMITS: SchedulerConfig =
-    SchedulerConfig { max_running: 32, max_step_tokens: 256, inbox: 64, prefix_caching: true };
+const LIMITS: SchedulerConfig = SchedulerConfig {
+    max_running: 32,
+    max_step_tokens: 256,
+    inbox: 64,
+    prefix_caching: true,
+    speculate: Speculate::Off,
+};
 
 /// What must not change a token: how a prompt is cut, how many run at once, what is cached.
 struct Way {

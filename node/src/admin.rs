@@ -231,6 +231,22 @@ fn vllm_decode(text: &mut Text, node: &Node) {
             "Tokens whose KV came from a prefill node.",
             figures.external_hits.load(Relaxed),
         ),
+        (
+            "tandem_drafted_tokens_total",
+            "Guesses at tokens that were verified beside the next one.",
+            figures.drafted.load(Relaxed),
+        ),
+        ("tandem_accepted_tokens_total", "Guesses at tokens that came true.", figures.accepted.load(Relaxed)),
+        (
+            "vllm:spec_decode_num_draft_tokens_total",
+            "Guesses at tokens that were verified.",
+            figures.drafted.load(Relaxed),
+        ),
+        (
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "Guesses at tokens that came true.",
+            figures.accepted.load(Relaxed),
+        ),
         ("vllm:nixl_num_failed_transfers_total", "KV hand-offs that did not come to their end here.", failed),
     ] {
         text.family(name, "counter", help);

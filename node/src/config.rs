@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
-use tandem_engine::KvDtype;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
+use tandem_engine::{KvDtype, Speculate};
 use tandem_ports::JoinToken;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
@@ -57,6 +57,10 @@ pub struct NodeArgs {
     /// Compute every prompt as if it were the first.
     #[arg(long, overrides_with = "enable_prefix_caching")]
     pub no_prefix_caching: bool,
+    /// Guess tokens from what followed the last ones before, and verify them beside the next one: the same answer in
+    /// fewer steps where it repeats its prompt or itself. Nothing is guessed in large batches.
+    #[arg(long, value_enum, default_value_t = SpeculateArg::Ngram)]
+    pub speculate: SpeculateArg,
     /// Sequences that run at once.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_num_seqs: u32,
@@ -144,6 +148,15 @@ pub enum KvDtypeArg {
     F32,
 }
 
+/// `--speculate`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SpeculateArg {
+    /// From earlier occurrences of a sequence's last tokens.
+    Ngram,
+    /// Not at all: one token a step.
+    Off,
+}
+
 /// `--isa`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum IsaArg {
@@ -217,6 +230,8 @@ pub struct NodeConfig {
     pub kv_memory: KvMemory,
     /// Whether computed blocks are kept for prompts that begin alike.
     pub prefix_caching: bool,
+    /// Whether tokens are guessed and verified.
+    pub speculate: Speculate,
     /// Sequences in the running batch.
     pub max_running: usize,
     /// Tokens of a step.
@@ -323,6 +338,10 @@ impl NodeArgs {
             block_tokens: self.block_size,
             kv_memory: self.kv_memory.unwrap_or(KvMemory::Blocks(self.kv_blocks as usize)),
             prefix_caching: !self.no_prefix_caching,
+            speculate: match self.speculate {
+                SpeculateArg::Ngram => Speculate::Ngram,
+                SpeculateArg::Off => Speculate::Off,
+            },
             max_running: self.max_num_seqs as usize,
             max_step_tokens: self.max_num_batched_tokens as usize,
             max_step: Duration::from_millis(self.max_step_ms.into()),
@@ -403,11 +422,12 @@ mod tests {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
         assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
         assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
+        assert_eq!(config.speculate, Speculate::Ngram);
         assert_eq!((config.block_tokens, config.arithmetic), (16, ArithmeticChoice::Auto));
-        let flags = "--simulated --kv-dtype int8 --block-size 64 --arithmetic f32";
+        let flags = "--simulated --kv-dtype int8 --block-size 64 --arithmetic f32 --speculate off";
         let config = parse(&format!("--router http://127.0.0.1:1 {flags}")).unwrap();
         assert_eq!((config.kv_dtype, config.block_tokens), (KvDtype::Int8, 64));
-        assert_eq!(config.arithmetic, ArithmeticChoice::F32);
+        assert_eq!((config.arithmetic, config.speculate), (ArithmeticChoice::F32, Speculate::Off));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use tandem_engine::Drafts;
 use tandem_proto::v1::FinishReason;
 
 /// Down to 0.5 ms.
@@ -73,6 +74,10 @@ pub struct Figures {
     pub transfer_blocks: Histogram,
     /// Seconds between two tokens of one answer.
     pub inter_token_seconds: Histogram,
+    /// Guesses at tokens that the engine verified.
+    pub drafted: AtomicU64,
+    /// Those of them that came true.
+    pub accepted: AtomicU64,
     /// Of a decode node.
     pub answers: Answers,
 }
@@ -89,6 +94,8 @@ impl Default for Figures {
             transfer_bytes: Histogram::new(BYTES),
             transfer_blocks: Histogram::new(COUNTS),
             inter_token_seconds: Histogram::new(SECONDS),
+            drafted: AtomicU64::new(0),
+            accepted: AtomicU64::new(0),
             answers: Answers::default(),
         }
     }
@@ -99,6 +106,12 @@ impl Figures {
     pub fn looked_up(&self, tokens: usize, cached: usize) {
         self.prefix_queries.fetch_add(tokens as u64, Relaxed);
         self.prefix_hits.fetch_add(cached as u64, Relaxed);
+    }
+
+    /// A step verified guesses.
+    pub fn drafted(&self, Drafts { drafted, accepted }: Drafts) {
+        self.drafted.fetch_add(drafted.into(), Relaxed);
+        self.accepted.fetch_add(accepted.into(), Relaxed);
     }
 
     /// The KV of `tokens` was asked of another node.

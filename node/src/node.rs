@@ -337,6 +337,7 @@ fn scheduler(config: &NodeConfig) -> SchedulerConfig {
         max_step_tokens: config.max_step_tokens,
         inbox: config.max_calls,
         prefix_caching: config.prefix_caching,
+        speculate: config.speculate,
     }
 }
 

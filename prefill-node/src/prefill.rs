@@ -191,7 +191,7 @@ impl Prefill<'_> {
                     return Err(Error::new(ErrorKind::Internal, "the engine took a prompt's blocks away"));
                 }
                 SequenceEvent::LayersDone { layers, .. } => kv.send_modify(|kv| kv.progress.layers = layers),
-                SequenceEvent::Token { id, logprob, top, at } => {
+                SequenceEvent::Token { id, logprob, top, at, .. } => {
                     trace.close(at);
                     return Ok(Sampled { first: First { token: id, at }, logprob, top });
                 }

@@ -43,7 +43,7 @@ use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
 use crate::traces::{Traces, join};
 use attempt::{Attempt, Happening};
-use exchange::{Exchange, Step};
+use exchange::{Drafts, Exchange, Step};
 use legs::Rest;
 use pace::{Arrivals, Pace};
 use progress::Progress;
@@ -154,6 +154,7 @@ pub fn start(
         chosen: None,
         replans: Vec::new(),
         verified: None,
+        drafts: Drafts::default(),
         ended: request.received,
     };
     let run = Box::new(Run {
@@ -308,6 +309,7 @@ impl Run {
         loop {
             let happening = attempt.next(self.shared.limits.silence).await;
             join(&mut self.spans, &std::mem::take(&mut attempt.exchange.spans));
+            self.record.drafts.add(std::mem::take(&mut attempt.exchange.drafts));
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {

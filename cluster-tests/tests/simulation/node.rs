@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures::FutureExt;
-use tandem_engine::{Engine, SchedulerConfig, SimulatedExecutor};
+use tandem_engine::{Engine, SchedulerConfig, SimulatedExecutor, Speculate};
 use tandem_kvtransfer::Arena;
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_node::JoinGuard;
@@ -72,6 +72,7 @@ impl NodeProcess {
             max_step_tokens: schedule.max_step_tokens,
             inbox: MAX_CALLS,
             prefix_caching: true,
+            speculate: Speculate::Ngram,
         };
         let (engine, stepper) = Engine::stepped(Box::new(executor), limits, model::step_time);
         process.spawn(stepper.run());

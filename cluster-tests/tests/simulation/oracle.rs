@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tandem_engine::{Engine, FinishReason, SchedulerConfig, SequenceEvent, SimulatedExecutor};
+use tandem_engine::{Engine, FinishReason, SchedulerConfig, SequenceEvent, SimulatedExecutor, Speculate};
 use tandem_node::CheckedRequest;
 use tandem_proto::v1::{self, RequestSpec};
 use tandem_router::text::ModelText;
@@ -26,7 +26,13 @@ const LONGEST_PROMPT: usize = 160;
 /// The answers to all requests of a schedule.
 pub async fn answers(schedule: &Schedule, text: &ModelText) -> Vec<Expected> {
     let executor = SimulatedExecutor::new(&model::engine(text, BLOCKS)).expect("a valid configuration");
-    let limits = SchedulerConfig { max_running: 1, max_step_tokens: 256, inbox: 1, prefix_caching: false };
+    let limits = SchedulerConfig {
+        max_running: 1,
+        max_step_tokens: 256,
+        inbox: 1,
+        prefix_caching: false,
+        speculate: Speculate::Off,
+    };
     let (engine, stepper) = Engine::stepped(Box::new(executor), limits, |_| Duration::ZERO);
     let running = tokio::spawn(stepper.run());
     let mut answers: Vec<Expected> = Vec::with_capacity(schedule.requests.len());

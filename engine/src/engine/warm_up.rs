@@ -49,7 +49,13 @@ pub(super) fn kinds(pool: &BlockPool, spec: &EngineSpec, max_step_tokens: usize)
         tokens: Tokens::Given((0..tokens).map(|token| (token % spec.vocab_size) as u32).collect()),
         start,
         blocks: Arc::clone(blocks),
-        choose: Some(Choose { sampling: Arc::clone(&sampling), uniform: 0.0, forbidden: None, history: None }),
+        choose: Some(Choose {
+            sampling: Arc::clone(&sampling),
+            uniform: 0.0,
+            forbidden: None,
+            history: None,
+            drafts: Vec::new(),
+        }),
     };
     let of = |items| Batch { items, report_layers: Vec::new() };
     let one = |tokens: usize, end: usize| of(vec![item(0, end - tokens, tokens, &long)]);

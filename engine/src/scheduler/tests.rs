@@ -16,7 +16,8 @@ const VOCAB: usize = 8;
 fn scheduler(max_running: usize, max_step_tokens: usize, pool: &BlockPool) -> Scheduler {
     let config = SimulatedConfig { vocab_size: VOCAB, eos_token_id: 7, blocks: 1, ..Default::default() };
     let executor = SimulatedExecutor::new(&config).unwrap();
-    let config = SchedulerConfig { max_running, max_step_tokens, inbox: 0, prefix_caching: true };
+    let config =
+        SchedulerConfig { max_running, max_step_tokens, inbox: 0, prefix_caching: true, speculate: Speculate::Off };
     Scheduler::new(&config, executor.spec(), pool.clone())
 }
 
@@ -367,8 +368,8 @@ proptest! {
             let decisions = scheduler.resolve(&batch, Ok(&chosen));
             drop(batch);
             for (seq, decision) in &decisions {
-                let Decision::Advance { sampled: Some(_), .. } = decision else { continue };
-                *sampled.entry(*seq).or_default() += 1;
+                let Decision::Advance { sampled: new, .. } = decision else { continue };
+                *sampled.entry(*seq).or_default() += new.len();
             }
             fates.note(&decisions);
             scheduler.apply(&decisions);

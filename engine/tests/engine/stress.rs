@@ -12,14 +12,15 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::scheduler::{Decision, Scheduler};
 use tandem_engine::{
-    BlockPool, EngineError, Executor, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
-    SimulatedConfig, SimulatedExecutor, StepModel, StepShape, Tokens,
+    BlockPool, Drafts, EngineError, Executor, KvLease, Prefix, SamplingParams, SchedulerConfig, SequenceRequest,
+    SimulatedConfig, SimulatedExecutor, Speculate, StepModel, StepShape, Tokens,
 };
 use tandem_proto::hash::sequence_hashes;
 
 use crate::support::{greedy, request_in, seeded};
 
-const LIMITS: SchedulerConfig = SchedulerConfig { max_running: 6, max_step_tokens: 24, inbox: 0, prefix_caching: true };
+const LIMITS: SchedulerConfig =
+    SchedulerConfig { max_running: 6, max_step_tokens: 24, inbox: 0, prefix_caching: true, speculate: Speculate::Off };
 
 #[derive(Clone)]
 struct Job {
@@ -27,6 +28,8 @@ struct Job {
     max_new_tokens: usize,
     sampling: Arc<SamplingParams>,
     priority: i32,
+    /// Whether the end-of-sequence token ends it.
+    ends: bool,
     /// Steps from arrival after which its caller leaves.
     patience: Option<usize>,
 }
@@ -41,6 +44,7 @@ impl Job {
             max_new_tokens: rng.random_range(1..14),
             sampling: Arc::new(random_sampling(rng)),
             priority: rng.random_range(-2..=2),
+            ends: false,
             patience: rng.random_bool(0.2).then(|| rng.random_range(0..60)),
         }
     }
@@ -53,6 +57,18 @@ impl Job {
             patience: rng.random_bool(0.1).then(|| rng.random_range(0..200)),
             ..Self::random(rng)
         }
+    }
+
+    /// As [`Job::long`], with ends in mid-answer, and tokens that must not be one yet.
+    fn ending(rng: &mut StdRng) -> Self {
+        let job = Self::long(rng);
+        let sampling = SamplingParams {
+            min_tokens: rng.random_range(0..30),
+            logit_bias: if rng.random_bool(0.3) { vec![(2, 1.5), (1, -4.0)] } else { Vec::new() },
+            top_logprobs: rng.random_range(0..3),
+            ..(*job.sampling).clone()
+        };
+        Self { sampling: Arc::new(sampling), ends: rng.random_bool(0.7), ..job }
     }
 }
 
@@ -90,6 +106,7 @@ struct Seen {
     preemptions: usize,
     cut_by_memory: usize,
     last_tokens: usize,
+    drafts: Drafts,
 }
 
 struct Machine {
@@ -106,9 +123,10 @@ struct Machine {
 }
 
 impl Machine {
-    fn new(blocks: usize, block_tokens: usize, prefix_caching: bool) -> Self {
+    /// One with `company` shares what it can, and guesses.
+    fn new(load: &Load, blocks: usize, block_tokens: usize, company: bool) -> Self {
         let config = SimulatedConfig {
-            vocab_size: 64,
+            vocab_size: load.vocabulary,
             eos_token_id: 1,
             max_context_tokens: 256,
             block_bytes: 128,
@@ -118,9 +136,10 @@ impl Machine {
         };
         let config = config.with_block_tokens(block_tokens);
         let executor = SimulatedExecutor::new(&config).expect("a valid configuration");
-        let pool = BlockPool::with_prefix_caching(blocks, executor.spec().block_tokens, prefix_caching);
+        let pool = BlockPool::with_prefix_caching(blocks, executor.spec().block_tokens, company);
+        let speculate = if company { load.speculate } else { Speculate::Off };
         Self {
-            scheduler: Scheduler::new(&LIMITS, executor.spec(), pool.clone()),
+            scheduler: Scheduler::new(&SchedulerConfig { speculate, ..LIMITS }, executor.spec(), pool.clone()),
             pool,
             executor,
             callers: Vec::new(),
@@ -203,7 +222,8 @@ impl Machine {
         for (seq, decision) in decisions {
             let id = self.sequences[&seq];
             match &decision {
-                Decision::Advance { sampled, finish, .. } => {
+                Decision::Advance { sampled, drafts, finish, .. } => {
+                    self.seen.drafts += *drafts;
                     let caller = &mut self.callers[id];
                     caller.answer.extend(sampled.iter().map(|sampled| sampled.token));
                     if finish.is_some() {
@@ -249,14 +269,15 @@ impl Caller {
             prompt_len: self.job.prompt.len(),
             sampling: self.job.sampling.clone(),
             priority: self.job.priority,
+            ignore_eos: !self.job.ends,
             ..request_in(Arc::new(lease), tokens, left as u32)
         }
     }
 }
 
 /// The answer without company, cache or failure, on as much memory.
-fn alone(job: &Job, blocks: usize, block_tokens: usize) -> Vec<u32> {
-    let mut machine = Machine::new(blocks, block_tokens, false);
+fn alone(job: &Job, load: &Load, blocks: usize, block_tokens: usize) -> Vec<u32> {
+    let mut machine = Machine::new(load, blocks, block_tokens, false);
     machine.arrive(Job { patience: None, ..job.clone() });
     while machine.busy() {
         machine.step(false, |_| {});
@@ -268,6 +289,16 @@ fn alone(job: &Job, blocks: usize, block_tokens: usize) -> Vec<u32> {
 struct Load {
     kv_tokens: usize,
     job: fn(&mut StdRng) -> Job,
+    vocabulary: usize,
+    speculate: Speculate,
+}
+
+impl Load {
+    fn job(&self, rng: &mut StdRng) -> Job {
+        let mut job = (self.job)(rng);
+        job.prompt.iter_mut().for_each(|token| *token %= self.vocabulary as u32);
+        job
+    }
 }
 
 fn stress(seed: u64, requests: usize, load: &Load) -> Seen {
@@ -275,12 +306,12 @@ fn stress(seed: u64, requests: usize, load: &Load) -> Seen {
     // The same memory in larger blocks every other time.
     let block_tokens = if seed.is_multiple_of(2) { 16 } else { 32 };
     let blocks = load.kv_tokens / block_tokens;
-    let mut machine = Machine::new(blocks, block_tokens, true);
+    let mut machine = Machine::new(load, blocks, block_tokens, true);
     let mut to_come = requests;
     let mut idle_rounds = 0;
     while to_come > 0 || machine.busy() {
         for _ in 0..rng.random_range(0..4).min(to_come) {
-            machine.arrive((load.job)(&mut rng));
+            machine.arrive(load.job(&mut rng));
             to_come -= 1;
         }
         let mut worked = false;
@@ -292,7 +323,7 @@ fn stress(seed: u64, requests: usize, load: &Load) -> Seen {
         assert!(machine.round < requests * 300, "seed {seed}: {} of {requests} still wait", machine.sequences.len());
     }
     for (id, caller) in machine.callers.iter().enumerate() {
-        let whole = alone(&caller.job, blocks, block_tokens);
+        let whole = alone(&caller.job, load, blocks, block_tokens);
         match caller.stage {
             Stage::Answered => assert_eq!(caller.answer, whole, "seed {seed}, request {id}"),
             Stage::Left => assert!(whole.starts_with(&caller.answer), "seed {seed}, request {id}"),
@@ -311,7 +342,7 @@ fn stress(seed: u64, requests: usize, load: &Load) -> Seen {
 #[test]
 fn a_thousand_requests_on_tiny_memory_over_a_hundred_seeds() {
     let begin = Instant::now();
-    let load = Load { kv_tokens: 24 * 16, job: Job::random };
+    let load = Load { kv_tokens: 24 * 16, job: Job::random, vocabulary: 64, speculate: Speculate::Off };
     let all: Vec<Seen> = (0..100).map(|seed| stress(seed, 1000, &load)).collect();
     let total = |count: fn(&Seen) -> usize| all.iter().map(count).sum::<usize>();
     let (cached, failed, left) = (total(|s| s.cached_tokens), total(|s| s.failed_steps), total(|s| s.left));
@@ -323,13 +354,32 @@ fn a_thousand_requests_on_tiny_memory_over_a_hundred_seeds() {
 #[test]
 fn long_answers_on_tiny_memory_over_a_hundred_seeds() {
     let begin = Instant::now();
-    let load = Load { kv_tokens: 12 * 16, job: Job::long };
+    let load = Load { kv_tokens: 12 * 16, job: Job::long, vocabulary: 64, speculate: Speculate::Off };
     let all: Vec<Seen> = (0..100).map(|seed| stress(seed, 150, &load)).collect();
     let total = |count: fn(&Seen) -> usize| all.iter().map(count).sum::<usize>();
     let (preemptions, left) = (total(|s| s.preemptions), total(|s| s.left));
     let (failed, cut) = (total(|s| s.failed_steps), total(|s| s.cut_by_memory));
     println!("{preemptions} preemptions, {failed} failed steps, {left} left early, {cut} cut, {:?}", begin.elapsed());
     assert!(preemptions > 1000 && failed > 300 && left > 300 && cut > 20, "{preemptions} {failed} {left} {cut}");
+}
+
+#[test]
+fn drafts_change_no_answer_on_tiny_memory_over_sixty_seeds() {
+    let begin = Instant::now();
+    let (mut drafts, mut preemptions, mut cached) = (Drafts::default(), 0, 0);
+    // Of four tokens many a draft comes true by chance.
+    for (vocabulary, kv_tokens) in [(4, 12 * 16), (4, 24 * 16), (9, 12 * 16)] {
+        let load = Load { kv_tokens, job: Job::ending, vocabulary, speculate: Speculate::Ngram };
+        for seed in 0..20 {
+            let seen = stress(seed, 150, &load);
+            drafts += seen.drafts;
+            preemptions += seen.preemptions;
+            cached += seen.cached_tokens;
+        }
+    }
+    println!("{drafts:?}, {preemptions} preemptions, {cached} tokens from the cache, {:?}", begin.elapsed());
+    assert!(drafts.accepted > 10_000 && drafts.drafted > 2 * drafts.accepted, "{drafts:?}");
+    assert!(preemptions > 100 && cached > 5000, "{preemptions} {cached}");
 }
 
 #[test]
@@ -341,8 +391,9 @@ fn the_step_model_finds_the_simulated_cost() {
         ..Default::default()
     };
     let ms = |shape| law.step_time(shape).as_secs_f64() * 1e3;
+    let load = Load { kv_tokens: 64 * 16, job: Job::random, vocabulary: 64, speculate: Speculate::Off };
     let (mut rng, mut machine, mut model) =
-        (StdRng::seed_from_u64(9), Machine::new(64, 16, true), StepModel::default());
+        (StdRng::seed_from_u64(9), Machine::new(&load, 64, 16, true), StepModel::default());
     let (mut errors, mut shapes) = (Vec::new(), BTreeSet::new());
     for _ in 0..600 {
         if rng.random_bool(0.3) {

@@ -7,12 +7,13 @@ use std::time::Duration;
 use tandem_engine::{
     Batch, Chosen, Engine, EngineError, EngineSpec, Executor, FinishReason, KvLease, LayersDone, SamplingParams,
     SchedulerConfig, Seq, SequenceEvent, SequenceRequest, SequenceStream, SimulatedConfig, SimulatedExecutor,
+    Speculate,
 };
 use tandem_memory::KvMemory;
 use tokio::sync::mpsc;
 
 pub const LIMITS: SchedulerConfig =
-    SchedulerConfig { max_running: 8, max_step_tokens: 64, inbox: 64, prefix_caching: true };
+    SchedulerConfig { max_running: 8, max_step_tokens: 64, inbox: 64, prefix_caching: true, speculate: Speculate::Off };
 
 pub fn greedy() -> SamplingParams {
     SamplingParams::GREEDY

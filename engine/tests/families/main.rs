@@ -56,7 +56,13 @@ fn generate(executor: &mut CpuExecutor, ids: &[u32], chunk: usize, steps: usize)
     let blocks = Arc::new(pool.try_reserve(pool.blocks_for(ids.len() + steps)).expect("room"));
     let sampling = Arc::new(SamplingParams::GREEDY);
     let mut step = |tokens: &[u32], start: usize| {
-        let choose = Choose { sampling: Arc::clone(&sampling), uniform: 0.0, forbidden: None, history: None };
+        let choose = Choose {
+            sampling: Arc::clone(&sampling),
+            uniform: 0.0,
+            forbidden: None,
+            history: None,
+            drafts: Vec::new(),
+        };
         let tokens = Tokens::Given(tokens.into());
         let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
         executor.begin(&Batch { items: vec![item], report_layers: Vec::new() }).expect("a batch");

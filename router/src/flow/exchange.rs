@@ -60,8 +60,27 @@ pub struct Exchange {
     pub verified: Option<v1::Verified>,
     /// What prefill said when decode had acknowledged.
     pub delivered: Option<v1::Delivered>,
+    /// Guesses that decode verified since this was last taken.
+    pub drafts: Drafts,
     /// The nodes' spans, packed.
     pub spans: Vec<u8>,
+}
+
+/// Guesses at tokens, and those of them that came true.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafts {
+    /// Verified.
+    pub drafted: u32,
+    /// Right.
+    pub accepted: u32,
+}
+
+impl Drafts {
+    /// Counts both; they are a node's word.
+    pub fn add(&mut self, Self { drafted, accepted }: Self) {
+        self.drafted = self.drafted.saturating_add(drafted);
+        self.accepted = self.accepted.saturating_add(accepted);
+    }
 }
 
 impl Exchange {
@@ -78,6 +97,7 @@ impl Exchange {
             cached_tokens: 0,
             verified: None,
             delivered: None,
+            drafts: Drafts::default(),
             spans: Vec::new(),
         }
     }
@@ -196,7 +216,7 @@ impl Exchange {
         }
         let v1::FirstToken { token_id, logprob, top_logprobs, cached_tokens, .. } = first;
         self.cached_tokens = cached_tokens;
-        self.token(v1::Token { token_id, logprob, top_logprobs }, finished)
+        self.token(v1::Token { token_id, logprob, top_logprobs, ..v1::Token::default() }, finished)
     }
 
     fn finished(&mut self, mut finished: v1::Finished) -> Step {
@@ -212,6 +232,7 @@ impl Exchange {
 
     fn token(&mut self, token: v1::Token, finished: Option<FinishReason>) -> Result<Step, Error> {
         self.tokens += 1;
+        self.drafts.add(Drafts { drafted: token.drafted_tokens, accepted: token.accepted_tokens });
         if self.tokens > self.max_tokens {
             return Err(disorder("more tokens than were asked for"));
         }
@@ -304,7 +325,7 @@ pub(super) mod tests {
     }
 
     pub fn token(token_id: u32) -> v1::DecodeEvent {
-        decode(decode_event::Event::Token(v1::Token { token_id, logprob: -0.1, top_logprobs: Vec::new() }))
+        decode(decode_event::Event::Token(v1::Token { token_id, logprob: -0.1, ..v1::Token::default() }))
     }
 
     pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use tandem_proto::{Error, TraceContext, v1};
 use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
 
+use super::exchange::Drafts;
 use super::pace::Pace;
 use super::timeline::{Phase, Timeline};
 use crate::membership::Route;
@@ -130,6 +131,8 @@ pub struct Record {
     pub replans: Vec<Replanned>,
     /// What decode said of the KV that the transfer phase waited for.
     pub verified: Option<v1::Verified>,
+    /// Of all its nodes.
+    pub drafts: Drafts,
     /// When the request ended.
     pub ended: Instant,
 }
@@ -206,6 +209,8 @@ impl Record {
             replans: self.replan_count(),
             longest_gap_ms: self.pace.rhythm.map_or(0.0, |rhythm| ms(rhythm.longest)),
             predicted_ttft_ms: self.predicted_ttft_ms().unwrap_or(0.0),
+            drafted_tokens: self.drafts.drafted,
+            accepted_tokens: self.drafts.accepted,
         }
     }
 

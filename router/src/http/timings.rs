@@ -37,6 +37,8 @@ fn of_answer(Timed { timings, trace_id }: &Timed) -> Value {
         "replans": timings.replans,
         "longest_gap_ms": timings.longest_gap_ms,
         "predicted_ttft_ms": timings.predicted_ttft_ms,
+        "drafted_tokens": timings.drafted_tokens,
+        "accepted_tokens": timings.accepted_tokens,
     })
 }
 
@@ -50,7 +52,7 @@ mod tests {
         let pool = prost_fields("Timings");
         let told = of_answer(&Timed { timings: Box::default(), trace_id: "t".into() });
         let told = told.as_object().unwrap();
-        assert!(pool.len() >= 19, "{pool:?}");
+        assert!(pool.len() >= 21, "{pool:?}");
         assert!(pool.iter().all(|field| told.contains_key(field)), "{pool:?} {told:?}");
         assert_eq!(told.len(), pool.len() + 1, "and the trace id");
     }
@@ -78,6 +80,8 @@ mod tests {
             replans: 1,
             longest_gap_ms: 20.0,
             predicted_ttft_ms: 38.0,
+            drafted_tokens: 12,
+            accepted_tokens: 9,
         };
         let read: Value = serde_json::from_str(include_str!("timings.json")).unwrap();
         let told = Timed { timings: Box::new(timings), trace_id: "4bf92f3577b34da6a3ce929d0e0e4736".into() };

@@ -142,6 +142,9 @@ struct PassThrough {
     /// Compute every prompt as if it were the first
     #[arg(long)]
     no_prefix_caching: bool,
+    /// Guess tokens from what followed the last ones before, and verify them beside the next one
+    #[arg(long, value_name = "ngram|off", value_parser = ["ngram", "off"])]
+    speculate: Option<String>,
     /// Instruction set of the compute kernels
     #[arg(long, value_name = "auto|amx|avx512|avx2|portable")]
     isa: Option<String>,
@@ -278,6 +281,7 @@ impl PassThrough {
             ("--block-size", self.block_size.clone()),
             ("--kv-blocks", number(&self.kv_blocks)),
             ("--kv-memory", self.kv_memory.clone()),
+            ("--speculate", self.speculate.clone()),
             ("--isa", self.isa.clone()),
             ("--arithmetic", self.arithmetic.clone()),
             ("--max-num-seqs", number(&self.max_num_seqs)),
@@ -319,6 +323,8 @@ mod tests {
             "32",
             "--kv-memory",
             "25%",
+            "--speculate",
+            "off",
             "--arithmetic",
             "f32",
             "--otlp-endpoint",
@@ -336,10 +342,10 @@ mod tests {
             panic!("not `up`");
         };
         assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
-        let (flags, model) = up.node_args.split_at(9);
+        let (flags, model) = up.node_args.split_at(11);
         let (kv, rest) = flags.split_at(4);
         assert_eq!(kv, ["--kv-dtype", "f32", "--block-size", "32"]);
-        assert_eq!(rest, ["--kv-memory", "25%", "--arithmetic", "f32", "--simulated"]);
+        assert_eq!(rest, ["--kv-memory", "25%", "--speculate", "off", "--arithmetic", "f32", "--simulated"]);
         assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
