@@ -1,8 +1,8 @@
 //! What prompt lookup gains, and what it costs where there is nothing to gain: one engine with it and one without, in
 //! turns, over the same requests. Rows are a kind of prompt and a batch. `summarize` asks for a summary of a part of
-//! `--text`, `copy` for the part itself, `tell` for a tale about a few of its words. Answers have a fixed length, are
-//! greedy, and must be equal. Prints the time between the first and the last token of a whole row, medians of
-//! `--rounds`, and what came of the drafts.
+//! `--text`, `copy` for the part itself, `tell` for a tale about a few of its words. Answers are greedy and must be
+//! equal. Alone, a few requests follow each other, and answers end where the model ends them; of a batch all have
+//! `--new-tokens`. Prints the time from the first token to the last, medians of `--rounds`, and what came of drafts.
 //!
 //! `cargo run --release -p tandem-cluster-tests --example bench_speculation -- --model FILE`
 use std::path::PathBuf;
@@ -31,10 +31,10 @@ struct Args {
     #[arg(long, value_delimiter = ',', default_value = "summarize1,copy1,tell1,summarize4,summarize32,tell32")]
     rows: Vec<String>,
     /// Characters of the text in a prompt
-    #[arg(long, default_value_t = 3000)]
+    #[arg(long, default_value_t = 2000)]
     characters: usize,
     /// Tokens of an answer
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 96)]
     new_tokens: u32,
     /// Turns of both engines
     #[arg(long, default_value_t = 5)]
@@ -43,6 +43,9 @@ struct Args {
     #[arg(long, default_value_t = 2)]
     threads: usize,
 }
+
+/// Requests of a row in which each is alone.
+const ALONE: usize = 6;
 
 /// A row of the table.
 struct Row {
@@ -74,13 +77,15 @@ impl Row {
             }
         };
         let chat = |request| vec![ChatMessage { role: "user".into(), content: asked(request) }];
-        (0..self.batch).map(|request| Ok(model.encode_chat(&chat(request))?)).collect()
+        (0..self.batch.max(ALONE)).map(|request| Ok(model.encode_chat(&chat(request))?)).collect()
     }
 }
 
 #[derive(Default)]
 struct Outcome {
+    /// Of each round.
     took: Vec<Duration>,
+    steps: usize,
     drafts: Drafts,
     answers: Vec<Vec<u32>>,
 }
@@ -101,17 +106,24 @@ async fn main() -> anyhow::Result<()> {
             for turn in 0..2 {
                 let which = (round + turn) % 2;
                 let outcome = &mut outcomes[which];
-                let (took, drafts, answers) = run(&engines[which], &prompts, args.new_tokens).await?;
+                let mut took = Duration::ZERO;
+                (outcome.drafts, outcome.answers, outcome.steps) = (Drafts::default(), Vec::new(), 0);
+                for together in prompts.chunks(row.batch) {
+                    let (time, drafts, answers) = run(&engines[which], together, args.new_tokens).await?;
+                    took += time;
+                    outcome.drafts += drafts;
+                    outcome.steps += answers.iter().map(|answer| answer.len() - 1).max().unwrap_or(0);
+                    outcome.answers.extend(answers);
+                }
                 // The first turn brings the prompts into the cache.
                 outcome.took.extend((round > 0).then_some(took));
-                (outcome.drafts, outcome.answers) = (drafts, answers);
             }
         }
         let [off, ngram] = &mut outcomes;
         ensure!(off.answers == ngram.answers, "{}{}: the answers differ", row.kind, row.batch);
         let per_token = |outcome: &mut Outcome| {
             outcome.took.sort_unstable();
-            outcome.took[outcome.took.len() / 2].as_secs_f64() * 1e3 / f64::from(args.new_tokens - 1)
+            outcome.took[outcome.took.len() / 2].as_secs_f64() * 1e3 / outcome.steps.max(1) as f64
         };
         let (plain, guessing) = (per_token(off), per_token(ngram));
         let (name, Drafts { drafted, accepted }) = (format!("{}{}", row.kind, row.batch), ngram.drafts);
@@ -139,7 +151,7 @@ async fn start(args: &Args, speculate: Speculate) -> anyhow::Result<Engine> {
 async fn run(engine: &Engine, prompts: &[Vec<u32>], new: u32) -> anyhow::Result<(Duration, Drafts, Vec<Vec<u32>>)> {
     let mut streams = Vec::new();
     for prompt in prompts {
-        streams.push(submit(engine, prompt, new).await?);
+        streams.push(submit(engine, prompt, new, prompts.len() > 1).await?);
     }
     let all = try_join_all(streams.into_iter().map(read)).await?;
     let begin = all.iter().map(|(times, ..)| times[0]).max().context("no prompts")?;
@@ -149,7 +161,7 @@ async fn run(engine: &Engine, prompts: &[Vec<u32>], new: u32) -> anyhow::Result<
     Ok((*end - begin, sum, all.into_iter().map(|(.., tokens)| tokens).collect()))
 }
 
-async fn submit(engine: &Engine, prompt: &[u32], new: u32) -> anyhow::Result<SequenceStream> {
+async fn submit(engine: &Engine, prompt: &[u32], new: u32, ignore_eos: bool) -> anyhow::Result<SequenceStream> {
     let (pool, spec) = (engine.pool(), engine.spec());
     let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, prompt, spec.block_tokens);
     let prefix = tandem_engine::Prefix { hashes: &hashes, tokens: prompt.len() };
@@ -162,7 +174,7 @@ async fn submit(engine: &Engine, prompt: &[u32], new: u32) -> anyhow::Result<Seq
         lease: Arc::new(lease),
         max_new_tokens: new,
         sampling: SamplingParams::GREEDY.into(),
-        ignore_eos: true,
+        ignore_eos,
         stop_token_ids: Vec::new(),
         deadline: None,
         priority: 0,
