@@ -24,6 +24,7 @@ from target_dir import TARGET_DIR
 CACHE = pathlib.Path(os.environ.get("TANDEM_CACHE", pathlib.Path.home() / ".cache/tandem"))
 OURS = {
     "tandem up": [],
+    "cores not lent": ["--no-lend"],
     "not pinned": ["--no-pin"],
     "aggregated": ["--aggregated", "--decode", "1"],
 }

@@ -44,10 +44,21 @@ pub struct ModelConfig {
     /// Cores to which the threads are bound, in their order; empty leaves them to the system. Whoever shares a machine
     /// with others of its kind had better name them or leave it empty.
     pub cpus: Vec<usize>,
+    /// Whether cores are lent to other nodes of this machine, and borrowed.
+    pub lending: Option<Lend>,
     /// Which kernels.
     pub isa: IsaChoice,
     /// In which numbers they compute.
     pub arithmetic: ArithmeticChoice,
+}
+
+/// Cores to lend, see [`crate::ops::lending`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lend {
+    /// The file that these nodes share.
+    pub file: PathBuf,
+    /// Cores that are this node's, one number each.
+    pub own: Vec<usize>,
 }
 
 impl Default for ModelConfig {
@@ -62,6 +73,7 @@ impl Default for ModelConfig {
             max_running: 64,
             threads: 1,
             cpus: Vec::new(),
+            lending: None,
             isa: IsaChoice::Auto,
             arithmetic: ArithmeticChoice::Auto,
         }
@@ -138,6 +150,14 @@ impl Executor for CpuExecutor {
             });
         });
         Ok(chooser.chosen())
+    }
+
+    fn rest(&mut self) {
+        self.pool.rest();
+    }
+
+    fn lent_share(&mut self) -> f64 {
+        self.pool.lent_share()
     }
 
     fn forget(&mut self, seq: Seq) {

@@ -23,10 +23,11 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use crate::blocks::BlockPool;
 use crate::error::EngineError;
 use crate::executor::{Batch, EngineSpec, Executor, LayersDone, Seq};
+use crate::pace::Pace;
 use crate::sampling::Sampled;
 use crate::scheduler::{Decision, Scheduler, SchedulerConfig};
 use crate::sequence::{MAX_PREEMPTIONS_TOLD, SequenceEvent, SequenceRequest};
-use crate::step_model::{StepCost, StepModel, StepShape};
+use crate::step_model::{StepCost, StepShape};
 
 pub use stepper::Stepper;
 use warm_up::Rounds;
@@ -270,7 +271,8 @@ impl Inner {
         let worker = Worker {
             scheduler: Scheduler::new(&config, &spec, pool.clone()),
             executor,
-            model: StepModel::default(),
+            pace: Pace::default(),
+            warm: false,
             clients: HashMap::new(),
             inbox: receiver,
             shared: Arc::clone(&shared),
@@ -342,7 +344,9 @@ impl Outcome {
 struct Worker {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
-    model: StepModel,
+    pace: Pace,
+    /// Whether there was something to run: the warm-up shall learn what steps take on the node's own cores.
+    warm: bool,
     clients: HashMap<Seq, Client>,
     inbox: mpsc::Receiver<Message>,
     shared: Arc<Shared>,
@@ -363,6 +367,9 @@ impl Worker {
     fn run(&mut self) {
         loop {
             if self.scheduler.is_idle() {
+                if self.warm {
+                    self.executor.rest();
+                }
                 match self.inbox.blocking_recv() {
                     Some(message) => self.take(message),
                     None => return,
@@ -402,6 +409,7 @@ impl Worker {
     }
 
     fn take(&mut self, message: Message) {
+        self.warm = true;
         match message {
             Message::Submit(submission) => self.enqueue(*submission),
             Message::WarmUp(batches, done) => {
@@ -493,8 +501,8 @@ impl Worker {
     }
 
     fn learn(&mut self, shape: StepShape, took: Duration) {
-        self.model.observe(shape, took.as_secs_f64() * 1e3);
-        let cost = self.model.cost();
+        self.pace.observe(shape, took.as_secs_f64() * 1e3, self.executor.lent_share());
+        let cost = self.pace.cost();
         self.scheduler.expect(cost);
         *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = cost;
     }

@@ -43,6 +43,15 @@ pub trait Executor: Send {
     /// on with [`Tokens::Last`].
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError>;
 
+    /// There is nothing to run: until the next `begin`, other programs of this machine may have the cores that the
+    /// steps run on, if the executor lends them.
+    fn rest(&mut self) {}
+
+    /// The part of the last step that was computed on cores borrowed from others, 0 to 1.
+    fn lent_share(&mut self) -> f64 {
+        0.0
+    }
+
     /// Frees what is kept for a sequence that has ended. Of no effect for one that was in no step.
     fn forget(&mut self, seq: Seq);
 }

@@ -13,7 +13,8 @@
 //! - [`engine`]: the thread that runs `admit → fit → plan → execute → resolve → apply`, and the handle to it.
 //!
 //! Around them: [`speculation`] guesses tokens that a step verifies, [`sequence`] is what goes in and comes out,
-//! [`sampling`] how tokens are to be chosen, [`step_model`] predicts a step's time, [`numerics`] names what nodes must
+//! [`sampling`] how tokens are to be chosen, [`step_model`] predicts a step's time, also with
+//! borrowed cores (`pace`), [`numerics`] names what nodes must
 //! have in common to continue each other, [`memory`] says how much there is and [`footprint`] what a model takes of it,
 //! [`error`] what the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
 //!
@@ -91,6 +92,7 @@ pub mod models;
 pub mod numerics;
 #[allow(unsafe_code)]
 pub mod ops;
+mod pace;
 pub mod prefix_cache;
 pub mod sampler;
 pub mod sampling;

@@ -123,6 +123,11 @@ impl StepCost {
         dot(&self.terms(), &features(shape))
     }
 
+    /// Of a machine on which everything takes `factor` times as long.
+    pub fn times(&self, factor: f64) -> Self {
+        Self::of(self.terms().map(|term| factor * term))
+    }
+
     fn of([base_ms, decode_token_ms, decode_context_ms, token_ms, context_ms]: [f64; TERMS]) -> Self {
         Self { base_ms, decode_token_ms, decode_context_ms, token_ms, context_ms }
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
+use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{KvDtype, Speculate};
 use tandem_ports::JoinToken;
@@ -76,6 +77,11 @@ pub struct NodeArgs {
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
     #[arg(long, value_delimiter = ',')]
     pub cpus: Vec<usize>,
+    /// Lend this node's cores to other nodes of this machine while there is nothing to do here, and borrow theirs.
+    /// FILE is the same for all of them, best in /dev/shm; the first node makes it. For nodes that have cores of their
+    /// own.
+    #[arg(long, value_name = "FILE")]
+    pub lend_cores: Option<PathBuf>,
     /// Instruction set of the compute kernels. In bf16 the sets differ in their bits, and all nodes need the same; in
     /// f32 they do not.
     #[arg(long, value_enum, default_value_t = IsaArg::Auto)]
@@ -244,6 +250,8 @@ pub struct NodeConfig {
     pub threads: usize,
     /// Where they are bound.
     pub cpus: Vec<usize>,
+    /// Cores to lend to others of this machine.
+    pub lending: Option<Lend>,
     /// Compute kernels.
     pub isa: IsaChoice,
     /// In which numbers they compute.
@@ -347,6 +355,7 @@ impl NodeArgs {
             max_step: Duration::from_millis(self.max_step_ms.into()),
             max_calls: self.max_calls as usize,
             threads,
+            lending: self.lend_cores.map(|file| Lend { file, own: processor::cores(&self.cpus) }),
             cpus: self.cpus,
             isa: match self.isa {
                 IsaArg::Auto => IsaChoice::Auto,

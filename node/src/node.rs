@@ -295,6 +295,7 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
                 max_running: config.max_running,
                 threads: config.threads,
                 cpus: config.cpus.clone(),
+                lending: config.lending.clone(),
                 isa: config.isa,
                 arithmetic: config.arithmetic,
                 ..ModelConfig::default()

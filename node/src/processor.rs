@@ -22,13 +22,20 @@ pub fn this(threads: usize, cpus: &[usize]) -> Option<v1::Processor> {
 /// gives it time for so many. Two threads of one core would share its vector units and tile registers, and its caches.
 pub fn default_threads() -> usize {
     let time_for = std::thread::available_parallelism().map_or(1, usize::from);
-    cores_among(&allowed(), first_sibling).clamp(1, time_for)
+    cores(&[]).len().clamp(1, time_for)
 }
 
-/// Cores that have one of these threads.
-fn cores_among(cpus: &[usize], first_sibling: impl Fn(usize) -> Option<usize>) -> usize {
-    let cores: BTreeSet<usize> = cpus.iter().map(|&cpu| first_sibling(cpu).unwrap_or(cpu)).collect();
-    cores.len()
+/// One hardware thread of each core among `cpus`; of none: among all that this process may use.
+pub fn cores(cpus: &[usize]) -> Vec<usize> {
+    match cpus {
+        [] => one_of_each(&allowed(), first_sibling),
+        cpus => one_of_each(cpus, first_sibling),
+    }
+}
+
+fn one_of_each(cpus: &[usize], first_sibling: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
+    let mut seen = BTreeSet::new();
+    cpus.iter().copied().filter(|&cpu| seen.insert(first_sibling(cpu).unwrap_or(cpu))).collect()
 }
 
 /// The lowest number among the hardware threads of a thread's core.
@@ -71,10 +78,10 @@ mod tests {
     #[test]
     fn two_threads_of_a_core_count_once() {
         let of_four = |cpu: usize| Some(cpu % 4);
-        assert_eq!(cores_among(&[0, 1, 2, 3, 4, 5, 6, 7], of_four), 4);
-        assert_eq!(cores_among(&[1, 5, 2], of_four), 2);
+        assert_eq!(one_of_each(&[0, 1, 2, 3, 4, 5, 6, 7], of_four), [0, 1, 2, 3]);
+        assert_eq!(one_of_each(&[5, 1, 2], of_four), [5, 2]);
         // Where the system does not say, each is one.
-        assert_eq!(cores_among(&[0, 4], |_| None), 2);
+        assert_eq!(one_of_each(&[0, 4], |_| None), [0, 4]);
         assert!((1..=allowed().len()).contains(&default_threads()));
     }
 

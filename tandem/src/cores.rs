@@ -1,4 +1,25 @@
-//! Splits the CPUs of this process between the nodes (pure), so that prefill and decode do not disturb each other.
+//! Splits the CPUs of this process between the nodes, so that prefill and decode do not disturb each other.
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+/// A file in memory by which the nodes lend each other cores that have nothing to do. It is gone with this process,
+/// however that ends.
+pub struct LendingFile(OwnedFd);
+
+impl LendingFile {
+    /// # Errors
+    /// The system's, which has no such files, or no more of them.
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self(memfd_create(c"tandem-cores", MFdFlags::MFD_CLOEXEC)?))
+    }
+
+    /// As the nodes open it.
+    pub fn path(&self) -> PathBuf {
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
+    }
+}
 
 /// Parts of `cpus` for `nodes` nodes, in order and as even as possible; none when there are fewer CPUs than nodes.
 pub fn split(cpus: &[usize], nodes: usize) -> Option<Vec<Vec<usize>>> {

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::up::{OnDeath, Pinning, Up};
 use crate::config::with_scheme;
-use crate::cores;
+use crate::cores::{self, LendingFile};
 use crate::join_token::JoinToken;
 use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
@@ -90,6 +90,8 @@ struct Cluster<'a> {
     join: String,
     /// The router is the first one.
     members: Vec<Member>,
+    /// For nodes that are started again, too.
+    _lending: Option<LendingFile>,
 }
 
 impl<'a> Cluster<'a> {
@@ -110,13 +112,14 @@ impl<'a> Cluster<'a> {
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
         let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
         let token = join_token_args(join_token);
-        let nodes = node_recipes(config, wrappers, &programs, &join, &token);
+        let mut nodes = node_recipes(config, wrappers, &programs, &join, &token);
+        let lending = lend_cores(config, &mut nodes);
         let nodes = join_all(nodes.into_iter().map(launch)).await;
         let mut members = vec![router];
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members };
+        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members, _lending: lending };
         cluster.healthy().await?;
         Ok(cluster)
     }
@@ -305,6 +308,22 @@ fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str, 
         Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
     };
     names.into_iter().zip(cpus).map(recipe).collect()
+}
+
+/// Tells nodes that have cores of their own how to lend them.
+fn lend_cores(config: &Up, nodes: &mut [Recipe]) -> Option<LendingFile> {
+    if config.pinning != Pinning::LentCores || nodes.len() < 2 || nodes.iter().any(|node| node.cpus.is_empty()) {
+        return None;
+    }
+    let file = LendingFile::new();
+    match &file {
+        Ok(file) => {
+            let path = file.path().display().to_string();
+            nodes.iter_mut().for_each(|node| node.args.extend(flags([("--lend-cores", &path)])));
+        }
+        Err(error) => say!("tandem: note: the nodes do not lend each other cores: {error}"),
+    }
+    file.ok()
 }
 
 /// The CPUs of each node; empty lists where nothing is pinned, which is said.

@@ -2,7 +2,7 @@
 //! before any weight is read. The numbers are the matter of `footprint.rs` and of `models/sizes.rs`.
 use tandem_proto::BLOCK_TOKENS;
 
-use super::{CpuExecutor, ModelConfig, isa_of, spec_of};
+use super::{CpuExecutor, Lend, ModelConfig, isa_of, spec_of};
 use crate::chooser::Chooser;
 use crate::error::EngineError;
 use crate::footprint::{Footprint, StepSize};
@@ -13,6 +13,7 @@ use crate::models::config::LlamaConfig;
 use crate::models::llama::Llama;
 use crate::models::sizes::weights_bytes;
 use crate::ops::kv::{KvArena, KvLayout};
+use crate::ops::lending::Lending;
 use crate::ops::pool::Pool;
 use crate::ops::simd::Isa;
 use crate::step::Step;
@@ -90,8 +91,7 @@ impl ModelLoader {
             "the model fits into memory"
         );
         let Self { config, checkpoint, isa, layout } = self;
-        let mut pool = Pool::new(config.threads, config.cpus)
-            .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
+        let mut pool = pool_of(&config)?;
         let (weights, network) = (checkpoint.weights(), checkpoint.config().clone());
         let model = pool.install(|| Llama::load(weights, network, isa))?;
         let kv = KvArena::new(allocate_arena(blocks, layout.block_bytes())?, layout)
@@ -102,4 +102,16 @@ impl ModelLoader {
         let (step, chooser) = (Step::default(), Chooser::default());
         Ok(CpuExecutor { spec, model, kv, pool, step, under_way: false, chooser })
     }
+}
+
+fn pool_of(config: &ModelConfig) -> Result<Pool, EngineError> {
+    let mut pool = Pool::new(config.threads, config.cpus.clone())
+        .map_err(|error| EngineError::Executor(format!("cannot start compute threads: {error}")))?;
+    if let Some(Lend { file, own }) = &config.lending {
+        let lending = Lending::join(file, own).map_err(|error| {
+            EngineError::InvalidArgument(format!("cores cannot be lent by {}: {error}", file.display()))
+        })?;
+        pool.share_cores(lending);
+    }
+    Ok(pool)
 }

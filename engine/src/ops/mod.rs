@@ -20,7 +20,8 @@
 //!   `tiles` in AMX's tile registers. `product` cuts it into tasks for each of them.
 //! - [`kv`]: where a token's K and V lie in the arena; writing them.
 //! - [`attention`]: causal attention over paged KV, in f32, bf16 dot products or AMX's tiles.
-//! - [`pool`]: the threads; `weight_memory`: where weights lie; [`peak`]: what benchmarks compare with.
+//! - [`pool`]: the threads; [`lending`]: cores that nodes of one machine lend each other.
+//! - `weight_memory`: where weights lie; [`peak`]: what benchmarks compare with.
 //! - [`rows`]: RMS norm, rotary embedding, SwiGLU.
 pub mod attention;
 #[cfg(target_arch = "x86_64")]
@@ -33,8 +34,8 @@ mod blocks;
 pub mod choice;
 pub mod dequantize;
 mod f32_gemm;
-#[cfg(target_arch = "x86_64")]
 pub mod kv;
+pub mod lending;
 pub mod lookup;
 pub mod matmul;
 pub mod packed;

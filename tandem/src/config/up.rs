@@ -55,6 +55,8 @@ pub struct Up {
 /// Whether nodes get their own cores.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Pinning {
+    /// The CPUs are split between the nodes, which lend them to each other while they have nothing to do.
+    LentCores,
     /// The CPUs are split between the nodes.
     OwnCores,
     /// The kernel decides.
@@ -101,6 +103,9 @@ pub struct UpArgs {
     /// Let the kernel place the nodes, instead of splitting the CPUs between them
     #[arg(long)]
     no_pin: bool,
+    /// Keep a node's cores for it alone, instead of lending them to the others while it has nothing to do
+    #[arg(long)]
+    no_lend: bool,
     /// Start a process again that died
     #[arg(long)]
     restart: bool,
@@ -253,7 +258,11 @@ impl UpArgs {
             state,
             logs,
             join_token_file: self.join_token_file,
-            pinning: if self.no_pin { Pinning::Free } else { Pinning::OwnCores },
+            pinning: match (self.no_pin, self.no_lend) {
+                (true, _) => Pinning::Free,
+                (false, true) => Pinning::OwnCores,
+                (false, false) => Pinning::LentCores,
+            },
             on_death: if self.restart { OnDeath::Restart } else { OnDeath::Report },
             start_timeout: Duration::from_secs(self.start_timeout),
             grace: Duration::from_secs(self.grace),
