@@ -67,7 +67,7 @@ pub(super) fn for_each_task(
 }
 
 /// Panels in tasks that become smaller towards the end: a turn of all threads takes half of what is left. So there are
-/// few tasks, and whoever is done early waits for a panel or two of the others.
+/// few tasks, and a thread that finishes early waits for a panel or two of the others.
 #[derive(Clone, Copy)]
 struct Tapered {
     panels: usize,
@@ -75,7 +75,7 @@ struct Tapered {
 }
 
 impl Tapered {
-    /// How many. Of a single thread: one, since nobody waits.
+    /// How many; one for a single thread, which waits for no other.
     fn tasks(self) -> usize {
         self.turns().map(|(taken, each)| (self.panels - taken).min(self.threads * each).div_ceil(each)).sum()
     }
