@@ -449,9 +449,11 @@ impl Worker {
     fn warm_up_rounds(&mut self, kinds: &[Batch]) -> Result<Rounds, EngineError> {
         let mut rounds = Rounds::of(kinds.len());
         while rounds.next() {
-            let few = |batch: &Batch| batch.tokens() <= warm_up::DECODING;
-            let counts = rounds.counts();
-            for (kind, batch) in kinds.iter().enumerate().filter(|(_, batch)| counts || few(batch)) {
+            for (kind, batch) in kinds.iter().enumerate() {
+                let few = batch.tokens() <= warm_up::DECODING;
+                if !(if rounds.counts() { rounds.wants(kind) } else { few }) {
+                    continue;
+                }
                 let (outcome, took) = self.timed(|worker| {
                     worker.executor.begin(batch)?;
                     worker.executor.finish(&mut |_| {}).map(drop)

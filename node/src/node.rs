@@ -318,11 +318,14 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
     }
 }
 
-/// In turn with the other nodes of the machine, if steps cost anything.
+/// In turn with the nodes that share its cores, if steps cost anything.
 async fn warm_up(engine: &Engine, config: &NodeConfig) -> anyhow::Result<()> {
     let computes = matches!(config.model, ModelSource::File(_));
     let turn = match computes {
-        true => Some(WarmTurn::take(&WarmTurn::file(), warm_turn::PATIENCE).await),
+        true => {
+            let cores = processor::core_numbers(&config.cpus);
+            Some(WarmTurn::take(&WarmTurn::file(), &cores, warm_turn::PATIENCE).await)
+        }
         false => None,
     };
     let warming = Instant::now();

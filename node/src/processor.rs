@@ -33,6 +33,13 @@ pub fn cores(cpus: &[usize]) -> Vec<usize> {
     }
 }
 
+/// The numbers of the cores that `cpus` belong to; of none: those of all that this process may use. A core has the
+/// number of its first hardware thread, in each process of the machine.
+pub fn core_numbers(cpus: &[usize]) -> BTreeSet<usize> {
+    let allowed = if cpus.is_empty() { allowed() } else { cpus.to_vec() };
+    allowed.into_iter().map(|cpu| first_sibling(cpu).unwrap_or(cpu)).collect()
+}
+
 fn one_of_each(cpus: &[usize], first_sibling: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
     let mut seen = BTreeSet::new();
     cpus.iter().copied().filter(|&cpu| seen.insert(first_sibling(cpu).unwrap_or(cpu))).collect()
@@ -90,5 +97,7 @@ mod tests {
         let all = this(3, &[]).unwrap();
         assert!(all.id != 0 && all.cores > 0 && all.threads == 3);
         assert_eq!(this(1, &[0]).unwrap().cores, 1);
+        assert_eq!(core_numbers(&[0]).len(), 1);
+        assert!(core_numbers(&[]).len() <= allowed().len() && !core_numbers(&[]).is_empty());
     }
 }

@@ -1,15 +1,20 @@
-//! Nodes of one machine warm up one after another. Two that warm up at once on the same cores would both measure steps
-//! twice as long as theirs are, and predictions of the first requests would be as far off. A file that one of them
-//! locks says whose turn it is; the system gives the lock back with the process. Nothing but time hangs on it: who
-//! cannot lock goes on.
-use std::fs::{File, OpenOptions, TryLockError};
+//! Nodes that share a core warm up in turns. Two that warm up at once on the same cores would both measure steps
+//! twice as long as theirs are, and predictions of the first requests would be as far off. Nodes with cores of their
+//! own start at the same time. A file has a byte for each core of the machine; whoever locks the bytes of its cores has
+//! the turn, and the system releases the locks with the process. Only time depends on it: a node that cannot lock
+//! warms up at once.
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
 use tokio::time::{Instant, sleep};
 
-/// Longer than small models take. A node does not wait longer for another.
+/// Longer than small models take. A node does not wait longer for others.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -22,31 +27,47 @@ impl WarmTurn {
         std::env::temp_dir().join("tandem-warm-up.lock")
     }
 
-    /// Waits for the turn, at most `patience`.
-    pub async fn take(path: &Path, patience: Duration) -> Self {
+    /// Waits for the turn on `cores`, at most `patience`.
+    pub async fn take(path: &Path, cores: &BTreeSet<usize>, patience: Duration) -> Self {
         let Some(file) = open(path) else { return Self(None) };
         let begun = Instant::now();
-        loop {
-            match file.try_lock() {
-                Ok(()) => return Self(Some(file)),
-                Err(TryLockError::WouldBlock) if begun.elapsed() < patience => sleep(LOOK_EVERY).await,
-                Err(_) => return Self(None),
+        // In ascending order: two nodes never wait for each other.
+        for &core in cores {
+            loop {
+                match lock(&file, core) {
+                    Ok(()) => break,
+                    Err(Errno::EAGAIN | Errno::EACCES) if begun.elapsed() < patience => sleep(LOOK_EVERY).await,
+                    Err(_) => return Self(None),
+                }
             }
         }
+        Self(Some(file))
     }
 
-    /// Whether nobody else has it.
+    /// Whether no other node has one of its cores.
     pub fn is_alone(&self) -> bool {
         self.0.is_some()
     }
 }
 
+/// Locks the byte of `core` for this opening of the file, see `fcntl(2)`, "Open file description locks". A byte need
+/// not exist to be locked.
+fn lock(file: &File, core: usize) -> Result<(), Errno> {
+    let byte = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: libc::off_t::try_from(core).map_err(|_| Errno::EINVAL)?,
+        l_len: 1,
+        l_pid: 0,
+    };
+    fcntl(file, FcntlArg::F_OFD_SETLK(&byte)).map(drop)
+}
+
 /// The folder is everybody's: a link is not followed, and what is no plain file (a FIFO that would block) is left
-/// alone. Another user's file can be locked if it can be read.
+/// alone. Another user's file cannot be locked.
 fn open(path: &Path) -> Option<File> {
-    let careful = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
-    let writable = OpenOptions::new().create(true).append(true).custom_flags(careful).open(path);
-    let file = writable.or_else(|_| OpenOptions::new().read(true).custom_flags(careful).open(path)).ok()?;
+    let careful = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().create(true).append(true).custom_flags(careful).open(path).ok()?;
     file.metadata().is_ok_and(|metadata| metadata.is_file()).then_some(file)
 }
 
@@ -54,23 +75,51 @@ fn open(path: &Path) -> Option<File> {
 mod tests {
     use super::*;
 
+    const SHORT: Duration = Duration::from_millis(50);
+
+    fn path(of: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("tandem-turn-{of}-{}", std::process::id()))
+    }
+
     #[tokio::test]
     async fn one_after_another_and_nobody_for_ever() {
-        let path = std::env::temp_dir().join(format!("tandem-turn-{}", std::process::id()));
-        let first = WarmTurn::take(&path, PATIENCE).await;
+        let path = path("wait");
+        let core = BTreeSet::from([1]);
+        let first = WarmTurn::take(&path, &core, PATIENCE).await;
         assert!(first.is_alone());
-        assert!(!WarmTurn::take(&path, Duration::from_millis(50)).await.is_alone(), "it goes on without");
-        let (second, ()) = tokio::join!(WarmTurn::take(&path, PATIENCE), async {
-            sleep(Duration::from_millis(50)).await;
+        assert!(!WarmTurn::take(&path, &core, SHORT).await.is_alone(), "it goes on without");
+        let (second, ()) = tokio::join!(WarmTurn::take(&path, &core, PATIENCE), async {
+            sleep(SHORT).await;
             drop(first);
         });
         assert!(second.is_alone());
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[tokio::test]
+    async fn only_nodes_that_share_a_core_wait_for_each_other() {
+        let path = path("cores");
+        let low = WarmTurn::take(&path, &BTreeSet::from([0, 1]), SHORT).await;
+        let high = WarmTurn::take(&path, &BTreeSet::from([2, 3]), SHORT).await;
+        assert!(low.is_alone() && high.is_alone());
+        let across = BTreeSet::from([1, 2]);
+        assert!(!WarmTurn::take(&path, &across, SHORT).await.is_alone());
+        drop((low, high));
+        // What the one that gave up had locked is free, too.
+        assert!(WarmTurn::take(&path, &BTreeSet::from([1]), SHORT).await.is_alone());
+        assert!(WarmTurn::take(&path, &across, SHORT).await.is_alone());
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_strange_file_delays_nobody() {
         // A link that somebody else left there creates nothing where it leads.
+        let path = path("strange");
         let elsewhere = path.with_extension("elsewhere");
         std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
-        assert!(!WarmTurn::take(&path, PATIENCE).await.is_alone() && !elsewhere.exists());
+        let core = BTreeSet::from([0]);
+        assert!(!WarmTurn::take(&path, &core, PATIENCE).await.is_alone() && !elsewhere.exists());
         std::fs::remove_file(&path).unwrap();
-        assert!(!WarmTurn::take(Path::new("/nonexistent/turn"), PATIENCE).await.is_alone());
+        assert!(!WarmTurn::take(Path::new("/nonexistent/turn"), &core, PATIENCE).await.is_alone());
     }
 }

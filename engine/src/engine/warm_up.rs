@@ -4,8 +4,8 @@
 //!
 //! **What is learnt.** Steps of a few kinds run in rounds. The first round, of the small kinds alone, touches memory,
 //! starts threads and wakes the processor: it does not count. Of the others each kind's shortest step counts, as
-//! whatever else runs on the machine only makes a step longer. Rounds end when every kind's shortest time was seen
-//! twice.
+//! whatever else runs on the machine only makes a step longer. A kind is left out once its shortest time was seen
+//! twice, and rounds end when all are.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,8 +14,9 @@ use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, Choose, EngineSpec, Seq, Tokens};
 use crate::sampling::SamplingParams;
 
-/// Tokens of the longest prompt. Enough to tell the cost of a token from that of a step.
-const PROMPT: usize = 128;
+/// Tokens of the longest prompt. Enough to tell the cost of a token from that of a step, and no more: prompts are most
+/// of a warm-up's time.
+const PROMPT: usize = 96;
 /// Where a part of a prompt ends that has others before it. Enough to tell the cost of what is attended to from that of
 /// a token: predictions for long prompts hang on it.
 const CONTEXT: usize = 2048;
@@ -94,6 +95,11 @@ impl Rounds {
         self.begun > 1
     }
 
+    /// Whether a step of this kind has something to teach yet, in a round that counts.
+    pub fn wants(&self, kind: usize) -> bool {
+        !is_sure(&self.took[kind])
+    }
+
     /// A step of this kind took so long.
     pub fn note(&mut self, kind: usize, took: Duration) {
         self.spent += took;
@@ -136,6 +142,9 @@ mod tests {
         let (mut rounds, mut model, mut count) = (Rounds::of(kinds.len()), StepModel::default(), 0);
         while rounds.next() {
             for (kind, shape) in kinds.iter().copied().enumerate() {
+                if !rounds.wants(kind) {
+                    continue;
+                }
                 let ms = LAW.predict_ms(shape) * factor(count, kind);
                 rounds.note(kind, Duration::from_secs_f64(ms / 1e3));
             }

@@ -21,8 +21,8 @@ use memmap2::{MmapOptions, MmapRaw};
 
 /// Cores with higher numbers are not lent.
 const CORES: usize = 1024;
-/// The longest wait for a guest: longer than a decode step's task takes. A guest that is still on the core was stopped
-/// or killed, or computes a task of a long prompt; the owner shares the core with that one until the task ends.
+/// The longest wait for a guest: longer than a task of a product takes. A guest that is still on the core was stopped
+/// or killed, or computes the attention of a very long prompt; the owner shares the core with that one until its end.
 const PATIENCE: Duration = Duration::from_millis(2);
 /// Between two looks whether the guest has left.
 const LOOK_EVERY: Duration = Duration::from_micros(20);

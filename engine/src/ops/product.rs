@@ -14,6 +14,9 @@ use super::weight_format::PANEL;
 /// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at
 /// pages and falls behind while rows are multiplied; this made decode steps a quarter shorter.
 pub(super) const AHEAD: usize = 6;
+/// Multiply-adds of a task at most, as far as panels can be parted: half a millisecond or less of a core. A guest leaves
+/// a borrowed core after its present task, see `lending.rs`.
+const TASK_MULTIPLY_ADDS: usize = 1 << 25;
 
 /// How the result meets what is in `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,9 +56,10 @@ pub(super) fn for_each_task(
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let (panels, chunks) = (w.columns().div_ceil(PANEL), rows.div_ceil(row_chunk));
     let threads = pool::threads();
-    let groups = (tasks_per_thread * threads).div_ceil(chunks).clamp(1, panels);
+    let most = (TASK_MULTIPLY_ADDS / (rows.min(row_chunk) * w.k() * PANEL).max(1)).max(1);
+    let groups = (tasks_per_thread * threads).div_ceil(chunks).max(panels.div_ceil(most)).clamp(1, panels);
     // The last chunk's tasks are the last ones of all.
-    let (tapered, before) = (Tapered { panels, threads }, (chunks - 1) * groups);
+    let (tapered, before) = (Tapered { panels, threads, most }, (chunks - 1) * groups);
     pool::for_each(before + tapered.tasks(), |task| {
         let (chunk, panels) = match task.checked_sub(before) {
             Some(task) => (chunks - 1, tapered.task(task)),
@@ -72,6 +76,8 @@ pub(super) fn for_each_task(
 struct Tapered {
     panels: usize,
     threads: usize,
+    /// Panels of a task at most, if there are several threads.
+    most: usize,
 }
 
 impl Tapered {
@@ -91,10 +97,10 @@ impl Tapered {
 
     /// Of each turn: the panels before it, and those of each of its tasks.
     fn turns(self) -> impl Iterator<Item = (usize, usize)> {
-        let Self { panels, threads } = self;
+        let Self { panels, threads, most } = self;
         let each = move |taken: usize| match threads {
             1 => panels - taken,
-            _ => ((panels - taken) / (2 * threads)).max(1),
+            _ => ((panels - taken) / (2 * threads)).clamp(1, most),
         };
         let first = (panels > 0).then(|| (0, each(0)));
         std::iter::successors(first, move |&(taken, of_each)| {
@@ -159,17 +165,18 @@ mod tests {
 
     #[test]
     fn tapered_tasks_have_each_panel_once_and_end_small() {
-        for threads in [1, 2, 3, 8, 64] {
+        for (threads, most) in [(1, 9), (2, 9), (2, 1), (3, 500), (8, 9), (64, 500)] {
             for panels in (0..200).chain([4008]) {
-                let tapered = Tapered { panels, threads };
+                let tapered = Tapered { panels, threads, most };
                 let tasks: Vec<_> = (0..tapered.tasks()).map(|task| tapered.task(task)).collect();
                 assert!(tasks.iter().all(|task| !task.is_empty()), "{threads} {panels}");
+                assert!(threads == 1 || tasks.iter().all(|task| task.len() <= most), "{threads} {panels}: {tasks:?}");
                 assert!(tasks.iter().cloned().flatten().eq(0..panels), "{threads} {panels}: {tasks:?}");
                 let last = tasks.last().map_or(0, Range::len);
                 assert!(threads == 1 || last <= 1, "{threads} {panels}: {tasks:?}");
             }
         }
-        let tasks = |panels, threads| Tapered { panels, threads }.tasks();
+        let tasks = |panels, threads| Tapered { panels, threads, most: 4008 }.tasks();
         assert_eq!((tasks(18, 1), tasks(18, 2), tasks(96, 2), tasks(4008, 2)), (1, 10, 14, 24));
     }
 }
