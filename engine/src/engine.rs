@@ -128,7 +128,7 @@ pub struct EngineLoad {
     pub preemptions: u64,
     /// Steps so far on this node's cores alone, and those with cores that other nodes lent.
     pub steps: [u64; 2],
-    /// How long steps take here, as measured.
+    /// How long steps take here, as measured; where nodes lend each other cores: while the others have nothing to do.
     pub step_cost: StepCost,
 }
 
@@ -514,9 +514,8 @@ impl Worker {
         let steps = if lent > 0.0 { &self.shared.helped_steps } else { &self.shared.own_steps };
         steps.fetch_add(1, Ordering::Relaxed);
         self.pace.observe(shape, took.as_secs_f64() * 1e3, lent);
-        let cost = self.pace.cost();
-        self.scheduler.expect(cost);
-        *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = cost;
+        self.scheduler.expect(self.pace.cost());
+        *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = self.pace.helped_cost();
     }
 
     fn apply(&mut self, decisions: Vec<(Seq, Decision)>, at: Instant) {

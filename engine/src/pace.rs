@@ -44,8 +44,13 @@ impl Pace {
 
     /// What the next step will cost, if it has what the last one had.
     pub fn cost(&self) -> StepCost {
-        let cost = self.alone.cost();
-        if self.helped { cost.times(self.factor) } else { cost }
+        if self.helped { self.helped_cost() } else { self.alone.cost() }
+    }
+
+    /// What a step costs while the other nodes have nothing to do. Who plans for several nodes adds what they take from
+    /// each other.
+    pub fn helped_cost(&self) -> StepCost {
+        self.alone.cost().times(self.factor)
     }
 }
 
@@ -74,6 +79,8 @@ mod tests {
         assert!((predicted(&pace, 4) / alone_ms(4) - 0.6).abs() < 0.05, "half of it helped: says nothing");
         pace.observe(decode(1), alone_ms(1), 0.0);
         assert!((predicted(&pace, 4) / alone_ms(4) - 1.0).abs() < 0.05, "the help is gone");
+        let helped_ms = pace.helped_cost().predict_ms(decode(4));
+        assert!((helped_ms / alone_ms(4) - 0.6).abs() < 0.05, "it can come back");
     }
 
     #[test]

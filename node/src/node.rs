@@ -142,7 +142,7 @@ impl Node {
         let exporter = Exporter::start(service, &node_id, config.otlp_endpoint.clone())?;
         // Who simulates its steps sleeps.
         let processor = match config.model {
-            ModelSource::File(_) => processor::this(config.threads, &config.cpus),
+            ModelSource::File(_) => processor::this(config.threads, &config.cpus, config.lending.as_ref()),
             ModelSource::Simulated { .. } => None,
         };
         let loading = config.clone();

@@ -1,9 +1,11 @@
-//! What this process computes on, as the router is told: nodes that share cores slow each other down, and only they can
-//! say that they do.
+//! What this process computes on, as the router is told: nodes that share cores, or lend each other theirs, slow each
+//! other down, and only they can say that they do.
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
 
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
+use tandem_engine::cpu::Lend;
 use tandem_proto::v1;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -12,10 +14,20 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Of a process whose `threads` are bound to `cpus`; to none: they run on all that it may use. `None`: the system does
 /// not say what machine this is, or which cores there are.
-pub fn this(threads: usize, cpus: &[usize]) -> Option<v1::Processor> {
+pub fn this(threads: usize, cpus: &[usize], lending: Option<&Lend>) -> Option<v1::Processor> {
     let boot_id = std::fs::read(BOOT_ID).ok()?;
+    if let Some(group) = lending.and_then(|lend| lending_group(&boot_id, lend, threads)) {
+        return Some(group);
+    }
     let cpus = if cpus.is_empty() { allowed() } else { cpus.to_vec() };
     of(&boot_id, cpus, threads)
+}
+
+/// Nodes that lend each other cores by one file share what they all have. `cores` are the node's own: what is left to it
+/// while the others compute.
+fn lending_group(boot_id: &[u8], lend: &Lend, threads: usize) -> Option<v1::Processor> {
+    let file = std::fs::metadata(&lend.file).ok()?;
+    processor(boot_id, &[file.dev(), file.ino()], lend.own.len(), threads)
 }
 
 /// Compute threads of a process that is not told how many: one for each core that it may use, as far as the system
@@ -61,12 +73,18 @@ fn allowed() -> Vec<usize> {
 fn of(boot_id: &[u8], mut cpus: Vec<usize>, threads: usize) -> Option<v1::Processor> {
     cpus.sort_unstable();
     cpus.dedup();
+    let words: Vec<_> = cpus.iter().map(|cpu| *cpu as u64).collect();
+    processor(boot_id, &words, cpus.len(), threads)
+}
+
+/// `words` name it on its machine.
+fn processor(boot_id: &[u8], words: &[u64], cores: usize, threads: usize) -> Option<v1::Processor> {
     let mut hasher = Xxh3::new();
     hasher.update(boot_id);
-    cpus.iter().for_each(|cpu| hasher.update(&cpu.to_le_bytes()));
+    words.iter().for_each(|word| hasher.update(&word.to_le_bytes()));
     let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    let processor = v1::Processor { id: hasher.digest().max(1), cores: count(cpus.len()), threads: count(threads) };
-    (!cpus.is_empty()).then_some(processor)
+    let processor = v1::Processor { id: hasher.digest().max(1), cores: count(cores), threads: count(threads) };
+    (cores > 0).then_some(processor)
 }
 
 #[cfg(test)]
@@ -93,10 +111,23 @@ mod tests {
     }
 
     #[test]
+    fn nodes_that_lend_each_other_cores_share_them() {
+        let file = std::env::temp_dir().join(format!("tandem-processor-{}", std::process::id()));
+        std::fs::write(&file, "").unwrap();
+        let node = |file: &std::path::Path, cpu: usize| {
+            this(1, &[cpu], Some(&Lend { file: file.to_owned(), own: vec![cpu] })).unwrap()
+        };
+        assert_eq!(node(&file, 0), node(&file, 1));
+        assert_eq!((node(&file, 0).cores, node(&file, 0).threads), (1, 1));
+        std::fs::remove_file(&file).unwrap();
+        assert_ne!(node(&file, 0).id, node(&file, 1).id, "without the file each has its own");
+    }
+
+    #[test]
     fn this_process_has_cores() {
-        let all = this(3, &[]).unwrap();
+        let all = this(3, &[], None).unwrap();
         assert!(all.id != 0 && all.cores > 0 && all.threads == 3);
-        assert_eq!(this(1, &[0]).unwrap().cores, 1);
+        assert_eq!(this(1, &[0], None).unwrap().cores, 1);
         assert_eq!(core_numbers(&[0]).len(), 1);
         assert!(core_numbers(&[]).len() <= allowed().len() && !core_numbers(&[]).is_empty());
     }

@@ -226,14 +226,17 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
     let steps = (f64::from(tokens) / budget).ceil();
     let added_ms = cost.tokens_ms(cached_tokens.into(), tokens.into()) * like.prefill_factor;
     let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * like.prefill_factor;
-    let crowding = if like.session == node.session { 0.0 } else { like.processor.crowding(&node.processor) };
+    let (crowding, delays) = match like.session == node.session {
+        true => (0.0, 0.0),
+        false => (node.processor.crowding(&like.processor), node.processor.delays(&like.processor)),
+    };
     let alone_ms = added_ms + running_ms;
     let delayed = node.coming.delayed(node.requests(), node.backlog_ms, alone_ms);
-    let prompts_ms = crowding * alone_ms.min(like.backlog_ms);
+    let both_ms = alone_ms.min(like.backlog_ms);
     LocalTerms {
-        prefill_ms: alone_ms + prompts_ms,
+        prefill_ms: alone_ms + crowding * both_ms,
         delay_ms: added_ms * delayed,
-        prompts_ms,
+        prompts_ms: delays * both_ms,
         factor: like.prefill_factor,
         cached_tokens,
     }
@@ -262,11 +265,11 @@ pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f6
     // and not filled does not tell: requests share blocks.
     let running = f64::from(decode.running) / decode.requests();
     let streams_ms = answer_tokens(decode, need) * (1.0 - 0.5 * running.min(1.0)) * step_ms;
-    let beside = |busy_ms: f64| crowding * prefill_ms.min(busy_ms);
+    let delays = prefill.processor.delays(&decode.processor);
     Crowd {
-        prefill_ms: beside(decode.backlog_ms + streams_ms),
-        delay_ms: beside(streams_ms),
-        prompts_ms: beside(decode.backlog_ms),
+        prefill_ms: crowding * prefill_ms.min(decode.backlog_ms + streams_ms),
+        delay_ms: delays * prefill_ms.min(streams_ms),
+        prompts_ms: delays * prefill_ms.min(decode.backlog_ms),
     }
 }
 

@@ -1,6 +1,7 @@
-//! What nodes compute on. Nodes of one machine may run on the same cores: then a prompt on a prefill node slows the
-//! streams of the decode node beside it, and these slow the prompt. Pure. Sets of cores that overlap in part count as
-//! apart, and limits of processor time (a container's quota) are not seen.
+//! What nodes compute on. Nodes of one machine may run on the same cores, or lend each other theirs while they have
+//! nothing to do: then a prompt on a prefill node slows the streams of the decode node beside it, and these slow the
+//! prompt. Pure. Sets of cores that overlap in part count as apart, and limits of processor time (a container's quota)
+//! are not seen.
 use tandem_proto::v1;
 
 /// Nothing takes longer by more than so many times because of a neighbour; beyond that somebody has miscounted.
@@ -24,14 +25,23 @@ impl Processor {
         }
     }
 
-    /// By how much longer two nodes take while both compute, as a share of the time that they take alone: 0 where they
-    /// have cores enough. The system is taken to share the cores out evenly.
+    /// By how much longer this node takes while the other one computes as well, as a share of the time that it takes
+    /// alone: 0 where they have cores enough. The system is taken to share the cores out evenly. Nodes that lend each
+    /// other cores report their own ones, and times of steps that had the others' as well: `p` cores of `p + d` are left,
+    /// so that a step takes `d / p` longer.
     pub fn crowding(&self, other: &Self) -> f64 {
         if self.id == 0 || self.id != other.id {
             return 0.0;
         }
         let busy = f64::from(self.threads) + f64::from(other.threads);
         (busy / f64::from(self.cores) - 1.0).clamp(0.0, MOST)
+    }
+
+    /// By how much work of this node delays the other one that computes as well, as a share of the time that the work
+    /// takes alone. It runs longer by [`Processor::crowding`], and meanwhile the other one is slower by its own.
+    pub fn delays(&self, other: &Self) -> f64 {
+        let slower = other.crowding(self);
+        (1.0 + self.crowding(other)) * slower / (1.0 + slower)
     }
 }
 
@@ -50,7 +60,20 @@ mod tests {
         assert_eq!(of(7, 4, 2).crowding(&of(7, 4, 2)), 0.0);
         assert_eq!(of(7, 64, 2).crowding(&of(7, 64, 2)), 0.0);
         assert_eq!(of(7, 2, 2).crowding(&of(8, 2, 2)), 0.0);
+        // Lent cores: 4 of 16 are left, or 12.
+        assert_eq!(of(7, 4, 4).crowding(&of(7, 12, 12)), 3.0);
+        assert!((of(7, 12, 12).crowding(&of(7, 4, 4)) - 1.0 / 3.0).abs() < 1e-9);
         assert_eq!(of(7, 1, u32::MAX).crowding(&of(7, 1, u32::MAX)), MOST);
+    }
+
+    #[test]
+    fn what_one_takes_the_other_has_not() {
+        for (one, other, delays) in [((2, 2), (2, 2), 1.0), ((4, 4), (4, 2), 0.5), ((4, 4), (12, 12), 1.0)] {
+            let (one, other) = (of(7, one.0, one.1), of(7, other.0, other.1));
+            assert!((one.delays(&other) - delays).abs() < 1e-9 && (other.delays(&one) - delays).abs() < 1e-9);
+        }
+        assert_eq!(of(7, 4, 2).delays(&of(7, 4, 2)), 0.0);
+        assert_eq!(of(7, 2, 2).delays(&of(8, 2, 2)), 0.0);
     }
 
     #[test]
