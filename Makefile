@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -42,6 +42,7 @@ bench-transfer: ## KV transfer beside memcpy, a plain socket and ucx_perftest
 bench-handoff: setup build ## How much of the KV transfer hides behind the prefill; over shared memory, tcp, and a link of 1 Gbit/s (root)
 	cargo run --release --locked -p tandem-cluster-tests --example bench_handoff -- $(BENCH_HANDOFF)
 
+# BENCH_ROUTER="--compare-seen" adds what traces and logs cost: two more routers, with and without, in turns.
 bench-router: setup build dist ## What the router adds to a request, beside sglang-router and vllm-router
 	deploy/bench/routers.sh
 	cargo run --release --locked -p tandem-cluster-tests --example bench_router -- --router "$$(deploy/target_dir.sh)/dist/tandem-router" \
@@ -97,3 +98,7 @@ test-clients: setup build ## openai-python, gRPC clients in Python and JavaScrip
 # AIPERF_REQUESTS, AIPERF_RATE (a second) and AIPERF_OSL change the profile.
 test-aiperf: setup build ## aiperf's chat and completions profiles, `tandem bench` beside them; fetches aiperf once
 	cluster-tests/clients/aiperf.sh
+
+# TEST_OBSERVABILITY="--prometheus URL" asks that one, which scrapes a loaded cluster; "--write" writes what is generated.
+test-observability: setup build ## Dashboards, rules and alerts: every query against a real Prometheus and a loaded cluster
+	python3 deploy/observability/check.py $(or $(TEST_OBSERVABILITY),--live)

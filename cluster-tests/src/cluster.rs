@@ -39,6 +39,8 @@ pub struct Options {
     pub router_args: Vec<String>,
     /// The router: the name of a program of this build, or the path of another one.
     pub router_program: String,
+    /// `RUST_LOG` of the router; empty: this process's.
+    pub router_log: &'static str,
 }
 
 impl Default for Options {
@@ -52,6 +54,7 @@ impl Default for Options {
             decode_args: Vec::new(),
             router_args: Vec::new(),
             router_program: "tandem-router".to_owned(),
+            router_log: "",
         }
     }
 }
@@ -91,7 +94,7 @@ pub struct Cluster {
     pub options: Options,
     // Fields drop in order: processes, their directory, the turn.
     dir: TempDir,
-    _turn: MutexGuard<'static, ()>,
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Cluster {
@@ -100,13 +103,26 @@ impl Cluster {
     /// # Errors
     /// A program does not start, or is not registered in time; with the logs.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
-        let turn = TURN.lock().await;
+        Self::start_in_turn(options, Some(TURN.lock().await)).await
+    }
+
+    /// Another one beside this, in the same turn: for those who compare two, and keep one of them idle.
+    ///
+    /// # Errors
+    /// As [`Cluster::start`].
+    pub async fn beside(&self, options: Options) -> anyhow::Result<Self> {
+        Self::start_in_turn(options, None).await
+    }
+
+    async fn start_in_turn(options: Options, turn: Option<MutexGuard<'static, ()>>) -> anyhow::Result<Self> {
         let dir = tempfile::tempdir()?;
         let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
         args.push(model()?.display().to_string());
         args.extend(["--local-prefill".to_owned(), options.local_prefill.to_owned()]);
         args.extend(options.router_args.iter().cloned());
-        let router = Process::start("router", &options.router_program, &args, dir.path()).await?;
+        let environment: &[_] = if options.router_log.is_empty() { &[] } else { &[("RUST_LOG", options.router_log)] };
+        let router =
+            Process::start_in_environment(environment, "router", &options.router_program, &args, dir.path()).await?;
         let (prefill, decode) = futures::try_join!(
             start_node(&router, "prefill", &options, dir.path()),
             start_node(&router, "decode", &options, dir.path()),

@@ -34,6 +34,22 @@ impl Process {
         Self::start_as(name, command(program)?, args, logs).await
     }
 
+    /// As [`Process::start`], with these in its environment.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_in_environment(
+        environment: &[(&str, &str)],
+        name: &str,
+        program: &str,
+        args: &[String],
+        logs: &Path,
+    ) -> anyhow::Result<Self> {
+        let mut command = command(program)?;
+        command.envs(environment.iter().copied());
+        Self::start_as(name, command, args, logs).await
+    }
+
     /// As [`Process::start`], in a network namespace (`ip netns`), which takes root.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use prost::Message;
 use tandem_engine::{Drafts, FinishReason, KvLease, SequenceEvent, SequenceRequest, SequenceStream, TokenLogprob};
 use tandem_kvtransfer::Incoming;
 use tandem_node::call::Events;
-use tandem_node::figures::Answer;
+use tandem_node::figures::{Answer, Copied};
 use tandem_node::request::{context, top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::spans::pack;
@@ -110,7 +110,13 @@ impl Generate<'_> {
         trace.close(verified_at);
         self.send(Event::Verified(received.event(self.node, transfer))).await?;
         let came = self.request.prompt.len().saturating_sub(lease.cached_tokens());
-        self.node.figures.received(came, received.verified.bytes, received.verified.blocks, received.copy());
+        self.node.figures.received(&Copied {
+            tokens: came,
+            bytes: received.verified.bytes,
+            descriptors: received.verified.descriptors,
+            time: received.copy(),
+            trace_id: self.request.parent.trace_id,
+        });
         let first_token = received.verified.seal.first_token;
         self.node.work.count_tokens(self.request.prompt.len(), 1);
         let begun = Begun { first: verified_at, queued: granted.saturating_duration_since(self.accepted) };
@@ -274,7 +280,7 @@ impl Generate<'_> {
                     }
                     stalled(trace, "engine", last, at);
                     let gap = at.saturating_duration_since(last);
-                    self.node.figures.inter_token_seconds.observe(gap.as_secs_f64());
+                    self.node.figures.inter_token_seconds.observe(gap.as_secs_f64(), self.request.parent.trace_id);
                     (tokens, last) = (tokens + 1, at);
                     self.node.work.count_tokens(0, 1);
                     self.node.figures.drafted(drafts);
@@ -298,8 +304,8 @@ impl Generate<'_> {
     /// Counts an answer that ended well after so many tokens, the last of them at that time.
     fn answered(&self, reason: v1::FinishReason, begun: Begun, (tokens, last): (u32, Instant), ended: Instant) {
         let (Begun { first, queued }, accepted) = (begun, self.accepted);
-        let prompt_tokens = self.request.prompt.len();
-        let answer = Answer { prompt_tokens, tokens, accepted, queued, first, last, ended };
+        let (prompt_tokens, trace_id) = (self.request.prompt.len(), self.request.parent.trace_id);
+        let answer = Answer { prompt_tokens, tokens, accepted, queued, first, last, ended, trace_id };
         self.node.figures.answers.count(&answer, reason);
     }
 

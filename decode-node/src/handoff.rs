@@ -130,6 +130,7 @@ impl Received {
         v1::Verified {
             bytes: self.verified.bytes,
             blocks: self.verified.blocks,
+            descriptors: self.verified.descriptors,
             transfer_ms: ms(self.copy()),
             verify_ms: ms(self.verify()),
             held_blocks: self.held_blocks,
@@ -202,6 +203,7 @@ mod tests {
             seal: Seal { first_post_unix_ns, ..Seal::default() },
             bytes: 1,
             blocks: 1,
+            descriptors: 1,
             first_arrival: arrived,
             last_arrival: arrived,
             copying: Duration::ZERO,

@@ -22,7 +22,15 @@ class Cluster:
         state = pathlib.Path(self.directory.name) / "state.json"
         command = [*wrapper, tandem, "--state", str(state), "up", "--log-dir", self.directory.name, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        ready = next((line for line in self.process.stdout if line.startswith("ready ")), None)
+        # What each node's line says of it, by name.
+        self.nodes, ready = {}, None
+        for line in self.process.stdout:
+            kind, *words = line.split() or [""]
+            if kind == "ready":
+                ready = line
+                break
+            if kind == "node":
+                self.nodes[words[0]] = dict(word.split("=", 1) for word in words[1:])
         if ready is None:
             raise SystemExit(f"{' '.join(map(str, command))} ended: see what it said above")
         urls = dict(word.split("=", 1) for word in ready.split()[1:])

@@ -77,6 +77,7 @@ impl Incoming {
         Ok(Verified {
             bytes: arrived.bytes,
             blocks: self.blocks.len() as u32,
+            descriptors: self.arrival.landing.ranges(),
             first_arrival: arrived.first_arrival,
             last_arrival: arrived.last_arrival,
             copying: arrived.copying,

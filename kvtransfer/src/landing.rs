@@ -20,6 +20,8 @@ pub(crate) struct Landing {
 struct Noted {
     pieces: Vec<DataHeader>,
     bytes: u64,
+    /// Of all pieces, those that were taken included.
+    ranges: u32,
 }
 
 impl Landing {
@@ -28,6 +30,7 @@ impl Landing {
         let mut noted = self.lock();
         noted.pieces.push(range);
         noted.bytes += bytes;
+        noted.ranges += 1;
         if noted.bytes >= BATCH_BYTES {
             self.enough.notify_one();
         }
@@ -40,7 +43,14 @@ impl Landing {
 
     /// What has landed since the last call.
     pub(crate) fn take(&self) -> Vec<DataHeader> {
-        std::mem::take(&mut *self.lock()).pieces
+        let mut noted = self.lock();
+        noted.bytes = 0;
+        std::mem::take(&mut noted.pieces)
+    }
+
+    /// How many have landed so far.
+    pub(crate) fn ranges(&self) -> u32 {
+        self.lock().ranges
     }
 
     fn lock(&self) -> MutexGuard<'_, Noted> {
@@ -68,5 +78,6 @@ mod tests {
         landing.note(range, BATCH_BYTES - 8);
         assert!(landing.enough().now_or_never().is_none(), "counted anew");
         assert_eq!(landing.take().len(), 1);
+        assert_eq!(landing.ranges(), 3, "of all time");
     }
 }

@@ -123,6 +123,8 @@ pub struct Verified {
     pub bytes: u64,
     /// Number of blocks.
     pub blocks: u32,
+    /// Ranges they came as.
+    pub descriptors: u32,
     /// First range's header.
     pub first_arrival: Instant,
     /// Last range's last byte.

@@ -170,7 +170,11 @@ fn sent(text: &mut Text, node: &Node) {
         [&handoffs.hidden_ns, &handoffs.exposed_ns],
         1e-9,
     );
-    text.family("tandem_kv_link_bytes_per_second", "gauge", "Speed of the links to receivers as measured; 0: not yet.");
+    text.family(
+        "tandem_kv_link_bytes_per_second",
+        "gauge",
+        "Speed of the links to receivers; 0 before a hand-off that waited for its link, or beat the first guess.",
+    );
     text.sample(&[], handoffs.link_bytes_per_second.load(Relaxed) as f64);
     text.family("tandem_handoff_redeliveries_total", "counter", "Second and further tickets of one request.");
     text.sample(&[], handoffs.redelivered.load(Relaxed) as f64);
@@ -201,10 +205,9 @@ fn vllm(text: &mut Text, node: &Node) {
     text.sample(&[], (load.waiting + pool.waiting()) as f64);
     text.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.");
     text.sample(&[], 1.0 - load.free_blocks as f64 / total.max(1) as f64);
-    let preemptions = figures.preemptions.load(Relaxed) + load.preemptions;
     let help = "Sequences and computed prompts that gave their blocks up to be computed again.";
     text.family("vllm:num_preemptions_total", "counter", help);
-    text.sample(&[], preemptions as f64);
+    text.sample(&[], node.load().preemptions as f64);
     for (name, help, count) in [
         ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache.", &figures.prefix_queries),
         ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache.", &figures.prefix_hits),
@@ -259,7 +262,7 @@ fn vllm_decode(text: &mut Text, node: &Node) {
     for (name, help, histogram) in [
         ("vllm:nixl_xfer_time_seconds", "Verified KV hand-offs: the whole copy.", &figures.transfer_seconds),
         ("vllm:nixl_bytes_transferred", "Verified KV hand-offs: bytes.", &figures.transfer_bytes),
-        ("vllm:nixl_num_descriptors", "Verified KV hand-offs: blocks.", &figures.transfer_blocks),
+        ("vllm:nixl_num_descriptors", "Verified KV hand-offs: ranges they came as.", &figures.transfer_descriptors),
         ("vllm:inter_token_latency_seconds", "Between two tokens of one answer.", &figures.inter_token_seconds),
     ] {
         text.histogram(name, help, histogram);

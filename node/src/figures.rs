@@ -1,6 +1,8 @@
 //! What a node counts for dashboards beside its calls and hand-offs: lookups in the prefix cache, KV that came from
-//! other nodes, times between tokens, and answers. Lock-free; read at the scrape ([`crate::admin`]), in vLLM's names.
+//! other nodes, times between tokens, and answers. Nobody waits to count; read at the scrape ([`crate::admin`]), in
+//! vLLM's names.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tandem_engine::Drafts;
@@ -19,32 +21,59 @@ pub struct Histogram {
     bounds: &'static [f64],
     /// Of each bound, then of what is beyond the last one.
     counts: Vec<AtomicU64>,
+    /// Of each of them, where there is one.
+    exemplars: Vec<Mutex<Option<Exemplar>>>,
     /// In millionths.
     sum: AtomicU64,
 }
 
+/// The request of one of a bucket's values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Exemplar {
+    /// Of its trace.
+    pub trace_id: [u8; 16],
+    /// What was counted.
+    pub value: f64,
+}
+
+/// What a histogram says of one bound.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bucket {
+    /// Inclusive; the last one is infinite.
+    pub bound: f64,
+    /// Values that were not above it.
+    pub count: u64,
+    /// One of those that were above the bound before.
+    pub exemplar: Option<Exemplar>,
+}
+
 impl Histogram {
-    fn new(bounds: &'static [f64]) -> Self {
+    pub(crate) fn new(bounds: &'static [f64]) -> Self {
         let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
-        Self { bounds, counts, sum: AtomicU64::new(0) }
+        let exemplars = (0..=bounds.len()).map(|_| Mutex::default()).collect();
+        Self { bounds, counts, exemplars, sum: AtomicU64::new(0) }
     }
 
-    /// Counts one value; negative ones count as 0.
-    pub fn observe(&self, value: f64) {
+    /// Counts one value of the request with this trace; negative ones count as 0. Its exemplar is the bucket's from now
+    /// on, unless another thread has the bucket's in its hands.
+    pub fn observe(&self, value: f64, trace_id: [u8; 16]) {
         let place = self.bounds.partition_point(|bound| *bound < value);
+        if let Ok(mut exemplar) = self.exemplars[place].try_lock() {
+            *exemplar = Some(Exemplar { trace_id, value });
+        }
         self.counts[place].fetch_add(1, Relaxed);
         self.sum.fetch_add((value.max(0.0) * 1e6) as u64, Relaxed);
     }
 
-    /// Upper bounds with how many values were not above them; the last bound is infinite and has all of them.
-    pub fn buckets(&self) -> Vec<(f64, u64)> {
+    /// In ascending order; the last one has all values.
+    pub fn buckets(&self) -> Vec<Bucket> {
         let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
         let mut seen = 0;
-        let up_to = self.counts.iter().map(|count| {
+        let bucket = |(bound, (count, exemplar)): (f64, (&AtomicU64, &Mutex<Option<Exemplar>>))| {
             seen += count.load(Relaxed);
-            seen
-        });
-        bounds.zip(up_to.collect::<Vec<_>>()).collect()
+            Bucket { bound, count: seen, exemplar: *exemplar.lock().unwrap_or_else(PoisonError::into_inner) }
+        };
+        bounds.zip(self.counts.iter().zip(&self.exemplars)).map(bucket).collect()
     }
 
     /// Of all values.
@@ -70,8 +99,8 @@ pub struct Figures {
     pub transfer_seconds: Histogram,
     /// Their bytes.
     pub transfer_bytes: Histogram,
-    /// Their blocks.
-    pub transfer_blocks: Histogram,
+    /// Ranges that they came as.
+    pub transfer_descriptors: Histogram,
     /// Seconds between two tokens of one answer.
     pub inter_token_seconds: Histogram,
     /// Guesses at tokens that the engine verified.
@@ -92,7 +121,7 @@ impl Default for Figures {
             preemptions: AtomicU64::new(0),
             transfer_seconds: Histogram::new(SECONDS),
             transfer_bytes: Histogram::new(BYTES),
-            transfer_blocks: Histogram::new(COUNTS),
+            transfer_descriptors: Histogram::new(COUNTS),
             inter_token_seconds: Histogram::new(SECONDS),
             drafted: AtomicU64::new(0),
             accepted: AtomicU64::new(0),
@@ -119,13 +148,29 @@ impl Figures {
         self.external_queries.fetch_add(tokens as u64, Relaxed);
     }
 
-    /// It came: so many bytes and blocks in this time.
-    pub fn received(&self, tokens: usize, bytes: u64, blocks: u32, copy: Duration) {
+    /// It came.
+    pub fn received(&self, copy: &Copied) {
+        let Copied { tokens, bytes, descriptors, time, trace_id } = *copy;
         self.external_hits.fetch_add(tokens as u64, Relaxed);
-        self.transfer_seconds.observe(copy.as_secs_f64());
-        self.transfer_bytes.observe(bytes as f64);
-        self.transfer_blocks.observe(blocks.into());
+        self.transfer_seconds.observe(time.as_secs_f64(), trace_id);
+        self.transfer_bytes.observe(bytes as f64, trace_id);
+        self.transfer_descriptors.observe(descriptors.into(), trace_id);
     }
+}
+
+/// Verified KV of another node.
+#[derive(Clone, Copy, Debug)]
+pub struct Copied {
+    /// Whose KV it is.
+    pub tokens: usize,
+    /// Of all blocks.
+    pub bytes: u64,
+    /// Ranges that it came as.
+    pub descriptors: u32,
+    /// First byte posted to last byte landed.
+    pub time: Duration,
+    /// Of the request.
+    pub trace_id: [u8; 16],
 }
 
 /// An answer that ended well, as the node that decoded it knows it.
@@ -145,6 +190,8 @@ pub struct Answer {
     pub last: Instant,
     /// It was over.
     pub ended: Instant,
+    /// Of the request.
+    pub trace_id: [u8; 16],
 }
 
 /// Those that ended well since the node's start.
@@ -187,14 +234,15 @@ impl Answers {
     /// One more.
     pub fn count(&self, answer: &Answer, reason: FinishReason) {
         self.ended[usize::from(reason == FinishReason::Length)].fetch_add(1, Relaxed);
-        self.prompt_tokens.observe(answer.prompt_tokens as f64);
-        self.tokens.observe(answer.tokens.into());
+        let note = |histogram: &Histogram, value: f64| histogram.observe(value, answer.trace_id);
+        note(&self.prompt_tokens, answer.prompt_tokens as f64);
+        note(&self.tokens, answer.tokens.into());
         let between = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64();
-        self.queue_seconds.observe(answer.queued.as_secs_f64());
-        self.decode_seconds.observe(between(answer.first, answer.ended));
-        self.e2e_seconds.observe(between(answer.accepted, answer.ended));
+        note(&self.queue_seconds, answer.queued.as_secs_f64());
+        note(&self.decode_seconds, between(answer.first, answer.ended));
+        note(&self.e2e_seconds, between(answer.accepted, answer.ended));
         if answer.tokens > 1 {
-            self.per_token_seconds.observe(between(answer.first, answer.last) / f64::from(answer.tokens - 1));
+            note(&self.per_token_seconds, between(answer.first, answer.last) / f64::from(answer.tokens - 1));
         }
     }
 }
@@ -208,13 +256,13 @@ mod tests {
         let (answers, accepted) = (Answers::default(), Instant::now());
         let at = |millis| accepted + Duration::from_millis(millis);
         let queued = Duration::from_millis(7);
-        let answer =
-            Answer { prompt_tokens: 40, tokens: 5, accepted, queued, first: at(20), last: at(60), ended: at(61) };
+        let (first, last, ended, trace_id) = (at(20), at(60), at(61), [7; 16]);
+        let answer = Answer { prompt_tokens: 40, tokens: 5, accepted, queued, first, last, ended, trace_id };
         answers.count(&answer, FinishReason::Length);
         answers.count(&Answer { tokens: 1, last: at(20), ..answer }, FinishReason::Stop);
         let ended = answers.ended.each_ref().map(|count| count.load(Relaxed));
         assert_eq!(FINISH_REASONS.into_iter().zip(ended).collect::<Vec<_>>(), [("stop", 1), ("length", 1)]);
-        let all = |histogram: &Histogram| (histogram.buckets().last().unwrap().1, histogram.sum());
+        let all = |histogram: &Histogram| (histogram.buckets().last().unwrap().count, histogram.sum());
         for (histogram, count, sum) in [
             (&answers.prompt_tokens, 2, 80.0),
             (&answers.tokens, 2, 6.0),
@@ -231,10 +279,17 @@ mod tests {
     #[test]
     fn buckets_are_cumulative_and_their_bounds_inclusive() {
         let histogram = Histogram::new(&[1.0, 2.0]);
-        for value in [0.5, 1.0, 1.5, 2.0, 9.0, -1.0] {
-            histogram.observe(value);
+        for (id, value) in (0..).zip([0.5, 1.0, 1.5, 2.0, -1.0]) {
+            histogram.observe(value, [id; 16]);
         }
-        assert_eq!(histogram.buckets(), [(1.0, 3), (2.0, 5), (f64::INFINITY, 6)]);
+        let of = |id, value| Some(Exemplar { trace_id: [id; 16], value });
+        let buckets = |counts: [u64; 3], exemplars: [Option<Exemplar>; 3]| {
+            let bounds = [1.0, 2.0, f64::INFINITY].into_iter().zip(counts).zip(exemplars);
+            bounds.map(|((bound, count), exemplar)| Bucket { bound, count, exemplar }).collect::<Vec<_>>()
+        };
+        assert_eq!(histogram.buckets(), buckets([3, 5, 5], [of(4, -1.0), of(3, 2.0), None]), "the last of each bucket");
+        histogram.observe(9.0, [5; 16]);
+        assert_eq!(histogram.buckets(), buckets([3, 5, 6], [of(4, -1.0), of(3, 2.0), of(5, 9.0)]));
         assert!((histogram.sum() - 14.0).abs() < 1e-6);
     }
 }

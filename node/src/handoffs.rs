@@ -28,7 +28,7 @@ pub struct Handoffs {
     pub redelivered: AtomicU64,
     /// Calls that ended because no other ticket came in time after a failed hand-off.
     pub not_redelivered: AtomicU64,
-    /// Of the links to receivers, as estimated; 0 before the first receipt.
+    /// Of the links to receivers, as measured; 0 before a receipt said something of them.
     pub link_bytes_per_second: AtomicU64,
     undelivered: [AtomicU64; OUTCOMES.len()],
 }
@@ -51,7 +51,7 @@ impl Handoffs {
         self.exposed_ns.fetch_add(ns(exposed), Relaxed);
     }
 
-    /// A receipt changed the estimate.
+    /// A receipt said something of the links.
     pub fn set_link_speed(&self, bytes_per_second: f64) {
         self.link_bytes_per_second.store(bytes_per_second as u64, Relaxed);
     }

@@ -251,6 +251,7 @@ impl Node {
             running_tokens: load.running_tokens as u64,
             cached_blocks: count(load.cached_blocks),
             step_cost: Some(step_cost(load.step_cost)),
+            preemptions: self.figures.preemptions.load(Ordering::Relaxed) + load.preemptions,
         }
     }
 }

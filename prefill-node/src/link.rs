@@ -33,9 +33,14 @@ impl LinkSpeed {
         };
     }
 
-    /// Bytes a second.
+    /// Bytes a second; before the first sample a guess.
     pub fn bytes_per_second(&self) -> f64 {
         self.measured.unwrap_or(PRIOR_BYTES_PER_SECOND)
+    }
+
+    /// The same without the guess.
+    pub fn measured(&self) -> Option<f64> {
+        self.measured
     }
 }
 
@@ -70,6 +75,12 @@ mod tests {
 
     #[test]
     fn little_says_nothing() {
-        assert_eq!(after(&[(1000, SECOND, SECOND), (1 << 30, Duration::ZERO, Duration::ZERO)]), PRIOR_BYTES_PER_SECOND);
+        let mut speed = LinkSpeed::default();
+        for (bytes, elapsed) in [(1000, SECOND), (1 << 30, Duration::ZERO)] {
+            speed.observe(bytes, elapsed, elapsed);
+        }
+        assert_eq!((speed.bytes_per_second(), speed.measured()), (PRIOR_BYTES_PER_SECOND, None), "a guess stays one");
+        speed.observe(100_000_000, SECOND, SECOND);
+        assert_eq!(speed.measured(), Some(1e8));
     }
 }

@@ -34,6 +34,22 @@ pub enum ErrorKind {
     Internal,
 }
 
+/// All of them, in their order, for metrics.
+pub const ERROR_KINDS: [ErrorKind; 12] = [
+    ErrorKind::InvalidArgument,
+    ErrorKind::NotFound,
+    ErrorKind::Overloaded,
+    ErrorKind::Unavailable,
+    ErrorKind::Aborted,
+    ErrorKind::DeadlineExceeded,
+    ErrorKind::Cancelled,
+    ErrorKind::Unauthenticated,
+    ErrorKind::Incompatible,
+    ErrorKind::DeclaredDead,
+    ErrorKind::Corrupt,
+    ErrorKind::Internal,
+];
+
 /// An error that a client or another process sees. `message` says what happened, to what, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]

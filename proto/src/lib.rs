@@ -31,7 +31,7 @@ pub mod v1 {
 
 use std::time::Duration;
 
-pub use error::{Error, ErrorKind};
+pub use error::{ERROR_KINDS, Error, ErrorKind};
 pub use hash::SequenceHash;
 pub use ids::{HandoffId, Incarnation};
 pub use trace::TraceContext;

@@ -264,6 +264,8 @@ pub struct Totals {
     pub block_tokens: u32,
     /// Nodes that were declared dead so far, by [`Death`].
     pub deaths: [u64; DEATHS.len()],
+    /// Sequences and prompts that nodes have taken blocks from since they joined, whether or not they are still here.
+    pub preemptions: u64,
 }
 
 /// Why a node was declared dead.

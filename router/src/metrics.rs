@@ -8,8 +8,8 @@ mod ports;
 mod vllm;
 
 use std::fmt::Write;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use prometheus_client::encoding::text::encode;
@@ -21,18 +21,18 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tandem_ports::Occupancy;
 use tandem_proto::trace::hex;
-use tandem_proto::{Error, ErrorKind, TraceContext, v1};
+use tandem_proto::{ERROR_KINDS, Error, ErrorKind, TraceContext, v1};
 
 use crate::admission::{Counts, Reason};
 use crate::flow::pace::Arrivals;
-use crate::flow::record::Record;
-use crate::flow::replan::{Bound, Failure};
+use crate::flow::record::{OBJECTIVES, Record};
+use crate::flow::replan::{BOUNDS, Bound, CAUSES, Failure};
 use crate::flow::timeline::Phase;
 use crate::index::IndexTotals;
 use crate::intake::Load;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, DEATHS, Totals};
-use crate::select::{Plan, Role};
+use crate::select::{PLANS, Plan, Role};
 use admission::AdmissionMetrics;
 use ports::PortMetrics;
 use vllm::Vllm;
@@ -44,6 +44,7 @@ const SECONDS: [f64; 18] =
 const ERROR_MS: [f64; 15] = [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4];
 /// The same, as a share of what it was.
 const ERROR_RATIO: [f64; 12] = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0];
+const ROLES: [Role; 2] = [Role::Prefill, Role::Decode];
 const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -68,6 +69,28 @@ struct Replanned {
 struct Planned {
     plan: &'static str,
 }
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Answered {
+    objectives: &'static str,
+}
+
+/// As nodes have it, too.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct HandedOff {
+    state: &'static str,
+}
+
+const VERIFIED: HandedOff = HandedOff { state: "verified" };
+const ABORTED: HandedOff = HandedOff { state: "aborted" };
+
+/// As nodes have it, too.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Moved {
+    direction: &'static str,
+}
+
+const RECEIVED: Moved = Moved { direction: "received" };
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Exhausted {
@@ -120,6 +143,8 @@ pub struct Metrics {
     admission: AdmissionMetrics,
     ports: PortMetrics,
     vllm: Vllm,
+    /// What is looked at is set and written by one scraper after the other: some of it is cleared first.
+    scraping: Arc<Mutex<()>>,
 }
 
 #[derive(Clone)]
@@ -129,10 +154,12 @@ struct Own {
     itl: Traced,
     e2e: Traced,
     queue: Traced,
+    route: Traced,
+    answers: Family<Answered, Counter>,
     handoff_gap: Traced,
     transfer_exposed: Traced,
-    handoffs: Counter,
-    kv_bytes: Counter,
+    handoffs: Family<HandedOff, Counter>,
+    kv_bytes: Family<Moved, Counter>,
     inflight: Gauge,
     queued: Gauge,
     nodes: Family<NodeRole, Gauge>,
@@ -193,9 +220,9 @@ impl Metrics {
         let registered = registry.sub_registry_with_labels(who.into_iter());
         let (own, admission) = (Own::register(registered), AdmissionMetrics::register(registered));
         let ports = PortMetrics::register(registered);
-        let vllm =
-            Vllm::register(registry.sub_registry_with_label(("model_name".into(), model_name.to_owned().into())));
-        Self { registry: Arc::new(registry), own, admission, ports, vllm }
+        let model = ("model_name".into(), model_name.to_owned().into());
+        let vllm = Vllm::register(registered.sub_registry_with_label(model));
+        Self { registry: Arc::new(registry), own, admission, ports, vllm, scraping: Arc::default() }
     }
 
     /// A request that was refused before it started.
@@ -233,8 +260,8 @@ impl Metrics {
 
     /// Decode has verified it.
     pub fn handed_off(&self, kv: &v1::Verified, tokens: u64, trace: TraceContext) {
-        self.own.handoffs.inc();
-        self.own.kv_bytes.inc_by(kv.bytes);
+        self.own.handoffs.get_or_create(&VERIFIED).inc();
+        self.own.kv_bytes.get_or_create(&RECEIVED).inc_by(kv.bytes);
         self.vllm.cache.handed_off(kv, tokens, Exemplar::of(trace));
     }
 
@@ -243,9 +270,16 @@ impl Metrics {
         self.own.plans.get_or_create(&Planned { plan: plan.as_str() }).inc();
     }
 
+    /// An attempt of a request failed, whatever comes after it.
+    pub fn failed(&self, failure: &Failure) {
+        if failure.of_handoff() {
+            self.own.handoffs.get_or_create(&ABORTED).inc();
+            self.vllm.cache.handoff_failed();
+        }
+    }
+
     /// A request goes on with other nodes after this failure.
     pub fn replanned(&self, failure: &Failure) {
-        self.vllm.cache.failed(failure);
         let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
         self.own.replans.get_or_create(&of).inc();
     }
@@ -268,6 +302,7 @@ impl Metrics {
 
     /// The content type and the text for a scraper with this `Accept` header.
     pub fn text(&self, accept: Option<&str>, seen: &Seen) -> (&'static str, String) {
+        let _scraping = self.scraping.lock().unwrap_or_else(PoisonError::into_inner);
         self.own.set(seen);
         self.admission.set(seen);
         self.ports.set(&seen.ports);
@@ -293,10 +328,12 @@ impl Own {
             itl: Traced::new(SECONDS.into_iter()),
             e2e: Traced::new(SECONDS.into_iter()),
             queue: Traced::new(SECONDS.into_iter()),
+            route: Traced::new(SECONDS.into_iter()),
+            answers: Family::default(),
             handoff_gap: Traced::new(SECONDS.into_iter()),
             transfer_exposed: Traced::new(SECONDS.into_iter()),
-            handoffs: Counter::default(),
-            kv_bytes: Counter::default(),
+            handoffs: Family::default(),
+            kv_bytes: Family::default(),
             inflight: Gauge::default(),
             queued: Gauge::default(),
             nodes: Family::default(),
@@ -320,14 +357,16 @@ impl Own {
         registry.register("tandem_itl_seconds", "Between two tokens of one answer", own.itl.clone());
         registry.register("tandem_e2e_seconds", "Request accepted to answer complete", own.e2e.clone());
         registry.register("tandem_queue_seconds", "Waiting for admission", own.queue.clone());
+        registry.register("tandem_route_seconds", "Choosing nodes and sending them the request", own.route.clone());
+        registry.register("tandem_answers", "Whole answers by the latency objectives they kept", own.answers.clone());
         registry.register("tandem_handoff_gap_seconds", "First to second token", own.handoff_gap.clone());
         registry.register(
             "tandem_transfer_exposed_seconds",
             "First token to verified KV",
             own.transfer_exposed.clone(),
         );
-        registry.register("tandem_handoffs", "Hand-offs that decode verified", own.handoffs.clone());
-        registry.register("tandem_kv_bytes", "KV bytes handed off", own.kv_bytes.clone());
+        registry.register("tandem_handoffs", "KV hand-offs, by what became of them", own.handoffs.clone());
+        registry.register("tandem_kv_bytes", "KV bytes moved: what decode nodes verified", own.kv_bytes.clone());
         registry.register("tandem_inflight_requests", "Requests that run", own.inflight.clone());
         registry.register("tandem_queued_requests", "Requests that wait for admission", own.queued.clone());
         registry.register("tandem_nodes", "Registered nodes", own.nodes.clone());
@@ -365,7 +404,36 @@ impl Own {
         registry.register("tandem_index_blocks", "KV blocks known to be cached somewhere", own.index_blocks.clone());
         registry.register("tandem_index_evicted", "Blocks forgotten by the full index", own.index_evicted.clone());
         registry.register("tandem_index_gaps", "Gaps in nodes' streams of cache events", own.index_gaps.clone());
+        own.begin();
         own
+    }
+
+    /// Every series that can be known is there from the start: a counter that appears at its first event has no rate
+    /// for it, and an alert does not see it.
+    fn begin(&self) {
+        for outcome in ERROR_KINDS.into_iter().map(outcome).chain(["ok"]) {
+            let _ = self.requests.get_or_create(&Outcome { outcome });
+        }
+        for objectives in OBJECTIVES {
+            let _ = self.answers.get_or_create(&Answered { objectives: objectives.as_str() });
+        }
+        for state in [VERIFIED, ABORTED] {
+            let _ = self.handoffs.get_or_create(&state);
+        }
+        let _ = self.kv_bytes.get_or_create(&RECEIVED);
+        for plan in PLANS {
+            let of = Planned { plan: plan.as_str() };
+            let _ = self.plans.get_or_create(&of);
+            let _ = self.prediction_error_ms.get_or_create(&of);
+            let _ = self.prediction_error_ratio.get_or_create(&of);
+        }
+        for (node_role, cause) in ROLES.into_iter().flat_map(|role| CAUSES.map(|cause| (role.as_str(), cause.as_str())))
+        {
+            let _ = self.replans.get_or_create(&Replanned { node_role, cause });
+        }
+        for bound in BOUNDS {
+            let _ = self.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() });
+        }
     }
 
     fn observe(&self, record: &Record, arrivals: &Arrivals, complete: bool) {
@@ -373,6 +441,9 @@ impl Own {
         let note = |histogram: &Traced, value: f64| histogram.observe(value, Some(trace), None);
         if record.timeline.end_of(Phase::Queue).is_some() {
             note(&self.queue, seconds(record.timeline.length(Phase::Queue)));
+        }
+        if record.timeline.end_of(Phase::Route).is_some() {
+            note(&self.route, seconds(record.timeline.length(Phase::Route)));
         }
         if let Some(ttft) = record.ttft() {
             note(&self.ttft, seconds(ttft));
@@ -392,6 +463,7 @@ impl Own {
             note(&self.transfer_exposed, seconds(record.timeline.length(Phase::Transfer)));
         }
         if complete {
+            self.answers.get_or_create(&Answered { objectives: record.objectives().as_str() }).inc();
             note(&self.e2e, seconds(record.e2e()));
         }
     }
@@ -416,7 +488,7 @@ impl Own {
                 Circuit::Open => 2,
             });
         }
-        for role in [Role::Prefill, Role::Decode] {
+        for role in ROLES {
             let counter = self.breaker_opened.get_or_create(&NodeRole { node_role: role.as_str() });
             counter.inner().store(breakers.opened[role as usize], Ordering::Relaxed);
         }
@@ -513,7 +585,7 @@ mod tests {
             "tandem_requests_total{role=\"router\",instance=\"r0\",outcome=\"overloaded\"} 1",
             "tandem_nodes{role=\"router\",instance=\"r0\",node_role=\"decode\"} 0",
             "# HELP vllm:prompt_tokens_total Prompt tokens processed.",
-            "vllm:prompt_tokens_total{model_name=\"m\"} 0",
+            "vllm:prompt_tokens_total{role=\"router\",instance=\"r0\",model_name=\"m\"} 0",
             "# TYPE tandem_spans_dropped_total counter",
             "# TYPE tandem_ttft_seconds histogram",
             "tandem_breaker_state{role=\"router\",instance=\"r0\",node_role=\"decode\",node_instance=\"d0\"} 2",
@@ -535,6 +607,32 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line}\n{text}");
         }
         assert!(!text.contains("# EOF") && !text.contains("trace_id"));
+    }
+
+    #[test]
+    fn what_has_not_happened_yet_is_zero() {
+        let text = Metrics::new("m", "r0").text(None, &Seen::default()).1;
+        for series in [
+            "tandem_requests_total{role=\"router\",instance=\"r0\",outcome=\"corrupt\"}",
+            "tandem_requests_total{role=\"router\",instance=\"r0\",outcome=\"ok\"}",
+            "tandem_answers_total{role=\"router\",instance=\"r0\",objectives=\"met\"}",
+            "tandem_answers_total{role=\"router\",instance=\"r0\",objectives=\"both_missed\"}",
+            "tandem_handoffs_total{role=\"router\",instance=\"r0\",state=\"verified\"}",
+            "tandem_handoffs_total{role=\"router\",instance=\"r0\",state=\"aborted\"}",
+            "tandem_kv_bytes_total{role=\"router\",instance=\"r0\",direction=\"received\"}",
+            "tandem_plans_total{role=\"router\",instance=\"r0\",plan=\"local\"}",
+            "tandem_prediction_error_ms_count{role=\"router\",instance=\"r0\",plan=\"pair\"}",
+            "tandem_replans_total{role=\"router\",instance=\"r0\",node_role=\"decode\",cause=\"died\"}",
+            "tandem_replan_exhausted_total{role=\"router\",instance=\"r0\",bound=\"attempts\"}",
+            "tandem_node_deaths_total{role=\"router\",instance=\"r0\",reason=\"silent\"}",
+            "tandem_breaker_opened_total{role=\"router\",instance=\"r0\",node_role=\"prefill\"}",
+            "tandem_refused_total{role=\"router\",instance=\"r0\",reason=\"draining\"}",
+            "tandem_queue_wait_seconds_count{role=\"router\",instance=\"r0\",priority=\"0\"}",
+            "tandem_route_seconds_count{role=\"router\",instance=\"r0\"}",
+            "vllm:request_success_total{role=\"router\",instance=\"r0\",model_name=\"m\",finished_reason=\"stop\"}",
+        ] {
+            assert!(text.lines().any(|found| found == format!("{series} 0")), "{series}\n{text}");
+        }
     }
 
     #[test]

@@ -208,6 +208,9 @@ pub enum Plan {
     Local,
 }
 
+/// All of them, for metrics.
+pub const PLANS: [Plan; 2] = [Plan::Pair, Plan::Local];
+
 impl Plan {
     /// For labels and spans.
     pub fn as_str(self) -> &'static str {

@@ -91,7 +91,9 @@ struct Cluster<'a> {
     /// The router is the first one.
     members: Vec<Member>,
     /// For nodes that are started again, too.
-    _lending: Option<LendingFile>,
+    lending: Option<LendingFile>,
+    /// Whether nodes are in each other's way on the same cores.
+    crowded: bool,
 }
 
 impl<'a> Cluster<'a> {
@@ -119,13 +121,13 @@ impl<'a> Cluster<'a> {
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members, _lending: lending };
-        cluster.healthy().await?;
+        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members, lending, crowded: false };
+        cluster.crowded = nodes_crowd(&cluster.healthy().await?);
         Ok(cluster)
     }
 
-    /// Waits until the router can serve, or a child dies.
-    async fn healthy(&mut self) -> anyhow::Result<()> {
+    /// Waits until the router can serve, or a child dies. Returns what the router has of its nodes.
+    async fn healthy(&mut self) -> anyhow::Result<serde_json::Value> {
         let deadline = Instant::now() + self.config.start_timeout;
         let (http, nodes) = (self.http.clone(), self.members.len() - 1);
         let healthy = timeout_at(deadline, wait_for_health(&http, nodes));
@@ -157,6 +159,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
+        self.tell_of_local_prompts();
         print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
     }
 
@@ -173,6 +176,19 @@ impl<'a> Cluster<'a> {
             );
         }
         Ok(())
+    }
+
+    /// A newcomer looks for a hand-off, and finds none.
+    fn tell_of_local_prompts(&self) {
+        let nodes = self.members.iter().skip(1).map(|node| node.recipe.name.as_str());
+        let pairs =
+            nodes.clone().any(|name| name.starts_with("prefill")) && local_prefill(&self.config.router_args) == "auto";
+        if pairs && (self.crowded || self.lending.is_some()) {
+            say!(
+                "tandem: note: the nodes share this machine's cores, so most prompts are computed where they are decoded \
+                 (--local-prefill auto); to see a hand-off: tandem up --router-arg=--local-prefill=never, then `tandem trace last`"
+            );
+        }
     }
 
     /// Reports deaths, and mends them if that is wanted. Returns only with an error.
@@ -247,19 +263,43 @@ async fn next_death(members: &mut [Member]) -> (usize, String) {
     (index, status.map_or_else(|error| error.to_string(), |status| status.to_string()))
 }
 
-/// /health must say 200 and /debug/cluster list all nodes.
-async fn wait_for_health(http: &str, nodes: usize) {
+/// /health must say 200 and /debug/cluster list all nodes. Returns that list.
+async fn wait_for_health(http: &str, nodes: usize) -> serde_json::Value {
     let client = reqwest::Client::new();
-    let serves = async || -> Option<bool> {
+    let serves = async || -> Option<serde_json::Value> {
         let health = client.get(format!("{http}/health")).send().await.ok()?;
         let cluster = client.get(format!("{http}/debug/cluster")).send().await.ok()?;
-        let cluster: serde_json::Value = cluster.json().await.ok()?;
-        let registered = cluster.get("nodes").unwrap_or(&cluster).as_array()?.len();
-        Some(health.status().is_success() && registered >= nodes)
+        let mut cluster: serde_json::Value = cluster.json().await.ok()?;
+        let registered = cluster["nodes"].take();
+        (health.status().is_success() && registered.as_array()?.len() >= nodes).then_some(registered)
     };
-    while !pin!(serves()).await.unwrap_or(false) {
+    loop {
+        if let Some(registered) = pin!(serves()).await {
+            return registered;
+        }
         sleep(HEALTH_INTERVAL).await;
     }
+}
+
+/// Whether two of the nodes that the router lists have the same cores, and together more threads than these.
+fn nodes_crowd(nodes: &serde_json::Value) -> bool {
+    let processors: Vec<_> = nodes.as_array().into_iter().flatten().map(|node| &node["processor"]).collect();
+    let count = |processor: &serde_json::Value, what: &str| processor[what].as_u64().unwrap_or(0);
+    let crowded = |(at, a): (usize, &&serde_json::Value)| {
+        let same = |b: &&&serde_json::Value| a["id"].is_string() && a["id"] == b["id"];
+        processors[at + 1..].iter().any(|b| same(&b) && count(a, "threads") + count(b, "threads") > count(a, "cores"))
+    };
+    processors.iter().enumerate().any(crowded)
+}
+
+/// The router's `--local-prefill` among its flags, in either form.
+fn local_prefill(args: &[String]) -> &str {
+    let value = |(at, arg): (usize, &String)| match arg.strip_prefix("--local-prefill")? {
+        "" => Some(at + 1),
+        rest => rest.starts_with('=').then_some(at),
+    };
+    let found = args.iter().enumerate().filter_map(value).last().and_then(|at| args.get(at));
+    found.map_or("auto", |found| found.strip_prefix("--local-prefill=").unwrap_or(found))
 }
 
 /// The other binaries stand beside this one.
@@ -350,14 +390,15 @@ fn print_node(node: &Member) -> anyhow::Result<()> {
     if node.recipe.name == "router" {
         return Ok(());
     }
-    let (grpc, transport) = (node.ready.get("grpc")?, node.ready.get("transport")?);
+    let [grpc, admin, transport] = ["grpc", "admin", "transport"].map(|key| node.ready.get(key));
+    let (grpc, admin, transport) = (grpc?, admin?, transport?);
     let cpus = match node.recipe.cpus.as_slice() {
         [] => "any".to_owned(),
         cpus => cores::list(cpus),
     };
     let Recipe { name, .. } = &node.recipe;
     let pid = node.pid().unwrap_or(0);
-    print(&format!("node {name} grpc={grpc} transport={transport} cpus={cpus} pid={pid}\n"))
+    print(&format!("node {name} grpc={grpc} admin={admin} transport={transport} cpus={cpus} pid={pid}\n"))
 }
 
 fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {
@@ -382,6 +423,25 @@ fn bare(url: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nodes_crowd_that_have_more_threads_than_the_cores_they_share() {
+        let nodes = |threads: [u32; 2], ids: [&str; 2]| {
+            let node = |(threads, id)| serde_json::json!({ "processor": { "id": id, "cores": 4, "threads": threads } });
+            threads.into_iter().zip(ids).map(node).collect::<serde_json::Value>()
+        };
+        assert!(nodes_crowd(&nodes([4, 1], ["a", "a"])));
+        assert!(!nodes_crowd(&nodes([3, 1], ["a", "a"])) && !nodes_crowd(&nodes([4, 4], ["a", "b"])));
+        assert!(!nodes_crowd(&serde_json::json!([{ "processor": null }, { "processor": null }])), "nobody knows");
+    }
+
+    #[test]
+    fn the_routers_choice_is_found_in_either_form() {
+        let of = |args: &str| local_prefill(&args.split_whitespace().map(str::to_owned).collect::<Vec<_>>()).to_owned();
+        assert_eq!(of("--threads 1"), "auto");
+        assert_eq!(of("--local-prefill never"), "never");
+        assert_eq!(of("--local-prefill=never --local-prefill=auto"), "auto", "the last one");
+    }
 
     #[test]
     fn a_restarted_router_keeps_its_addresses() {

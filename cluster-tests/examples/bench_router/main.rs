@@ -4,12 +4,14 @@
 //! client that drives both nodes itself, over gRPC, as the router would (every prompt on the prefill node, in both).
 //! The other routers proxy an OpenAI server, which is our router with its nodes; what they add is measured against a
 //! client of that server. *A bare relay* is the direct way through a process that does nothing but pass bytes on: the
-//! least that any router can add on this machine. All take turns in one run. A round in which other guests took this
+//! least that any router can add on this machine. With `--compare-seen` two more routers of ours show what traces and
+//! logs cost ([`seen`]). All take turns in one run. A round in which other guests took this
 //! machine's processors counts for none of them.
 mod direct;
 mod load;
 mod peers;
 mod relay;
+mod seen;
 mod stolen;
 mod table;
 mod way;
@@ -21,6 +23,7 @@ use anyhow::ensure;
 use clap::Parser;
 use direct::Direct;
 use peers::Peer;
+use seen::Compared;
 use stolen::Stolen;
 use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::{Cluster, Options, Process};
@@ -53,6 +56,21 @@ struct Args {
     /// Flags for the router, such as `--threads 1`
     #[arg(long, default_value = "", allow_hyphen_values = true)]
     router_args: String,
+    /// Measure two more routers: one that logs nothing, and one that logs and exports its spans to a collector
+    #[arg(long)]
+    compare_seen: bool,
+    /// Further flags for the one that is seen, such as `--log-format json`
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
+    seen_args: String,
+    /// Further flags for the one that is not, which turn off what else can be
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
+    unseen_args: String,
+    /// Path on the HTTP port of the one that is seen, read all the time, as its page reads events
+    #[arg(long, value_name = "PATH")]
+    watch: Option<String>,
+    /// Take spans, and nothing else
+    #[arg(long, hide = true)]
+    collector: bool,
 }
 
 /// Rounds that are tried for one that counts.
@@ -84,6 +102,9 @@ async fn main() -> anyhow::Result<()> {
     if !args.relay.is_empty() {
         return relay::run(&args.relay).await;
     }
+    if args.collector {
+        return seen::collect().await;
+    }
     let cluster = Cluster::start(Options {
         simulated: true,
         node_args: words("--simulated-step-us 1000 --kv-blocks 8192 --max-num-seqs 256 --no-prefix-caching"),
@@ -99,7 +120,13 @@ async fn main() -> anyhow::Result<()> {
         None => Vec::new(),
     };
     let relay = relay::start(&cluster).await?;
-    let subjects = subjects(&cluster, &relay, &http, &model, &peers).await?;
+    let mut subjects = subjects(&cluster, &relay, &model, &peers).await?;
+    let compared = if args.compare_seen { Some(Compared::start(&cluster, &args).await?) } else { None };
+    if let Some(compared) = &compared {
+        for (names, router) in [(UNSEEN, &compared.unseen), (SEEN, &compared.seen)] {
+            subjects.extend(ours(names, router, &model).await?);
+        }
+    }
     let mut rounds = Vec::new();
     for number in 0..args.rounds * MOST_TRIES {
         if rounds.len() == args.rounds {
@@ -117,6 +144,10 @@ async fn main() -> anyhow::Result<()> {
     if args.streams > 0 {
         println!();
         table::streaming(&subjects, &rounds);
+    }
+    if compared.is_some() {
+        println!();
+        table::cost(&subjects, &rounds, [UNSEEN, SEEN]);
     }
     println!("\nMedians of {} rounds.", rounds.len());
     Ok(())
@@ -141,14 +172,7 @@ async fn round(subjects: &[Subject], args: &Args, number: usize) -> anyhow::Resu
     Ok(turns)
 }
 
-async fn subjects(
-    cluster: &Cluster,
-    relay: &Process,
-    http: &str,
-    model: &str,
-    peers: &[Peer],
-) -> anyhow::Result<Vec<Subject>> {
-    let router = Some(cluster.router.pid());
+async fn subjects(cluster: &Cluster, relay: &Process, model: &str, peers: &[Peer]) -> anyhow::Result<Vec<Subject>> {
     let over_http = |url: &str| Way::http(url, model);
     let nodes = [cluster.prefill.url("grpc"), cluster.decode.url("grpc")];
     let direct = Way::Direct(Direct::connect(cluster, nodes).await?);
@@ -156,9 +180,8 @@ async fn subjects(
     let mut subjects = vec![
         Subject { name: "direct", way: direct, router: None, without: None },
         Subject { name: "a bare relay", way: relayed, router: Some(relay.pid()), without: Some(0) },
-        Subject { name: "tandem, gRPC", way: Way::grpc(cluster).await?, router, without: Some(0) },
-        Subject { name: "tandem, HTTP", way: over_http(http)?, router, without: Some(0) },
     ];
+    subjects.extend(ours(["tandem, gRPC", "tandem, HTTP"], cluster, model).await?);
     // Our HTTP API, which they stand before.
     let without = Some(subjects.len() - 1);
     for peer in peers {
@@ -166,6 +189,20 @@ async fn subjects(
         subjects.push(Subject { name: peer.name, way, router: Some(peer.pid()), without });
     }
     Ok(subjects)
+}
+
+/// Names of the ways to the routers that are compared.
+const UNSEEN: [&str; 2] = ["tandem unseen, gRPC", "tandem unseen, HTTP"];
+const SEEN: [&str; 2] = ["tandem seen, gRPC", "tandem seen, HTTP"];
+
+/// Both ways to the router of `cluster`, by these names.
+async fn ours([grpc, http]: [&'static str; 2], cluster: &Cluster, model: &str) -> anyhow::Result<[Subject; 2]> {
+    let (router, without) = (Some(cluster.router.pid()), Some(0));
+    let over_http = Way::http(&cluster.router.url("http"), model)?;
+    Ok([
+        Subject { name: grpc, way: Way::grpc(cluster).await?, router, without },
+        Subject { name: http, way: over_http, router, without },
+    ])
 }
 
 async fn served_model(http: &str) -> anyhow::Result<String> {

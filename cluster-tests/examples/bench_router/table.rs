@@ -43,6 +43,42 @@ pub fn streaming(subjects: &[Subject], rounds: &[Vec<Turn>]) {
     }
 }
 
+/// What the second of each pair of ways costs beside the first, within each round.
+pub fn cost(subjects: &[Subject], rounds: &[Vec<Turn>], [without, with]: [[&str; 2]; 2]) {
+    println!(
+        "| with traces and logs, beside without | tokens per core, % | first token p50, µs | p99, µs | processor time for a request, µs |"
+    );
+    println!("|---|---|---|---|---|");
+    for (without, with) in without.into_iter().zip(with) {
+        let at = |name: &str| subjects.iter().position(|subject| subject.name == name);
+        let (Some(without), Some(with)) = (at(without), at(with)) else { continue };
+        let of = |figure: &dyn Fn(&Turn, &Turn) -> Option<f64>, digits: usize| {
+            let mut values: Vec<f64> =
+                rounds.iter().filter_map(|turns| figure(&turns[without], &turns[with])).collect();
+            values.sort_by(f64::total_cmp);
+            match (values.first(), values.last()) {
+                (Some(least), Some(most)) => {
+                    let middle = median(values.iter().copied());
+                    format!("{middle:+.digits$} ({least:+.digits$} to {most:+.digits$})")
+                }
+                _ => "–".to_owned(),
+            }
+        };
+        let more = |share: f64| {
+            of(&|off, on| Some((on.latencies.percentile(share) - off.latencies.percentile(share)) * 1e3), 0)
+        };
+        let per_core = |turn: &Turn| turn.streamed.as_ref().map(|streamed| streamed.tokens_per_cpu_second);
+        println!(
+            "| {} | {} | {} | {} | {} |",
+            subjects[with].name,
+            of(&|off, on| Some((per_core(on)? / per_core(off)? - 1.0) * 1e2), 1),
+            more(0.5),
+            more(0.99),
+            of(&|off, on| Some(on.latencies.processor_us? - off.latencies.processor_us?), 0),
+        );
+    }
+}
+
 fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);

@@ -125,5 +125,13 @@ async fn histograms_point_to_traces() -> anyhow::Result<()> {
     let request = reqwest::Client::new().get(format!("{}/metrics", cluster.decode.url("admin")));
     let text = request.header("accept", "application/openmetrics-text").send().await?.text().await?;
     assert!(text.contains("# TYPE vllm:request_success counter\n") && text.ends_with("# EOF\n"), "{text}");
+    for metric in [
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:nixl_xfer_time_seconds_bucket",
+    ] {
+        let points = text.lines().any(|line| line.starts_with(metric) && line.contains(&exemplar));
+        assert!(points, "{metric} of the decode node\n{text}");
+    }
     Ok(())
 }

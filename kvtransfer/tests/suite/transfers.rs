@@ -79,8 +79,8 @@ async fn one_by_one(pair: &Pair, handoff: HandOff, order: Vec<u32>) {
         }
         outgoing.seal(seal).await.expect("seal")
     };
-    let (_, received) = tokio::join!(send, handoff.incoming.verified(expected));
-    received.expect("verified");
+    let (receipt, received) = tokio::join!(send, handoff.incoming.verified(expected));
+    assert_eq!(received.expect("verified").descriptors, receipt.descriptors);
     for (a, b) in handoff.from.iter().zip(&handoff.to) {
         assert_eq!(block_bytes(&pair.from, *a), block_bytes(&pair.to, *b));
     }

@@ -3,7 +3,9 @@
 //! (<https://prometheus.io/docs/specs/om/open_metrics_spec/>). Knows no metric.
 use std::fmt::Write;
 
-use crate::figures::Histogram;
+use tandem_proto::trace::hex;
+
+use crate::figures::{Bucket, Exemplar, Histogram};
 
 /// How the metrics are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,19 +54,21 @@ impl Text {
     }
 
     pub fn sample(&mut self, labels: &[(&str, &str)], value: f64) {
-        self.sample_of("", labels, value);
+        self.sample_of("", labels, value, None);
     }
 
     pub fn histogram(&mut self, name: &'static str, help: &str, histogram: &Histogram) {
         self.family(name, "histogram", help);
         let buckets = histogram.buckets();
-        for (bound, count) in &buckets {
+        for Bucket { bound, count, exemplar } in &buckets {
             // With a point, as OpenMetrics wants it, and as the router writes it in both forms.
             let bound = if bound.is_finite() { format!("{bound:?}") } else { "+Inf".to_owned() };
-            self.sample_of("_bucket", &[("le", &bound)], *count as f64);
+            // Only there: a reader of the classic form takes it for garbage.
+            let exemplar = exemplar.filter(|_| self.form == Form::OpenMetrics);
+            self.sample_of("_bucket", &[("le", &bound)], *count as f64, exemplar);
         }
-        self.sample_of("_sum", &[], histogram.sum());
-        self.sample_of("_count", &[], buckets.last().map_or(0, |(_, all)| *all) as f64);
+        self.sample_of("_sum", &[], histogram.sum(), None);
+        self.sample_of("_count", &[], buckets.last().map_or(0, |all| all.count) as f64, None);
     }
 
     /// The whole text.
@@ -75,12 +79,16 @@ impl Text {
         self.out
     }
 
-    fn sample_of(&mut self, part: &str, labels: &[(&str, &str)], value: f64) {
+    fn sample_of(&mut self, part: &str, labels: &[(&str, &str)], value: f64, exemplar: Option<Exemplar>) {
         let common = if self.name.starts_with("vllm:") { &self.common[..] } else { &self.common[..2] };
         let common = common.iter().map(|(key, value)| (*key, value.as_str()));
         let labels: Vec<_> =
             common.chain(labels.iter().copied()).map(|(key, value)| format!("{key}=\"{}\"", escape(value))).collect();
-        let _ = writeln!(self.out, "{}{part}{{{}}} {value}", self.name, labels.join(","));
+        let _ = write!(self.out, "{}{part}{{{}}} {value}", self.name, labels.join(","));
+        if let Some(Exemplar { trace_id, value }) = exemplar {
+            let _ = write!(self.out, " # {{trace_id=\"{}\"}} {value}", hex(&trace_id));
+        }
+        self.out.push('\n');
     }
 }
 
@@ -98,6 +106,9 @@ mod tests {
         text.sample(&[("state", "free")], 3.0);
         text.family("vllm:request_success_total", "counter", "Answers.");
         text.sample(&[("finished_reason", "stop")], 2.0);
+        let histogram = Histogram::new(&[1.0]);
+        histogram.observe(0.5, [0xab; 16]);
+        text.histogram("tandem_x_seconds", "Times.", &histogram);
         text.finish()
     }
 
@@ -106,7 +117,12 @@ mod tests {
         let expected = "# HELP tandem_kv_blocks Blocks.\n# TYPE tandem_kv_blocks gauge\n\
             tandem_kv_blocks{role=\"decode\",instance=\"a\\\"b\",state=\"free\"} 3\n\
             # HELP vllm:request_success_total Answers.\n# TYPE vllm:request_success_total counter\n\
-            vllm:request_success_total{role=\"decode\",instance=\"a\\\"b\",model_name=\"m\",finished_reason=\"stop\"} 2\n";
+            vllm:request_success_total{role=\"decode\",instance=\"a\\\"b\",model_name=\"m\",finished_reason=\"stop\"} 2\n\
+            # HELP tandem_x_seconds Times.\n# TYPE tandem_x_seconds histogram\n\
+            tandem_x_seconds_bucket{role=\"decode\",instance=\"a\\\"b\",le=\"1.0\"} 1\n\
+            tandem_x_seconds_bucket{role=\"decode\",instance=\"a\\\"b\",le=\"+Inf\"} 1\n\
+            tandem_x_seconds_sum{role=\"decode\",instance=\"a\\\"b\"} 0.5\n\
+            tandem_x_seconds_count{role=\"decode\",instance=\"a\\\"b\"} 1\n";
         assert_eq!(written(Form::accepted(None)), expected);
         assert_eq!(Form::accepted(Some("*/*")).content_type(), "text/plain; version=0.0.4; charset=utf-8");
     }
@@ -117,6 +133,7 @@ mod tests {
         let text = written(form);
         assert!(form.content_type().starts_with("application/openmetrics-text"));
         assert!(text.contains("# TYPE vllm:request_success counter\nvllm:request_success_total{"), "{text}");
-        assert!(text.ends_with("} 2\n# EOF\n"), "{text}");
+        let exemplar = "le=\"1.0\"} 1 # {trace_id=\"abababababababababababababababab\"} 0.5\n";
+        assert!(text.contains(exemplar) && text.ends_with("} 1\n# EOF\n"), "{text}");
     }
 }

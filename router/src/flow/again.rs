@@ -38,6 +38,7 @@ impl Run {
     pub(super) async fn again(&mut self, mut attempt: Attempt, failure: Failure) -> Result<Attempt, Error> {
         let (now, phase) = (clock::now(), self.record.timeline.phase());
         let failure = failure.judged(now >= self.deadline);
+        self.shared.metrics.failed(&failure);
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
         let verdict = self.replan.failed(&failure, attempt.route.sessions(), now);
         let keep = attempt.route.sessions().0.filter(|_| attempt.keeps_prefill(&failure));

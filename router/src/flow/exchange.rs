@@ -320,6 +320,7 @@ pub(super) mod tests {
             span_id,
             held_blocks: 0,
             copying_ms: 1.0,
+            descriptors: 3,
         };
         decode(decode_event::Event::Verified(verified))
     }

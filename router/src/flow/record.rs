@@ -104,6 +104,35 @@ pub struct Replanned {
     pub nodes: Names,
 }
 
+/// Which objectives of latency (`--ttft-objective-ms`, `--tpot-objective-ms`) an answer kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Objectives {
+    /// All: it counts as goodput.
+    Met,
+    /// Its first token was late.
+    TtftMissed,
+    /// The others were, in the mean.
+    TpotMissed,
+    /// All of them.
+    BothMissed,
+}
+
+/// All of them, for metrics.
+pub const OBJECTIVES: [Objectives; 4] =
+    [Objectives::Met, Objectives::TtftMissed, Objectives::TpotMissed, Objectives::BothMissed];
+
+impl Objectives {
+    /// Label of metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Met => "met",
+            Self::TtftMissed => "ttft_missed",
+            Self::TpotMissed => "tpot_missed",
+            Self::BothMissed => "both_missed",
+        }
+    }
+}
+
 /// One request, as it ended.
 #[derive(Debug)]
 pub struct Record {
@@ -168,11 +197,21 @@ impl Record {
         self.pace.rhythm.map(|rhythm| rhythm.mean)
     }
 
-    /// Whether it took longer than the objectives by which its nodes were chosen. Such a trace is kept.
-    pub fn is_slow(&self) -> bool {
-        let Some(Chosen { choice, .. }) = &self.chosen else { return false };
+    /// Which of the objectives it kept by which its nodes were chosen. What did not take place took no time.
+    pub fn objectives(&self) -> Objectives {
+        let Some(Chosen { choice, .. }) = &self.chosen else { return Objectives::Met };
         let beyond = |took: Option<Duration>, objective_ms: f64| took.is_some_and(|took| ms(took) > objective_ms);
-        beyond(self.ttft(), choice.ttft_objective_ms) || beyond(self.tpot(), choice.tpot_objective_ms)
+        match (beyond(self.ttft(), choice.ttft_objective_ms), beyond(self.tpot(), choice.tpot_objective_ms)) {
+            (false, false) => Objectives::Met,
+            (true, false) => Objectives::TtftMissed,
+            (false, true) => Objectives::TpotMissed,
+            (true, true) => Objectives::BothMissed,
+        }
+    }
+
+    /// Whether it took longer than its objectives. Such a trace is kept.
+    pub fn is_slow(&self) -> bool {
+        self.objectives() != Objectives::Met
     }
 
     /// The nodes that had the request last.

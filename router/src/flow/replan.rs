@@ -37,6 +37,10 @@ pub enum Cause {
     Request,
 }
 
+/// All of them that another attempt may follow, for metrics.
+pub const CAUSES: [Cause; 7] =
+    [Cause::Died, Cause::Failed, Cause::Silent, Cause::Overloaded, Cause::Undelivered, Cause::Refused, Cause::Spent];
+
 impl Cause {
     /// Label of metrics and spans.
     pub fn as_str(self) -> &'static str {
@@ -108,6 +112,11 @@ impl Failure {
         Self { role: Role::Decode, cause: if refused { Cause::Refused } else { Cause::Undelivered }, error }
     }
 
+    /// Whether KV did not come from one node to the other, or was refused there.
+    pub fn of_handoff(&self) -> bool {
+        matches!(self.cause, Cause::Undelivered | Cause::Refused)
+    }
+
     /// The nodes that it speaks against. A dead node has no breaker any more, a full one is no broken one, and a
     /// client's error is nobody's. What may be the fault of either counts against both: the one that is well has
     /// successes too.
@@ -129,6 +138,9 @@ pub enum Bound {
     /// `--replan-ms`.
     Time,
 }
+
+/// All of them, for metrics.
+pub const BOUNDS: [Bound; 2] = [Bound::Attempts, Bound::Time];
 
 impl Bound {
     /// Label of metrics.

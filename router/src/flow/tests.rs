@@ -188,8 +188,9 @@ async fn what_was_predicted_stands_beside_what_came() {
     assert_eq!(root["attributes"]["tandem.predicted_ttft_ms"], 14.0);
     let metrics = cluster.service.metrics_text(None).1;
     for name in ["tandem_prediction_error_ms_count", "tandem_prediction_error_ratio_count"] {
-        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{metrics}"));
-        assert!(line.contains("plan=\"pair\"") && line.ends_with(" 1"), "{line}");
+        let of_pair = |line: &&str| line.starts_with(name) && line.contains("plan=\"pair\"");
+        let line = metrics.lines().find(of_pair).unwrap_or_else(|| panic!("{metrics}"));
+        assert!(line.ends_with(" 1"), "{line}");
     }
 }
 

@@ -119,8 +119,11 @@ impl Entry {
         }
     }
 
-    /// Takes a report: what was routed before it is in it.
-    pub fn report(&mut self, view: &mut NodeView, load: &v1::Load, now: Instant) {
+    /// Takes a report: what was routed before it is in it. Returns the preemptions since the one before; what was
+    /// before the first one is not this membership's.
+    pub fn report(&mut self, view: &mut NodeView, load: &v1::Load, now: Instant) -> u64 {
+        let before = if self.epoch == 0 { load.preemptions } else { self.load.preemptions };
+        let preempted = load.preemptions.saturating_sub(before);
         let free_blocks = load.free_blocks.min(self.node.info.total_blocks);
         self.load = v1::Load { free_blocks, ..*load };
         self.epoch += 1;
@@ -138,6 +141,7 @@ impl Entry {
         view.routed = Work::default();
         view.step_cost = StepCost::reported(load.step_cost.as_ref());
         self.backlog.reported(now, self.queued_ms(view));
+        preempted
     }
 
     /// How long the prompts take that the node reported.

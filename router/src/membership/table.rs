@@ -51,6 +51,8 @@ pub(super) struct Table {
     opened: [u64; 2],
     /// By [`Death`].
     deaths: [u64; DEATHS.len()],
+    /// Of all nodes there were, as far as they were reported.
+    preemptions: u64,
     /// Of the nodes in `entries`, by session.
     index: PrefixIndex,
     /// Silence after which a node is tried last.
@@ -73,6 +75,7 @@ impl Table {
             breakers,
             opened: [0; 2],
             deaths: [0; DEATHS.len()],
+            preemptions: 0,
             index,
         }
     }
@@ -181,7 +184,8 @@ impl Table {
 
     pub fn report(&mut self, session: u64, load: &v1::Load, now: Instant) {
         if let Some((entry, view)) = self.of(session) {
-            entry.report(view, load, now);
+            let preempted = entry.report(view, load, now);
+            self.preemptions += preempted;
         }
     }
 
@@ -427,6 +431,7 @@ impl Table {
 
     pub fn totals(&self) -> Totals {
         let none = Totals { block_tokens: self.block_tokens(), deaths: self.deaths, ..Totals::default() };
+        let none = Totals { preemptions: self.preemptions, ..none };
         self.entries.values().zip(&self.views).fold(none, |mut totals, (entry, view)| {
             let held = view.held.requests;
             let beyond = u64::from(held.saturating_sub(view.max_running));

@@ -445,6 +445,21 @@ fn verified_hand_offs_teach_the_speed_of_a_way() {
 }
 
 #[test]
+fn preemptions_are_counted_since_a_node_joined_and_stay_when_it_leaves() {
+    let (membership, now) = (membership(), Instant::now());
+    let report = |node: &Node, preemptions| {
+        membership.report(node.session, &v1::Load { preemptions, ..v1::Load::default() }, now);
+        membership.totals().preemptions
+    };
+    let [a, b] = ["d0", "d1"].map(|id| membership.register(register(id, v1::Role::Decode, 1), now).unwrap());
+    assert_eq!([report(&a, 7), report(&a, 9), report(&b, 0), report(&b, 3)], [0, 2, 2, 5]);
+    membership.leave(a.session, "gone");
+    assert_eq!(membership.totals().preemptions, 5);
+    let again = membership.register(register("d0", v1::Role::Decode, 2), now).unwrap();
+    assert_eq!([report(&again, 9), report(&again, 10)], [5, 6], "the same process");
+}
+
+#[test]
 fn nodes_of_one_kind_are_a_group_and_the_numbers_are_used_again() {
     let (membership, now) = (membership(), Instant::now());
     let mut lives = 0;

@@ -67,6 +67,7 @@ impl AdmissionMetrics {
         registry.register("tandem_intake_refused", refused, own.intake_refused.clone());
         let strangers = "Calls to join that were refused because they lack the cluster's join token";
         registry.register("tandem_strangers_refused", strangers, own.strangers.clone());
+        let _ = own.wait.get_or_create(&Level { priority: 0 });
         for reason in REASONS {
             let _ = own.refused.get_or_create(&Why { reason: reason.as_str() });
         }

@@ -91,6 +91,9 @@ impl Vllm {
         for (name, help, histogram) in histograms {
             registry.register(format!("vllm:{name}"), help, histogram.clone());
         }
+        for reason in [v1::FinishReason::Stop, v1::FinishReason::Length] {
+            let _ = vllm.success.get_or_create(&Finished { finished_reason: reason_text(reason) });
+        }
         vllm
     }
 

@@ -55,6 +55,9 @@ async fn tokens_of_other_caches_are_counted_when_they_are_asked_for_and_when_the
     told(&mut prefill).await;
     decode.fail(Status::data_loss("checksum of block 0")).await;
     assert!(read(stream).await.2.is_err());
+    let failed = "tandem_handoffs_total{role=\"router\",instance=\"router-test\",state=\"aborted\"}";
+    let failed = [failed, "vllm:nixl_num_failed_transfers_total{"].map(|series| value(&cluster.service, series));
+    assert_eq!(failed, [1.0, 1.0], "though no other attempt came after it");
     // Nobody is left to say how large blocks are.
     for node in [&cluster.prefill.node, &cluster.decode.node] {
         cluster.service.membership().leave(node.session, "gone");
@@ -79,20 +82,18 @@ async fn every_histogram_of_a_request_points_to_its_trace() {
         text.lines().any(|line| line.starts_with(&count) && !line.ends_with(" 0"))
     };
     let filled: Vec<&str> = histograms.filter(filled).collect();
-    assert!(filled.len() >= 18, "{filled:?}");
+    assert!(filled.len() >= 19, "{filled:?}");
     for name in filled {
         let bucket = format!("{name}_bucket");
         assert!(text.lines().any(|line| line.starts_with(&bucket) && line.contains(&exemplar)), "{name}\n{text}");
     }
 }
 
-/// Spans that went out of a request that nobody samples and that ends well, by objectives of these milliseconds. An
-/// exporter to nowhere counts what it was given, once it is shut down, as dropped.
-async fn exported(ttft_objective_ms: f64, tpot_objective_ms: f64) -> u64 {
-    let exporter = Exporter::start("tandem-router", "r0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+/// A request that nobody samples and that ends well, by objectives of these milliseconds.
+async fn answered(exporter: Exporter, [ttft_objective_ms, tpot_objective_ms]: [f64; 2]) -> Cluster {
     let local = LocalPrefill::Never;
     let choice = select::Settings { ttft_objective_ms, tpot_objective_ms, local, ..select::Settings::default() };
-    let service = fakes::router_telling(exporter.clone(), Limits::default(), choice);
+    let service = fakes::router_telling(exporter, Limits::default(), choice);
     let mut cluster = Cluster::of(service).await;
     let parent = TraceContext { trace_id: [3; 16], span_id: [4; 8], sampled: false };
     let stream = cluster.service.generate(GenerationRequest { parent: Some(parent), ..request() }).unwrap();
@@ -104,8 +105,32 @@ async fn exported(ttft_objective_ms: f64, tpot_objective_ms: f64) -> u64 {
     let span = node_span(&start.spec.unwrap().traceparent, "decode");
     decode.send(finished(Length, vec![span, stranger])).await;
     assert!(read(stream).await.2.is_ok());
+    cluster
+}
+
+/// Spans that went out of it. An exporter to nowhere counts what it was given, once it is shut down, as dropped.
+async fn exported(ttft_objective_ms: f64, tpot_objective_ms: f64) -> u64 {
+    let exporter = Exporter::start("tandem-router", "r0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+    answered(exporter.clone(), [ttft_objective_ms, tpot_objective_ms]).await;
     exporter.shutdown().await;
     exporter.dropped()
+}
+
+#[tokio::test]
+async fn an_answer_counts_by_the_objectives_that_it_kept() {
+    for (objectives, expected) in
+        [([3e6, 3e6], "met"), ([0.0, 3e6], "ttft_missed"), ([3e6, 0.0], "tpot_missed"), ([0.0, 0.0], "both_missed")]
+    {
+        let cluster = answered(Exporter::start("tandem-router", "r0", None).unwrap(), objectives).await;
+        let counted = |of: &str| {
+            let series =
+                format!("tandem_answers_total{{role=\"router\",instance=\"router-test\",objectives=\"{of}\"}}");
+            value(&cluster.service, &series)
+        };
+        for of in ["met", "ttft_missed", "tpot_missed", "both_missed"] {
+            assert_eq!(counted(of), f64::from(u8::from(of == expected)), "{of} of {objectives:?}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

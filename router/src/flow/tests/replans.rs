@@ -6,11 +6,11 @@ use crate::api::Service;
 
 const SOON: Duration = Duration::from_secs(10);
 
-/// What `/metrics` says of the one series whose line contains all of `parts`.
+/// What `/metrics` says of the series whose lines contain all of `parts`, in sum.
 pub fn metric(service: &Service, parts: &[&str]) -> u64 {
     let text = service.metrics_text(None).1;
-    let line = text.lines().find(|line| !line.starts_with('#') && parts.iter().all(|part| line.contains(part)));
-    line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
+    let lines = text.lines().filter(|line| !line.starts_with('#') && parts.iter().all(|part| line.contains(part)));
+    lines.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok()).sum()
 }
 
 pub async fn until(what: &str, holds: impl Fn() -> bool) {
@@ -185,7 +185,7 @@ async fn a_decode_that_dies_after_tokens_is_replaced_and_no_token_is_lost_or_dou
     let Ok(GenerationEvent::Finish { usage, .. }) = &end else { panic!("{end:?}") };
     assert_eq!((usage.prompt, usage.completion), (20, 5));
     check_replanned(&cluster, end, "died", ["p0", "d1"]);
-    assert_eq!(metric(&cluster.service, &["tandem_handoffs_total"]), 2);
+    assert_eq!(metric(&cluster.service, &["tandem_handoffs_total", "state=\"verified\""]), 2);
 }
 
 #[tokio::test]

@@ -1,0 +1,122 @@
+"""What programs export, out of the text of their /metrics, and the table of it in docs/metrics.md. Asks nobody."""
+
+import dataclasses
+import pathlib
+import re
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+TABLE, GUIDE = DOCS / "metrics.md", DOCS / "observability.md"
+ROLES = ("router", "prefill", "decode")
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Of every series; Prometheus adds `job`.
+COMMON = {"role", "instance"}
+# Labels whose values are others in each cluster.
+FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
+# Where a series begins when somebody waits: no label is seen before.
+MADE = {"tandem_queue_depth": "tenant"}
+# Of samples whose names end so; everything else has no unit but what its meaning says.
+UNITS = {
+    "_seconds": "s",
+    "_ms": "ms",
+    "_bytes": "bytes",
+    "_bytes_per_second": "bytes/s",
+    "_ratio": "ratio",
+    "_perc": "ratio",
+    "_bytes_transferred": "bytes",
+    "_tokens": "tokens",
+    "_blocks": "blocks",
+}
+
+
+@dataclasses.dataclass
+class Metric:
+    """One family: its samples are named as it is, or with one of the endings of a histogram."""
+
+    kind: str
+    help: str
+    roles: set = dataclasses.field(default_factory=set)
+    labels: dict = dataclasses.field(default_factory=dict)
+
+    def samples(self, name):
+        return [name + part for part in ("_bucket", "_sum", "_count")] if self.kind == "histogram" else [name]
+
+
+def read(text, role, into):
+    """Adds the families of one program's classic text."""
+    helps, kinds = {}, {}
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            _, _, name, words = line.split(" ", 3)
+            helps[name] = words.rstrip(".")
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ", 3)
+            kinds[name] = kind
+    for name, kind in kinds.items():
+        metric = into.setdefault(name, Metric(kind, helps[name]))
+        metric.roles.add(role)
+        if name in MADE:
+            metric.labels.setdefault(MADE[name], set())
+        if metric.kind != kind:
+            raise ValueError(f"{name} is a {kind} of {role}, and a {metric.kind} elsewhere")
+        if role == "router":
+            # Where several have it, the whole is the router's to describe.
+            metric.help = helps[name]
+    for line in text.splitlines():
+        found = SAMPLE.match(line)
+        if not found or line.startswith("#"):
+            continue
+        name = found[1]
+        family = name if name in kinds else re.sub("_(bucket|sum|count)$", "", name)
+        for label, value in LABEL.findall(found[2] or ""):
+            if label not in COMMON:
+                into[family].labels.setdefault(label, set()).add(value)
+
+
+def unit(name, kind):
+    stem = name.removesuffix("_total")
+    endings = [ending for ending in UNITS if stem.endswith(ending)]
+    if not endings:
+        return "1" if kind != "gauge" or "info" not in name else ""
+    return UNITS[max(endings, key=len)]
+
+
+def row(name, metric):
+    labels = []
+    for label, values in sorted(metric.labels.items()):
+        if label == "le":
+            continue
+        known = "" if label in FREE else "=" + ", ".join(sorted(values))
+        labels.append(f"`{label}{known}`")
+    roles = ", ".join(role for role in ROLES if role in metric.roles)
+    cells = [
+        f"`{name}`",
+        metric.kind,
+        unit(name, metric.kind),
+        roles,
+        " ".join(labels),
+        metric.help.replace("|", "\\|"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = """\
+# Metrics
+
+Every metric that the programs export. Written by `deploy/observability/check.py --write`, out of their
+own `/metrics`; `make test-observability` fails when it is not up to date. How to scrape them, the
+dashboards and the alerts: [observability.md](observability.md).
+
+Each series also has `role` and `instance`, the program's own. A histogram `x` has the samples
+`x_bucket`, `x_sum` and `x_count`; in OpenMetrics its buckets point to traces. Names that begin with
+`vllm:` mean what they mean in vLLM, and public dashboards read them.
+"""
+COLUMNS = "| name | type | unit | from | labels | meaning |\n|---|---|---|---|---|---|"
+
+
+def table(metrics):
+    def rows(prefix):
+        return "\n".join(row(name, metrics[name]) for name in sorted(metrics) if name.startswith(prefix))
+
+    own, vllm = rows("tandem_"), rows("vllm:")
+    return f"{HEAD}\n## Tandem's own\n\n{COLUMNS}\n{own}\n\n## vLLM's names\n\n{COLUMNS}\n{vllm}\n"
