@@ -86,6 +86,8 @@ struct Cluster<'a> {
     wrappers: Wrappers,
     http: String,
     grpc: String,
+    /// Where the router shows its live page: at the admin port, or HTTP's.
+    page: String,
     /// Where nodes join: gRPC's port, or one of their own.
     join: String,
     /// The router is the first one.
@@ -110,6 +112,7 @@ impl<'a> Cluster<'a> {
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
         let router = launch(router_recipe(config, join_token, &programs)).await?;
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
+        let page = router.ready.get("admin").map_or_else(|_| http.clone(), with_scheme);
         let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
         let token = join_token_args(join_token);
         let mut nodes = node_recipes(config, wrappers, &programs, &join, &token);
@@ -119,7 +122,7 @@ impl<'a> Cluster<'a> {
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members, _lending: lending };
+        let mut cluster = Self { config, join_token, wrappers, http, grpc, page, join, members, _lending: lending };
         cluster.healthy().await?;
         Ok(cluster)
     }
@@ -145,6 +148,7 @@ impl<'a> Cluster<'a> {
         State {
             http: self.http.clone(),
             grpc: self.grpc.clone(),
+            page: self.page.clone(),
             pid: std::process::id(),
             processes: processes.collect(),
             logs: self.config.logs.clone(),
@@ -157,6 +161,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
+        say!("tandem: the cluster as it is now: {}/ in a browser, or `tandem top`", self.page);
         print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
     }
 
@@ -189,6 +194,7 @@ impl<'a> Cluster<'a> {
                         set_flag(&mut recipe.args, "--http", bare(&self.http));
                         set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
                         set_flag(&mut recipe.args, "--nodes", bare(&self.join));
+                        set_flag(&mut recipe.args, "--admin", bare(&self.page));
                     }
                     self.members[index] = self.restart(&recipe).await?;
                     state::write(&self.config.state, &self.state())?;
