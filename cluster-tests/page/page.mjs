@@ -1,10 +1,12 @@
-// node page.mjs URL STATE [PICTURES]: what a person does with the live page, against a real cluster.
+// node page.mjs URL TANDEM STATE [PICTURES]: what a person does with the live page, and with `tandem top` (top.py), against a
+// real cluster.
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 import { readFileSync } from "node:fs";
 
 import { browser, complete, say, tab, words } from "./browser.mjs";
 
-const [url, state, pictures] = process.argv.slice(2);
+const [url, tandem, state, pictures] = process.argv.slice(2);
 const chromium = await browser();
 try {
   const { page, errors, begun } = await tab(chromium, url, { colorScheme: "light" });
@@ -32,6 +34,7 @@ try {
   say(`a click shows the waterfall of ${spans.length} spans`);
   await page.waitForTimeout(1500);
   await pictured(page, "light");
+  execFileSync("python3", [`${import.meta.dirname}/top.py`, tandem, url], { stdio: "inherit" });
 
   // Everything by the keyboard.
   await page.keyboard.press("Escape");

@@ -23,7 +23,7 @@ only=${PAGE_TEST:-}
 if [ -z "$only" ] || [ "$only" = page ]; then
   (
     source cluster-tests/clients/up.sh --prefill 1 --decode 2 --router-arg --local-prefill=never
-    node cluster-tests/page/page.mjs "$http" "$work/cluster.json" "$pictures"
+    node cluster-tests/page/page.mjs "$http" "$tandem" "$work/cluster.json" "$pictures"
   )
 fi
 if [ -z "$only" ] || [ "$only" = load ]; then
