@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -102,3 +102,7 @@ test-aiperf: setup build ## aiperf's chat and completions profiles, `tandem benc
 # TEST_OBSERVABILITY="--prometheus URL" asks that one, which scrapes a loaded cluster; "--write" writes what is generated.
 test-observability: setup build ## Dashboards, rules and alerts: every query against a real Prometheus and a loaded cluster
 	python3 deploy/observability/check.py $(or $(TEST_OBSERVABILITY),--live)
+
+# PAGE_TEST=page or load runs one part; SCREENSHOTS=1 writes the pictures in docs/page.
+test-page: setup build ## The live page in Chromium: nodes, a waterfall, a killed node; then 100 nodes and 1,000 traces. Needs chromium, node, npm
+	cluster-tests/page/run.sh

@@ -21,7 +21,7 @@ use crate::intake::Intake;
 use crate::membership::Membership;
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
-use crate::traces::Traces;
+use crate::traces::{JaegerUi, Traces};
 
 /// Stop strings of one request at most.
 pub const MAX_STOP_STRINGS: usize = 4;
@@ -167,6 +167,8 @@ pub struct Service {
     intake: Intake,
     /// The process's ports, for metrics.
     ports: Arc<[(&'static str, Places)]>,
+    /// Where people look at traces.
+    jaeger_ui: Option<JaegerUi>,
 }
 
 impl Service {
@@ -202,12 +204,22 @@ impl Service {
             model,
             ending: CancellationToken::new(),
         };
-        Self { flow: Arc::new(flow), keys, intake: Intake::default(), ports: Arc::default() }
+        Self { flow: Arc::new(flow), keys, intake: Intake::default(), ports: Arc::default(), jaeger_ui: None }
     }
 
     /// The same with the ports that it is asked at, by name: their connections are in its metrics.
     pub fn at_ports(self, ports: Vec<(&'static str, Places)>) -> Self {
         Self { ports: ports.into(), ..self }
+    }
+
+    /// The same with a Jaeger that has its traces, too: they come with a link to it.
+    pub fn with_jaeger_ui(self, jaeger_ui: Option<JaegerUi>) -> Self {
+        Self { jaeger_ui, ..self }
+    }
+
+    /// Where people look at traces, if that is known.
+    pub fn jaeger_ui(&self) -> Option<&JaegerUi> {
+        self.jaeger_ui.as_ref()
     }
 
     /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
@@ -330,6 +342,11 @@ impl Service {
         !flow.admission.is_closed() && flow.membership.has_pair()
     }
 
+    /// Whether it takes no new request any more.
+    pub fn is_draining(&self) -> bool {
+        self.flow.admission.is_closed()
+    }
+
     /// The nodes, for `/debug/cluster`.
     pub fn cluster_json(&self) -> serde_json::Value {
         self.flow.membership.json()
@@ -340,7 +357,12 @@ impl Service {
     /// # Errors
     /// `NotFound` when the ring does not hold it.
     pub fn trace_json(&self, id: &str) -> Result<serde_json::Value, Error> {
-        self.flow.traces.json(id).ok_or_else(|| no_trace(id))
+        let mut trace = self.flow.traces.json(id).ok_or_else(|| no_trace(id))?;
+        let link = self.jaeger_ui.as_ref().zip(trace["trace_id"].as_str()).map(|(ui, id)| ui.trace(id));
+        if let Some(link) = link {
+            trace["jaeger"] = link.into();
+        }
+        Ok(trace)
     }
 
     /// The recent traces.

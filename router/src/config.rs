@@ -13,6 +13,7 @@ use crate::http::Origin;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;
 use crate::select::{self, LocalPrefill};
+use crate::traces::JaegerUi;
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -32,8 +33,9 @@ struct Flags {
     /// it may join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
-    /// Address of a port for probes and scrapers alone: /live, /ready, /health, /metrics. It answers while the others
-    /// are full; never within TLS, without keys
+    /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
+    /// answers while the others are full; never within TLS, without keys but for what the page shows. Without this port
+    /// the page is at / of the HTTP API's; with it, only here
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
     /// Connections that each port may have open; who comes later takes the place of the one that is idle or half-open
@@ -62,6 +64,9 @@ struct Flags {
     /// OTLP/gRPC collector for spans, as http://host:port
     #[arg(long)]
     otlp_endpoint: Option<String>,
+    /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
+    #[arg(long, value_name = "URL")]
+    jaeger_ui: Option<JaegerUi>,
     /// Requests that may wait until there is a slot and room on the nodes; 0: whoever has a slot starts at once
     #[arg(long, default_value_t = 256)]
     max_queue: u16,
@@ -154,7 +159,7 @@ pub struct Config {
     pub nodes: Option<SocketAddr>,
     /// The cluster's secret.
     pub join_token_file: Option<PathBuf>,
-    /// Where probes and scrapers ask, if they have a port of their own.
+    /// Where probes and scrapers ask and people look, if they have a port of their own.
     pub admin: Option<SocketAddr>,
     /// Of each port.
     pub max_connections: usize,
@@ -168,6 +173,8 @@ pub struct Config {
     pub served_model_name: Option<String>,
     /// Collector.
     pub otlp_endpoint: Option<String>,
+    /// Where people look at traces.
+    pub jaeger_ui: Option<JaegerUi>,
     /// Bounds of requests.
     pub limits: Limits,
     /// File of API keys; without it nobody needs one.
@@ -212,6 +219,7 @@ impl From<Flags> for Config {
             model: flags.model,
             served_model_name: flags.served_model_name,
             otlp_endpoint: flags.otlp_endpoint,
+            jaeger_ui: flags.jaeger_ui,
             limits: Limits {
                 max_inflight: flags.max_inflight.into(),
                 max_queue: flags.max_queue.into(),

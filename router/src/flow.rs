@@ -337,6 +337,9 @@ impl Run {
                     if index == 0 {
                         // A node's word: never more than there is.
                         self.cached_tokens = attempt.exchange.cached_tokens.min(self.record.prompt_tokens);
+                        attempt.route.prompt_computed(self.record.prompt_tokens - self.cached_tokens);
+                    } else {
+                        attempt.route.decode.work.generated();
                     }
                     let (text, cached) = (step.text, self.cached_tokens);
                     self.send_token(GenerationEvent::Token { id, text, logprob, top, index, cached }).await?;

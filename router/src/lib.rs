@@ -10,7 +10,7 @@
 //! - [`membership`]: the node table, the gRPC service that fills it, circuit breakers, and the fence before dead
 //!   incarnations.
 //! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
-//! - [`traces`], [`metrics`]: what happened, for people.
+//! - [`traces`], [`metrics`]: what happened, for people. [`page`]: the cluster as it is now, for them, too.
 //! - [`config`]: flags, resolved once.
 //!
 //! The router never sees a KV block: tickets pass through it, and all that it reads there is the hand-off's id.
@@ -26,6 +26,7 @@ pub mod index;
 pub mod intake;
 pub mod membership;
 pub mod metrics;
+pub mod page;
 pub mod select;
 pub mod template;
 pub mod text;

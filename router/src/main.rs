@@ -18,6 +18,7 @@ use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::config::Config;
 use tandem_router::membership::{Expected, Membership};
+use tandem_router::page::Page;
 use tandem_router::text::ModelText;
 use tandem_router::{grpc, http};
 use tandem_telemetry::{Exporter, clock};
@@ -89,7 +90,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .with_index_blocks(config.index_blocks);
     let limits = config.limits.clone();
     let service = Service::with_keys(model, membership.clone(), exporter.clone(), limits, instance, keys.clone());
-    let service = service.at_ports(ports.places());
+    let service = service.at_ports(ports.places()).with_jaeger_ui(config.jaeger_ui.clone());
     let health = tonic_health::server::HealthReporter::new();
 
     let stop = CancellationToken::new();
@@ -103,16 +104,23 @@ async fn run(config: Config) -> anyhow::Result<()> {
         }
     };
     servers.spawn(grpc_server(ports.grpc, routes, stop.clone()));
-    let pages = http::with_cors(http::router(service.clone()), &config.cors_origins);
-    servers.spawn(serve_http(ports.http, pages, stop.clone()).map(Ok));
-    if let Some((port, _)) = ports.admin {
-        servers.spawn(serve_http(port, http::admin(service.clone()), stop.clone()).map(Ok));
-    }
+    let clients = http::with_cors(http::router(service.clone()), &config.cors_origins);
+    let live = Page::new(service.clone());
+    let page = http::page(live.clone(), stop.clone());
+    let clients = match ports.admin {
+        None => clients.merge(page),
+        Some((port, _)) => {
+            servers.spawn(serve_http(port, http::admin(service.clone()).merge(page), stop.clone()).map(Ok));
+            clients
+        }
+    };
+    servers.spawn(serve_http(ports.http, clients, stop.clone()).map(Ok));
     // These end with the process.
     if keys.required() {
         tokio::spawn(reload_at_hangup(keys, signal(SignalKind::hangup())?));
     }
     tokio::spawn(membership.clone().watch());
+    tokio::spawn(live.watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
     writeln!(std::io::stdout(), "{ready}").context("cannot write to stdout")?;
 

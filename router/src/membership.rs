@@ -12,6 +12,7 @@ pub mod breaker;
 mod entry;
 pub mod fence;
 pub mod join;
+pub mod now;
 mod reach;
 mod room;
 mod table;
@@ -35,6 +36,7 @@ use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
 use entry::Share;
+use now::ClusterNow;
 pub use reach::Calls;
 use reach::Reaching;
 use room::Wanted;
@@ -69,6 +71,8 @@ pub struct Node {
     pub role: Role,
     /// What it said when it registered.
     pub info: v1::Register,
+    /// What it did so far.
+    pub work: now::Work,
     calls: Calls,
     dead: CancellationToken,
     why: OnceLock<String>,
@@ -92,7 +96,8 @@ impl Node {
     }
 
     fn new(session: u64, role: Role, info: v1::Register, calls: Calls) -> Self {
-        Self { session, role, info, calls, dead: CancellationToken::new(), why: OnceLock::new() }
+        let (work, dead) = (now::Work::default(), CancellationToken::new());
+        Self { session, role, info, work, calls, dead, why: OnceLock::new() }
     }
 
     fn end(&self, why: &str) {
@@ -218,6 +223,13 @@ impl Route {
         if let (Some(prefill), decode) = self.sessions() {
             lock(&self.table).handed_off((prefill, decode), kv);
         }
+    }
+
+    /// The first token is here: so many tokens of the prompt were computed for it.
+    pub fn prompt_computed(&self, tokens: u32) {
+        let by = &self.node(Role::Prefill).work;
+        by.computed(tokens);
+        by.generated();
     }
 
     /// The node of `role`. In a local plan decode has both.
@@ -405,7 +417,7 @@ impl Membership {
 
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
-        lock(&self.table).leave(session, why);
+        lock(&self.table).leave(session, why, clock::now());
         self.changed.notify_waiters();
         self.freed.tell();
     }
@@ -528,14 +540,20 @@ impl Membership {
         lock(&self.table).breakers(now)
     }
 
+    /// The nodes, their links, and who left, for people.
+    pub fn now(&self) -> ClusterNow {
+        lock(&self.table).now(clock::now())
+    }
+
     /// The nodes as `/debug/cluster` shows them, by name.
     pub fn json(&self) -> serde_json::Value {
-        let table = lock(&self.table);
-        let IndexTotals { blocks, limit, evicted, gaps } = table.index();
+        let IndexTotals { blocks, limit, evicted, gaps } = self.index();
+        let now = self.now();
         json!({
             "lease_ms": self.lease.as_millis() as u64,
             "index": { "blocks": blocks, "limit": limit, "evicted": evicted, "gaps": gaps },
-            "nodes": table.json(clock::now()),
+            "nodes": now.nodes_json(),
+            "departed": now.departed_json(),
         })
     }
 }
@@ -602,4 +620,4 @@ fn endpoint(url: &str) -> Option<Authority> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

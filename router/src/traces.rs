@@ -2,6 +2,7 @@
 //! bytes; the oldest goes first. Spans come about when somebody looks: the router's are told by the request's record,
 //! nodes' are read from what came. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
 mod jaeger;
+mod jaeger_ui;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,6 +12,8 @@ use tandem_proto::spans::unpack;
 use tandem_proto::trace::hex;
 use tandem_proto::v1::{self, attribute};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+pub use jaeger_ui::JaegerUi;
 
 /// Traces kept.
 const MAX_TRACES: usize = 1_000;
@@ -69,6 +72,16 @@ struct Ring {
     kept: HashMap<TraceId, Arc<Kept>>,
     /// By age; the newest is at the back.
     order: VecDeque<TraceId>,
+    /// Requests that ended, those included whose trace is gone.
+    finished: u64,
+}
+
+/// The router's spans of the traces with requests that ended lately.
+pub struct Since {
+    /// Requests that ended so far: what to ask with next.
+    pub finished: u64,
+    /// The oldest first. A trace has all its requests, older ones too.
+    pub traces: Vec<Vec<Own>>,
 }
 
 /// A trace as it came. Whoever looks at it reads it outside the ring's lock.
@@ -107,12 +120,13 @@ impl Traces {
     /// is the last one now.
     pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: &[u8]) {
         let mut ring = self.lock();
-        let Ring { kept, order } = &mut *ring;
+        let Ring { kept, order, finished } = &mut *ring;
         // A client may send several requests under one trace: they share an entry.
         if kept.contains_key(&trace_id) {
             order.retain(|id| *id != trace_id);
         }
         order.push_back(trace_id);
+        *finished += 1;
         Arc::make_mut(kept.entry(trace_id).or_default()).add(own, of_nodes);
         while order.len() > MAX_TRACES {
             if let Some(oldest) = order.pop_front() {
@@ -146,6 +160,15 @@ impl Traces {
     pub fn one(&self, id: &str, form: Form) -> Option<Value> {
         let trace_id = parse(id)?;
         Some(told(&[(trace_id, self.spans(trace_id)?)], form))
+    }
+
+    /// The newest traces, at most so many, with requests that ended when `finished` others had.
+    pub fn since(&self, finished: u64, most: usize) -> Since {
+        let ring = self.lock();
+        let ended = usize::try_from(ring.finished.saturating_sub(finished)).unwrap_or(usize::MAX).min(most);
+        let newest = ring.order.iter().skip(ring.order.len().saturating_sub(ended));
+        let traces = newest.filter_map(|id| Some(ring.kept.get(id)?.own.clone())).collect();
+        Since { finished: ring.finished, traces }
     }
 
     /// The newest traces that match. Reads all traces where few match.
@@ -273,6 +296,23 @@ mod tests {
         assert!(traces.json(&hex(&id(99))).is_none());
         let last = traces.json("last").unwrap();
         assert_eq!((&last["trace_id"], last["spans"].as_array().unwrap().len()), (&json!(hex(&id(1_099))), 1));
+    }
+
+    #[test]
+    fn who_looks_again_gets_what_ended_since() {
+        let traces = Traces::default();
+        let names = |since: &Since| {
+            since.traces.iter().flatten().flat_map(|own| own()).map(|span| span.name).collect::<Vec<_>>()
+        };
+        let finish = |number, name: &str| traces.finish(id(number), own(vec![span(id(number), name)]), &[]);
+        assert!(traces.since(0, 10).traces.is_empty());
+        [(1, "a"), (2, "b"), (3, "c")].into_iter().for_each(|(number, name)| finish(number, name));
+        let first = traces.since(0, 2);
+        assert_eq!((first.finished, names(&first)), (3, vec!["b".to_owned(), "c".to_owned()]), "the newest");
+        assert!(traces.since(first.finished, 10).traces.is_empty());
+        finish(1, "again");
+        assert_eq!(names(&traces.since(first.finished, 10)), ["a", "again"], "all requests of the trace");
+        assert_eq!(traces.since(u64::MAX, 10).finished, 4, "a count of another life");
     }
 
     #[test]

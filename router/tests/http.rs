@@ -9,12 +9,15 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use http::{HeaderMap, Request, StatusCode};
 use serde_json::{Value, json};
+use tandem_proto::v1;
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
 use tandem_router::flow::Limits;
 use tandem_router::membership::{Expected, Membership};
+use tandem_router::page::Page;
 use tandem_router::text::ModelText;
 use tandem_telemetry::{Exporter, clock};
+use tokio_util::sync::CancellationToken;
 use tower::Service as _;
 
 fn router() -> Router {
@@ -295,4 +298,138 @@ async fn tokenize_ignores_nothing_that_would_change_the_tokens() {
     }
     let (status, answer) = post(&router, "/tokenize", r#"{"prompt": "a", "add_special_tokens": false}"#).await;
     assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("add_special_tokens")));
+}
+
+/// The page's routes, beside those of clients.
+fn with_page(service: Service) -> (Router, CancellationToken) {
+    let (page, stop) = (Page::new(service.clone()), CancellationToken::new());
+    let routes = tandem_router::http::router(service).merge(tandem_router::http::page(page, stop.clone()));
+    (routes, stop)
+}
+
+async fn next_event(
+    body: &mut (impl futures::Stream<Item = Result<axum::body::Bytes, axum::Error>> + Unpin),
+) -> String {
+    let bytes = futures::StreamExt::next(body).await.expect("an event").expect("no error");
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+#[tokio::test]
+async fn the_page_is_whole_talks_to_nobody_else_and_streams() {
+    let (router, stop) = with_page(service_with(Keys::default()));
+    let (status, headers, _) = send(&router, Request::get("/").body(Body::empty()).expect("request")).await;
+    assert_eq!((status, &headers["content-type"]), (StatusCode::OK, &"text/html; charset=utf-8".parse().unwrap()));
+    let policy = headers["content-security-policy"].to_str().unwrap();
+    assert!(policy.starts_with("default-src 'none'; script-src 'self'") && !policy.contains("unsafe"), "{policy}");
+    // Whatever a file names is there.
+    let mut wanted = vec!["/".to_owned()];
+    let mut seen = std::collections::BTreeSet::new();
+    while let Some(path) = wanted.pop() {
+        let response = router.clone().call(Request::get(&path).body(Body::empty()).unwrap()).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK, "{path}");
+        let text = String::from_utf8(to_bytes(response.into_body(), 1 << 20).await.unwrap().to_vec()).unwrap();
+        assert!(!text.contains("innerHTML") && !text.contains("https://"), "{path}");
+        let quoted = text.split('"').filter_map(|part| part.strip_prefix("page/").or(part.strip_prefix("./")));
+        let files = quoted.filter(|name| name.contains('.')).map(|name| format!("/page/{name}"));
+        wanted.extend(files.filter(|file| seen.insert(file.clone())));
+    }
+    assert!(seen.len() >= 7, "{seen:?}");
+
+    let events = |router: &Router| router.clone().call(Request::get("/page/events").body(Body::empty()).unwrap());
+    let response = events(&router).await.unwrap();
+    assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
+    assert_eq!(response.headers()["cache-control"], "no-cache");
+    let mut body = response.into_body().into_data_stream();
+    let whole = next_event(&mut body).await;
+    assert!(whole.starts_with("data: {") && whole.ends_with("}\n\n"), "{whole}");
+    let whole: Value = serde_json::from_str(whole.trim_end().split_once("data: ").unwrap().1).unwrap();
+    assert_eq!(
+        (&whole["about"]["model"], &whole["nodes"], &whole["cluster"]["ready"]),
+        (&json!("org/tiny"), &json!([]), &json!(false))
+    );
+
+    // So many, and no more.
+    let mut others = Vec::new();
+    for _ in 1..tandem_router::page::MAX_SUBSCRIBERS {
+        others.push(events(&router).await.unwrap());
+    }
+    let refused = events(&router).await.unwrap();
+    assert_eq!(
+        (refused.status(), &refused.headers()["retry-after"]),
+        (StatusCode::TOO_MANY_REQUESTS, &"5".parse().unwrap())
+    );
+    drop(others.pop());
+    assert_eq!(events(&router).await.unwrap().status(), StatusCode::OK);
+    stop.cancel();
+    assert!(futures::StreamExt::next(&mut body).await.is_none(), "the router's end ends the stream");
+}
+
+/// A prefill node, as it registers.
+fn node(model: &ModelText) -> v1::Register {
+    let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() };
+    v1::Register {
+        node_id: "p0".into(),
+        role: v1::Role::Prefill.into(),
+        incarnation: 1,
+        compatibility_digest: 5,
+        model_digest: model.digest,
+        endpoint: "http://127.0.0.1:1".into(),
+        transport: Some(transport),
+        total_blocks: 64,
+        block_tokens: 16,
+        max_context_tokens: 1024,
+        max_running: 8,
+        eos_token_id: model.eos,
+        max_batched_tokens: 512,
+        arithmetic: "f32".into(),
+        kv_order: "bf16-pairs".into(),
+        ..v1::Register::default()
+    }
+}
+
+#[tokio::test]
+async fn the_page_follows_who_comes_and_goes() {
+    let service = service_with(Keys::default());
+    let live = Page::new(service.clone());
+    let router = tandem_router::http::page(live.clone(), CancellationToken::new());
+    tokio::spawn(live.watch());
+    let response = router.clone().call(Request::get("/page/events").body(Body::empty()).unwrap()).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    assert!(next_event(&mut body).await.contains("\"kind\":\"whole\""));
+    // Nothing changes: a sign of life.
+    assert!(next_event(&mut body).await.contains("\"kind\":\"delta\""));
+    let came = service.membership().register(node(service.model()), clock::now()).unwrap();
+    while !next_event(&mut body).await.contains("\"id\":\"p0\"") {}
+    service.membership().leave(came.session, "its stream was cut");
+    loop {
+        let update = next_event(&mut body).await;
+        if update.contains("\"gone\":[\"p0\"]") {
+            assert!(update.contains("\"why\":\"its stream was cut\""), "{update}");
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_the_page_shows_wants_a_key_where_there_are_keys() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-secret"}]}"#).unwrap();
+    let service = service_with(Keys::load(&path, clock::now()).unwrap());
+    let jaeger = "http://jaeger.example:16686".parse().ok();
+    let (router, _stop) = with_page(service.with_jaeger_ui(jaeger));
+    for (path, key, status) in [
+        ("/", None, 200),
+        ("/page/page.js", None, 200),
+        ("/page/events", None, 401),
+        ("/page/events", Some("Bearer sk-other"), 401),
+        ("/page/events", Some("Bearer sk-a-secret"), 200),
+        ("/page/traces/last", None, 401),
+        ("/page/traces/last", Some("Bearer sk-a-secret"), 404),
+        ("/page/nothing.js", None, 404),
+    ] {
+        let request = key.into_iter().fold(Request::get(path), |request, key| request.header("authorization", key));
+        let response = router.clone().call(request.body(Body::empty()).unwrap()).await.unwrap();
+        assert_eq!(response.status().as_u16(), status, "{path} {key:?}");
+    }
 }

@@ -28,6 +28,8 @@ pub enum Config {
     Trace(Trace),
     /// Explain a choice of nodes.
     Explain(Explain),
+    /// Show the cluster.
+    Top(Top),
     /// Measure.
     Bench(bench::Bench),
 }
@@ -104,6 +106,14 @@ pub struct Explain {
     pub id: String,
 }
 
+/// The cluster over the whole terminal.
+pub struct Top {
+    /// Where the router's live page is.
+    pub url: String,
+    /// For routers with API keys.
+    pub api_key: Option<String>,
+}
+
 impl Config {
     /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
@@ -151,6 +161,8 @@ enum Command {
     Trace(TraceArgs),
     /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
     Explain(ExplainArgs),
+    /// Show the cluster as it is now: nodes, KV, links, recent requests
+    Top(TopArgs),
     Bench(Box<bench::BenchArgs>),
 }
 
@@ -245,6 +257,31 @@ struct ExplainArgs {
     url: Option<String>,
 }
 
+#[derive(Args)]
+struct TopArgs {
+    /// Address of the router's live page: that of its --admin port, or of HTTP where it has none [default: that of the
+    /// running `tandem up`]
+    #[arg(long, visible_alias = "http", value_name = "URL")]
+    url: Option<String>,
+    /// Sent as `authorization: Bearer KEY`
+    #[arg(long, env = "TANDEM_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<String>,
+}
+
+impl TopArgs {
+    fn resolve(self, state: &std::path::Path) -> anyhow::Result<Top> {
+        let url = match self.url {
+            Some(url) => with_scheme(&url),
+            None => {
+                let State { page, http, .. } = state::load(state)?;
+                // A cluster of an earlier version has no page, and says so.
+                if page.is_empty() { http } else { page }
+            }
+        };
+        Ok(Top { url, api_key: self.api_key })
+    }
+}
+
 /// The router's HTTP URL: as given, or that of the running `tandem up`.
 fn http_url(url: Option<String>, state: &std::path::Path) -> anyhow::Result<String> {
     match url {
@@ -268,6 +305,7 @@ impl Command {
                 Config::Trace(Trace { url: http_url(url, &state)?, id, width })
             }
             Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
+            Self::Top(args) => Config::Top(args.resolve(&state)?),
             Self::Bench(args) => Config::Bench(args.resolve(&state)?),
         })
     }

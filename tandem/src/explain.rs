@@ -39,7 +39,7 @@ pub async fn run(config: config::Explain) -> anyhow::Result<()> {
 fn render(trace: &Trace) -> Result<String, &'static str> {
     let mut routes: Vec<&Span> = trace.spans.iter().filter(|span| span.name == "route").collect();
     routes.sort_by_key(|span| span.start_unix_ns);
-    let mut out = format!("trace {}\n", trace.trace_id);
+    let mut out = trace.head();
     let several = routes.len() > 1;
     for (number, route) in (1..).zip(&routes) {
         let request = Request::of(route, trace);
@@ -418,7 +418,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_named() {
-        let none = Trace { trace_id: "ab".into(), spans: Vec::new() };
+        let none = Trace { trace_id: "ab".into(), ..Trace::default() };
         assert!(render(&none).unwrap_err().contains("no `route` span"));
         let strange = json!({ "name": "candidate", "attributes": { "tandem.route.chosen": true } });
         assert!(render(&trace(vec![strange])).unwrap_err().contains("no chosen candidate"));

@@ -7,8 +7,9 @@
 //!   tells the other commands where the cluster is, [`join_token`] is the secret of its nodes.
 //! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
+//! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
-//! - [`terminal`]: standard output and standard error, whose readers may end first.
+//! - [`sse`]: server-sent events out of bytes (pure). [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
 // They panic where nobody reads: `terminal` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
@@ -21,8 +22,10 @@ mod explain;
 mod generate;
 mod join_token;
 mod launch;
+mod sse;
 mod state;
 mod terminal;
+mod top;
 mod trace;
 mod up;
 mod waterfall;
@@ -73,6 +76,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Chat(chat) => chat::run(chat).await,
         Config::Trace(trace) => trace::run(trace).await,
         Config::Explain(explain) => explain::run(explain).await,
+        Config::Top(top) => top::run(top).await,
         Config::Bench(bench) => bench::run(bench).await,
     }
 }

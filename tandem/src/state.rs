@@ -15,6 +15,9 @@ pub struct State {
     pub http: String,
     /// URL of the gRPC API.
     pub grpc: String,
+    /// URL of the live page; empty in files of earlier versions.
+    #[serde(default)]
+    pub page: String,
     /// Process id of `tandem up`.
     pub pid: u32,
     /// Its children by name.
@@ -174,6 +177,7 @@ mod tests {
         State {
             http: "http://a".into(),
             grpc: "http://b".into(),
+            page: "http://a".into(),
             pid,
             processes: vec![("router".into(), 7)],
             logs: "/l".into(),

@@ -12,12 +12,23 @@ use crate::terminal::print;
 use crate::waterfall;
 
 /// As `GET /api/traces/{id}` answers.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 pub struct Trace {
     /// 32 hexadecimal digits.
     pub trace_id: String,
     /// In no order.
     pub spans: Vec<Span>,
+    /// Its page in Jaeger, where the router knows of one.
+    #[serde(default)]
+    pub jaeger: Option<String>,
+}
+
+impl Trace {
+    /// Its first lines.
+    pub fn head(&self) -> String {
+        let link = self.jaeger.as_ref().map(|link| format!("jaeger {link}\n")).unwrap_or_default();
+        format!("trace {}\n{link}", self.trace_id)
+    }
 }
 
 /// One span of any process.
@@ -76,7 +87,7 @@ pub struct Event {
 /// No router, no such trace.
 pub async fn run(config: config::Trace) -> anyhow::Result<()> {
     let trace = fetch(&config.url, &config.id).await?;
-    print(&format!("trace {}\n{}", trace.trace_id, waterfall::render(&trace.spans, config.width)))
+    print(&format!("{}{}", trace.head(), waterfall::render(&trace.spans, config.width)))
 }
 
 /// The trace `id` (32 hexadecimal digits, or `last`) of the router at `url`.
@@ -85,7 +96,15 @@ pub async fn run(config: config::Trace) -> anyhow::Result<()> {
 /// No router, no such trace.
 pub async fn fetch(url: &str, id: &str) -> anyhow::Result<Trace> {
     let of_trace = format!("{url}/api/traces/{id}");
-    let response = reqwest::get(&of_trace).await.with_context(|| format!("no router answers at {url}"))?;
+    fetch_with(&reqwest::Client::new(), &of_trace).await
+}
+
+/// The trace at this address.
+///
+/// # Errors
+/// No router, no such trace.
+pub async fn fetch_with(client: &reqwest::Client, of_trace: &str) -> anyhow::Result<Trace> {
+    let response = client.get(of_trace).send().await.with_context(|| format!("no router answers at {of_trace}"))?;
     let status = response.status();
     let body = response.bytes().await?;
     if !status.is_success() {
@@ -117,5 +136,8 @@ mod tests {
         let trace: Trace = serde_json::from_str(text).unwrap();
         assert_eq!(trace.spans[0].end_unix_ns - trace.spans[0].start_unix_ns, 1);
         assert_eq!(trace.spans[1].parent_span_id, "");
+        assert_eq!(trace.head(), "trace ab\n");
+        let linked = Trace { jaeger: Some("http://j/trace/ab".into()), ..trace };
+        assert_eq!(linked.head(), "trace ab\njaeger http://j/trace/ab\n");
     }
 }

@@ -86,12 +86,14 @@ struct Cluster<'a> {
     wrappers: Wrappers,
     http: String,
     grpc: String,
+    /// Where the router shows its live page: at the admin port, or HTTP's.
+    page: String,
     /// Where nodes join: gRPC's port, or one of their own.
     join: String,
     /// The router is the first one.
     members: Vec<Member>,
     /// For nodes that are started again, too.
-    lending: Option<LendingFile>,
+    _lending: Option<LendingFile>,
     /// Whether nodes are in each other's way on the same cores.
     crowded: bool,
 }
@@ -112,6 +114,7 @@ impl<'a> Cluster<'a> {
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
         let router = launch(router_recipe(config, join_token, &programs)).await?;
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
+        let page = router.ready.get("admin").map_or_else(|_| http.clone(), with_scheme);
         let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
         let token = join_token_args(join_token);
         let mut nodes = node_recipes(config, wrappers, &programs, &join, &token);
@@ -121,7 +124,7 @@ impl<'a> Cluster<'a> {
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members, lending, crowded: false };
+        let mut cluster = Self { config, join_token, wrappers, http, grpc, page, join, members, _lending: lending, crowded: false };
         cluster.crowded = nodes_crowd(&cluster.healthy().await?);
         Ok(cluster)
     }
@@ -147,6 +150,7 @@ impl<'a> Cluster<'a> {
         State {
             http: self.http.clone(),
             grpc: self.grpc.clone(),
+            page: self.page.clone(),
             pid: std::process::id(),
             processes: processes.collect(),
             logs: self.config.logs.clone(),
@@ -159,6 +163,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
+        say!("tandem: the cluster as it is now: {}/ in a browser, or `tandem top`", self.page);
         self.tell_of_local_prompts();
         print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
     }
@@ -183,9 +188,9 @@ impl<'a> Cluster<'a> {
         let nodes = self.members.iter().skip(1).map(|node| node.recipe.name.as_str());
         let pairs =
             nodes.clone().any(|name| name.starts_with("prefill")) && local_prefill(&self.config.router_args) == "auto";
-        if pairs && (self.crowded || self.lending.is_some()) {
+        if pairs && self.crowded {
             say!(
-                "tandem: note: the nodes share this machine's cores, so most prompts are computed where they are decoded \
+                "tandem: note: the nodes share this machine's cores, so short prompts are computed where they are decoded \
                  (--local-prefill auto); to see a hand-off: tandem up --router-arg=--local-prefill=never, then `tandem trace last`"
             );
         }
@@ -205,6 +210,7 @@ impl<'a> Cluster<'a> {
                         set_flag(&mut recipe.args, "--http", bare(&self.http));
                         set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
                         set_flag(&mut recipe.args, "--nodes", bare(&self.join));
+                        set_flag(&mut recipe.args, "--admin", bare(&self.page));
                     }
                     self.members[index] = self.restart(&recipe).await?;
                     state::write(&self.config.state, &self.state())?;

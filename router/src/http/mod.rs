@@ -5,7 +5,7 @@
 //! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
 //!   `logprobs` and `timings` within it. `traces`: the recent ones.
 //! - `media`: whether a body is JSON at all. `error`: every failure in OpenAI's shape. `auth`: whose request it is.
-//!   `cors`: which web pages may read all that.
+//!   `cors`: which web pages may read all that. `page`: the live page, which is served beside all that.
 mod answer;
 mod auth;
 mod body;
@@ -18,6 +18,7 @@ mod ids;
 mod logprobs;
 mod media;
 mod options;
+mod page;
 mod sse;
 #[cfg(test)]
 mod tests;
@@ -40,6 +41,7 @@ use tandem_proto::{Error, ErrorKind, TraceContext};
 
 pub use self::cors::{Origin, with_cors};
 use self::error::ApiError;
+pub use self::page::page;
 use crate::admission::Tenant;
 use crate::api::{Service, new_request_id};
 use crate::text::ModelText;

@@ -59,7 +59,7 @@ fn wrong(text: String) -> Error {
 
 /// Reads traces beside the reactor's threads, one reader at a time: a thousand of them take longer than a stream may
 /// wait for its token.
-async fn aside<T: Send + 'static>(
+pub(super) async fn aside<T: Send + 'static>(
     service: Service,
     read: impl FnOnce(&Service) -> T + Send + 'static,
 ) -> Result<T, ApiError> {

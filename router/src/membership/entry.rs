@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
 use tandem_proto::v1;
 
 use super::Node;
-use super::breaker::Breaker;
+use super::breaker::{Breaker, Circuit};
+use super::now::{NodeNow, State};
 use super::room::Occupied;
 use crate::select::backlog::Backlog;
 use crate::select::calibrate::Factor;
@@ -246,42 +246,26 @@ impl Entry {
         }
     }
 
-    pub fn json(&self, view: &NodeView, indexed_blocks: u32, now: Instant) -> serde_json::Value {
-        let info = &self.node.info;
-        json!({
-            "id": info.node_id,
-            "role": self.node.role.as_str(),
-            "incarnation": self.node.incarnation().to_string(),
-            "endpoint": info.endpoint,
-            "transport": info.transport.as_ref().map_or("", |transport| &transport.name),
-            "transport_build": info.transport.as_ref().map_or("", |transport| &transport.build_id),
-            "compatibility_digest": format!("{:016x}", info.compatibility_digest),
-            "arithmetic": info.arithmetic,
-            "kv_order": info.kv_order,
-            "model": info.model_name,
-            "draining": view.draining,
-            "breaker": self.breaker.circuit(now).as_str(),
-            "free_blocks": self.load.free_blocks,
-            "cached_blocks": self.load.cached_blocks,
-            "indexed_blocks": indexed_blocks,
-            "total_blocks": info.total_blocks,
-            "block_tokens": info.block_tokens,
-            "running": self.load.running,
-            "waiting": self.load.waiting,
-            "max_step_tokens": view.max_step_tokens,
-            "queued_tokens": self.load.queued_tokens,
-            "backlog_ms": self.backlog.wait_ms(now),
-            "step_cost": {
-                "base_ms": view.step_cost.base_ms,
-                "token_ms": view.step_cost.token_ms,
-                "context_ms": view.step_cost.context_ms,
-                "decode_token_ms": view.step_cost.decode_token_ms,
-                "decode_context_ms": view.step_cost.decode_context_ms,
-            },
-            "prefill_factor": self.factor.value(),
-            "processor": info.processor.map(|v1::Processor { id, cores, threads }| {
-                json!({ "id": format!("{id:016x}"), "cores": cores, "threads": threads })
-            }),
-        })
+    /// As people are shown it.
+    pub fn now(&self, view: &NodeView, indexed_blocks: u32, now: Instant, suspicion: Duration) -> NodeNow {
+        let (circuit, silent) = (self.breaker.circuit(now), now.saturating_duration_since(self.heard));
+        let state = match circuit {
+            _ if view.draining => State::Draining,
+            _ if silent > suspicion => State::Suspect,
+            Circuit::Open | Circuit::HalfOpen => State::Failing,
+            Circuit::Closed => State::Ready,
+        };
+        NodeNow {
+            node: Arc::clone(&self.node),
+            load: self.load,
+            silent,
+            state,
+            circuit,
+            indexed_blocks,
+            backlog_ms: self.backlog.wait_ms(now),
+            step_cost: view.step_cost,
+            prefill_factor: self.factor.value(),
+            max_step_tokens: view.max_step_tokens,
+        }
     }
 }

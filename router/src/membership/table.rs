@@ -10,6 +10,7 @@ use super::answers::Answers;
 use super::breaker::{Breaker, Settings};
 use super::entry::{Entry, Part, Prompt, Share};
 use super::fence::Fence;
+use super::now::{ClusterNow, Departed, Departures};
 use super::room::{Room, Rooms, Wanted};
 use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
@@ -53,6 +54,7 @@ pub(super) struct Table {
     deaths: [u64; DEATHS.len()],
     /// Of all nodes there were, as far as they were reported.
     preemptions: u64,
+    departures: Departures,
     /// Of the nodes in `entries`, by session.
     index: PrefixIndex,
     /// Silence after which a node is tried last.
@@ -76,6 +78,7 @@ impl Table {
             opened: [0; 2],
             deaths: [0; DEATHS.len()],
             preemptions: 0,
+            departures: Departures::default(),
             index,
         }
     }
@@ -101,10 +104,10 @@ impl Table {
             _ if self.fence.holds(incarnation) => return Err(declared_dead(&node)),
             Some((session, same)) if same == incarnation => {
                 // Its stream is lost, and this side had not seen it.
-                self.remove(session, Death::StreamLost, "its stream was lost");
+                self.remove(session, Death::StreamLost, "its stream was lost", now);
                 return Err(declared_dead(&node));
             }
-            Some((session, _)) => self.remove(session, Death::Replaced, "it registered again"),
+            Some((session, _)) => self.remove(session, Death::Replaced, "it registered again", now),
             None if self.entries.len() >= MAX_NODES => {
                 return Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")));
             }
@@ -204,23 +207,30 @@ impl Table {
     }
 
     /// The node's death: its incarnation does not come back.
-    fn remove(&mut self, session: u64, death: Death, why: &str) {
+    fn remove(&mut self, session: u64, death: Death, why: &str, now: Instant) {
         if let Some(entry) = self.take(session) {
             self.deaths[death as usize] += 1;
+            self.departs(&entry.node, Some(why), now);
             self.fence.declare(entry.node.incarnation());
             entry.node.end(why);
         }
     }
 
+    fn departs(&mut self, node: &Node, died_of: Option<&str>, at: Instant) {
+        let (id, died_of) = (node.info.node_id.clone(), died_of.map(str::to_owned));
+        self.departures.add(Departed { id, role: node.role, died_of, at });
+    }
+
     /// The node's stream ended. A draining node has said so beforehand and its calls end by themselves: their last
     /// events may still be on the way on another connection, so they are not told of a death.
-    pub fn leave(&mut self, session: u64, why: &str) {
+    pub fn leave(&mut self, session: u64, why: &str, now: Instant) {
         let draining = self.of(session).is_some_and(|(_, view)| view.draining);
         match draining.then(|| self.take(session)).flatten() {
             Some(Entry { node, .. }) => {
+                self.departs(&node, None, now);
                 tracing::info!(node = node.info.node_id, incarnation = %node.incarnation(), "node drained");
             }
-            None => self.remove(session, Death::StreamLost, why),
+            None => self.remove(session, Death::StreamLost, why, now),
         }
     }
 
@@ -247,7 +257,7 @@ impl Table {
         let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
         for session in &sessions {
-            self.remove(*session, Death::Silent, &format!("it was silent for {} ms", lease.as_millis()));
+            self.remove(*session, Death::Silent, &format!("it was silent for {} ms", lease.as_millis()), now);
         }
         !sessions.is_empty()
     }
@@ -457,11 +467,14 @@ impl Table {
         Breakers { nodes: self.entries.values().map(of).collect(), opened: self.opened }
     }
 
-    pub fn json(&self, now: Instant) -> serde_json::Value {
-        let mut nodes: Vec<(&Entry, &NodeView)> = self.entries.values().zip(&self.views).collect();
-        nodes.sort_by(|a, b| a.1.node_id.cmp(&b.1.node_id));
-        let json = |(entry, view): (&Entry, &NodeView)| entry.json(view, self.index.blocks_of(view.session), now);
-        nodes.into_iter().map(json).collect()
+    /// As people are shown it, the nodes by name.
+    pub fn now(&self, at: Instant) -> ClusterNow {
+        let now = |(entry, view): (&Entry, &NodeView)| {
+            entry.now(view, self.index.blocks_of(view.session), at, self.suspicion)
+        };
+        let mut nodes: Vec<_> = self.entries.values().zip(&self.views).map(now).collect();
+        nodes.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
+        ClusterNow { at, nodes, links: self.links.all().collect(), departed: self.departures.newest_first() }
     }
 
     pub fn index(&self) -> IndexTotals {

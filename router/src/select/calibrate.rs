@@ -46,11 +46,26 @@ struct Kind {
     block_bytes: f64,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Pair {
     rate: Rate,
     /// [`Links::clock`] when it was seen last.
     seen: u64,
+    handoffs: u64,
+    bytes: u64,
+}
+
+/// What is known of one pair, for people.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Table keys of prefill and decode node.
+    pub pair: (u64, u64),
+    /// How fast bytes move, lately.
+    pub bytes_per_ms: f64,
+    /// Hand-offs so far.
+    pub handoffs: u64,
+    /// Bytes of them.
+    pub bytes: u64,
 }
 
 /// See the head of this file.
@@ -73,9 +88,11 @@ impl Links {
             self.forget_older_half();
         }
         let seen = self.clock;
-        let pair = self.pairs.entry((prefill, decode)).or_insert(Pair { rate: Rate::default(), seen });
+        let pair = self.pairs.entry((prefill, decode)).or_insert(Pair::default());
         pair.rate.observe(bytes as f64, copying_ms);
         pair.seen = seen;
+        pair.handoffs += 1;
+        pair.bytes = pair.bytes.saturating_add(bytes);
         let kind = self.kinds.entry(group).or_default();
         kind.rate.observe(bytes as f64, copying_ms);
         kind.block_bytes = bytes as f64 / f64::from(blocks);
@@ -88,6 +105,14 @@ impl Links {
         let own = self.pairs.get(&pair).and_then(|pair| pair.rate.bytes_per_ms());
         let speed = own.or_else(|| kind.rate.bytes_per_ms());
         speed.map_or(0.0, |bytes_per_ms| f64::from(blocks) * kind.block_bytes / bytes_per_ms)
+    }
+
+    /// All pairs, in no order.
+    pub fn all(&self) -> impl Iterator<Item = Link> {
+        self.pairs.iter().map(|(pair, of)| {
+            let Pair { rate, handoffs, bytes, .. } = *of;
+            Link { pair: *pair, bytes_per_ms: rate.bytes_per_ms().unwrap_or(0.0), handoffs, bytes }
+        })
     }
 
     /// A node is gone; its `group` too, if no other node is of it.

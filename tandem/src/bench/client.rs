@@ -3,12 +3,11 @@
 //! A [`Call`] is made ahead of its time, with all bytes ready, and sent once. Whatever happens ends as an
 //! [`Outcome`]; a server that hangs or dies costs a record, never the run.
 //!
-//! - [`http`]: OpenAI's streams, of any server; [`chunk`] reads their JSON, [`sse`] finds it in the bytes.
+//! - [`http`]: OpenAI's streams, of any server; [`chunk`] reads their JSON, [`crate::sse`] finds it in the bytes.
 //! - [`grpc`]: Tandem's own service, `tandem.v1.Inference`.
 pub mod chunk;
 pub mod grpc;
 pub mod http;
-pub mod sse;
 
 use std::time::Duration;
 

@@ -177,6 +177,9 @@ struct PassThrough {
     /// OTLP/gRPC collector for the traces
     #[arg(long, value_name = "URL")]
     otlp_endpoint: Option<String>,
+    /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
+    #[arg(long, value_name = "URL")]
+    jaeger_ui: Option<String>,
     /// Name of the model in the APIs
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
@@ -235,6 +238,7 @@ impl UpArgs {
         if self.aggregated {
             router_args.extend(["--local-prefill".to_owned(), "always".to_owned()]);
         }
+        router_args.extend(self.pass.jaeger_ui.into_iter().flat_map(|url| ["--jaeger-ui".into(), url]));
         router_args
             .extend(self.pass.served_model_name.into_iter().flat_map(|name| ["--served-model-name".into(), name]));
         if let Some(keys) = self.api_keys {

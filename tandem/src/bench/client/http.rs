@@ -7,11 +7,11 @@ use reqwest::{Request, Response, StatusCode};
 use serde_json::{Map, Value, json};
 
 use super::chunk::{Chunk, TokenRule};
-use super::sse::Parser;
 use super::{Asking, Heard, failed};
 use crate::bench::metronome::Clock;
 use crate::bench::prompt::Prompt;
 use crate::bench::record::Outcome;
+use crate::sse::Parser;
 
 /// The event behind the last one.
 const DONE: &[u8] = b"[DONE]";
