@@ -26,6 +26,23 @@ HERE = pathlib.Path(__file__).resolve().parent
 MAY_BE_EMPTY = {}
 
 
+# What the load of `live.load` must have moved, or it was not the load that it is meant to be.
+MOVED = [
+    'tandem_plans_total{plan="pair"}',
+    'tandem_plans_total{plan="local"}',
+    'tandem_handoffs_total{role="router",state="verified"}',
+    'tandem_handoffs_total{role="prefill",state="sent"}',
+    'tandem_kv_bytes_total{role="router",direction="received"}',
+    "vllm:prefix_cache_hits_total",
+    'tandem_answers_total{objectives="met"}',
+    "tandem_queue_depth",
+    'tandem_refused_total{reason="queue_full"}',
+    "tandem_node_deaths_total",
+    "tandem_replans_total",
+    'ALERTS{alertname="TandemNodeDown"}',
+]
+
+
 class Findings:
     """What is wrong, said at once."""
 
@@ -90,7 +107,7 @@ def quoted(text):
 
 def exported(clusters):
     """What the programs of these clusters export, by family."""
-    families = {}
+    families = dict(metrics.SOMETIMES)
     for cluster in clusters:
         for entry in live.targets("", cluster):
             with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=10) as answer:
@@ -154,6 +171,13 @@ def answered(findings, server, start):
     say(f"{len(asked)} queries and recording rules asked of {server.url}")
 
 
+def moved(findings, server, start):
+    """The load was of all kinds."""
+    for expr in MOVED:
+        if server.has_samples(f"sum({expr}) > 0", start, time.time()) is not True:
+            findings.add(f"the load did not move {expr}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -190,6 +214,7 @@ def main():
             live.load(pairs, local)
             server.wait(live.SETTLE_S)
             answered(findings, server, start)
+            moved(findings, server, start)
     if findings.count:
         raise SystemExit(f"check: {findings.count} wrong")
     say("all well")

@@ -13,8 +13,6 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COMMON = {"role", "instance"}
 # Labels whose values are others in each cluster.
 FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
-# Where a series begins when somebody waits: no label is seen before.
-MADE = {"tandem_queue_depth": "tenant"}
 # Of samples whose names end so; everything else has no unit but what its meaning says.
 UNITS = {
     "_seconds": "s",
@@ -34,9 +32,13 @@ class Metric:
     """One family: its samples are named as it is, or with one of the endings of a histogram."""
 
     kind: str
-    help: str
-    roles: set = dataclasses.field(default_factory=set)
+    # By who exports it: what the router says of the whole is not what a node says of itself.
+    help: dict = dataclasses.field(default_factory=dict)
     labels: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def roles(self):
+        return set(self.help)
 
     def samples(self, name):
         return [name + part for part in ("_bucket", "_sum", "_count")] if self.kind == "histogram" else [name]
@@ -53,15 +55,10 @@ def read(text, role, into):
             _, _, name, kind = line.split(" ", 3)
             kinds[name] = kind
     for name, kind in kinds.items():
-        metric = into.setdefault(name, Metric(kind, helps[name]))
-        metric.roles.add(role)
-        if name in MADE:
-            metric.labels.setdefault(MADE[name], set())
+        metric = into.setdefault(name, Metric(kind))
+        metric.help[role] = helps[name]
         if metric.kind != kind:
             raise ValueError(f"{name} is a {kind} of {role}, and a {metric.kind} elsewhere")
-        if role == "router":
-            # Where several have it, the whole is the router's to describe.
-            metric.help = helps[name]
     for line in text.splitlines():
         found = SAMPLE.match(line)
         if not found or line.startswith("#"):
@@ -89,14 +86,13 @@ def row(name, metric):
         known = "" if label in FREE else "=" + ", ".join(sorted(values))
         labels.append(f"`{label}{known}`")
     roles = ", ".join(role for role in ROLES if role in metric.roles)
-    cells = [
-        f"`{name}`",
-        metric.kind,
-        unit(name, metric.kind),
-        roles,
-        " ".join(labels),
-        metric.help.replace("|", "\\|"),
-    ]
+    meaning = {}
+    for role, text in metric.help.items():
+        meaning.setdefault(text, []).append(role)
+    whole = "; ".join(
+        text if len(meaning) == 1 else f"{', '.join(roles)}: {text}" for text, roles in meaning.items()
+    ).replace("|", "\\|")
+    cells = [f"`{name}`", metric.kind, unit(name, metric.kind), roles, " ".join(labels), whole]
     return f"| {' | '.join(cells)} |"
 
 
@@ -111,10 +107,18 @@ Each series also has `role` and `instance`, the program's own. A histogram `x` h
 `x_bucket`, `x_sum` and `x_count`; in OpenMetrics its buckets point to traces. Names that begin with
 `vllm:` mean what they mean in vLLM, and public dashboards read them.
 """
+# Exported while somebody waits, and then by tenant.
+SOMETIMES = {
+    "tandem_queue_depth": Metric(
+        "gauge", {"router": "Requests that wait for admission, by tenant; absent while none does"}, {"tenant": set()}
+    )
+}
 COLUMNS = "| name | type | unit | from | labels | meaning |\n|---|---|---|---|---|---|"
 
 
 def table(metrics):
+    metrics = {**SOMETIMES, **metrics}
+
     def rows(prefix):
         return "\n".join(row(name, metrics[name]) for name in sorted(metrics) if name.startswith(prefix))
 
