@@ -9,7 +9,8 @@
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
-//! - [`sse`]: server-sent events out of bytes (pure). [`terminal`]: standard output and standard error, whose readers may end first.
+//! - [`sse`]: server-sent events out of bytes (pure).
+//! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
 // They panic where nobody reads: `terminal` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
