@@ -91,7 +91,7 @@ struct Cluster<'a> {
     /// The router is the first one.
     members: Vec<Member>,
     /// For nodes that are started again, too.
-    lending: Option<LendingFile>,
+    _lending: Option<LendingFile>,
     /// Whether nodes are in each other's way on the same cores.
     crowded: bool,
 }
@@ -121,7 +121,8 @@ impl<'a> Cluster<'a> {
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, join_token, wrappers, http, grpc, join, members, lending, crowded: false };
+        let mut cluster =
+            Self { config, join_token, wrappers, http, grpc, join, members, _lending: lending, crowded: false };
         cluster.crowded = nodes_crowd(&cluster.healthy().await?);
         Ok(cluster)
     }
@@ -178,15 +179,16 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// A newcomer looks for a hand-off, and finds none.
+    /// A newcomer looks for a hand-off, and finds none. Nodes that lend each other cores are no such case: each has its
+    /// own, and the router hands prompts off.
     fn tell_of_local_prompts(&self) {
-        let nodes = self.members.iter().skip(1).map(|node| node.recipe.name.as_str());
-        let pairs =
-            nodes.clone().any(|name| name.starts_with("prefill")) && local_prefill(&self.config.router_args) == "auto";
-        if pairs && (self.crowded || self.lending.is_some()) {
+        let mut nodes = self.members.iter().skip(1);
+        let pairs = nodes.any(|node| node.recipe.name.starts_with("prefill"));
+        if self.crowded && pairs && local_prefill(&self.config.router_args) == "auto" {
             say!(
-                "tandem: note: the nodes share this machine's cores, so most prompts are computed where they are decoded \
-                 (--local-prefill auto); to see a hand-off: tandem up --router-arg=--local-prefill=never, then `tandem trace last`"
+                "tandem: note: the nodes share the same cores, so prompts are computed where they are decoded \
+                 (--local-prefill auto); to see a hand-off: `tandem up --router-arg=--local-prefill=never`, \
+                 then `tandem trace last`"
             );
         }
     }
@@ -298,7 +300,7 @@ fn local_prefill(args: &[String]) -> &str {
         "" => Some(at + 1),
         rest => rest.starts_with('=').then_some(at),
     };
-    let found = args.iter().enumerate().filter_map(value).last().and_then(|at| args.get(at));
+    let found = args.iter().enumerate().filter_map(value).next_back().and_then(|at| args.get(at));
     found.map_or("auto", |found| found.strip_prefix("--local-prefill=").unwrap_or(found))
 }
 
