@@ -99,9 +99,9 @@ def row(name, metric):
 HEAD = """\
 # Metrics
 
-Every metric that the programs export. Written by `deploy/observability/check.py --write`, out of their
-own `/metrics`; `make test-observability` fails when it is not up to date. How to scrape them, the
-dashboards and the alerts: [observability.md](observability.md).
+Every metric that the programs export. `deploy/observability/check.py --write` writes this file out
+of their own `/metrics`; `make test-observability` fails when it is not up to date. How to scrape
+them, the dashboards and the alerts: [observability.md](observability.md).
 
 Each series also has `role` and `instance`, the program's own. A histogram `x` has the samples
 `x_bucket`, `x_sum` and `x_count`; in OpenMetrics its buckets point to traces. Names that begin with

@@ -124,7 +124,8 @@ impl<'a> Cluster<'a> {
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster = Self { config, join_token, wrappers, http, grpc, page, join, members, _lending: lending, crowded: false };
+        let mut cluster =
+            Self { config, join_token, wrappers, http, grpc, page, join, members, _lending: lending, crowded: false };
         cluster.crowded = nodes_crowd(&cluster.healthy().await?);
         Ok(cluster)
     }
@@ -183,15 +184,15 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// A newcomer looks for a hand-off, and finds none.
+    /// A newcomer looks for a hand-off, and finds none. Nodes that lend each other cores share them, too.
     fn tell_of_local_prompts(&self) {
-        let nodes = self.members.iter().skip(1).map(|node| node.recipe.name.as_str());
-        let pairs =
-            nodes.clone().any(|name| name.starts_with("prefill")) && local_prefill(&self.config.router_args) == "auto";
-        if pairs && self.crowded {
+        let mut nodes = self.members.iter().skip(1);
+        let pairs = nodes.any(|node| node.recipe.name.starts_with("prefill"));
+        if self.crowded && pairs && local_prefill(&self.config.router_args) == "auto" {
             say!(
-                "tandem: note: the nodes share this machine's cores, so short prompts are computed where they are decoded \
-                 (--local-prefill auto); to see a hand-off: tandem up --router-arg=--local-prefill=never, then `tandem trace last`"
+                "tandem: note: the nodes share this machine's cores, so short prompts are computed where they are \
+                 decoded (--local-prefill auto); to see a hand-off: `tandem up --router-arg=--local-prefill=never`, \
+                 then `tandem trace last`"
             );
         }
     }
@@ -304,7 +305,7 @@ fn local_prefill(args: &[String]) -> &str {
         "" => Some(at + 1),
         rest => rest.starts_with('=').then_some(at),
     };
-    let found = args.iter().enumerate().filter_map(value).last().and_then(|at| args.get(at));
+    let found = args.iter().enumerate().filter_map(value).next_back().and_then(|at| args.get(at));
     found.map_or("auto", |found| found.strip_prefix("--local-prefill=").unwrap_or(found))
 }
 
