@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-serving fault-matrix soak test-clients test-aiperf
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -72,6 +72,13 @@ bench-cpu: setup ## Prefill and decode beside llama.cpp in one run; builds it on
 	cargo build --release --locked -p tandem-engine --example bench_cpu
 	$(if $(PEERS),cargo build --release --locked)
 	python3 deploy/bench/bench_cpu.py --peers "$(PEERS)" $(BENCH_CPU)
+
+bench-cpu-1b: setup ## The same with a model of Llama-3.2-1B's shape in Q4_K_M, Q8_0 and BF16, random weights
+	deploy/bench/peers.sh 1b
+	cargo build --release --locked -p tandem-engine --example bench_cpu
+	models=$${TANDEM_CACHE:-$$HOME/.cache/tandem}/peers/llama-3.2-1b; \
+	  python3 deploy/bench/bench_cpu.py --model "$$models-Q4_K_M.gguf,$$models-Q8_0.gguf,$$models-BF16.gguf" \
+	  --rows prefill512,decode1x256,decode8x256,decode32x256,decode16x1024 --threads 2 --rounds 3 $(BENCH_CPU)
 
 bench-serving: setup build ## `tandem up` without flags beside llama.cpp's server, over HTTP; builds it once
 	deploy/bench/peers.sh llama-server

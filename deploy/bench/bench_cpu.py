@@ -197,7 +197,7 @@ def describe(options):
 
 def arguments():
     parser = argparse.ArgumentParser(description="our CPU executor beside llama.cpp")
-    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--model", default=str(MODEL), help="one, or several with commas between: tables of each")
     parser.add_argument("--driver", default=str(TARGET_DIR / "release/examples/bench_cpu"), help="our example")
     parser.add_argument("--llama", default=str(CACHE / "peers/llama-build/llama_rows"))
     parser.add_argument("--threads", default="1,2", help="thread counts, one table each")
@@ -219,12 +219,14 @@ def arguments():
 
 def main():
     options = arguments()
-    for path in (options.model, options.driver, options.llama):
+    models = options.model.split(",")
+    for path in (*models, options.driver, options.llama):
         if not os.path.exists(path):
-            sys.exit(f"bench_cpu: {path} is missing; `make bench-cpu` builds it")
-    describe(options)
-    available = len(options.cores.split(","))
-    results = [compare(options, n) for n in map(int, options.threads.split(",")) if n <= available]
+            sys.exit(f"bench_cpu: {path} is missing; `make bench-cpu` or `make bench-cpu-1b` makes it")
+    available, results = len(options.cores.split(",")), []
+    for options.model in models:
+        describe(options)
+        results += [compare(options, n) for n in map(int, options.threads.split(",")) if n <= available]
     if options.peers == "mistralrs":
         results.append(serving.compare(CACHE, options.tandem, options.cores, options.rounds))
     print(f"\nLoad average at the end: {os.getloadavg()[0]:.1f}")

@@ -118,7 +118,10 @@ def main():
         for figure, digits, of in FIGURES:
             medians = {name: statistics.median(of(n) for n in measured[row, name]) for name in servers}
             cells = " | ".join(f"{value:.{digits}f}" for value in medians.values())
-            print(f"| {row.replace('@', ' × ')} | {figure} | {cells} | {next(iter(medians.values())) / medians['llama-server']:.2f} |")
+            ours, theirs = next(iter(medians.values())), medians["llama-server"]
+            # Within a short interval llama-server may finish no long prompt.
+            ratio = f"{ours / theirs:.2f}" if theirs else "–"
+            print(f"| {row.replace('@', ' × ')} | {figure} | {cells} | {ratio} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Checkpoints of the sizes that people serve, with random weights: shapes and keys of Llama-3.1-8B-Instruct and
-Qwen2.5-7B-Instruct, to see how such a model loads, what it takes and how fast it computes. Its answers say nothing.
+"""Checkpoints of the sizes that people serve, with random weights: shapes and keys of Llama-3.1-8B-Instruct,
+Llama-3.2-1B-Instruct and Qwen2.5-7B-Instruct, to see how such a model loads, what it takes and how fast it computes. Its
+answers say nothing.
 
   big_checkpoints.py llama-3.1-8b safetensors OUT        a directory, BF16: config.json, tokenizer.json, two or more shards
   big_checkpoints.py llama-3.1-8b gguf OUT.gguf          BF16; --type q8_0|q4_0|q4_k|f16 for another type
-  --layers N         fewer layers (32 or 28 in the real ones): a small file for tests
+  --layers N         fewer layers (32, 16 or 28 in the real ones): a small file for tests
   --parts N          a GGUF in N parts, as gguf-split cuts it; OUT.gguf becomes OUT-00001-of-0000N.gguf
   --ends             the output matrix has only tokens that end an answer: answers end with their first token (bf16, f16)
 
@@ -25,18 +26,24 @@ import sys
 CHUNK = 8 << 20
 SHARD_BYTES = 5 << 30
 
+LLAMA_TOKENS = dict(
+    vocab=128256, context=131072, theta=500000.0, eps=1e-5, bias=False, pre="llama-bpe", bos=128000, eos=128009,
+    ends=[128001, 128008, 128009], add_bos=None,
+    named={128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128004: "<|finetune_right_pad_id|>",
+           128006: "<|start_header_id|>", 128007: "<|end_header_id|>", 128008: "<|eom_id|>", 128009: "<|eot_id|>",
+           128010: "<|python_tag|>"}, first_named=128000,
+    template="{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+             "{{ m.content }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n")
+
 MODELS = {
     "llama-3.1-8b": dict(
         arch="llama", title="Llama 3.1 8B Instruct", hidden=4096, layers=32, heads=32, kv_heads=8, feed_forward=14336,
-        vocab=128256, context=131072, theta=500000.0, eps=1e-5, bias=False, pre="llama-bpe", bos=128000, eos=128009,
-        ends=[128001, 128008, 128009], add_bos=None,
-        named={128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128004: "<|finetune_right_pad_id|>",
-               128006: "<|start_header_id|>", 128007: "<|end_header_id|>", 128008: "<|eom_id|>", 128009: "<|eot_id|>",
-               128010: "<|python_tag|>"}, first_named=128000,
-        template="{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-                 "{{ m.content }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"),
+        tied=False, rope_factor=8.0, **LLAMA_TOKENS),
+    "llama-3.2-1b": dict(
+        arch="llama", title="Llama 3.2 1B Instruct", hidden=2048, layers=16, heads=32, kv_heads=8, feed_forward=8192,
+        tied=True, rope_factor=32.0, **LLAMA_TOKENS),
     "qwen2.5-7b": dict(
-        arch="qwen2", title="Qwen2.5 7B Instruct", hidden=3584, layers=28, heads=28, kv_heads=4, feed_forward=18944,
+        arch="qwen2", title="Qwen2.5 7B Instruct", tied=False, hidden=3584, layers=28, heads=28, kv_heads=4, feed_forward=18944,
         vocab=152064, context=32768, theta=1000000.0, eps=1e-6, bias=True, pre="qwen2", bos=151643, eos=151645,
         ends=[151645, 151643], add_bos=False,
         named={151643: "<|endoftext|>", 151644: "<|im_start|>", 151645: "<|im_end|>", 151662: "<|fim_pad|>",
@@ -127,7 +134,8 @@ def tensors(model, layers):
     hidden, kv, wide = model["hidden"], model["kv_heads"] * head, model["feed_forward"]
     yield "token_embd.weight", "model.embed_tokens.weight", [model["vocab"], hidden]
     yield "output_norm.weight", "model.norm.weight", [hidden]
-    yield "output.weight", "lm_head.weight", [model["vocab"], hidden]
+    if not model["tied"]:
+        yield "output.weight", "lm_head.weight", [model["vocab"], hidden]
     for i in range(layers):
         a, b = f"blk.{i}.", f"model.layers.{i}."
         yield a + "attn_norm.weight", b + "input_layernorm.weight", [hidden]
@@ -214,10 +222,10 @@ def safetensors(model, options):
         hidden_size=model["hidden"], intermediate_size=model["feed_forward"], num_hidden_layers=layers,
         num_attention_heads=model["heads"], num_key_value_heads=model["kv_heads"], vocab_size=model["vocab"],
         max_position_embeddings=model["context"], rms_norm_eps=model["eps"], rope_theta=model["theta"], hidden_act="silu",
-        tie_word_embeddings=False, torch_dtype="bfloat16", bos_token_id=model["bos"])
+        tie_word_embeddings=model["tied"], torch_dtype="bfloat16", bos_token_id=model["bos"])
     if model["arch"] == "llama":
         config.update(eos_token_id=model["ends"], rope_scaling=dict(
-            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192))
+            rope_type="llama3", factor=model["rope_factor"], low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192))
     else:
         # As published: windows are off, and the two keys about them are there.
         config.update(eos_token_id=model["eos"], use_sliding_window=False, sliding_window=131072, max_window_layers=28)
@@ -320,6 +328,8 @@ def main():
     parser.add_argument("--ends", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.ends and MODELS[options.model]["tied"]:
+        parser.error(f"--ends: {options.model} has no output matrix of its own")
     if options.ends and options.type not in ("bf16", "f16"):
         parser.error("--ends wants an output matrix of bf16 or f16")
     {"safetensors": safetensors, "gguf": gguf}[options.form](MODELS[options.model], options)

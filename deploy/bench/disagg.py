@@ -2,8 +2,9 @@
 """Disaggregated and aggregated serving on the same cores: `make bench-disagg`.
 
 Three clusters, one at a time under load, in turn: *aggregated* (one node computes prompts and answers), *disaggregated* (every
-prompt on the prefill node) and *auto* (the router decides for each prompt, the default). Every node has all cores, which the
-system shares out: none idles because its role has nothing to do. Prints a Markdown table of medians and draws them.
+prompt on the prefill node) and *auto* (the router decides for each prompt, the default). Cores are shared out as `tandem up`
+does: the nodes split them and lend them to each other, or, with --no-pin, every node has all. Prints a Markdown table of
+medians and draws them.
 """
 import argparse
 import contextlib
@@ -104,7 +105,7 @@ def main():
                         help="rows of `tandem bench`, each at so many requests at once (c4) or a second (2)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--threads", type=int, default=2, help="of every node: all cores")
+    parser.add_argument("--no-pin", action="store_true", help="every node has a thread on each core")
     parser.add_argument("--ttft-ms", type=float, default=2000)
     parser.add_argument("--tpot-ms", type=float, default=50)
     parser.add_argument("--svg", default="docs/benchmarks/disagg.svg")
@@ -112,7 +113,7 @@ def main():
 
     measured = {(row, mode): [] for row in args.rows.split(",") for mode in MODES}
     with contextlib.ExitStack() as stack:
-        common = ["--no-pin", "--threads", str(args.threads)]
+        common = ["--no-pin"] if args.no_pin else []
         common += [f"--router-arg=--ttft-objective-ms={args.ttft_ms:g}", f"--router-arg=--tpot-objective-ms={args.tpot_ms:g}"]
         clusters = {mode: stack.enter_context(Cluster(args.tandem, [*flags, *common])) for mode, flags in MODES.items()}
         for turn in range(args.rounds):

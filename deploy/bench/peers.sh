@@ -4,6 +4,7 @@
 #
 #   peers.sh                llama.cpp as PyPI's llama-cpp-python ships its source, with llama_rows.cpp on top
 #   peers.sh llama-server   and llama.cpp's server from the same source
+#   peers.sh 1b             and a model of Llama-3.2-1B's shape with random weights, in BF16, Q8_0 and Q4_K_M (5 GB)
 #   peers.sh mistralrs      and PyPI's mistralrs in a virtual environment
 #
 # Jobs of the build: $BUILD_JOBS, default 2.
@@ -74,16 +75,32 @@ build_llama() {
   say "llama.cpp: $peers/llama-build/llama_rows"
 }
 
-build_llama_server() {
+# One of llama.cpp's own programs.
+build_llama_tool() {
   local build=$peers/llama-server-build
-  [ -x "$build/bin/llama-server" ] || say "building llama.cpp's server in $build (ten minutes)"
+  [ -x "$build/bin/$1" ] || say "building $1 in $build (ten minutes)"
   cmake -G Ninja -S "$peers/$llama/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
     -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DGGML_NATIVE=ON -DLLAMA_BUILD_COMMON=ON -DLLAMA_BUILD_TOOLS=ON \
     -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF \
     -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF > "$build.log" 2>&1 &&
-    cmake --build "$build" --target llama-server --parallel "${BUILD_JOBS:-2}" >> "$build.log" 2>&1 ||
-    die "the build of llama.cpp's server failed, see $build.log"
-  say "llama.cpp's server: $build/bin/llama-server"
+    cmake --build "$build" --target "$1" --parallel "${BUILD_JOBS:-2}" >> "$build.log" 2>&1 ||
+    die "the build of $1 failed, see $build.log"
+  say "llama.cpp's $1: $build/bin/$1"
+}
+
+# Quantized by llama.cpp's own tool, so that its blocks are those that people serve.
+make_1b() {
+  local base=$peers/llama-3.2-1b type
+  build_llama_tool llama-quantize
+  [ -f "$base-BF16.gguf" ] || { say "writing $base-BF16.gguf (2.5 GB), random weights"
+    python3 "$here/big_checkpoints.py" llama-3.2-1b gguf "$base.new"
+    mv "$base.new" "$base-BF16.gguf"; }
+  for type in Q8_0 Q4_K_M; do
+    [ -f "$base-$type.gguf" ] || { say "writing $base-$type.gguf"
+      "$peers/llama-server-build/bin/llama-quantize" "$base-BF16.gguf" "$base.new" "$type" > "$base-$type.log" 2>&1 ||
+        die "llama-quantize failed, see $base-$type.log"
+      mv "$base.new" "$base-$type.gguf"; }
+  done
 }
 
 install_mistralrs() {
@@ -110,7 +127,8 @@ fetch_llama
 build_llama
 for peer in "$@"; do
   case $peer in
-    llama-server) build_llama_server ;;
+    llama-server) build_llama_tool llama-server ;;
+    1b) make_1b ;;
     mistralrs) install_mistralrs ;;
     *) die "no peer $peer" ;;
   esac

@@ -68,6 +68,8 @@ struct Shared {
     /// Waiting to be computed again.
     preempted: AtomicUsize,
     preemptions: AtomicU64,
+    own_steps: AtomicU64,
+    helped_steps: AtomicU64,
     cost: Mutex<StepCost>,
     /// When the step that runs began.
     step_began: Mutex<Option<Instant>>,
@@ -124,6 +126,8 @@ pub struct EngineLoad {
     pub cached_blocks: usize,
     /// How often a sequence has given its blocks to another, since the engine started.
     pub preemptions: u64,
+    /// Steps so far on this node's cores alone, and those with cores that other nodes lent.
+    pub steps: [u64; 2],
     /// How long steps take here, as measured.
     pub step_cost: StepCost,
 }
@@ -225,6 +229,7 @@ impl Engine {
             free_blocks: pool.free(),
             cached_blocks: pool.cached(),
             preemptions: shared.preemptions.load(Ordering::Relaxed),
+            steps: [&shared.own_steps, &shared.helped_steps].map(|steps| steps.load(Ordering::Relaxed)),
             step_cost: *shared.cost.lock().unwrap_or_else(PoisonError::into_inner),
         }
     }
@@ -262,6 +267,8 @@ impl Inner {
             started: AtomicUsize::new(0),
             preempted: AtomicUsize::new(0),
             preemptions: AtomicU64::new(0),
+            own_steps: AtomicU64::new(0),
+            helped_steps: AtomicU64::new(0),
             cost: Mutex::default(),
             step_began: Mutex::default(),
             stop: AtomicBool::new(false),
@@ -501,7 +508,10 @@ impl Worker {
     }
 
     fn learn(&mut self, shape: StepShape, took: Duration) {
-        self.pace.observe(shape, took.as_secs_f64() * 1e3, self.executor.lent_share());
+        let lent = self.executor.lent_share();
+        let steps = if lent > 0.0 { &self.shared.helped_steps } else { &self.shared.own_steps };
+        steps.fetch_add(1, Ordering::Relaxed);
+        self.pace.observe(shape, took.as_secs_f64() * 1e3, lent);
         let cost = self.pace.cost();
         self.scheduler.expect(cost);
         *self.shared.cost.lock().unwrap_or_else(PoisonError::into_inner) = cost;

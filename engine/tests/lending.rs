@@ -66,9 +66,9 @@ fn borrowed_cores_change_no_bit() {
         scope.spawn(|| {
             for turn in 0.. {
                 other.lend();
-                std::thread::sleep(Duration::from_micros(700 * (turn % 7)));
+                std::thread::park_timeout(Duration::from_micros(700 * (turn % 7)));
                 other.take_back();
-                std::thread::sleep(Duration::from_micros(300 * (turn % 5)));
+                std::thread::park_timeout(Duration::from_micros(300 * (turn % 5)));
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
@@ -123,7 +123,7 @@ async fn an_engine_lends_its_core_while_it_has_nothing_to_run() {
     let lent_soon = || {
         let begun = Instant::now();
         while !place.is_lent() && begun.elapsed() < Duration::from_secs(5) {
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::park_timeout(Duration::from_millis(1));
         }
         place.is_lent()
     };

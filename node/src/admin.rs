@@ -62,6 +62,10 @@ fn requests(text: &mut Text, node: &Node) {
     text.sample(&[("of", "context")], engine.step_cost.context_ms);
     text.sample(&[("of", "decode_token")], engine.step_cost.decode_token_ms);
     text.sample(&[("of", "decode_context")], engine.step_cost.decode_context_ms);
+    text.family("tandem_steps_total", "counter", "Engine steps, by whether other nodes lent their cores.");
+    for (cores, steps) in ["own", "borrowed"].into_iter().zip(engine.steps) {
+        text.sample(&[("cores", cores)], steps as f64);
+    }
     text.family("tandem_requests_running", "gauge", "Requests in the running batch.");
     text.sample(&[], f64::from(load.running));
     text.family("tandem_requests_waiting", "gauge", "Requests that wait for blocks, a peer or the batch.");

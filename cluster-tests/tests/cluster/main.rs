@@ -8,6 +8,7 @@
 //! - [`clocks`]: nodes whose clocks are wrong.
 //! - [`join_token`]: who belongs to the cluster.
 //! - [`large_requests`]: the largest requests, many at once.
+//! - [`lending`]: cores that nodes lend each other, and what a kill does to that.
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
@@ -26,6 +27,7 @@ mod failures;
 mod first_light;
 mod join_token;
 mod large_requests;
+mod lending;
 mod local;
 mod metrics;
 mod overload;

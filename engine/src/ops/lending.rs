@@ -3,9 +3,9 @@
 //! machine, and nodes under load still do not disturb each other.
 //!
 //! All they share is a small file in memory: for each core, whether its node has work, and which guest is on it. The
-//! owner says that it has work and waits for the guest's present task, some tens of microseconds. A guest looks before
-//! each task. **Only speed hangs on the file.** Nobody waits on it without end, and whatever it says, every task is
-//! computed once and has the same bits: so nodes that were killed or stopped, or a file full of nonsense, do no harm.
+//! owner says that it has work and waits, [`PATIENCE`] at most, for the guest's present task. A guest looks before each
+//! task. **The file affects speed only.** No wait on it is unbounded, and whatever it says, every task is computed once
+//! and has the same bits: so nodes that were killed or stopped, or a file full of nonsense, do no harm.
 #![allow(unsafe_code)]
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -21,7 +21,8 @@ use memmap2::{MmapOptions, MmapRaw};
 
 /// Cores with higher numbers are not lent.
 const CORES: usize = 1024;
-/// Longer than a task takes, however long the prompt. A guest that is on the core for longer was stopped or killed.
+/// The longest wait for a guest: longer than a decode step's task takes. A guest that is still on the core was stopped
+/// or killed, or computes a task of a long prompt; the owner shares the core with that one until the task ends.
 const PATIENCE: Duration = Duration::from_millis(2);
 /// Between two looks whether the guest has left.
 const LOOK_EVERY: Duration = Duration::from_micros(20);
@@ -46,7 +47,7 @@ struct Core {
 struct Table(MmapRaw);
 
 impl Table {
-    /// Of whoever comes first.
+    /// Opens the file; the first node creates it.
     fn open(path: &Path) -> io::Result<Self> {
         const BYTES: usize = CORES * size_of::<Core>();
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
@@ -182,7 +183,7 @@ pub struct Stay<'a>(&'a Place);
 
 impl Drop for Stay<'_> {
     fn drop(&mut self) {
-        // Unless the owner has lost patience, and another guest is there.
+        // Unless the owner stopped waiting, and another guest is there.
         let _ = self.0.shared().guest.compare_exchange(id(), 0, Ordering::SeqCst, Ordering::Relaxed);
     }
 }

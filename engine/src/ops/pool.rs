@@ -46,7 +46,7 @@ struct Inner {
     sleepers: AtomicUsize,
     sleep: Mutex<()>,
     wake: Condvar,
-    /// For callers only: nobody waits for the lock.
+    /// Only the caller locks it, so the lock is never contended.
     guests: Mutex<Vec<Guest>>,
     /// Since [`Pool::lent_share`] asked last: of all, and of guests.
     tasks: AtomicUsize,

@@ -39,8 +39,9 @@ pub(super) struct Task {
     pub panels: Range<usize>,
 }
 
-/// Cuts a product with `rows` rows (at least one) into tasks of at most `row_chunk` rows, `tasks_per_thread` of them
-/// for each thread of the current pool if there are enough panels, and runs `f` for each.
+/// Cuts a product with `rows` rows (at least one) into tasks of at most `row_chunk` rows, and runs `f` for each. There
+/// are `tasks_per_thread` of them for each thread of the current pool, if there are enough panels, and small ones at
+/// the end, see [`Tapered`].
 pub(super) fn for_each_task(
     rows: usize,
     row_chunk: usize,
@@ -51,15 +52,56 @@ pub(super) fn for_each_task(
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let (panels, chunks) = (w.columns().div_ceil(PANEL), rows.div_ceil(row_chunk));
-    let groups = (tasks_per_thread * pool::threads()).div_ceil(chunks).clamp(1, panels);
-    pool::for_each(chunks * groups, |task| {
-        let (chunk, group) = (task / groups, task % groups);
-        f(Task {
-            chunk: ChunkId { call, number: chunk },
-            rows: chunk * row_chunk..rows.min((chunk + 1) * row_chunk),
-            panels: group * panels / groups..(group + 1) * panels / groups,
-        });
+    let threads = pool::threads();
+    let groups = (tasks_per_thread * threads).div_ceil(chunks).clamp(1, panels);
+    // The last chunk's tasks are the last ones of all.
+    let (tapered, before) = (Tapered { panels, threads }, (chunks - 1) * groups);
+    pool::for_each(before + tapered.tasks(), |task| {
+        let (chunk, panels) = match task.checked_sub(before) {
+            Some(task) => (chunks - 1, tapered.task(task)),
+            None => (task / groups, task % groups * panels / groups..(task % groups + 1) * panels / groups),
+        };
+        let rows = chunk * row_chunk..rows.min((chunk + 1) * row_chunk);
+        f(Task { chunk: ChunkId { call, number: chunk }, rows, panels });
     });
+}
+
+/// Panels in tasks that become smaller towards the end: a turn of all threads takes half of what is left. So there are
+/// few tasks, and a thread that finishes early waits for a panel or two of the others.
+#[derive(Clone, Copy)]
+struct Tapered {
+    panels: usize,
+    threads: usize,
+}
+
+impl Tapered {
+    /// How many; one for a single thread, which waits for no other.
+    fn tasks(self) -> usize {
+        self.turns().map(|(taken, each)| (self.panels - taken).min(self.threads * each).div_ceil(each)).sum()
+    }
+
+    /// The panels of one of them.
+    fn task(self, task: usize) -> Range<usize> {
+        let (turn, place) = (task / self.threads, task % self.threads);
+        self.turns().nth(turn).map_or(0..0, |(taken, each)| {
+            let from = self.panels.min(taken + place * each);
+            from..self.panels.min(from + each)
+        })
+    }
+
+    /// Of each turn: the panels before it, and those of each of its tasks.
+    fn turns(self) -> impl Iterator<Item = (usize, usize)> {
+        let Self { panels, threads } = self;
+        let each = move |taken: usize| match threads {
+            1 => panels - taken,
+            _ => ((panels - taken) / (2 * threads)).max(1),
+        };
+        let first = (panels > 0).then(|| (0, each(0)));
+        std::iter::successors(first, move |&(taken, of_each)| {
+            let taken = taken + threads * of_each;
+            (taken < panels).then(|| (taken, each(taken)))
+        })
+    }
 }
 
 /// Where a panel's result goes: rows `stride` apart, `columns` ≤ 32 of each.
@@ -108,5 +150,26 @@ impl Target {
                 _mm512_mask_storeu_ps(to, mask, sum);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tapered_tasks_have_each_panel_once_and_end_small() {
+        for threads in [1, 2, 3, 8, 64] {
+            for panels in (0..200).chain([4008]) {
+                let tapered = Tapered { panels, threads };
+                let tasks: Vec<_> = (0..tapered.tasks()).map(|task| tapered.task(task)).collect();
+                assert!(tasks.iter().all(|task| !task.is_empty()), "{threads} {panels}");
+                assert!(tasks.iter().cloned().flatten().eq(0..panels), "{threads} {panels}: {tasks:?}");
+                let last = tasks.last().map_or(0, Range::len);
+                assert!(threads == 1 || last <= 1, "{threads} {panels}: {tasks:?}");
+            }
+        }
+        let tasks = |panels, threads| Tapered { panels, threads }.tasks();
+        assert_eq!((tasks(18, 1), tasks(18, 2), tasks(96, 2), tasks(4008, 2)), (1, 10, 14, 24));
     }
 }
