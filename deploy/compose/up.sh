@@ -1,7 +1,7 @@
 #!/bin/bash
 # `make compose-up`: builds the images, starts the cluster of compose.yaml, waits until it can serve, says where it is.
 #
-#   COMPOSE_FILE    other files behind it, as compose.yaml:compose.cores.yaml
+#   COMPOSE_FILE    other files behind it, as compose.yaml:compose.gpu.yaml
 #   TANDEM_BUILD    dist (the default, half an hour the first time), plain or release (minutes): see ../Dockerfile
 set -euo pipefail
 cd "$(dirname "$0")"
