@@ -1,9 +1,10 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
-//! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`.
+//! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`. [`compose`]: that of `tandem compose`.
 //!
 //! Next: [`crate::up`], the largest command.
 pub mod bench;
+pub mod compose;
 pub mod up;
 
 use std::ffi::OsStr;
@@ -30,6 +31,8 @@ pub enum Config {
     Explain(Explain),
     /// Measure.
     Bench(bench::Bench),
+    /// Write a compose file.
+    Compose(compose::Compose),
 }
 
 /// One prompt.
@@ -152,6 +155,7 @@ enum Command {
     /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
     Explain(ExplainArgs),
     Bench(Box<bench::BenchArgs>),
+    Compose(compose::ComposeArgs),
 }
 
 #[derive(Args)]
@@ -269,6 +273,7 @@ impl Command {
             }
             Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
             Self::Bench(args) => Config::Bench(args.resolve(&state)?),
+            Self::Compose(args) => Config::Compose(args.resolve()?),
         })
     }
 }

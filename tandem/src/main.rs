@@ -8,6 +8,7 @@
 //! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`bench`]: the load generator, and its report.
+//! - [`compose`]: writes the docker-compose file of a host.
 //! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
 // They panic where nobody reads: `terminal` does not.
@@ -15,6 +16,7 @@
 
 mod bench;
 mod chat;
+mod compose;
 mod config;
 mod cores;
 mod explain;
@@ -74,5 +76,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Trace(trace) => trace::run(trace).await,
         Config::Explain(explain) => explain::run(explain).await,
         Config::Bench(bench) => bench::run(bench).await,
+        Config::Compose(compose) => compose::run(&compose),
     }
 }
