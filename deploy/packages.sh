@@ -3,6 +3,14 @@ say() { echo "$me: $*"; }
 die() { echo "$me: error: $*" >&2; exit 1; }
 have() { command -v "$1" > /dev/null 2>&1; }
 
+# Whichever Python can download: one with pip, or with venv (which brings pip along).
+pip_python() {
+  for python in python3 /usr/bin/python3; do
+    if have "$python" && "$python" -m pip --version > /dev/null 2>&1; then echo "$python"; return 0; fi
+  done
+  return 1
+}
+
 as_root() {
   if [ "$(id -u)" = 0 ]; then env DEBIAN_FRONTEND=noninteractive "$@"; else sudo env DEBIAN_FRONTEND=noninteractive "$@"; fi
 }

@@ -1,9 +1,10 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
-//! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`.
+//! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`. [`compose`]: that of `tandem compose`.
 //!
 //! Next: [`crate::up`], the largest command.
 pub mod bench;
+pub mod compose;
 pub mod up;
 
 use std::ffi::OsStr;
@@ -32,6 +33,8 @@ pub enum Config {
     Top(Top),
     /// Measure.
     Bench(bench::Bench),
+    /// Write a compose file.
+    Compose(compose::Compose),
 }
 
 /// One prompt.
@@ -164,6 +167,7 @@ enum Command {
     /// Show the cluster as it is now: nodes, KV, links, recent requests
     Top(TopArgs),
     Bench(Box<bench::BenchArgs>),
+    Compose(compose::ComposeArgs),
 }
 
 #[derive(Args)]
@@ -307,6 +311,7 @@ impl Command {
             Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
             Self::Top(args) => Config::Top(args.resolve(&state)?),
             Self::Bench(args) => Config::Bench(args.resolve(&state)?),
+            Self::Compose(args) => Config::Compose(args.resolve()?),
         })
     }
 }

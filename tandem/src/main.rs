@@ -9,6 +9,7 @@
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
+//! - [`compose`]: writes the docker-compose file of a host.
 //! - [`sse`]: server-sent events out of bytes (pure).
 //! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
@@ -17,6 +18,7 @@
 
 mod bench;
 mod chat;
+mod compose;
 mod config;
 mod cores;
 mod explain;
@@ -79,5 +81,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Explain(explain) => explain::run(explain).await,
         Config::Top(top) => top::run(top).await,
         Config::Bench(bench) => bench::run(bench).await,
+        Config::Compose(compose) => compose::run(&compose),
     }
 }

@@ -1,0 +1,100 @@
+{{- define "tandem.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{/* Of a pool or the router: dict "root" $ "role" "prefill" */}}
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name: tandem
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "tandem.labels" -}}
+{{ include "tandem.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end }}
+
+{{/* Pods that are nodes, of either role. */}}
+{{- define "tandem.nodes" -}}
+matchLabels:
+  app.kubernetes.io/name: tandem
+  app.kubernetes.io/instance: {{ .Release.Name }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [prefill, decode]}
+{{- end }}
+
+{{- define "tandem.joinSecret" -}}
+{{ .Values.joinToken.existingSecret | default (printf "%s-join" (include "tandem.name" .)) }}
+{{- end }}
+
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* What every pod is and has, but for its containers: dict "root" $ "of" .Values.router */}}
+{{- define "tandem.pod" -}}
+serviceAccountName: {{ include "tandem.name" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+# Drain, the two seconds after it, and the time in which others learn that the pod goes.
+terminationGracePeriodSeconds: {{ add (div .of.drainMs 1000) 15 }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+{{- with .of.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.affinity }}
+affinity: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.topologySpreadConstraints }}
+topologySpreadConstraints: {{ toYaml . | nindent 2 }}
+{{- end }}
+initContainers:
+  # Fetches the model where it is not there, and checks it by its SHA-256.
+  - name: model
+    image: {{ printf "%s:%s" .root.Values.model.image.repository .root.Values.model.image.tag }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    args: [/models, {{ .root.Values.model.file | quote }}, {{ .root.Values.model.sha256 | quote }}]
+    securityContext: {{ include "tandem.containerSecurity" . | nindent 6 }}
+    resources:
+      requests: {cpu: 100m, memory: 128Mi}
+      limits: {memory: 1Gi}
+    volumeMounts:
+      - {name: models, mountPath: /models}
+      - {name: tmp, mountPath: /tmp}
+volumes:
+  - name: models
+    {{- if .root.Values.model.existingClaim }}
+    persistentVolumeClaim: {claimName: {{ .root.Values.model.existingClaim | quote }}}
+    {{- else if .root.Values.model.hostPath }}
+    hostPath: {path: {{ .root.Values.model.hostPath | quote }}, type: Directory}
+    {{- else }}
+    emptyDir: {}
+    {{- end }}
+  - name: tmp
+    emptyDir: {}
+  - name: join-token
+    secret:
+      secretName: {{ include "tandem.joinSecret" .root }}
+      items: [{key: {{ .root.Values.joinToken.key | quote }}, path: join-token}]
+{{- end }}
+
+{{- define "tandem.mounts" -}}
+- {name: models, mountPath: /models, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: join-token, mountPath: /run/secrets/tandem, readOnly: true}
+{{- end }}
