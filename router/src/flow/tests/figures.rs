@@ -104,6 +104,10 @@ async fn exported(ttft_objective_ms: f64, tpot_objective_ms: f64) -> u64 {
     let span = node_span(&start.spec.unwrap().traceparent, "decode");
     decode.send(finished(Length, vec![span, stranger])).await;
     assert!(read(stream).await.2.is_ok());
+    // The client does not wait for the collector; the drain does.
+    while value(&cluster.service, "tandem_inflight_requests{") > 0.0 {
+        tokio::task::yield_now().await;
+    }
     exporter.shutdown().await;
     exporter.dropped()
 }
