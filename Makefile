@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -94,6 +94,10 @@ soak: setup build ## 20 minutes under load with a kill every 10 s; prints what c
 
 test-clients: setup build ## openai-python, gRPC clients in Python and JavaScript, and gRPC reflection
 	cluster-tests/clients/run.sh
+
+# TEST_JAEGER="--simulated": nodes without a model; "--keep": Jaeger stays until Ctrl-C.
+test-jaeger: setup build ## Fifty mixed requests beside a real Jaeger, which is built once from Go modules (4 minutes)
+	python3 cluster-tests/jaeger/run.py $(TEST_JAEGER)
 
 # AIPERF_REQUESTS, AIPERF_RATE (a second) and AIPERF_OSL change the profile.
 test-aiperf: setup build ## aiperf's chat and completions profiles, `tandem bench` beside them; fetches aiperf once

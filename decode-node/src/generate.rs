@@ -15,15 +15,13 @@ use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, FirstToken, Reserved, Token};
 use tandem_proto::{Error, ErrorKind, Incarnation, TraceContext};
 use tandem_telemetry::{Kind, clock};
+use tracing::Instrument;
 
 use crate::handoff::{self, Received};
 use crate::service::Stop;
 
 /// A sender lets go of a hand-off that nobody needs; the router, which knows, says so over another connection.
 const ROUTERS_WORD: Duration = Duration::from_secs(1);
-
-/// A reader at 100 ms a token, the router's measure of smoothness, notices a longer gap.
-const STALL: Duration = Duration::from_millis(100);
 
 /// Serves one call until its last event.
 ///
@@ -40,17 +38,24 @@ pub async fn serve(
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
     let request = CheckedRequest::check(spec, node.engine.spec())?.within_memory(node.engine.spec());
     let mut trace = node.trace();
+    let logged = trace.logged(request.parent);
     let generate = Generate { node: &node, request: &request, events: &events, accepted };
     let running = async {
         match start.local {
             Some(local) => generate.local(&local.traceparent, &mut stop, &mut trace).await,
             None => {
                 let terms = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease };
-                generate.disaggregated(terms, &start.route_traceparent, &mut stop, &mut trace).await
+                generate.disaggregated(terms, &start.request_traceparent, &mut stop, &mut trace).await
             }
         }
     };
-    let result = until_deadline(request.deadline, running).await;
+    let running = async {
+        let result = until_deadline(request.deadline, running).await;
+        result.inspect_err(|error| {
+            tracing::info!(request = request.id, kind = ?error.kind, error = error.message, "call failed");
+        })
+    };
+    let result = running.instrument(logged).await;
     if let Err(error) = &result {
         trace.fail(&error.message);
     }
@@ -278,7 +283,7 @@ impl Generate<'_> {
                     if tokens == 0 {
                         trace.event("first_step", at, []);
                     }
-                    stalled(trace, "engine", last, at);
+                    self.stalled(trace, "engine", last, at);
                     let gap = at.saturating_duration_since(last);
                     self.node.figures.inter_token_seconds.observe(gap.as_secs_f64(), self.request.parent.trace_id);
                     (tokens, last) = (tokens + 1, at);
@@ -287,7 +292,7 @@ impl Generate<'_> {
                     all += drafts;
                     let sending = clock::now();
                     self.send(Event::Token(wire_token(id, logprob, top, drafts))).await?;
-                    stalled(trace, "reader", sending, clock::now());
+                    self.stalled(trace, "reader", sending, clock::now());
                 }
                 SequenceEvent::Finished { reason, at } => {
                     trace.attr("tandem.tokens", tokens);
@@ -319,17 +324,17 @@ impl Generate<'_> {
         if traceparent.is_empty() { self.request.parent } else { context(traceparent) }
     }
 
+    /// Notes a gap between tokens that a reader notices. `cause` is who made it: the engine that computed no step for
+    /// this sequence, or a reader who took no token.
+    fn stalled(&self, trace: &mut Trace, cause: &'static str, from: Instant, to: Instant) {
+        let gap = to.saturating_duration_since(from);
+        if gap > self.request.stall {
+            trace.event("stall", to, [("gap_ms", (gap.as_secs_f64() * 1e3).into()), ("cause", cause.into())]);
+        }
+    }
+
     async fn send(&self, event: Event) -> Result<(), Error> {
         self.events.send(DecodeEvent { event: Some(event) }).await
-    }
-}
-
-/// Notes a gap between tokens that a reader notices. `cause` is who made it: the engine that computed no step for this
-/// sequence, or a reader who took no token.
-fn stalled(trace: &mut Trace, cause: &'static str, from: Instant, to: Instant) {
-    let gap = to.saturating_duration_since(from);
-    if gap > STALL {
-        trace.event("stall", to, [("gap_ms", (gap.as_secs_f64() * 1e3).into()), ("cause", cause.into())]);
     }
 }
 

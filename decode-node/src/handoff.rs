@@ -4,11 +4,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_engine::KvLease;
-use tandem_kvtransfer::{Expected, Grant, Held, Incoming, Verified};
+use tandem_kvtransfer::{Expected, Grant, Held, Incoming, Landed, Verified};
 use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::Seal;
 use tandem_proto::{Error, ErrorKind, HandoffId, Incarnation, TraceContext, v1};
-use tandem_telemetry::clock;
+use tandem_telemetry::{Value, clock};
 
 /// Blocks at the head of the prompt that `lease` shares with the prefix cache: they were computed or verified here, do
 /// not travel, and are never written.
@@ -92,10 +92,15 @@ pub async fn receive(
     trace.attr("tandem.kv.gbps", received.gbps());
     trace.attr("tandem.kv.transport", node.transport.info().name);
     trace.attr("tandem.kv.verify_ms", ms(received.verify()));
-    let landed =
-        [("tandem.kv.blocks", received.verified.blocks.into()), ("tandem.kv.bytes", received.verified.bytes.into())];
-    // What arrived when before is the sender's to know: its `layer_group.posted`.
-    trace.event("layer_group.landed", received.verified.last_arrival, landed);
+    for Landed { units: (first, count), blocks, bytes, at } in &received.verified.landed {
+        let landed = [
+            ("tandem.kv.blocks", Value::from(*blocks)),
+            ("tandem.kv.bytes", Value::from(*bytes)),
+            ("tandem.kv.first_unit", Value::from(u32::from(*first))),
+            ("tandem.kv.units", Value::from(u32::from(*count))),
+        ];
+        trace.event("layer_group.landed", *at, landed);
+    }
     Ok(received)
 }
 
@@ -207,6 +212,7 @@ mod tests {
             first_arrival: arrived,
             last_arrival: arrived,
             copying: Duration::ZERO,
+            landed: Vec::new(),
             verified_at: arrived,
         };
         let posted = granted + Duration::from_millis(2);

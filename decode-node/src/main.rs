@@ -25,7 +25,7 @@ struct Args {
 fn main() -> ExitCode {
     prepare_environment();
     let args = Args::parse();
-    run_process("tandem-decode", live(args))
+    run_process("tandem-decode", args.node.log_format, live(args))
 }
 
 async fn live(args: Args) -> anyhow::Result<()> {

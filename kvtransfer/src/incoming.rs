@@ -81,6 +81,7 @@ impl Incoming {
             first_arrival: arrived.first_arrival,
             last_arrival: arrived.last_arrival,
             copying: arrived.copying,
+            landed: arrived.landed,
             verified_at: clock::now(),
             seal: arrived.seal,
         })

@@ -48,4 +48,4 @@ pub use incoming::Incoming;
 pub use outgoing::Outgoing;
 pub use seal::{Manifest, seal_for};
 pub use tandem_memory::Run;
-pub use transport::{BlockOwner, Expected, Faults, Grant, Held, Receipt, Transport, Verified};
+pub use transport::{BlockOwner, Expected, Faults, Grant, Held, Landed, Receipt, Transport, Verified};

@@ -25,7 +25,7 @@ use tandem_proto::{HandoffId, v1};
 
 use crate::error::Refusal;
 use crate::mutation::Mutation;
-use crate::transport::BlockOwner;
+use crate::transport::{BlockOwner, Landed};
 use crate::wire::DataHeader;
 
 /// How long the writers of an aborted hand-off may take to end, where nothing else is configured.
@@ -56,6 +56,9 @@ pub enum State {
     Aborted,
 }
 
+/// Groups of a hand-off that are told apart; what comes later counts for the last one.
+const MAX_LANDED: usize = 128;
+
 /// Everything of a hand-off is in the arena, and nothing of it is verified.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arrived {
@@ -69,6 +72,8 @@ pub struct Arrived {
     pub last_arrival: Instant,
     /// Time in which some range was being written: what is left of the whole when a sender waits for its computation.
     pub copying: Duration,
+    /// What arrived when.
+    pub landed: Vec<Landed>,
 }
 
 /// A frame that was not accepted.
@@ -146,6 +151,7 @@ struct Session {
     first_arrival: Option<Instant>,
     last_arrival: Option<Instant>,
     copying: Duration,
+    landed: Vec<Landed>,
     /// Begin of the time in which there have been writers without a break.
     copying_since: Instant,
 }
@@ -189,6 +195,7 @@ impl Sessions {
             first_arrival: None,
             last_arrival: None,
             copying: Duration::ZERO,
+            landed: Vec::new(),
             copying_since: now,
             offer,
         };
@@ -232,7 +239,7 @@ impl Sessions {
             self.release(range.handoff);
             return None;
         }
-        session.bytes += session.range_bytes(range);
+        session.land(range, now);
         session.last_arrival = Some(now);
         if session.writers == 0 {
             session.copying += now.saturating_duration_since(session.copying_since);
@@ -497,6 +504,18 @@ impl Session {
         u64::from(range.count) * (self.offer.block_bytes / u64::from(self.offer.units)) * units
     }
 
+    /// Counts a range that is in the arena.
+    fn land(&mut self, range: DataHeader, at: Instant) {
+        let (units, bytes) = (range.units.of(self.offer.units).unwrap_or(0..0), self.range_bytes(range));
+        self.bytes += bytes;
+        let units = (units.start, units.end.saturating_sub(units.start));
+        let full = self.landed.len() == MAX_LANDED;
+        match self.landed.last_mut().filter(|last| full || last.units == units) {
+            Some(last) => (last.blocks, last.bytes, last.at) = (last.blocks + range.count, last.bytes + bytes, at),
+            None => self.landed.push(Landed { units, blocks: range.count, bytes, at }),
+        }
+    }
+
     /// Progress: the lease begins anew.
     fn extend(&mut self, now: Instant) {
         self.deadline = self.deadline.max(now + self.offer.lease);
@@ -515,6 +534,7 @@ impl Session {
             first_arrival: self.first_arrival.unwrap_or(now),
             last_arrival: self.last_arrival.unwrap_or(now),
             copying: self.copying,
+            landed: std::mem::take(&mut self.landed),
         })
     }
 }

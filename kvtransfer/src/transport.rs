@@ -114,6 +114,19 @@ pub struct Expected {
     pub sequence_hashes: Vec<u64>,
 }
 
+/// Ranges that arrived one behind the other, all of the same units: whole blocks, or a group of layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Landed {
+    /// The first of the units, and how many of each block.
+    pub units: (u8, u8),
+    /// Of the grant.
+    pub blocks: u32,
+    /// Of them.
+    pub bytes: u64,
+    /// The last of these bytes.
+    pub at: Instant,
+}
+
 /// A hand-off whose every block was verified: it may be read now.
 #[derive(Clone, Debug)]
 pub struct Verified {
@@ -131,6 +144,8 @@ pub struct Verified {
     pub last_arrival: Instant,
     /// Time in which bytes were moving: less than the whole when they waited for the sender's computation.
     pub copying: Duration,
+    /// What arrived when.
+    pub landed: Vec<Landed>,
     /// After the checks.
     pub verified_at: Instant,
 }

@@ -80,12 +80,13 @@ where
         begun.inspect_err(|error| tracing::debug!(kind = ?error.kind, "call without a start: {error}"))?;
     let result = tokio::select! {
         biased;
-        () = call.life_over() => Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead")),
+        () = call.life_over() => {
+            tracing::info!("call ends: the router declared this node dead");
+            Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead"))
+        }
+        // It logs its own failure, as that of its request.
         result = body(start) => result,
     };
-    if let Err(error) = &result {
-        tracing::info!(kind = ?error.kind, "call failed: {error}");
-    }
     call.end(&result);
     result
 }

@@ -11,6 +11,7 @@ use tandem_engine::{KvDtype, Speculate};
 use tandem_ports::JoinToken;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
+use tandem_telemetry::LogFormat;
 use tonic::transport::Endpoint;
 
 use crate::kv_memory::KvMemory;
@@ -120,7 +121,11 @@ pub struct NodeArgs {
     /// Address under which other nodes reach --kv-listen, when that listens on all interfaces or behind another port.
     #[arg(long, value_name = "HOST:PORT")]
     pub kv_advertise: Option<String>,
-    /// Collector for traces (OTLP over gRPC): http://host:port.
+    /// How log lines look: `text` for people, `json` for programs.
+    #[arg(long, value_name = "text|json", default_value_t)]
+    pub log_format: LogFormat,
+    /// Collector for log lines, and for the spans that no router takes (OTLP over gRPC): http://host:port. The router
+    /// sends the others.
     #[arg(long)]
     pub otlp_endpoint: Option<String>,
     /// Name of this node; made from role and incarnation when absent.

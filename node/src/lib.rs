@@ -11,8 +11,8 @@
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:
 //!   counts of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
 //! - [`call`]: one streaming call as a task that dies with its client.
-//! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, exported even if
-//!   it fails.
+//! - [`request`]: a `RequestSpec` checked against the engine; [`trace`]: the spans of one request, which reach the
+//!   router even if it fails.
 #![forbid(unsafe_code)]
 
 pub mod admin;

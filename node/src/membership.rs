@@ -1,5 +1,5 @@
 //! The node's side of the one stream to the router: register, report load and what the prefix cache holds ([`KvFeed`]),
-//! say when draining. The stream may be lost and opened again any number of times; to a router that has not declared it
+//! spans of calls that were cut off ([`crate::trace`]), say when draining. The stream may be lost and opened again any number of times; to a router that has not declared it
 //! dead (a new one) the node is the same incarnation as before. A router that has refuses that incarnation: then the
 //! node's life is over and it joins as another one, without its running work ([`Node::begin_new_life`]).
 use std::sync::Arc;
@@ -242,6 +242,8 @@ async fn report(
                 kv_due = Some(in_kv_interval());
                 Ok(())
             }
+            // On a slow stream the room is for reports; it is looked at again with the next one.
+            spans = node.spans.strays.next(), if reports.capacity() > REPORTS => send(&reports, Report::Spans(spans)),
         };
         if let Err(error) = sent {
             return error;

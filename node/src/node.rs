@@ -23,7 +23,7 @@ use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
 use crate::figures::Figures;
 use crate::handoffs::Handoffs;
 use crate::processor;
-use crate::trace::{SpanSink, Trace};
+use crate::trace::{SpanSink, Strays, Trace};
 use crate::warm_turn::{self, WarmTurn};
 use crate::work::Work;
 
@@ -93,7 +93,8 @@ impl Node {
     /// A node of these parts.
     pub fn of(parts: Parts) -> Arc<Self> {
         let Parts { role, node_id, incarnation, engine, arena, transport, exporter, work, .. } = parts;
-        let spans = SpanSink { service: service_name(role), instance: node_id.clone(), exporter };
+        let (service, instance, strays) = (service_name(role), node_id.clone(), Strays::default());
+        let spans = SpanSink { service, instance, exporter, strays };
         Arc::new(Self {
             role,
             node_id,

@@ -13,6 +13,9 @@ pub const LONGEST_REQUEST: Duration = Duration::from_secs(600);
 /// request before its router does would look as if it had failed.
 const LATEST_DEADLINE: Duration = Duration::from_millis(MAX_REQUEST_MS as u64);
 
+/// Where nobody says what users call good.
+const STALL: Duration = Duration::from_millis(100);
+
 /// A request that this node can run.
 #[derive(Clone, Debug)]
 pub struct CheckedRequest {
@@ -28,6 +31,8 @@ pub struct CheckedRequest {
     pub deadline: Instant,
     /// The span that calls this node.
     pub parent: TraceContext,
+    /// A reader notices a longer time between two tokens.
+    pub stall: Duration,
     sampling: Arc<SamplingParams>,
     ignore_eos: bool,
     stop_token_ids: Vec<u32>,
@@ -73,6 +78,11 @@ impl CheckedRequest {
             max_tokens: spec.max_tokens.min(room),
             deadline: deadline(spec.time_left_ns),
             parent: context(&spec.traceparent),
+            stall: if spec.tpot_objective_ms == 0 {
+                STALL
+            } else {
+                Duration::from_millis(spec.tpot_objective_ms.into())
+            },
             sampling: sampling(spec.sampling.unwrap_or_default(), answer_tokens, engine)?.into(),
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
@@ -238,6 +248,8 @@ mod tests {
         assert_eq!(one.first_kv_tokens(), 20);
         assert_eq!(request.hashes(&engine()).len(), 2);
         assert_eq!(request.finished_by(7), None);
+        let quick = CheckedRequest::check(v1::RequestSpec { tpot_objective_ms: 20, ..spec() }, &engine()).unwrap();
+        assert_eq!([request.stall, quick.stall].map(|stall| stall.as_millis()), [100, 20]);
         assert_eq!(request.finished_by(2), Some(v1::FinishReason::Stop));
     }
 

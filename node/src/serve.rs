@@ -11,6 +11,7 @@ use tandem_ports::{
     KeepAlive, Limits, NODE_STREAMS, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc,
     serve_http,
 };
+use tandem_telemetry::LogFormat;
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -43,8 +44,12 @@ pub fn prepare_environment() {
 }
 
 /// Runs the life of the process; its error is one line on stderr and exit code 1. (Wrong flags are clap's: code 2.)
-pub fn run_process(service: &'static str, life: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
-    tandem_telemetry::init_logging(service);
+pub fn run_process(
+    service: &'static str,
+    log_format: LogFormat,
+    life: impl Future<Output = anyhow::Result<()>>,
+) -> ExitCode {
+    tandem_telemetry::init_logging(service, log_format);
     raise_descriptor_limit();
     // The engine has its own threads, and UCX has; these, two at most, only wait for sockets.
     let runtime = Builder::new_multi_thread().worker_threads(reactor_threads().min(2)).enable_all().build();
@@ -173,6 +178,7 @@ impl Running {
         if timeout(CLOSE_TIMEOUT, &mut self.grpc).await.is_err() {
             self.grpc.abort();
         }
+        node.spans.give_up();
         node.spans.exporter.shutdown().await;
         let engine = node.engine.clone();
         // Waits for the present step, which has no bound of its own.

@@ -1,12 +1,17 @@
 //! The spans of one request on one node. Phases are opened and closed in the order of the request's life, inner ones
-//! inside outer ones; whatever is open when the request fails or is dropped becomes a span with an error. Each span
-//! goes to the exporter at its end, and a copy goes back to the router with the last message. Of a trace that its
-//! caller does not sample, only a request that failed is exported; if the router keeps another one, it passes the copy
-//! on.
+//! inside outer ones; whatever is open when the request fails or is dropped becomes a span with an error. They go to
+//! the router with the last message of the call; of a call that has none, by the membership stream ([`Strays`]). The
+//! router knows what became of the request: it keeps the trace or not, and sends it to the collector. Without a router
+//! the node sends its spans itself.
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use tandem_proto::spans::{pack, unpack};
 use tandem_proto::{TraceContext, v1};
-use tandem_telemetry::{Exporter, Kind, Phase, Value, clock};
+use tandem_telemetry::notes::{Note, Notes};
+use tandem_telemetry::{Exporter, Kind, Phase, Value, clock, request_span};
+use tokio::sync::Notify;
 
 /// Who the spans are from, and where they go. One per node.
 #[derive(Clone, Debug)]
@@ -15,8 +20,112 @@ pub struct SpanSink {
     pub service: &'static str,
     /// `service.instance.id`.
     pub instance: String,
-    /// Sends them to the collector.
+    /// Sends to the collector what no router takes.
     pub exporter: Exporter,
+    /// What waits for the router.
+    pub strays: Strays,
+}
+
+impl SpanSink {
+    /// Spans that no last message takes along.
+    fn stray(&self, packed: Vec<u8>) {
+        if let Some(packed) = self.strays.push(packed) {
+            self.export(&packed);
+        }
+    }
+
+    fn export(&self, packed: &[u8]) {
+        unpack(packed).for_each(|span| self.exporter.export(&span));
+    }
+
+    /// No router will come: what waits for one goes to the collector.
+    pub fn give_up(&self) {
+        while let Some(packed) = self.strays.pop() {
+            self.export(&packed);
+        }
+    }
+}
+
+/// Packed spans that wait for the membership stream. Clones are handles on the same ones.
+#[derive(Clone, Debug, Default)]
+pub struct Strays {
+    waiting: Arc<Mutex<VecDeque<Vec<u8>>>>,
+    came: Arc<Notify>,
+}
+
+/// Calls whose spans may wait for the router. When a router is lost, all that a node runs may end at once.
+const MOST_STRAYS: usize = 256;
+/// Bytes of one message: a quarter of what the router reads.
+const MOST_STRAY_BYTES: usize = 64 << 10;
+
+impl Strays {
+    /// Keeps them for the router; gives them back where too many wait, or they are too large for a message.
+    fn push(&self, packed: Vec<u8>) -> Option<Vec<u8>> {
+        let mut waiting = self.waiting();
+        if packed.is_empty() || packed.len() > MOST_STRAY_BYTES || waiting.len() == MOST_STRAYS {
+            return Some(packed);
+        }
+        waiting.push_back(packed);
+        drop(waiting);
+        self.came.notify_one();
+        None
+    }
+
+    fn pop(&self) -> Option<Vec<u8>> {
+        self.waiting().pop_front()
+    }
+
+    /// One message's worth, once there are some. Cancel-safe.
+    pub async fn next(&self) -> Vec<u8> {
+        loop {
+            let came = self.came.notified();
+            if let Some(mut message) = self.pop() {
+                let mut waiting = self.waiting();
+                while let Some(next) = waiting.pop_front_if(|next| message.len() + next.len() <= MOST_STRAY_BYTES) {
+                    message.extend(next);
+                }
+                return message;
+            }
+            came.await;
+        }
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<Vec<u8>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Finished spans on their way into a call's last message. What is not taken goes the other way.
+#[derive(Debug)]
+pub struct Finished {
+    sink: SpanSink,
+    packed: Vec<u8>,
+}
+
+impl Finished {
+    /// None yet.
+    pub fn new(sink: SpanSink) -> Self {
+        Self { sink, packed: Vec::new() }
+    }
+
+    /// Adds some.
+    pub fn add(&mut self, spans: Vec<v1::Span>) {
+        self.packed.extend(pack(spans));
+    }
+
+    /// For the last message, packed.
+    pub fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.packed)
+    }
+}
+
+impl Drop for Finished {
+    fn drop(&mut self) {
+        if !self.packed.is_empty() {
+            let packed = self.take();
+            self.sink.stray(packed);
+        }
+    }
 }
 
 /// The spans of one request.
@@ -24,11 +133,9 @@ pub struct SpanSink {
 pub struct Trace {
     sink: SpanSink,
     done: Vec<v1::Span>,
-    /// The first ones of `done`: they are with the exporter.
-    exported: usize,
-    /// Whether spans are exported as they end.
-    kept: bool,
     open: Vec<Open>,
+    /// What is logged of the request.
+    notes: Option<Notes>,
 }
 
 #[derive(Debug)]
@@ -43,13 +150,19 @@ pub const MAX_EVENTS: usize = 128;
 impl Trace {
     /// No span yet.
     pub fn new(sink: SpanSink) -> Self {
-        Self { sink, done: Vec::new(), exported: 0, kept: false, open: Vec::new() }
+        Self { sink, done: Vec::new(), open: Vec::new(), notes: None }
+    }
+
+    /// The span within which to work on a request that `parent` calls for: its log lines name that trace, and are
+    /// events of the outermost phase here.
+    pub fn logged(&mut self, parent: TraceContext) -> tracing::Span {
+        self.notes = Some(Notes::of(parent));
+        request_span(parent)
     }
 
     /// Opens a phase as a child of the span `parent` and returns its identity.
     pub fn open(&mut self, name: &'static str, kind: Kind, parent: TraceContext, start: Instant) -> TraceContext {
         let context = parent.child(&mut rand::rng());
-        self.kept |= context.sampled;
         let phase = Phase::new(name, kind, context, Some(parent.span_id));
         self.open.push(Open { phase, start });
         context
@@ -63,7 +176,7 @@ impl Trace {
     /// Adds an event to the innermost open phase.
     pub fn event(
         &mut self,
-        name: &'static str,
+        name: impl Into<String>,
         at: Instant,
         attributes: impl IntoIterator<Item = (&'static str, Value)>,
     ) {
@@ -83,8 +196,14 @@ impl Trace {
 
     /// Closes the innermost open phase.
     pub fn close(&mut self, end: Instant) {
+        if self.open.len() == 1 {
+            let notes = self.notes.as_ref().map(Notes::take).unwrap_or_default();
+            for Note { message, level, at, fields } in notes {
+                self.event(message, at, fields.into_iter().chain([("level", level.into())]));
+            }
+        }
         if let Some(open) = self.open.pop() {
-            self.record(open.phase.end(self.sink.service, self.sink.instance.clone(), open.start, end));
+            self.done.push(open.phase.end(self.sink.service, self.sink.instance.clone(), open.start, end));
         }
     }
 
@@ -93,10 +212,8 @@ impl Trace {
         self.open.pop();
     }
 
-    /// Closes all open phases, each with the error. The trace is exported whatever its caller wanted.
+    /// Closes all open phases, each with the error.
     pub fn fail(&mut self, message: &str) {
-        self.kept = true;
-        self.export();
         let now = clock::now();
         while !self.open.is_empty() {
             self.edit(|phase| phase.error(message));
@@ -104,12 +221,11 @@ impl Trace {
         }
     }
 
-    /// Closes what is open; returns all spans.
+    /// Closes what is open; returns all spans, for the last message of the call.
     pub fn finish(&mut self, end: Instant) -> Vec<v1::Span> {
         while !self.open.is_empty() {
             self.close(end);
         }
-        self.exported = 0;
         std::mem::take(&mut self.done)
     }
 
@@ -118,25 +234,14 @@ impl Trace {
             open.phase = change(std::mem::take(&mut open.phase));
         }
     }
-
-    fn record(&mut self, span: v1::Span) {
-        self.done.push(span);
-        if self.kept {
-            self.export();
-        }
-    }
-
-    fn export(&mut self) {
-        for span in &self.done[self.exported..] {
-            self.sink.exporter.export(span);
-        }
-        self.exported = self.done.len();
-    }
 }
 
 impl Drop for Trace {
     fn drop(&mut self) {
         self.fail("cancelled");
+        if !self.done.is_empty() {
+            self.sink.stray(pack(std::mem::take(&mut self.done)));
+        }
     }
 }
 
@@ -144,9 +249,12 @@ impl Drop for Trace {
 mod tests {
     use super::*;
 
+    fn sink(exporter: Exporter) -> SpanSink {
+        SpanSink { service: "tandem-test", instance: "t0".to_owned(), exporter, strays: Strays::default() }
+    }
+
     fn trace() -> (Trace, TraceContext) {
-        let sink = SpanSink { service: "tandem-test", instance: "t0".to_owned(), exporter: Exporter::disabled() };
-        (Trace::new(sink), TraceContext::root(&mut rand::rng()))
+        (Trace::new(sink(Exporter::disabled())), TraceContext::root(&mut rand::rng()))
     }
 
     #[test]
@@ -166,37 +274,53 @@ mod tests {
         assert_eq!(spans[2].parent_span_id, root.span_id);
     }
 
-    /// An exporter to nowhere counts what it was given, once it is shut down, as dropped.
-    async fn exported(sampled: bool, run: impl FnOnce(&mut Trace, TraceContext)) -> u64 {
-        let exporter = Exporter::start("tandem-test", "t0", Some("http://127.0.0.1:1".to_owned())).unwrap();
-        let mut trace =
-            Trace::new(SpanSink { service: "tandem-test", instance: "t0".into(), exporter: exporter.clone() });
-        run(&mut trace, TraceContext { sampled, ..TraceContext::root(&mut rand::rng()) });
-        drop(trace);
-        exporter.shutdown().await;
-        exporter.dropped()
+    fn begin(trace: &mut Trace) {
+        let (parent, now) = (TraceContext::root(&mut rand::rng()), Instant::now());
+        let server = trace.open("prefill", Kind::Server, parent, now);
+        trace.open("prefill.queue", Kind::Internal, server, now);
+        trace.close(now);
     }
 
+    #[tokio::test]
+    async fn what_no_last_message_takes_along_waits_for_the_router() {
+        let sink = sink(Exporter::disabled());
+        let mut good = Trace::new(sink.clone());
+        begin(&mut good);
+        let mut finished = Finished::new(sink.clone());
+        finished.add(good.finish(Instant::now()));
+        assert_eq!(unpack(&finished.take()).count(), 2);
+        drop((good, finished));
+        assert_eq!(sink.strays.pop(), None);
+
+        let mut cut = Trace::new(sink.clone());
+        begin(&mut cut);
+        let mut untold = Finished::new(sink.clone());
+        untold.add(cut.finish(Instant::now()));
+        begin(&mut cut);
+        drop((cut, untold));
+        let spans: Vec<_> = unpack(&sink.strays.next().await).collect();
+        let errors: Vec<_> = spans.iter().map(|span| (&*span.name, &*span.error)).collect();
+        let expected = [("prefill.queue", ""), ("prefill", "cancelled"), ("prefill.queue", ""), ("prefill", "")];
+        assert_eq!(errors, expected, "in one message");
+        assert_eq!(sink.strays.pop(), None);
+    }
+
+    /// An exporter to nowhere counts what it was given, once it is shut down, as dropped.
     #[tokio::test(flavor = "multi_thread")]
-    async fn only_failures_are_exported_of_what_nobody_samples() {
-        let phases = |trace: &mut Trace, parent: TraceContext| {
-            let now = Instant::now();
-            let server = trace.open("prefill", Kind::Server, parent, now);
-            trace.open("prefill.queue", Kind::Internal, server, now);
-            trace.close(now);
-        };
-        let good = |trace: &mut Trace, parent: TraceContext| {
-            phases(trace, parent);
-            assert_eq!(trace.finish(Instant::now()).len(), 2, "the router gets them all the same");
-        };
-        let bad = |trace: &mut Trace, parent: TraceContext| {
-            phases(trace, parent);
-            trace.fail("gone");
-        };
-        assert_eq!(exported(true, good).await, 2);
-        assert_eq!(exported(false, good).await, 0);
-        assert_eq!(exported(false, bad).await, 2);
-        assert_eq!(exported(false, phases).await, 2, "dropped half-way");
+    async fn what_no_router_takes_goes_to_the_collector() {
+        let exporter = Exporter::start("tandem-test", "t0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+        let sink = sink(exporter.clone());
+        for _ in 0..MOST_STRAYS + 3 {
+            begin(&mut Trace::new(sink.clone()));
+        }
+        let mut large = Trace::new(sink.clone());
+        begin(&mut large);
+        large.attr("prompt", "x".repeat(MOST_STRAY_BYTES));
+        drop(large);
+        assert_eq!(sink.strays.waiting().len(), MOST_STRAYS);
+        sink.give_up();
+        exporter.shutdown().await;
+        assert_eq!(exporter.dropped(), 2 * (MOST_STRAYS as u64 + 4));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tandem_node::call::Events;
-use tandem_proto::spans::pack;
+use tandem_node::trace::Finished;
 use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, PrefillEvent, Span, Ticket, Undelivered};
 use tandem_proto::{Error, ErrorKind};
@@ -25,8 +25,8 @@ pub struct Delivery<'a> {
     wanted: &'a watch::Sender<bool>,
     redeliver_wait: Duration,
     tickets: u64,
-    /// Of the hand-offs that ended, packed.
-    spans: Vec<u8>,
+    /// Of the hand-offs that ended.
+    spans: Finished,
     /// Why the last one failed, and until when another ticket may come.
     failed: Option<(Error, Instant)>,
 }
@@ -49,7 +49,8 @@ impl<'a> Delivery<'a> {
         wanted: &'a watch::Sender<bool>,
         redeliver_wait: Duration,
     ) -> Self {
-        Self { sender, events, kv, wanted, redeliver_wait, tickets: 0, spans: Vec::new(), failed: None }
+        let spans = Finished::new(sender.node.spans.clone());
+        Self { sender, events, kv, wanted, redeliver_wait, tickets: 0, spans, failed: None }
     }
 
     /// Follows the router's commands until the KV is delivered, or (`Delivered` of nothing) shall not be.
@@ -67,16 +68,16 @@ impl<'a> Delivery<'a> {
                     Word::Stop => {
                         drop(running);
                         self.computed().await?;
-                        return Ok(Delivered { spans: self.spans, ..Delivered::default() });
+                        return Ok(Delivered { spans: self.spans.take(), ..Delivered::default() });
                     }
                     Word::Closed if running.is_some() => open = false,
                     Word::Closed => return Err(self.unheard().await),
                 },
                 ended = end_of(&mut running) => {
                     running = None;
-                    self.spans.extend(pack(ended.spans));
+                    self.spans.add(ended.spans);
                     match ended.outcome {
-                        Ok(delivered) => return Ok(Delivered { spans: self.spans, ..delivered }),
+                        Ok(delivered) => return Ok(Delivered { spans: self.spans.take(), ..delivered }),
                         Err(Failed::Here(error)) => return Err(error),
                         Err(Failed::There(error)) => self.undelivered(error, ended.handoff_id, open).await?,
                     }

@@ -37,7 +37,7 @@ struct Args {
 fn main() -> ExitCode {
     prepare_environment();
     let args = Args::parse();
-    run_process("tandem-prefill", live(args))
+    run_process("tandem-prefill", args.node.log_format, live(args))
 }
 
 async fn live(args: Args) -> anyhow::Result<()> {

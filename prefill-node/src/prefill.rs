@@ -16,6 +16,7 @@ use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent, RequestSpec};
 use tandem_proto::{Error, ErrorKind, TraceContext};
 use tandem_telemetry::{Kind, clock};
 use tokio::sync::watch;
+use tracing::Instrument;
 
 use crate::delivery::Delivery;
 use crate::groups::{LayerCost, layer_groups};
@@ -57,11 +58,17 @@ pub async fn run(
     trace.attr("tandem.request_id", request.id.as_str());
     trace.attr("tandem.prompt_tokens", request.prompt.len());
     let prefill = Prefill { shared: &shared, request: &request, server };
-    let result = until_deadline(request.deadline, prefill.run(accepted, &mut commands, &events, &mut trace)).await;
-    if let Err(error) = &result {
-        trace.fail(&error.message);
-    }
-    result
+    let logged = trace.logged(request.parent);
+    let running = async {
+        let running = prefill.run(accepted, &mut commands, &events, &mut trace);
+        let result = until_deadline(request.deadline, running).await;
+        if let Err(error) = &result {
+            tracing::info!(request = request.id, kind = ?error.kind, error = error.message, "call failed");
+            trace.fail(&error.message);
+        }
+        result
+    };
+    running.instrument(logged).await
 }
 
 struct Prefill<'a> {

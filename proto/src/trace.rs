@@ -22,6 +22,15 @@ impl TraceContext {
         Self { trace_id, span_id, sampled: true }
     }
 
+    /// The same, sampled with this probability, which the id decides: all who ask of one trace get the same answer.
+    pub fn root_sampled(ratio: f64, rng: &mut impl rand::Rng) -> Self {
+        let root = Self::root(rng);
+        // The last seven bytes are random, as W3C's level 2 has it.
+        let [.., a, b, c, d, e, f, g] = root.trace_id;
+        let random = u64::from_be_bytes([0, a, b, c, d, e, f, g]) as f64 / (1_u64 << 56) as f64;
+        Self { sampled: random < ratio, ..root }
+    }
+
     /// A new span of the same trace.
     pub fn child(&self, rng: &mut impl rand::Rng) -> Self {
         Self { trace_id: self.trace_id, sampled: self.sampled, ..Self::root(rng) }
@@ -121,6 +130,14 @@ mod tests {
         let child = root.child(&mut rng);
         assert_eq!(child.trace_id, root.trace_id);
         assert_ne!(child.span_id, root.span_id);
+    }
+
+    #[test]
+    fn so_many_are_sampled() {
+        let mut rng = rand::rngs::StdRng::seed_from_u64(2);
+        let mut sampled = |ratio| (0..10_000).filter(|_| TraceContext::root_sampled(ratio, &mut rng).sampled).count();
+        assert_eq!([sampled(0.0), sampled(1.0)], [0, 10_000]);
+        assert!((900..1_100).contains(&sampled(0.1)));
     }
 
     #[test]

@@ -16,12 +16,13 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::admission::keys::Keys;
 use crate::admission::{Admission, Counts, Tenant};
+use crate::flow::refused::Refused;
 use crate::flow::{self, Limits};
 use crate::intake::Intake;
 use crate::membership::Membership;
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
-use crate::traces::{JaegerUi, Traces};
+use crate::traces::{DEFAULT_RING, JaegerUi, Traces};
 
 /// Stop strings of one request at most.
 pub const MAX_STOP_STRINGS: usize = 4;
@@ -59,6 +60,8 @@ pub struct GenerationRequest {
     pub deadline: Option<Instant>,
     /// The client's span.
     pub parent: Option<TraceContext>,
+    /// The request's own, where the edge has drawn it, see [`Service::root`].
+    pub root: Option<TraceContext>,
     /// When the edge had the whole request: TTFT counts from here.
     pub received: Instant,
     /// `gen_ai.operation.name`: "chat", "text_completion" or "generate_content".
@@ -75,6 +78,8 @@ impl GenerationRequest {
         let of = |choice: u32| Self {
             request_id: format!("{}-{choice}", self.request_id),
             sampling: v1::Sampling { seed: self.sampling.seed.wrapping_add(choice.into()), ..self.sampling.clone() },
+            // One span is one answer's.
+            root: self.root.filter(|_| choice == 0),
             ..self.clone()
         };
         (0..n).map(of).collect()
@@ -159,6 +164,23 @@ pub fn merged<S: Stream + Send + Unpin>(answers: Vec<S>) -> impl Stream<Item = (
     }
 }
 
+/// What becomes of traces.
+#[derive(Clone, Debug)]
+pub struct Telling {
+    /// Sends them to a collector.
+    pub exporter: Exporter,
+    /// Of those that begin here, the share that is sent; slow and failed requests always are.
+    pub sample_ratio: f64,
+    /// Traces that the router keeps itself.
+    pub ring: usize,
+}
+
+impl From<Exporter> for Telling {
+    fn from(exporter: Exporter) -> Self {
+        Self { exporter, sample_ratio: 1.0, ring: DEFAULT_RING }
+    }
+}
+
 /// The router, as its edges see it.
 #[derive(Clone)]
 pub struct Service {
@@ -176,27 +198,32 @@ impl Service {
     pub fn new(
         model: Arc<ModelText>,
         membership: Membership,
-        exporter: Exporter,
+        telling: impl Into<Telling>,
         limits: Limits,
         instance: String,
     ) -> Self {
-        Self::with_keys(model, membership, exporter, limits, instance, Keys::default())
+        Self::with_keys(model, membership, telling, limits, instance, Keys::default())
     }
 
     /// The same for clients with API keys.
     pub fn with_keys(
         model: Arc<ModelText>,
         membership: Membership,
-        exporter: Exporter,
+        telling: impl Into<Telling>,
         limits: Limits,
         instance: String,
         keys: Keys,
     ) -> Self {
+        let Telling { exporter, sample_ratio, ring } = telling.into();
         let admission = Admission::new(&limits, &membership, keys.required());
+        let traces = Traces::new(ring);
+        let (strays, collector) = (traces.clone(), exporter.clone());
+        membership.when_strays(move |packed| strays.stray(packed).into_iter().for_each(|span| collector.pass_on(span)));
         let flow = flow::Shared {
             membership,
             exporter,
-            traces: Traces::default(),
+            traces,
+            sample_ratio,
             metrics: Metrics::new(&model.model_name, &instance),
             admission,
             limits,
@@ -250,6 +277,16 @@ impl Service {
     /// The bounds of what is read and tokenized before a request has its place.
     pub fn intake(&self) -> &Intake {
         &self.intake
+    }
+
+    /// Draws the span of a whole request.
+    pub fn root(&self, parent: Option<TraceContext>) -> TraceContext {
+        self.flow.root(parent)
+    }
+
+    /// Leaves the trace of a request that was refused, here or by its edge, and a line in the log.
+    pub fn turned_away(&self, refused: &Refused<'_>, error: &Error) {
+        flow::refused::tell(&self.flow, refused, error);
     }
 
     /// Counts a request that its edge refused, so that it never came to [`Self::generate`], which counts its own

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use tandem_ports::{TlsFiles, reactor_threads};
+use tandem_telemetry::LogFormat;
 
 use crate::admission::pools::Pools;
 use crate::flow::Limits;
@@ -13,7 +14,7 @@ use crate::http::Origin;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;
 use crate::select::{self, LocalPrefill};
-use crate::traces::JaegerUi;
+use crate::traces::{DEFAULT_RING, JaegerUi};
 
 /// The router of a Tandem cluster: gRPC and OpenAI HTTP in front, prefill and decode nodes behind.
 #[derive(Debug, Parser)]
@@ -61,12 +62,23 @@ struct Flags {
     /// Name under which the model is served [default: the file's own]
     #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     served_model_name: Option<String>,
-    /// OTLP/gRPC collector for spans, as http://host:port
+    /// OTLP/gRPC collector for log lines and for all spans of requests, the nodes' too, as http://host:port
     #[arg(long)]
     otlp_endpoint: Option<String>,
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
     #[arg(long, value_name = "URL")]
     jaeger_ui: Option<JaegerUi>,
+    /// How log lines look: `text` for people, `json` for programs. RUST_LOG chooses them; `access=off` leaves out the
+    /// line of each request
+    #[arg(long, value_name = "text|json", default_value_t)]
+    log_format: LogFormat,
+    /// Of the requests whose clients do not say whether they sample, the share whose traces go to the collector; slow
+    /// and failed ones always do
+    #[arg(long, value_name = "0..1", default_value_t = 1.0, value_parser = share)]
+    trace_sample_ratio: f64,
+    /// Recent traces that the router keeps itself, for /api/traces and `tandem trace`; some 6 KiB each
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_RING as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    trace_ring: u32,
     /// Requests that may wait until there is a slot and room on the nodes; 0: whoever has a slot starts at once
     #[arg(long, default_value_t = 256)]
     max_queue: u16,
@@ -148,6 +160,11 @@ struct Flags {
     threads: Option<u16>,
 }
 
+fn share(text: &str) -> Result<f64, String> {
+    let number = text.parse().map_err(|_| "not a number".to_owned())?;
+    if (0.0..=1.0).contains(&number) { Ok(number) } else { Err("not between 0 and 1".to_owned()) }
+}
+
 /// What the process is to do.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -171,10 +188,16 @@ pub struct Config {
     pub model: PathBuf,
     /// Replaces the model's own name.
     pub served_model_name: Option<String>,
+    /// How log lines look.
+    pub log_format: LogFormat,
     /// Collector.
     pub otlp_endpoint: Option<String>,
     /// Where people look at traces.
     pub jaeger_ui: Option<JaegerUi>,
+    /// Of traces that begin here, the share that it gets.
+    pub trace_sample_ratio: f64,
+    /// Traces that are kept.
+    pub trace_ring: usize,
     /// Bounds of requests.
     pub limits: Limits,
     /// File of API keys; without it nobody needs one.
@@ -218,8 +241,11 @@ impl From<Flags> for Config {
             cors_origins: flags.cors_origin,
             model: flags.model,
             served_model_name: flags.served_model_name,
+            log_format: flags.log_format,
             otlp_endpoint: flags.otlp_endpoint,
             jaeger_ui: flags.jaeger_ui,
+            trace_sample_ratio: flags.trace_sample_ratio,
+            trace_ring: flags.trace_ring as usize,
             limits: Limits {
                 max_inflight: flags.max_inflight.into(),
                 max_queue: flags.max_queue.into(),
@@ -284,6 +310,7 @@ mod tests {
         assert!(Config::from(Flags::try_parse_from(args).unwrap()).api_keys.is_some());
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
         assert_eq!(config.index_blocks, 4_000_000);
+        assert_eq!((config.trace_sample_ratio, config.trace_ring), (1.0, 1_000));
         let chosen = ["r", "--model", "m.gguf", "--policy", "round-robin", "--tpot-objective-ms", "50"];
         let config: Config = Flags::try_parse_from(chosen).unwrap().into();
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::RoundRobin, 20.0));
@@ -306,6 +333,9 @@ mod tests {
             ["--threads", "0"],
             ["--max-connections", "0"],
             ["--admin", "8080"],
+            ["--trace-sample-ratio", "1.1"],
+            ["--trace-sample-ratio", "NaN"],
+            ["--trace-ring", "0"],
         ] {
             let args = ["r", "--model", "m.gguf"].into_iter().chain(wrong);
             assert!(Flags::try_parse_from(args).is_err(), "{wrong:?}");

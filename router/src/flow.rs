@@ -9,6 +9,7 @@
 //!   (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its
 //!   nodes.
+//! - [`refused`]: what is left of a request that never ran.
 //! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]:
 //!   timings and spans (pure).
 pub mod admit;
@@ -20,6 +21,7 @@ pub mod legs;
 pub mod pace;
 pub mod progress;
 pub mod record;
+pub mod refused;
 pub mod replan;
 pub mod seek;
 pub mod timeline;
@@ -28,11 +30,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::spans::unpack;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
-use tandem_telemetry::{Exporter, clock};
+use tandem_telemetry::{Exporter, Notes, clock, request_span};
 use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
 
 use crate::admission::pools::Pools;
 use crate::admission::{Admission, Entry, Slot};
@@ -41,7 +43,7 @@ use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
-use crate::traces::{Traces, join};
+use crate::traces::{Class, Ended, Own, Traces, join, nested};
 use attempt::{Attempt, Happening};
 use exchange::{Drafts, Exchange, Step};
 use legs::Rest;
@@ -116,6 +118,8 @@ pub struct Shared {
     pub exporter: Exporter,
     /// Spans for people without a collector.
     pub traces: Traces,
+    /// Of traces that begin here, the share that is sampled.
+    pub sample_ratio: f64,
     /// Counters.
     pub metrics: Metrics,
     /// The queue.
@@ -126,6 +130,17 @@ pub struct Shared {
     pub instance: Arc<str>,
     /// Fires when the process ends: no request goes on.
     pub ending: CancellationToken,
+}
+
+impl Shared {
+    /// The span of a whole request, under the client's if there is one; that one's word on sampling counts.
+    pub fn root(&self, parent: Option<TraceContext>) -> TraceContext {
+        let rng = &mut rand::rng();
+        match parent {
+            Some(parent) => parent.child(rng),
+            None => TraceContext::root_sampled(self.sample_ratio, rng),
+        }
+    }
 }
 
 type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
@@ -139,7 +154,8 @@ pub fn start(
     cancel: CancellationToken,
 ) -> Identities {
     let deadline = admit::deadline(shared, &request);
-    let identities = Identities::draw(request.parent, &mut rand::rng());
+    let root = request.root.unwrap_or_else(|| shared.root(request.parent));
+    let identities = Identities::draw(root, request.parent, &mut rand::rng());
     let record = Record {
         api: request.api,
         model: shared.model.model_name.clone(),
@@ -155,22 +171,24 @@ pub fn start(
         replans: Vec::new(),
         verified: None,
         drafts: Drafts::default(),
+        notes: Vec::new(),
+        cached_tokens: 0,
         ended: request.received,
     };
     let run = Box::new(Run {
         deadline,
         replan: Replan::new(shared.limits.max_attempts, shared.limits.replan),
-        progress: Progress::new(request, &shared.model),
+        progress: Progress::new(request, &shared.model, tpot_objective(shared)),
         shared: Arc::clone(shared),
+        notes: Notes::of(root),
         record,
         arrivals: Arrivals::default(),
-        cached_tokens: 0,
         spans: Vec::new(),
         client,
         slot: None,
     });
     // Boxed: on its way to the reactor a task is copied whole, five times.
-    tokio::spawn(Box::pin(run.until_the_end(entry, cancel)));
+    tokio::spawn(Box::pin(run.until_the_end(entry, cancel)).instrument(request_span(root)));
     identities
 }
 
@@ -204,14 +222,14 @@ enum By {
 /// task's future is as large as all that it may ever wait for, and is copied whole on its way to the reactor.
 struct Run {
     shared: Arc<Shared>,
+    /// What is logged of it.
+    notes: Notes,
     /// The answer so far: what the next attempt goes on from.
     progress: Progress,
     deadline: Instant,
     /// What is known till now; the pace when it has ended.
     record: Record,
     arrivals: Arrivals,
-    /// Prompt tokens that the node of the first token did not have to compute.
-    cached_tokens: u32,
     replan: Replan,
     /// The nodes', of all attempts, packed.
     spans: Vec<u8>,
@@ -253,8 +271,8 @@ impl Run {
         self.record.timeline.end_phase(now);
         let routed = self.shared.membership.route(self.tokens().ask(), &Wish::default(), now);
         let route = routed.map_err(|why| refusal(&why)).inspect_err(|_| self.waited())?;
-        let mut attempt = self.open(route);
         self.record.timeline.end_phase(clock::now());
+        let mut attempt = self.open(route);
         // What the client waits for leaves first: the call that computes the prompt. Then the other one, and the books.
         tokio::task::yield_now().await;
         self.waited();
@@ -336,12 +354,12 @@ impl Run {
                     let index = self.arrivals.count();
                     if index == 0 {
                         // A node's word: never more than there is.
-                        self.cached_tokens = attempt.exchange.cached_tokens.min(self.record.prompt_tokens);
-                        attempt.route.prompt_computed(self.record.prompt_tokens - self.cached_tokens);
+                        self.record.cached_tokens = attempt.exchange.cached_tokens.min(self.record.prompt_tokens);
+                        attempt.route.prompt_computed(self.record.prompt_tokens - self.record.cached_tokens);
                     } else {
                         attempt.route.decode.work.generated();
                     }
-                    let (text, cached) = (step.text, self.cached_tokens);
+                    let (text, cached) = (step.text, self.record.cached_tokens);
                     self.send_token(GenerationEvent::Token { id, text, logprob, top, index, cached }).await?;
                     self.progress.sent.push(id);
                     self.progressed(attempt);
@@ -435,9 +453,11 @@ impl Run {
         if outcome.is_err() {
             self.record.ended = clock::now();
         }
-        self.record.pace = self.arrivals.pace();
-        let Self { shared, record, arrivals, client, slot, spans, cached_tokens, .. } = *self;
-        let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached: cached_tokens };
+        self.record.pace = self.arrivals.pace(tpot_objective(&self.shared));
+        self.record.notes = self.notes.take();
+        let Self { shared, record, arrivals, client, slot, spans, progress, .. } = *self;
+        let cached = record.cached_tokens;
+        let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached };
         if usage.completion > 0 {
             shared.metrics.looked_up(usage.prompt, usage.cached);
         }
@@ -448,12 +468,9 @@ impl Run {
         let root = record.identities.root;
         let (reason, text, rest) = match outcome {
             Ok(Answered { reason, text, rest }) => (Ok(reason), text, rest),
-            Err(error) => {
-                let (request, phase) = (&record.request_id, record.timeline.phase().as_str());
-                tracing::info!(request, phase, kind = ?error.kind, error = error.message, "request failed");
-                (Err(error), String::new(), None)
-            }
+            Err(error) => (Err(error), String::new(), None),
         };
+        record.log(progress.request.tenant.name(), reason.as_ref().copied());
         let last = reason.clone().map(|reason| GenerationEvent::Finish {
             reason,
             text,
@@ -461,7 +478,7 @@ impl Run {
             timings: Box::new(record.timings()),
             trace_id: root.trace_id_hex(),
         });
-        let for_nodes = keep_trace(&shared, record, reason, &spans);
+        let kept = keep_trace(&shared, record, reason, spans);
         // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
         let told = async {
             let _ = send(&shared, &client, last).await;
@@ -469,36 +486,50 @@ impl Run {
         };
         let reported = async {
             let late = rest?.spans(STOPPED_SPANS).await;
-            pass_on(for_nodes.as_ref(), root.trace_id, &late);
             shared.traces.complete(root.trace_id, &late);
-            Some(())
+            Some(late)
         };
-        tokio::join!(biased; told, reported);
+        let ((), late) = tokio::join!(biased; told, reported);
+        if let Some((own, mut of_nodes)) = kept {
+            join(&mut of_nodes, &late.unwrap_or_default());
+            export(&shared.exporter, root.trace_id, own, &of_nodes);
+        }
         if let Some(mut slot) = slot {
             slot.used(u64::from(usage.prompt) + u64::from(usage.completion));
         }
     }
 }
 
-/// To the ring, and to the collector: what is sampled, and every request that failed or was slow. Says who sends the
-/// nodes' spans, those to come too, where the nodes do not.
+/// To the ring; what is sampled, and every request that failed or was slow, goes to the collector, too. Gives back the
+/// router's spans and the nodes' that are for that.
 fn keep_trace(
     shared: &Shared,
     record: Record,
     reason: Result<v1::FinishReason, Error>,
-    of_nodes: &[u8],
-) -> Option<Exporter> {
+    mut of_nodes: Vec<u8>,
+) -> Option<(Own, Vec<u8>)> {
     let TraceContext { trace_id, sampled, .. } = record.identities.root;
-    let exported = shared.exporter.is_on() && (sampled || reason.is_err() || record.is_slow());
-    let for_nodes = (exported && !sampled).then(|| shared.exporter.clone());
+    let notable = reason.is_err() || record.is_slow();
+    let exported = shared.exporter.is_on() && (sampled || notable);
+    let ended = Ended { class: if notable { Class::Notable } else { Class::Usual }, exported };
     let instance = Arc::clone(&shared.instance);
-    let own = move || record.spans(&instance, reason.as_ref().copied());
-    if exported {
-        own().iter().for_each(|span| shared.exporter.export(span));
+    let own: Own = Arc::new(move || record.spans(&instance, reason.as_ref().copied()));
+    let early = shared.traces.finish(trace_id, Arc::clone(&own), &of_nodes, ended);
+    join(&mut of_nodes, &early);
+    exported.then_some((own, of_nodes))
+}
+
+/// Sends a whole trace to the collector: nodes' spans in the nodes' names.
+fn export(exporter: &Exporter, trace_id: [u8; 16], own: Own, of_nodes: &[u8]) {
+    let (spans, count) = nested(trace_id, &[own], of_nodes);
+    for (index, span) in spans.into_iter().enumerate() {
+        if index < count { exporter.export(&span) } else { exporter.pass_on(span) }
     }
-    pass_on(for_nodes.as_ref(), trace_id, of_nodes);
-    shared.traces.finish(trace_id, Arc::new(own), of_nodes);
-    for_nodes
+}
+
+/// What a reader wants between two tokens.
+fn tpot_objective(shared: &Shared) -> Duration {
+    Duration::from_secs_f64(shared.membership.choice().tpot_objective_ms / 1e3)
 }
 
 /// Waits for room with a slow client, within bounds.
@@ -519,13 +550,6 @@ async fn send(shared: &Shared, client: &Client, event: Result<GenerationEvent, E
             Err(Error::new(ErrorKind::Cancelled, format!("the client took nothing for {stall:?}")))
         }
     }
-}
-
-/// Where the nodes did not know that their trace would be kept, their spans reach the collector from here.
-fn pass_on(exporter: Option<&Exporter>, trace_id: [u8; 16], of_nodes: &[u8]) {
-    let Some(exporter) = exporter else { return };
-    let of_trace = unpack(of_nodes).filter(|span| span.trace_id == trace_id);
-    of_trace.for_each(|span| exporter.pass_on(span));
 }
 
 fn refusal(why: &NoPair) -> Error {

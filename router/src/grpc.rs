@@ -20,12 +20,15 @@ use tonic_health::server::HealthReporter;
 
 use crate::admission::Tenant;
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged, new_request_id};
+use crate::flow::refused::Refused;
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 use guard::{Guarded, Room};
 
 /// Bytes of a client's request id at most.
 const MAX_REQUEST_ID_BYTES: usize = 128;
+/// What a call that is refused was about, as far as its headers tell.
+const API: &str = "generate_content";
 /// Bytes of a message to health and reflection, which anybody may ask: a service's name.
 const MAX_QUESTION_BYTES: usize = 4096;
 /// Bytes of a node's message: a registration, or a report with 1,024 block hashes, is a tenth of it. Many streams may
@@ -117,10 +120,20 @@ impl v1::inference_server::Inference for Edge {
         let received = clock::now();
         let (metadata, mut extensions, message) = request.into_parts();
         let refused = |error: &Error| self.service.refused(error.kind);
-        let mut caller = Caller::read(&metadata, &message, received).inspect_err(refused)?;
         // As the guard found out: no call comes past it.
         let unknown = || Error::new(ErrorKind::Unauthenticated, "nobody has asked whose call this is");
-        caller.tenant = extensions.remove::<Tenant>().ok_or_else(unknown).inspect_err(refused)?;
+        let tenant = extensions.remove::<Tenant>().ok_or_else(unknown).inspect_err(refused)?;
+        let parent = parent(metadata.as_ref());
+        let root = self.service.root(parent);
+        let caller = match Caller::read(&metadata, &message, (tenant, root, parent), received).inspect_err(refused) {
+            Ok(caller) => caller,
+            Err(error) => {
+                let request_id = request_id(metadata.as_ref());
+                let (api, tenant) = (API, None);
+                let refused = Refused { api, request_id: &request_id, tenant, root, parent, received };
+                return Err(turned_away(&self.service, &refused, error));
+            }
+        };
         let checked = self.check(message, &caller, received).await;
         // The message is tokens by now: its room is for others.
         drop(extensions.remove::<Room>());
@@ -131,9 +144,19 @@ impl v1::inference_server::Inference for Edge {
         };
         match started {
             Ok(choices) => respond(choices, caller, Arc::clone(self.service.model())).await,
-            Err(error) => Err(identified(error, &head("", &caller.request_id))),
+            Err(error) => {
+                let Caller { request_id, tenant, .. } = &caller;
+                let (api, tenant) = (API, Some(&**tenant.name()));
+                Err(turned_away(&self.service, &Refused { api, request_id, tenant, root, parent, received }, error))
+            }
         }
     }
+}
+
+/// Leaves the trace of a call that is refused, and tells the client which one it is.
+fn turned_away(service: &Service, refused: &Refused<'_>, error: Error) -> Status {
+    service.turned_away(refused, &error);
+    identified(error, &head(&refused.root.to_string(), refused.request_id))
 }
 
 impl Edge {
@@ -182,6 +205,7 @@ impl Edge {
             tenant: caller.tenant.clone(),
             deadline: caller.deadline,
             parent: caller.parent,
+            root: Some(caller.root),
             received,
             api,
         })
@@ -192,12 +216,18 @@ impl Edge {
 struct Caller {
     request_id: String,
     parent: Option<TraceContext>,
+    root: TraceContext,
     deadline: Option<Instant>,
     tenant: Tenant,
 }
 
 impl Caller {
-    fn read(metadata: &MetadataMap, message: &v1::GenerateRequest, received: Instant) -> Result<Self, Error> {
+    fn read(
+        metadata: &MetadataMap,
+        message: &v1::GenerateRequest,
+        (tenant, root, parent): (Tenant, TraceContext, Option<TraceContext>),
+        received: Instant,
+    ) -> Result<Self, Error> {
         let text = |key| metadata.get(key).and_then(|value| value.to_str().ok());
         let timeout = match metadata.get("grpc-timeout") {
             Some(value) => Some(value.to_str().ok().and_then(parse_timeout).ok_or_else(|| {
@@ -216,10 +246,10 @@ impl Caller {
         };
         Ok(Self {
             request_id,
-            // The specification: what is not a traceparent starts a new trace.
-            parent: text("traceparent").and_then(|parent| parent.parse().ok()),
+            parent,
+            root,
             deadline: timeout.and_then(|timeout| received.checked_add(timeout)),
-            tenant: Tenant::default(),
+            tenant,
         })
     }
 }
@@ -228,6 +258,11 @@ impl Caller {
 fn request_id(headers: &http::HeaderMap) -> String {
     let sent = headers.get("x-request-id").and_then(|value| value.to_str().ok());
     sent.filter(is_request_id).map_or_else(new_request_id, str::to_owned)
+}
+
+/// The client's span. The specification: what is not a traceparent starts a new trace.
+fn parent(headers: &http::HeaderMap) -> Option<TraceContext> {
+    headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok())
 }
 
 fn is_request_id(id: &&str) -> bool {
@@ -274,8 +309,7 @@ async fn respond(
     caller: Caller,
     model: Arc<ModelText>,
 ) -> Result<Response<Responses>, Status> {
-    let trace = choices.first().map(|stream| stream.trace().to_string()).unwrap_or_default();
-    let head = head(&trace, &caller.request_id);
+    let head = head(&caller.root.to_string(), &caller.request_id);
     let (mut trailer, trailing_head) = (Trailer::new(choices.len()), head.clone());
     let mut events = merged(choices);
     // tonic ends a call whose head is not out by its deadline, without a word of ours.
@@ -462,10 +496,12 @@ mod tests {
         metadata.insert("x-request-id", "mine".parse().unwrap());
         metadata.insert("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".parse().unwrap());
         let now = Instant::now();
-        let caller = Caller::read(&metadata, &v1::GenerateRequest::default(), now).unwrap();
+        let parent = parent(metadata.as_ref());
+        let who = || (Tenant::default(), TraceContext::root(&mut rand::rng()), parent);
+        let caller = Caller::read(&metadata, &v1::GenerateRequest::default(), who(), now).unwrap();
         assert_eq!((&*caller.request_id, caller.deadline), ("mine", Some(now + Duration::from_secs(2))));
         assert_eq!(caller.parent.unwrap().span_id[7], 0xb7);
         metadata.insert("grpc-timeout", "soon".parse().unwrap());
-        assert!(Caller::read(&metadata, &v1::GenerateRequest::default(), now).is_err());
+        assert!(Caller::read(&metadata, &v1::GenerateRequest::default(), who(), now).is_err());
     }
 }

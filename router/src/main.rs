@@ -15,7 +15,7 @@ use tandem_ports::{
     serve_grpc, serve_http,
 };
 use tandem_router::admission::keys::Keys;
-use tandem_router::api::Service;
+use tandem_router::api::{Service, Telling};
 use tandem_router::config::Config;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::page::Page;
@@ -47,7 +47,7 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() -> ExitCode {
     let config = Config::from_args();
-    tandem_telemetry::init_logging("tandem-router");
+    tandem_telemetry::init_logging("tandem-router", config.log_format);
     let config = within_descriptors(config, raise_descriptor_limit());
     let served =
         reactor(config.threads).context("cannot start threads").and_then(|reactor| reactor.block_on(run(config)));
@@ -89,7 +89,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .with_choice(config.choice)
         .with_index_blocks(config.index_blocks);
     let limits = config.limits.clone();
-    let service = Service::with_keys(model, membership.clone(), exporter.clone(), limits, instance, keys.clone());
+    let (sample_ratio, ring) = (config.trace_sample_ratio, config.trace_ring);
+    let telling = Telling { exporter: exporter.clone(), sample_ratio, ring };
+    let service = Service::with_keys(model, membership.clone(), telling, limits, instance, keys.clone());
     let service = service.at_ports(ports.places()).with_jaeger_ui(config.jaeger_ui.clone());
     let health = tonic_health::server::HealthReporter::new();
 

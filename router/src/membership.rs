@@ -121,6 +121,7 @@ pub struct Membership {
     /// Who may join.
     strangers: JoinGuard,
     choice: select::Settings,
+    strays: Strays,
 }
 
 /// What a request asks for, of whichever nodes.
@@ -173,6 +174,18 @@ impl Freed {
 impl std::fmt::Debug for Freed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Freed")
+    }
+}
+
+/// Given the spans, packed, that nodes tell outside of their calls.
+#[derive(Clone, Default)]
+struct Strays(Arc<OnceLock<TakeSpans>>);
+
+type TakeSpans = Box<dyn Fn(&[u8]) + Send + Sync>;
+
+impl std::fmt::Debug for Strays {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Strays")
     }
 }
 
@@ -329,7 +342,8 @@ impl Membership {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
-        Self { table, changed, freed, expected, lease, reaching, strangers, choice }
+        let strays = Strays::default();
+        Self { table, changed, freed, expected, lease, reaching, strangers, choice, strays }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
@@ -492,6 +506,19 @@ impl Membership {
     pub fn when_freed(&self, listener: impl Fn() + Send + Sync + 'static) {
         if self.freed.0.set(Box::new(listener)).is_err() {
             tracing::warn!("two queues before one table of nodes: the second one is not told of room");
+        }
+    }
+
+    /// From now on `listener` gets the spans that nodes tell outside of their calls. Only the first one counts.
+    pub fn when_strays(&self, listener: impl Fn(&[u8]) + Send + Sync + 'static) {
+        if self.strays.0.set(Box::new(listener)).is_err() {
+            tracing::debug!("somebody listens to nodes' spans already");
+        }
+    }
+
+    fn stray(&self, packed: &[u8]) {
+        if let Some(listener) = self.strays.0.get() {
+            listener(packed);
         }
     }
 

@@ -1,22 +1,28 @@
 //! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, spans and
-//! bytes; the oldest goes first. Spans come about when somebody looks: the router's are told by the request's record,
-//! nodes' are read from what came. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
+//! bytes; `ring` says which stay. Spans come about when somebody looks: the router's are told by the request's record,
+//! nodes' are read from what came, and `nesting` puts them into the router's. Knows nothing of what they mean. `jaeger`
+//! tells them as Jaeger does.
 mod jaeger;
 mod jaeger_ui;
+mod nesting;
+pub mod query;
+mod ring;
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Map, Value, json};
-use tandem_proto::spans::unpack;
+use tandem_proto::spans::{pack, unpack};
 use tandem_proto::trace::hex;
 use tandem_proto::v1::{self, attribute};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub use jaeger_ui::JaegerUi;
+use nesting::nest;
+use query::Query;
+pub use ring::{Class, DEFAULT_RING};
+use ring::{Early, Ring, TraceId};
 
-/// Traces kept.
-const MAX_TRACES: usize = 1_000;
 /// Spans of one trace: the router's, and as many of nodes.
 const MAX_SPANS: usize = 256;
 /// Requests of one trace: none has less than two spans, what failed and the root.
@@ -26,21 +32,8 @@ const MAX_NODE_BYTES: usize = 256 << 10;
 /// Traces in one answer at most.
 const MAX_FOUND: usize = 100;
 
-type TraceId = [u8; 16];
-
 /// Tells the router's spans of one request. What it holds has a bound.
 pub type Own = Arc<dyn Fn() -> Vec<v1::Span> + Send + Sync>;
-
-/// Which traces are looked for; empty matches all.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Query {
-    /// A span of this service...
-    pub service: String,
-    /// ...and this name.
-    pub operation: String,
-    /// How many, the newest first; 0 is 20, and 100 is the most.
-    pub limit: usize,
-}
 
 /// In which words traces are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,22 +49,21 @@ pub enum Form {
 /// Handle to the ring.
 #[derive(Clone)]
 pub struct Traces {
-    ring: Arc<Mutex<Ring>>,
+    ring: Arc<Mutex<Held>>,
     /// Of those who read them: one at a time.
     turn: Arc<Semaphore>,
 }
 
 impl Default for Traces {
     fn default() -> Self {
-        Self { ring: Arc::default(), turn: Arc::new(Semaphore::new(1)) }
+        Self::new(DEFAULT_RING)
     }
 }
 
-#[derive(Default)]
-struct Ring {
-    kept: HashMap<TraceId, Arc<Kept>>,
-    /// By age; the newest is at the back.
-    order: VecDeque<TraceId>,
+struct Held {
+    kept: Ring<Arc<Kept>>,
+    /// Of requests that have not ended.
+    early: Early,
     /// Requests that ended, those included whose trace is gone.
     finished: u64,
 }
@@ -90,6 +82,8 @@ struct Kept {
     own: Vec<Own>,
     /// Packed (`tandem_proto::spans`), of whatever trace the nodes say.
     of_nodes: Vec<u8>,
+    /// A collector gets what is still to come.
+    exported: bool,
 }
 
 impl Kept {
@@ -100,11 +94,19 @@ impl Kept {
         join(&mut self.of_nodes, of_nodes);
     }
 
-    fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
-        let of_nodes = unpack(&self.of_nodes).filter(|span| span.trace_id == trace_id);
-        let own = self.own.iter().flat_map(|own| own());
-        own.take(MAX_SPANS).chain(of_nodes.take(MAX_SPANS)).collect()
+    fn spans(&self, trace_id: TraceId) -> (Vec<v1::Span>, usize) {
+        nested(trace_id, &self.own, &self.of_nodes)
     }
+}
+
+/// The router's spans of a trace, and how many they are; then the nodes', each within its parent.
+pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> (Vec<v1::Span>, usize) {
+    let of_nodes = unpack(of_nodes).filter(|span| span.trace_id == trace_id);
+    let mut spans: Vec<_> = own.iter().flat_map(|own| own()).take(MAX_SPANS).collect();
+    let count = spans.len();
+    spans.extend(of_nodes.take(MAX_SPANS));
+    nest(&mut spans, count);
+    (spans, count)
 }
 
 /// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of
@@ -115,24 +117,34 @@ pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
     }
 }
 
+/// How a request ended, as far as its trace is concerned.
+#[derive(Clone, Copy, Debug)]
+pub struct Ended {
+    /// What the trace says.
+    pub class: Class,
+    /// A collector gets the trace, and with it what is still to come.
+    pub exported: bool,
+}
+
 impl Traces {
+    /// Room for so many traces.
+    pub fn new(most: usize) -> Self {
+        let held = Held { kept: Ring::new(most), early: Early::default(), finished: 0 };
+        Self { ring: Arc::new(Mutex::new(held)), turn: Arc::new(Semaphore::new(1)) }
+    }
+
     /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It
-    /// is the last one now.
-    pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: &[u8]) {
-        let mut ring = self.lock();
-        let Ring { kept, order, finished } = &mut *ring;
+    /// is the last one now. Gives back what came before outside of the request's calls.
+    pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: &[u8], ended: Ended) -> Vec<u8> {
+        let mut held = self.lock();
+        held.finished += 1;
+        let early = held.early.take(trace_id);
         // A client may send several requests under one trace: they share an entry.
-        if kept.contains_key(&trace_id) {
-            order.retain(|id| *id != trace_id);
-        }
-        order.push_back(trace_id);
-        *finished += 1;
-        Arc::make_mut(kept.entry(trace_id).or_default()).add(own, of_nodes);
-        while order.len() > MAX_TRACES {
-            if let Some(oldest) = order.pop_front() {
-                kept.remove(&oldest);
-            }
-        }
+        let trace = Arc::make_mut(held.kept.renew(trace_id, ended.class));
+        trace.add(own, of_nodes);
+        join(&mut trace.of_nodes, &early);
+        trace.exported |= ended.exported;
+        early
     }
 
     /// Adds what nodes told after the end of a request, if its trace is still here. The last one stays the last one.
@@ -142,10 +154,37 @@ impl Traces {
         }
     }
 
+    /// Takes packed spans of calls that ended without a last message. What belongs to a request that has ended is
+    /// added, and given back where a collector gets it; the rest waits for the end of its request, within bounds.
+    pub fn stray(&self, packed: &[u8]) -> Vec<v1::Span> {
+        let mut traces: HashMap<TraceId, Vec<v1::Span>> = HashMap::new();
+        for span in unpack(packed) {
+            if let Ok(trace_id) = TraceId::try_from(span.trace_id.as_slice()) {
+                traces.entry(trace_id).or_default().push(span);
+            }
+        }
+        let of_exported = |(trace_id, spans): (TraceId, Vec<v1::Span>)| {
+            let ids: BTreeSet<_> = spans.iter().map(|span| span.span_id.clone()).collect();
+            let packed = pack(spans);
+            let mut held = self.lock();
+            let Held { kept, early, .. } = &mut *held;
+            let Some(kept) = kept.get_mut(&trace_id) else {
+                join(early.entry(trace_id), &packed);
+                return Vec::new();
+            };
+            join(&mut Arc::make_mut(kept).of_nodes, &packed);
+            let kept = kept.exported.then(|| Arc::clone(kept));
+            drop(held);
+            let all = kept.map(|kept| kept.spans(trace_id).0).unwrap_or_default();
+            all.into_iter().filter(|span| ids.contains(&span.span_id)).collect()
+        };
+        traces.into_iter().flat_map(of_exported).collect()
+    }
+
     /// A trace by its 32 hexadecimal digits, or the "last" one that ended.
     pub fn json(&self, id: &str) -> Option<Value> {
         let trace_id = match id {
-            "last" => *self.lock().order.back()?,
+            "last" => self.lock().kept.last()?,
             digits => parse(digits)?,
         };
         let mut spans = self.spans(trace_id)?;
@@ -164,21 +203,16 @@ impl Traces {
 
     /// The newest traces, at most so many, with requests that ended when `finished` others had.
     pub fn since(&self, finished: u64, most: usize) -> Since {
-        let ring = self.lock();
-        let ended = usize::try_from(ring.finished.saturating_sub(finished)).unwrap_or(usize::MAX).min(most);
-        let newest = ring.order.iter().skip(ring.order.len().saturating_sub(ended));
-        let traces = newest.filter_map(|id| Some(ring.kept.get(id)?.own.clone())).collect();
-        Since { finished: ring.finished, traces }
+        let held = self.lock();
+        let ended = usize::try_from(held.finished.saturating_sub(finished)).unwrap_or(usize::MAX).min(most);
+        let traces = held.kept.newest(ended).into_iter().rev().map(|(_, kept)| kept.own.clone()).collect();
+        Since { finished: held.finished, traces }
     }
 
     /// The newest traces that match. Reads all traces where few match.
     pub fn find(&self, query: &Query, form: Form) -> Value {
-        let matches = |span: &v1::Span| {
-            (query.service.is_empty() || span.service == query.service)
-                && (query.operation.is_empty() || span.name == query.operation)
-        };
         let limit = if query.limit == 0 { 20 } else { query.limit.min(MAX_FOUND) };
-        let matching = self.newest_first().filter(|(_, spans)| spans.iter().any(matches));
+        let matching = self.newest_first().filter(|(_, spans)| spans.iter().any(|span| query.matches(span)));
         told(&matching.take(limit).collect::<Vec<_>>(), form)
     }
 
@@ -200,17 +234,16 @@ impl Traces {
 
     fn spans(&self, trace_id: TraceId) -> Option<Vec<v1::Span>> {
         let kept = Arc::clone(self.lock().kept.get(&trace_id)?);
-        Some(kept.spans(trace_id))
+        Some(kept.spans(trace_id).0)
     }
 
     fn newest_first(&self) -> impl Iterator<Item = (TraceId, Vec<v1::Span>)> + use<> {
-        let ring = self.lock();
         let all: Vec<_> =
-            ring.order.iter().rev().filter_map(|id| Some((*id, Arc::clone(ring.kept.get(id)?)))).collect();
-        all.into_iter().map(|(id, kept)| (id, kept.spans(id)))
+            self.lock().kept.newest_first().into_iter().map(|(id, kept)| (id, Arc::clone(kept))).collect();
+        all.into_iter().map(|(id, kept)| (id, kept.spans(id).0))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ring> {
+    fn lock(&self) -> MutexGuard<'_, Held> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -279,6 +312,8 @@ mod tests {
         u128::from(number + 1).to_be_bytes()
     }
 
+    const USUAL: Ended = Ended { class: Class::Usual, exported: false };
+
     fn span(trace_id: TraceId, name: &str) -> v1::Span {
         v1::Span { trace_id: trace_id.to_vec(), name: name.into(), ..v1::Span::default() }
     }
@@ -291,7 +326,8 @@ mod tests {
     fn keeps_the_recent_ones() {
         let traces = Traces::default();
         for number in 0..1_100 {
-            traces.finish(id(number), own(vec![span(id(number), "a")]), &pack(vec![span(id(0), "a stranger's")]));
+            let stranger = pack(vec![span(id(0), "a stranger's")]);
+            traces.finish(id(number), own(vec![span(id(number), "a")]), &stranger, USUAL);
         }
         assert!(traces.json(&hex(&id(99))).is_none());
         let last = traces.json("last").unwrap();
@@ -304,7 +340,9 @@ mod tests {
         let names = |since: &Since| {
             since.traces.iter().flatten().flat_map(|own| own()).map(|span| span.name).collect::<Vec<_>>()
         };
-        let finish = |number, name: &str| traces.finish(id(number), own(vec![span(id(number), name)]), &[]);
+        let finish = |number, name: &str| {
+            traces.finish(id(number), own(vec![span(id(number), name)]), &[], USUAL);
+        };
         assert!(traces.since(0, 10).traces.is_empty());
         [(1, "a"), (2, "b"), (3, "c")].into_iter().for_each(|(number, name)| finish(number, name));
         let first = traces.since(0, 2);
@@ -322,35 +360,55 @@ mod tests {
             for _ in 0..3 {
                 let many: Vec<_> = (0..200).map(|_| span(id(number), "a")).collect();
                 let (own_spans, of_nodes) = if number == 1 { (many, Vec::new()) } else { (Vec::new(), pack(many)) };
-                traces.finish(id(number), own(own_spans), &of_nodes);
+                traces.finish(id(number), own(own_spans), &of_nodes, USUAL);
             }
             assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
         }
         // Each request has its place, with what its nodes told.
         for _ in 0..50 {
             let of = |spans| (0..spans).map(|_| span(id(3), "a")).collect::<Vec<_>>();
-            traces.finish(id(3), own(of(6)), &pack(of(5)));
+            traces.finish(id(3), own(of(6)), &pack(of(5)), USUAL);
         }
         assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS + 250);
         for _ in 0..MAX_REQUESTS {
-            traces.finish(id(3), own(Vec::new()), &[]);
+            traces.finish(id(3), own(Vec::new()), &[], USUAL);
         }
-        assert_eq!(traces.lock().kept[&id(3)].own.len(), MAX_REQUESTS);
+        assert_eq!(traces.lock().kept.get(&id(3)).unwrap().own.len(), MAX_REQUESTS);
         let many = pack((0..10_000).map(|_| span(id(2), "a")).collect());
         (0..100).for_each(|_| traces.complete(id(2), &many));
-        assert!(traces.lock().kept[&id(2)].of_nodes.len() <= MAX_NODE_BYTES);
+        assert!(traces.lock().kept.get(&id(2)).unwrap().of_nodes.len() <= MAX_NODE_BYTES);
     }
 
     #[test]
     fn late_spans_join_their_trace_and_change_no_order() {
         let traces = Traces::default();
-        traces.finish(id(1), own(vec![span(id(1), "a")]), &[]);
-        traces.finish(id(2), own(vec![span(id(2), "a")]), &[]);
+        traces.finish(id(1), own(vec![span(id(1), "a")]), &[], USUAL);
+        traces.finish(id(2), own(vec![span(id(2), "a")]), &[], USUAL);
         traces.complete(id(1), &pack(vec![span(id(1), "late"), span(id(2), "a stranger's")]));
         traces.complete(id(3), &pack(vec![span(id(3), "forgotten")]));
         assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
         assert_eq!(traces.json("last").unwrap()["trace_id"], json!(hex(&id(2))));
         assert!(traces.json(&hex(&id(3))).is_none());
+    }
+
+    #[test]
+    fn spans_outside_of_a_call_wait_for_their_request_and_follow_it_to_the_collector() {
+        let traces = Traces::default();
+        let numbered =
+            |number: u64, name: &str, span_id: u8| v1::Span { span_id: vec![span_id; 8], ..span(id(number), name) };
+        assert!(traces.stray(&pack(vec![numbered(1, "cut off", 1), numbered(2, "cut off", 2)])).is_empty());
+        assert_eq!(
+            unpack(&traces.finish(id(1), own(vec![numbered(1, "chat", 9)]), &[], Ended { exported: true, ..USUAL }))
+                .count(),
+            1
+        );
+        assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
+        assert!(traces.finish(id(3), own(vec![numbered(3, "chat", 9)]), &[], USUAL).is_empty());
+        // What comes later goes where the trace went.
+        let late = traces.stray(&pack(vec![numbered(1, "late", 3), numbered(3, "late", 4)]));
+        let told: Vec<_> = late.iter().map(|span| (&*span.name, &*span.parent_span_id)).collect();
+        assert_eq!(told, [("late", [9; 8].as_slice())]);
+        assert_eq!(traces.json(&hex(&id(3))).unwrap()["spans"].as_array().unwrap().len(), 2);
     }
 
     #[test]
@@ -376,14 +434,14 @@ mod tests {
                 error: "no".into(),
                 ..span(id(number), if number == 3 { "rare" } else { "decode" })
             };
-            traces.finish(id(number), own(vec![root]), &pack(vec![child]));
+            traces.finish(id(number), own(vec![root]), &pack(vec![child]), USUAL);
         }
         assert_eq!(traces.services().into_iter().collect::<Vec<_>>(), ["tandem-decode", "tandem-router"]);
         assert_eq!(traces.operations("tandem-router"), [("chat m".to_owned(), "server".to_owned())].into());
         let count = |query: &Query| traces.find(query, Form::Classic)["data"].as_array().unwrap().len();
         assert_eq!(count(&Query::default()), 20);
         assert_eq!(count(&Query { limit: 9_999, ..Query::default() }), MAX_FOUND, "bounded");
-        let rare = Query { service: "tandem-decode".into(), operation: "rare".into(), limit: 5 };
+        let rare = Query { service: "tandem-decode".into(), operation: "rare".into(), limit: 5, ..Query::default() };
         assert_eq!(count(&rare), 1);
         assert_eq!(count(&Query { service: "tandem-router".into(), ..rare.clone() }), 0, "both of one span");
 

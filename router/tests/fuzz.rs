@@ -21,6 +21,7 @@ use tandem_router::api::Service;
 use tandem_router::flow::Limits;
 use tandem_router::membership::{Expected, MAX_NODES, Membership};
 use tandem_router::text::ModelText;
+use tandem_router::traces::Traces;
 use tandem_telemetry::Exporter;
 use tower::{Service as _, ServiceExt};
 
@@ -394,6 +395,7 @@ fn reports() -> impl Strategy<Value = Report> {
         2 => registers().prop_map(Report::Register),
         2 => load,
         1 => Just(Report::Draining(v1::Draining {})),
+        1 => vec(any::<u8>(), 0..200).prop_map(Report::Spans),
         2 => events,
     ]
 }
@@ -442,7 +444,7 @@ fn node_reports(time: Duration) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let _inside = runtime.enter();
     let membership = Membership::new(Expected { model_digest: OURS, eos_token_id: 2 }, Duration::from_secs(3));
-    let (start, mut sessions) = (Instant::now(), Vec::new());
+    let (start, mut sessions, traces) = (Instant::now(), Vec::new(), Traces::default());
     let step = (reports(), any::<prop::sample::Index>(), 0..20_u8, 0..200_u64);
     let mut now = start;
     each(step, time, |(report, which, what, later_ms)| {
@@ -454,6 +456,7 @@ fn node_reports(time: Duration) {
             Report::Draining(_) => membership.draining(session, now),
             Report::KvEvents(events) => decode_all(&events.encode_to_vec()),
             Report::ClockProbe(probe) => decode_all(&probe.encode_to_vec()),
+            Report::Spans(packed) => drop(traces.stray(&packed)),
         }
         match what {
             0 => membership.leave(session, "fuzz"),

@@ -155,6 +155,34 @@ async fn jaeger_s_questions_are_answered_before_there_is_a_trace() {
 }
 
 #[tokio::test]
+async fn a_refused_request_leaves_a_trace() {
+    let router = router();
+    let (trace_id, parent_id) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7");
+    for (body, refused) in [
+        (r#"{"prompt": "hi", "max_tokens": -1}"#, StatusCode::BAD_REQUEST),
+        (r#"{"prompt": "hi", "max_tokens": 1}"#, StatusCode::SERVICE_UNAVAILABLE),
+    ] {
+        let parent = format!("00-{trace_id}-{parent_id}-01");
+        let request = Request::post("/v1/completions").header("traceparent", parent).header("x-request-id", "mine");
+        let (status, headers, answer) = send(&router, request.body(body.into()).expect("request")).await;
+        assert_eq!(status, refused);
+        let own = headers["traceparent"].to_str().expect("text");
+        let trace = get(&router, &format!("/api/traces/{trace_id}")).await.1;
+        let spans = trace["spans"].as_array().expect("spans");
+        let span = spans.iter().find(|span| span["span_id"] == own[36..52]).expect("its span");
+        assert_eq!((&span["parent_span_id"], &span["name"]), (&json!(parent_id), &json!("text_completion org/tiny")));
+        assert_eq!(span["error"], answer["error"]["message"]);
+        assert_eq!(span["attributes"]["tandem.request_id"], "mine");
+    }
+    let (_, headers, _) = send(&router, Request::get("/health").body(Body::empty()).expect("request")).await;
+    assert!(!headers.contains_key("traceparent"), "a probe is no request for tokens");
+    let found = get(&router, "/api/traces?service=tandem-router&tag=tandem.refused:true&minDuration=0s").await.1;
+    assert_eq!(found["data"].as_array().map(Vec::len), Some(1), "two requests of one trace");
+    let none = get(&router, "/api/v3/traces?query.start_time_max=2020-01-01T00:00:00Z").await.1;
+    assert_eq!(none["result"]["resourceSpans"], json!([]));
+}
+
+#[tokio::test]
 async fn bad_requests_name_what_is_wrong() {
     let router = router();
     for (path, body, param) in [

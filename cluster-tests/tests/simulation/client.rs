@@ -84,6 +84,7 @@ async fn read(
         tenant: Tenant::default(),
         deadline: Some(clock::now() + request.deadline),
         parent: None,
+        root: None,
         received: clock::now(),
         api: "simulation",
     };

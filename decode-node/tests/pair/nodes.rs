@@ -70,7 +70,7 @@ impl Pair {
         let start = DecodeStart {
             spec: Some(spec.clone()),
             prefill_incarnation: self.prefill.incarnation().0,
-            route_traceparent: TRACEPARENT.to_owned(),
+            request_traceparent: TRACEPARENT.to_owned(),
             local: None,
         };
         DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }

@@ -62,8 +62,19 @@ async fn the_spans_are_one_tree() {
     for key in ["bytes", "blocks", "gbps", "transport", "verify_ms"] {
         assert!(transfer.contains(&format!("tandem.kv.{key}").as_str()), "{transfer:?}");
     }
-    let landed = &answer.span("kv.transfer").events[0];
-    assert_eq!((landed.name.as_str(), landed.attributes.len()), ("layer_group.landed", 2));
+    let count = |event: &v1::SpanEvent, key: &str| {
+        let attribute = event.attributes.iter().find(|attribute| attribute.key == key).and_then(|a| a.value.clone());
+        let Some(v1::attribute::Value::Integer(count)) = attribute else { panic!("{key} of {event:?}") };
+        count
+    };
+    let events = &answer.span("kv.transfer").events;
+    assert!(events.iter().all(|event| event.name == "layer_group.landed"), "{events:?}");
+    assert_eq!(events.iter().map(|landed| count(landed, "tandem.kv.bytes")).sum::<i64>(), 38 * 4096);
+    assert!(events.windows(2).all(|pair| pair[0].unix_ns <= pair[1].unix_ns));
+    let posted = |event: &&v1::SpanEvent| event.name == "layer_group.posted";
+    let groups = |event: &v1::SpanEvent| (count(event, "tandem.kv.first_unit"), count(event, "tandem.kv.units"));
+    let sent: std::collections::BTreeSet<_> = answer.span("kv.post").events.iter().filter(posted).map(groups).collect();
+    assert_eq!(events.iter().map(groups).collect::<std::collections::BTreeSet<_>>(), sent, "group by group");
     assert_eq!(answer.span("prefill.queue").end_unix_ns, answer.span("prefill.forward").start_unix_ns);
     assert!(answer.span("prefill.forward").events.len() >= 2, "a chunk a step");
     let transfer_id = answer.span("kv.transfer").span_id.clone();

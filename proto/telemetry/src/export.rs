@@ -13,6 +13,7 @@ use opentelemetry_sdk::resource::ResourceBuilder;
 use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanExporter, SpanProcessor};
 use tandem_proto::v1;
 
+use crate::log_export;
 use crate::otlp::span_data;
 use crate::relay::Relay;
 
@@ -20,7 +21,7 @@ use crate::relay::Relay;
 pub(crate) const QUEUE_SPANS: usize = 4096;
 pub(crate) const BATCH_SPANS: usize = 512;
 /// A trace is in the collector this long after its request ended.
-const SEND_EVERY: Duration = Duration::from_millis(250);
+pub(crate) const SEND_EVERY: Duration = Duration::from_millis(250);
 /// The collector's time to answer one batch.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -58,9 +59,11 @@ impl Exporter {
         let mut processor = BatchSpanProcessor::new(counting(connect(&endpoint)?), batches());
         let own =
             resource(service, instance).with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")));
-        processor.set_resource(&own.build());
+        let own = own.build();
+        processor.set_resource(&own);
         // With a connection of its own, which is made when it is used.
         let relay = Relay::start(counting(connect(&endpoint)?));
+        log_export::start(&endpoint, own)?;
         Ok(Self { sender: Some(Arc::new(Sender { processor, relay, counts })) })
     }
 
@@ -114,7 +117,10 @@ impl Exporter {
         if tokio::time::timeout(SHUTDOWN_TIMEOUT, sender.relay.flushed()).await.is_err() {
             tracing::warn!("other processes' spans may be lost at shutdown");
         }
-        let stopped = tokio::task::spawn_blocking(move || sender.processor.shutdown_with_timeout(SHUTDOWN_TIMEOUT));
+        let stopped = tokio::task::spawn_blocking(move || {
+            log_export::flush();
+            sender.processor.shutdown_with_timeout(SHUTDOWN_TIMEOUT)
+        });
         match stopped.await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::warn!(%error, "spans may be lost at shutdown"),

@@ -4,19 +4,29 @@
 //! - [`phase`]: a finished phase of a request as a `v1::Span`, built from exact start and end times.
 //! - [`export`]: those spans to an OTLP/gRPC collector, in the background; [`otlp`] is the conversion, `relay` sends
 //!   those of other processes in their names.
-//! - [`logging`]: what people read on stderr.
+//! - [`logging`]: the lines on stderr, for people or programs, and the ids of the request that they are about;
+//!   [`notes`]: those that become events of its span; `traced` is the layer that tells them apart, `log_export` sends
+//!   lines to the collector; [`budget`]: how much of it, where it could be any amount.
 //!
 //! Nothing here blocks a request, and nothing here knows what the phases mean.
 #![forbid(unsafe_code)]
 
+pub mod budget;
 pub mod clock;
 pub mod export;
+mod fields;
+mod log_export;
 pub mod logging;
+pub mod notes;
 mod otlp;
 pub mod phase;
 mod relay;
+mod traced;
 
+pub use budget::Budget;
 pub use clock::{Clock, clock};
 pub use export::Exporter;
-pub use logging::init_logging;
+pub use fields::ACCESS;
+pub use logging::{LogFormat, init_logging, request_span};
+pub use notes::Notes;
 pub use phase::{Kind, Phase, Value};

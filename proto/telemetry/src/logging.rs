@@ -1,24 +1,185 @@
-//! The log that people read: stderr, filtered by `RUST_LOG`.
+//! The log: lines on stderr, filtered by `RUST_LOG`, for people or as JSON. What is logged while a request is worked on
+//! ([`request_span`]) carries its trace and span id, becomes an event of that span ([`notes`](crate::notes)), and goes
+//! to the collector where there is one.
+use std::fmt::{self, Display};
 use std::io::IsTerminal;
+use std::str::FromStr;
 
-use tracing_subscriber::EnvFilter;
+use serde_json::{Map, Value, json};
+use tandem_proto::TraceContext;
+use tracing::{Event, Span, Subscriber};
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, fmt as lines};
+
+use crate::fields::Fields;
+use crate::traced::{Traced, ids_of};
 
 /// The HTTP/2 stack below us logs every frame at debug; nobody asks for that with `RUST_LOG=debug`.
 const QUIET: &str = "info,h2=warn,hyper=warn,hyper_util=warn,tower=warn,tonic=warn,opentelemetry=warn";
 
+/// How lines look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object a line: `timestamp`, `level`, `target`, `service`, `message`, `trace_id` and `span_id` of a
+    /// request, and the line's own fields.
+    Json,
+}
+
+impl FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            _ => Err("text or json".to_owned()),
+        }
+    }
+}
+
+impl Display for LogFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if *self == Self::Json { "json" } else { "text" })
+    }
+}
+
 /// Starts logging for this process. What cannot be written (a full disk) is lost, and the process goes on. A second
 /// call keeps the first set-up, which is what tests want.
-pub fn init_logging(service: &'static str) {
+pub fn init_logging(service: &'static str, format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(QUIET));
-    let started = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = lines::layer()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
         // It would say on standard error that nothing can be written there, and panic because that fails.
-        .log_internal_errors(false)
-        .try_init();
+        .log_internal_errors(false);
+    let lines = match format {
+        LogFormat::Text => lines.boxed(),
+        LogFormat::Json => lines.event_format(Json { service }).boxed(),
+    };
+    let started = tracing_subscriber::registry().with(filter).with(Traced).with(lines).try_init();
     if started.is_ok() {
         tracing::debug!(service, "logging started");
+    }
+}
+
+/// The span within which a request's lines are logged: `context` is the span that they belong to. It is there whatever
+/// `RUST_LOG` says of lines.
+pub fn request_span(context: TraceContext) -> Span {
+    let (trace_id, span_id) = (context.trace_id_hex(), tandem_proto::trace::hex(&context.span_id));
+    tracing::error_span!(target: "tandem", "request", trace_id, span_id)
+}
+
+/// Writes lines as JSON.
+struct Json {
+    service: &'static str,
+}
+
+impl<S, N> FormatEvent<S, N> for Json
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let mut timestamp = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut timestamp))?;
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        let Fields { message, rest } = fields;
+        let mut line = Map::new();
+        line.insert("timestamp".to_owned(), Value::String(timestamp));
+        line.insert("level".to_owned(), json!(event.metadata().level().as_str()));
+        line.insert("target".to_owned(), json!(event.metadata().target()));
+        line.insert("service".to_owned(), json!(self.service));
+        line.insert("message".to_owned(), Value::String(message));
+        if let Some(TraceContext { trace_id, span_id, .. }) = context.lookup_current().and_then(|span| ids_of(&span)) {
+            line.insert("trace_id".to_owned(), json!(tandem_proto::trace::hex(&trace_id)));
+            line.insert("span_id".to_owned(), json!(tandem_proto::trace::hex(&span_id)));
+        }
+        for (key, value) in rest {
+            // What stands above is not for a field to say.
+            line.entry(key).or_insert(value);
+        }
+        writeln!(writer, "{}", Value::Object(line))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    use tracing_subscriber::fmt::MakeWriter;
+
+    use super::*;
+    use crate::fields::ACCESS;
+    use crate::notes;
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl<'a> MakeWriter<'a> for Lines {
+        type Writer = Self;
+
+        fn make_writer(&'a self) -> Self {
+            self.clone()
+        }
+    }
+
+    #[test]
+    fn a_line_of_a_request_names_its_trace_and_is_an_event_of_it() {
+        let lines = Lines::default();
+        let json = lines::layer().with_writer(lines.clone()).event_format(Json { service: "tandem-test" });
+        let subscriber = tracing_subscriber::registry().with(Traced).with(json);
+        let context = TraceContext { trace_id: [0xab; 16], span_id: [0xcd; 8], sampled: true };
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!("nobody's");
+            let notes = notes::Notes::of(context);
+            request_span(context).in_scope(|| {
+                let error = "no room";
+                tracing::warn!(error, attempts = 2, target_ms = 1.5, "attempt failed");
+                tracing::info!(target: ACCESS, "answered");
+            });
+            let told = notes.take();
+            assert_eq!(told.len(), 1, "{told:?}");
+            assert_eq!((told[0].message.as_str(), told[0].level), ("attempt failed", "WARN"));
+            assert_eq!(told[0].fields[0], ("error", "no room".into()));
+            assert!(notes.take().is_empty());
+        });
+        let written = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        let told: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!((told.len(), &told[0]["message"], told[0].get("trace_id")), (3, &json!("nobody's"), None));
+        let of_request = &told[1];
+        assert_eq!(of_request["trace_id"], "ab".repeat(16));
+        assert_eq!(of_request["span_id"], "cd".repeat(8));
+        assert_eq!((&of_request["error"], &of_request["attempts"]), (&json!("no room"), &json!(2)));
+        assert_eq!((&of_request["level"], &of_request["service"]), (&json!("WARN"), &json!("tandem-test")));
+        assert_eq!(told[2]["target"], ACCESS);
+    }
+
+    #[test]
+    fn formats_have_names() {
+        for format in [LogFormat::Text, LogFormat::Json] {
+            assert_eq!(format.to_string().parse(), Ok(format));
+        }
+        assert!("xml".parse::<LogFormat>().is_err());
     }
 }

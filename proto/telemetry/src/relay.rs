@@ -1,5 +1,5 @@
 //! Spans of other processes, passed on in their names: those that a process told of and did not export itself, because
-//! nobody knew at the time that their trace would be kept. They are few: one task sends them as they come.
+//! nobody knew at the time that their trace would be kept. One task sends them, a batch at a time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use opentelemetry_sdk::trace::{SpanData, SpanExporter};
 use tandem_proto::v1;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::export::{BATCH_SPANS, Counting, Counts, QUEUE_SPANS, resource};
+use crate::export::{BATCH_SPANS, Counting, Counts, QUEUE_SPANS, SEND_EVERY, resource};
 use crate::otlp::span_data;
 
 /// Handle to the task. Each span in it counts as waiting until it was sent.
@@ -48,9 +48,24 @@ impl Relay {
     }
 }
 
+/// What comes together goes together: a call to the collector costs more than its spans.
+async fn receive(queue: &mut mpsc::Receiver<Relayed>, batch: &mut Vec<Relayed>) -> usize {
+    queue.recv_many(batch, BATCH_SPANS).await;
+    let more = async {
+        while !batch.is_empty() && batch.len() < BATCH_SPANS && !matches!(batch.last(), Some(Relayed::Flush(_))) {
+            match queue.recv().await {
+                Some(relayed) => batch.push(relayed),
+                None => break,
+            }
+        }
+    };
+    let _ = tokio::time::timeout(SEND_EVERY, more).await;
+    batch.len()
+}
+
 async fn send<E: SpanExporter>(mut exporter: Counting<E>, mut queue: mpsc::Receiver<Relayed>) {
     let mut batch = Vec::with_capacity(BATCH_SPANS);
-    while queue.recv_many(&mut batch, BATCH_SPANS).await > 0 {
+    while receive(&mut queue, &mut batch).await > 0 {
         let (mut processes, mut flushed) = (BTreeMap::<_, Vec<SpanData>>::new(), Vec::new());
         for relayed in batch.drain(..) {
             match relayed {

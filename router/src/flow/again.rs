@@ -144,7 +144,7 @@ impl Run {
         v1::DecodeStart {
             spec: Some(self.spec(Phase::Decode, basis)),
             prefill_incarnation: route.prefill.as_ref().map_or(0, |prefill| prefill.info.incarnation),
-            route_traceparent: self.record.identities.of(now).to_string(),
+            request_traceparent: self.record.identities.root.to_string(),
             local: route.prefill.is_none().then(local),
         }
     }

@@ -1,10 +1,6 @@
 //! How the tokens of an answer come to its client: each one while it runs, and what is kept of that when it ends. Pure.
 use std::time::{Duration, Instant};
 
-/// A reader's pace: a token that comes later than this after the one before it was shown is late (Andes' playback
-/// model, <https://arxiv.org/abs/2404.16283>).
-const READER_TPOT: Duration = Duration::from_millis(100);
-
 /// When each token was in the client's stream, in order.
 #[derive(Clone, Debug, Default)]
 pub struct Arrivals(Vec<Instant>);
@@ -25,12 +21,12 @@ impl Arrivals {
         self.0.windows(2).map(|pair| pair[1] - pair[0])
     }
 
-    /// All of it, in short.
-    pub fn pace(&self) -> Pace {
-        Pace { tokens: self.count(), rhythm: self.rhythm() }
+    /// All of it, in short, for a reader who wants a token each `objective`.
+    pub fn pace(&self, objective: Duration) -> Pace {
+        Pace { tokens: self.count(), rhythm: self.rhythm(objective) }
     }
 
-    fn rhythm(&self) -> Option<Rhythm> {
+    fn rhythm(&self, objective: Duration) -> Option<Rhythm> {
         let first = self.gaps().next()?;
         let mut gaps: Vec<Duration> = self.gaps().collect();
         gaps.sort_unstable();
@@ -42,16 +38,18 @@ impl Arrivals {
             p50: percentile(50),
             p99: percentile(99),
             longest: percentile(100),
-            smoothness: self.smoothness(),
+            smoothness: self.smoothness(objective),
+            stalls: u32::try_from(gaps.iter().filter(|gap| **gap > objective).count()).unwrap_or(u32::MAX),
         })
     }
 
-    /// The share of tokens that come no later than a reader at [`READER_TPOT`] needs them.
-    fn smoothness(&self) -> f64 {
+    /// The share of tokens that come in time for a reader: no later than `objective` after the one before was shown
+    /// (Andes' playback model, <https://arxiv.org/abs/2404.16283>).
+    fn smoothness(&self, objective: Duration) -> f64 {
         let Some(mut shown) = self.0.first().copied() else { return 1.0 };
         let mut on_time = 1_usize;
         for &arrival in &self.0[1..] {
-            let wanted = shown + READER_TPOT;
+            let wanted = shown + objective;
             on_time += usize::from(arrival <= wanted);
             shown = arrival.max(wanted);
         }
@@ -81,13 +79,17 @@ pub struct Rhythm {
     pub p99: Duration,
     /// Longest.
     pub longest: Duration,
-    /// The share of tokens that come in time for a reader.
+    /// The share of tokens that come in time for a reader at the objective.
     pub smoothness: f64,
+    /// Times that are longer than the objective.
+    pub stalls: u32,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const OBJECTIVE: Duration = Duration::from_millis(100);
 
     fn at(millis: &[u64]) -> Arrivals {
         let start = Instant::now();
@@ -96,20 +98,26 @@ mod tests {
 
     #[test]
     fn smoothness_counts_what_comes_after_the_reader_wants_it() {
-        assert!((at(&[0, 10, 20, 30]).smoothness() - 1.0).abs() < 1e-9);
+        assert!((at(&[0, 10, 20, 30]).smoothness(OBJECTIVE) - 1.0).abs() < 1e-9);
         // A burst buys time: the fourth token is wanted at 300 ms.
-        assert!((at(&[0, 10, 20, 290]).smoothness() - 1.0).abs() < 1e-9);
+        assert!((at(&[0, 10, 20, 290]).smoothness(OBJECTIVE) - 1.0).abs() < 1e-9);
         // Wanted at 0, 100, 350, 450 ms: the second and the last one are late.
-        assert!((at(&[0, 250, 260, 500]).smoothness() - 0.5).abs() < 1e-9);
+        assert!((at(&[0, 250, 260, 500]).smoothness(OBJECTIVE) - 0.5).abs() < 1e-9);
+        // A slower reader misses nothing of it.
+        assert!((at(&[0, 250, 260, 500]).smoothness(Duration::from_millis(250)) - 1.0).abs() < 1e-9);
+        let stalls = |objective_ms| {
+            at(&[0, 250, 260, 500]).pace(Duration::from_millis(objective_ms)).rhythm.map(|rhythm| rhythm.stalls)
+        };
+        assert_eq!([stalls(100), stalls(245), stalls(250)], [Some(2), Some(1), Some(0)]);
     }
 
     #[test]
     fn a_rhythm_needs_two_tokens() {
-        let pace = at(&[]).pace();
+        let pace = at(&[]).pace(OBJECTIVE);
         assert!(pace.tokens == 0 && pace.rhythm.is_none());
-        let pace = at(&[7]).pace();
+        let pace = at(&[7]).pace(OBJECTIVE);
         assert!(pace.tokens == 1 && pace.rhythm.is_none());
-        let Pace { tokens, rhythm: Some(rhythm) } = at(&[0, 50, 60, 90]).pace() else { panic!("four tokens") };
+        let Pace { tokens, rhythm: Some(rhythm) } = at(&[0, 50, 60, 90]).pace(OBJECTIVE) else { panic!("four tokens") };
         let all = [rhythm.mean, rhythm.first, rhythm.p50, rhythm.p99, rhythm.longest];
         assert_eq!((tokens, all.map(|gap| gap.as_millis())), (4, [30, 50, 30, 30, 50]));
     }

@@ -2,7 +2,7 @@
 //! the prompt and the tokens that the client has, told apart by their number, so that it chooses the next token as the
 //! node before it would have.
 use std::borrow::Cow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{TraceContext, v1};
@@ -24,13 +24,15 @@ pub struct Progress {
     /// Tokens that end the answer, as a node is told; the model's first one apart.
     stop_token_ids: Vec<u32>,
     eos: u32,
+    /// Between two tokens.
+    objective: Duration,
 }
 
 impl Progress {
     /// Nothing is sent.
-    pub fn new(request: GenerationRequest, model: &ModelText) -> Self {
+    pub fn new(request: GenerationRequest, model: &ModelText, objective: Duration) -> Self {
         let stop_token_ids = model.stop_token_ids(&request.stop_token_ids, request.ignore_eos);
-        Self { priority: request.priority, request, sent: Vec::new(), stop_token_ids, eos: model.eos }
+        Self { priority: request.priority, request, sent: Vec::new(), stop_token_ids, eos: model.eos, objective }
     }
 
     /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others'
@@ -66,6 +68,7 @@ impl Progress {
             traceparent: parent.to_string(),
             output_tokens,
             priority: self.priority,
+            tpot_objective_ms: u32::try_from(self.objective.as_millis()).unwrap_or(u32::MAX),
         }
     }
 
@@ -112,12 +115,20 @@ mod tests {
             stop: Vec::new(),
             deadline: None,
             parent: None,
+            root: None,
             received: clock::now(),
             api: "test",
             priority: 0,
             tenant: crate::admission::tenant::Tenant::default(),
         };
-        Progress { request, sent: (prompt..prompt + sent).collect(), priority: 0, stop_token_ids: Vec::new(), eos: 2 }
+        Progress {
+            request,
+            sent: (prompt..prompt + sent).collect(),
+            priority: 0,
+            stop_token_ids: Vec::new(),
+            eos: 2,
+            objective: Duration::from_millis(100),
+        }
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, TraceContext, v1};
-use tandem_telemetry::{Kind, Phase as SpanBuilder, Value};
+use tandem_telemetry::notes::Note;
+use tandem_telemetry::{ACCESS, Kind, Phase as SpanBuilder, Value};
 
 use super::exchange::Drafts;
 use super::pace::Pace;
@@ -26,12 +27,8 @@ pub struct Identities {
 }
 
 impl Identities {
-    /// Draws them, under the client's span if there is one.
-    pub fn draw(parent: Option<TraceContext>, rng: &mut impl rand::Rng) -> Self {
-        let root = match parent {
-            Some(parent) => parent.child(rng),
-            None => TraceContext::root(rng),
-        };
+    /// Draws those of the phases within `root`, which is under the client's span if there is one.
+    pub fn draw(root: TraceContext, parent: Option<TraceContext>, rng: &mut impl rand::Rng) -> Self {
         let phases = std::array::from_fn(|_| root.child(rng));
         Self { root, parent: parent.map(|parent| parent.span_id), phases }
     }
@@ -162,6 +159,10 @@ pub struct Record {
     pub verified: Option<v1::Verified>,
     /// Of all its nodes.
     pub drafts: Drafts,
+    /// What was logged of it.
+    pub notes: Vec<Note>,
+    /// Prompt tokens that the node of the first token did not have to compute.
+    pub cached_tokens: u32,
     /// When the request ended.
     pub ended: Instant,
 }
@@ -253,6 +254,28 @@ impl Record {
         }
     }
 
+    /// The line in the access log. A failure says why.
+    pub fn log(&self, tenant: &str, outcome: Result<v1::FinishReason, &Error>) {
+        let (request, api, tokens) = (self.request_id.as_str(), self.api, self.pace.tokens);
+        let (prompt_tokens, cached_tokens, replans) = (self.prompt_tokens, self.cached_tokens, self.replan_count());
+        let name = |of: fn(&Names) -> &str| self.nodes().map_or("-", of);
+        let (prefill, decode) = (name(Names::prefill), name(Names::decode));
+        let (ttft_ms, e2e_ms) = (self.ttft().map(rounded_ms), rounded_ms(self.e2e()));
+        match outcome {
+            Ok(reason) => tracing::info!(
+                target: ACCESS, request, tenant, api, status = "ok", finish = reason_text(reason), prompt_tokens,
+                cached_tokens, tokens, ttft_ms, e2e_ms, prefill, decode, replans, "request answered"
+            ),
+            Err(error) => {
+                let phase = self.timeline.phase().as_str();
+                tracing::info!(
+                    target: ACCESS, request, tenant, api, status = ?error.kind, phase, error = error.message,
+                    prompt_tokens, cached_tokens, tokens, ttft_ms, e2e_ms, prefill, decode, replans, "request failed"
+                );
+            }
+        }
+    }
+
     /// The router's spans: the phases, then the root. The phase in which a request failed ends with the error.
     pub fn spans(&self, instance: &str, outcome: Result<v1::FinishReason, &Error>) -> Vec<v1::Span> {
         let mut spans: Vec<v1::Span> = self
@@ -321,6 +344,10 @@ impl Record {
                 .attr("tandem.decode.instance", nodes.decode());
         }
         span = self.replans.iter().fold(span, replanned);
+        for Note { message, level, at, fields } in &self.notes {
+            let level = ("level", Value::from(*level));
+            span = span.event(message.as_str(), *at, fields.iter().cloned().chain([level]));
+        }
         if let Some(kv) = &self.verified {
             let exposed_ms = ms(self.timeline.length(Phase::Transfer));
             span = with_kv(span, kv)
@@ -350,6 +377,7 @@ impl Record {
             .attr("gen_ai.request.presence_penalty", self.sampling.presence_penalty)
             .attr("gen_ai.request.frequency_penalty", self.sampling.frequency_penalty)
             .attr("gen_ai.usage.input_tokens", self.prompt_tokens)
+            .attr("gen_ai.usage.cache_read.input_tokens", self.cached_tokens)
             .attr("gen_ai.usage.output_tokens", self.pace.tokens)
             .attr("gen_ai.latency.time_in_queue", self.timeline.length(Phase::Queue).as_secs_f64())
             .attr("gen_ai.latency.e2e", self.e2e().as_secs_f64())
@@ -372,7 +400,8 @@ impl Record {
                 .attr("tandem.itl.p50_ms", ms(rhythm.p50))
                 .attr("tandem.itl.p99_ms", ms(rhythm.p99))
                 .attr("tandem.itl.max_ms", ms(rhythm.longest))
-                .attr("tandem.smoothness", rhythm.smoothness);
+                .attr("tandem.smoothness", rhythm.smoothness)
+                .attr("tandem.stalls", rhythm.stalls);
         }
         span
     }
@@ -451,6 +480,11 @@ fn gigabytes_per_second(kv: &v1::Verified) -> f64 {
 
 fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
+}
+
+/// For people: microseconds are enough.
+fn rounded_ms(duration: Duration) -> f64 {
+    (ms(duration) * 1e3).round() / 1e3
 }
 
 fn after(at: Instant) -> Instant {

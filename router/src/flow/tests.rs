@@ -36,6 +36,7 @@ fn request() -> GenerationRequest {
         tenant: Tenant::default(),
         deadline: None,
         parent: None,
+        root: None,
         received: Instant::now(),
         api: "chat",
     }
@@ -94,6 +95,8 @@ fn node_span(traceparent: &str, name: &str) -> v1::Span {
         span_id: vec![9; 8],
         parent_span_id: parent.span_id.to_vec(),
         name: name.into(),
+        // Whenever its parent was.
+        end_unix_ns: u64::MAX / 2,
         service: "tandem-node".into(),
         ..v1::Span::default()
     }
@@ -206,7 +209,7 @@ async fn one_token_needs_no_hand_off() {
     let (text, _, end) = read(stream).await;
     assert_eq!(text, "x");
     let Ok(GenerationEvent::Finish { reason: Length, trace_id, .. }) = end else { panic!("{end:?}") };
-    decode.send(finished(Stop, vec![node_span(&start.route_traceparent, "kv.reserve")])).await;
+    decode.send(finished(Stop, vec![node_span(&start.request_traceparent, "kv.reserve")])).await;
     decode.cancelled().await;
     let trace = cluster.service.trace_json(&trace_id).unwrap();
     assert!(spans(&trace).any(|span| span["name"] == "kv.reserve") && spans(&trace).all(|span| span["error"] == ""));

@@ -5,8 +5,8 @@
 //! waits for, one after the other:
 //!
 //! - `queue`: the request is accepted → admitted;
-//! - `route`: → the pair is chosen and both legs' first message is handed to their calls. The reservation itself
-//!   (`kv.reserve`, decode's child of this span) may end later, because prefill does not wait for it;
+//! - `route`: → the pair is chosen. The reservation (`kv.reserve`, decode's) is a child of the whole request: prefill
+//!   does not wait for it;
 //! - `prefill`: → the first token is in the client's stream. TTFT ends here, so queue + route + prefill = TTFT;
 //! - `transfer`: → decode has verified the KV: the part of the transfer that no compute hid. A local plan has none;
 //! - `decode`: → the end of the answer.

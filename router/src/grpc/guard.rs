@@ -13,6 +13,7 @@ use http_body::{Body as _, Frame};
 use http_body_util::{BodyExt, StreamBody};
 use prost::bytes::Bytes;
 use tandem_proto::{Error, MAX_MESSAGE_BYTES};
+use tandem_telemetry::clock;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 use tonic::body::Body;
@@ -22,6 +23,7 @@ use tower::Service as _;
 use super::Inference;
 use crate::admission::Tenant;
 use crate::api::Service;
+use crate::flow::refused::Refused;
 use crate::intake::{FREE_BYTES, Intake, Reserved};
 
 /// A call's message takes this long at most.
@@ -81,7 +83,12 @@ impl tower::Service<http::Request<Body>> for Guarded {
             Ok(tenant) => tenant,
             Err(error) => {
                 self.service.refused(error.kind);
-                let status = super::identified(error, &super::head("", &super::request_id(request.headers())));
+                let (headers, received) = (request.headers(), clock::now());
+                let (request_id, parent) = (super::request_id(headers), super::parent(headers));
+                let root = self.service.root(parent);
+                let (api, tenant) = (super::API, None);
+                let refused = Refused { api, request_id: &request_id, tenant, root, parent, received };
+                let status = super::turned_away(&self.service, &refused, error);
                 return Box::pin(std::future::ready(Ok(status.into_http())));
             }
         };

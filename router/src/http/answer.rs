@@ -6,17 +6,16 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use futures::future::try_join_all;
 use futures::{Stream, StreamExt};
-use http::{HeaderName, HeaderValue};
 use tandem_proto::v1::FinishReason;
 use tandem_proto::{Error, ErrorKind};
 
-use super::Caller;
 use super::error::ApiError;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
 use super::timings::{self, Timed};
 use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
+use super::{Caller, traceparent};
 use crate::api::{GenerationEvent, GenerationRequest, MAX_CHOICES, Service, Usage};
 
 /// A prompt as its endpoint understood it.
@@ -46,16 +45,15 @@ pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Resu
     let streams = service.generate_all(requests)?;
     let model = Arc::clone(service.model());
     let spell: Spell = Arc::new(move |id| model.token(id));
-    let traceparent = streams.first().map(|stream| stream.trace().to_string());
-    let mut response = if options.stream {
-        sse::respond(Encoder::new(head, &options, infos, &spell), streams).await?
+    let response = if options.stream {
+        sse::respond(Encoder::new(head, &options, infos, &spell), streams).await
     } else {
-        let answers = try_join_all(streams.into_iter().map(collect)).await?;
-        whole(&head, &options, infos, &answers, &spell)
+        let answers = try_join_all(streams.into_iter().map(collect)).await;
+        answers.map(|answers| whole(&head, &options, infos, &answers, &spell)).map_err(ApiError::from)
     };
-    if let Some(value) = traceparent.and_then(|text| HeaderValue::from_str(&text).ok()) {
-        response.headers_mut().insert(HeaderName::from_static("traceparent"), value);
-    }
+    // From here on the request has a trace, whatever became of it.
+    let mut response = response.unwrap_or_else(ApiError::into_response);
+    response.headers_mut().extend(traceparent(caller.root));
     Ok(response)
 }
 
@@ -83,7 +81,8 @@ impl Checked {
             let request_id = if several { format!("{}-{index}", caller.request_id) } else { caller.request_id.clone() };
             let info = PromptInfo { echo, tokens: ids.len(), choice: 0 };
             infos.extend((0..n).map(|choice| PromptInfo { choice, ..info.clone() }));
-            let prompt = Prompt { request_id, ids: ids.into(), max_tokens, received };
+            let root = Some(caller.root).filter(|_| index == 0);
+            let prompt = Prompt { request_id, ids: ids.into(), max_tokens, received, root };
             // Of each prompt its own: two equal ones are two questions.
             let seed = rand::random();
             requests.extend(options.request(caller, prompt, seed, kind.operation()).choices(n));
@@ -165,7 +164,8 @@ mod tests {
     use crate::http::fields::Fields;
 
     fn checked(json: &str, prompts: Vec<Vec<u32>>) -> Result<Checked, Error> {
-        let caller = Caller { request_id: "r".into(), parent: None, timeout: None, tenant: Tenant::default() };
+        let root = tandem_proto::TraceContext::root(&mut rand::rng());
+        let caller = Caller { request_id: "r".into(), parent: None, root, timeout: None, tenant: Tenant::default() };
         let options = Options::parse(&Fields::parse(json).unwrap(), Kind::Completion).unwrap();
         let prompts = prompts.into_iter().map(|ids| Encoded { ids, echo: None }).collect();
         let job = Job { kind: Kind::Completion, options, prompts, received: Instant::now() };

@@ -24,9 +24,12 @@ pub(super) async fn identify(
 ) -> Result<Response, ApiError> {
     let tenant = tenant(&service, request.headers()).inspect_err(|error| service.refused(error.kind))?;
     if let Some(caller) = request.extensions_mut().get_mut::<Caller>() {
-        caller.tenant = tenant;
+        caller.tenant = tenant.clone();
     }
-    Ok(next.run(request).await)
+    let mut response = next.run(request).await;
+    // For the trace of a request that is refused.
+    response.extensions_mut().insert(tenant);
+    Ok(response)
 }
 
 /// Refuses what would be refused anyhow, before its body is read.

@@ -105,9 +105,15 @@ impl From<Error> for ApiError {
     }
 }
 
+/// Rides on the response of a failure, for who tells of it.
+#[derive(Clone, Debug)]
+pub(super) struct Failed(pub Error);
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.json())).into_response();
+        let failed = Error { param: self.param, ..Error::new(self.kind, self.message) };
+        response.extensions_mut().insert(Failed(failed));
         if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(whole_seconds(self.retry_after)));
         }

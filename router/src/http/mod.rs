@@ -35,15 +35,18 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json};
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use serde_json::json;
 use tandem_proto::{Error, ErrorKind, TraceContext};
+use tandem_telemetry::clock;
 
 pub use self::cors::{Origin, with_cors};
-use self::error::ApiError;
+use self::error::{ApiError, Failed};
 pub use self::page::page;
+use self::types::Kind;
 use crate::admission::Tenant;
 use crate::api::{Service, new_request_id};
+use crate::flow::refused::Refused;
 use crate::text::ModelText;
 
 /// Bytes of a request body at most.
@@ -53,6 +56,7 @@ const MAX_REQUEST_ID: usize = 128;
 /// Milliseconds that the client is willing to wait for the whole answer.
 const TIMEOUT_HEADER: &str = "x-request-timeout-ms";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// All HTTP routes of the router process.
 pub fn router(service: Service) -> axum::Router {
@@ -102,6 +106,8 @@ struct Started(u64);
 struct Caller {
     request_id: String,
     parent: Option<TraceContext>,
+    /// The span of the whole request; of its first answer, where there are several.
+    root: TraceContext,
     timeout: Option<Duration>,
     /// As [`auth::identify`] found out.
     tenant: Tenant,
@@ -113,10 +119,18 @@ impl Caller {
     }
 }
 
-/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is.
+/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is. A request for tokens that was
+/// refused, wherever, leaves a trace.
 async fn with_request_id(State(service): State<Service>, mut request: Request, next: Next) -> Response {
+    let received = clock::now();
     let request_id = request_id(request.headers());
-    let caller = caller(request.headers(), &request_id).inspect_err(|error| service.refused(error.kind));
+    let api = api(request.method(), request.uri().path());
+    // A malformed traceparent starts a new trace, as W3C asks.
+    let parent = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok()?.parse().ok());
+    let root = service.root(parent);
+    let timeout = timeout(request.headers()).inspect_err(|error| service.refused(error.kind));
+    let tenant = Tenant::default();
+    let caller = timeout.map(|timeout| Caller { request_id: request_id.clone(), parent, root, timeout, tenant });
     let mut response = match caller {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
@@ -124,16 +138,33 @@ async fn with_request_id(State(service): State<Service>, mut request: Request, n
         }
         Err(error) => ApiError::from(error).into_response(),
     };
+    let failed = response.extensions_mut().remove::<Failed>();
+    let untold = !response.headers().contains_key(TRACEPARENT);
+    if let (Some(api), Some(Failed(error)), true) = (api, failed, untold) {
+        let tenant = response.extensions().get::<Tenant>().map(|tenant| &**tenant.name());
+        let request_id = &request_id;
+        service.turned_away(&Refused { api, request_id, tenant, root, parent, received }, &error);
+        response.headers_mut().extend(traceparent(root));
+    }
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         response.headers_mut().insert(REQUEST_ID, value);
     }
     response
 }
 
-fn caller(headers: &HeaderMap, request_id: &str) -> Result<Caller, Error> {
-    // A malformed traceparent starts a new trace, as W3C asks.
-    let parent = headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok());
-    Ok(Caller { request_id: request_id.to_owned(), parent, timeout: timeout(headers)?, tenant: Tenant::default() })
+/// Of a request for tokens.
+fn api(method: &Method, path: &str) -> Option<&'static str> {
+    let of_path = match path {
+        "/v1/completions" => Kind::Completion,
+        "/v1/chat/completions" => Kind::Chat,
+        _ => return None,
+    };
+    (method == Method::POST).then(|| of_path.operation())
+}
+
+/// The header that tells a client which trace its request is.
+fn traceparent(root: TraceContext) -> Option<(HeaderName, HeaderValue)> {
+    HeaderValue::from_str(&root.to_string()).ok().map(|value| (TRACEPARENT, value))
 }
 
 fn request_id(headers: &HeaderMap) -> String {

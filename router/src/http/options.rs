@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde::Deserialize;
 use tandem_proto::sampling::MAX_TOP_LOGPROBS;
-use tandem_proto::{Error, MAX_PRIORITY, v1};
+use tandem_proto::{Error, MAX_PRIORITY, TraceContext, v1};
 
 use super::Caller;
 use super::fields::{AtMost, Fields, Integer, Neutral, one_or_many};
@@ -129,6 +129,7 @@ impl Options {
             tenant: caller.tenant.clone(),
             deadline: caller.deadline(prompt.received),
             parent: caller.parent,
+            root: prompt.root,
             received: prompt.received,
             api,
         }
@@ -141,6 +142,8 @@ pub(super) struct Prompt {
     pub ids: Arc<[u32]>,
     pub max_tokens: u32,
     pub received: Instant,
+    /// Of the first prompt of a call: its span.
+    pub root: Option<TraceContext>,
 }
 
 fn refuse_response_format(fields: &Fields<'_>) -> Result<(), Error> {
@@ -291,6 +294,10 @@ mod tests {
     use super::*;
     use crate::admission::Tenant;
 
+    fn root() -> TraceContext {
+        TraceContext::root(&mut rand::rng())
+    }
+
     fn parse(json: &str) -> Result<Options, Error> {
         Options::parse(&Fields::parse(json).unwrap(), Kind::Completion)
     }
@@ -371,8 +378,15 @@ mod tests {
         assert_eq!(options.max_tokens, Some(7));
         let received = Instant::now();
         let timeout = Some(Duration::from_millis(1500));
-        let caller = Caller { request_id: "r".into(), parent: None, timeout, tenant: Tenant::named("team").unwrap() };
-        let prompt = Prompt { request_id: "r-0".into(), ids: [1, 2].into(), max_tokens: 7, received };
+        let caller = Caller {
+            request_id: "r".into(),
+            parent: None,
+            root: root(),
+            timeout,
+            tenant: Tenant::named("team").unwrap(),
+        };
+        let prompt =
+            Prompt { request_id: "r-0".into(), ids: [1, 2].into(), max_tokens: 7, received, root: Some(caller.root) };
         let request = options.request(&caller, prompt, 9, "chat");
         assert_eq!((request.request_id.as_str(), request.prompt_ids.len(), request.max_tokens), ("r-0", 2, 7));
         let sampling = v1::Sampling {
@@ -402,8 +416,10 @@ mod tests {
 
     #[test]
     fn an_absent_seed_is_drawn_by_the_edge() {
-        let caller = Caller { request_id: "r".into(), parent: None, timeout: None, tenant: Tenant::default() };
-        let prompt = Prompt { request_id: "r".into(), ids: [1].into(), max_tokens: 1, received: Instant::now() };
+        let caller =
+            Caller { request_id: "r".into(), parent: None, root: root(), timeout: None, tenant: Tenant::default() };
+        let prompt =
+            Prompt { request_id: "r".into(), ids: [1].into(), max_tokens: 1, received: Instant::now(), root: None };
         assert_eq!(parse("{}").unwrap().request(&caller, prompt, 9, "chat").sampling.seed, 9);
     }
 

@@ -6,13 +6,13 @@ use axum::Json;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query as Parameters, State};
 use axum::routing::get;
-use serde::Deserialize;
 use serde_json::{Value, json};
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use crate::api::{Service, beside, no_trace};
-use crate::traces::{Form, Query};
+use crate::traces::Form;
+use crate::traces::query::Query;
 
 type Answer = Result<Json<Value>, ApiError>;
 
@@ -30,23 +30,12 @@ pub(super) fn routes() -> axum::Router<Service> {
         .route("/api/v3/trace-summaries", get(summaries))
 }
 
-/// What both APIs ask with; times and durations are not looked at: the ring is short.
-#[derive(Debug, Default, Deserialize)]
-struct Asked {
-    #[serde(default, alias = "query.service_name", alias = "query.serviceName")]
-    service: String,
-    #[serde(default, alias = "query.operation_name", alias = "query.operationName")]
-    operation: String,
-    #[serde(default, alias = "query.search_depth", alias = "query.searchDepth", alias = "query.num_traces")]
-    limit: usize,
-}
-
-type AskedOf = Result<Parameters<Asked>, QueryRejection>;
+type AskedOf = Result<Parameters<Vec<(String, String)>>, QueryRejection>;
 type Id = Result<Path<String>, PathRejection>;
 
 fn query(asked: AskedOf) -> Result<Query, ApiError> {
     let Parameters(asked) = asked.map_err(|rejection| wrong(rejection.body_text()))?;
-    Ok(Query { service: asked.service, operation: asked.operation, limit: asked.limit })
+    Ok(Query::parse(&asked)?)
 }
 
 fn id(path: Id) -> Result<String, ApiError> {

@@ -106,6 +106,7 @@ impl Session {
                     return asked.map_err(|_| "it does not read its stream");
                 }
             }
+            Some(Report::Spans(packed)) => self.membership.stray(&packed),
             // A report of a later version.
             None => {}
         }

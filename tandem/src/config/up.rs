@@ -174,12 +174,15 @@ struct PassThrough {
     /// Directory of libucp.so.0 [default: the system's]
     #[arg(long, value_name = "DIR")]
     ucx_lib_dir: Option<PathBuf>,
-    /// OTLP/gRPC collector for the traces
+    /// OTLP/gRPC collector for traces and logs
     #[arg(long, value_name = "URL")]
     otlp_endpoint: Option<String>,
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
     #[arg(long, value_name = "URL")]
     jaeger_ui: Option<String>,
+    /// How lines of the logs look
+    #[arg(long, value_name = "text|json", value_parser = ["text", "json"])]
+    log_format: Option<String>,
     /// Name of the model in the APIs
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
@@ -287,6 +290,9 @@ impl PassThrough {
         if let Some(url) = &self.otlp_endpoint {
             shared.extend(["--otlp-endpoint".to_owned(), url.clone()]);
         }
+        if let Some(format) = &self.log_format {
+            shared.extend(["--log-format".to_owned(), format.clone()]);
+        }
         let number = |n: &Option<usize>| n.map(|n| n.to_string());
         let lib_dir = self.ucx_lib_dir.as_ref().map(|dir| dir.display().to_string());
         let pairs = [
@@ -342,6 +348,8 @@ mod tests {
             "f32",
             "--otlp-endpoint",
             "http://c:1",
+            "--log-format",
+            "json",
             "--simulated",
             "--prefill-arg=--debug-flip-byte",
             "--log-dir",
@@ -354,7 +362,7 @@ mod tests {
         else {
             panic!("not `up`");
         };
-        assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1"]);
+        assert_eq!(up.shared_args, ["--otlp-endpoint", "http://c:1", "--log-format", "json"]);
         let (flags, model) = up.node_args.split_at(11);
         let (kv, rest) = flags.split_at(4);
         assert_eq!(kv, ["--kv-dtype", "f32", "--block-size", "32"]);

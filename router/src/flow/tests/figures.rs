@@ -105,6 +105,10 @@ async fn answered(exporter: Exporter, [ttft_objective_ms, tpot_objective_ms]: [f
     let span = node_span(&start.spec.unwrap().traceparent, "decode");
     decode.send(finished(Length, vec![span, stranger])).await;
     assert!(read(stream).await.2.is_ok());
+    // The client does not wait for the collector; the drain does.
+    while value(&cluster.service, "tandem_inflight_requests{") > 0.0 {
+        tokio::task::yield_now().await;
+    }
     cluster
 }
 
