@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger
+.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -20,6 +20,13 @@ demo: setup build ## A cluster, three prompts, the timeline of the last, and a c
 
 up: setup build ## A local cluster until Ctrl-C
 	"$$(deploy/target_dir.sh)/release/tandem" up
+
+# COMPOSE_FILE, TANDEM_BUILD and more: deploy/compose/up.sh and compose.yaml.
+compose-up: ## A cluster in containers, with Jaeger, Prometheus and Grafana; builds the images
+	deploy/compose/up.sh
+
+compose-down: ## Ends it and removes what it made; the images stay
+	deploy/compose/down.sh
 
 test: setup ## Format, lints, build, all tests (some start real clusters)
 	cargo fmt --check
@@ -110,3 +117,10 @@ test-observability: setup build ## Dashboards, rules and alerts: every query aga
 # PAGE_TEST=page or load runs one part; SCREENSHOTS=1 writes the pictures in docs/page.
 test-page: setup build ## The live page in Chromium: nodes, a waterfall, a killed node; then 100 nodes and 1,000 traces. Needs chromium, node, npm
 	cluster-tests/page/run.sh
+
+# As root. TANDEM_TEST_BUILD=dist: the programs are built in the image, from source, as users build them.
+test-compose: setup build ## The compose file as shipped, in a docker engine of its own
+	cluster-tests/compose/run.sh
+
+test-kube: ## The Helm chart against a real API server; builds helm and kube-apiserver once
+	cluster-tests/kube/run.sh

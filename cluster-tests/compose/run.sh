@@ -1,0 +1,68 @@
+#!/bin/bash
+# `make test-compose`: the compose file as shipped, in a docker engine that this script starts and ends.
+#
+# The images are built from deploy/Dockerfile, with the programs of `make build` (TANDEM_TEST_BUILD=release|plain|dist:
+# built in the image, from source). What no registry gives here is made from the same programs under the official tag;
+# Grafana has no such program, so where it cannot be pulled the cluster starts without it, and its dashboards' queries
+# are asked of Prometheus alone. The checks are in check.py.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+me=test-compose
+# shellcheck source=cluster-tests/compose/docker.sh
+. cluster-tests/compose/docker.sh
+
+# Ports that no other cluster of this machine has.
+export TANDEM_HTTP_PORT=18000 TANDEM_GRPC_PORT=18001 JAEGER_PORT=18686 PROMETHEUS_PORT=18090 GRAFANA_PORT=18030
+export COMPOSE_PROJECT_NAME=tandem-test DEBIAN_IMAGE=debian:bookworm-slim
+files=compose.yaml
+if [ -n "${PIP_CERT:-${SSL_CERT_FILE:-}}" ]; then
+  export TANDEM_CA_CERTIFICATES=${PIP_CERT:-$SSL_CERT_FILE}
+  files=$files:compose.ca.yaml
+fi
+export COMPOSE_FILE=$files
+compose() { (cd deploy/compose && docker compose "$@"); }
+
+before_end() { # exit status
+  # shellcheck disable=SC2015
+  [ "$1" = 0 ] || { compose ps --all; compose logs --no-color --tail 20; } > "$engine/logs" 2>&1 || true
+}
+
+images() {
+  debian_image debian:bookworm-slim
+  if [ -n "${TANDEM_TEST_BUILD:-}" ]; then
+    export TANDEM_BUILD=$TANDEM_TEST_BUILD
+  else
+    # A context of its own: the Dockerfile's folder and the programs.
+    mkdir -p "$engine/context/programs"
+    cp -r deploy "$engine/context/"
+    for program in tandem tandem-router tandem-prefill-node tandem-decode-node; do
+      cp "$(deploy/target_dir.sh)/release/$program" "$engine/context/programs/"
+    done
+    export TANDEM_CONTEXT=$engine/context TANDEM_PROGRAMS=prebuilt
+  fi
+  export JAEGER_IMAGE=jaegertracing/jaeger:2.20.0 PROMETHEUS_IMAGE=prom/prometheus:v3.13.0
+  export GRAFANA_IMAGE=grafana/grafana:13.1.0
+  program_image "$JAEGER_IMAGE" "$cache/tools/jaeger" /cmd/jaeger/jaeger-linux \
+    'USER 10001' 'ENTRYPOINT ["/cmd/jaeger/jaeger-linux"]'
+  program_image "$PROMETHEUS_IMAGE" prometheus /bin/prometheus \
+    'RUN mkdir /prometheus && chown nobody /prometheus' 'USER nobody' 'WORKDIR /prometheus' 'ENTRYPOINT ["/bin/prometheus"]'
+  services=()
+  has_image "$GRAFANA_IMAGE" || docker pull --quiet "$GRAFANA_IMAGE" > /dev/null 2>&1 || {
+    say "$GRAFANA_IMAGE cannot be pulled: the cluster starts without it"
+    # Named, since a service that is scaled to none is pulled all the same.
+    mapfile -t services < <(compose config --services | grep --invert-match --line-regexp grafana)
+  }
+}
+
+start_engine
+images
+deploy/compose/join_token.sh > /dev/null
+say "building tandem:cpu and tandem:model"
+compose build
+docker image ls
+compose up --detach --wait "${services[@]}"
+compose ps
+python3 cluster-tests/compose/check.py "$@"
+compose down --volumes --remove-orphans
+say "all passed"
