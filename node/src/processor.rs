@@ -23,8 +23,8 @@ pub fn this(threads: usize, cpus: &[usize], lending: Option<&Lend>) -> Option<v1
     of(&boot_id, cpus, threads)
 }
 
-/// Nodes that lend each other cores by one file share what they all have. `cores` are the node's own: what is left to it
-/// while the others compute.
+/// Nodes that lend each other cores by one file share what they all have. `cores` are the node's own: what is left to
+/// it while the others compute.
 fn lending_group(boot_id: &[u8], lend: &Lend, threads: usize) -> Option<v1::Processor> {
     let file = std::fs::metadata(&lend.file).ok()?;
     processor(boot_id, &[file.dev(), file.ino()], lend.own.len(), threads)

@@ -14,8 +14,8 @@ use super::weight_format::PANEL;
 /// Blocks of weights between the one at hand and the one that is asked for. The processor's own prefetching stops at
 /// pages and falls behind while rows are multiplied; this made decode steps a quarter shorter.
 pub(super) const AHEAD: usize = 6;
-/// Multiply-adds of a task at most, as far as panels can be parted: half a millisecond or less of a core. A guest leaves
-/// a borrowed core after its present task, see `lending.rs`.
+/// Multiply-adds of a task at most, as far as panels can be parted: half a millisecond or less of a core. A guest
+/// leaves a borrowed core after its present task, see `lending.rs`.
 const TASK_MULTIPLY_ADDS: usize = 1 << 25;
 
 /// How the result meets what is in `out`.

@@ -119,8 +119,8 @@ impl Caller {
     }
 }
 
-/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is. A request for tokens that was
-/// refused, wherever, leaves a trace.
+/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is. A request for tokens that
+/// was refused, wherever, leaves a trace.
 async fn with_request_id(State(service): State<Service>, mut request: Request, next: Next) -> Response {
     let received = clock::now();
     let request_id = request_id(request.headers());

@@ -27,8 +27,8 @@ impl Processor {
 
     /// By how much longer this node takes while the other one computes as well, as a share of the time that it takes
     /// alone: 0 where they have cores enough. The system is taken to share the cores out evenly. Nodes that lend each
-    /// other cores report their own ones, and times of steps that had the others' as well: `p` cores of `p + d` are left,
-    /// so that a step takes `d / p` longer.
+    /// other cores report their own ones, and times of steps that had the others' as well: `p` cores of `p + d` are
+    /// left, so that a step takes `d / p` longer.
     pub fn crowding(&self, other: &Self) -> f64 {
         if self.id == 0 || self.id != other.id {
             return 0.0;
