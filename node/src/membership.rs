@@ -1,7 +1,8 @@
 //! The node's side of the one stream to the router: register, report load and what the prefix cache holds ([`KvFeed`]),
-//! spans of calls that were cut off ([`crate::trace`]), say when draining. The stream may be lost and opened again any number of times; to a router that has not declared it
-//! dead (a new one) the node is the same incarnation as before. A router that has refuses that incarnation: then the
-//! node's life is over and it joins as another one, without its running work ([`Node::begin_new_life`]).
+//! spans of calls that were cut off ([`crate::trace`]), say when draining. The stream may be lost and opened again any
+//! number of times; to a router that has not declared it dead (a new one) the node is the same incarnation as before. A
+//! router that has refuses that incarnation: then the node's life is over and it joins as another one, without its
+//! running work ([`Node::begin_new_life`]).
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

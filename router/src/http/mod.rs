@@ -3,9 +3,7 @@
 //!
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
 //! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
-//!   `logprobs` and `timings` within it. `traces`: the recent ones.
 //! - `media`: whether a body is JSON at all. `error`: every failure in OpenAI's shape. `auth`: whose request it is.
-//!   `cors`: which web pages may read all that.
 mod answer;
 mod auth;
 mod body;
@@ -117,8 +115,8 @@ impl Caller {
     }
 }
 
-/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is. A request for tokens that was
-/// refused, wherever, leaves a trace.
+/// Reads the caller's headers, keeps the request id on the answer, whatever the answer is. A request for tokens that
+/// was refused, wherever, leaves a trace.
 async fn with_request_id(State(service): State<Service>, mut request: Request, next: Next) -> Response {
     let received = clock::now();
     let request_id = request_id(request.headers());
