@@ -84,7 +84,7 @@ impl Top {
 
     fn take(&mut self, said: Said) {
         match said {
-            Said::Event(event) => self.model.take(event),
+            Said::Event(event) => self.model.take(*event),
             Said::Lost(why) => self.model.lost(why),
         }
     }

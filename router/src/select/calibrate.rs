@@ -88,7 +88,7 @@ impl Links {
             self.forget_older_half();
         }
         let seen = self.clock;
-        let pair = self.pairs.entry((prefill, decode)).or_insert(Pair::default());
+        let pair = self.pairs.entry((prefill, decode)).or_default();
         pair.rate.observe(bytes as f64, copying_ms);
         pair.seen = seen;
         pair.handoffs += 1;

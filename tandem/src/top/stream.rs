@@ -20,7 +20,7 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_
 /// What comes of it.
 pub enum Said {
     /// The router says so.
-    Event(Event),
+    Event(Box<Event>),
     /// There is no connection, and why.
     Lost(String),
 }
@@ -91,7 +91,7 @@ impl Router {
             for event in parser.push(&piece?)? {
                 *heard = true;
                 let event = serde_json::from_slice(&event).context("it said what is not understood here")?;
-                if said.send(Said::Event(event)).await.is_err() {
+                if said.send(Said::Event(Box::new(event))).await.is_err() {
                     return Ok(());
                 }
             }
