@@ -33,6 +33,8 @@ TARGET = subprocess.check_output([ROOT / "deploy/target_dir.sh"], text=True).str
 TANDEM = pathlib.Path(TARGET) / "release/tandem"
 PHASES = ["queue", "route", "prefill", "transfer", "decode"]
 SLOTS = 8
+# Tokens: all slots are taken before the first answer ends.
+LONG_ANSWER = 500
 STORY = "Once upon a time there was a small town by the sea, where the fishermen left before dawn and came home at noon. "
 # Exporters send four times a second, Jaeger stores at once; the nodes' last spans come within a second.
 ARRIVED = 20
@@ -214,15 +216,17 @@ def handed_off(cluster):
         cluster.ask(prompt(20 + number), 60, stop_after=[0, 1, 4][number % 3])
     until(lambda: idle(cluster), "cancelled requests end")
     running, refused = Asked(), Asked()
-    for number in range(SLOTS + 1):
-        running.start(cluster, prompt(40 + number), 60)
-    until(lambda: busy(cluster) >= SLOTS, "all slots are taken")
+    # One after the other: the router takes no more at once than its nodes have room for.
+    for number in range(SLOTS):
+        running.start(cluster, prompt(40 + number, 2), LONG_ANSWER)
+        until(lambda: busy(cluster) > number, "a slot is taken")
+    running.start(cluster, prompt(40 + SLOTS, 2), LONG_ANSWER)
     for number in range(9):
         refused.start(cluster, prompt(60 + number), 4)
     statuses = collections.Counter(answer.status for answer in refused.join())
     os.kill(cluster.pid("decode-1"), signal.SIGKILL)
     answers = running.join()
-    assert all(answer.status == 200 and answer.tokens >= 60 for answer in answers), answers
+    assert all(answer.status == 200 and answer.tokens >= LONG_ANSWER for answer in answers), answers
     assert statuses[429], statuses
 
 
