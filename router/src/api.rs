@@ -37,7 +37,7 @@ pub const MAX_CHOICES: u32 = 128;
 /// One prompt to answer, as an edge hands it over: tokenized, every default resolved.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
-    /// Of the client, or drawn by the edge (see [`new_request_id`]).
+    /// Of the client, or drawn by the edge (see [`crate::caller`]).
     pub request_id: String,
     /// The prompt's tokens; all answers to one prompt share them.
     pub prompt_ids: Arc<[u32]>,
@@ -461,9 +461,4 @@ pub async fn beside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Error> {
     tokio::task::spawn_blocking(work).await.map_err(|_| Error::new(ErrorKind::Internal, failed))
-}
-
-/// A request id for clients that sent none.
-pub fn new_request_id() -> String {
-    format!("req-{:016x}", rand::random::<u64>())
 }

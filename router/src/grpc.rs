@@ -19,14 +19,13 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::admission::Tenant;
-use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged, new_request_id};
+use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged};
+use crate::caller::{MAX_REQUEST_ID_BYTES, is_request_id, parent, request_id};
 use crate::flow::refused::Refused;
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 use guard::{Guarded, Room};
 
-/// Bytes of a client's request id at most.
-const MAX_REQUEST_ID_BYTES: usize = 128;
 /// What a call that is refused was about, as far as its headers tell.
 const API: &str = "generate_content";
 /// Bytes of a message to health and reflection, which anybody may ask: a service's name.
@@ -228,21 +227,19 @@ impl Caller {
         (tenant, root, parent): (Tenant, TraceContext, Option<TraceContext>),
         received: Instant,
     ) -> Result<Self, Error> {
-        let text = |key| metadata.get(key).and_then(|value| value.to_str().ok());
         let timeout = match metadata.get("grpc-timeout") {
             Some(value) => Some(value.to_str().ok().and_then(parse_timeout).ok_or_else(|| {
                 Error::invalid("grpc-timeout", "grpc-timeout is 1 to 8 digits and one of H, M, S, m, u, n")
             })?),
             None => None,
         };
-        let asked = if message.request_id.is_empty() { text("x-request-id") } else { Some(&*message.request_id) };
-        let request_id = match asked {
-            Some(id) if is_request_id(&id) => id.to_owned(),
-            Some(_) if !message.request_id.is_empty() => {
+        let request_id = match message.request_id.as_str() {
+            "" => request_id(metadata.as_ref()),
+            id if is_request_id(id) => id.to_owned(),
+            _ => {
                 let why = format!("a request id has 1 to {MAX_REQUEST_ID_BYTES} visible ASCII characters");
                 return Err(Error::invalid("request_id", why));
             }
-            _ => new_request_id(),
         };
         Ok(Self {
             request_id,
@@ -252,21 +249,6 @@ impl Caller {
             tenant,
         })
     }
-}
-
-/// The client's, where its headers name a usable one, or a new one.
-fn request_id(headers: &http::HeaderMap) -> String {
-    let sent = headers.get("x-request-id").and_then(|value| value.to_str().ok());
-    sent.filter(is_request_id).map_or_else(new_request_id, str::to_owned)
-}
-
-/// The client's span. The specification: what is not a traceparent starts a new trace.
-fn parent(headers: &http::HeaderMap) -> Option<TraceContext> {
-    headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok())
-}
-
-fn is_request_id(id: &&str) -> bool {
-    !id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES && id.chars().all(|c| c.is_ascii_graphic())
 }
 
 /// <https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>: `TimeoutValue TimeoutUnit`.

@@ -1,7 +1,7 @@
 //! The router: the only orchestrator. It speaks to clients, knows the nodes, and owns every request.
 //!
 //! - [`api`]: the border between the edges and the flow; start reading here.
-//! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API.
+//! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API; [`caller`]: headers that both read.
 //! - [`admission`]: who may start: tenants, API keys, rates, the fair queue.
 //! - [`intake`]: what may be read and tokenized at the same time, before that.
 //! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and other nodes
@@ -18,6 +18,7 @@
 
 pub mod admission;
 pub mod api;
+pub mod caller;
 pub mod config;
 pub mod flow;
 pub mod grpc;

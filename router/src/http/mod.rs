@@ -45,14 +45,13 @@ use self::error::{ApiError, Failed};
 pub use self::page::page;
 use self::types::Kind;
 use crate::admission::Tenant;
-use crate::api::{Service, new_request_id};
+use crate::api::Service;
+use crate::caller;
 use crate::flow::refused::Refused;
 use crate::text::ModelText;
 
 /// Bytes of a request body at most.
 const MAX_BODY_BYTES: usize = 8 << 20;
-/// Characters of a request id that is taken over from the client.
-const MAX_REQUEST_ID: usize = 128;
 /// Milliseconds that the client is willing to wait for the whole answer.
 const TIMEOUT_HEADER: &str = "x-request-timeout-ms";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -123,15 +122,14 @@ impl Caller {
 /// was refused, wherever, leaves a trace.
 async fn with_request_id(State(service): State<Service>, mut request: Request, next: Next) -> Response {
     let received = clock::now();
-    let request_id = request_id(request.headers());
+    let request_id = caller::request_id(request.headers());
     let api = api(request.method(), request.uri().path());
-    // A malformed traceparent starts a new trace, as W3C asks.
-    let parent = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok()?.parse().ok());
+    let parent = caller::parent(request.headers());
     let root = service.root(parent);
     let timeout = timeout(request.headers()).inspect_err(|error| service.refused(error.kind));
     let tenant = Tenant::default();
-    let caller = timeout.map(|timeout| Caller { request_id: request_id.clone(), parent, root, timeout, tenant });
-    let mut response = match caller {
+    let known = timeout.map(|timeout| Caller { request_id: request_id.clone(), parent, root, timeout, tenant });
+    let mut response = match known {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             next.run(request).await
@@ -165,12 +163,6 @@ fn api(method: &Method, path: &str) -> Option<&'static str> {
 /// The header that tells a client which trace its request is.
 fn traceparent(root: TraceContext) -> Option<(HeaderName, HeaderValue)> {
     HeaderValue::from_str(&root.to_string()).ok().map(|value| (TRACEPARENT, value))
-}
-
-fn request_id(headers: &HeaderMap) -> String {
-    let usable = |id: &&str| !id.is_empty() && id.len() <= MAX_REQUEST_ID && id.bytes().all(|b| b.is_ascii_graphic());
-    let sent = headers.get(REQUEST_ID).and_then(|value| value.to_str().ok()).filter(usable);
-    sent.map_or_else(new_request_id, str::to_owned)
 }
 
 fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
