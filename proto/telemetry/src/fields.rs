@@ -4,6 +4,8 @@ use std::fmt::{Debug, Write};
 use serde_json::{Value, json};
 use tracing::field::{Field, Visit};
 
+use crate::phase::Value as Attribute;
+
 /// Target of the line that every request leaves. It says what the request's span says, and is no event of it.
 pub const ACCESS: &str = "access";
 
@@ -12,6 +14,25 @@ pub const ACCESS: &str = "access";
 pub(crate) struct Fields {
     pub message: String,
     pub rest: Vec<(&'static str, Value)>,
+}
+
+impl Fields {
+    /// The fields as attributes of a span or of a log record have them.
+    pub fn attributes(&self) -> impl Iterator<Item = (&'static str, Attribute)> {
+        self.rest.iter().map(|(key, value)| (*key, attribute(value)))
+    }
+}
+
+fn attribute(value: &Value) -> Attribute {
+    match value {
+        Value::Bool(flag) => Attribute::Flag(*flag),
+        Value::Number(number) => match number.as_i64() {
+            Some(integer) => Attribute::Integer(integer),
+            None => Attribute::Number(number.as_f64().unwrap_or_default()),
+        },
+        Value::String(text) => Attribute::Text(text.clone()),
+        other => Attribute::Text(other.to_string()),
+    }
 }
 
 impl Visit for Fields {

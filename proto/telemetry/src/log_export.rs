@@ -13,6 +13,7 @@ use tandem_proto::TraceContext;
 use tracing::{Level, Metadata};
 
 use crate::fields::Fields;
+use crate::phase::Value;
 
 /// Lines that may wait for the collector.
 const QUEUE_LINES: usize = 2048;
@@ -81,8 +82,8 @@ impl Queue {
         record.set_severity_text(text);
         record.set_timestamp(std::time::SystemTime::now());
         record.set_target(target);
+        record.add_attributes(fields.attributes().map(|(key, value)| (key, any(value))));
         record.set_body(AnyValue::from(fields.message));
-        record.add_attributes(fields.rest.into_iter().map(|(key, value)| (key, any(value))));
         if let Some(TraceContext { trace_id, span_id, .. }) = ids {
             let flags = Some(TraceFlags::SAMPLED);
             record.set_trace_context(TraceId::from_bytes(trace_id), SpanId::from_bytes(span_id), flags);
@@ -101,15 +102,12 @@ fn severity(level: Level) -> (Severity, &'static str) {
     }
 }
 
-fn any(value: serde_json::Value) -> AnyValue {
-    use serde_json::Value as Json;
+fn any(value: Value) -> AnyValue {
     match value {
-        Json::Bool(flag) => flag.into(),
-        Json::Number(number) => match number.as_i64() {
-            Some(integer) => integer.into(),
-            None => number.as_f64().unwrap_or_default().into(),
-        },
-        Json::String(text) => text.into(),
-        other => other.to_string().into(),
+        Value::Text(text) => text.into(),
+        Value::Texts(items) => items.into_iter().collect(),
+        Value::Integer(integer) => integer.into(),
+        Value::Number(number) => number.into(),
+        Value::Flag(flag) => flag.into(),
     }
 }

@@ -10,7 +10,6 @@ use crate::clock;
 use crate::fields::{ACCESS, Fields};
 use crate::log_export;
 use crate::notes::{self, Note};
-use crate::phase::Value;
 
 /// See the head of this file.
 pub(crate) struct Traced;
@@ -46,7 +45,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Traced {
                 message: fields.message.clone(),
                 level: metadata.level().as_str(),
                 at: clock::now(),
-                fields: fields.rest.iter().map(|(key, value)| (*key, as_attribute(value))).collect(),
+                fields: fields.attributes().collect(),
             });
         }
         if let Some(collector) = collector {
@@ -58,17 +57,4 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Traced {
 /// The ids of the request that this span is within.
 pub(crate) fn ids_of<'a, R: LookupSpan<'a>>(span: &SpanRef<'a, R>) -> Option<TraceContext> {
     span.scope().find_map(|span| span.extensions().get::<TraceContext>().copied())
-}
-
-fn as_attribute(value: &serde_json::Value) -> Value {
-    use serde_json::Value as Json;
-    match value {
-        Json::Bool(flag) => Value::Flag(*flag),
-        Json::Number(number) => match number.as_i64() {
-            Some(integer) => Value::Integer(integer),
-            None => Value::Number(number.as_f64().unwrap_or_default()),
-        },
-        Json::String(text) => Value::Text(text.clone()),
-        other => Value::Text(other.to_string()),
-    }
 }
