@@ -451,7 +451,8 @@ impl Worker {
         while rounds.next() {
             for (kind, batch) in kinds.iter().enumerate() {
                 let few = batch.tokens() <= warm_up::DECODING;
-                if !(if rounds.counts() { rounds.wants(kind) } else { few }) {
+                let wanted = if rounds.counts() { rounds.wants(kind) } else { few };
+                if !wanted {
                     continue;
                 }
                 let (outcome, took) = self.timed(|worker| {

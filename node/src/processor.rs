@@ -19,8 +19,7 @@ pub fn this(threads: usize, cpus: &[usize], lending: Option<&Lend>) -> Option<v1
     if let Some(group) = lending.and_then(|lend| lending_group(&boot_id, lend, threads)) {
         return Some(group);
     }
-    let cpus = if cpus.is_empty() { allowed() } else { cpus.to_vec() };
-    of(&boot_id, cpus, threads)
+    of(&boot_id, or_allowed(cpus), threads)
 }
 
 /// Nodes that lend each other cores by one file share what they all have. `cores` are the node's own: what is left to
@@ -39,17 +38,13 @@ pub fn default_threads() -> usize {
 
 /// One hardware thread of each core among `cpus`; of none: among all that this process may use.
 pub fn cores(cpus: &[usize]) -> Vec<usize> {
-    match cpus {
-        [] => one_of_each(&allowed(), first_sibling),
-        cpus => one_of_each(cpus, first_sibling),
-    }
+    one_of_each(&or_allowed(cpus), first_sibling)
 }
 
 /// The numbers of the cores that `cpus` belong to; of none: those of all that this process may use. A core has the
 /// number of its first hardware thread, in each process of the machine.
 pub fn core_numbers(cpus: &[usize]) -> BTreeSet<usize> {
-    let allowed = if cpus.is_empty() { allowed() } else { cpus.to_vec() };
-    allowed.into_iter().map(|cpu| first_sibling(cpu).unwrap_or(cpu)).collect()
+    or_allowed(cpus).into_iter().map(|cpu| first_sibling(cpu).unwrap_or(cpu)).collect()
 }
 
 fn one_of_each(cpus: &[usize], first_sibling: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
@@ -62,6 +57,11 @@ fn first_sibling(cpu: usize) -> Option<usize> {
     let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
     let siblings = std::fs::read_to_string(path).ok()?;
     siblings.split([',', '-', '\n']).next()?.parse().ok()
+}
+
+/// `cpus`; where there are none, [`allowed`].
+fn or_allowed(cpus: &[usize]) -> Vec<usize> {
+    if cpus.is_empty() { allowed() } else { cpus.to_vec() }
 }
 
 /// The hardware threads that the calling thread may use.
