@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -132,6 +133,27 @@ def check_containers():
     size = int(docker("docker", "image", "inspect", "--format", "{{.Size}}", "tandem:cpu"))
     assert size <= 120e6, f"the image has {size / 1e6:.0f} MB"
     say(f"containers: not root, read-only, without capabilities, KV out of reach; the image has {size / 1e6:.0f} MB")
+
+
+def check_parts():
+    """The image says what it is made of: what its package manager knows, and the crates of the programs."""
+    inside = [*COMPOSE, "exec", "-T", "decode-0"]
+    parts = json.loads(docker(*inside, "cat", "/usr/share/doc/tandem/sbom.cdx.json"))
+    assert (parts["bomFormat"], parts["specVersion"]) == ("CycloneDX", "1.6"), parts
+    named = {each["purl"].split("?")[0]: each for each in parts["components"]}
+    assert len(named) == len(parts["components"]), "a component stands there twice"
+    installed = docker(*inside, "dpkg-query", "--show", "--showformat", "${Package} ${Version}\n").splitlines()
+    packages = {f"{each['name']} {each['version']}" for purl, each in named.items() if purl.startswith("pkg:deb/")}
+    assert packages == set(installed), packages ^ set(installed)
+    locked = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
+    locked = {f"pkg:cargo/{each['name']}@{each['version']}": each.get("checksum") for each in locked}
+    crates = {purl: each for purl, each in named.items() if purl.startswith("pkg:cargo/")}
+    assert {"tonic", "tokio", "tandem-router"} <= {each["name"] for each in crates.values()}, sorted(crates)
+    for purl, each in crates.items():
+        sums = [each["content"] for each in each.get("hashes", [])]
+        assert sums == [each for each in [locked[purl]] if each], f"{purl}: {sums}, locked: {locked[purl]}"
+        assert each["licenses"][0]["expression"], purl
+    say(f"parts: {len(crates)} crates and {len(packages)} packages")
 
 
 def check_trace():
@@ -278,6 +300,7 @@ def check_files():
 def main():
     check_files()
     check_containers()
+    check_parts()
     check_trace()
     expected = {prompt: ask(prompt)[0] for prompt in PROMPTS}
     check_kill(expected)

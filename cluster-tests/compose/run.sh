@@ -33,12 +33,14 @@ images() {
   if [ -n "${TANDEM_TEST_BUILD:-}" ]; then
     export TANDEM_BUILD=$TANDEM_TEST_BUILD
   else
-    # A context of its own: the Dockerfile's folder and the programs.
+    # A context of its own: the Dockerfile's folder, the programs and what they are made of.
     mkdir -p "$engine/context/programs"
     cp -r deploy "$engine/context/"
     for program in tandem tandem-router tandem-prefill-node tandem-decode-node; do
       cp "$(deploy/target_dir.sh)/release/$program" "$engine/context/programs/"
     done
+    deploy/dist/crates.sh > "$engine/context/programs/crates"
+    cp Cargo.lock "$engine/context/"
     export TANDEM_CONTEXT=$engine/context TANDEM_PROGRAMS=prebuilt
   fi
   export JAEGER_IMAGE=jaegertracing/jaeger:2.20.0 PROMETHEUS_IMAGE=prom/prometheus:v3.13.0

@@ -94,8 +94,8 @@ applies "as shipped"
 applies "a model from a claim, a secret of one's own, TLS-free clients of one namespace" \
   --set model.existingClaim=models,model.file=llama.gguf,model.sha256=$(printf 'ab%.0s' $(seq 32)),joinToken.existingSecret=mine \
   --set-json 'networkPolicy.clients=[{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"apps"}}}]'
-applies "monitoring, KEDA, InferencePool, traces" \
-  --set monitoring.enabled=true,monitoring.labels.release=prometheus,prefill.autoscaling.kind=keda,decode.autoscaling.kind=keda \
+applies "monitoring, rules, KEDA, InferencePool, traces" \
+  --set monitoring.enabled=true,monitoring.rules.enabled=true,monitoring.labels.release=prometheus,prefill.autoscaling.kind=keda,decode.autoscaling.kind=keda \
   --set inferencePool.enabled=true,otlp.endpoint=http://jaeger.observability:4317
 applies "HPA" --set prefill.autoscaling.kind=hpa,decode.autoscaling.kind=hpa
 applies "RDMA and GPUs" --set transport=rdma,prefill.gpus=1,decode.gpus=1,image.tag=gpu \
@@ -103,6 +103,39 @@ applies "RDMA and GPUs" --set transport=rdma,prefill.gpus=1,decode.gpus=1,image.
 applies "placing" --set-json 'decode.topologySpreadConstraints=[{"maxSkew":1,"topologyKey":"kubernetes.io/hostname","whenUnsatisfiable":"DoNotSchedule","labelSelector":{"matchLabels":{"app.kubernetes.io/component":"decode"}}}]' \
   --set router.nodeSelector.disk=ssd,networkPolicy.enabled=false
 
+# What the API server understands of the chart's rules is what it understands of the files that Prometheus reads.
+same_rules() { # what the objective's bound is in the files, what it is to be, values
+  local from=$1 to=$2
+  shift 2
+  "$helm" template test "$chart" --show-only templates/monitoring.yaml --set monitoring.enabled=true,monitoring.rules.enabled=true "$@" |
+    "$kubectl" create --dry-run=server --namespace tandem --output json --filename - > "$work/rendered.json" || die "the rules are not taken"
+  { printf '%s\n' 'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata: {name: files}' 'spec:' '  groups:'
+    sed --quiet '/^groups:/,$ { /^groups:/d; s/^/  /p }' deploy/observability/prometheus/rules/{tandem,alerts}.yml; } |
+    "$kubectl" create --dry-run=server --namespace tandem --output json --filename - > "$work/files.json" || die "the files are not taken"
+  python3 - "$work/rendered.json" "$work/files.json" "$from" "$to" << 'END' || die "the chart's rules are not those of the files"
+import json, sys
+rendered, files, old, new = sys.argv[1:]
+# A list of objects, or one behind the other.
+text, found, decoder = open(rendered).read(), [], json.JSONDecoder()
+while text.strip():
+    value, end = decoder.raw_decode(text.lstrip())
+    found += value["items"] if value["kind"] == "List" else [value]
+    text = text.lstrip()[end:]
+[rules] = [each for each in found if each["kind"] == "PrometheusRule"]
+told = open(files).read()
+assert told.count(json.dumps(old)[1:-1]) == 1, "the objective stands in one place"
+wanted = json.loads(told.replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1]))
+assert rules["spec"] == wanted["spec"], "they differ"
+assert sum(len(group["rules"]) for group in rules["spec"]["groups"]) > 30
+END
+  say "rules: those of deploy/observability, with $to"
+}
+same_rules 'le=~"1|1.0"' 'le=~"1|1.0"'
+same_rules 'le=~"1|1.0"' 'le=~"0.5|0.5.0"' --set router.ttftObjectiveMs=500
+same_rules 'le=~"1|1.0"' 'le=~"30|30.0"' --set router.ttftObjectiveMs=30000
+
+refused "an objective that is no bucket" --set router.ttftObjectiveMs=800
+refused "two objectives" --set-json 'router.args=["--ttft-objective-ms=500"]'
 refused "a transport that is none" --set transport=pigeon
 refused "a misspelt value" --set decode.replica=3
 refused "two routers" --set router.replicas=2

@@ -37,7 +37,7 @@ pub async fn serve(
     let accepted = clock::now();
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
     let request = CheckedRequest::check(spec, node.engine.spec())?.within_memory(node.engine.spec());
-    let mut trace = node.trace();
+    let mut trace = node.trace(&request.state);
     let logged = trace.logged(request.parent);
     let generate = Generate { node: &node, request: &request, events: &events, accepted };
     let running = async {

@@ -107,18 +107,10 @@ Each series also has `role` and `instance`, the program's own. A histogram `x` h
 `x_bucket`, `x_sum` and `x_count`; in OpenMetrics its buckets point to traces. Names that begin with
 `vllm:` mean what they mean in vLLM, and public dashboards read them.
 """
-# Exported while somebody waits, and then by tenant.
-SOMETIMES = {
-    "tandem_queue_depth": Metric(
-        "gauge", {"router": "Requests that wait for admission, by tenant; absent while none does"}, {"tenant": set()}
-    )
-}
 COLUMNS = "| name | type | unit | from | labels | meaning |\n|---|---|---|---|---|---|"
 
 
 def table(metrics):
-    metrics = {**SOMETIMES, **metrics}
-
     def rows(prefix):
         return "\n".join(row(name, metrics[name]) for name in sorted(metrics) if name.startswith(prefix))
 

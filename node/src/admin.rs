@@ -34,6 +34,11 @@ async fn metrics(State(node): State<Arc<Node>>, headers: HeaderMap) -> impl Into
     ([(header::CONTENT_TYPE, form.content_type())], render(&node, form))
 }
 
+/// All of them, with exemplars.
+pub(crate) fn metrics_text(node: &Node) -> String {
+    render(node, Form::OpenMetrics)
+}
+
 fn render(node: &Node, form: Form) -> String {
     let mut text = Text::new(form, role_name(node.role), &node.node_id, &node.engine.spec().model_name);
     requests(&mut text, node);
@@ -90,6 +95,8 @@ fn requests(text: &mut Text, node: &Node) {
     text.sample(&[], node.lives() as f64);
     text.family("tandem_spans_dropped_total", "counter", "Spans that did not reach the collector.");
     text.sample(&[], node.spans.exporter.dropped() as f64);
+    text.family("tandem_log_lines_lost_total", "counter", "Lines of the log that nobody read in time.");
+    text.sample(&[], tandem_telemetry::lost_lines() as f64);
 }
 
 fn handoffs(text: &mut Text, node: &Node) {

@@ -11,7 +11,7 @@ use tandem_engine::{KvDtype, Speculate};
 use tandem_ports::JoinToken;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
-use tandem_telemetry::LogFormat;
+use tandem_telemetry::{Collector, LogFormat};
 use tonic::transport::Endpoint;
 
 use crate::kv_memory::KvMemory;
@@ -124,10 +124,8 @@ pub struct NodeArgs {
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
     pub log_format: LogFormat,
-    /// Collector for log lines, and for the spans that no router takes (OTLP over gRPC): http://host:port. The router
-    /// sends the others.
-    #[arg(long)]
-    pub otlp_endpoint: Option<String>,
+    #[command(flatten)]
+    pub collector: Collector,
     /// Name of this node; made from role and incarnation when absent.
     #[arg(long)]
     pub node_id: Option<String>,
@@ -277,8 +275,8 @@ pub struct NodeConfig {
     pub kv_listen: SocketAddr,
     /// Replaces `kv_listen` in tickets.
     pub kv_advertise: Option<String>,
-    /// Collector for traces.
-    pub otlp_endpoint: Option<String>,
+    /// Who gets spans, log lines and metrics.
+    pub collector: Collector,
     /// Given name.
     pub node_id: Option<String>,
     /// By which a demonstration puts this process's clock wrong, in milliseconds.
@@ -382,7 +380,7 @@ impl NodeArgs {
             kv_grace: Duration::from_millis(self.kv_grace_ms.into()),
             kv_listen: self.kv_listen,
             kv_advertise: self.kv_advertise,
-            otlp_endpoint: self.otlp_endpoint,
+            collector: self.collector,
             node_id: self.node_id,
             clock_offset_ms: self.debug_clock_offset_ms,
         })

@@ -15,8 +15,8 @@ use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_kvtransfer::{Arena, Transport};
 use tandem_ports::JoinGuard;
-use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
+use tandem_proto::{Incarnation, TraceState};
 use tandem_telemetry::{Exporter, clock};
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
@@ -140,7 +140,7 @@ impl Node {
             format!("{}-{short}", role_name(config.role))
         });
         let service = service_name(config.role);
-        let exporter = Exporter::start(service, &node_id, config.otlp_endpoint.clone())?;
+        let exporter = Exporter::start(service, &node_id, &config.collector)?;
         // Who simulates its steps sleeps.
         let processor = match config.model {
             ModelSource::File(_) => processor::this(config.threads, &config.cpus, config.lending.as_ref()),
@@ -210,9 +210,9 @@ impl Node {
         engine.or_else(hangs).or_else(transport)
     }
 
-    /// The spans of a new request.
-    pub fn trace(&self) -> Trace {
-        Trace::new(self.spans.clone())
+    /// The spans of a new request, whose trace others say this of.
+    pub fn trace(&self, state: &TraceState) -> Trace {
+        Trace::new(self.spans.clone(), state.clone())
     }
 
     /// What the router is told first.

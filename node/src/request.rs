@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest, TokenLogprob};
 use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, MAX_REQUEST_MS, SequenceHash, TraceContext, v1};
+use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, MAX_REQUEST_MS, SequenceHash, TraceContext, TraceState, v1};
 use tandem_telemetry::clock;
 
 /// Bounds a request that came without a deadline.
@@ -31,6 +31,8 @@ pub struct CheckedRequest {
     pub deadline: Instant,
     /// The span that calls this node.
     pub parent: TraceContext,
+    /// What others say of its trace.
+    pub state: TraceState,
     /// A reader notices a longer time between two tokens.
     pub stall: Duration,
     sampling: Arc<SamplingParams>,
@@ -78,6 +80,7 @@ impl CheckedRequest {
             max_tokens: spec.max_tokens.min(room),
             deadline: deadline(spec.time_left_ns),
             parent: context(&spec.traceparent),
+            state: TraceState::read([spec.tracestate.as_str()]),
             stall: if spec.tpot_objective_ms == 0 {
                 STALL
             } else {

@@ -11,7 +11,7 @@ use tandem_ports::{
     KeepAlive, Limits, NODE_STREAMS, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc,
     serve_http,
 };
-use tandem_telemetry::LogFormat;
+use tandem_telemetry::{LogFormat, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -24,7 +24,7 @@ use tonic_health::server::{HealthReporter, health_reporter};
 
 use crate::config::NodeConfig;
 use crate::membership::RouterWay;
-use crate::node::{Node, role_name};
+use crate::node::{Node, role_name, service_name};
 use crate::{admin, membership};
 
 /// Longest wait for connections to close after that.
@@ -49,7 +49,7 @@ pub fn run_process(
     log_format: LogFormat,
     life: impl Future<Output = anyhow::Result<()>>,
 ) -> ExitCode {
-    tandem_telemetry::init_logging(service, log_format);
+    let mut log = tandem_telemetry::init_logging(service, log_format);
     raise_descriptor_limit();
     // The engine has its own threads, and UCX has; these, two at most, only wait for sockets.
     let runtime = Builder::new_multi_thread().worker_threads(reactor_threads().min(2)).enable_all().build();
@@ -63,7 +63,7 @@ pub fn run_process(
         Err(error) => {
             // Some libraries append backtraces to their messages.
             let text = format!("{error:#}");
-            let _ = writeln!(std::io::stderr(), "error: {}", text.lines().next().unwrap_or_default());
+            log.fatal(text.lines().next().unwrap_or_default());
             ExitCode::FAILURE
         }
     }
@@ -100,6 +100,7 @@ pub struct Running {
     /// Longest wait for running work at drain.
     drain: Duration,
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
+    metrics: MetricsExport,
 }
 
 impl Running {
@@ -125,7 +126,11 @@ impl Running {
         let port = Port::new(listeners.grpc, Limits { connections, ..limits });
         let server = serve_grpc(port, routes.add_service(health_service), NODE_STREAMS, KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
-        let running = Self { node: node.clone(), service, health, signals, stop: stop.clone(), drain, grpc: grpc_task };
+        let scraped = node.clone();
+        let text = Arc::new(move || admin::metrics_text(&scraped));
+        let metrics = MetricsExport::start(service_name(node.role), &node.node_id, &config.collector, text)?;
+        let (node_of, stop_of) = (node.clone(), stop.clone());
+        let running = Self { node: node_of, service, health, signals, stop: stop_of, drain, grpc: grpc_task, metrics };
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
@@ -179,7 +184,7 @@ impl Running {
             self.grpc.abort();
         }
         node.spans.give_up();
-        node.spans.exporter.shutdown().await;
+        tokio::join!(self.metrics.shutdown(), node.spans.exporter.shutdown());
         let engine = node.engine.clone();
         // Waits for the present step, which has no bound of its own.
         let _ = timeout(CLOSE_TIMEOUT, tokio::task::spawn_blocking(move || engine.shutdown())).await;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use tandem_proto::spans::{pack, unpack};
-use tandem_proto::{TraceContext, v1};
+use tandem_proto::{TraceContext, TraceState, v1};
 use tandem_telemetry::notes::{Note, Notes};
 use tandem_telemetry::{Exporter, Kind, Phase, Value, clock, request_span};
 use tokio::sync::Notify;
@@ -132,6 +132,7 @@ impl Drop for Finished {
 #[derive(Debug)]
 pub struct Trace {
     sink: SpanSink,
+    state: TraceState,
     done: Vec<v1::Span>,
     open: Vec<Open>,
     /// What is logged of the request.
@@ -149,8 +150,8 @@ pub const MAX_EVENTS: usize = 128;
 
 impl Trace {
     /// No span yet.
-    pub fn new(sink: SpanSink) -> Self {
-        Self { sink, done: Vec::new(), open: Vec::new(), notes: None }
+    pub fn new(sink: SpanSink, state: TraceState) -> Self {
+        Self { sink, state, done: Vec::new(), open: Vec::new(), notes: None }
     }
 
     /// The span within which to work on a request that `parent` calls for: its log lines name that trace, and are
@@ -163,7 +164,7 @@ impl Trace {
     /// Opens a phase as a child of the span `parent` and returns its identity.
     pub fn open(&mut self, name: &'static str, kind: Kind, parent: TraceContext, start: Instant) -> TraceContext {
         let context = parent.child(&mut rand::rng());
-        let phase = Phase::new(name, kind, context, Some(parent.span_id));
+        let phase = Phase::new(name, kind, context, Some(parent.span_id)).in_state(self.state.as_str());
         self.open.push(Open { phase, start });
         context
     }
@@ -247,6 +248,8 @@ impl Drop for Trace {
 
 #[cfg(test)]
 mod tests {
+    use tandem_telemetry::Collector;
+
     use super::*;
 
     fn sink(exporter: Exporter) -> SpanSink {
@@ -254,7 +257,7 @@ mod tests {
     }
 
     fn trace() -> (Trace, TraceContext) {
-        (Trace::new(sink(Exporter::disabled())), TraceContext::root(&mut rand::rng()))
+        (Trace::new(sink(Exporter::disabled()), TraceState::default()), TraceContext::root(&mut rand::rng()))
     }
 
     #[test]
@@ -284,7 +287,7 @@ mod tests {
     #[tokio::test]
     async fn what_no_last_message_takes_along_waits_for_the_router() {
         let sink = sink(Exporter::disabled());
-        let mut good = Trace::new(sink.clone());
+        let mut good = Trace::new(sink.clone(), TraceState::default());
         begin(&mut good);
         let mut finished = Finished::new(sink.clone());
         finished.add(good.finish(Instant::now()));
@@ -292,7 +295,7 @@ mod tests {
         drop((good, finished));
         assert_eq!(sink.strays.pop(), None);
 
-        let mut cut = Trace::new(sink.clone());
+        let mut cut = Trace::new(sink.clone(), TraceState::default());
         begin(&mut cut);
         let mut untold = Finished::new(sink.clone());
         untold.add(cut.finish(Instant::now()));
@@ -308,12 +311,12 @@ mod tests {
     /// An exporter to nowhere counts what it was given, once it is shut down, as dropped.
     #[tokio::test(flavor = "multi_thread")]
     async fn what_no_router_takes_goes_to_the_collector() {
-        let exporter = Exporter::start("tandem-test", "t0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+        let exporter = Exporter::start("tandem-test", "t0", &Collector::at("http://127.0.0.1:1")).unwrap();
         let sink = sink(exporter.clone());
         for _ in 0..MOST_STRAYS + 3 {
-            begin(&mut Trace::new(sink.clone()));
+            begin(&mut Trace::new(sink.clone(), TraceState::default()));
         }
-        let mut large = Trace::new(sink.clone());
+        let mut large = Trace::new(sink.clone(), TraceState::default());
         begin(&mut large);
         large.attr("prompt", "x".repeat(MOST_STRAY_BYTES));
         drop(large);

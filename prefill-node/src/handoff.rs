@@ -88,7 +88,7 @@ impl Sender<'_> {
         kv: watch::Receiver<Kv>,
         spans: &mut Vec<Span>,
     ) -> Result<Delivered, Failed> {
-        let mut trace = self.node.trace();
+        let mut trace = self.node.trace(&self.request.state);
         let outcome = self.deliver(ticket, kv, &mut trace).await;
         if let Err(Failed::There(error) | Failed::Here(error)) = &outcome {
             trace.fail(&error.message);

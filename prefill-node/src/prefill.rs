@@ -53,7 +53,7 @@ pub async fn run(
     let accepted = clock::now();
     let node = &shared.node;
     let request = CheckedRequest::check(spec, node.engine.spec())?;
-    let mut trace = node.trace();
+    let mut trace = node.trace(&request.state);
     let server = trace.open("prefill", Kind::Server, request.parent, accepted);
     trace.attr("tandem.request_id", request.id.as_str());
     trace.attr("tandem.prompt_tokens", request.prompt.len());

@@ -5,7 +5,7 @@
 //! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
-//! - [`trace`]: W3C trace context. [`spans`]: how spans travel.
+//! - [`trace`]: W3C trace context; [`tracestate`]: what others say of a trace. [`spans`]: how spans travel.
 //! - [`codec`]: messages to bytes on a call.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
 //!   `cluster.proto` the control plane.
@@ -19,6 +19,7 @@ pub mod model;
 pub mod sampling;
 pub mod spans;
 pub mod trace;
+pub mod tracestate;
 
 /// Generated from `proto/tandem/v1/*.proto`.
 #[allow(missing_docs, clippy::all, clippy::unwrap_used)]
@@ -35,6 +36,7 @@ pub use error::{ERROR_KINDS, Error, ErrorKind};
 pub use hash::SequenceHash;
 pub use ids::{HandoffId, Incarnation};
 pub use trace::TraceContext;
+pub use tracestate::TraceState;
 
 /// What a block may hold, in tokens: the unit of caching, hashing and transfer. Multiples of the 16 keys that the CPU
 /// kernels take at a time; all nodes of a cluster have the same.

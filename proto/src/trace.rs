@@ -72,16 +72,16 @@ impl FromStr for TraceContext {
         let mut parts = text.trim().split('-');
         let mut next = || parts.next().ok_or(BadTraceParent);
         let (version, trace_id, span_id, flags) = (next()?, next()?, next()?, next()?);
-        let version: [u8; 1] = unhex(version)?;
+        let version: [u8; 1] = unhex(version).ok_or(BadTraceParent)?;
         // Later versions may append fields, version 00 may not; ff is forbidden.
         if version[0] == 0xff || (version[0] == 0 && parts.next().is_some()) {
             return Err(BadTraceParent);
         }
-        let (trace_id, span_id): ([u8; 16], [u8; 8]) = (unhex(trace_id)?, unhex(span_id)?);
+        let (trace_id, span_id) = unhex::<16>(trace_id).zip(unhex::<8>(span_id)).ok_or(BadTraceParent)?;
         if trace_id == [0; 16] || span_id == [0; 8] {
             return Err(BadTraceParent);
         }
-        let flags: [u8; 1] = unhex(flags)?;
+        let flags: [u8; 1] = unhex(flags).ok_or(BadTraceParent)?;
         Ok(Self { trace_id, span_id, sampled: flags[0] & 1 == 1 })
     }
 }
@@ -101,18 +101,18 @@ fn push_hex(text: &mut String, bytes: &[u8]) {
     }
 }
 
-fn unhex<const N: usize>(text: &str) -> Result<[u8; N], BadTraceParent> {
+/// The bytes of as many lower-case hexadecimal digits; `None` for any other text.
+pub fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     let digits = text.as_bytes();
     let lower = |d: &u8| d.is_ascii_digit() || (b'a'..=b'f').contains(d);
     if digits.len() != 2 * N || !digits.iter().all(lower) {
-        return Err(BadTraceParent);
+        return None;
     }
     let mut bytes = [0; N];
     for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-        let pair = std::str::from_utf8(pair).map_err(|_| BadTraceParent)?;
-        *byte = u8::from_str_radix(pair, 16).map_err(|_| BadTraceParent)?;
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
     }
-    Ok(bytes)
+    Some(bytes)
 }
 
 #[cfg(test)]

@@ -295,9 +295,14 @@ impl Admission {
         self.inner.counts()
     }
 
-    /// Requests that wait, by tenant; tenants that are known and have none included.
-    pub fn depths(&self) -> Vec<(Arc<str>, usize)> {
-        self.inner.lock().queue.depths().into_iter().collect()
+    /// Requests that wait, by tenant; `tenants` and others that are known and have none included: a series that comes
+    /// and goes says nothing while it is gone.
+    pub fn depths_of(&self, tenants: Vec<Arc<str>>) -> Vec<(Arc<str>, usize)> {
+        let mut depths = self.inner.lock().queue.depths();
+        for tenant in tenants {
+            depths.entry(tenant).or_default();
+        }
+        depths.into_iter().collect()
     }
 
     /// Lets nobody in any more and waits, no longer than `limit`, until everybody has left.

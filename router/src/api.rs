@@ -16,6 +16,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::admission::keys::Keys;
 use crate::admission::{Admission, Counts, Tenant};
+use crate::caller::Parent;
 use crate::flow::refused::Refused;
 use crate::flow::{self, Limits};
 use crate::intake::Intake;
@@ -59,7 +60,7 @@ pub struct GenerationRequest {
     /// When the client stops waiting.
     pub deadline: Option<Instant>,
     /// The client's span.
-    pub parent: Option<TraceContext>,
+    pub parent: Option<Parent>,
     /// The request's own, where the edge has drawn it, see [`Service::root`].
     pub root: Option<TraceContext>,
     /// When the edge had the whole request: TTFT counts from here.
@@ -280,7 +281,7 @@ impl Service {
     }
 
     /// Draws the span of a whole request.
-    pub fn root(&self, parent: Option<TraceContext>) -> TraceContext {
+    pub fn root(&self, parent: Option<&Parent>) -> TraceContext {
         self.flow.root(parent)
     }
 
@@ -414,7 +415,7 @@ impl Service {
             nodes: flow.membership.totals(),
             breakers: flow.membership.breakers(clock::now()),
             requests: flow.admission.counts(),
-            depths: flow.admission.depths(),
+            depths: flow.admission.depths_of(self.keys.names()),
             spans_dropped: flow.exporter.dropped(),
             intake: self.intake.load(),
             strangers: flow.membership.strangers().refused(),

@@ -1,6 +1,6 @@
 //! What a caller's headers say of its request, the same at both edges: which id it has, and which span it is under.
 use http::HeaderMap;
-use tandem_proto::TraceContext;
+use tandem_proto::{TraceContext, TraceState};
 
 /// Bytes of a client's request id at most.
 pub const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -21,7 +21,36 @@ fn new_request_id() -> String {
     format!("req-{:016x}", rand::random::<u64>())
 }
 
-/// The client's span. A malformed `traceparent` starts a new trace, as W3C asks.
-pub fn parent(headers: &HeaderMap) -> Option<TraceContext> {
-    headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok())
+/// The client's span.
+#[derive(Clone, Debug)]
+pub struct Parent {
+    /// Its identity.
+    pub span: TraceContext,
+    /// What others say of its trace.
+    pub state: TraceState,
+}
+
+/// A malformed `traceparent` starts a new trace, as W3C asks: no `tracestate` belongs to that.
+pub fn parent(headers: &HeaderMap) -> Option<Parent> {
+    let span = headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok())?;
+    // What is no text spoils the list as what is malformed does.
+    let states = headers.get_all("tracestate").iter().map(|value| value.to_str().unwrap_or("?"));
+    Some(Parent { span, state: TraceState::read(states) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tracestate_belongs_to_a_traceparent() {
+        let mut headers = HeaderMap::new();
+        headers.append("tracestate", "a=1".parse().unwrap());
+        assert!(parent(&headers).is_none());
+        headers.insert("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".parse().unwrap());
+        headers.append("tracestate", "b=2".parse().unwrap());
+        assert_eq!(parent(&headers).unwrap().state.as_str(), "a=1,b=2");
+        headers.append("tracestate", http::HeaderValue::from_bytes(b"c=\xff").unwrap());
+        assert_eq!(parent(&headers).unwrap().state.as_str(), "");
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use tandem_ports::{TlsFiles, reactor_threads};
-use tandem_telemetry::LogFormat;
+use tandem_telemetry::{Collector, LogFormat};
 
 use crate::admission::pools::Pools;
 use crate::flow::Limits;
@@ -62,9 +62,8 @@ struct Flags {
     /// Name under which the model is served [default: the file's own]
     #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     served_model_name: Option<String>,
-    /// OTLP/gRPC collector for log lines and for all spans of requests, the nodes' too, as http://host:port
-    #[arg(long)]
-    otlp_endpoint: Option<String>,
+    #[command(flatten)]
+    collector: Collector,
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
     #[arg(long, value_name = "URL")]
     jaeger_ui: Option<JaegerUi>,
@@ -190,8 +189,8 @@ pub struct Config {
     pub served_model_name: Option<String>,
     /// How log lines look.
     pub log_format: LogFormat,
-    /// Collector.
-    pub otlp_endpoint: Option<String>,
+    /// Who gets spans, log lines and metrics.
+    pub collector: Collector,
     /// Where people look at traces.
     pub jaeger_ui: Option<JaegerUi>,
     /// Of traces that begin here, the share that it gets.
@@ -242,7 +241,7 @@ impl From<Flags> for Config {
             model: flags.model,
             served_model_name: flags.served_model_name,
             log_format: flags.log_format,
-            otlp_endpoint: flags.otlp_endpoint,
+            collector: flags.collector,
             jaeger_ui: flags.jaeger_ui,
             trace_sample_ratio: flags.trace_sample_ratio,
             trace_ring: flags.trace_ring as usize,

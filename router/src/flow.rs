@@ -39,6 +39,7 @@ use tracing::Instrument;
 use crate::admission::pools::Pools;
 use crate::admission::{Admission, Entry, Slot};
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
+use crate::caller::Parent;
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::select::{NoPair, Plan, Wish};
@@ -134,10 +135,10 @@ pub struct Shared {
 
 impl Shared {
     /// The span of a whole request, under the client's if there is one; that one's word on sampling counts.
-    pub fn root(&self, parent: Option<TraceContext>) -> TraceContext {
+    pub fn root(&self, parent: Option<&Parent>) -> TraceContext {
         let rng = &mut rand::rng();
         match parent {
-            Some(parent) => parent.child(rng),
+            Some(parent) => parent.span.child(rng),
             None => TraceContext::root_sampled(self.sample_ratio, rng),
         }
     }
@@ -154,8 +155,9 @@ pub fn start(
     cancel: CancellationToken,
 ) -> Identities {
     let deadline = admit::deadline(shared, &request);
-    let root = request.root.unwrap_or_else(|| shared.root(request.parent));
-    let identities = Identities::draw(root, request.parent, &mut rand::rng());
+    let parent = request.parent.as_ref();
+    let root = request.root.unwrap_or_else(|| shared.root(parent));
+    let identities = Identities::draw(root, parent.map(|parent| parent.span), &mut rand::rng());
     let record = Record {
         api: request.api,
         model: shared.model.model_name.clone(),
@@ -165,6 +167,7 @@ pub fn start(
         // The ring keeps it, and the bias of three hundred tokens is told nowhere.
         sampling: v1::Sampling { logit_bias: HashMap::new(), ..request.sampling.clone() },
         identities,
+        state: parent.map(|parent| parent.state.clone()).unwrap_or_default(),
         timeline: Timeline::new(request.received),
         pace: Pace::default(),
         chosen: None,

@@ -20,7 +20,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::admission::Tenant;
 use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged};
-use crate::caller::{MAX_REQUEST_ID_BYTES, is_request_id, parent, request_id};
+use crate::caller::{MAX_REQUEST_ID_BYTES, Parent, is_request_id, parent, request_id};
 use crate::flow::refused::Refused;
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
@@ -123,12 +123,14 @@ impl v1::inference_server::Inference for Edge {
         let unknown = || Error::new(ErrorKind::Unauthenticated, "nobody has asked whose call this is");
         let tenant = extensions.remove::<Tenant>().ok_or_else(unknown).inspect_err(refused)?;
         let parent = parent(metadata.as_ref());
-        let root = self.service.root(parent);
-        let caller = match Caller::read(&metadata, &message, (tenant, root, parent), received).inspect_err(refused) {
+        let root = self.service.root(parent.as_ref());
+        let who = (tenant, root, parent.clone());
+        let caller = match Caller::read(&metadata, &message, who, received).inspect_err(refused) {
             Ok(caller) => caller,
             Err(error) => {
                 let request_id = request_id(metadata.as_ref());
                 let (api, tenant) = (API, None);
+                let parent = parent.as_ref();
                 let refused = Refused { api, request_id: &request_id, tenant, root, parent, received };
                 return Err(turned_away(&self.service, &refused, error));
             }
@@ -145,7 +147,7 @@ impl v1::inference_server::Inference for Edge {
             Ok(choices) => respond(choices, caller, Arc::clone(self.service.model())).await,
             Err(error) => {
                 let Caller { request_id, tenant, .. } = &caller;
-                let (api, tenant) = (API, Some(&**tenant.name()));
+                let (api, tenant, parent) = (API, Some(&**tenant.name()), parent.as_ref());
                 Err(turned_away(&self.service, &Refused { api, request_id, tenant, root, parent, received }, error))
             }
         }
@@ -203,7 +205,7 @@ impl Edge {
             priority: message.priority,
             tenant: caller.tenant.clone(),
             deadline: caller.deadline,
-            parent: caller.parent,
+            parent: caller.parent.clone(),
             root: Some(caller.root),
             received,
             api,
@@ -214,7 +216,7 @@ impl Edge {
 /// Who asks, from the call's metadata.
 struct Caller {
     request_id: String,
-    parent: Option<TraceContext>,
+    parent: Option<Parent>,
     root: TraceContext,
     deadline: Option<Instant>,
     tenant: Tenant,
@@ -224,7 +226,7 @@ impl Caller {
     fn read(
         metadata: &MetadataMap,
         message: &v1::GenerateRequest,
-        (tenant, root, parent): (Tenant, TraceContext, Option<TraceContext>),
+        (tenant, root, parent): (Tenant, TraceContext, Option<Parent>),
         received: Instant,
     ) -> Result<Self, Error> {
         let timeout = match metadata.get("grpc-timeout") {
@@ -479,10 +481,10 @@ mod tests {
         metadata.insert("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".parse().unwrap());
         let now = Instant::now();
         let parent = parent(metadata.as_ref());
-        let who = || (Tenant::default(), TraceContext::root(&mut rand::rng()), parent);
+        let who = || (Tenant::default(), TraceContext::root(&mut rand::rng()), parent.clone());
         let caller = Caller::read(&metadata, &v1::GenerateRequest::default(), who(), now).unwrap();
         assert_eq!((&*caller.request_id, caller.deadline), ("mine", Some(now + Duration::from_secs(2))));
-        assert_eq!(caller.parent.unwrap().span_id[7], 0xb7);
+        assert_eq!(caller.parent.unwrap().span.span_id[7], 0xb7);
         metadata.insert("grpc-timeout", "soon".parse().unwrap());
         assert!(Caller::read(&metadata, &v1::GenerateRequest::default(), who(), now).is_err());
     }

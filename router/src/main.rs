@@ -18,10 +18,11 @@ use tandem_router::admission::keys::Keys;
 use tandem_router::api::{Service, Telling};
 use tandem_router::config::Config;
 use tandem_router::membership::{Expected, Membership};
+use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
 use tandem_router::text::ModelText;
 use tandem_router::{grpc, http};
-use tandem_telemetry::{Exporter, clock};
+use tandem_telemetry::{Exporter, MetricsExport, clock};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -47,15 +48,14 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() -> ExitCode {
     let config = Config::from_args();
-    tandem_telemetry::init_logging("tandem-router", config.log_format);
+    let mut log = tandem_telemetry::init_logging("tandem-router", config.log_format);
     let config = within_descriptors(config, raise_descriptor_limit());
     let served =
         reactor(config.threads).context("cannot start threads").and_then(|reactor| reactor.block_on(run(config)));
     match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // A full disk does not turn it into a panic.
-            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            log.fatal(format_args!("{error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -80,7 +80,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let ports = Ports::bind(&config, tls).await?;
     let instance = format!("router-{}", ports.grpc_address.port());
-    let exporter = Exporter::start("tandem-router", &instance, config.otlp_endpoint.clone())?;
+    let exporter = Exporter::start("tandem-router", &instance, &config.collector)?;
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, config.lease)
@@ -91,8 +91,11 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let limits = config.limits.clone();
     let (sample_ratio, ring) = (config.trace_sample_ratio, config.trace_ring);
     let telling = Telling { exporter: exporter.clone(), sample_ratio, ring };
-    let service = Service::with_keys(model, membership.clone(), telling, limits, instance, keys.clone());
+    let service = Service::with_keys(model, membership.clone(), telling, limits, instance.clone(), keys.clone());
     let service = service.at_ports(ports.places()).with_jaeger_ui(config.jaeger_ui.clone());
+    let scraped = service.clone();
+    let text = Arc::new(move || scraped.metrics_text(Some(OPEN_METRICS)).1);
+    let metrics = MetricsExport::start("tandem-router", &instance, &config.collector, text)?;
     let health = tonic_health::server::HealthReporter::new();
 
     let stop = CancellationToken::new();
@@ -143,7 +146,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     if tokio::time::timeout(LAST_BYTES, async { while servers.join_next().await.is_some() {} }).await.is_err() {
         tracing::debug!("connections were still open at the end");
     }
-    exporter.shutdown().await;
+    tokio::join!(metrics.shutdown(), exporter.shutdown());
     Ok(())
 }
 

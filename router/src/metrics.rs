@@ -46,7 +46,8 @@ const ERROR_MS: [f64; 15] = [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0,
 const ERROR_RATIO: [f64; 12] = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0];
 const ROLES: [Role; 2] = [Role::Prefill, Role::Decode];
 const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
-const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// The content type of that form of metrics which has exemplars.
+pub const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Outcome {
@@ -174,6 +175,7 @@ struct Own {
     breaker_state: Family<NodeInstance, Gauge>,
     breaker_opened: Family<NodeRole, Counter>,
     spans_dropped: Counter,
+    log_lines_lost: Counter,
     index_blocks: Gauge,
     index_evicted: Counter,
     index_gaps: Counter,
@@ -348,6 +350,7 @@ impl Own {
             breaker_state: Family::default(),
             breaker_opened: Family::default(),
             spans_dropped: Counter::default(),
+            log_lines_lost: Counter::default(),
             index_blocks: Gauge::default(),
             index_evicted: Counter::default(),
             index_gaps: Counter::default(),
@@ -401,6 +404,8 @@ impl Own {
         );
         registry.register("tandem_breaker_opened", "Circuit breakers that opened", own.breaker_opened.clone());
         registry.register("tandem_spans_dropped", "Spans that no collector took", own.spans_dropped.clone());
+        let lost = "Lines of the log that nobody read in time";
+        registry.register("tandem_log_lines_lost", lost, own.log_lines_lost.clone());
         registry.register("tandem_index_blocks", "KV blocks known to be cached somewhere", own.index_blocks.clone());
         registry.register("tandem_index_evicted", "Blocks forgotten by the full index", own.index_evicted.clone());
         registry.register("tandem_index_gaps", "Gaps in nodes' streams of cache events", own.index_gaps.clone());
@@ -494,6 +499,7 @@ impl Own {
         }
         // Others count; this only shows it.
         self.spans_dropped.inner().store(*spans_dropped, Ordering::Relaxed);
+        self.log_lines_lost.inner().store(tandem_telemetry::lost_lines(), Ordering::Relaxed);
         self.index_blocks.set(whole(index.blocks));
         self.index_evicted.inner().store(index.evicted, Ordering::Relaxed);
         self.index_gaps.inner().store(index.gaps, Ordering::Relaxed);

@@ -284,6 +284,7 @@ fn span_json(span: &v1::Span) -> Value {
         "events": events.collect::<Vec<_>>(),
         "links": links.collect::<Vec<_>>(),
         "error": span.error,
+        "tracestate": span.tracestate,
     })
 }
 

@@ -6,9 +6,11 @@
 //! - [`arithmetic`]: a node that computes otherwise is not taken.
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`clocks`]: nodes whose clocks are wrong.
+//! - [`collector`]: an OTLP collector for tests.
 //! - [`join_token`]: who belongs to the cluster.
 //! - [`large_requests`]: the largest requests, many at once.
 //! - [`lending`]: cores that nodes lend each other, and what a kill does to that.
+//! - [`telemetry`]: what a collector gets: sampled traces, log lines, metrics; and a log that nobody reads.
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
@@ -22,6 +24,7 @@
 mod arithmetic;
 mod bad_input;
 mod clocks;
+mod collector;
 mod corruption;
 mod failures;
 mod first_light;
@@ -34,6 +37,7 @@ mod overload;
 mod rolling;
 mod sampling;
 mod streams;
+mod telemetry;
 mod tool;
 mod traces;
 mod turns;

@@ -1,34 +1,16 @@
 //! One request, one tree of spans over three services, in a collector and in the router; its parts add up to TTFT.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
-use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
-use opentelemetry_proto::tonic::common::v1::any_value::Value;
-use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
 use tandem_cluster_tests::client::{ask, metric, rest, text, token_ids};
 use tandem_cluster_tests::{Cluster, Options};
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::TcpListenerStream;
-use tonic::{Request, Response, Status};
+use tonic::Request;
 
-/// Exporters send in batches, at least every five seconds.
-const EXPORTED: Duration = Duration::from_secs(20);
+use crate::collector::{Collector, EXPORTED, Span, Value};
+
 const TRACE_ID: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT_ID: &str = "00f067aa0ba902b7";
-
-#[derive(Clone, Debug)]
-struct Span {
-    service: String,
-    name: String,
-    id: String,
-    parent: String,
-    start: u64,
-    end: u64,
-    attributes: BTreeMap<String, Value>,
-    /// Ids of the spans it links to.
-    links: Vec<String>,
-}
+const TRACE_STATE: &str = "rojo=00f067aa0ba902b7,congo=t61rcWkgMzE";
 
 impl Span {
     fn ms(&self) -> f64 {
@@ -45,77 +27,24 @@ impl Span {
     }
 }
 
-/// An OTLP/gRPC collector that hands on what it gets.
-struct Collector(mpsc::Sender<Span>);
-
-#[tonic::async_trait]
-impl TraceService for Collector {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        for resource_spans in request.into_inner().resource_spans {
-            let resource = attributes(resource_spans.resource.unwrap_or_default().attributes);
-            let service = match resource.get("service.name") {
-                Some(Value::StringValue(name)) => name.clone(),
-                other => panic!("no service name: {other:?}"),
-            };
-            for span in resource_spans.scope_spans.into_iter().flat_map(|scope| scope.spans) {
-                assert_eq!(hex(&span.trace_id), TRACE_ID, "{}", span.name);
-                let span = Span {
-                    service: service.clone(),
-                    name: span.name,
-                    id: hex(&span.span_id),
-                    parent: hex(&span.parent_span_id),
-                    start: span.start_time_unix_nano,
-                    end: span.end_time_unix_nano,
-                    attributes: attributes(span.attributes),
-                    links: span.links.iter().map(|link| hex(&link.span_id)).collect(),
-                };
-                let _ = self.0.send(span).await;
-            }
-        }
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-/// Starts a collector; its URL and what it gets.
-async fn collector() -> anyhow::Result<(String, mpsc::Receiver<Span>)> {
-    let (tell, told) = mpsc::channel(1024);
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
-    let url = format!("http://{}", listener.local_addr()?);
-    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(tell)));
-    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
-    Ok((url, told))
-}
-
 /// Asks with a parent of our own, and collects until the tree is whole.
 async fn traced(prompt_tokens: usize) -> anyhow::Result<(Cluster, Vec<Span>, tandem_proto::v1::Finish)> {
-    let (url, mut told) = collector().await?;
-    let flag = vec!["--otlp-endpoint".to_owned(), url];
-    let mut options = Options { router_args: flag.clone(), ..Options::default() };
-    options.node_args.extend(flag);
+    let collector = Collector::start().await?;
+    let mut options = Options { router_args: collector.flags(), ..Options::default() };
+    options.node_args.extend(collector.flags());
     let cluster = Cluster::start(options).await?;
     let prompt: Vec<u32> = (0..prompt_tokens as u32).map(|index| 1000 + index * 31 % 40_000).collect();
     let mut request = ask(token_ids(prompt), 8);
     request.ignore_eos = true;
     let mut request = Request::new(request);
     request.metadata_mut().insert("traceparent", format!("00-{TRACE_ID}-{PARENT_ID}-01").parse()?);
+    request.metadata_mut().insert("tracestate", TRACE_STATE.parse()?);
     let grpc = cluster.router.url("grpc");
     let mut client = tandem_proto::v1::inference_client::InferenceClient::connect(grpc).await?;
     let answer = rest(client.generate(request).await?.into_inner()).await?;
-    let mut spans: Vec<Span> = Vec::new();
-    let whole = async {
-        while !is_whole(&spans) {
-            spans.extend(told.recv().await);
-        }
-    };
-    let in_time = tokio::time::timeout(EXPORTED, whole).await.is_ok();
-    assert!(
-        in_time,
-        "the tree is not whole: {:#?}",
-        spans.iter().map(|s| (&s.service, &s.name, &s.id, &s.parent)).collect::<Vec<_>>()
-    );
+    let whole = |spans: &Vec<Span>| is_whole(spans).then(|| spans.clone());
+    let spans = collector.until("the whole tree", |got| whole(&got.spans)).await;
+    assert!(spans.iter().all(|span| span.trace == TRACE_ID && span.state == TRACE_STATE), "{spans:#?}");
     Ok((cluster, spans, answer.finish))
 }
 
@@ -239,13 +168,4 @@ async fn an_answer_that_ends_early_is_no_failure() -> anyhow::Result<()> {
     }
     assert_eq!(metric(&cluster.decode, "state=\"released\"").await?, 1.0);
     Ok(())
-}
-
-fn attributes(list: Vec<KeyValue>) -> BTreeMap<String, Value> {
-    let value = |value: Option<AnyValue>| value.and_then(|value| value.value);
-    list.into_iter().filter_map(|pair| Some((pair.key, value(pair.value)?))).collect()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -13,6 +13,7 @@ use opentelemetry_sdk::resource::ResourceBuilder;
 use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanExporter, SpanProcessor};
 use tandem_proto::v1;
 
+use crate::collector::Collector;
 use crate::log_export;
 use crate::otlp::span_data;
 use crate::relay::Relay;
@@ -52,18 +53,18 @@ impl Exporter {
     ///
     /// # Errors
     /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
-    pub fn start(service: &str, instance: &str, otlp_endpoint: Option<String>) -> anyhow::Result<Self> {
-        let Some(endpoint) = otlp_endpoint else { return Ok(Self::disabled()) };
+    pub fn start(service: &str, instance: &str, collector: &Collector) -> anyhow::Result<Self> {
+        let Some(endpoint) = collector.endpoint() else { return Ok(Self::disabled()) };
         let counts = Arc::new(Counts::default());
-        let counting = |inner| Counting { inner, endpoint: endpoint.clone(), counts: counts.clone() };
-        let mut processor = BatchSpanProcessor::new(counting(connect(&endpoint)?), batches());
+        let counting = |inner| Counting { inner, endpoint: endpoint.to_owned(), counts: counts.clone() };
+        let mut processor = BatchSpanProcessor::new(counting(connect(endpoint)?), batches());
         let own =
             resource(service, instance).with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")));
         let own = own.build();
         processor.set_resource(&own);
         // With a connection of its own, which is made when it is used.
-        let relay = Relay::start(counting(connect(&endpoint)?));
-        log_export::start(&endpoint, own)?;
+        let relay = Relay::start(counting(connect(endpoint)?));
+        log_export::start(endpoint, own)?;
         Ok(Self { sender: Some(Arc::new(Sender { processor, relay, counts })) })
     }
 

@@ -4,29 +4,39 @@
 //! - [`phase`]: a finished phase of a request as a `v1::Span`, built from exact start and end times.
 //! - [`export`]: those spans to an OTLP/gRPC collector, in the background; [`otlp`] is the conversion, `relay` sends
 //!   those of other processes in their names.
+//! - [`metrics_export`]: the figures of `/metrics` to the collector; `openmetrics` reads their text, `convert` makes
+//!   OTLP's messages of it. [`collector`]: the flags that say where all this goes.
 //! - [`logging`]: the lines on stderr, for people or programs, and the ids of the request that they are about;
 //!   [`notes`]: those that become events of its span; `traced` is the layer that tells them apart, `log_export` sends
-//!   lines to the collector; [`budget`]: how much of it, where it could be any amount.
+//!   lines to the collector; [`budget`]: how much of it, where it could be any amount; `stderr` keeps its reader from
+//!   holding up who writes.
 //!
 //! Nothing here blocks a request, and nothing here knows what the phases mean.
 #![forbid(unsafe_code)]
 
 pub mod budget;
 pub mod clock;
+pub mod collector;
+mod convert;
 pub mod export;
 mod fields;
 mod log_export;
 pub mod logging;
+pub mod metrics_export;
 pub mod notes;
+mod openmetrics;
 mod otlp;
 pub mod phase;
 mod relay;
+mod stderr;
 mod traced;
 
 pub use budget::Budget;
 pub use clock::{Clock, clock};
+pub use collector::Collector;
 pub use export::Exporter;
 pub use fields::ACCESS;
-pub use logging::{LogFormat, init_logging, request_span};
+pub use logging::{Log, LogFormat, init_logging, lost_lines, request_span};
+pub use metrics_export::MetricsExport;
 pub use notes::Notes;
 pub use phase::{Kind, Phase, Value};

@@ -1,9 +1,12 @@
 //! The log: lines on stderr, filtered by `RUST_LOG`, for people or as JSON. What is logged while a request is worked on
 //! ([`request_span`]) carries its trace and span id, becomes an event of that span ([`notes`](crate::notes)), and goes
-//! to the collector where there is one.
+//! to the collector where there is one. Nobody who logs waits for whoever reads stderr (`stderr`).
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Display};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::str::FromStr;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use tandem_proto::TraceContext;
@@ -17,6 +20,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt as lines};
 
 use crate::fields::Fields;
+use crate::stderr::Lines;
 use crate::traced::{Traced, ids_of};
 
 /// The HTTP/2 stack below us logs every frame at debug; nobody asks for that with `RUST_LOG=debug`.
@@ -51,12 +55,45 @@ impl Display for LogFormat {
     }
 }
 
+/// How long the end of a process waits for whoever reads its log.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+/// The log of this process.
+static LINES: OnceLock<Lines> = OnceLock::new();
+
+/// Lines of the log that nobody could read: standard error was not read in time.
+pub fn lost_lines() -> u64 {
+    LINES.get().map_or(0, Lines::lost)
+}
+
+/// The log. Dropped at the end of the process, it waits, within bounds, until all lines are written.
+#[derive(Debug)]
+#[must_use = "dropped, it waits for the last lines"]
+pub struct Log {
+    lines: Lines,
+}
+
+impl Log {
+    /// The last word of a process that fails, after all that it logged.
+    pub fn fatal(&mut self, error: impl Display) {
+        let _ = self.lines.write_all(format!("error: {error}\n").as_bytes());
+    }
+}
+
+impl Drop for Log {
+    fn drop(&mut self) {
+        // There is nobody to tell.
+        let _ = self.lines.flush_within(LAST_LINES);
+    }
+}
+
 /// Starts logging for this process. What cannot be written (a full disk) is lost, and the process goes on. A second
 /// call keeps the first set-up, which is what tests want.
-pub fn init_logging(service: &'static str, format: LogFormat) {
+pub fn init_logging(service: &'static str, format: LogFormat) -> Log {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(QUIET));
+    let writer = LINES.get_or_init(|| Lines::to_stderr(lost_notice(format), service)).clone();
     let lines = lines::layer()
-        .with_writer(std::io::stderr)
+        .with_writer(writer.clone())
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
         // It would say on standard error that nothing can be written there, and panic because that fails.
@@ -67,7 +104,39 @@ pub fn init_logging(service: &'static str, format: LogFormat) {
     };
     let started = tracing_subscriber::registry().with(filter).with(Traced).with(lines).try_init();
     if started.is_ok() {
+        panic_into(writer.clone());
         tracing::debug!(service, "logging started");
+    }
+    Log { lines: writer }
+}
+
+/// What a panic says goes the way of the log: a task that panics must not wait for whoever reads.
+fn panic_into(lines: Lines) {
+    std::panic::set_hook(Box::new(move |panic| {
+        let thread = std::thread::current();
+        let (thread, trace) = (thread.name().unwrap_or("without a name"), Backtrace::capture());
+        let trace = if trace.status() == BacktraceStatus::Captured { format!("\n{trace}") } else { String::new() };
+        let _ = lines.clone().write_all(format!("thread {thread}: {panic}{trace}\n").as_bytes());
+    }));
+}
+
+/// The line that stands for those that are missing. It cannot be logged as others are: there was no room.
+fn lost_notice(format: LogFormat) -> fn(u64, &'static str) -> String {
+    fn timestamp() -> String {
+        let mut text = String::new();
+        let _ = SystemTime.format_time(&mut Writer::new(&mut text));
+        text
+    }
+    const WHY: &str = "lines of the log were lost: standard error was not read in time";
+    match format {
+        LogFormat::Text => |lost, _| format!("{}  WARN {WHY} lost={lost}\n", timestamp()),
+        LogFormat::Json => |lost, service| {
+            let line = json!({
+                "timestamp": timestamp(), "level": "WARN", "target": "tandem_telemetry", "service": service,
+                "message": WHY, "lost": lost,
+            });
+            format!("{line}\n")
+        },
     }
 }
 
@@ -173,6 +242,17 @@ mod tests {
         assert_eq!((&of_request["error"], &of_request["attempts"]), (&json!("no room"), &json!(2)));
         assert_eq!((&of_request["level"], &of_request["service"]), (&json!("WARN"), &json!("tandem-test")));
         assert_eq!(told[2]["target"], ACCESS);
+    }
+
+    #[test]
+    fn missing_lines_are_told_in_the_form_of_the_others() {
+        let json: Value = serde_json::from_str(&lost_notice(LogFormat::Json)(7, "tandem-test")).unwrap();
+        assert_eq!(
+            (&json["lost"], &json["level"], &json["service"]),
+            (&json!(7), &json!("WARN"), &json!("tandem-test"))
+        );
+        let text = lost_notice(LogFormat::Text)(7, "tandem-test");
+        assert!(text.contains(" WARN lines of the log were lost") && text.ends_with(" lost=7\n"), "{text}");
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub(crate) fn span_data(span: v1::Span) -> Option<SpanData> {
     let mut links = SpanLinks::default();
     links.links = span.links.into_iter().filter_map(link).collect();
     Some(SpanData {
-        span_context: context(trace_id, span_id),
+        span_context: context(trace_id, span_id, state(&span.tracestate)),
         parent_span_id,
         parent_span_is_remote: matches!(span.kind.as_str(), "server" | "consumer"),
         span_kind: kind(&span.kind),
@@ -35,15 +35,20 @@ pub(crate) fn span_data(span: v1::Span) -> Option<SpanData> {
     })
 }
 
-fn context(trace_id: TraceId, span_id: SpanId) -> SpanContext {
-    SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, false, TraceState::default())
+fn context(trace_id: TraceId, span_id: SpanId, state: TraceState) -> SpanContext {
+    SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, false, state)
+}
+
+/// The edges have checked it by W3C's rules. What the SDK's stricter ones refuse is left out.
+fn state(text: &str) -> TraceState {
+    text.parse().unwrap_or_default()
 }
 
 /// `None` when an id has the wrong length: the span itself is worth more than its link.
 fn link(link: v1::SpanLink) -> Option<Link> {
     let trace_id = TraceId::from_bytes(link.trace_id.try_into().ok()?);
     let span_id = SpanId::from_bytes(link.span_id.try_into().ok()?);
-    Some(Link::new(context(trace_id, span_id), Vec::new(), 0))
+    Some(Link::new(context(trace_id, span_id, TraceState::default()), Vec::new(), 0))
 }
 
 fn event(event: v1::SpanEvent) -> Event {

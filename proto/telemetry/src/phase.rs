@@ -70,6 +70,12 @@ impl Phase {
         Self { span }
     }
 
+    /// Adds the `tracestate` of its trace.
+    pub fn in_state(mut self, state: &str) -> Self {
+        state.clone_into(&mut self.span.tracestate);
+        self
+    }
+
     /// Adds an attribute.
     pub fn attr(mut self, key: impl Into<String>, value: impl Into<Value>) -> Self {
         self.span.attributes.push(attribute(key.into(), value.into()));

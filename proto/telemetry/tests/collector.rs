@@ -6,15 +6,15 @@ use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{Tra
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value;
 use tandem_proto::{TraceContext, v1};
-use tandem_telemetry::{Exporter, Kind, Phase, Value};
+use tandem_telemetry::{Collector, Exporter, Kind, Phase, Value};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::TcpListenerStream;
 
-struct Collector(mpsc::Sender<ExportTraceServiceRequest>);
+struct Traces(mpsc::Sender<ExportTraceServiceRequest>);
 
 #[tonic::async_trait]
-impl TraceService for Collector {
+impl TraceService for Traces {
     async fn export(
         &self,
         request: tonic::Request<ExportTraceServiceRequest>,
@@ -28,7 +28,7 @@ async fn collector() -> (String, mpsc::Receiver<ExportTraceServiceRequest>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
     let (sender, receiver) = mpsc::channel(64);
-    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
+    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Traces(sender)));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     (endpoint, receiver)
 }
@@ -50,7 +50,7 @@ fn span(number: u64) -> v1::Span {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_span_arrives_whole() {
     let (endpoint, mut received) = collector().await;
-    let exporter = Exporter::start("tandem-decode", "d0", Some(endpoint)).unwrap();
+    let exporter = Exporter::start("tandem-decode", "d0", &Collector::at(endpoint)).unwrap();
     let sent = span(0);
     exporter.export(&sent);
     exporter.shutdown().await;
@@ -74,7 +74,7 @@ async fn a_span_arrives_whole() {
 #[tokio::test(flavor = "multi_thread")]
 async fn spans_are_passed_on_in_the_name_of_their_process() {
     let (endpoint, mut received) = collector().await;
-    let exporter = Exporter::start("tandem-router", "r0", Some(endpoint)).unwrap();
+    let exporter = Exporter::start("tandem-router", "r0", &Collector::at(endpoint)).unwrap();
     exporter.export(&span(0));
     for (number, instance) in [(1, "d0"), (2, "d1"), (3, "d0")] {
         exporter.pass_on(v1::Span { instance: instance.into(), ..span(number) });
@@ -100,7 +100,7 @@ async fn spans_are_passed_on_in_the_name_of_their_process() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_collector_drops_and_counts() {
-    let exporter = Exporter::start("tandem-decode", "d0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+    let exporter = Exporter::start("tandem-decode", "d0", &Collector::at("http://127.0.0.1:1")).unwrap();
     for number in 0..10_000 {
         exporter.export(&span(number));
     }
@@ -111,6 +111,6 @@ async fn a_dead_collector_drops_and_counts() {
 
 #[tokio::test]
 async fn a_bad_endpoint_is_a_clear_error() {
-    let error = Exporter::start("s", "i", Some("not a url".to_owned())).unwrap_err();
+    let error = Exporter::start("s", "i", &Collector::at("not a url")).unwrap_err();
     assert!(error.to_string().contains("not a url"), "{error}");
 }

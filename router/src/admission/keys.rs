@@ -107,6 +107,12 @@ impl Keys {
         self.0.is_some()
     }
 
+    /// The tenants that have one.
+    pub fn names(&self) -> Vec<Arc<str>> {
+        let keys = self.0.as_ref().map(|ring| Arc::clone(&ring.keys.read().unwrap_or_else(PoisonError::into_inner)));
+        keys.iter().flat_map(|keys| keys.iter()).map(|key| Arc::clone(key.tenant.name())).collect()
+    }
+
     /// Whose request it is, by its `authorization` header or metadata, or, where no keys are asked for, by the name
     /// that it gives itself.
     ///

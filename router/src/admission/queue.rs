@@ -317,6 +317,9 @@ impl Queue {
     /// Requests that wait, by tenant; those of known tenants that wait for nothing are 0.
     pub fn depths(&self) -> BTreeMap<Arc<str>, usize> {
         let mut depths: BTreeMap<Arc<str>, usize> = BTreeMap::new();
+        if !self.bounds.tenants {
+            depths.insert(Arc::clone(&self.everybody), 0);
+        }
         for (lane_name, lane) in self.pools.iter().flat_map(|pool| &pool.lanes) {
             if self.bounds.tenants {
                 *depths.entry(Arc::clone(lane_name)).or_default() += lane.waiting.len();

@@ -66,6 +66,7 @@ impl Progress {
             stop_token_ids: self.stop_token_ids.clone(),
             time_left_ns: time_left_ns(deadline),
             traceparent: parent.to_string(),
+            tracestate: request.parent.as_ref().map(|parent| parent.state.as_str().to_owned()).unwrap_or_default(),
             output_tokens,
             priority: self.priority,
             tpot_objective_ms: u32::try_from(self.objective.as_millis()).unwrap_or(u32::MAX),

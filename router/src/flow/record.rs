@@ -2,7 +2,7 @@
 //! spans for the trace. Pure but for span identities, which the caller draws at the start.
 use std::time::{Duration, Instant};
 
-use tandem_proto::{Error, TraceContext, v1};
+use tandem_proto::{Error, TraceContext, TraceState, v1};
 use tandem_telemetry::notes::Note;
 use tandem_telemetry::{ACCESS, Kind, Phase as SpanBuilder, Value};
 
@@ -147,6 +147,8 @@ pub struct Record {
     pub sampling: v1::Sampling,
     /// Of its spans.
     pub identities: Identities,
+    /// What others say of its trace.
+    pub state: TraceState,
     /// Of its phases.
     pub timeline: Timeline,
     /// How its tokens came.
@@ -300,7 +302,8 @@ impl Record {
             Phase::Queue | Phase::Route | Phase::Transfer => Kind::Internal,
         };
         let root = Some(self.identities.root.span_id);
-        let span = SpanBuilder::new(phase.as_str(), kind, self.identities.of(phase), root);
+        let span =
+            SpanBuilder::new(phase.as_str(), kind, self.identities.of(phase), root).in_state(self.state.as_str());
         match (phase, &self.chosen, self.nodes_in(phase), &self.verified) {
             (Phase::Route, Some(chosen), ..) => routed(span, chosen),
             (Phase::Prefill, _, Some(nodes), _) => span.attr("tandem.prefill.instance", nodes.prefill()),
@@ -329,6 +332,7 @@ impl Record {
     fn root(&self, outcome: Result<v1::FinishReason, &Error>) -> SpanBuilder {
         let Identities { root, parent, .. } = self.identities;
         let mut span = SpanBuilder::new(format!("{} {}", self.api, self.model), Kind::Server, root, parent)
+            .in_state(self.state.as_str())
             .attr("tandem.request_id", self.request_id.as_str())
             .attr("tandem.replans", self.replan_count());
         if let Some(chosen) = &self.chosen {

@@ -7,6 +7,7 @@ use tandem_telemetry::{ACCESS, Budget, Kind, Phase, clock, request_span};
 
 use super::Shared;
 use super::record::SERVICE;
+use crate::caller::Parent;
 use crate::traces::{Class, Ended};
 
 /// Lines a second: an overloaded router refuses thousands of requests, each for the same reason.
@@ -25,7 +26,7 @@ pub struct Refused<'a> {
     /// Its own span.
     pub root: TraceContext,
     /// The client's.
-    pub parent: Option<TraceContext>,
+    pub parent: Option<&'a Parent>,
     /// When the edge had its head.
     pub received: Instant,
 }
@@ -34,7 +35,8 @@ pub struct Refused<'a> {
 pub fn tell(shared: &Shared, refused: &Refused<'_>, error: &Error) {
     let Refused { api, request_id, tenant, root, parent, received } = *refused;
     let model = &shared.model.model_name;
-    let mut span = Phase::new(format!("{api} {model}"), Kind::Server, root, parent.map(|parent| parent.span_id))
+    let mut span = Phase::new(format!("{api} {model}"), Kind::Server, root, parent.map(|parent| parent.span.span_id))
+        .in_state(parent.map_or("", |parent| parent.state.as_str()))
         .attr("tandem.request_id", request_id)
         .attr("tandem.refused", true)
         .attr("gen_ai.operation.name", api)

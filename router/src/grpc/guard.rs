@@ -85,7 +85,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
                 self.service.refused(error.kind);
                 let (headers, received) = (request.headers(), clock::now());
                 let (request_id, parent) = (super::request_id(headers), super::parent(headers));
-                let root = self.service.root(parent);
+                let (root, parent) = (self.service.root(parent.as_ref()), parent.as_ref());
                 let (api, tenant) = (super::API, None);
                 let refused = Refused { api, request_id: &request_id, tenant, root, parent, received };
                 let status = super::turned_away(&self.service, &refused, error);

@@ -46,7 +46,7 @@ pub use self::page::page;
 use self::types::Kind;
 use crate::admission::Tenant;
 use crate::api::Service;
-use crate::caller;
+use crate::caller::{self, Parent};
 use crate::flow::refused::Refused;
 use crate::text::ModelText;
 
@@ -104,7 +104,7 @@ struct Started(u64);
 #[derive(Clone, Debug)]
 struct Caller {
     request_id: String,
-    parent: Option<TraceContext>,
+    parent: Option<Parent>,
     /// The span of the whole request; of its first answer, where there are several.
     root: TraceContext,
     timeout: Option<Duration>,
@@ -125,10 +125,12 @@ async fn with_request_id(State(service): State<Service>, mut request: Request, n
     let request_id = caller::request_id(request.headers());
     let api = api(request.method(), request.uri().path());
     let parent = caller::parent(request.headers());
-    let root = service.root(parent);
+    let root = service.root(parent.as_ref());
     let timeout = timeout(request.headers()).inspect_err(|error| service.refused(error.kind));
     let tenant = Tenant::default();
-    let known = timeout.map(|timeout| Caller { request_id: request_id.clone(), parent, root, timeout, tenant });
+    let of_caller = parent.clone();
+    let known =
+        timeout.map(|timeout| Caller { request_id: request_id.clone(), parent: of_caller, root, timeout, tenant });
     let mut response = match known {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
@@ -140,7 +142,7 @@ async fn with_request_id(State(service): State<Service>, mut request: Request, n
     let untold = !response.headers().contains_key(TRACEPARENT);
     if let (Some(api), Some(Failed(error)), true) = (api, failed, untold) {
         let tenant = response.extensions().get::<Tenant>().map(|tenant| &**tenant.name());
-        let request_id = &request_id;
+        let (request_id, parent) = (&request_id, parent.as_ref());
         service.turned_away(&Refused { api, request_id, tenant, root, parent, received }, &error);
         response.headers_mut().extend(traceparent(root));
     }

@@ -128,7 +128,7 @@ impl Options {
             priority: self.priority,
             tenant: caller.tenant.clone(),
             deadline: caller.deadline(prompt.received),
-            parent: caller.parent,
+            parent: caller.parent.clone(),
             root: prompt.root,
             received: prompt.received,
             api,

@@ -102,6 +102,7 @@ fn otlp_span(span: &v1::Span) -> Value {
         "traceId": hex(&span.trace_id),
         "spanId": hex(&span.span_id),
         "parentSpanId": hex(&span.parent_span_id),
+        "traceState": span.tracestate,
         "name": span.name,
         "kind": kind,
         "startTimeUnixNano": span.start_unix_ns.to_string(),

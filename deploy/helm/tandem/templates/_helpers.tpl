@@ -2,6 +2,12 @@
 {{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
+{{/* Of its metrics. The rules know clusters by jobs that begin so. */}}
+{{- define "tandem.job" -}}
+{{- $name := include "tandem.name" . -}}
+{{ if hasPrefix "tandem" $name }}{{ $name }}{{ else }}tandem-{{ $name }}{{ end }}
+{{- end }}
+
 {{/* Of a pool or the router: dict "root" $ "role" "prefill" */}}
 {{- define "tandem.selector" -}}
 app.kubernetes.io/name: tandem

@@ -1,5 +1,6 @@
 //! What a request leaves in metrics, and whether its trace is kept.
 use tandem_proto::TraceContext;
+use tandem_telemetry::Collector;
 
 use super::*;
 use crate::select::{self, LocalPrefill};
@@ -114,7 +115,7 @@ async fn answered(exporter: Exporter, [ttft_objective_ms, tpot_objective_ms]: [f
 
 /// Spans that went out of it. An exporter to nowhere counts what it was given, once it is shut down, as dropped.
 async fn exported(ttft_objective_ms: f64, tpot_objective_ms: f64) -> u64 {
-    let exporter = Exporter::start("tandem-router", "r0", Some("http://127.0.0.1:1".to_owned())).unwrap();
+    let exporter = Exporter::start("tandem-router", "r0", &Collector::at("http://127.0.0.1:1")).unwrap();
     answered(exporter.clone(), [ttft_objective_ms, tpot_objective_ms]).await;
     exporter.shutdown().await;
     exporter.dropped()
@@ -125,7 +126,7 @@ async fn an_answer_counts_by_the_objectives_that_it_kept() {
     for (objectives, expected) in
         [([3e6, 3e6], "met"), ([0.0, 3e6], "ttft_missed"), ([3e6, 0.0], "tpot_missed"), ([0.0, 0.0], "both_missed")]
     {
-        let cluster = answered(Exporter::start("tandem-router", "r0", None).unwrap(), objectives).await;
+        let cluster = answered(Exporter::disabled(), objectives).await;
         let counted = |of: &str| {
             let series =
                 format!("tandem_answers_total{{role=\"router\",instance=\"router-test\",objectives=\"{of}\"}}");

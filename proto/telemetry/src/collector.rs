@@ -1,0 +1,106 @@
+//! Which collector a process reports to: flags, and the variables that OpenTelemetry gives the same meaning
+//! (<https://opentelemetry.io/docs/specs/otel/protocol/exporter/>). Each process takes the same ones.
+use std::time::Duration;
+
+use clap::Args;
+
+/// OpenTelemetry's.
+const METRICS_EVERY_MS: &str = "60000";
+
+/// See the head of this file.
+#[derive(Args, Clone, Debug)]
+pub struct Collector {
+    /// OTLP/gRPC collector for spans, log lines and metrics, as http://host:port. The router sends the spans of all
+    /// nodes, a node those that no router takes
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    otlp_endpoint: Option<String>,
+    /// The collector for metrics, where it is another one
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")]
+    otlp_metrics_endpoint: Option<String>,
+    /// Milliseconds from one export of metrics to the next
+    #[arg(long, value_name = "MS", env = "OTEL_METRIC_EXPORT_INTERVAL", default_value = METRICS_EVERY_MS, value_parser = interval)]
+    otlp_metrics_ms: Duration,
+}
+
+impl Default for Collector {
+    fn default() -> Self {
+        Self { otlp_endpoint: None, otlp_metrics_endpoint: None, otlp_metrics_ms: Duration::from_secs(60) }
+    }
+}
+
+impl Collector {
+    /// One for everything.
+    pub fn at(endpoint: impl Into<String>) -> Self {
+        Self { otlp_endpoint: Some(endpoint.into()), ..Self::default() }
+    }
+
+    /// The same, with metrics so often.
+    #[must_use]
+    pub fn with_metrics_every(self, interval: Duration) -> Self {
+        Self { otlp_metrics_ms: interval, ..self }
+    }
+
+    /// For spans and log lines.
+    pub fn endpoint(&self) -> Option<&str> {
+        given(&self.otlp_endpoint)
+    }
+
+    /// For metrics.
+    pub fn metrics_endpoint(&self) -> Option<&str> {
+        given(&self.otlp_metrics_endpoint).or(self.endpoint())
+    }
+
+    /// From one export of metrics to the next.
+    pub fn metrics_every(&self) -> Duration {
+        self.otlp_metrics_ms
+    }
+}
+
+/// An empty variable is none.
+fn given(endpoint: &Option<String>) -> Option<&str> {
+    endpoint.as_deref().filter(|endpoint| !endpoint.is_empty())
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let text = if text.is_empty() { METRICS_EVERY_MS } else { text };
+    let ms = text.parse().ok().filter(|ms| (100..=3_600_000).contains(ms));
+    ms.map(Duration::from_millis).ok_or_else(|| "not 100 to 3600000".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        collector: Collector,
+    }
+
+    fn parse(flags: &str) -> Result<Collector, clap::Error> {
+        Program::try_parse_from(["p"].into_iter().chain(flags.split_whitespace())).map(|program| program.collector)
+    }
+
+    #[test]
+    fn metrics_go_where_the_rest_goes_unless_they_have_a_place_of_their_own() {
+        let none = parse("").unwrap();
+        assert_eq!((none.endpoint(), none.metrics_endpoint(), none.metrics_every().as_secs()), (None, None, 60));
+        let one = parse("--otlp-endpoint http://c:1 --otlp-metrics-ms 250").unwrap();
+        assert_eq!((one.metrics_endpoint(), one.metrics_every().as_millis()), (Some("http://c:1"), 250));
+        let two = parse("--otlp-endpoint http://c:1 --otlp-metrics-endpoint http://m:2").unwrap();
+        assert_eq!((two.endpoint(), two.metrics_endpoint()), (Some("http://c:1"), Some("http://m:2")));
+        let metrics = parse("--otlp-metrics-endpoint http://m:2").unwrap();
+        assert_eq!((metrics.endpoint(), metrics.metrics_endpoint()), (None, Some("http://m:2")));
+    }
+
+    #[test]
+    fn empty_variables_are_none_and_nonsense_is_refused() {
+        assert_eq!(parse("--otlp-endpoint=").unwrap().endpoint(), None);
+        assert_eq!(parse("--otlp-metrics-ms=").unwrap().metrics_every().as_secs(), 60);
+        for wrong in ["0", "99", "x", "3600001", "-5"] {
+            assert!(parse(&format!("--otlp-metrics-ms={wrong}")).is_err(), "{wrong}");
+        }
+    }
+}
