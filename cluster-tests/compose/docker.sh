@@ -79,3 +79,21 @@ program_image() { # tag, program, path in the image, further lines of the Docker
     rm -rf "$engine/image"
   }
 }
+
+# From the registry where there is one, else the compiler of this machine in Debian.
+rust_image() { # tag
+  has_image "$1" || docker pull --quiet "$1" > /dev/null 2>&1 || {
+    local compiler
+    compiler=$(rustc --print sysroot) || missing "$1 cannot be pulled, and there is no rustc"
+    say "$1 cannot be pulled: making it from $compiler"
+    mkdir -p "$engine/image"
+    # What compiles: no documents, no sources.
+    tar --create --directory "$compiler" --exclude=rustlib/src bin lib > "$engine/image/compiler.tar"
+    printf '%s\n' "FROM debian:bookworm-slim" \
+      "RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev" \
+      "ADD compiler.tar /usr/local/rust/" "ENV CARGO_HOME=/usr/local/cargo PATH=/usr/local/rust/bin:/usr/sbin:/usr/bin:/sbin:/bin" \
+      > "$engine/image/Dockerfile"
+    DOCKER_BUILDKIT=0 docker build --quiet --tag "$1" "$engine/image" > /dev/null || die "$1 cannot be made"
+    rm -rf "$engine/image"
+  }
+}

@@ -31,7 +31,8 @@ before_end() { # exit status
 images() {
   debian_image debian:bookworm-slim
   if [ -n "${TANDEM_TEST_BUILD:-}" ]; then
-    export TANDEM_BUILD=$TANDEM_TEST_BUILD
+    export TANDEM_BUILD=$TANDEM_TEST_BUILD RUST_IMAGE=rust:1.95.0-slim-bookworm
+    rust_image "$RUST_IMAGE"
   else
     # A context of its own: the Dockerfile's folder, the programs and what they are made of.
     mkdir -p "$engine/context/programs"

@@ -1,12 +1,13 @@
 //! Spans against an in-process OTLP collector, and against none.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value;
 use tandem_proto::{TraceContext, v1};
-use tandem_telemetry::{Collector, Exporter, Kind, Phase, Value};
+use tandem_telemetry::{Collector, Exporter, Kind, MetricsExport, Phase, Value};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::TcpListenerStream;
@@ -112,5 +113,40 @@ async fn a_dead_collector_drops_and_counts() {
 #[tokio::test]
 async fn a_bad_endpoint_is_a_clear_error() {
     let error = Exporter::start("s", "i", &Collector::at("not a url")).unwrap_err();
+    assert!(error.to_string().contains("not a url"), "{error}");
+}
+
+/// Text that says when somebody asks for it, and that nobody asks any more.
+fn asked() -> (Arc<dyn Fn() -> String + Send + Sync>, mpsc::UnboundedReceiver<()>) {
+    let (tell, told) = mpsc::unbounded_channel();
+    let text = move || {
+        let _ = tell.send(());
+        "# TYPE tandem_nodes gauge\ntandem_nodes 1\n".to_owned()
+    };
+    (Arc::new(text), told)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collector_that_takes_no_metrics_is_asked_once() {
+    let (endpoint, _received) = collector().await;
+    let (text, mut told) = asked();
+    let often = Collector::at(endpoint).with_metrics_every(Duration::from_millis(5));
+    let export = MetricsExport::start("tandem-router", "r0", &often, text).unwrap();
+    assert_eq!((told.recv().await, told.recv().await), (Some(()), None));
+    export.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_collector_is_asked_again_and_holds_up_no_end() {
+    let (text, mut told) = asked();
+    let often = Collector::at("http://127.0.0.1:1").with_metrics_every(Duration::from_millis(5));
+    let export = MetricsExport::start("tandem-router", "r0", &often, text).unwrap();
+    for _ in 0..3 {
+        told.recv().await.unwrap();
+    }
+    tokio::time::timeout(Duration::from_secs(10), export.shutdown()).await.unwrap();
+    while told.recv().await.is_some() {}
+    let (text, _) = asked();
+    let error = MetricsExport::start("s", "i", &Collector::at("not a url"), text).unwrap_err();
     assert!(error.to_string().contains("not a url"), "{error}");
 }

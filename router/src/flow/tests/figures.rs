@@ -1,8 +1,9 @@
 //! What a request leaves in metrics, and whether its trace is kept.
-use tandem_proto::TraceContext;
+use tandem_proto::{TraceContext, TraceState};
 use tandem_telemetry::Collector;
 
 use super::*;
+use crate::caller::Parent;
 use crate::select::{self, LocalPrefill};
 
 /// The value of the series that begins so.
@@ -97,7 +98,8 @@ async fn answered(exporter: Exporter, [ttft_objective_ms, tpot_objective_ms]: [f
     let service = fakes::router_telling(exporter, Limits::default(), choice);
     let mut cluster = Cluster::of(service).await;
     let parent = TraceContext { trace_id: [3; 16], span_id: [4; 8], sampled: false };
-    let stream = cluster.service.generate(GenerationRequest { parent: Some(parent), ..request() }).unwrap();
+    let parent = Some(Parent { span: parent, state: TraceState::default() });
+    let stream = cluster.service.generate(GenerationRequest { parent, ..request() }).unwrap();
     let (mut prefill, spec, decode, start) = cluster.legs().await;
     hand_off(&mut prefill, &decode, 'a').await;
     prefill.send(delivered(vec![node_span(&spec.traceparent, "prefill")])).await;
@@ -163,4 +165,17 @@ async fn a_client_that_takes_nothing_is_counted_once() {
     tokio::time::timeout(Duration::from_secs(5), ended).await.expect("the request ends");
     assert_eq!(value(&cluster.service, "tandem_client_stalls_total{"), 1.0);
     drop(stream);
+}
+
+#[tokio::test]
+async fn the_queue_has_its_series_while_nobody_waits() {
+    let series =
+        |tenant: &str| format!("tandem_queue_depth{{role=\"router\",instance=\"router-test\",tenant=\"{tenant}\"}}");
+    let cluster = Cluster::start(Limits::default()).await;
+    assert_eq!(value(&cluster.service, &series("default")), 0.0);
+    let cluster = Cluster::with_tenants(Limits::default(), &["alice", "bobby"]).await;
+    for tenant in ["alice", "bobby"] {
+        assert_eq!(value(&cluster.service, &series(tenant)), 0.0);
+    }
+    assert!(!cluster.service.metrics_text(None).1.contains(&series("default")), "nobody has that name there");
 }
