@@ -107,7 +107,7 @@ applies "placing" --set-json 'decode.topologySpreadConstraints=[{"maxSkew":1,"to
 same_rules() { # what the objective's bound is in the files, what it is to be, values
   local from=$1 to=$2
   shift 2
-  "$helm" template test "$chart" --show-only templates/monitoring.yaml --set monitoring.enabled=true,monitoring.rules.enabled=true "$@" |
+  "$helm" template test "$chart" --kube-version 1.34 --namespace tandem --show-only templates/monitoring.yaml --set monitoring.enabled=true,monitoring.rules.enabled=true "$@" |
     "$kubectl" create --dry-run=server --namespace tandem --output json --filename - > "$work/rendered.json" || die "the rules are not taken"
   { printf '%s\n' 'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata: {name: files}' 'spec:' '  groups:'
     sed --quiet '/^groups:/,$ { /^groups:/d; s/^/  /p }' deploy/observability/prometheus/rules/{tandem,alerts}.yml; } |
