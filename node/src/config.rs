@@ -124,6 +124,7 @@ pub struct NodeArgs {
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
     pub log_format: LogFormat,
+    /// Who gets spans, log lines and metrics.
     #[command(flatten)]
     pub collector: Collector,
     /// Name of this node; made from role and incarnation when absent.

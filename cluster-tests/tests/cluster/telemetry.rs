@@ -15,7 +15,10 @@ use serde_json::json;
 use tandem_cluster_tests::cluster::{model, words};
 use tandem_cluster_tests::process::program;
 use tandem_cluster_tests::{Cluster, Options};
+use tandem_proto::v1::GenerateRequest;
+use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::time::{Instant, sleep};
+use tonic::Code;
 
 use crate::collector::{Attributes, Collector, Got, Line, Scrape, Value, attributes};
 
@@ -283,7 +286,8 @@ fn distribution<'a>(scrape: &'a Scrape, name: &str) -> Option<&'a HistogramDataP
 /// A router whose standard error is a pipe that is not read, and says so much that the pipe is full soon.
 struct Talkative {
     process: Child,
-    url: String,
+    http: String,
+    grpc: String,
 }
 
 impl Drop for Talkative {
@@ -310,22 +314,31 @@ impl Talkative {
             line.extend(byte);
         }
         let line = String::from_utf8(line)?;
-        let http = line.split_whitespace().find_map(|word| word.strip_prefix("http=")).context("no http=")?;
-        Ok(Self { url: format!("http://{http}/metrics"), process })
+        let url =
+            |key: &str| line.split_whitespace().find_map(|word| Some(format!("http://{}", word.strip_prefix(key)?)));
+        let (http, grpc) = (url("http=").context("no http=")?, url("grpc=").context("no grpc=")?);
+        Ok(Self { process, http, grpc })
     }
 
     /// Lines that it could not write. It answers at once whatever becomes of them.
     async fn lost(&self) -> anyhow::Result<f64> {
-        let answer = async { reqwest::get(&self.url).await?.text().await };
+        let answer = async { reqwest::get(format!("{}/metrics", self.http)).await?.text().await };
         let text = tokio::time::timeout(Duration::from_secs(5), answer).await.context("no answer: it is held up")??;
         let line =
             text.lines().find(|line| line.starts_with("tandem_log_lines_lost_total")).context("no such series")?;
         Ok(line.rsplit_once(' ').context("no value")?.1.parse()?)
     }
 
+    /// Makes it say more than there is room for: HTTP/2 tells each frame of a call.
     async fn until_lost(&self) -> anyhow::Result<()> {
         let deadline = Instant::now() + Duration::from_secs(60);
+        let mut client = InferenceClient::connect(self.grpc.clone()).await?;
         while self.lost().await? == 0.0 {
+            for _ in 0..50 {
+                let refused =
+                    client.generate(GenerateRequest::default()).await.err().context("a request of nothing")?;
+                assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+            }
             ensure!(Instant::now() < deadline, "everything is written: is RUST_LOG heeded?");
         }
         Ok(())
