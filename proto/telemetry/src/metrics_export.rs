@@ -7,8 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
 use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_client::MetricsServiceClient;
-use opentelemetry_proto::tonic::common::v1::any_value::Value;
-use opentelemetry_proto::tonic::common::v1::{AnyValue, InstrumentationScope, KeyValue};
+use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::metrics::v1::{Metric, ResourceMetrics, ScopeMetrics};
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use tokio::sync::{mpsc, oneshot};
@@ -18,7 +17,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::clock::{clock, now};
 use crate::collector::Collector;
-use crate::convert::metrics;
+use crate::convert::{attribute, metrics};
 
 /// For one export; the next one has all that it had.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
@@ -137,10 +136,4 @@ fn resource(service: &str, instance: &str) -> Resource {
     let version = env!("CARGO_PKG_VERSION");
     let who = [("service.name", service), ("service.instance.id", instance), ("service.version", version)];
     Resource { attributes: who.map(|(key, value)| attribute(key, value)).to_vec(), ..Resource::default() }
-}
-
-/// A text with a name.
-pub(crate) fn attribute(key: &str, value: &str) -> KeyValue {
-    let value = Some(AnyValue { value: Some(Value::StringValue(value.to_owned())) });
-    KeyValue { key: key.to_owned(), value, ..KeyValue::default() }
 }
