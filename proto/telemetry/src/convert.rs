@@ -6,7 +6,6 @@ use opentelemetry_proto::tonic::metrics::v1::{
     AggregationTemporality, Exemplar, Gauge, Histogram, HistogramDataPoint, Metric, NumberDataPoint, Sum, exemplar,
     metric, number_data_point,
 };
-
 use tandem_proto::trace::unhex;
 
 use crate::openmetrics::{self, Family, Kind, Sample, families};
