@@ -35,7 +35,7 @@ impl SpanSink {
     }
 
     fn export(&self, packed: &[u8]) {
-        unpack(packed).for_each(|span| self.exporter.export(&span));
+        self.exporter.export(unpack(packed).collect());
     }
 
     /// No router will come: what waits for one goes to the collector.

@@ -219,7 +219,7 @@ impl Service {
         let admission = Admission::new(&limits, &membership, keys.required());
         let traces = Traces::new(ring);
         let (strays, collector) = (traces.clone(), exporter.clone());
-        membership.when_strays(move |packed| strays.stray(packed).into_iter().for_each(|span| collector.pass_on(span)));
+        membership.when_strays(move |packed| collector.export(strays.stray(packed)));
         let flow = flow::Shared {
             membership,
             exporter,

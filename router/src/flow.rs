@@ -495,7 +495,7 @@ impl Run {
         let ((), late) = tokio::join!(biased; told, reported);
         if let Some((own, mut of_nodes)) = kept {
             join(&mut of_nodes, &late.unwrap_or_default());
-            export(&shared.exporter, root.trace_id, own, &of_nodes);
+            shared.exporter.export(nested(root.trace_id, &[own], &of_nodes));
         }
         if let Some(mut slot) = slot {
             slot.used(u64::from(usage.prompt) + u64::from(usage.completion));
@@ -520,14 +520,6 @@ fn keep_trace(
     let early = shared.traces.finish(trace_id, Arc::clone(&own), &of_nodes, ended);
     join(&mut of_nodes, &early);
     exported.then_some((own, of_nodes))
-}
-
-/// Sends a whole trace to the collector: nodes' spans in the nodes' names.
-fn export(exporter: &Exporter, trace_id: [u8; 16], own: Own, of_nodes: &[u8]) {
-    let (spans, count) = nested(trace_id, &[own], of_nodes);
-    for (index, span) in spans.into_iter().enumerate() {
-        if index < count { exporter.export(&span) } else { exporter.pass_on(span) }
-    }
 }
 
 /// What a reader wants between two tokens.

@@ -94,19 +94,19 @@ impl Kept {
         join(&mut self.of_nodes, of_nodes);
     }
 
-    fn spans(&self, trace_id: TraceId) -> (Vec<v1::Span>, usize) {
+    fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
         nested(trace_id, &self.own, &self.of_nodes)
     }
 }
 
-/// The router's spans of a trace, and how many they are; then the nodes', each within its parent.
-pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> (Vec<v1::Span>, usize) {
+/// The router's spans of a trace, then the nodes', each within its parent.
+pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> Vec<v1::Span> {
     let of_nodes = unpack(of_nodes).filter(|span| span.trace_id == trace_id);
     let mut spans: Vec<_> = own.iter().flat_map(|own| own()).take(MAX_SPANS).collect();
     let count = spans.len();
     spans.extend(of_nodes.take(MAX_SPANS));
     nest(&mut spans, count);
-    (spans, count)
+    spans
 }
 
 /// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of
@@ -175,7 +175,7 @@ impl Traces {
             join(&mut Arc::make_mut(kept).of_nodes, &packed);
             let kept = kept.exported.then(|| Arc::clone(kept));
             drop(held);
-            let all = kept.map(|kept| kept.spans(trace_id).0).unwrap_or_default();
+            let all = kept.map(|kept| kept.spans(trace_id)).unwrap_or_default();
             all.into_iter().filter(|span| ids.contains(&span.span_id)).collect()
         };
         traces.into_iter().flat_map(of_exported).collect()
@@ -234,13 +234,13 @@ impl Traces {
 
     fn spans(&self, trace_id: TraceId) -> Option<Vec<v1::Span>> {
         let kept = Arc::clone(self.lock().kept.get(&trace_id)?);
-        Some(kept.spans(trace_id).0)
+        Some(kept.spans(trace_id))
     }
 
     fn newest_first(&self) -> impl Iterator<Item = (TraceId, Vec<v1::Span>)> + use<> {
         let all: Vec<_> =
             self.lock().kept.newest_first().into_iter().map(|(id, kept)| (id, Arc::clone(kept))).collect();
-        all.into_iter().map(|(id, kept)| (id, kept.spans(id).0))
+        all.into_iter().map(|(id, kept)| (id, kept.spans(id)))
     }
 
     fn lock(&self) -> MutexGuard<'_, Held> {

@@ -59,6 +59,9 @@ struct Args {
     /// Measure two more routers: one that logs nothing, and one that logs and exports its spans to a collector
     #[arg(long)]
     compare_seen: bool,
+    /// These two alone, and the direct way: for many short turns, since what differs is less than what a machine does
+    #[arg(long, requires = "compare_seen", conflicts_with = "python")]
+    only_seen: bool,
     /// Further flags for the one that is seen, such as `--log-format json`
     #[arg(long, default_value = "", allow_hyphen_values = true)]
     seen_args: String,
@@ -121,6 +124,9 @@ async fn main() -> anyhow::Result<()> {
     };
     let relay = relay::start(&cluster).await?;
     let mut subjects = subjects(&cluster, &relay, &model, &peers).await?;
+    if args.only_seen {
+        subjects.truncate(1); // the direct way, which the others are measured against
+    }
     let compared = if args.compare_seen { Some(Compared::start(&cluster, &args).await?) } else { None };
     if let Some(compared) = &compared {
         for (names, router) in [(UNSEEN, &compared.unseen), (SEEN, &compared.seen)] {

@@ -1,7 +1,6 @@
 //! Metrics from the text of a scrape to OTLP's messages. Pure. Names stay as scrapers know them: a collector that writes
 //! for Prometheus then makes the same series of both.
-use opentelemetry_proto::tonic::common::v1::any_value::Value;
-use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
+use opentelemetry_proto::tonic::common::v1::KeyValue;
 use opentelemetry_proto::tonic::metrics::v1::{
     AggregationTemporality, Exemplar, Gauge, Histogram, HistogramDataPoint, Metric, NumberDataPoint, Sum, exemplar,
     metric, number_data_point,
@@ -9,6 +8,7 @@ use opentelemetry_proto::tonic::metrics::v1::{
 use tandem_proto::trace::unhex;
 
 use crate::openmetrics::{self, Family, Kind, Sample, families};
+use crate::otlp::attribute;
 
 const CUMULATIVE: i32 = AggregationTemporality::Cumulative as i32;
 /// The label of a bucket's bound.
@@ -109,12 +109,6 @@ fn bound(sample: &Sample<'_>) -> Option<f64> {
 
 fn attributes<'a>(sample: &'a Sample<'_>) -> impl Iterator<Item = KeyValue> + 'a {
     sample.labels.iter().filter(|(key, _)| *key != BOUND).map(|(key, value)| attribute(key, value))
-}
-
-/// A text with a name.
-pub(crate) fn attribute(key: &str, value: &str) -> KeyValue {
-    let value = Some(AnyValue { value: Some(Value::StringValue(value.to_owned())) });
-    KeyValue { key: key.to_owned(), value, ..KeyValue::default() }
 }
 
 /// As the name says it. Others are left out: what writes for Prometheus would add their names to the metric's.

@@ -1,50 +1,59 @@
-//! Spans to an OTLP/gRPC collector. A dead collector must cost a request nothing: `export` only counts and queues,
-//! the SDK's batch processor sends from its own thread, and every span that does not arrive is counted as dropped.
+//! Spans to an OTLP/gRPC collector. A dead collector must cost a request nothing: `export` only counts and queues, one
+//! task sends what came together, and every span that does not arrive is counted as dropped. Spans of several processes
+//! go in one call, each in the name of the one that it is of: a router sends those that its nodes told of.
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
-use opentelemetry::KeyValue;
-use opentelemetry_otlp::{RetryPolicy, WithExportConfig, WithTonicConfig};
-use opentelemetry_sdk::Resource;
-use opentelemetry_sdk::error::OTelSdkResult;
-use opentelemetry_sdk::resource::ResourceBuilder;
-use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanExporter, SpanProcessor};
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_client::TraceServiceClient;
+use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
 use tandem_proto::v1;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+use tonic::Status;
+use tonic::transport::{Channel, Endpoint};
 
 use crate::collector::Collector;
 use crate::log_export;
-use crate::otlp::span_data;
-use crate::relay::Relay;
+use crate::otlp;
 
 /// Spans that may wait for the collector; about 3 MB.
-pub(crate) const QUEUE_SPANS: usize = 4096;
-pub(crate) const BATCH_SPANS: usize = 512;
+const QUEUE_SPANS: usize = 4096;
+/// Spans of a call, but for the rest of the trace that begins in it.
+const BATCH_SPANS: usize = 512;
 /// A trace is in the collector this long after its request ended.
-pub(crate) const SEND_EVERY: Duration = Duration::from_millis(250);
-/// The collector's time to answer one batch.
+const SEND_EVERY: Duration = Duration::from_millis(250);
+/// The collector's time to answer one call.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Handle to the process's span exporter. Without an endpoint it takes spans and forgets them.
 #[derive(Clone, Debug)]
 pub struct Exporter {
-    sender: Option<Arc<Sender>>,
+    queue: Option<Queue>,
 }
 
-#[derive(Debug)]
-struct Sender {
-    processor: BatchSpanProcessor,
-    relay: Relay,
+#[derive(Clone, Debug)]
+struct Queue {
+    sender: mpsc::UnboundedSender<Queued>,
     counts: Arc<Counts>,
 }
 
+/// Spans that came together; or the wish to know when all before it are sent.
+enum Queued {
+    Spans(Vec<v1::Span>),
+    Flush(oneshot::Sender<()>),
+}
+
+/// Bounds the queue, which has none of its own, by spans.
 #[derive(Debug, Default)]
-pub(crate) struct Counts {
+struct Counts {
     waiting: AtomicU64,
     dropped: AtomicU64,
-    failing: AtomicBool,
 }
 
 impl Exporter {
@@ -55,108 +64,70 @@ impl Exporter {
     /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
     pub fn start(service: &str, instance: &str, collector: &Collector) -> anyhow::Result<Self> {
         let Some(endpoint) = collector.endpoint() else { return Ok(Self::disabled()) };
+        let channel = Endpoint::from_shared(endpoint.to_owned())
+            .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?
+            .timeout(SEND_TIMEOUT)
+            .connect_timeout(SEND_TIMEOUT)
+            .connect_lazy();
+        log_export::start(endpoint, service, instance)?;
         let counts = Arc::new(Counts::default());
-        let counting = |inner| Counting { inner, endpoint: endpoint.to_owned(), counts: counts.clone() };
-        let mut processor = BatchSpanProcessor::new(counting(connect(endpoint)?), batches());
-        let own =
-            resource(service, instance).with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")));
-        let own = own.build();
-        processor.set_resource(&own);
-        // With a connection of its own, which is made when it is used.
-        let relay = Relay::start(counting(connect(endpoint)?));
-        log_export::start(endpoint, own)?;
-        Ok(Self { sender: Some(Arc::new(Sender { processor, relay, counts })) })
+        let (sender, spans) = mpsc::unbounded_channel();
+        let sending = Sending {
+            client: TraceServiceClient::new(channel),
+            endpoint: endpoint.to_owned(),
+            own: (service.to_owned(), instance.to_owned()),
+            counts: Arc::clone(&counts),
+            failing: false,
+        };
+        tokio::spawn(sending.run(spans));
+        Ok(Self { queue: Some(Queue { sender, counts }) })
     }
 
     /// An exporter that forgets.
     pub fn disabled() -> Self {
-        Self { sender: None }
+        Self { queue: None }
     }
 
     /// Whether it does not forget.
     pub fn is_on(&self) -> bool {
-        self.sender.is_some()
+        self.queue.is_some()
     }
 
-    /// Queues a copy of a span. Never blocks; a full queue or a malformed span is a counted drop.
-    pub fn export(&self, span: &v1::Span) {
-        let Some(sender) = self.with_room() else { return };
-        match span_data(span.clone()) {
-            Some(data) => sender.processor.on_end(data),
-            None => sender.counts.settle(1, false),
-        }
-    }
-
-    /// The same for a span of another process, which did not export it: it arrives in that one's name.
-    pub fn pass_on(&self, span: v1::Span) {
-        if let Some(sender) = self.with_room() {
-            sender.relay.pass_on(span);
-        }
-    }
-
-    /// Where one more span may wait; without room it is a counted drop.
-    fn with_room(&self) -> Option<&Sender> {
-        let sender = self.sender.as_deref()?;
-        let counts = &sender.counts;
+    /// Queues spans, each of which arrives in the name of its `service` and `instance`. Never blocks; spans for which
+    /// there is no room, and malformed ones, are counted as dropped.
+    pub fn export(&self, spans: Vec<v1::Span>) {
+        let Some(Queue { sender, counts }) = &self.queue else { return };
+        let count = spans.len() as u64;
         let room = counts.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| {
-            (waiting < QUEUE_SPANS as u64).then_some(waiting + 1)
+            Some(waiting + count).filter(|&waiting| waiting <= QUEUE_SPANS as u64)
         });
         if room.is_err() {
-            counts.dropped.fetch_add(1, Ordering::Relaxed);
+            counts.dropped.fetch_add(count, Ordering::Relaxed);
+        } else if sender.send(Queued::Spans(spans)).is_err() {
+            counts.settle(count, false);
         }
-        room.is_ok().then_some(sender)
     }
 
     /// Spans that did not reach the collector.
     pub fn dropped(&self) -> u64 {
-        self.sender.as_ref().map_or(0, |sender| sender.counts.dropped.load(Ordering::Relaxed))
+        self.queue.as_ref().map_or(0, |queue| queue.counts.dropped.load(Ordering::Relaxed))
     }
 
-    /// Sends what waits, then stops. Bounded by a few seconds; the processor's shutdown blocks, so it gets a thread.
+    /// Sends what waits. Takes seconds at most.
     pub async fn shutdown(&self) {
-        let Some(sender) = self.sender.clone() else { return };
-        if tokio::time::timeout(SHUTDOWN_TIMEOUT, sender.relay.flushed()).await.is_err() {
-            tracing::warn!("other processes' spans may be lost at shutdown");
+        let Some(Queue { sender, .. }) = &self.queue else { return };
+        let (done, sent) = oneshot::channel();
+        let flushed = async { sender.send(Queued::Flush(done)).is_ok() && sent.await.is_ok() };
+        if !timeout(SHUTDOWN_TIMEOUT, flushed).await.unwrap_or(false) {
+            tracing::warn!("spans may be lost at shutdown");
         }
-        let stopped = tokio::task::spawn_blocking(move || {
-            log_export::flush();
-            sender.processor.shutdown_with_timeout(SHUTDOWN_TIMEOUT)
-        });
-        match stopped.await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::warn!(%error, "spans may be lost at shutdown"),
-            Err(error) => tracing::warn!(%error, "span exporter did not stop"),
-        }
+        // It blocks, so it gets a thread; it fails only with the runtime, which ends.
+        let _ = tokio::task::spawn_blocking(log_export::flush).await;
     }
-}
-
-fn connect(endpoint: &str) -> anyhow::Result<opentelemetry_otlp::SpanExporter> {
-    opentelemetry_otlp::SpanExporter::builder()
-        .with_tonic()
-        .with_endpoint(endpoint)
-        .with_timeout(SEND_TIMEOUT)
-        // A batch that failed is dropped and counted; the next one is the retry.
-        .with_retry_policy(RetryPolicy::disabled())
-        .build()
-        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))
-}
-
-/// Who a span is from.
-pub(crate) fn resource(service: &str, instance: &str) -> ResourceBuilder {
-    let instance = KeyValue::new("service.instance.id", instance.to_owned());
-    Resource::builder_empty().with_service_name(service.to_owned()).with_attribute(instance)
-}
-
-fn batches() -> opentelemetry_sdk::trace::BatchConfig {
-    BatchConfigBuilder::default()
-        .with_max_queue_size(QUEUE_SPANS)
-        .with_max_export_batch_size(BATCH_SPANS)
-        .with_scheduled_delay(SEND_EVERY)
-        .build()
 }
 
 impl Counts {
-    pub(crate) fn settle(&self, spans: u64, arrived: bool) {
+    fn settle(&self, spans: u64, arrived: bool) {
         self.waiting.fetch_sub(spans, Ordering::Relaxed);
         if !arrived {
             self.dropped.fetch_add(spans, Ordering::Relaxed);
@@ -164,34 +135,92 @@ impl Counts {
     }
 }
 
-/// The SDK drops silently; this wrapper counts, and logs once when the collector goes away and once when it is back.
-#[derive(Debug)]
-pub(crate) struct Counting<E> {
-    inner: E,
+/// The task that sends.
+struct Sending {
+    client: TraceServiceClient<Channel>,
     endpoint: String,
-    pub(crate) counts: Arc<Counts>,
+    /// Service and instance of this process.
+    own: (String, String),
+    counts: Arc<Counts>,
+    failing: bool,
 }
 
-impl<E: SpanExporter> SpanExporter for Counting<E> {
-    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
-        let spans = batch.len() as u64;
-        let result = self.inner.export(batch).await;
-        self.counts.settle(spans, result.is_ok());
-        let failed = result.is_err();
-        if self.counts.failing.swap(failed, Ordering::Relaxed) != failed {
-            match &result {
-                Ok(()) => tracing::info!(endpoint = self.endpoint, "OTLP collector is back"),
-                Err(error) => tracing::warn!(endpoint = self.endpoint, %error, "OTLP collector away: dropping spans"),
+impl Sending {
+    async fn run(mut self, mut queue: mpsc::UnboundedReceiver<Queued>) {
+        loop {
+            let (spans, flushed, open) = receive(&mut queue).await;
+            if !spans.is_empty() {
+                self.send(spans).await;
+            }
+            if let Some(done) = flushed {
+                let _ = done.send(());
+            }
+            if !open {
+                return;
             }
         }
-        result
     }
 
-    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
-        self.inner.shutdown_with_timeout(timeout)
+    /// One call. A batch that does not arrive is dropped and counted; the next one is the retry.
+    async fn send(&mut self, spans: Vec<v1::Span>) {
+        let all = spans.len() as u64;
+        let (request, count) = self.request(spans);
+        self.counts.settle(all - count, false);
+        let result = self.client.export(request).await;
+        self.counts.settle(count, result.is_ok());
+        self.tell(result.err());
     }
 
-    fn set_resource(&mut self, resource: &Resource) {
-        self.inner.set_resource(resource);
+    /// The call, and how many spans are in it: those that have a place in a trace.
+    fn request(&self, spans: Vec<v1::Span>) -> (ExportTraceServiceRequest, u64) {
+        let (mut processes, mut count) = (BTreeMap::<_, Vec<Span>>::new(), 0);
+        for mut span in spans {
+            let process = (std::mem::take(&mut span.service), std::mem::take(&mut span.instance));
+            if let Some(span) = otlp::span(span) {
+                processes.entry(process).or_default().push(span);
+                count += 1;
+            }
+        }
+        let resource_spans = processes.into_iter().map(|(process, spans)| {
+            let version = (process == self.own).then_some(env!("CARGO_PKG_VERSION"));
+            let resource = Some(otlp::resource(&process.0, &process.1, version));
+            let scope = Some(InstrumentationScope { name: "tandem".to_owned(), ..InstrumentationScope::default() });
+            let scope_spans = vec![ScopeSpans { scope, spans, ..ScopeSpans::default() }];
+            ResourceSpans { resource, scope_spans, ..ResourceSpans::default() }
+        });
+        (ExportTraceServiceRequest { resource_spans: resource_spans.collect() }, count)
     }
+
+    /// Logs once when the collector goes away and once when it is back.
+    fn tell(&mut self, failure: Option<Status>) {
+        let endpoint = &self.endpoint;
+        match (&failure, self.failing) {
+            (Some(error), false) => tracing::warn!(endpoint, %error, "OTLP collector away: dropping spans"),
+            (None, true) => tracing::info!(endpoint, "OTLP collector is back"),
+            _ => {}
+        }
+        self.failing = failure.is_some();
+    }
+}
+
+/// What comes together goes together: a call to the collector costs more than its spans. Gives the spans, who waits for
+/// them to be sent, and whether there can be more.
+async fn receive(queue: &mut mpsc::UnboundedReceiver<Queued>) -> (Vec<v1::Span>, Option<oneshot::Sender<()>>, bool) {
+    let mut spans = match queue.recv().await {
+        Some(Queued::Spans(spans)) => spans,
+        Some(Queued::Flush(done)) => return (Vec::new(), Some(done), true),
+        None => return (Vec::new(), None, false),
+    };
+    let more = async {
+        while spans.len() < BATCH_SPANS {
+            match queue.recv().await {
+                Some(Queued::Spans(more)) => spans.extend(more),
+                Some(Queued::Flush(done)) => return (Some(done), true),
+                None => return (None, false),
+            }
+        }
+        (None, true)
+    };
+    let (flushed, open) = timeout(SEND_EVERY, more).await.unwrap_or((None, true));
+    (spans, flushed, open)
 }

@@ -2,8 +2,7 @@
 //!
 //! - [`clock`]: one (wall clock, monotonic clock) pair per process, so that phases tile exactly.
 //! - [`phase`]: a finished phase of a request as a `v1::Span`, built from exact start and end times.
-//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; [`otlp`] is the conversion, `relay` sends
-//!   those of other processes in their names.
+//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; `otlp` is the conversion.
 //! - [`metrics_export`]: the figures of `/metrics` to the collector; `openmetrics` reads their text, `convert` makes
 //!   OTLP's messages of it. [`collector`]: the flags that say where all this goes.
 //! - [`logging`]: the lines on stderr, for people or programs, and the ids of the request that they are about;
@@ -27,7 +26,6 @@ pub mod notes;
 mod openmetrics;
 mod otlp;
 pub mod phase;
-mod relay;
 mod stderr;
 mod traced;
 

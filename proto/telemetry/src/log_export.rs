@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::Context;
+use opentelemetry::KeyValue;
 use opentelemetry::logs::{AnyValue, LogRecord, Logger, LoggerProvider, Severity};
 use opentelemetry::trace::{SpanId, TraceFlags, TraceId};
 use opentelemetry_otlp::{RetryPolicy, WithExportConfig, WithTonicConfig};
@@ -41,7 +42,7 @@ pub(crate) fn queue() -> Option<&'static Queue> {
 ///
 /// # Errors
 /// The endpoint is no URL.
-pub(crate) fn start(endpoint: &str, resource: Resource) -> anyhow::Result<()> {
+pub(crate) fn start(endpoint: &str, service: &str, instance: &str) -> anyhow::Result<()> {
     let exporter = opentelemetry_otlp::LogExporter::builder()
         .with_tonic()
         .with_endpoint(endpoint)
@@ -53,6 +54,11 @@ pub(crate) fn start(endpoint: &str, resource: Resource) -> anyhow::Result<()> {
         .with_max_queue_size(QUEUE_LINES)
         .with_max_export_batch_size(BATCH_LINES)
         .with_scheduled_delay(SEND_EVERY)
+        .build();
+    let who = [("service.instance.id", instance.to_owned()), ("service.version", env!("CARGO_PKG_VERSION").to_owned())];
+    let resource = Resource::builder_empty()
+        .with_service_name(service.to_owned())
+        .with_attributes(who.map(|(key, value)| KeyValue::new(key, value)))
         .build();
     let processor = BatchLogProcessor::builder(exporter).with_batch_config(batches).build();
     let provider = SdkLoggerProvider::builder().with_log_processor(processor).with_resource(resource).build();

@@ -17,7 +17,8 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::clock::{clock, now};
 use crate::collector::Collector;
-use crate::convert::{attribute, metrics};
+use crate::convert::metrics;
+use crate::otlp;
 
 /// For one export; the next one has all that it had.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
@@ -48,7 +49,7 @@ impl MetricsExport {
         let sender = Sender {
             client: MetricsServiceClient::new(channel),
             endpoint: endpoint.to_owned(),
-            resource: resource(service, instance),
+            resource: otlp::resource(service, instance, Some(env!("CARGO_PKG_VERSION"))),
             start_unix_ns: clock().unix_ns(now()),
             text,
             failing: false,
@@ -129,11 +130,4 @@ impl Sender {
         let resource_metrics = vec![ResourceMetrics { resource, scope_metrics, ..ResourceMetrics::default() }];
         ExportMetricsServiceRequest { resource_metrics }
     }
-}
-
-/// As spans and log lines have it.
-fn resource(service: &str, instance: &str) -> Resource {
-    let version = env!("CARGO_PKG_VERSION");
-    let who = [("service.name", service), ("service.instance.id", instance), ("service.version", version)];
-    Resource { attributes: who.map(|(key, value)| attribute(key, value)).to_vec(), ..Resource::default() }
 }

@@ -53,7 +53,7 @@ async fn a_span_arrives_whole() {
     let (endpoint, mut received) = collector().await;
     let exporter = Exporter::start("tandem-decode", "d0", &Collector::at(endpoint)).unwrap();
     let sent = span(0);
-    exporter.export(&sent);
+    exporter.export(vec![sent.clone()]);
     exporter.shutdown().await;
     let request = received.recv().await.unwrap();
     let resource = &request.resource_spans[0];
@@ -76,10 +76,10 @@ async fn a_span_arrives_whole() {
 async fn spans_are_passed_on_in_the_name_of_their_process() {
     let (endpoint, mut received) = collector().await;
     let exporter = Exporter::start("tandem-router", "r0", &Collector::at(endpoint)).unwrap();
-    exporter.export(&span(0));
-    for (number, instance) in [(1, "d0"), (2, "d1"), (3, "d0")] {
-        exporter.pass_on(v1::Span { instance: instance.into(), ..span(number) });
-    }
+    let of_router = v1::Span { service: "tandem-router".into(), instance: "r0".into(), ..span(0) };
+    let of_nodes = [(1, "d0"), (2, "d1"), (3, "d0")];
+    let of_nodes = of_nodes.map(|(number, instance)| v1::Span { instance: instance.into(), ..span(number) });
+    exporter.export(of_nodes.into_iter().chain([of_router]).collect());
     exporter.shutdown().await;
     let mut told = Vec::new();
     while let Ok(request) = received.try_recv() {
@@ -103,9 +103,10 @@ async fn spans_are_passed_on_in_the_name_of_their_process() {
 async fn a_dead_collector_drops_and_counts() {
     let exporter = Exporter::start("tandem-decode", "d0", &Collector::at("http://127.0.0.1:1")).unwrap();
     for number in 0..10_000 {
-        exporter.export(&span(number));
+        exporter.export(vec![span(number)]);
     }
-    exporter.pass_on(span(0));
+    exporter.export(Vec::new());
+    exporter.export(vec![v1::Span::default()]);
     exporter.shutdown().await;
     assert_eq!(exporter.dropped(), 10_001);
 }

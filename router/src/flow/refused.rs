@@ -55,7 +55,7 @@ pub fn tell(shared: &Shared, refused: &Refused<'_>, error: &Error) {
     // The client hears by its status that nothing went wrong here: nobody looks for its trace but by its id.
     let exported = shared.exporter.is_on() && root.sampled;
     if exported {
-        shared.exporter.export(&span);
+        shared.exporter.export(vec![span.clone()]);
     }
     let ended = Ended { class: Class::Refused, exported };
     shared.traces.finish(root.trace_id, Arc::new(move || vec![span.clone()]), &[], ended);
