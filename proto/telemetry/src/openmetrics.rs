@@ -51,10 +51,10 @@ pub(crate) fn families(text: &str) -> Vec<Family<'_>> {
             };
             let help = helps.remove(name).unwrap_or_default();
             families.push(Family { name, kind, help, samples: Vec::new() });
-        } else if let (Some(family), Some(sample)) = (families.last_mut(), sample(line)) {
-            if sample.name.starts_with(family.name) {
-                family.samples.push(sample);
-            }
+        } else if let (Some(family), Some(sample)) = (families.last_mut(), sample(line))
+            && sample.name.starts_with(family.name)
+        {
+            family.samples.push(sample);
         }
     }
     families
