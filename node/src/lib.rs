@@ -8,6 +8,7 @@
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared;
 //!   [`kv_feed`]: what it is told of the prefix cache; [`clock_offset`]: how far this host's clock is from its.
 //!   [`admin`]: `/health` and `/metrics`.
+//! - [`facts`]: what this machine has, as a node finds it, for the tool that asks.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:
 //!   counts of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
 //! - [`call`]: one streaming call as a task that dies with its client.
@@ -19,6 +20,7 @@ pub mod admin;
 pub mod call;
 pub mod clock_offset;
 pub mod config;
+pub mod facts;
 pub mod figures;
 pub mod handoffs;
 pub mod kv_feed;

@@ -4,7 +4,7 @@
 //! - [`topology`]: what `nvidia-smi` says of the GPUs' links. [`plan`]: who gets which. [`file`]: the text.
 mod file;
 mod plan;
-mod topology;
+pub mod topology;
 
 use std::fs::File;
 use std::io::Write;

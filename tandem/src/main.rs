@@ -9,7 +9,7 @@
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
-//! - [`compose`]: writes the docker-compose file of a host.
+//! - [`compose`]: writes the docker-compose file of a host. [`doctor`]: what this machine has and what it lacks.
 //! - [`sse`]: server-sent events out of bytes (pure).
 //! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
@@ -21,6 +21,7 @@ mod chat;
 mod compose;
 mod config;
 mod cores;
+mod doctor;
 mod explain;
 mod generate;
 mod join_token;
@@ -82,5 +83,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Top(top) => top::run(top).await,
         Config::Bench(bench) => bench::run(bench).await,
         Config::Compose(compose) => compose::run(&compose),
+        Config::Doctor(doctor) => doctor::run(doctor).await,
     }
 }

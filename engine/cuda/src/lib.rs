@@ -11,6 +11,7 @@ pub mod device;
 pub mod error;
 pub mod graph;
 pub mod module;
+pub mod nvrtc;
 pub mod pinned;
 pub mod stream;
 
@@ -20,5 +21,6 @@ pub use device::Device;
 pub use error::CudaError;
 pub use graph::Graph;
 pub use module::{Arg, Function, Module, Shape};
+pub use nvrtc::nvrtc_version;
 pub use pinned::Pinned;
 pub use stream::{Event, Stream};

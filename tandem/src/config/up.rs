@@ -217,14 +217,7 @@ impl UpArgs {
     /// Flags that do not go together, no model.
     pub fn resolve(self, state: PathBuf) -> anyhow::Result<Up> {
         let (prefill, decode) = self.nodes()?;
-        let model = match (self.model, self.cache) {
-            (Some(model), _) => model,
-            (None, Some(cache)) => cache.join(DEFAULT_MODEL),
-            (None, None) => {
-                let home = std::env::home_dir().context("no home directory: give --model PATH or --cache DIR")?;
-                home.join(".cache/tandem").join(DEFAULT_MODEL)
-            }
-        };
+        let model = default_model(self.model, self.cache)?;
         if !model.exists() {
             let model = model.display();
             anyhow::bail!(
@@ -313,6 +306,21 @@ impl PassThrough {
         let switches = [("--no-prefix-caching", self.no_prefix_caching), ("--simulated", self.simulated)];
         let switches = switches.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
         (shared, given.flatten().chain(switches).collect())
+    }
+}
+
+/// The one that is named, else that of `make setup` in the cache.
+///
+/// # Errors
+/// Nothing says where the cache is.
+pub fn default_model(model: Option<PathBuf>, cache: Option<PathBuf>) -> anyhow::Result<PathBuf> {
+    match (model, cache) {
+        (Some(model), _) => Ok(model),
+        (None, Some(cache)) => Ok(cache.join(DEFAULT_MODEL)),
+        (None, None) => {
+            let home = std::env::home_dir().context("no home directory: give --model PATH or --cache DIR")?;
+            Ok(home.join(".cache/tandem").join(DEFAULT_MODEL))
+        }
     }
 }
 
