@@ -38,7 +38,15 @@ const GRAPH: [(&str, &[&str]); 15] = [
     ("tandem-kvtransfer", &["tandem-proto", "tandem-memory", "tandem-ucx-sys"]),
     (
         "tandem-node",
-        &["tandem-proto", "tandem-telemetry", "tandem-ports", "tandem-engine", "tandem-cuda", "tandem-kvtransfer"],
+        &[
+            "tandem-proto",
+            "tandem-telemetry",
+            "tandem-ports",
+            "tandem-memory",
+            "tandem-engine",
+            "tandem-cuda",
+            "tandem-kvtransfer",
+        ],
     ),
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),
