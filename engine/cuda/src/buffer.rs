@@ -6,22 +6,9 @@ use cudarc::driver::{result, sys};
 
 use crate::context::Context;
 use crate::error::{CudaError, failed};
+use crate::kernels::launch::Mem;
 use crate::pinned::Pinned;
 use crate::stream::Stream;
-
-/// An address in device memory. Whoever hands one to a kernel answers for what is behind it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DevicePtr(pub u64);
-
-impl DevicePtr {
-    /// No memory: what a kernel takes for an argument that is not there.
-    pub const NULL: Self = Self(0);
-
-    /// So many bytes further.
-    pub fn add(self, bytes: usize) -> Self {
-        Self(self.0 + bytes as u64)
-    }
-}
 
 /// Memory of the device.
 #[derive(Debug)]
@@ -39,7 +26,7 @@ impl Buffer {
     pub fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
         context.bind()?;
         // The driver refuses to allocate nothing.
-        // SAFETY: allocates; nobody reads what is not written, see the users of `DevicePtr`.
+        // SAFETY: allocates; what it holds is read by kernels that were told what to read.
         let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
                 let (free, total) = context.memory().unwrap_or_default();
@@ -75,9 +62,18 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// Its first byte.
-    pub fn ptr(&self) -> DevicePtr {
-        DevicePtr(self.address)
+    /// All of it, for kernels.
+    pub fn mem(&self) -> Mem {
+        Mem::new(self.address, self.bytes)
+    }
+
+    /// `bytes` of it from `at` on.
+    ///
+    /// # Panics
+    /// If they leave the buffer.
+    pub fn part(&self, at: usize, bytes: usize) -> Mem {
+        assert!(at <= self.bytes && bytes <= self.bytes - at, "a part out of range");
+        Mem::new(self.address + at as u64, bytes)
     }
 
     /// Its length.
