@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use crate::context::Context;
-use crate::error::{CudaError, failed};
+use crate::error::{CudaError, check, failed};
 use crate::kernels::launch::Mem;
 use crate::pinned::Pinned;
 use crate::stream::Stream;
@@ -81,36 +81,57 @@ impl Buffer {
         self.bytes
     }
 
-    /// Queues a copy of the first `bytes` of `from` to `at`. Whoever changes `from` waits for the stream first.
+    /// Queues a copy of `bytes` from byte `from_at` of `from` on. Whoever changes `from` waits for the stream first.
     ///
     /// # Errors
     /// Whatever the driver answers.
     ///
     /// # Panics
     /// If either is shorter.
-    pub fn upload(&self, at: usize, from: &Pinned, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
-        assert!(at <= self.bytes && bytes <= self.bytes - at && bytes <= from.bytes(), "a copy out of range");
-        // SAFETY: both ranges are inside their owners, which outlive the stream's work: see the users.
+    pub fn upload(
+        &self,
+        at: usize,
+        from: &Pinned,
+        from_at: usize,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        self.check(at, bytes, from, from_at);
+        // SAFETY: both ranges are inside their owners, who wait for the stream before they free.
         let status = unsafe {
-            let to = self.address + at as u64;
-            sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), bytes, stream.handle())
+            let (to, from) = (self.address + at as u64, from.as_ptr().add(from_at));
+            sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream.handle())
         };
-        crate::error::check("cuMemcpyHtoDAsync", status)
+        check("cuMemcpyHtoDAsync", status)
     }
 
-    /// Queues a copy of `bytes` from `at` to the beginning of `to`. Whoever reads `to` waits for the stream first.
+    /// Queues a copy of `bytes` to byte `to_at` of `to` on. Whoever reads `to` waits for the stream first.
     ///
     /// # Errors
     /// Whatever the driver answers.
     ///
     /// # Panics
     /// If either is shorter.
-    pub fn download(&self, at: usize, to: &Pinned, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
-        assert!(at <= self.bytes && bytes <= self.bytes - at && bytes <= to.bytes(), "a copy out of range");
+    pub fn download(
+        &self,
+        at: usize,
+        to: &Pinned,
+        to_at: usize,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        self.check(at, bytes, to, to_at);
         // SAFETY: as in `upload`.
-        let status =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), self.address + at as u64, bytes, stream.handle()) };
-        crate::error::check("cuMemcpyDtoHAsync", status)
+        let status = unsafe {
+            let (to, from) = (to.as_ptr().add(to_at), self.address + at as u64);
+            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.handle())
+        };
+        check("cuMemcpyDtoHAsync", status)
+    }
+
+    fn check(&self, at: usize, bytes: usize, pinned: &Pinned, pinned_at: usize) {
+        let inside = |at: usize, all: usize| at <= all && bytes <= all - at;
+        assert!(inside(at, self.bytes) && inside(pinned_at, pinned.bytes()), "a copy out of range");
     }
 
     /// Copies what is at `at` into `out`, and waits. For tests and tools: a step has pinned memory for it.

@@ -106,7 +106,10 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
     let status = unsafe { sys::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
     if status != nvrtcResult::NVRTC_SUCCESS {
         let log = program.log();
-        return Err(CudaError::Kernels(format!("NVRTC does not compile {} for {arch}: {status:?}\n{log}", source.name)));
+        return Err(CudaError::Kernels(format!(
+            "NVRTC does not compile {} for {arch}: {status:?}\n{log}",
+            source.name
+        )));
     }
     let image = program.image()?;
     let took_ms = began.elapsed().as_millis() as u64;

@@ -48,8 +48,7 @@ impl Kernels {
             return Ok(());
         }
         let function = self.functions.get(launch.kernel);
-        let function =
-            function.ok_or_else(|| CudaError::Kernels(format!("there is no kernel {}", launch.kernel)))?;
+        let function = function.ok_or_else(|| CudaError::Kernels(format!("there is no kernel {}", launch.kernel)))?;
         // SAFETY: the caller's promise.
         unsafe { function.launch(stream, &launch) }
     }

@@ -130,7 +130,7 @@ impl Lane {
 
     fn read(&mut self, arena: &Buffer, at: usize, out: &mut [u8]) -> Result<(), CudaError> {
         for (index, piece) in out.chunks_mut(LANE_BYTES).enumerate() {
-            arena.download(at + index * LANE_BYTES, &self.pinned, piece.len(), &self.stream)?;
+            arena.download(at + index * LANE_BYTES, &self.pinned, 0, piece.len(), &self.stream)?;
             self.stream.synchronize()?;
             // SAFETY: the copy has ended.
             piece.copy_from_slice(unsafe { self.pinned.slice(0, piece.len()) });
@@ -142,31 +142,25 @@ impl Lane {
         for (index, piece) in bytes.chunks(LANE_BYTES).enumerate() {
             // SAFETY: the copy before has ended: each is waited for.
             unsafe { self.pinned.slice_mut(0, piece.len()) }.copy_from_slice(piece);
-            arena.upload(at + index * LANE_BYTES, &self.pinned, piece.len(), &self.stream)?;
+            arena.upload(at + index * LANE_BYTES, &self.pinned, 0, piece.len(), &self.stream)?;
             self.stream.synchronize()?;
         }
         Ok(())
     }
 
-    fn digests(
-        &mut self,
-        arena: &Buffer,
-        kernels: &Kernels,
-        pieces: &[Run],
-        out: &mut [u64],
-    ) -> Result<(), CudaError> {
+    fn digests(&mut self, arena: &Buffer, kernels: &Kernels, pieces: &[Run], out: &mut [u64]) -> Result<(), CudaError> {
         // SAFETY: no copy is under way, each is waited for.
         let words = unsafe { self.pinned.slice_mut::<u64>(0, 2 * pieces.len()) };
         for ([at, bytes], piece) in words.as_chunks_mut::<2>().0.iter_mut().zip(pieces) {
             (*at, *bytes) = (piece.at as u64, piece.bytes as u64);
         }
-        self.pieces.upload(0, &self.pinned, size_of_val(words), &self.stream)?;
         let count = pieces.len();
+        self.pieces.upload(0, &self.pinned, 0, count * size_of::<Piece>(), &self.stream)?;
         let launch = Xxh3 { digests: self.digests.mem(), memory: arena.mem(), pieces: self.pieces.mem(), count };
         // SAFETY: the pieces are inside the arena, by the caller's check; all memory is this lane's or the arena's, and
         // waited for below.
         unsafe { kernels.launch(&self.stream, xxh3(&launch)) }?;
-        self.digests.download(0, &self.pinned, size_of_val(out), &self.stream)?;
+        self.digests.download(0, &self.pinned, 0, size_of_val(out), &self.stream)?;
         self.stream.synchronize()?;
         // SAFETY: the copy has ended.
         out.copy_from_slice(unsafe { self.pinned.slice(0, out.len()) });

@@ -113,7 +113,9 @@ impl Function {
         let args = launch.args();
         if !args.iter().map(|arg| arg.bytes()).eq(self.parameters.iter().copied()) {
             let (name, has) = (self.name, &self.parameters);
-            return Err(CudaError::Kernels(format!("kernel {name} has parameters of {has:?} bytes, and gets {args:?}")));
+            return Err(CudaError::Kernels(format!(
+                "kernel {name} has parameters of {has:?} bytes, and gets {args:?}"
+            )));
         }
         let mut values = [0u64; MOST_ARGUMENTS];
         let mut pointers = [std::ptr::null_mut::<c_void>(); MOST_ARGUMENTS];

@@ -13,6 +13,32 @@ pub(crate) struct Span {
     pub bytes: usize,
 }
 
+/// Spans of one allocation, one after another.
+#[derive(Debug)]
+pub(crate) struct Spans {
+    /// `None`: more than there are addresses. Sizes are a file's header's, and no device has so much.
+    end: Option<usize>,
+}
+
+impl Spans {
+    pub fn new() -> Self {
+        Self { end: Some(0) }
+    }
+
+    /// The next one: as many values of `size` bytes as the product of `values`.
+    pub fn take(&mut self, values: &[usize], size: usize) -> Span {
+        let bytes = values.iter().try_fold(size, |bytes, &value| bytes.checked_mul(value));
+        let at = self.end.and_then(|end| end.checked_next_multiple_of(ALIGN));
+        self.end = at.zip(bytes).and_then(|(at, bytes)| at.checked_add(bytes));
+        Span { at: at.unwrap_or(usize::MAX), bytes: bytes.unwrap_or(usize::MAX) }
+    }
+
+    /// Of all.
+    pub fn bytes(&self) -> usize {
+        self.end.unwrap_or(usize::MAX)
+    }
+}
+
 /// All weights of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct WeightPlan {
@@ -56,14 +82,8 @@ pub(crate) struct Part {
 impl WeightPlan {
     /// Of a model of these sizes; sequences have up to `positions` positions.
     pub fn new(config: &LlamaConfig, positions: usize) -> Self {
-        let mut end = Some(0usize);
-        // Sizes are a header's: what does not fit into an address is refused as more than any device has.
-        let mut span = |values: &[usize], size: usize| {
-            let bytes = values.iter().try_fold(size, |bytes, &value| bytes.checked_mul(value));
-            let at = end.and_then(|end| end.checked_next_multiple_of(ALIGN));
-            end = at.zip(bytes).and_then(|(at, bytes)| at.checked_add(bytes));
-            Span { at: at.unwrap_or(usize::MAX), bytes: bytes.unwrap_or(usize::MAX) }
-        };
+        let mut spans = Spans::new();
+        let mut span = |values: &[usize], size: usize| spans.take(values, size);
         let LlamaConfig { hidden, feed_forward, head_dim, vocab_size, .. } = *config;
         let embedding = span(&[vocab_size, hidden], 2);
         let head = if config.tied { embedding } else { span(&[vocab_size, hidden], 2) };
@@ -80,7 +100,7 @@ impl WeightPlan {
                 down: span(&[hidden, feed_forward], 2),
             })
             .collect();
-        Self { embedding, head, final_norm, rotations, layers, bytes: end.unwrap_or(usize::MAX) }
+        Self { embedding, head, final_norm, rotations, layers, bytes: spans.bytes() }
     }
 }
 
@@ -89,9 +109,20 @@ pub(crate) fn qkv_parts(config: &LlamaConfig, layer: usize, kind: &str) -> [Part
     let turned = config.rope.row_order(config.head_dim);
     let (q_width, kv_width) = (config.attended_width(), config.kv_heads * config.head_dim);
     let part = |name: &str, rows, order| Part { name: format!("blk.{layer}.{name}.{kind}"), rows, order };
-    [
-        part("attn_q", q_width, turned),
-        part("attn_k", kv_width, turned),
-        part("attn_v", kv_width, RowOrder::AsStored),
-    ]
+    [part("attn_q", q_width, turned), part("attn_k", kv_width, turned), part("attn_v", kv_width, RowOrder::AsStored)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_do_not_overlap_and_too_many_bytes_are_the_most() {
+        let mut spans = Spans::new();
+        let all = [spans.take(&[3, 5], 4), spans.take(&[0], 2), spans.take(&[1000], 2)];
+        assert_eq!(all.map(|span| (span.at, span.bytes)), [(0, 60), (256, 0), (256, 2000)]);
+        assert_eq!(spans.bytes(), 2256);
+        assert_eq!(spans.take(&[usize::MAX, 2], 2).bytes, usize::MAX);
+        assert_eq!((spans.take(&[1], 1).at, spans.bytes()), (usize::MAX, usize::MAX));
+    }
 }

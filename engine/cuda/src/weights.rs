@@ -60,7 +60,9 @@ fn rotations(config: &LlamaConfig, positions: usize) -> Vec<f32> {
         let (sin, cos) = (position as f64 * frequency).sin_cos();
         [cos as f32, sin as f32]
     };
-    (0..positions).flat_map(|position| frequencies.iter().flat_map(move |&frequency| turn(position, frequency))).collect()
+    (0..positions)
+        .flat_map(|position| frequencies.iter().flat_map(move |&frequency| turn(position, frequency)))
+        .collect()
 }
 
 /// A load under way.
@@ -171,7 +173,7 @@ impl<'a> Upload<'a> {
             // SAFETY: the copy of the block before has ended.
             let bytes = unsafe { memory.slice_mut::<u8>(0, count * row_bytes) };
             side_by_side(self.threads, bytes, row_bytes, |n, to| row(first + n, to));
-            self.buffer.upload(span.at + first * row_bytes, memory, count * row_bytes, &self.stream)?;
+            self.buffer.upload(span.at + first * row_bytes, memory, 0, count * row_bytes, &self.stream)?;
             copied.record(&self.stream)?;
             self.next = 1 - self.next;
         }
