@@ -4,9 +4,9 @@ use super::launch::{Arg, Checks, Launch, Mem, Refused};
 
 /// The kernels of `products.cu`.
 pub const KERNELS: [Kernel; 5] = [
-    Kernel { name: "product_rows_16", shared_bytes: 0 },
-    Kernel { name: "product_rows_32", shared_bytes: 0 },
-    Kernel { name: "product_rows_64", shared_bytes: 0 },
+    Kernel { name: "product_rows_16", shared_bytes: ROWS_16.shared_bytes(MOST_WARPS) },
+    Kernel { name: "product_rows_32", shared_bytes: ROWS_32.shared_bytes(MOST_WARPS) },
+    Kernel { name: "product_rows_64", shared_bytes: ROWS_64.shared_bytes(MOST_WARPS) },
     Kernel { name: "product_tiles_64", shared_bytes: TILES_64.shared_bytes() },
     Kernel { name: "product_tiles_128", shared_bytes: TILES_128.shared_bytes() },
 ];
@@ -25,7 +25,7 @@ pub struct Product {
     pub weight: Mem,
     /// Rows of `x`.
     pub rows: usize,
-    /// Rows of `weight`: columns of the result. Even.
+    /// Rows of `weight`: columns of the result; even for [`Output::SwiGlu`].
     pub n: usize,
     /// A multiple of 32.
     pub k: usize,
@@ -90,7 +90,8 @@ pub fn product(product: &Product) -> Result<Launch, Refused> {
 pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
     let &Product { output, x, weight, rows, n, k } = product;
     let check = Checks("product");
-    check.require(k > 0 && k.is_multiple_of(32) && n.is_multiple_of(2), || format!("n = {n}, k = {k}"))?;
+    let pairs = !matches!(output, Output::SwiGlu(_)) || n.is_multiple_of(2);
+    check.require(k > 0 && k.is_multiple_of(32) && pairs, || format!("n = {n}, k = {k}"))?;
     let (out, mode) = match output {
         Output::Store(out) => (check.array("out", out, check.area("out", &[rows, n])?, 4)?, 0),
         Output::Add(out) => (check.array("out", out, check.area("out", &[rows, n])?, 4)?, 1),
@@ -105,49 +106,69 @@ pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
         Arg::U32(check.size("k", k)?),
         Arg::U32(mode),
     ];
-    let tiles = |height: usize, width: usize| {
-        Ok([check.size("n", n.div_ceil(width))?, check.size("rows", rows.div_ceil(height))?, 1])
-    };
     match plan {
-        Plan::Rows16 => Ok(few("product_rows_16", &tiles(16, 16)?, 16, n, k, &args)),
-        Plan::Rows32 => Ok(few("product_rows_32", &tiles(32, 32)?, 32, n, k, &args)),
-        Plan::Rows64 => Ok(few("product_rows_64", &tiles(64, 32)?, 32, n, k, &args)),
-        Plan::Tiles64 => Ok(TILES_64.launch("product_tiles_64", tiles(64, 64)?, &args)),
-        Plan::Tiles128 => Ok(TILES_128.launch("product_tiles_128", tiles(128, 128)?, &args)),
+        Plan::Rows16 => ROWS_16.launch("product_rows_16", product, &args),
+        Plan::Rows32 => ROWS_32.launch("product_rows_32", product, &args),
+        Plan::Rows64 => ROWS_64.launch("product_rows_64", product, &args),
+        Plan::Tiles64 => TILES_64.launch("product_tiles_64", product, &args),
+        Plan::Tiles128 => TILES_128.launch("product_tiles_128", product, &args),
     }
 }
 
-/// Warps of a block of the kernels for few rows at most.
-const MOST_WARPS: usize = 8;
-
-/// A block has warps for as many segments as there are, up to 8; what is left of the 8 are further columns.
-fn few(kernel: &'static str, tiles: &[u32; 3], width: usize, n: usize, k: usize, args: &[Arg]) -> Launch {
-    let segments = k.div_ceil(SEGMENT).min(MOST_WARPS).next_power_of_two();
-    let columns = (MOST_WARPS / segments).min(n.div_ceil(width));
-    let args = [args, &[Arg::U32(segments as u32)]].concat();
-    let blocks = n.div_ceil(width * columns) as u32;
-    Launch::new(kernel, [blocks, tiles[1], 1], (32 * segments * columns) as u32, &args)
-}
-
-/// A kernel for many rows.
-struct Tiles {
-    threads: u32,
-    /// Rows of both matrices that are in shared memory.
+/// A kernel for few rows: rows and columns of a warp.
+struct Rows {
     rows: u32,
-    stages: u32,
+    columns: u32,
 }
 
-const TILES_64: Tiles = Tiles { threads: 128, rows: 128, stages: 4 };
-const TILES_128: Tiles = Tiles { threads: 256, rows: 256, stages: 4 };
+const ROWS_16: Rows = Rows { rows: 16, columns: 16 };
+const ROWS_32: Rows = Rows { rows: 32, columns: 32 };
+const ROWS_64: Rows = Rows { rows: 64, columns: 32 };
+/// Warps of its blocks at most.
+const MOST_WARPS: u32 = 8;
+
+impl Rows {
+    /// Results of each warp, in rows that are padded by 8 values.
+    const fn shared_bytes(&self, warps: u32) -> u32 {
+        warps * self.rows * (self.columns + 8) * 4
+    }
+
+    /// A block has warps for as many segments as there are, up to 8; what is left of the 8 have further columns.
+    fn launch(&self, kernel: &'static str, product: &Product, args: &[Arg]) -> Result<Launch, Refused> {
+        let &Product { rows, n, k, .. } = product;
+        let check = Checks(kernel);
+        let segments = check.size("k", k.div_ceil(SEGMENT))?.min(MOST_WARPS).next_power_of_two();
+        let groups = check.size("n", n.div_ceil(self.columns as usize))?;
+        let groups_of_block = (MOST_WARPS / segments).min(groups.max(1));
+        let args = [args, &[Arg::U32(segments)]].concat();
+        let grid = [groups.div_ceil(groups_of_block), check.size("rows", rows)?.div_ceil(self.rows), 1];
+        let warps = segments * groups_of_block;
+        Ok(Launch::new(kernel, grid, 32 * warps, &args).with_shared(self.shared_bytes(warps)))
+    }
+}
+
+/// A kernel for many rows: rows and columns of a block.
+struct Tiles {
+    side: u32,
+    threads: u32,
+}
+
+const TILES_64: Tiles = Tiles { side: 64, threads: 128 };
+const TILES_128: Tiles = Tiles { side: 128, threads: 256 };
+/// Parts of `k` that are in shared memory: `STAGES` in `products.cu`.
+const STAGES: u32 = 4;
 
 impl Tiles {
-    /// Each stage has 32 values of `k` of each row.
+    /// Each stage has 64 bytes of every row of both matrices.
     const fn shared_bytes(&self) -> u32 {
-        self.stages * self.rows * 64
+        STAGES * 2 * self.side * 64
     }
 
-    fn launch(&self, kernel: &'static str, grid: [u32; 3], args: &[Arg]) -> Launch {
-        // Neighbouring blocks share their columns of weights: rows go first.
-        Launch::new(kernel, [grid[1], grid[0], 1], self.threads, args).with_shared(self.shared_bytes())
+    fn launch(&self, kernel: &'static str, product: &Product, args: &[Arg]) -> Result<Launch, Refused> {
+        let check = Checks(kernel);
+        let tiles = |what, size| Ok(check.size(what, size)?.div_ceil(self.side));
+        // Blocks that run together share their columns of weights: rows go first.
+        let grid = [tiles("rows", product.rows)?, tiles("n", product.n)?, 1];
+        Ok(Launch::new(kernel, grid, self.threads, args).with_shared(self.shared_bytes()))
     }
 }
