@@ -5,23 +5,10 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use crate::context::Context;
-use crate::error::{CudaError, failed};
+use crate::error::{CudaError, check, failed};
+use crate::kernels::launch::Mem;
 use crate::pinned::Pinned;
 use crate::stream::Stream;
-
-/// An address in device memory. Whoever hands one to a kernel answers for what is behind it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DevicePtr(pub u64);
-
-impl DevicePtr {
-    /// No memory: what a kernel takes for an argument that is not there.
-    pub const NULL: Self = Self(0);
-
-    /// So many bytes further.
-    pub fn add(self, bytes: usize) -> Self {
-        Self(self.0 + bytes as u64)
-    }
-}
 
 /// Memory of the device.
 #[derive(Debug)]
@@ -39,7 +26,7 @@ impl Buffer {
     pub fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
         context.bind()?;
         // The driver refuses to allocate nothing.
-        // SAFETY: allocates; nobody reads what is not written, see the users of `DevicePtr`.
+        // SAFETY: allocates; what it holds is read by kernels that were told what to read.
         let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
                 let (free, total) = context.memory().unwrap_or_default();
@@ -75,9 +62,18 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// Its first byte.
-    pub fn ptr(&self) -> DevicePtr {
-        DevicePtr(self.address)
+    /// All of it, for kernels.
+    pub fn mem(&self) -> Mem {
+        Mem::new(self.address, self.bytes)
+    }
+
+    /// `bytes` of it from `at` on.
+    ///
+    /// # Panics
+    /// If they leave the buffer.
+    pub fn part(&self, at: usize, bytes: usize) -> Mem {
+        assert!(at <= self.bytes && bytes <= self.bytes - at, "a part out of range");
+        Mem::new(self.address + at as u64, bytes)
     }
 
     /// Its length.
@@ -85,36 +81,57 @@ impl Buffer {
         self.bytes
     }
 
-    /// Queues a copy of the first `bytes` of `from` to `at`. Whoever changes `from` waits for the stream first.
+    /// Queues a copy of `bytes` from byte `from_at` of `from` on. Whoever changes `from` waits for the stream first.
     ///
     /// # Errors
     /// Whatever the driver answers.
     ///
     /// # Panics
     /// If either is shorter.
-    pub fn upload(&self, at: usize, from: &Pinned, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
-        assert!(at <= self.bytes && bytes <= self.bytes - at && bytes <= from.bytes(), "a copy out of range");
-        // SAFETY: both ranges are inside their owners, which outlive the stream's work: see the users.
+    pub fn upload(
+        &self,
+        at: usize,
+        from: &Pinned,
+        from_at: usize,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        self.check(at, bytes, from, from_at);
+        // SAFETY: both ranges are inside their owners, who wait for the stream before they free.
         let status = unsafe {
-            let to = self.address + at as u64;
-            sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), bytes, stream.handle())
+            let (to, from) = (self.address + at as u64, from.as_ptr().add(from_at));
+            sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream.handle())
         };
-        crate::error::check("cuMemcpyHtoDAsync", status)
+        check("cuMemcpyHtoDAsync", status)
     }
 
-    /// Queues a copy of `bytes` from `at` to the beginning of `to`. Whoever reads `to` waits for the stream first.
+    /// Queues a copy of `bytes` to byte `to_at` of `to` on. Whoever reads `to` waits for the stream first.
     ///
     /// # Errors
     /// Whatever the driver answers.
     ///
     /// # Panics
     /// If either is shorter.
-    pub fn download(&self, at: usize, to: &Pinned, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
-        assert!(at <= self.bytes && bytes <= self.bytes - at && bytes <= to.bytes(), "a copy out of range");
+    pub fn download(
+        &self,
+        at: usize,
+        to: &Pinned,
+        to_at: usize,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        self.check(at, bytes, to, to_at);
         // SAFETY: as in `upload`.
-        let status =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), self.address + at as u64, bytes, stream.handle()) };
-        crate::error::check("cuMemcpyDtoHAsync", status)
+        let status = unsafe {
+            let (to, from) = (to.as_ptr().add(to_at), self.address + at as u64);
+            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.handle())
+        };
+        check("cuMemcpyDtoHAsync", status)
+    }
+
+    fn check(&self, at: usize, bytes: usize, pinned: &Pinned, pinned_at: usize) {
+        let inside = |at: usize, all: usize| at <= all && bytes <= all - at;
+        assert!(inside(at, self.bytes) && inside(pinned_at, pinned.bytes()), "a copy out of range");
     }
 
     /// Copies what is at `at` into `out`, and waits. For tests and tools: a step has pinned memory for it.

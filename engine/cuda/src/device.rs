@@ -111,9 +111,10 @@ impl Device {
         }
     }
 
-    /// The name of its architecture for compilers: `sm_90`.
+    /// The name of its architecture for compilers: `sm_80`; of Hopper's the one with all of its instructions, `sm_90a`.
     pub fn arch(&self) -> String {
-        format!("sm_{}{}", self.capability.0, self.capability.1)
+        let (major, minor) = self.capability;
+        format!("sm_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" })
     }
 
     fn read(number: u32) -> Result<Self, CudaError> {
@@ -182,7 +183,7 @@ mod tests {
         let why = device((7, 5)).check_arch().expect_err("too old").to_string();
         assert!(why.contains("GPU 1 (Test)") && why.contains("7.5") && why.contains("8.0"), "{why}");
         assert_eq!(device((8, 0)).check_arch(), Ok(()));
-        assert_eq!(device((9, 0)).arch(), "sm_90");
+        assert_eq!([device((9, 0)).arch(), device((8, 6)).arch()], ["sm_90a", "sm_86"]);
         assert_eq!(device((12, 0)).to_string(), "GPU 1: Test at 0000:01:00.0, sm_120, 24.00 GiB");
     }
 

@@ -5,13 +5,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use crate::buffer::DevicePtr;
 use crate::context::Context;
 use crate::error::{CudaError, check, failed};
+use crate::kernels::launch::{Launch, MOST_ARGUMENTS};
 use crate::stream::Stream;
 
-/// Arguments of a kernel at most.
-const MOST_ARGUMENTS: usize = 32;
 /// Dynamic shared memory above this is given to kernels that ask for it.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
@@ -82,32 +80,6 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// An argument of a kernel.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Arg {
-    /// A pointer.
-    Ptr(DevicePtr),
-    /// `unsigned int`.
-    U32(u32),
-    /// `int`.
-    I32(i32),
-    /// `float`.
-    F32(f32),
-    /// `unsigned long long`, `size_t`.
-    U64(u64),
-}
-
-/// How many blocks of how many threads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
-    /// Blocks.
-    pub grid: [u32; 3],
-    /// Threads of a block.
-    pub block: u32,
-    /// Bytes of dynamic shared memory of a block.
-    pub shared_bytes: u32,
-}
-
 impl Function {
     /// Lets launches have up to so much dynamic shared memory: more than 48 KiB must be asked for, once.
     ///
@@ -129,16 +101,17 @@ impl Function {
         self.name
     }
 
-    /// Queues a launch.
+    /// Queues a launch of it.
     ///
     /// # Errors
     /// [`CudaError::Kernels`] for other arguments than the kernel has; whatever the driver answers.
     ///
     /// # Safety
-    /// Pointers among the arguments are device memory as large as this kernel goes in a launch of this shape, alive
-    /// until the stream has done it, and nothing else writes there meanwhile.
-    pub unsafe fn launch(&self, stream: &Stream, shape: Shape, args: &[Arg]) -> Result<(), CudaError> {
-        if args.len() > MOST_ARGUMENTS || !args.iter().map(Arg::bytes).eq(self.parameters.iter().copied()) {
+    /// What the arguments point to is device memory that stays until the stream has done the launch, and holds what the
+    /// kernel takes it for: indices in it are in range. Nothing else writes there meanwhile.
+    pub unsafe fn launch(&self, stream: &Stream, launch: &Launch) -> Result<(), CudaError> {
+        let args = launch.args();
+        if !args.iter().map(|arg| arg.bytes()).eq(self.parameters.iter().copied()) {
             let (name, has) = (self.name, &self.parameters);
             return Err(CudaError::Kernels(format!(
                 "kernel {name} has parameters of {has:?} bytes, and gets {args:?}"
@@ -150,45 +123,13 @@ impl Function {
             *value = arg.word();
             *pointer = (&raw mut *value).cast();
         }
-        let ([x, y, z], Shape { block, shared_bytes, .. }) = (shape.grid, shape);
-        let params = &mut pointers[..args.len()];
+        let &Launch { grid: [x, y, z], block, shared_bytes, .. } = launch;
+        let (params, none) = (pointers.as_mut_ptr(), std::ptr::null_mut());
+        let (function, stream) = (self.handle, stream.handle());
         // SAFETY: the function is loaded; each argument is a readable value of the size that the kernel says, which the
         // driver copies before it returns; what they point to is the caller's promise.
-        let status = unsafe {
-            sys::cuLaunchKernel(
-                self.handle,
-                x,
-                y,
-                z,
-                block,
-                1,
-                1,
-                shared_bytes,
-                stream.handle(),
-                params.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
+        let status = unsafe { sys::cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, params, none) };
         check("cuLaunchKernel", status)
-    }
-}
-
-impl Arg {
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Ptr(_) | Self::U64(_) => 8,
-            Self::U32(_) | Self::I32(_) | Self::F32(_) => 4,
-        }
-    }
-
-    /// Its bytes, at the beginning of a word: both processors that have such devices are little-endian.
-    fn word(self) -> u64 {
-        match self {
-            Self::Ptr(DevicePtr(word)) | Self::U64(word) => word,
-            Self::U32(value) => value.into(),
-            Self::I32(value) => value.cast_unsigned().into(),
-            Self::F32(value) => value.to_bits().into(),
-        }
     }
 }
 

@@ -8,26 +8,28 @@ use cudarc::driver::{result, sys};
 
 use crate::context::Context;
 use crate::error::{CudaError, failed};
+use crate::kernels::attention::Tile;
+use crate::kernels::choose::{Choice, Outcome};
 
-/// A number that has no bytes that are not its value, and any bytes are one.
+/// Values that are plain bytes: any bytes are one, and all bytes of one are written.
 ///
 /// # Safety
-/// So it must be: no padding, no pointers, no invalid bit patterns, an alignment of 16 at most.
+/// No padding, no pointers, no invalid bit patterns, an alignment of 16 at most.
 pub unsafe trait Plain: Copy + 'static {}
-// SAFETY: numbers of the machine.
+// SAFETY: a number of the machine.
 unsafe impl Plain for u8 {}
-// SAFETY: as above.
-unsafe impl Plain for u16 {}
 // SAFETY: as above.
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
 unsafe impl Plain for u64 {}
 // SAFETY: as above.
-unsafe impl Plain for i32 {}
-// SAFETY: as above.
 unsafe impl Plain for f32 {}
+// SAFETY: numbers, laid out as in C, and a word that fills what would be padding.
+unsafe impl Plain for Choice {}
 // SAFETY: as above.
-unsafe impl Plain for f64 {}
+unsafe impl Plain for Outcome {}
+// SAFETY: four words, laid out as in C.
+unsafe impl Plain for Tile {}
 
 /// Page-locked memory of the host.
 #[derive(Debug)]
