@@ -70,7 +70,7 @@ pub struct NodeFacts {
 /// CPU kernels.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kernels {
-    /// `--isa`.
+    /// Their name.
     pub isa: String,
     /// The name of their order of additions.
     pub arithmetic: String,

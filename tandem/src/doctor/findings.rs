@@ -92,7 +92,7 @@ fn processor(node: &NodeFacts) -> Vec<Finding> {
     let cores = plural(node.threads, "core");
     let cpu = match &node.kernels {
         Found::There(kernels) => {
-            let what = format!("{cores}; kernels: --isa {}, arithmetic {}", kernels.isa, kernels.arithmetic);
+            let what = format!("{cores}; kernels {}, arithmetic {}", kernels.isa, kernels.arithmetic);
             Finding::new(Level::Fine, "CPU", what)
         }
         Found::Missing { missing } => Finding::new(Level::Lacking, "CPU", format!("{cores}; {missing}")),
