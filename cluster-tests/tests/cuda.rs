@@ -74,7 +74,10 @@ impl Machine {
     async fn run(&self, name: &str, flags: &[String]) -> anyhow::Result<Output> {
         let mut command = tokio::process::Command::new(program(name)?);
         command.args(flags).envs(self.environment.iter().cloned()).stdin(Stdio::null()).kill_on_drop(true);
-        timeout(LONG, command.output()).await.with_context(|| format!("{name} {flags:?} does not end"))?.map_err(Into::into)
+        timeout(LONG, command.output())
+            .await
+            .with_context(|| format!("{name} {flags:?} does not end"))?
+            .map_err(Into::into)
     }
 }
 
@@ -207,7 +210,10 @@ async fn the_tool_shares_gpus_out_and_the_doctor_lists_them() -> anyhow::Result<
     let environment: Vec<(&str, &str)> = machine.environment.iter().map(|(name, value)| (&**name, &**value)).collect();
     let mut tandem = Process::start_in_environment(&environment, "tandem", "tandem", &up, machine.dir.path()).await?;
     let said = tandem.log();
-    assert!(said.contains("node prefill-0") && said.contains("device=cuda:0") && said.contains("device=cuda:1"), "{said}");
+    assert!(
+        said.contains("node prefill-0") && said.contains("device=cuda:0") && said.contains("device=cuda:1"),
+        "{said}"
+    );
     assert!(!said.contains("WARNING: UCX is not in use"), "KV of a GPU takes tcp: {said}");
     let generate = words(&format!("--state {state} generate --max-tokens 4 --ignore-eos hello"));
     let output = machine.run("tandem", &generate).await?;
@@ -227,6 +233,9 @@ async fn the_tool_shares_gpus_out_and_the_doctor_lists_them() -> anyhow::Result<
     let report: Value = serde_json::from_slice(&output.stdout)?;
     let findings = report["findings"].as_array().cloned().unwrap_or_default();
     let lacking: Vec<_> = findings.iter().filter(|finding| finding["level"] == "lacking").collect();
-    assert!(lacking.len() == 1 && lacking[0]["what"].as_str().is_some_and(|what| what.contains("no cuda:1")), "{report}");
+    assert!(
+        lacking.len() == 1 && lacking[0]["what"].as_str().is_some_and(|what| what.contains("no cuda:1")),
+        "{report}"
+    );
     Ok(())
 }

@@ -124,8 +124,7 @@ mod tests {
 
     use super::*;
 
-    const USUAL: Beside =
-        Beside { isa: IsaChoice::Auto, arithmetic: ArithmeticChoice::Auto, kv_dtype: KvDtype::Bf16 };
+    const USUAL: Beside = Beside { isa: IsaChoice::Auto, arithmetic: ArithmeticChoice::Auto, kv_dtype: KvDtype::Bf16 };
 
     /// GPU 0 is too old, 1 and 2 are not.
     fn three() -> Seen {

@@ -387,8 +387,10 @@ fn transport(config: &NodeConfig, faults: Faults, kv: Place<'_>) -> TransportCon
     let kind = match (config.transport, kv) {
         (TransportArg::Auto, Place::Host(_)) => TransportKind::Auto,
         (TransportArg::Auto, Place::Cuda { .. }) => {
-            tracing::info!("KV of a GPU is staged through main memory and travels over tcp: the ucx transport of this \
-                            version moves main memory only");
+            tracing::info!(
+                "KV of a GPU is staged through main memory and travels over tcp: the ucx transport of this \
+                            version moves main memory only"
+            );
             TransportKind::Tcp
         }
         (TransportArg::Ucx, _) => TransportKind::Ucx,

@@ -391,7 +391,11 @@ fn node_recipes(
 fn lend_cores(config: &Up, nodes: &mut [Recipe]) -> Option<LendingFile> {
     // Who computes on a GPU has cores for little else than to wait for it.
     let on_gpus = nodes.iter().any(|node| node.args.iter().any(|arg| arg == "--device"));
-    if on_gpus || config.pinning != Pinning::LentCores || nodes.len() < 2 || nodes.iter().any(|node| node.cpus.is_empty()) {
+    if on_gpus
+        || config.pinning != Pinning::LentCores
+        || nodes.len() < 2
+        || nodes.iter().any(|node| node.cpus.is_empty())
+    {
         return None;
     }
     let file = LendingFile::new();
@@ -437,7 +441,9 @@ fn print_node(node: &Member) -> anyhow::Result<()> {
     };
     let Recipe { name, .. } = &node.recipe;
     let pid = node.pid().unwrap_or(0);
-    print(&format!("node {name} grpc={grpc} admin={admin} transport={transport} device={device} cpus={cpus} pid={pid}\n"))
+    print(&format!(
+        "node {name} grpc={grpc} admin={admin} transport={transport} device={device} cpus={cpus} pid={pid}\n"
+    ))
 }
 
 fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {

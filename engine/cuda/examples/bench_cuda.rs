@@ -198,7 +198,9 @@ impl Bench {
                 _ => Tokens::Last,
             };
             let items = leases.iter().enumerate();
-            self.step(items.map(|(i, lease)| item(first + i as u64, tokens(i), context + step, lease, true)).collect())?;
+            self.step(
+                items.map(|(i, lease)| item(first + i as u64, tokens(i), context + step, lease, true)).collect(),
+            )?;
         }
         let ms = begin.elapsed().as_secs_f64() * 1e3 / self.steps as f64;
         (0..batch as u64).for_each(|i| self.executor.forget(first + i));
@@ -206,7 +208,8 @@ impl Bench {
     }
 
     fn checksum(&self, mib: usize) -> f64 {
-        let runs: Vec<Run> = (0..(mib << 20) / LEAF_BYTES).map(|i| Run { at: i * LEAF_BYTES, bytes: LEAF_BYTES }).collect();
+        let runs: Vec<Run> =
+            (0..(mib << 20) / LEAF_BYTES).map(|i| Run { at: i * LEAF_BYTES, bytes: LEAF_BYTES }).collect();
         let mut digests = vec![0; runs.len()];
         let memory = self.executor.memory();
         let begin = Instant::now();
