@@ -145,8 +145,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // ------------------------------------------------------------------------------------------- reductions over a warp
 // All 32 lanes call them together; every lane gets the result of its aligned group of LANES lanes (2, 4, ... 32). The
-// tree is a butterfly with distances LANES / 2, ..., 2, 1, so that all lanes have the same bits. Under emulation each is
-// one collective instead of log2(LANES) shuffles.
+// tree is a butterfly with distances LANES / 2, ..., 2, 1, so that all lanes have the same bits. Under emulation each
+// is one collective instead of log2(LANES) shuffles.
 
 template <u32 LANES = WARP>
 __device__ __forceinline__ float warp_sum(float value) {
@@ -194,9 +194,8 @@ __device__ __forceinline__ void warp_argmax(float& value, u32& index) {
         float other = __shfl_xor_sync(ALL_LANES, value, distance);
         u32 other_index = __shfl_xor_sync(ALL_LANES, index, distance);
         bool is_number = value == value, other_is_number = other == other;
-        bool is_better = is_number != other_is_number
-                             ? other_is_number
-                             : other > value || (!(value > other) && other_index < index);
+        bool is_better =
+            is_number != other_is_number ? other_is_number : other > value || (!(value > other) && other_index < index);
         if (is_better) value = other, index = other_index;
     }
 #endif
