@@ -18,6 +18,11 @@ pub const VOCABULARY: usize = 320;
 
 pub use tandem_cuda_emu::device;
 
+/// Whether the device is the emulated one, which takes orders and counts.
+pub fn emulated() -> bool {
+    tandem_cuda_emu::count(tandem_cuda_emu::Count::Launches).is_some()
+}
+
 /// A tiny checkpoint of the engine's own tests.
 pub fn family(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/families/data").join(name)
