@@ -77,11 +77,6 @@ impl Frame {
     pub fn most_bytes(rows: usize) -> usize {
         Self::new(rows, rows, rows, rows, Some(rows)).bytes
     }
-
-    /// Rows of logits.
-    pub fn logits(&self) -> usize {
-        self.gathered.unwrap_or(self.rows)
-    }
 }
 
 /// A step's inputs on the host.
@@ -166,7 +161,6 @@ mod tests {
             }
             assert_eq!(at.logits_of.at + at.logits_of.bytes, frame.bytes);
             assert!(frame.bytes <= Frame::most_bytes(rows));
-            assert_eq!(frame.logits(), gathered.unwrap_or(rows));
         }
     }
 }

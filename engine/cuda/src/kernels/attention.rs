@@ -23,14 +23,14 @@ macro_rules! kernels {
     ($($dim:literal $few:literal $many:literal $merge:literal)*) => {
         /// The kernels of `attention.cu`.
         pub const KERNELS: [Kernel; 15] = [$(
-            Kernel { name: $few, shared_bytes: shared(FEW, $dim, 3) },
+            Kernel { name: $few, shared_bytes: shared(FEW, $dim, if $dim > 96 { 2 } else { 3 }) },
             Kernel { name: $many, shared_bytes: shared(MANY, $dim, 2) },
             Kernel { name: $merge, shared_bytes: 0 },
         )*];
         fn kernels(head_dim: usize) -> Option<[Kernel; 3]> {
             match head_dim {
                 $($dim => Some([
-                    Kernel { name: $few, shared_bytes: shared(FEW, $dim, 3) },
+                    Kernel { name: $few, shared_bytes: shared(FEW, $dim, if $dim > 96 { 2 } else { 3 }) },
                     Kernel { name: $many, shared_bytes: shared(MANY, $dim, 2) },
                     Kernel { name: $merge, shared_bytes: 0 },
                 ]),)*

@@ -16,28 +16,11 @@ pub const BLOCKS: usize = 96;
 /// Token ids of the families' checkpoints.
 pub const VOCABULARY: usize = 320;
 
-/// Whether there is a device: the emulated driver's, or with `TANDEM_GPU=real` a card's. Where there is none the test
-/// says so and ends, unless `TANDEM_REQUIRE_EMU` is set.
-pub fn device() -> bool {
-    let wanted = std::env::var("TANDEM_GPU").unwrap_or_else(|_| "emulate".into());
-    let there = match wanted.as_str() {
-        "real" => tandem_cuda::Device::numbered(0).map(drop).expect("TANDEM_GPU=real wants a card"),
-        "emulate" if tandem_cuda_emu::install() => (),
-        "emulate" | "none" => {
-            let must = wanted == "emulate" && std::env::var_os("TANDEM_REQUIRE_EMU").is_some();
-            assert!(!must, "no emulated driver, and TANDEM_REQUIRE_EMU is set");
-            eprintln!("SKIP: no device");
-            return false;
-        }
-        other => panic!("TANDEM_GPU={other}: real, emulate or none"),
-    };
-    let () = there;
-    true
-}
+pub use tandem_cuda_emu::device;
 
-/// Whether the device is the emulated one, which takes orders.
+/// Whether the device is the emulated one, which takes orders and counts.
 pub fn emulated() -> bool {
-    std::env::var("TANDEM_GPU").map_or(true, |wanted| wanted == "emulate")
+    tandem_cuda_emu::count(tandem_cuda_emu::Count::Launches).is_some()
 }
 
 /// A tiny checkpoint of the engine's own tests.
