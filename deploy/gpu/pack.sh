@@ -20,7 +20,7 @@ out=$1
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 [ -z "$(ls -A "$out")" ] || die "$out is not empty"
-mkdir "$out/programs" "$out/tests" "$out/models"
+mkdir "$out/programs" "$out/tests"
 
 say "building programs and tests"
 cargo build --release --locked --bins
@@ -55,8 +55,10 @@ python=$(pip_python) || die "no Python with pip: install python3-pip and run thi
 mv "$out/lib" "$out/ucx"
 find "$out/ucx" -type f -exec strip --strip-unneeded {} \; 2> /dev/null || true
 
-# Where the tests look for them: below the folder in which they were built, which they are told is another one.
-cp -r engine/tests/families/data "$out/models/families"
+# Tests read these where they were built: check.py puts a link there.
+mkdir -p "$out/source/engine/cuda" "$out/source/engine/tests/families"
+cp -r engine/tests/families/data "$out/source/engine/tests/families/"
+pwd > "$out/source/built-in"
 cp deploy/bench/big_checkpoints.py deploy/gpu/check.sh deploy/gpu/check.py "$out/"
 
 size_mib=$(du -sm "$out" | cut -f 1)
