@@ -156,7 +156,10 @@ async fn a_node_on_the_processor_is_not_paired_with_one_on_a_gpu() -> anyhow::Re
     let refused = async |_: &Cluster| told(stranger.log()).is_some();
     cluster.wait_until(LONG, "the node on the processor is refused", refused).await?;
     let said = told(stranger.log()).unwrap_or_default();
-    assert!(said.contains("computes in arithmetic") && said.contains("`mma-k1024`"), "{said}");
+    assert!(
+        said.contains("computes in arithmetic") && said.contains("`mma-k1024`") && said.contains("--device"),
+        "{said}"
+    );
     assert_eq!(cluster.answer(request(20, 4)).await?.tokens.len(), 4, "the others go on");
     Ok(())
 }
