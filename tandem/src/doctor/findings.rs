@@ -202,7 +202,11 @@ fn ucx(facts: &Facts, node: &NodeFacts) -> Vec<Finding> {
                 finding.cured_by("a UCX built with verbs, such as Debian's libucx0; --ucx-lib-dir names it")
             }
             Source::Gpu | Source::GdrCopy => {
-                finding.cured_by("a UCX built with CUDA, such as PyPI's libucx-cu13; --ucx-lib-dir names its folder")
+                // Said by `docs/gpu.md` as well: the ucx transport moves the host's memory only.
+                finding.cured_by(
+                    "a UCX built with CUDA, such as PyPI's libucx-cu13, named by --ucx-lib-dir; not urgent: nodes of this \
+                     version send the KV of GPUs over tcp",
+                )
             }
         });
     }
