@@ -128,7 +128,8 @@ struct Kernel {
     static __device__ __forceinline__ u32 warp() { return threadIdx.x / WARP; }
 
     // Copies queries to shared memory, zeros for rows that the tile has not.
-    static __device__ __forceinline__ void load_queries(bf16* shared, const bf16* queries, const Tile& tile, u32 group) {
+    static __device__ __forceinline__ void load_queries(bf16* shared, const bf16* queries, const Tile& tile,
+                                                        u32 group) {
         u32 heads = gridDim.y * group;
 #pragma unroll
         for (u32 i = 0; i < (ROWS * D / 8 + THREADS - 1) / THREADS; i++) {
@@ -351,7 +352,7 @@ struct Kernel {
             for (u32 column = 0; column < OUTPUTS; column++)
                 if (column * 8 < columns()) {
                     bf16* at = out + head * D + first_column() + column * 8 + lane() % 4 * 2;
-                    const float(&values)[4] = total.outputs[column];
+                    const float (&values)[4] = total.outputs[column];
                     *reinterpret_cast<u32*>(at) = pack_bf16(values[half * 2] * inverse, values[half * 2 + 1] * inverse);
                 }
         }
@@ -446,15 +447,15 @@ __device__ __forceinline__ void merge_partitions(bf16* out, float* memory, const
     }
 }
 
-#define ATTENTION(NAME, D, IS_TALL)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS, IS_TALL ? 2 : 4)                                            \
-        NAME(bf16* out, const bf16* queries, const bf16* keys, u64 block_values, u32 part_values, u32 block_tokens,   \
-             const u32* tables, u32 table_blocks, const Tile* tiles, u32 group, u32 window, float scale,              \
-             float* partials, u32 partitions, u32 tile_tokens) {                                                      \
-        Arena arena{keys, block_values, part_values, block_tokens};                                                   \
-        Kernel<D, IS_TALL>::run(out, queries, arena, tables, table_blocks, tiles, group, window, scale, partials,     \
-                                partitions, tile_tokens);                                                             \
-    }                                                                                                                 \
+#define ATTENTION(NAME, D, IS_TALL)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, IS_TALL ? 2 : 4)                                          \
+        NAME(bf16* out, const bf16* queries, const bf16* keys, u64 block_values, u32 part_values, u32 block_tokens, \
+             const u32* tables, u32 table_blocks, const Tile* tiles, u32 group, u32 window, float scale,            \
+             float* partials, u32 partitions, u32 tile_tokens) {                                                    \
+        Arena arena{keys, block_values, part_values, block_tokens};                                                 \
+        Kernel<D, IS_TALL>::run(out, queries, arena, tables, table_blocks, tiles, group, window, scale, partials,   \
+                                partitions, tile_tokens);                                                           \
+    }                                                                                                               \
     TANDEM_KERNEL(NAME)
 
 #define MERGE(NAME, D)                                                                                                \

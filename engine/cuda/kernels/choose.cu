@@ -1,8 +1,8 @@
 // Chooses a step's tokens from their logits: temperature, min_p, top_k, top_p, the draw, and the log probability.
 // Launch: src/kernels/choose.rs. Its oracle, rule by rule and tie by tie, is engine/src/sampler.rs.
 //
-// Bound by memory and latency: a block has a row, and goes over it two times for a greedy choice, three times for a draw,
-// and up to nine times more for each cut; after the first time the row is in the L2 cache.
+// Bound by memory and latency: a block has a row, and goes over it two times for a greedy choice, three times for a
+// draw, and up to nine times more for each cut; after the first time the row is in the L2 cache.
 //
 // Weights are e^((logit - greatest) / temperature) by the oracle's polynomial, never fused, and are summed as integers:
 // 2^-45 is one. Integers have the same sum in any order, so that no order has to be kept, and cuts and draws do not
@@ -246,8 +246,7 @@ __device__ __forceinline__ u32 sampled(Scratch& scratch, const Row& row, const C
         for (u32 id = threadIdx.x; id < row.count; id += blockDim.x)
             if (row.logit(id) > NEGATIVE_INFINITY) possible++;
         possible = block_sum(scratch, possible);
-        if (possible > choice.top_k)
-            least = cut(scratch, row, least, choice.top_k, [](float) -> u64 { return 1; });
+        if (possible > choice.top_k) least = cut(scratch, row, least, choice.top_k, [](float) -> u64 { return 1; });
     }
     if (choice.top_p < 1.0f) {
         auto measure = [&](float logit) { return row.weight(logit); };
