@@ -100,6 +100,8 @@ struct Kernel {
     // Tiles of 8 keys of a warp's scores, and of 8 values of its outputs.
     static constexpr u32 SCORES = IS_TALL ? TILE_KEYS / 8 : TILE_KEYS / 8 / WARPS;
     static constexpr u32 OUTPUTS = IS_TALL ? D / 8 : (D / 8 + WARPS - 1) / WARPS;
+    // Tall tiles of wide heads have no registers for operands ahead of time.
+    static constexpr u32 UNROLL = IS_TALL && D > 64 ? 1 : D / 16, LOADS = IS_TALL && D > 96 ? 1 : 2;
 
     // A lane's part of 16 rows: rows lane / 4 and lane / 4 + 8, as mma has them.
     struct State {
@@ -126,7 +128,8 @@ struct Kernel {
     static __device__ __forceinline__ u32 warp() { return threadIdx.x / WARP; }
 
     // Copies queries to shared memory, zeros for rows that the tile has not.
-    static __device__ __forceinline__ void load_queries(bf16* shared, const bf16* queries, const Tile& tile, u32 group) {
+    static __device__ __forceinline__ void load_queries(bf16* shared, const bf16* queries, const Tile& tile,
+                                                        u32 group) {
         u32 heads = gridDim.y * group;
 #pragma unroll
         for (u32 i = 0; i < (ROWS * D / 8 + THREADS - 1) / THREADS; i++) {
@@ -142,8 +145,7 @@ struct Kernel {
     static __device__ __forceinline__ void load_keys(bf16* stage, const Arena& arena, const u32* table, u32 key,
                                                      const Range& range) {
         u32 shift = static_cast<u32>(__ffs(static_cast<int>(arena.block_tokens)) - 1);
-        // Not unrolled further: addresses take registers.
-#pragma unroll 2
+#pragma unroll LOADS
         for (u32 i = 0; i < TILE_KEYS * (D / 8) / THREADS; i++) {
             u32 piece = threadIdx.x + i * THREADS, row = piece / (D / 8), part = piece % (D / 8) * 8;
             u32 at = key + row;
@@ -166,7 +168,7 @@ struct Kernel {
 #pragma unroll
             for (u32 i = 0; i < 4; i++) scores[tile][i] = 0.0f;
         u32 l = lane();
-#pragma unroll
+#pragma unroll UNROLL
         for (u32 d = 0; d < D; d += 16) {
             u32 a[4];
             ldmatrix_x4<false>(a, queries + l % 16 * STRIDE + d + l / 16 * 8);
@@ -345,13 +347,13 @@ struct Kernel {
             u32 row = first + lane() / 4 + half * 8;
             if (row >= tile.tokens * group) continue;
             u64 head = static_cast<u64>(tile.first_row + row / group) * heads + blockIdx.y * group + row % group;
-            float sum = total.sums[half * 2];
+            float inverse = 1.0f / total.sums[half * 2];
 #pragma unroll
             for (u32 column = 0; column < OUTPUTS; column++)
                 if (column * 8 < columns()) {
                     bf16* at = out + head * D + first_column() + column * 8 + lane() % 4 * 2;
-                    const float(&values)[4] = total.outputs[column];
-                    *reinterpret_cast<u32*>(at) = pack_bf16(values[half * 2] / sum, values[half * 2 + 1] / sum);
+                    const float (&values)[4] = total.outputs[column];
+                    *reinterpret_cast<u32*>(at) = pack_bf16(values[half * 2] * inverse, values[half * 2 + 1] * inverse);
                 }
         }
     }
@@ -366,14 +368,13 @@ struct Kernel {
         const u32* table = tables + static_cast<u64>(tile.table) * table_blocks;
         bf16* stages = shared + ROWS * STRIDE;
         Range range = visible(tile, window);
-        bool is_split = memory != nullptr;
+        bool is_split = !IS_TALL && memory != nullptr;
         Partials partials(memory, D, partitions, tile_tokens * group);
         State state, total;
         total.clear();
         // The copies of the queries are in the first group of those of the keys.
         load_queries(shared, queries, tile, group);
-        u32 stride = is_split ? gridDim.z : range.end_partition();
-        for (u32 first = range.first_partition() + blockIdx.z; first < range.end_partition(); first += stride) {
+        for (u32 first = range.first_partition() + blockIdx.z; first < range.end_partition(); first += gridDim.z) {
             // One partition, or all of them.
             u32 end = min(is_split ? (first + 1) * PARTITION : range.end, range.end);
             u32 begin = max(first * PARTITION, range.begin) / TILE_KEYS * TILE_KEYS;
@@ -405,6 +406,7 @@ struct Kernel {
                     state.clear();
                 }
             }
+            if (!is_split) break;
             __syncthreads();
         }
         if (!is_split) store(out, total, tile, group);
@@ -436,23 +438,24 @@ __device__ __forceinline__ void merge_partitions(bf16* out, float* memory, const
             if (at < D) values[i] = merged(values[i], partials.outputs[index * D + at], factors);
         }
     }
+    float inverse = 1.0f / total.sum;
     u64 head = static_cast<u64>(tile.first_row + row / group) * gridDim.y * group + blockIdx.y * group + row % group;
 #pragma unroll
     for (u32 i = 0; i < VALUES; i++) {
         u32 at = lane + i * WARP;
-        if (at < D) out[head * D + at] = to_bf16(values[i] / total.sum);
+        if (at < D) out[head * D + at] = to_bf16(values[i] * inverse);
     }
 }
 
-#define ATTENTION(NAME, D, IS_TALL)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        NAME(bf16* out, const bf16* queries, const bf16* keys, u64 block_values, u32 part_values, u32 block_tokens,   \
-             const u32* tables, u32 table_blocks, const Tile* tiles, u32 group, u32 window, float scale,              \
-             float* partials, u32 partitions, u32 tile_tokens) {                                                      \
-        Arena arena{keys, block_values, part_values, block_tokens};                                                   \
-        Kernel<D, IS_TALL>::run(out, queries, arena, tables, table_blocks, tiles, group, window, scale, partials,     \
-                                partitions, tile_tokens);                                                             \
-    }                                                                                                                 \
+#define ATTENTION(NAME, D, IS_TALL)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, IS_TALL ? 2 : 4)                                          \
+        NAME(bf16* out, const bf16* queries, const bf16* keys, u64 block_values, u32 part_values, u32 block_tokens, \
+             const u32* tables, u32 table_blocks, const Tile* tiles, u32 group, u32 window, float scale,            \
+             float* partials, u32 partitions, u32 tile_tokens) {                                                    \
+        Arena arena{keys, block_values, part_values, block_tokens};                                                 \
+        Kernel<D, IS_TALL>::run(out, queries, arena, tables, table_blocks, tiles, group, window, scale, partials,   \
+                                partitions, tile_tokens);                                                           \
+    }                                                                                                               \
     TANDEM_KERNEL(NAME)
 
 #define MERGE(NAME, D)                                                                                                \

@@ -3,8 +3,8 @@
 //
 // Order of additions, the same in all kernels here, whatever the number of rows: `k` is cut into segments of 1,024.
 // Within a segment one f32 accumulator an output takes mma.m16n8k16 in ascending k; segments are added in ascending
-// order, in f32, to a sum that begins at 0. Of 32 adjacent k the first product takes those with k % 8 < 4, the second one
-// the others: then 16 adjacent bytes of a row are what a lane needs for both, and no operand goes through ldmatrix.
+// order, in f32, to a sum that begins at 0. Of 32 adjacent k the first product takes those with k % 8 < 4, the second
+// one the others: then 16 adjacent bytes of a row are what a lane needs for both, and no operand goes through ldmatrix.
 //
 // product_rows_*: few rows, bound by the bandwidth of the weights. Weights go from memory to registers, each once for
 // 16, 32 or 64 rows, two groups of k ahead; activations come from the L1 and L2 caches. Segments are computed by
@@ -61,10 +61,16 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const 
 
 // ----------------------------------------------------------------------------------------------------------- few rows
 
-// 16 bytes of a row of a matrix of rows of `k`, zeros beyond its last row.
-__device__ __forceinline__ uint4 load16(const bf16* matrix, u32 k, u32 row, u32 rows, u32 at) {
+// 16 bytes of a row of the activations, zeros beyond the last one. They are read again by other warps.
+__device__ __forceinline__ uint4 load_x(const bf16* x, u32 k, u32 row, u32 rows, u32 at) {
     if (row >= rows) return make_uint4(0, 0, 0, 0);
-    return __ldg(reinterpret_cast<const uint4*>(matrix + static_cast<u64>(row) * k + at));
+    return __ldg(reinterpret_cast<const uint4*>(x + static_cast<u64>(row) * k + at));
+}
+
+// 16 bytes of a row of the weights. Nobody reads them again in this step: they leave the caches first.
+__device__ __forceinline__ uint4 load_weight(const bf16* weight, u32 k, u32 row, u32 rows, u32 at) {
+    if (row >= rows) return make_uint4(0, 0, 0, 0);
+    return __ldcs(reinterpret_cast<const uint4*>(weight + static_cast<u64>(row) * k + at));
 }
 
 // MT x 16 rows and NT x 8 columns a warp; weights of GROUP steps are loaded while those of the group before are used.
@@ -87,7 +93,7 @@ struct RowsKernel {
             for (u32 tile = 0; tile < NT; tile++)
                 if (at + step * STEP < end)
                     weights[step][tile] =
-                        load16(weight, k, first_column + tile * 8 + group, n, at + step * STEP + pair * 8);
+                        load_weight(weight, k, first_column + tile * 8 + group, n, at + step * STEP + pair * 8);
     }
 
     // The sums over one segment, k from `at` to `end`.
@@ -106,8 +112,8 @@ struct RowsKernel {
                 u32 here = at + step * STEP + pair * 8;
 #pragma unroll
                 for (u32 m = 0; m < MT; m++) {
-                    uint4 low = load16(x, k, first_row + m * 16 + group, rows, here);
-                    uint4 high = load16(x, k, first_row + m * 16 + group + 8, rows, here);
+                    uint4 low = load_x(x, k, first_row + m * 16 + group, rows, here);
+                    uint4 high = load_x(x, k, first_row + m * 16 + group + 8, rows, here);
 #pragma unroll
                     for (u32 tile = 0; tile < NT; tile++) multiply(sums[m][tile], low, high, now[step][tile]);
                 }
@@ -285,18 +291,18 @@ struct TilesKernel {
                 for (u32 half = 0; half < 2; half++) {
                     u32 to_row = first_row + row + m * 16 + group + half * 8;
                     u32 to_column = first_column + column + tile * 8 + pair * 2;
-                    const float(&d)[4] = totals[m][tile];
+                    const float (&d)[4] = totals[m][tile];
                     if (to_row < rows && to_column < n)
                         output(out, mode, n, to_row, to_column, d[2 * half], d[2 * half + 1]);
                 }
     }
 };
 
-#define PRODUCT_TILES(NAME, BM, BN, MT, NT)                                                                  \
-    extern "C" __global__ void __launch_bounds__(TilesKernel<BM, BN, MT, NT>::THREADS)                       \
-        NAME(void* out, const bf16* x, const bf16* weight, u32 rows, u32 n, u32 k, u32 mode) {               \
-        TilesKernel<BM, BN, MT, NT>::run(out, x, weight, rows, n, k, mode);                                  \
-    }                                                                                                        \
+#define PRODUCT_TILES(NAME, BM, BN, MT, NT)                                                    \
+    extern "C" __global__ void __launch_bounds__(TilesKernel<BM, BN, MT, NT>::THREADS)         \
+        NAME(void* out, const bf16* x, const bf16* weight, u32 rows, u32 n, u32 k, u32 mode) { \
+        TilesKernel<BM, BN, MT, NT>::run(out, x, weight, rows, n, k, mode);                    \
+    }                                                                                          \
     TANDEM_KERNEL(NAME)
 
 PRODUCT_TILES(product_tiles_64, 64, 64, 2, 4)

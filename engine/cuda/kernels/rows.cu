@@ -36,9 +36,8 @@ extern "C" __global__ void __launch_bounds__(256)
 TANDEM_KERNEL(embed)
 
 // out[row] = hidden[of[row]] / sqrt(mean of squares + eps) * weight; `of` may be null.
-extern "C" __global__ void __launch_bounds__(256)
-    rms_norm(bf16* out, const float* hidden, const float* weight, const u32* of, u32 hidden_rows, u32 width,
-             float eps) {
+extern "C" __global__ void __launch_bounds__(256) rms_norm(bf16* out, const float* hidden, const float* weight,
+                                                           const u32* of, u32 hidden_rows, u32 width, float eps) {
     __shared__ float parts[8];
     u32 row = of == nullptr ? blockIdx.x : of[blockIdx.x];
     if (row >= hidden_rows) row = hidden_rows - 1;
