@@ -49,7 +49,7 @@ fn build() -> Result<PathBuf, Absent> {
     for (name, sources) in [("kernels", "../kernels"), ("planted", "tests")] {
         let sources = files(sources, "cu");
         build.kernels(&format!("lib{name}.so"), &sources, &plain_flags());
-        build.kernels(&format!("lib{name}-checked.so"), &sources, &["-O1", "-fsanitize=thread"]);
+        build.kernels(&format!("lib{name}-checked.so"), &sources, &CHECKED_FLAGS);
     }
     Ok(build.out)
 }
@@ -70,6 +70,10 @@ const LANGUAGE: [&str; 8] = [
     "-ffp-contract=off",
     "-g1",
 ];
+
+/// A call before each access, and a trap before each that is not aligned as its type demands.
+const CHECKED_FLAGS: [&str; 4] =
+    ["-O1", "-fsanitize=thread", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"];
 
 /// The kernels as fast as the machine's processor allows; with `EMU_COVERAGE` so that gcov's lines are the source's.
 fn plain_flags() -> Vec<&'static str> {
