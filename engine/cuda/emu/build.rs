@@ -156,21 +156,22 @@ impl Build {
 
     fn link(&self, library: &str, objects: &[String], flags: &[&str]) {
         let output = self.path(library);
-        let mut arguments = vec!["-shared".to_owned(), "-o".to_owned(), output];
+        let mut arguments = vec!["-shared".to_owned(), "-o".to_owned(), output.clone()];
         arguments.extend(objects.iter().cloned());
         arguments.extend(flags.iter().map(|flag| (*flag).to_owned()));
-        self.run(&arguments);
+        let inputs: Vec<PathBuf> = objects.iter().map(PathBuf::from).collect();
+        self.run_if_stale(&output, inputs.iter(), &arguments);
     }
 
-    /// Compares times of files, and the command with the one that made the object.
-    fn run_if_stale<'a>(&self, object: &str, inputs: impl Iterator<Item = &'a PathBuf>, arguments: &[String]) {
-        let record = format!("{object}.command");
+    /// Compares times of files, and the command with the one that made the output.
+    fn run_if_stale<'a>(&self, output: &str, inputs: impl Iterator<Item = &'a PathBuf>, arguments: &[String]) {
+        let record = format!("{output}.command");
         let command = arguments.join("\n");
         let time = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
-        let made = time(Path::new(object));
+        let made = time(Path::new(output));
         let is_fresh = made.is_some()
             && fs::read_to_string(&record).is_ok_and(|before| before == command)
-            && inputs.into_iter().all(|input| time(input) < made);
+            && inputs.into_iter().all(|input| time(input) <= made);
         if !is_fresh {
             self.run(arguments);
             fs::write(record, command).expect("a file in OUT_DIR");
