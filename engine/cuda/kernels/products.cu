@@ -12,7 +12,9 @@
 //
 // product_tiles_*: many rows, bound by the tensor cores. Both operands go through four stages of shared memory by
 // cp.async; a stage is 32 k of each row, 64 bytes, so that 8 lanes read 128 adjacent bytes: no bank conflicts without
-// padding. Segments one after another. (On Hopper mma.sync reaches about 60 % of what wgmma does.)
+// padding. Segments one after another. (On Hopper mma.sync reaches about 60 % of what wgmma does.) Where there are too
+// few tiles for a card, each segment is a block of its own, its results go to scratch memory, and product_sum adds
+// them.
 #include "device.cuh"
 
 constexpr u32 SEGMENT = 1024;
@@ -254,6 +256,13 @@ struct TilesKernel {
         constexpr u32 STAGE = ROWS * STEP, WARP_ROWS = BM / (MT * 16);
         u32 warp = threadIdx.x / WARP, row = warp % WARP_ROWS * MT * 16, column = warp / WARP_ROWS * NT * 8;
         u32 first_row = blockIdx.x * BM, first_column = blockIdx.y * BN, steps = k / STEP;
+        if (gridDim.z > 1) {
+            // One segment: from here on the product is that of its k.
+            u32 begin = blockIdx.z * (SEGMENT / STEP);
+            x += begin * STEP, weight += begin * STEP;
+            steps = min(steps - begin, SEGMENT / STEP);
+            out = static_cast<float*>(out) + blockIdx.z * static_cast<u64>(rows) * n;
+        }
         float sums[MT][NT][4], totals[MT][NT][4];
         clear(sums);
         clear(totals);
@@ -307,3 +316,18 @@ struct TilesKernel {
 
 PRODUCT_TILES(product_tiles_64, 64, 64, 2, 4)
 PRODUCT_TILES(product_tiles_128, 128, 128, 4, 4)
+
+// Adds the results of segments, `scratch` [segments][rows][n], in ascending order. A thread has two columns of a row.
+extern "C" __global__ void __launch_bounds__(256)
+    product_sum(void* out, const float* scratch, u32 rows, u32 n, u32 segments, u32 mode) {
+    u32 column = (blockIdx.y * blockDim.x + threadIdx.x) * 2, row = blockIdx.x;
+    if (column >= n) return;
+    float2 total = make_float2(0.0f, 0.0f);
+    for (u32 segment = 0; segment < segments; segment++) {
+        const float* at = scratch + (static_cast<u64>(segment) * rows + row) * n + column;
+        total.x += at[0];
+        if (column + 1 < n) total.y += at[1];
+    }
+    output(out, mode, n, row, column, total.x, total.y);
+}
+TANDEM_KERNEL(product_sum)

@@ -3,12 +3,13 @@ use super::Kernel;
 use super::launch::{Arg, Checks, Launch, Mem, Refused};
 
 /// The kernels of `products.cu`.
-pub const KERNELS: [Kernel; 5] = [
+pub const KERNELS: [Kernel; 6] = [
     Kernel { name: "product_rows_16", shared_bytes: ROWS_16.shared_bytes(MOST_WARPS) },
     Kernel { name: "product_rows_32", shared_bytes: ROWS_32.shared_bytes(MOST_WARPS) },
     Kernel { name: "product_rows_64", shared_bytes: ROWS_64.shared_bytes(MOST_WARPS) },
     Kernel { name: "product_tiles_64", shared_bytes: TILES_64.shared_bytes() },
     Kernel { name: "product_tiles_128", shared_bytes: TILES_128.shared_bytes() },
+    Kernel { name: "product_sum", shared_bytes: 0 },
 ];
 
 /// Values of `k` that have one accumulator: `SEGMENT` in `products.cu`.
@@ -88,6 +89,55 @@ pub fn product(product: &Product) -> Result<Launch, Refused> {
 /// # Errors
 /// As [`product`].
 pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
+    let args = args(product)?;
+    match plan {
+        Plan::Rows16 => ROWS_16.launch("product_rows_16", product, &args),
+        Plan::Rows32 => ROWS_32.launch("product_rows_32", product, &args),
+        Plan::Rows64 => ROWS_64.launch("product_rows_64", product, &args),
+        Plan::Tiles64 => TILES_64.launch("product_tiles_64", product, &args),
+        Plan::Tiles128 => TILES_128.launch("product_tiles_128", product, &args),
+    }
+}
+
+/// The product in two launches, whose segments of `k` are computed side by side: where rows are too many for the kernels
+/// that do so by themselves, and too few for tiles to fill a card. `scratch` has [`Split::bytes`], and is free after the
+/// second launch. Same bits.
+///
+/// # Errors
+/// As [`product`].
+pub fn product_split(product: &Product, scratch: Mem) -> Result<[Launch; 2], Refused> {
+    let &Product { rows, n, k, .. } = product;
+    let check = Checks("product_sum");
+    let segments = check.size("k", k.div_ceil(SEGMENT))?;
+    let values = check.area("scratch", &[segments as usize, rows, n])?;
+    let [out, x, weight, rows_arg, n_arg, k_arg, mode] = args(product)?;
+    let partial = check.wide("scratch", scratch, values, 4)?;
+    let mut launch =
+        TILES_128.launch("product_tiles_128", product, &[partial, x, weight, rows_arg, n_arg, k_arg, Arg::U32(0)])?;
+    launch.grid[2] = segments;
+    let sum = [out, partial, rows_arg, n_arg, Arg::U32(segments), mode];
+    let grid = [check.size("rows", rows)?, check.size("n", n.div_ceil(2 * 256))?, 1];
+    Ok([launch, Launch::new("product_sum", grid, 256, &sum)])
+}
+
+/// When [`product_split`] pays, as long as nobody has measured better.
+#[derive(Clone, Copy, Debug)]
+pub struct Split;
+
+impl Split {
+    /// Whether it is for so many rows.
+    pub fn pays(rows: usize, n: usize, k: usize) -> bool {
+        rows > 64 && k > SEGMENT && rows.div_ceil(128) * n.div_ceil(128) < 128
+    }
+
+    /// Bytes of its scratch memory.
+    pub fn bytes(rows: usize, n: usize, k: usize) -> usize {
+        4 * k.div_ceil(SEGMENT) * rows * n
+    }
+}
+
+/// Address of the output, both operands, rows, n, k, and what becomes of results.
+fn args(product: &Product) -> Result<[Arg; 7], Refused> {
     let &Product { output, x, weight, rows, n, k } = product;
     let check = Checks("product");
     let pairs = !matches!(output, Output::SwiGlu(_)) || n.is_multiple_of(2);
@@ -97,7 +147,7 @@ pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
         Output::Add(out) => (check.array("out", out, check.area("out", &[rows, n])?, 4)?, 1),
         Output::SwiGlu(out) => (check.array("out", out, check.area("out", &[rows, n / 2])?, 2)?, 2),
     };
-    let args = [
+    Ok([
         out,
         check.wide("x", x, check.area("x", &[rows, k])?, 2)?,
         check.wide("weight", weight, check.area("weight", &[n, k])?, 2)?,
@@ -105,14 +155,7 @@ pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
         Arg::U32(check.size("n", n)?),
         Arg::U32(check.size("k", k)?),
         Arg::U32(mode),
-    ];
-    match plan {
-        Plan::Rows16 => ROWS_16.launch("product_rows_16", product, &args),
-        Plan::Rows32 => ROWS_32.launch("product_rows_32", product, &args),
-        Plan::Rows64 => ROWS_64.launch("product_rows_64", product, &args),
-        Plan::Tiles64 => TILES_64.launch("product_tiles_64", product, &args),
-        Plan::Tiles128 => TILES_128.launch("product_tiles_128", product, &args),
-    }
+    ])
 }
 
 /// A kernel for few rows: rows and columns of a warp.

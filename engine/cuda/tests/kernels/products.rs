@@ -1,6 +1,8 @@
 //! Products: beside the formula, and bits over rows, kernels and the order of segments.
 use half::bf16;
-use tandem_cuda::kernels::product::{Output, Plan, Product, SEGMENT, product, product_by};
+use tandem_cuda::Buffer;
+use tandem_cuda::kernels::launch::Mem;
+use tandem_cuda::kernels::product::{Output, Plan, Product, SEGMENT, Split, product, product_by, product_split};
 
 use crate::gpu::{Gpu, Random, assert_same_bits};
 
@@ -29,6 +31,18 @@ impl Operands {
         gpu.read(&out)
     }
 
+    /// All rows, segments side by side.
+    fn multiply_split(&self, gpu: &Gpu, output: impl Fn(Mem) -> Output, out: &Buffer) {
+        let &Self { rows, n, k, .. } = self;
+        let scratch = gpu.space::<u8>(Split::bytes(rows, n, k));
+        let (x, weight) = (gpu.holding(&self.x), gpu.holding(&self.weight));
+        let asked = Product { output: output(out.mem()), x: x.mem(), weight: weight.mem(), rows, n, k };
+        for launch in product_split(&asked, scratch.mem()).expect("launches") {
+            gpu.launch(Ok(launch));
+        }
+        gpu.read::<u8>(out);
+    }
+
     /// The product in f64, and the sum of the absolute values of its terms.
     fn reference(&self, row: usize, column: usize) -> (f64, f64) {
         let (x, weight) = (&self.x[row * self.k..][..self.k], &self.weight[column * self.k..][..self.k]);
@@ -54,6 +68,9 @@ fn every_kernel_agrees_with_the_formula_and_all_with_each_other() {
             let what = || format!("{plan:?} of {rows} x {n} x {k}");
             assert_same_bits(&operands.multiply(&gpu, Some(plan), rows), &first, &what);
         }
+        let out = gpu.space::<f32>(rows * n);
+        operands.multiply_split(&gpu, Output::Store, &out);
+        assert_same_bits(&gpu.read::<f32>(&out), &first, &|| format!("split {rows} x {n} x {k}"));
     }
 }
 
@@ -110,16 +127,19 @@ fn segments_are_added_in_ascending_order_and_another_order_is_noticed() {
 #[test]
 fn results_are_added_to_what_is_there_or_gate_each_other() {
     let Some(gpu) = Gpu::get() else { return };
-    for (rows, n, k) in [(3, 24, 96), (40, 10, 64), (20, 7, 64)] {
+    for (rows, n, k) in [(3, 24, 96), (40, 10, 64), (20, 7, 64), (2, 8, 1056)] {
         let operands = Operands::random(8, rows, n, k);
         let stored = operands.multiply(&gpu, None, rows);
         let before = Random(9).normals(rows * n);
+        let sum = gpu.holding(&before);
+        operands.multiply_split(&gpu, Output::Add, &sum);
+        let want: Vec<f32> = before.iter().zip(&stored).map(|(before, stored)| before + stored).collect();
+        assert_same_bits(&gpu.read::<f32>(&sum), &want, &|| format!("added, split {rows} x {n} x {k}"));
         for plan in Plan::ALL {
             let what = |what: &str| format!("{what} by {plan:?}, {rows} x {n} x {k}");
             let (x, weight, sum) = (gpu.holding(&operands.x), gpu.holding(&operands.weight), gpu.holding(&before));
             let asked = |output| Product { output, x: x.mem(), weight: weight.mem(), rows, n, k };
             gpu.launch(product_by(plan, &asked(Output::Add(sum.mem()))));
-            let want: Vec<f32> = before.iter().zip(&stored).map(|(before, stored)| before + stored).collect();
             assert_same_bits(&gpu.read::<f32>(&sum), &want, &|| what("added"));
             if n % 2 != 0 {
                 continue;
