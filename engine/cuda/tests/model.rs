@@ -48,13 +48,14 @@ fn logits_of_every_family_are_those_of_the_processor() {
                 let errors = root_mean_square(got.iter().zip(want).map(|(a, b)| a - b));
                 most = most.max(off / largest);
                 mean = mean.max(errors / root_mean_square(want.iter().copied()));
-                if !(off / largest <= TOLERANCE) {
+                assert!(got.len() == want.len() && got.iter().all(|logit| logit.is_finite()), "{name}: {got:?}");
+                if off / largest > TOLERANCE {
                     problems.push(format!("{name}, {length} tokens: off by {:.1e} of the largest", off / largest));
                 }
             }
         }
         println!("{name}: logits off by at most {most:.1e} of the largest, {mean:.1e} of their mean");
-        if !(mean <= MEAN_TOLERANCE) {
+        if mean > MEAN_TOLERANCE {
             problems.push(format!("{name}: off by {mean:.1e} in the mean"));
         }
     }
