@@ -25,7 +25,7 @@ fn floats(gpu: &Gpu, count: usize) -> Arg {
 
 /// Launches it in a child, and expects the error, the kernel's name, the line of its mistake, and the words.
 fn found(test: &str, variables: &[(&str, &str)], case: &Case, status: CUresult, words: &str) {
-    rig::passes_in_child(test, &format!("{test} {variables:?}"), variables, || {
+    rig::passes_in_child(test, &format!("{} {variables:?}", case.kernel), variables, || {
         let Some(gpu) = Gpu::open() else { return };
         let out = gpu.alloc(512).expect("memory");
         let arguments = [vec![Arg::Pointer(out)], (case.arguments)(&gpu)].concat();
