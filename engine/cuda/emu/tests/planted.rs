@@ -197,6 +197,17 @@ fn memory_of_another_device_is_found() {
 }
 
 #[test]
+fn memory_that_nobody_wrote_is_found() {
+    let variables = &[("EMU_CHECK", "1"), ("EMU_UNINITIALISED", "1")];
+    let fresh = |gpu: &Gpu| vec![Arg::Pointer(gpu.alloc(512).expect("memory"))];
+    let test = "memory_that_nobody_wrote_is_found";
+    let case = Case { kernel: "reads", shape: BLOCK, arguments: fresh };
+    found(test, variables, &case, CUresult::CUDA_ERROR_LAUNCH_FAILED, "read of global memory that nobody has written");
+    let case = Case { kernel: "uninitialised_shared", shape: BLOCK, arguments: out_only };
+    found(test, variables, &case, CUresult::CUDA_ERROR_LAUNCH_FAILED, "read of shared memory that nobody has written");
+}
+
+#[test]
 fn memory_that_nobody_wrote_is_nan() {
     rig::passes_in_child("memory_that_nobody_wrote_is_nan", "nan", PLAIN, || {
         let Some(gpu) = Gpu::open() else { return };
