@@ -12,7 +12,8 @@ target=$(deploy/target_dir.sh)
 export EMU_COVERAGE=1 TANDEM_GPU=emulate TANDEM_REQUIRE_EMU=1
 cargo build --release --locked -p tandem-cuda-emu
 # The newest build's folder; counts of earlier runs would hide what these tests do not reach.
-emulator=$(find "$target/release/build" -path '*tandem-cuda-emu-*/out/emulator' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2-)
+emulator=$(find "$target/release/build" -path '*tandem-cuda-emu-*/out/emulator' -printf '%T@ %p\n' |
+  sort -n | tail -1 | cut -d' ' -f2-)
 find "$emulator" -name '*.gcda' -delete
 cargo test --release --locked -p tandem-cuda "$@"
 
