@@ -107,7 +107,7 @@ fn open() -> Result<Emulator, Absent> {
 fn load(path: &PathBuf) -> Result<*mut c_void, Absent> {
     let text = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|error| Absent(error.to_string()))?;
     // SAFETY: the libraries have no initializer that depends on anything; the path is a C string.
-    let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if handle.is_null() { Err(Absent(format!("cannot open {}: {}", path.display(), reason()))) } else { Ok(handle) }
 }
 
