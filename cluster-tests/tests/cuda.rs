@@ -175,14 +175,14 @@ async fn what_is_wrong_with_a_gpu_is_one_sentence() -> anyhow::Result<()> {
     for name in ["libcuda.so.1", "libcuda.so"] {
         std::os::unix::fs::symlink(libraries.join(name), no_nvrtc.join(name))?;
     }
-    let no_nvrtc = &*no_nvrtc.display().to_string();
+    let no_nvrtc = no_nvrtc.display().to_string();
     let cases: [(&[(&str, &str)], &str, &str); 8] = [
         (&[("EMU_DEVICES", "0")], "--device cuda", "no GPU"),
         (&[("CUDA_VISIBLE_DEVICES", "")], "--device cuda", "no GPU"),
         (&[], "--device cuda:5", "there is no GPU 5"),
         (&[("EMU_ARCH", "75")], "--device cuda", "compute capability 7.5"),
         (&[("EMU_DRIVER_VERSION", "12020")], "--device cuda", "CUDA 12.2"),
-        (&[("LD_LIBRARY_PATH", no_nvrtc)], "--device cuda", "no NVRTC"),
+        (&[("LD_LIBRARY_PATH", no_nvrtc.as_str())], "--device cuda", "no NVRTC"),
         (&[], "--device cuda --kv-dtype int8", "bf16"),
         (&[], "--device cuda --kv-blocks 100000000", "GiB"),
     ];
