@@ -12,7 +12,7 @@ use crate::executor::{Batch, BatchItem, Choose, Chosen, Draft, History, Seq, Tok
 use crate::logits::Logits;
 use crate::ops::pool;
 use crate::sampler::{self, Past};
-use crate::sampling::SamplingParams;
+use crate::sampling::{Sampled, SamplingParams};
 
 /// Logits and choices of the step at hand, and the slots. Its memory is kept from step to step.
 #[derive(Debug, Default)]
@@ -24,6 +24,17 @@ pub struct Chooser {
     logits: Logits,
     chosen: Vec<Chosen>,
     slots: HashMap<Seq, Slot>,
+}
+
+/// What is known of a choice before the host looks at logits.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Found {
+    /// Something that the step computed up to there is no number.
+    NotNumbers,
+    /// All are numbers; where a token is asked for, the host chooses it.
+    Logits,
+    /// The device has chosen.
+    Token(Sampled),
 }
 
 /// What is kept for a sequence.
@@ -86,13 +97,30 @@ impl Chooser {
 
     /// Makes room for the logits of the step's items that choose: rows of `width`, one after another, holding anything.
     pub fn rows(&mut self, width: usize) -> &mut [f32] {
+        self.rows_of(width, |_| true)
+    }
+
+    /// Likewise, of those items that `on_host` names by their index: a device has chosen for the others.
+    pub fn rows_of(&mut self, width: usize, on_host: impl Fn(usize) -> bool) -> &mut [f32] {
         let choices = |pick: &Pick| pick.rules.as_ref().map_or(0, |rules| 1 + rules.drafts.len());
-        self.logits.lay_out(width, self.picks.iter().map(choices))
+        let wanted = |(item, pick)| if on_host(item) { choices(pick) } else { 0 };
+        self.logits.lay_out(width, self.picks.iter().enumerate().map(wanted))
+    }
+
+    /// The rows once more, as they are.
+    pub fn rows_mut(&mut self) -> &mut [f32] {
+        self.logits.values_mut()
     }
 
     /// Chooses, from the logits that are in [`Chooser::rows`] by now; nothing where what the step computed is no
     /// number: `sound(item, n)` says so of all rows of an item but the last `n`.
     pub fn choose(&mut self, sound: impl Fn(usize, usize) -> bool + Sync) {
+        self.choose_found(|item, _, behind| if sound(item, behind) { Found::Logits } else { Found::NotNumbers });
+    }
+
+    /// Likewise, with what a device found: `found(item, after, n)` is of the token behind so many drafts of an item,
+    /// and of all of its rows but the last `n`.
+    pub fn choose_found(&mut self, found: impl Fn(usize, usize, usize) -> Found + Sync) {
         let Self { picks, choices, logits, chosen, slots } = self;
         choices.clear();
         for (item, pick) in picks.iter().enumerate() {
@@ -101,10 +129,14 @@ impl Chooser {
         }
         pool::for_each_of(choices, |_, Choice { item, drafts, chosen }| {
             let pick = &picks[*item];
-            if !sound(*item, pick.drafts().len() - *drafts) {
-                *chosen = Chosen::NotNumbers;
-            } else if let (Some(rules), Some(logits)) = (&pick.rules, logits.row(*item, *drafts)) {
-                *chosen = rules.choose(*drafts, logits);
+            match found(*item, *drafts, pick.drafts().len() - *drafts) {
+                Found::NotNumbers => *chosen = Chosen::NotNumbers,
+                Found::Token(sampled) => *chosen = Chosen::Token(sampled),
+                Found::Logits => {
+                    if let (Some(rules), Some(logits)) = (&pick.rules, logits.row(*item, *drafts)) {
+                        *chosen = rules.choose(*drafts, logits);
+                    }
+                }
             }
         });
         let mut rest = &mut choices[..];
@@ -121,6 +153,11 @@ impl Chooser {
     /// What was chosen, one entry for each item.
     pub fn chosen(&self) -> &[Chosen] {
         &self.chosen
+    }
+
+    /// Likewise, each with its sequence.
+    pub fn chosen_of(&self) -> impl Iterator<Item = (Seq, &Chosen)> {
+        self.picks.iter().map(|pick| pick.seq).zip(&self.chosen)
     }
 
     /// The logits of the last step.

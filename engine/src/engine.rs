@@ -280,6 +280,7 @@ impl Inner {
             executor,
             pace: Pace::default(),
             warm: false,
+            lost: None,
             clients: HashMap::new(),
             inbox: receiver,
             shared: Arc::clone(&shared),
@@ -354,6 +355,8 @@ struct Worker {
     pace: Pace,
     /// Whether there was something to run: the warm-up shall learn what steps take on the node's own cores.
     warm: bool,
+    /// Why no step can follow: the device is gone.
+    lost: Option<String>,
     clients: HashMap<Seq, Client>,
     inbox: mpsc::Receiver<Message>,
     shared: Arc<Shared>,
@@ -364,7 +367,7 @@ impl Worker {
     fn live(mut self) {
         // After a panic nothing of the executor is used again: the worker is dropped whole.
         let reason = match catch_unwind(AssertUnwindSafe(|| self.run())) {
-            Ok(()) => "it was shut down".to_owned(),
+            Ok(()) => self.ended(),
             Err(panic) => format!("a step panicked: {}", panic_message(&*panic)),
         };
         self.stopped(reason);
@@ -372,7 +375,7 @@ impl Worker {
 
     /// The thread's loop: blocks on the inbox while there is nothing to run.
     fn run(&mut self) {
-        loop {
+        while self.lost.is_none() {
             if self.scheduler.is_idle() {
                 if self.warm {
                     self.executor.rest();
@@ -404,6 +407,11 @@ impl Worker {
             self.take(message);
         }
         !self.shared.stop.load(Ordering::Acquire)
+    }
+
+    /// Why the loop has ended.
+    fn ended(&mut self) -> String {
+        self.lost.take().unwrap_or_else(|| "it was shut down".to_owned())
     }
 
     fn stopped(&mut self, reason: String) {
@@ -503,7 +511,10 @@ impl Worker {
     fn conclude(&mut self, batch: Batch, Outcome { failed, decisions }: Outcome, took: Duration, now: Instant) {
         match failed {
             None => self.learn(StepShape::of(&batch), took),
-            Some(error) => tracing::error!(%error, sequences = batch.items.len(), "a step failed"),
+            Some(error) => {
+                tracing::error!(%error, sequences = batch.items.len(), "a step failed");
+                self.lost = matches!(error, EngineError::DeviceLost(_)).then(|| error.to_string());
+            }
         }
         // Its leases go first: a client that receives its end finds the blocks free.
         drop(batch);

@@ -18,6 +18,10 @@ pub enum EngineError {
     /// The executor failed on a step that held this sequence: its KV is not to be trusted, run it again elsewhere.
     #[error("the executor failed: {0}")]
     Executor(String),
+    /// The device that computes is lost to this process: all KV is, and no step can be run again here. The engine stops,
+    /// and its process has to end.
+    #[error("the device is lost: {0}")]
+    DeviceLost(String),
     /// The engine is shut down or broken and will take no more work.
     #[error("the engine has stopped: {0}")]
     Stopped(String),
@@ -35,7 +39,7 @@ impl From<EngineError> for Error {
             EngineError::InvalidArgument(_) => ErrorKind::InvalidArgument,
             EngineError::Overloaded(_) => ErrorKind::Overloaded,
             EngineError::DeadlineExceeded => ErrorKind::DeadlineExceeded,
-            EngineError::Executor(_) | EngineError::Stopped(_) => ErrorKind::Unavailable,
+            EngineError::Executor(_) | EngineError::DeviceLost(_) | EngineError::Stopped(_) => ErrorKind::Unavailable,
             EngineError::Model(_) | EngineError::DoesNotFit(_) => ErrorKind::Internal,
         };
         Error::new(kind, error.to_string())

@@ -28,6 +28,11 @@ impl Logits {
         &mut self.values
     }
 
+    /// All rows, one after another.
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+
     /// Items of the step.
     pub fn items(&self) -> usize {
         self.rows.len()

@@ -16,6 +16,9 @@ pub enum Arithmetic {
     /// Products and attention in the order of AMX's bf16 tiles: groups of 32 `k`, of each an even and an odd chain.
     /// How weights become bf16: `ops/bf16_k32.rs`.
     Bf16K32,
+    /// CUDA: bf16 inputs, products in segments of 1,024 `k`, each a chain of `mma.m16n8k16` with f32 sums, segments
+    /// added in their order; attention in partitions of 512 keys, merged in theirs.
+    MmaK1024,
     /// No model: tokens are a hash of the KV.
     Simulated,
 }
@@ -27,6 +30,7 @@ impl Arithmetic {
             Self::F32 => "f32",
             Self::Bf16Dots => "bf16-dots",
             Self::Bf16K32 => "bf16-k32",
+            Self::MmaK1024 => "mma-k1024",
             Self::Simulated => "simulated",
         }
     }
@@ -63,6 +67,8 @@ pub enum KvOrder {
     Bf16Pairs,
     /// Integers of 8 bits in the order of [`KvOrder::Bf16Pairs`], and the 16 tokens' scales behind them.
     Int8Pairs,
+    /// bf16, `[layer][K or V][kv_head][token][head_dim]`: CUDA's, whose tiles load rows of tokens.
+    Bf16Tokens,
     /// Of [`crate::SimulatedExecutor`]: `[layer][token]`, each a run of 64-bit hashes.
     Hashes,
 }
@@ -74,6 +80,7 @@ impl KvOrder {
             Self::F32Rows => "f32-rows",
             Self::Bf16Pairs => "bf16-pairs",
             Self::Int8Pairs => "int8-pairs",
+            Self::Bf16Tokens => "bf16-tokens",
             Self::Hashes => "hashes",
         }
     }

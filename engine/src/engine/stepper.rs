@@ -24,7 +24,7 @@ impl Stepper {
     /// Steps until the engine is shut down or its last handle is dropped. The KV of a step is written at its beginning,
     /// its tokens are told at its end.
     pub async fn run(mut self) {
-        while self.receive().await {
+        while self.worker.lost.is_none() && self.receive().await {
             let Some(batch) = self.worker.plan(now()) else {
                 if !self.worker.scheduler.is_idle() {
                     time::sleep(BLOCKS_AWAY).await;
@@ -35,7 +35,8 @@ impl Stepper {
             let outcome = self.step(&batch, takes).await;
             self.worker.conclude(batch, outcome, takes, now());
         }
-        self.worker.stopped("it was shut down".to_owned());
+        let reason = self.worker.ended();
+        self.worker.stopped(reason);
     }
 
     /// Writes everything at once, and then lets time pass, with a stop after each layer that somebody waits for.

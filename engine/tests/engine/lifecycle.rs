@@ -203,6 +203,21 @@ async fn a_failed_step_fails_its_sequences_only() {
 }
 
 #[tokio::test]
+async fn a_lost_device_ends_the_engine_and_says_why() {
+    let (engine, mut gate) = gated(SchedulerConfig { max_running: 1, ..LIMITS });
+    let first = engine.submit(request(&engine, prompt(8, 0), 4)).unwrap();
+    gate.step().await;
+    let second = engine.submit(request(&engine, prompt(8, 1), 4)).unwrap();
+    gate.go(Go::Lose);
+    let (_, end) = collect(first).await;
+    assert_eq!(end, SequenceEvent::Failed(EngineError::DeviceLost("told to be gone".into())));
+    let (_, end) = collect(second).await;
+    assert!(matches!(&end, SequenceEvent::Failed(EngineError::Stopped(why)) if why.contains("told to be gone")));
+    all_blocks_back(&engine).await;
+    assert!(engine.stopped().is_some_and(|why| why.contains("the device is lost")), "{:?}", engine.stopped());
+}
+
+#[tokio::test]
 async fn a_panic_ends_every_stream_and_the_engine_says_so() {
     let (engine, mut gate) = gated(SchedulerConfig { max_running: 1, ..LIMITS });
     let streams = [0, 1, 2].map(|i| engine.submit(request(&engine, prompt(8, i), 4)).unwrap());

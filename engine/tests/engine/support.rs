@@ -107,6 +107,8 @@ pub async fn all_blocks_back(engine: &Engine) {
 pub enum Go {
     Run,
     Fail,
+    /// The device is gone with it.
+    Lose,
     Panic,
 }
 
@@ -158,6 +160,7 @@ impl Executor for Gated {
         match self.go.recv().unwrap_or(Go::Run) {
             Go::Run => self.inner.finish(layers_done),
             Go::Fail => Err(EngineError::Executor("told to fail".into())),
+            Go::Lose => Err(EngineError::DeviceLost("told to be gone".into())),
             Go::Panic => panic!("told to panic"),
         }
     }

@@ -1,0 +1,162 @@
+//! Device memory: one `cuMemAlloc` each, never of a pool, so that it can be shared with other processes and registered
+//! for RDMA. And the copies between it and the host.
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use crate::context::Context;
+use crate::error::{CudaError, check, failed};
+use crate::kernels::launch::Mem;
+use crate::pinned::Pinned;
+use crate::stream::Stream;
+
+/// Memory of the device.
+#[derive(Debug)]
+pub struct Buffer {
+    context: Arc<Context>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl Buffer {
+    /// Memory that holds anything; `what` it is for is said where there is none left.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] with the device's numbers.
+    pub fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
+        context.bind()?;
+        // The driver refuses to allocate nothing.
+        // SAFETY: allocates; what it holds is read by kernels that were told what to read.
+        let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                let (free, total) = context.memory().unwrap_or_default();
+                CudaError::OutOfMemory { what, wanted: bytes as u64, free, total }
+            }
+            _ => failed("cuMemAlloc", error),
+        })?;
+        Ok(Self { context: Arc::clone(context), address, bytes })
+    }
+
+    /// Zeroed memory. Waits for that.
+    ///
+    /// # Errors
+    /// As [`Buffer::new`].
+    pub fn zeroed(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
+        let buffer = Self::new(context, what, bytes)?;
+        // SAFETY: the range is the buffer.
+        unsafe { result::memset_d8_sync(buffer.address, 0, bytes.max(1)) }
+            .map_err(|error| failed("cuMemsetD8", error))?;
+        // Such a fill is asynchronous to the host, and to streams that do not wait for the default one.
+        result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
+        Ok(buffer)
+    }
+
+    /// A copy of `values`. Waits for it.
+    ///
+    /// # Errors
+    /// As [`Buffer::new`].
+    pub fn holding<T: Copy>(context: &Arc<Context>, what: &'static str, values: &[T]) -> Result<Self, CudaError> {
+        let buffer = Self::new(context, what, size_of_val(values))?;
+        // SAFETY: the buffer is as long as the values, which the call has copied when it returns.
+        unsafe { result::memcpy_htod_sync(buffer.address, values) }.map_err(|error| failed("cuMemcpyHtoD", error))?;
+        Ok(buffer)
+    }
+
+    /// All of it, for kernels.
+    pub fn mem(&self) -> Mem {
+        Mem::new(self.address, self.bytes)
+    }
+
+    /// `bytes` of it from `at` on.
+    ///
+    /// # Panics
+    /// If they leave the buffer.
+    pub fn part(&self, at: usize, bytes: usize) -> Mem {
+        assert!(at <= self.bytes && bytes <= self.bytes - at, "a part out of range");
+        Mem::new(self.address + at as u64, bytes)
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Queues a copy of `bytes` from byte `from_at` of `from` on. Whoever changes `from` waits for the stream first.
+    ///
+    /// # Errors
+    /// Whatever the driver answers.
+    ///
+    /// # Panics
+    /// If either is shorter.
+    pub fn upload(
+        &self,
+        at: usize,
+        from: &Pinned,
+        from_at: usize,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        self.check(at, bytes, from, from_at);
+        // SAFETY: both ranges are inside their owners, who wait for the stream before they free.
+        let status = unsafe {
+            let (to, from) = (self.address + at as u64, from.as_ptr().add(from_at));
+            sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream.handle())
+        };
+        check("cuMemcpyHtoDAsync", status)
+    }
+
+    /// Queues a copy of `bytes` to byte `to_at` of `to` on. Whoever reads `to` waits for the stream first.
+    ///
+    /// # Errors
+    /// Whatever the driver answers.
+    ///
+    /// # Panics
+    /// If either is shorter.
+    pub fn download(
+        &self,
+        at: usize,
+        to: &Pinned,
+        to_at: usize,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        self.check(at, bytes, to, to_at);
+        // SAFETY: as in `upload`.
+        let status = unsafe {
+            let (to, from) = (to.as_ptr().add(to_at), self.address + at as u64);
+            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.handle())
+        };
+        check("cuMemcpyDtoHAsync", status)
+    }
+
+    fn check(&self, at: usize, bytes: usize, pinned: &Pinned, pinned_at: usize) {
+        let inside = |at: usize, all: usize| at <= all && bytes <= all - at;
+        assert!(inside(at, self.bytes) && inside(pinned_at, pinned.bytes()), "a copy out of range");
+    }
+
+    /// Copies what is at `at` into `out`, and waits. For tests and tools: a step has pinned memory for it.
+    ///
+    /// # Errors
+    /// Whatever the driver answers, to earlier work of the context as well.
+    ///
+    /// # Panics
+    /// If the range leaves the buffer.
+    pub fn read<T: Copy>(&self, at: usize, out: &mut [T]) -> Result<(), CudaError> {
+        let bytes = size_of_val(out);
+        assert!(at <= self.bytes && bytes <= self.bytes - at, "a copy out of range");
+        self.context.bind()?;
+        // Streams here do not wait for the default one, nor does it for them.
+        result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
+        // SAFETY: the range is inside; what `T` makes of the bytes is the caller's, who knows what was written there.
+        unsafe { result::memcpy_dtoh_sync(out, self.address + at as u64) }
+            .map_err(|error| failed("cuMemcpyDtoH", error))
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let _ = self.context.bind();
+        // SAFETY: allocated by `new` and freed once; the driver waits for work that is queued.
+        let _ = unsafe { result::free_sync(self.address) };
+    }
+}

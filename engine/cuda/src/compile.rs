@@ -1,0 +1,227 @@
+//! Kernels from their sources to a loaded image: compiled by NVRTC for the card at hand, at first start. What was
+//! compiled is kept in a directory, under a name that all inputs of the compiler determine; a file there that is
+//! damaged, or that the driver does not take, is compiled again. Nothing depends on the directory: where it cannot be
+//! written, each start compiles.
+use std::ffi::{CStr, CString, c_char};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cudarc::nvrtc::sys::{self, nvrtcResult};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use crate::context::Context;
+use crate::error::CudaError;
+use crate::kernels::{HEADER, Source};
+use crate::module::Module;
+use crate::nvrtc::nvrtc_version;
+
+/// Begins each kept file; another number where their form changes.
+const MAGIC: &[u8; 8] = b"tndmcub1";
+/// Of [`MAGIC`], and of the image's hash behind it.
+const HEAD_BYTES: usize = 16;
+/// What is asked of the compiler beside the architecture, as `make cuda-check` does.
+const OPTIONS: [&str; 1] = ["-std=c++17"];
+
+/// Where images are kept unless somebody says otherwise: `$XDG_CACHE_HOME/tandem/kernels`, or `~/.cache/tandem/kernels`.
+/// `None` where there is no home.
+pub fn default_cache() -> Option<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))?;
+    Some(cache.join("tandem/kernels"))
+}
+
+/// The module of `source` for the context's device; from `cache` if it is there, and kept there if it was not.
+///
+/// # Errors
+/// [`CudaError::Kernels`] when there is no NVRTC, it does not compile the source, or the driver does not take the image.
+pub fn module(context: &Arc<Context>, source: &Source, cache: Option<&Path>) -> Result<Arc<Module>, CudaError> {
+    let kept = Kept::of(source, &context.device().arch(), &nvrtc_version()?, cache);
+    if let Some(image) = kept.read() {
+        match Module::load(context, &image) {
+            Err(error) if error.is_lost() => return Err(error),
+            Err(error) => tracing::warn!(kernels = source.name, %error, "a kept image is of no use: compiling again"),
+            loaded => return loaded,
+        }
+    }
+    let image = compile(source, &context.device().arch())?;
+    kept.write(&image);
+    Module::load(context, &image)
+}
+
+/// The file that an image is kept in.
+struct Kept(Option<PathBuf>);
+
+impl Kept {
+    fn of(source: &Source, arch: &str, nvrtc: &str, cache: Option<&Path>) -> Self {
+        let mut hasher = Xxh3::new();
+        for text in [nvrtc, arch, HEADER.0, HEADER.1, source.name, source.text].into_iter().chain(OPTIONS) {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        }
+        let name = format!("{}-{arch}-{:032x}.cubin", source.name.trim_end_matches(".cu"), hasher.digest128());
+        Self(cache.map(|folder| folder.join(name)))
+    }
+
+    /// The image, if a whole one is there.
+    fn read(&self) -> Option<Vec<u8>> {
+        let bytes = fs::read(self.0.as_ref()?).ok()?;
+        let (head, image) = bytes.split_at_checked(HEAD_BYTES)?;
+        let whole = head[..8] == *MAGIC && head[8..] == xxh3_64(image).to_le_bytes();
+        if !whole {
+            tracing::warn!(path = ?self.0, "a kept image of kernels is damaged: compiling again");
+        }
+        whole.then(|| image.to_vec())
+    }
+
+    /// Keeps `image`: whoever reads meanwhile sees the file before or the whole new one.
+    fn write(&self, image: &[u8]) {
+        let Some(path) = &self.0 else { return };
+        let bytes = [MAGIC, &xxh3_64(image).to_le_bytes()[..], image].concat();
+        let unfinished = path.with_extension(format!("{}.part", std::process::id()));
+        let folder = path.parent().unwrap_or(Path::new("."));
+        let outcome = fs::create_dir_all(folder)
+            .and_then(|()| fs::write(&unfinished, bytes))
+            .and_then(|()| fs::rename(&unfinished, path));
+        if let Err(error) = outcome {
+            let _ = fs::remove_file(&unfinished);
+            tracing::warn!(%error, ?path, "compiled kernels cannot be kept: the next start compiles them again");
+        }
+    }
+}
+
+/// Compiles a source to a cubin.
+fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
+    let began = std::time::Instant::now();
+    let text = |text: &str| {
+        CString::new(text).map_err(|_| CudaError::Kernels(format!("{} has a zero in its text", source.name)))
+    };
+    let (name, code) = (text(source.name)?, text(source.text)?);
+    let (header_name, header) = (text(HEADER.0)?, text(HEADER.1)?);
+    let program = Program::new(&code, &name, &header, &header_name)?;
+    let options: Vec<CString> =
+        OPTIONS.into_iter().map(text).chain([text(&format!("--gpu-architecture={arch}"))]).collect::<Result<_, _>>()?;
+    let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+    // SAFETY: the program is there, and the options are strings that outlive the call.
+    let status = unsafe { sys::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
+    if status == nvrtcResult::NVRTC_ERROR_BUILTIN_OPERATION_FAILURE {
+        let why = "NVRTC does not find its libnvrtc-builtins: put the folder that has both into LD_LIBRARY_PATH";
+        return Err(CudaError::Kernels(why.into()));
+    }
+    if status != nvrtcResult::NVRTC_SUCCESS {
+        let log = program.log();
+        return Err(CudaError::Kernels(format!(
+            "NVRTC does not compile {} for {arch}: {status:?}\n{log}",
+            source.name
+        )));
+    }
+    let image = program.image()?;
+    let took_ms = began.elapsed().as_millis() as u64;
+    tracing::info!(kernels = source.name, arch, took_ms, image_bytes = image.len(), "kernels compiled");
+    Ok(image)
+}
+
+/// A program of the compiler.
+struct Program(sys::nvrtcProgram);
+
+impl Program {
+    fn new(code: &CStr, name: &CStr, header: &CStr, header_name: &CStr) -> Result<Self, CudaError> {
+        let (mut program, headers, names) = (std::ptr::null_mut(), [header.as_ptr()], [header_name.as_ptr()]);
+        // SAFETY: strings and arrays of one string each, which the call copies; it writes the handle.
+        let status = unsafe {
+            let (code, name) = (code.as_ptr(), name.as_ptr());
+            sys::nvrtcCreateProgram(&mut program, code, name, 1, headers.as_ptr(), names.as_ptr())
+        };
+        answered("nvrtcCreateProgram", status).map(|()| Self(program))
+    }
+
+    fn image(&self) -> Result<Vec<u8>, CudaError> {
+        let mut bytes = 0;
+        // SAFETY: the program is there; writes one number.
+        answered("nvrtcGetCUBINSize", unsafe { sys::nvrtcGetCUBINSize(self.0, &mut bytes) })?;
+        let mut image = vec![0u8; bytes];
+        // SAFETY: writes as many bytes as the call before said.
+        answered("nvrtcGetCUBIN", unsafe { sys::nvrtcGetCUBIN(self.0, image.as_mut_ptr().cast()) })?;
+        Ok(image)
+    }
+
+    /// What the compiler says of the source.
+    fn log(&self) -> String {
+        let mut bytes = 0;
+        // SAFETY: the program is there; writes one number.
+        if unsafe { sys::nvrtcGetProgramLogSize(self.0, &mut bytes) } != nvrtcResult::NVRTC_SUCCESS {
+            return String::new();
+        }
+        let mut log = vec![0u8; bytes];
+        // SAFETY: writes as many bytes as the call before said.
+        let status = unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
+        let log = if status == nvrtcResult::NVRTC_SUCCESS { String::from_utf8_lossy(&log) } else { "".into() };
+        log.trim_end_matches(['\0', '\n']).to_owned()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: created by `new` and destroyed once.
+        let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+    }
+}
+
+fn answered(call: &str, status: nvrtcResult) -> Result<(), CudaError> {
+    match status {
+        nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        status => Err(CudaError::Kernels(format!("{call} failed: {status:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOURCE: Source = Source { name: "rows.cu", text: "text", kernels: &[] };
+
+    #[test]
+    fn an_image_is_kept_under_a_name_that_all_inputs_determine() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let kept = Kept::of(&SOURCE, "sm_80", "13.0", Some(&folder.path().join("deeper")));
+        assert_eq!(kept.read(), None);
+        kept.write(b"image");
+        assert_eq!(kept.read().as_deref(), Some(&b"image"[..]));
+        let others = [
+            Kept::of(&SOURCE, "sm_86", "13.0", Some(folder.path())),
+            Kept::of(&SOURCE, "sm_80", "13.1", Some(folder.path())),
+            Kept::of(&Source { text: "texts", ..SOURCE }, "sm_80", "13.0", Some(folder.path())),
+        ];
+        let name = |kept: &Kept| kept.0.as_ref().and_then(|path| path.file_name().map(|name| name.to_owned()));
+        assert!(others.iter().all(|other| name(other).is_some() && name(other) != name(&kept)));
+    }
+
+    #[test]
+    fn damaged_files_are_no_images() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let kept = Kept::of(&SOURCE, "sm_80", "13.0", Some(folder.path()));
+        kept.write(b"an image of some length");
+        let path = kept.0.clone().expect("a path");
+        let whole = fs::read(&path).expect("written");
+        for length in 0..whole.len() {
+            fs::write(&path, &whole[..length]).expect("written");
+            assert_eq!(kept.read(), None, "{length} bytes");
+        }
+        let mut changed = whole.clone();
+        changed[HEAD_BYTES + 3] ^= 1;
+        fs::write(&path, &changed).expect("written");
+        assert_eq!(kept.read(), None);
+        kept.write(b"new");
+        assert_eq!(kept.read().as_deref(), Some(&b"new"[..]));
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "no unfinished files");
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_stops_nobody() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let kept = Kept::of(&SOURCE, "sm_80", "13.0", Some(&file.path().join("below")));
+        kept.write(b"image");
+        assert_eq!(kept.read(), None);
+        Kept::of(&SOURCE, "sm_80", "13.0", None).write(b"image");
+    }
+}

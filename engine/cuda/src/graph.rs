@@ -1,0 +1,73 @@
+//! A stretch of a stream's work, recorded once and then launched as a whole: hundreds of launches for the price of one.
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use crate::context::Context;
+use crate::error::{CudaError, failed};
+use crate::stream::Stream;
+
+/// Recorded work. What its kernels point to must outlive it: see who captures.
+#[derive(Debug)]
+pub struct Graph {
+    context: Arc<Context>,
+    executable: sys::CUgraphExec,
+}
+
+// SAFETY: the driver takes calls about a graph from any thread, one at a time; `launch` borrows it alone.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Records what `work` queues in `stream`, instead of running it.
+    ///
+    /// # Errors
+    /// Those of `work`, or that it did what cannot be recorded. The stream is as before then.
+    pub fn capture(stream: &Stream, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Self, CudaError> {
+        // Of this thread only: KV transfers may allocate and copy on others meanwhile.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is there, and captures nothing yet: this is the only place that does.
+        unsafe { result::stream::begin_capture(stream.handle(), mode) }
+            .map_err(|error| failed("cuStreamBeginCapture", error))?;
+        let outcome = work();
+        // SAFETY: the capture that began above. It must end whatever became of the work.
+        let graph = unsafe { result::stream::end_capture(stream.handle()) }
+            .map_err(|error| failed("cuStreamEndCapture", error))
+            .map(Recorded);
+        outcome?;
+        let graph = graph?;
+        // SAFETY: the graph was made above and is whole.
+        let executable = unsafe { result::graph::instantiate(graph.0, sys::CUgraphInstantiate_flags(0)) }
+            .map_err(|error| failed("cuGraphInstantiate", error))?;
+        Ok(Self { context: Arc::clone(stream.context()), executable })
+    }
+
+    /// Queues all of it.
+    ///
+    /// # Errors
+    /// Whatever the driver answers.
+    pub fn launch(&mut self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: both are there; memory is as it was at the capture, see the type.
+        unsafe { result::graph::launch(self.executable, stream.handle()) }
+            .map_err(|error| failed("cuGraphLaunch", error))
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _ = self.context.bind();
+        // SAFETY: instantiated by `capture` and destroyed once; a launch under way ends first.
+        let _ = unsafe { result::graph::exec_destroy(self.executable) };
+    }
+}
+
+/// What was recorded, until it is made executable.
+struct Recorded(sys::CUgraph);
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: the graph of an ended capture, destroyed once.
+            let _ = unsafe { result::graph::destroy(self.0) };
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The KV arena on a device: one allocation for the life of the process, and what transports do with it from their own
+//! threads. Copies go through pinned memory in pieces of a bounded size, on streams of their own beside the
+//! computation; digests are computed where the bytes are.
+//!
+//! The trait that transports use knows no errors, as main memory has none. A device that fails a copy is lost or about
+//! to be: the caller's thread panics with the reason instead of going on with bytes that are none, which fails the
+//! transfer, and the engine's next step says what the process ends of.
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use tandem_memory::{KvMemory, Place, Run, WORD_BYTES};
+
+use crate::buffer::Buffer;
+use crate::context::Context;
+use crate::error::CudaError;
+use crate::kernels::blocks::{Piece, Xxh3, xxh3};
+use crate::loaded::Kernels;
+use crate::pinned::Pinned;
+use crate::stream::Stream;
+
+/// Bytes of pinned memory of a lane.
+const LANE_BYTES: usize = 4 << 20;
+/// Lanes at most: copies of so many threads run side by side, others wait.
+const MOST_LANES: usize = 4;
+/// Pieces that are hashed by one launch.
+const LANE_PIECES: usize = 4096;
+
+/// KV memory of a device.
+pub struct CudaMemory {
+    context: Arc<Context>,
+    kernels: Arc<Kernels>,
+    arena: Buffer,
+    /// Without what lies behind the blocks: see [`CudaMemory::new`].
+    bytes: usize,
+    lanes: Mutex<Lanes>,
+    returned: Condvar,
+}
+
+#[derive(Default)]
+struct Lanes {
+    idle: Vec<Lane>,
+    made: usize,
+}
+
+/// What one copy or hash at a time needs.
+struct Lane {
+    stream: Stream,
+    pinned: Pinned,
+    pieces: Buffer,
+    digests: Buffer,
+}
+
+impl CudaMemory {
+    /// Zeroed memory of `bytes`, with `behind` further ones that transports do not see: where padding rows of a step
+    /// have their K and V.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] when the device has not so much.
+    pub fn new(
+        context: &Arc<Context>,
+        kernels: &Arc<Kernels>,
+        bytes: usize,
+        behind: usize,
+    ) -> Result<Arc<Self>, CudaError> {
+        let all = bytes.saturating_add(behind);
+        let arena = Buffer::zeroed(context, "the KV arena", all)?;
+        Ok(Arc::new(Self {
+            context: Arc::clone(context),
+            kernels: Arc::clone(kernels),
+            arena,
+            bytes,
+            lanes: Mutex::default(),
+            returned: Condvar::new(),
+        }))
+    }
+
+    /// All of it, with what lies behind.
+    pub fn arena(&self) -> &Buffer {
+        &self.arena
+    }
+
+    fn with_lane(&self, what: &str, work: impl FnOnce(&mut Lane) -> Result<(), CudaError>) {
+        let outcome = self.take_lane().and_then(|mut lane| {
+            let outcome = self.context.bind().and_then(|()| work(&mut lane));
+            // A copy may be under way after an error: nobody else may have the lane's memory before it has ended.
+            let ended = lane.stream.synchronize();
+            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).idle.push(lane);
+            self.returned.notify_one();
+            outcome.and(ended)
+        });
+        if let Err(error) = outcome {
+            tracing::error!(%error, "KV memory of the GPU: {what} failed");
+            panic!("KV memory of the GPU: {what} failed: {error}");
+        }
+    }
+
+    fn take_lane(&self) -> Result<Lane, CudaError> {
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(lane) = lanes.idle.pop() {
+                return Ok(lane);
+            }
+            if lanes.made < MOST_LANES {
+                lanes.made += 1;
+                drop(lanes);
+                return Lane::new(&self.context).inspect_err(|_| {
+                    self.lanes.lock().unwrap_or_else(PoisonError::into_inner).made -= 1;
+                    self.returned.notify_one();
+                });
+            }
+            lanes = self.returned.wait(lanes).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn check(&self, at: usize, bytes: usize) {
+        let inside = at.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(inside, "range out of range of the KV memory");
+        assert!(at.is_multiple_of(WORD_BYTES) && bytes.is_multiple_of(WORD_BYTES), "unaligned range of KV memory");
+    }
+}
+
+impl Lane {
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Ok(Self {
+            stream: Stream::new(context)?,
+            pinned: Pinned::new(context, LANE_BYTES)?,
+            pieces: Buffer::new(context, "pieces to hash", LANE_PIECES * size_of::<Piece>())?,
+            digests: Buffer::new(context, "hashes", LANE_PIECES * size_of::<u64>())?,
+        })
+    }
+
+    fn read(&mut self, arena: &Buffer, at: usize, out: &mut [u8]) -> Result<(), CudaError> {
+        for (index, piece) in out.chunks_mut(LANE_BYTES).enumerate() {
+            arena.download(at + index * LANE_BYTES, &self.pinned, 0, piece.len(), &self.stream)?;
+            self.stream.synchronize()?;
+            // SAFETY: the copy has ended.
+            piece.copy_from_slice(unsafe { self.pinned.slice(0, piece.len()) });
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, arena: &Buffer, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
+        for (index, piece) in bytes.chunks(LANE_BYTES).enumerate() {
+            // SAFETY: the copy before has ended: each is waited for.
+            unsafe { self.pinned.slice_mut(0, piece.len()) }.copy_from_slice(piece);
+            arena.upload(at + index * LANE_BYTES, &self.pinned, 0, piece.len(), &self.stream)?;
+            self.stream.synchronize()?;
+        }
+        Ok(())
+    }
+
+    fn digests(&mut self, arena: &Buffer, kernels: &Kernels, pieces: &[Run], out: &mut [u64]) -> Result<(), CudaError> {
+        // SAFETY: no copy is under way, each is waited for.
+        let words = unsafe { self.pinned.slice_mut::<u64>(0, 2 * pieces.len()) };
+        for ([at, bytes], piece) in words.as_chunks_mut::<2>().0.iter_mut().zip(pieces) {
+            (*at, *bytes) = (piece.at as u64, piece.bytes as u64);
+        }
+        let count = pieces.len();
+        self.pieces.upload(0, &self.pinned, 0, count * size_of::<Piece>(), &self.stream)?;
+        let launch = Xxh3 { digests: self.digests.mem(), memory: arena.mem(), pieces: self.pieces.mem(), count };
+        // SAFETY: the pieces are inside the arena, by the caller's check; all memory is this lane's or the arena's, and
+        // waited for below.
+        unsafe { kernels.launch(&self.stream, xxh3(&launch)) }?;
+        self.digests.download(0, &self.pinned, 0, size_of_val(out), &self.stream)?;
+        self.stream.synchronize()?;
+        // SAFETY: the copy has ended.
+        out.copy_from_slice(unsafe { self.pinned.slice(0, out.len()) });
+        Ok(())
+    }
+}
+
+impl KvMemory for CudaMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn place(&self) -> Place<'_> {
+        Place::Cuda { device: self.context.device().number, address: self.arena.mem().address }
+    }
+
+    fn read(&self, at: usize, out: &mut [u8]) {
+        self.check(at, out.len());
+        self.with_lane("a read", |lane| lane.read(&self.arena, at, out));
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) {
+        self.check(at, bytes.len());
+        self.with_lane("a write", |lane| lane.write(&self.arena, at, bytes));
+    }
+
+    fn digests(&self, pieces: &[Run], out: &mut [u64]) {
+        assert_eq!(pieces.len(), out.len(), "a digest for each piece");
+        pieces.iter().for_each(|piece| self.check(piece.at, piece.bytes));
+        self.with_lane("a hash", |lane| {
+            let parts = pieces.chunks(LANE_PIECES).zip(out.chunks_mut(LANE_PIECES));
+            parts.into_iter().try_for_each(|(pieces, out)| lane.digests(&self.arena, &self.kernels, pieces, out))
+        });
+    }
+}

@@ -1,0 +1,145 @@
+//! Compiled kernels in a context, and launching them. A launch names its arguments with their types; how many there are
+//! and how large is compared with what the compiled kernel says of itself, as the driver takes bare pointers.
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use crate::context::Context;
+use crate::error::{CudaError, check, failed};
+use crate::kernels::launch::{Launch, MOST_ARGUMENTS};
+use crate::stream::Stream;
+
+/// Dynamic shared memory above this is given to kernels that ask for it.
+const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+
+/// A compiled image in a context.
+#[derive(Debug)]
+pub struct Module {
+    context: Arc<Context>,
+    handle: sys::CUmodule,
+}
+
+// SAFETY: the driver takes calls about a module from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads a cubin, or whatever image the driver takes.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] for an image of another architecture, or none at all.
+    pub fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>, CudaError> {
+        context.bind()?;
+        // Text images end in a zero by the driver's rule; to others it does no harm.
+        let image = [image, &[0]].concat();
+        // SAFETY: the image is there until the call returns, and its formats tell their lengths.
+        let handle = unsafe { result::module::load_data(image.as_ptr().cast()) }
+            .map_err(|error| failed("cuModuleLoadData", error))?;
+        Ok(Arc::new(Self { context: Arc::clone(context), handle }))
+    }
+
+    /// The kernel of this name.
+    ///
+    /// # Errors
+    /// [`CudaError::Kernels`] when there is none.
+    pub fn function(self: &Arc<Self>, name: &'static str) -> Result<Function, CudaError> {
+        let text = CString::new(name).map_err(|_| CudaError::Kernels(format!("{name:?} is no kernel's name")))?;
+        // SAFETY: the module is loaded until `self` is dropped.
+        let handle = unsafe { result::module::get_function(self.handle, text) }.map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Kernels(format!("there is no kernel {name}")),
+            _ => failed("cuModuleGetFunction", error),
+        })?;
+        let function = Function { module: Arc::clone(self), handle, name, parameters: parameters(handle) };
+        Ok(function)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        let _ = self.context.bind();
+        // SAFETY: loaded by `load` and unloaded once; functions hold the module.
+        let _ = unsafe { result::module::unload(self.handle) };
+    }
+}
+
+/// A kernel.
+#[derive(Clone, Debug)]
+pub struct Function {
+    /// Keeps it loaded.
+    module: Arc<Module>,
+    handle: sys::CUfunction,
+    name: &'static str,
+    /// Bytes of each parameter.
+    parameters: Vec<usize>,
+}
+
+// SAFETY: a function belongs to its module, and is launched by calls that any thread may make.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Lets launches have up to so much dynamic shared memory: more than 48 KiB must be asked for, once.
+    ///
+    /// # Errors
+    /// When the device has not so much.
+    pub fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
+        if bytes <= SHARED_WITHOUT_ASKING {
+            return Ok(());
+        }
+        self.module.context.bind()?;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is loaded; the attribute takes any number and answers.
+        let status = unsafe { sys::cuFuncSetAttribute(self.handle, attribute, bytes.cast_signed()) };
+        check("cuFuncSetAttribute", status)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Queues a launch of it.
+    ///
+    /// # Errors
+    /// [`CudaError::Kernels`] for other arguments than the kernel has; whatever the driver answers.
+    ///
+    /// # Safety
+    /// What the arguments point to is device memory that stays until the stream has done the launch, and holds what the
+    /// kernel takes it for: indices in it are in range. Nothing else writes there meanwhile.
+    pub unsafe fn launch(&self, stream: &Stream, launch: &Launch) -> Result<(), CudaError> {
+        let args = launch.args();
+        if !args.iter().map(|arg| arg.bytes()).eq(self.parameters.iter().copied()) {
+            let (name, has) = (self.name, &self.parameters);
+            return Err(CudaError::Kernels(format!(
+                "kernel {name} has parameters of {has:?} bytes, and gets {args:?}"
+            )));
+        }
+        let mut values = [0u64; MOST_ARGUMENTS];
+        let mut pointers = [std::ptr::null_mut::<c_void>(); MOST_ARGUMENTS];
+        for ((value, pointer), arg) in values.iter_mut().zip(&mut pointers).zip(args) {
+            *value = arg.word();
+            *pointer = (&raw mut *value).cast();
+        }
+        let &Launch { grid: [x, y, z], block, shared_bytes, .. } = launch;
+        let (params, none) = (pointers.as_mut_ptr(), std::ptr::null_mut());
+        let (function, stream) = (self.handle, stream.handle());
+        // SAFETY: the function is loaded; each argument is a readable value of the size that the kernel says, which the
+        // driver copies before it returns; what they point to is the caller's promise.
+        let status = unsafe { sys::cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, params, none) };
+        check("cuLaunchKernel", status)
+    }
+}
+
+/// Sizes of a kernel's parameters.
+fn parameters(function: sys::CUfunction) -> Vec<usize> {
+    let size = |index| {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function is loaded; beyond its last parameter the driver answers that there is none.
+        let status = unsafe { sys::cuFuncGetParamInfo(function, index, &mut offset, &mut size) };
+        (status == sys::CUresult::CUDA_SUCCESS).then_some(size)
+    };
+    (0..=MOST_ARGUMENTS).map_while(size).collect()
+}

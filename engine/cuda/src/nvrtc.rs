@@ -1,0 +1,26 @@
+//! Whether the run-time compiler of kernels is on this machine, asked before anything is compiled: the bindings open its
+//! library at first use and panic where there is none.
+use std::ffi::c_int;
+
+use cudarc::nvrtc::sys;
+
+use crate::error::CudaError;
+
+/// Its version: "13.0".
+///
+/// # Errors
+/// [`CudaError::Kernels`] when it is not there, or does not answer.
+pub fn nvrtc_version() -> Result<String, CudaError> {
+    // SAFETY: opens a shared library by its system name and runs its initializers, which the CUDA toolkit's may be
+    // trusted with: it is what this program was told to use.
+    if !unsafe { sys::is_culib_present() } {
+        let why = "no NVRTC: libnvrtc.so.13 (or .12), which compiles the kernels, is not on this machine";
+        return Err(CudaError::Kernels(why.into()));
+    }
+    let (mut major, mut minor): (c_int, c_int) = (0, 0);
+    // SAFETY: writes the two integers.
+    match unsafe { sys::nvrtcVersion(&mut major, &mut minor) } {
+        sys::nvrtcResult::NVRTC_SUCCESS => Ok(format!("{major}.{minor}")),
+        status => Err(CudaError::Kernels(format!("NVRTC does not tell its version: {status:?}"))),
+    }
+}

@@ -1,0 +1,214 @@
+//! Every fault that the driver can have, at every place where it can have it: the n-th allocation, copy, launch, capture
+//! and so on fails while a model is loaded and answers. Each run is a process of its own, as some errors are for good.
+//! A run ends with a typed error or with the right tokens, and leaves nothing behind.
+mod support;
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
+use std::time::Duration;
+
+use support::*;
+use tandem_cuda::{CudaConfig, CudaLoader};
+use tandem_cuda_emu::{Count, Fault, count, seen};
+use tandem_engine::{
+    BlockPool, Engine, EngineError, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
+    Speculate, Tokens,
+};
+use tandem_memory::Run;
+
+/// What a run can meet.
+const FAULTS: [Fault; 9] = [
+    Fault::Alloc,
+    Fault::HostAlloc,
+    Fault::Submit,
+    Fault::Launch,
+    Fault::Copy,
+    Fault::Capture,
+    Fault::Instantiate,
+    Fault::Module,
+    Fault::Compile,
+];
+
+#[test]
+fn whatever_fails_is_an_error_or_does_not_matter() {
+    if !device() || !emulated() {
+        return;
+    }
+    let clean = scenario("scenario_steps", None);
+    assert!(clean.contains_key("tokens") && !clean.contains_key("error"), "{clean:?}");
+    let mut problems = Vec::new();
+    for fault in FAULTS {
+        let name = fault.name();
+        let times: u32 = clean[name].parse().expect("a number");
+        assert!(times > 0, "no {name} in the scenario");
+        let mut failed = 0;
+        for nth in 1..=times {
+            let run = scenario("scenario_steps", Some(format!("{name}:{nth}")));
+            failed += u32::from(run.contains_key("error"));
+            problems.extend(problem(&clean, &run, fault).map(|why| format!("{name}:{nth}: {why}: {run:?}")));
+        }
+        println!("{name}: {times} places, an error at {failed}");
+        assert!(failed > 0, "{name} never mattered");
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// What is wrong with how a run ended.
+fn problem(clean: &BTreeMap<String, String>, run: &BTreeMap<String, String>, fault: Fault) -> Option<&'static str> {
+    let is_sticky = matches!(fault, Fault::Launch | Fault::Copy);
+    match (run.get("tokens"), run.get("error")) {
+        (Some(tokens), None) if *tokens != clean["tokens"] => Some("wrong tokens"),
+        (Some(_), None) => None,
+        (None, Some(error)) if error.len() < 10 => Some("an error that says nothing"),
+        (None, Some(error)) if is_sticky && !error.contains("lost") => {
+            Some("an error for good that is told as another")
+        }
+        (None, Some(error)) if !is_sticky && error.contains("lost") => Some("an error that is told as one for good"),
+        (None, Some(_)) if !is_sticky && run["left"] != clean["left"] => Some("something is left"),
+        (None, Some(_)) => None,
+        _ => Some("neither tokens nor an error"),
+    }
+}
+
+#[test]
+fn a_lost_device_ends_the_engine() {
+    if !device() || !emulated() {
+        return;
+    }
+    let clean = scenario("scenario_engine", None);
+    assert_eq!(clean["stopped"], "None", "{clean:?}");
+    let launches: u32 = clean["launch"].parse().expect("a number");
+    let run = scenario("scenario_engine", Some(format!("launch:{}", launches - 3)));
+    assert!(run["end"].contains("lost") && run["stopped"].contains("the device is lost"), "{run:?}");
+    // What is refused once fails its step alone.
+    let submits: u32 = clean["submit"].parse().expect("a number");
+    let run = scenario("scenario_engine", Some(format!("submit:{submits}")));
+    assert!(run["end"].contains("Failed") && run["stopped"] == "None", "{run:?}");
+}
+
+/// Runs one of the tests below in a process of its own; what it printed, by name.
+fn scenario(name: &str, fault: Option<String>) -> BTreeMap<String, String> {
+    let mut command = Command::new(std::env::current_exe().expect("a path"));
+    command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]).env_remove("EMU_FAIL");
+    if let Some(fault) = &fault {
+        command.env("EMU_FAIL", fault);
+    }
+    let output = command.output().expect("runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name} with {fault:?}: {}\n{text}\n{errors}", output.status);
+    let line = |line: &str| line.strip_prefix("| ")?.split_once(": ").map(|(name, text)| (name.into(), text.into()));
+    text.lines().filter_map(line).collect()
+}
+
+fn say(name: &str, value: impl std::fmt::Display) {
+    // The harness writes before the first line without an end.
+    println!("\n| {name}: {}", value.to_string().replace('\n', " "));
+}
+
+fn say_counts() {
+    for fault in FAULTS {
+        say(fault.name(), seen(fault).unwrap_or(0));
+    }
+    let kinds = [Count::UsedBytes, Count::Allocations, Count::Streams, Count::Events, Count::Graphs, Count::Modules];
+    say("left", kinds.map(|kind| count(kind).unwrap_or(0).to_string()).join(" "));
+}
+
+/// Few buckets, so that there are few places.
+fn small() -> CudaConfig {
+    CudaConfig { max_step_tokens: 4, max_running: 2, ..config(&family("llama.gguf")) }
+}
+
+#[test]
+#[ignore = "one run of the tests above"]
+fn scenario_steps() {
+    if !device() {
+        return;
+    }
+    match catch_unwind(AssertUnwindSafe(steps)) {
+        Ok(Ok(tokens)) => say("tokens", format!("{tokens:?}")),
+        Ok(Err(error)) => say("error", error),
+        Err(panic) => say("error", panic.downcast_ref::<String>().map_or("a panic", String::as_str)),
+    }
+    say_counts();
+}
+
+/// A prompt in chunks, two sequences that decode, the KV memory in between.
+fn steps() -> Result<Vec<u32>, EngineError> {
+    let mut executor = CudaLoader::open(&small())?.load(8)?;
+    let pool = BlockPool::new(8, 16);
+    let (first, second, mut tokens) = (lease(&pool, 20), lease(&pool, 20), Vec::new());
+    run(&mut executor, vec![item(1, given(&[5, 6, 7]), 0, &first, None)])?;
+    let items = vec![
+        item(1, given(&[8]), 3, &first, Some(choose(&greedy()))),
+        item(2, given(&[9, 10]), 0, &second, Some(choose(&on_host()))),
+    ];
+    tokens.extend(run(&mut executor, items)?.iter().map(token));
+    let (memory, bytes) = (executor.memory(), executor.spec().block_bytes);
+    let (mut block, mut digest) = (vec![0; bytes], [0]);
+    memory.read(first.blocks()[0] as usize * bytes, &mut block);
+    memory.write(first.blocks()[0] as usize * bytes, &block);
+    memory.digests(&[Run { at: first.blocks()[0] as usize * bytes, bytes }], &mut digest);
+    assert_eq!(digest, [xxhash_rust::xxh3::xxh3_64(&block)]);
+    for step in 0..2 {
+        let items = vec![
+            item(1, Tokens::Last, 4 + step, &first, Some(choose(&greedy()))),
+            item(2, Tokens::Last, 2 + step, &second, Some(choose(&on_host()))),
+        ];
+        tokens.extend(run(&mut executor, items)?.iter().map(token));
+    }
+    Ok(tokens)
+}
+
+#[test]
+#[ignore = "one run of the tests above"]
+fn scenario_engine() {
+    if !device() {
+        return;
+    }
+    let executor = CudaLoader::open(&small()).and_then(|loader| loader.load(8)).expect("loads");
+    let limits = SchedulerConfig {
+        max_running: 2,
+        max_step_tokens: 4,
+        inbox: 4,
+        prefix_caching: true,
+        speculate: Speculate::Off,
+    };
+    let engine = Engine::start(Box::new(executor), limits);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let end = runtime.block_on(async {
+        let lease = engine.pool().try_reserve(2).expect("room");
+        let request = SequenceRequest {
+            id: "test".into(),
+            prompt_len: 5,
+            tokens: vec![5, 6, 7, 8, 9],
+            computed: 0,
+            lease: lease.into(),
+            max_new_tokens: 3,
+            sampling: SamplingParams::GREEDY.into(),
+            ignore_eos: true,
+            stop_token_ids: Vec::new(),
+            deadline: None,
+            priority: 0,
+            report_layers: Vec::new(),
+        };
+        let mut stream = engine.submit(request).expect("valid");
+        loop {
+            let event = tokio::time::timeout(Duration::from_secs(60), stream.next()).await.expect("hangs");
+            if let Some(end @ (SequenceEvent::Finished { .. } | SequenceEvent::Failed(_))) = event {
+                return end;
+            }
+        }
+    });
+    // The loop ends behind the event of the failure.
+    let lost = matches!(&end, SequenceEvent::Failed(EngineError::DeviceLost(_)));
+    while lost && engine.stopped().is_none() {
+        std::thread::yield_now();
+    }
+    say("end", format!("{end:?}"));
+    say("stopped", format!("{:?}", engine.stopped()));
+    engine.shutdown();
+    drop(engine);
+    say_counts();
+}

@@ -1,0 +1,258 @@
+//! Attention: beside the formula, and bits over tiles, chunks, phases and splits.
+use half::bf16;
+use tandem_cuda::Buffer;
+use tandem_cuda::kernels::attention::{Attention, Height, PARTITION, Split, Tile, attention, merge};
+use tandem_cuda::kernels::qkv::Arena;
+
+use crate::gpu::{Gpu, Random, assert_same_bits};
+
+/// A model's heads.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    window: Option<usize>,
+}
+
+/// One sequence with its queries, keys and values: of each token those of its heads.
+struct Sequence {
+    shape: Shape,
+    tokens: usize,
+    queries: Vec<bf16>,
+    keys: Vec<bf16>,
+    values: Vec<bf16>,
+    block_tokens: usize,
+}
+
+/// A sequence on the device, in blocks that are in no order. Slots that it does not use are NaN, and so is another layer;
+/// table entries that it does not use lead nowhere.
+struct Placed<'a> {
+    gpu: &'a Gpu,
+    sequence: &'a Sequence,
+    arena: Buffer,
+    tables: Buffer,
+    table_blocks: usize,
+}
+
+impl Sequence {
+    fn random(seed: u64, shape: Shape, tokens: usize, block_tokens: usize) -> Self {
+        let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);
+        let queries = random.halves(tokens * shape.heads * shape.head_dim);
+        let (keys, values) = (random.halves(tokens * width), random.halves(tokens * width));
+        Self { shape, tokens, queries, keys, values, block_tokens }
+    }
+
+    fn group(&self) -> usize {
+        self.shape.heads / self.shape.kv_heads
+    }
+
+    /// Values of a token's queries.
+    fn width(&self) -> usize {
+        self.shape.heads * self.shape.head_dim
+    }
+
+    fn place<'a>(&'a self, gpu: &'a Gpu) -> Placed<'a> {
+        let Shape { kv_heads, head_dim, .. } = self.shape;
+        let used = self.tokens.div_ceil(self.block_tokens);
+        let (blocks, part) = (used + 3, kv_heads * self.block_tokens * head_dim);
+        // 7 shares no factor with the counts here: each block once.
+        let block_of = |index: usize| (index * 7 + 3) % blocks;
+        assert!(!blocks.is_multiple_of(7));
+        let mut arena = vec![bf16::NAN; blocks * 2 * 2 * part];
+        for position in 0..self.tokens {
+            let (block, slot) = (block_of(position / self.block_tokens), position % self.block_tokens);
+            for head in 0..kv_heads {
+                let to = (block * 2 + 1) * 2 * part + (head * self.block_tokens + slot) * head_dim;
+                let from = (position * kv_heads + head) * head_dim;
+                arena[to..to + head_dim].copy_from_slice(&self.keys[from..from + head_dim]);
+                arena[to + part..to + part + head_dim].copy_from_slice(&self.values[from..from + head_dim]);
+            }
+        }
+        // The second of two tables.
+        let mut tables = vec![u32::MAX; 2 * (used + 2)];
+        (0..used).for_each(|index| tables[used + 2 + index] = block_of(index) as u32);
+        Placed { gpu, sequence: self, arena: gpu.holding(&arena), tables: gpu.holding(&tables), table_blocks: used + 2 }
+    }
+
+    /// Output in f64, and the sum of the absolute values of its terms.
+    fn reference(&self, position: usize, head: usize) -> Vec<(f64, f64)> {
+        let Shape { kv_heads, head_dim, window, .. } = self.shape;
+        let first = window.map_or(0, |window| (position + 1).saturating_sub(window));
+        let query = &self.queries[position * self.width() + head * head_dim..][..head_dim];
+        let of = |matrix: &[bf16], key: usize, at: usize| {
+            matrix[(key * kv_heads + head / self.group()) * head_dim + at].to_f64()
+        };
+        let score = |key| (0..head_dim).map(|at| query[at].to_f64() * of(&self.keys, key, at)).sum::<f64>();
+        let scores: Vec<f64> = (first..=position).map(|key| score(key) / (head_dim as f64).sqrt()).collect();
+        let most = scores.iter().copied().fold(f64::MIN, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let terms =
+            |at| weights.iter().zip(first..).map(move |(weight, key)| weight / total * of(&self.values, key, at));
+        (0..head_dim).map(|at| (terms(at).sum(), terms(at).map(f64::abs).sum())).collect()
+    }
+}
+
+impl Placed<'_> {
+    /// Outputs of the tokens from `start` to `end`, in tiles of `most` tokens or what `height` takes. The first row of
+    /// the step is another's, and the last tile is none.
+    fn attend(&self, start: usize, end: usize, height: Height, most: usize, ways: Option<usize>) -> Vec<bf16> {
+        self.attend_with(start, end, height, most, ways, |_| {})
+    }
+
+    /// The same; between a split and its end, `change` sees what the partitions left in memory, for each tile and KV
+    /// head `partitions` equal parts.
+    fn attend_with(
+        &self,
+        start: usize,
+        end: usize,
+        height: Height,
+        most: usize,
+        ways: Option<usize>,
+        change: impl FnOnce(&mut Vec<f32>),
+    ) -> Vec<bf16> {
+        let Self { gpu, sequence, arena, tables, table_blocks } = self;
+        let (Shape { heads, kv_heads, head_dim, window }, width) = (sequence.shape, sequence.width());
+        let rows = end - start + 1;
+        let queries = [&vec![bf16::NAN; width], &sequence.queries[start * width..end * width]].concat();
+        let (queries, out) = (gpu.holding(&queries), gpu.space::<bf16>(rows * width));
+        let (mut tiles, most) = (Vec::new(), most.min(height.tokens(sequence.group())));
+        for at in (start..end).step_by(most) {
+            let first_row = (at - start + 1) as u32;
+            height.cut(sequence.group(), first_row, most.min(end - at), 1, at as u32, &mut tiles);
+        }
+        tiles.push(Tile::default());
+        let tile_memory = gpu.holding(&tiles);
+        let partitions = end.div_ceil(PARTITION) + 1;
+        let partials = gpu.space::<u8>(Split::bytes(tiles.len(), heads, most, partitions, head_dim));
+        let asked = |partials: &Buffer| Attention {
+            queries: queries.mem(),
+            out: out.mem(),
+            rows,
+            arena: Arena { memory: arena.mem(), layers: 2, block_tokens: sequence.block_tokens, kv_heads, head_dim },
+            layer: 1,
+            tables: tables.mem(),
+            table_rows: 2,
+            table_blocks: *table_blocks,
+            tiles: tile_memory.mem(),
+            tile_count: tiles.len(),
+            height,
+            heads,
+            window,
+            split: ways.map(|ways| Split { partials: partials.mem(), partitions, ways, tokens: most }),
+        };
+        gpu.launch(attention(&asked(&partials)));
+        if ways.is_some() {
+            let mut left = gpu.read::<f32>(&partials);
+            change(&mut left);
+            let changed = gpu.holding(&left);
+            gpu.launch(merge(&asked(&changed)));
+            return gpu.read::<bf16>(&out).split_off(width);
+        }
+        gpu.read::<bf16>(&out).split_off(width)
+    }
+}
+
+#[test]
+fn outputs_agree_with_the_formula() {
+    let Some(gpu) = Gpu::get() else { return };
+    let shape = |heads, kv_heads, head_dim, window| Shape { heads, kv_heads, head_dim, window };
+    for (seed, (shape, tokens)) in [
+        (shape(4, 2, 16, None), 70),
+        (shape(3, 1, 32, Some(20)), 100),
+        (shape(14, 2, 64, None), 66),
+        (shape(2, 2, 96, Some(64)), 130),
+        (shape(16, 1, 128, None), 65),
+        (shape(2, 1, 16, None), 1040),
+        (shape(1, 1, 16, Some(600)), 1300),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let sequence = Sequence::random(20 + seed as u64, shape, tokens, 16);
+        let placed = sequence.place(&gpu);
+        let start = tokens.saturating_sub(70);
+        for height in [Height::Rows16, Height::Rows64] {
+            let got = placed.attend(start, tokens, height, usize::MAX, None);
+            for (at, head) in (start..tokens).flat_map(|at| (0..shape.heads).map(move |head| (at, head))) {
+                let from = (at - start) * sequence.width() + head * shape.head_dim;
+                for (got, (want, size)) in got[from..].iter().zip(sequence.reference(at, head)) {
+                    // Weights are bf16 and so is the output: half a unit of 2^-8 each, in the sum as well.
+                    let error = (got.to_f64() - want).abs();
+                    assert!(error <= 0.0045 * size + 0.002 * want.abs(), "{got} {want}, {at} {head} {shape:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rows_bits_are_the_same_in_any_tile_and_chunk_as_prompt_and_as_decode_row() {
+    let Some(gpu) = Gpu::get() else { return };
+    let mut random = Random(30);
+    let shape = |heads, kv_heads, head_dim, window| Shape { heads, kv_heads, head_dim, window };
+    for (shape, block_tokens) in [
+        (shape(2, 2, 16, None), 16),
+        (shape(3, 1, 16, Some(300)), 32),
+        (shape(4, 2, 32, None), 64),
+        (shape(7, 1, 64, Some(530)), 128),
+        (shape(5, 1, 96, None), 16),
+        (shape(16, 1, 128, Some(40)), 32),
+    ] {
+        let (start, end) = (500, 561);
+        let sequence = Sequence::random(random.word(), shape, end, block_tokens);
+        let placed = sequence.place(&gpu);
+        let whole = placed.attend(start, end, Height::Rows64, usize::MAX, None);
+        for (height, most) in
+            [(Height::Rows16, usize::MAX), (Height::Rows16, 1), (Height::Rows64, 1), (Height::Rows64, 3)]
+        {
+            let what = || format!("{height:?} of {most} tokens, {shape:?}");
+            assert_same_bits(&placed.attend(start, end, height, most, None), &whole, &what);
+        }
+        for ways in [1, 2] {
+            let what = || format!("{ways} ways, {shape:?}");
+            assert_same_bits(&placed.attend(start, end, Height::Rows16, 1, Some(ways)), &whole, &what);
+        }
+        for _ in 0..6 {
+            let from = start + random.below(end - start);
+            let to = from + 1 + random.below(end - from);
+            let height = [Height::Rows16, Height::Rows64][random.below(2)];
+            let want = &whole[(from - start) * sequence.width()..(to - start) * sequence.width()];
+            let what = || format!("{from}..{to} by {height:?}, {shape:?}");
+            assert_same_bits(&placed.attend(from, to, height, usize::MAX, None), want, &what);
+        }
+    }
+}
+
+#[test]
+fn partitions_are_merged_in_ascending_order_and_another_order_is_noticed() {
+    let Some(gpu) = Gpu::get() else { return };
+    for window in [None, Some(1200)] {
+        let shape = Shape { heads: 4, kv_heads: 1, head_dim: 32, window };
+        let (start, end) = (1590, 1600);
+        let sequence = Sequence::random(40, shape, end, 16);
+        let placed = sequence.place(&gpu);
+        let whole = placed.attend(start, end, Height::Rows64, usize::MAX, None);
+        for (ways, most) in [(1, 1), (3, 1), (4, 1), (2, 4)] {
+            let what = || format!("{ways} ways, {most} tokens, window {window:?}");
+            assert_same_bits(&placed.attend(start, end, Height::Rows16, most, Some(ways)), &whole, &what);
+        }
+        // What a merge in the order of arrival would do: partitions 1 and 3 change their places, in every tile.
+        let swap = |left: &mut Vec<f32>| {
+            let (tiles, partitions, rows) = (end - start + 1, end.div_ceil(PARTITION) + 1, 4);
+            let (outputs, running) = left.split_at_mut(tiles * partitions * rows * 32);
+            for (part, values) in [(outputs, 32), (running, 2)] {
+                let length = rows * values;
+                for tile in part.chunks_exact_mut(partitions * length) {
+                    let (head, tail) = tile.split_at_mut(3 * length);
+                    head[length..2 * length].swap_with_slice(&mut tail[..length]);
+                }
+            }
+        };
+        let planted = placed.attend_with(start, end, Height::Rows16, 1, Some(4), swap);
+        let close = |(a, b): (&bf16, &bf16)| (a.to_f32() - b.to_f32()).abs() <= 0.01 * b.to_f32().abs() + 1e-3;
+        assert!(planted.iter().zip(&whole).all(close), "more than the order has changed");
+        assert!(planted != whole, "the comparison does not see the order of partitions, window {window:?}");
+    }
+}
