@@ -176,7 +176,9 @@ async fn what_is_wrong_with_a_gpu_is_one_sentence() -> anyhow::Result<()> {
         std::os::unix::fs::symlink(libraries.join(name), no_nvrtc.join(name))?;
     }
     let no_nvrtc = no_nvrtc.display().to_string();
-    let cases: [(&[(&str, &str)], &str, &str); 8] = [
+    /// Variables, flags, a word of the sentence.
+    type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, &'a str);
+    let cases: [Case<'_>; 8] = [
         (&[("EMU_DEVICES", "0")], "--device cuda", "no GPU"),
         (&[("CUDA_VISIBLE_DEVICES", "")], "--device cuda", "no GPU"),
         (&[], "--device cuda:5", "there is no GPU 5"),
