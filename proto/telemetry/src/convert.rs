@@ -1,5 +1,5 @@
-//! Metrics from the text of a scrape to OTLP's messages. Pure. Names stay as scrapers know them: a collector that writes
-//! for Prometheus then makes the same series of both.
+//! Metrics from the text of a scrape to OTLP's messages. Pure. Names stay as scrapers know them: a collector that
+//! writes for Prometheus then makes the same series of both.
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
 use opentelemetry_proto::tonic::metrics::v1::{
