@@ -28,6 +28,8 @@ PROMETHEUS = f"http://127.0.0.1:{os.environ['PROMETHEUS_PORT']}"
 GRAFANA = f"http://127.0.0.1:{os.environ['GRAFANA_PORT']}"
 NODES = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 SERVICES = ["router", *NODES, "nodes"]
+# What compose.yaml makes of TANDEM_TRANSPORT.
+TRANSPORT = {"ucx": "ucx/shm", "tcp": "tcp"}[os.environ.get("TANDEM_TRANSPORT", "ucx")]
 PROMPTS = [f"{number} + {number + 1} is what? Explain it to a child who likes {thing}."
            for number, thing in enumerate(["ships", "cats", "maps", "trains", "birds", "stars", "bread", "rivers"])]
 TOKENS = 160
@@ -170,7 +172,7 @@ def check_trace():
     transfer = next(span for span in found if span["name"] == "kv.transfer")
     attributes = {each["key"]: next(iter(each["value"].values())) for each in transfer["attributes"]}
     transport = next(value for key, value in attributes.items() if "transport" in key)
-    assert transport.startswith("ucx/shm"), f"KV went over {transport}"
+    assert transport.startswith(TRANSPORT), f"KV went over {transport}"
     say(f"a trace in Jaeger: {len(found)} spans, KV over {transport}")
 
 

@@ -1,5 +1,5 @@
-//! W3C `tracestate` (<https://www.w3.org/TR/trace-context-2/#tracestate-header>): what the tracing systems before us say
-//! of a trace. We have no entry of our own: it is passed on as it came.
+//! W3C `tracestate` (<https://www.w3.org/TR/trace-context-2/#tracestate-header>): what the tracing systems before us
+//! say of a trace. We have no entry of our own: it is passed on as it came.
 use std::sync::Arc;
 
 /// Members of a list at most.
@@ -12,8 +12,8 @@ const MOST_BYTES: usize = 512;
 pub struct TraceState(Option<Arc<str>>);
 
 impl TraceState {
-    /// What all headers of this name say together. Nothing at all where one of them is malformed, as W3C asks. Of a list
-    /// that is too long the last members are left out.
+    /// What all headers of this name say together. Nothing at all where one of them is malformed, as W3C asks. Of a
+    /// list that is too long the last members are left out.
     pub fn read<'a>(headers: impl IntoIterator<Item = &'a str>) -> Self {
         let members =
             headers.into_iter().flat_map(|header| header.split(',')).map(|member| member.trim_matches([' ', '\t']));

@@ -1,5 +1,5 @@
-//! What a collector gets beside one tree of spans: traces as they are sampled, log lines with their traces, metrics. And
-//! a log that nobody reads, which holds nobody.
+//! What a collector gets beside one tree of spans: traces as they are sampled, log lines with their traces, metrics.
+//! And a log that nobody reads, which holds nobody.
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::process::{Child, Command, Stdio};

@@ -18,7 +18,13 @@ pub struct Collector {
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")]
     otlp_metrics_endpoint: Option<String>,
     /// Milliseconds from one export of metrics to the next
-    #[arg(long, value_name = "MS", env = "OTEL_METRIC_EXPORT_INTERVAL", default_value = METRICS_EVERY_MS, value_parser = interval)]
+    #[arg(
+        long,
+        value_name = "MS",
+        env = "OTEL_METRIC_EXPORT_INTERVAL",
+        default_value = METRICS_EVERY_MS,
+        value_parser = interval
+    )]
     otlp_metrics_ms: Duration,
 }
 

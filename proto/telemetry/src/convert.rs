@@ -1,5 +1,5 @@
-//! Metrics from the text of a scrape to OTLP's messages. Pure. Names stay as scrapers know them: a collector that writes
-//! for Prometheus then makes the same series of both.
+//! Metrics from the text of a scrape to OTLP's messages. Pure. Names stay as scrapers know them: a collector that
+//! writes for Prometheus then makes the same series of both.
 use opentelemetry_proto::tonic::common::v1::KeyValue;
 use opentelemetry_proto::tonic::metrics::v1::{
     AggregationTemporality, Exemplar, Gauge, Histogram, HistogramDataPoint, Metric, NumberDataPoint, Sum, exemplar,
