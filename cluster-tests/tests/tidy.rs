@@ -21,7 +21,7 @@ const ROOMS: [&str; 10] = [
     "engine/src/models/mmap.rs",
     "engine/cuda/src/",
     "engine/cuda/emu/",
-    "engine/cuda/tests/owners.rs",
+    "engine/cuda/tests/",
     "engine/tests/allocations.rs",
 ];
 
