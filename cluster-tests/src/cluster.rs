@@ -29,8 +29,12 @@ pub struct Options {
     pub simulated: bool,
     /// The router's `--local-prefill`. `never` unless the test is about it: every request is handed off.
     pub local_prefill: &'static str,
+    /// Another model than that of `make setup`.
+    pub model: Option<PathBuf>,
     /// Flags for the nodes.
     pub node_args: Vec<String>,
+    /// What nodes have in their environment beside this process's.
+    pub node_environment: Vec<(String, String)>,
     /// Flags for prefill nodes.
     pub prefill_args: Vec<String>,
     /// Flags for decode nodes.
@@ -49,6 +53,8 @@ impl Default for Options {
             transport: "ucx",
             simulated: false,
             local_prefill: "never",
+            model: None,
+            node_environment: Vec::new(),
             node_args: words("--threads 1 --kv-blocks 1024"),
             prefill_args: Vec::new(),
             decode_args: Vec::new(),
@@ -56,6 +62,12 @@ impl Default for Options {
             router_program: "tandem-router".to_owned(),
             router_log: "",
         }
+    }
+}
+
+impl Options {
+    fn model(&self) -> anyhow::Result<PathBuf> {
+        self.model.clone().map_or_else(model, Ok)
     }
 }
 
@@ -117,7 +129,7 @@ impl Cluster {
     async fn start_in_turn(options: Options, turn: Option<MutexGuard<'static, ()>>) -> anyhow::Result<Self> {
         let dir = tempfile::tempdir()?;
         let mut args = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model");
-        args.push(model()?.display().to_string());
+        args.push(options.model()?.display().to_string());
         args.extend(["--local-prefill".to_owned(), options.local_prefill.to_owned()]);
         args.extend(options.router_args.iter().cloned());
         let environment: &[_] = if options.router_log.is_empty() { &[] } else { &[("RUST_LOG", options.router_log)] };
@@ -213,13 +225,15 @@ async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path)
     args.extend(["--router".to_owned(), router.url(router.join_key()), "--node-id".to_owned(), format!("{role}-0")]);
     args.extend(["--transport".to_owned(), options.transport.to_owned()]);
     // A simulated node has the model's name and digest: the router takes no other.
-    args.extend(["--model".to_owned(), model()?.display().to_string()]);
+    args.extend(["--model".to_owned(), options.model()?.display().to_string()]);
     if options.simulated {
         args.push("--simulated".to_owned());
     }
     let own = if role == "prefill" { &options.prefill_args } else { &options.decode_args };
     args.extend(options.node_args.iter().chain(own).cloned());
-    Process::start(role, &format!("tandem-{role}-node"), &args, dir).await
+    let environment = options.node_environment.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+    let environment: Vec<_> = environment.collect();
+    Process::start_in_environment(&environment, role, &format!("tandem-{role}-node"), &args, dir).await
 }
 
 /// The model of `make setup`.

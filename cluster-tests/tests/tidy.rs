@@ -1,7 +1,7 @@
 //! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, import
 //! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments.
 //!
-//! It reads text, and compiles nothing. What it cannot see: unsafe code that a macro makes, imports that a macro or a
+//! File heads, sizes and comments are looked at in C, C++ and CUDA as well. It reads text, and compiles nothing. What it cannot see: unsafe code that a macro makes, imports that a macro or a
 //! re-export hides (see `imports.rs`), and the width of a comment that stands behind code on its line.
 #[path = "tidy/imports.rs"]
 mod imports;
@@ -12,27 +12,43 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The only places of unsafe code; the last is an allocator that counts.
-const ROOMS: [&str; 7] = [
+const ROOMS: [&str; 10] = [
     "kvtransfer/ucx-sys/",
     "kvtransfer/src/ucx",
     "kvtransfer/memory/src/host.rs",
     "kvtransfer/tests/ucx_memory.rs",
     "engine/src/ops",
     "engine/src/models/mmap.rs",
+    "engine/cuda/src/",
+    "engine/cuda/emu/src/",
+    "engine/cuda/tests/owners.rs",
     "engine/tests/allocations.rs",
 ];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 13] = [
+const GRAPH: [(&str, &[&str]); 15] = [
     ("tandem-proto", &[]),
     ("tandem-gguf", &[]),
     ("tandem-telemetry", &["tandem-proto"]),
     ("tandem-ports", &[]),
     ("tandem-memory", &[]),
     ("tandem-engine", &["tandem-gguf", "tandem-proto", "tandem-memory"]),
+    ("tandem-cuda", &["tandem-gguf", "tandem-proto", "tandem-engine", "tandem-memory"]),
+    ("tandem-cuda-emu", &[]),
     ("tandem-ucx-sys", &[]),
     ("tandem-kvtransfer", &["tandem-proto", "tandem-memory", "tandem-ucx-sys"]),
-    ("tandem-node", &["tandem-proto", "tandem-telemetry", "tandem-ports", "tandem-engine", "tandem-kvtransfer"]),
+    (
+        "tandem-node",
+        &[
+            "tandem-proto",
+            "tandem-telemetry",
+            "tandem-ports",
+            "tandem-memory",
+            "tandem-engine",
+            "tandem-cuda",
+            "tandem-kvtransfer",
+        ],
+    ),
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),
     ("tandem-router", &["tandem-gguf", "tandem-proto", "tandem-telemetry", "tandem-ports"]),
@@ -72,6 +88,8 @@ const MOST_LINES: usize = 700;
 fn every_file_says_what_it_owns() {
     let silent = sources().into_iter().filter(|(_, text)| !text.starts_with("//! "));
     nothing(silent.map(|(path, _)| path), "does not start with `//!`");
+    let silent = native_sources().into_iter().filter(|(_, text)| !text.starts_with("// "));
+    nothing(silent.map(|(path, _)| path), "does not start with a comment");
 }
 
 #[test]
@@ -111,7 +129,8 @@ fn names_say_something() {
 
 #[test]
 fn files_hold_one_subject() {
-    let long = sources().into_iter().filter(|(_, text)| text.lines().count() > MOST_LINES);
+    let all = sources().into_iter().chain(native_sources());
+    let long = all.filter(|(_, text)| text.lines().count() > MOST_LINES);
     nothing(long.map(|(path, text)| format!("{path}: {} lines", text.lines().count())), "");
 }
 
@@ -149,7 +168,7 @@ fn modules_import_each_other_in_no_new_circle() {
 
 #[test]
 fn comments_fit_the_page() {
-    let wide = sources().into_iter().flat_map(|(path, text)| {
+    let wide = sources().into_iter().chain(native_sources()).flat_map(|(path, text)| {
         let numbered = (1..).zip(text.lines());
         let wide = numbered.filter(|(_, line)| is_wide_comment(line)).map(|(number, _)| format!("{path}:{number}"));
         wide.collect::<Vec<_>>()
@@ -276,12 +295,24 @@ fn files() -> Vec<String> {
 }
 
 fn sources() -> Vec<(String, String)> {
-    let rust = files().into_iter().filter(|path| path.ends_with(".rs"));
-    rust.map(|path| {
-        let text = fs::read_to_string(root().join(&path)).expect("a readable source");
-        (path, text)
-    })
-    .collect()
+    read_all(&["rs"])
+}
+
+/// C, C++ and CUDA: kernels, the emulated driver, programs of benchmarks.
+fn native_sources() -> Vec<(String, String)> {
+    read_all(&["c", "h", "cpp", "cu", "cuh"])
+}
+
+/// Paths and texts of all files with such a name.
+fn read_all(endings: &[&str]) -> Vec<(String, String)> {
+    let is_one = |path: &String| path.rsplit_once('.').is_some_and(|(_, ending)| endings.contains(&ending));
+    let files = files().into_iter().filter(is_one);
+    files
+        .map(|path| {
+            let text = fs::read_to_string(root().join(&path)).expect("a readable source");
+            (path, text)
+        })
+        .collect()
 }
 
 /// Directories of all crates.

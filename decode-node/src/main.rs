@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use tandem_decode_node::{SERVICE_NAME, routes};
 use tandem_kvtransfer::transport::Faults;
+use tandem_node::facts::FactsArgs;
 use tandem_node::{Listeners, Node, NodeArgs, Running, prepare_environment, run_process};
 use tandem_proto::v1::Role;
 
@@ -24,6 +25,9 @@ struct Args {
 
 fn main() -> ExitCode {
     prepare_environment();
+    if let Some(facts) = FactsArgs::asked() {
+        return facts.print();
+    }
     let args = Args::parse();
     run_process("tandem-decode", args.node.log_format, live(args))
 }

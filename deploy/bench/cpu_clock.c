@@ -1,5 +1,6 @@
-// For shared machines: preloaded into a program with one computing thread, this makes its steady clock count the CPU time
-// of its process instead of wall time, so that waiting behind other programs does not count. Both engines get the same.
+// For shared machines: preloaded into a program with one computing thread, this makes its steady clock count the CPU
+// time of its process instead of wall time, so that waiting behind other programs does not count. Both engines get the
+// same.
 #define _GNU_SOURCE
 #include <sys/syscall.h>
 #include <time.h>

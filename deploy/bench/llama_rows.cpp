@@ -3,8 +3,9 @@
 //   prefill512 f16 on 512      KV type, flash attention, n_ubatch of a 512-token prompt
 //   decode8x256 q8_0 on 512    one step of 8 sequences that have 256 tokens each, repeated
 //
-// and answers with one JSON line. Arguments: MODEL THREADS. The same work as engine/examples/bench_cpu.rs: logits of the
-// last position only, no sampling; a sample is one prompt, or at least 2 and up to 16 steps until half a second is full.
+// and answers with one JSON line. Arguments: MODEL THREADS. The same work as engine/examples/bench_cpu.rs: logits of
+// the last position only, no sampling; a sample is one prompt, or at least 2 and up to 16 steps until half a second is
+// full.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

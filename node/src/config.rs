@@ -9,6 +9,7 @@ use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{KvDtype, Speculate};
 use tandem_ports::JoinToken;
+use tandem_proto::device::DeviceChoice;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tandem_telemetry::LogFormat;
@@ -39,6 +40,11 @@ pub struct NodeArgs {
     /// Model: a GGUF file or a safetensors directory.
     #[arg(long, required_unless_present = "simulated")]
     pub model: Option<PathBuf>,
+    /// What to compute on: the processor, a GPU (cuda:N is the N-th of those that CUDA_VISIBLE_DEVICES leaves, cuda the
+    /// first that can be used), or auto, a GPU where there is one. All nodes of a cluster compute on the same kind: the
+    /// router refuses others.
+    #[arg(long, value_name = "cpu|cuda|cuda:N|auto", default_value_t)]
+    pub device: DeviceChoice,
     /// Number format of the KV arena; the same on all nodes.
     #[arg(long, value_enum, default_value_t = KvDtypeArg::Bf16)]
     pub kv_dtype: KvDtypeArg,
@@ -93,7 +99,7 @@ pub struct NodeArgs {
     /// machines share f32.
     #[arg(long, value_enum, default_value_t = ArithmeticArg::Auto)]
     pub arithmetic: ArithmeticArg,
-    /// How KV travels between nodes.
+    /// How KV travels between nodes. That of a GPU is staged through main memory, and takes tcp unless ucx is asked for.
     #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
     /// What UCX may use.
@@ -233,6 +239,8 @@ pub struct NodeConfig {
     pub admin: SocketAddr,
     /// What computes.
     pub model: ModelSource,
+    /// On what, as it was asked for.
+    pub device: DeviceChoice,
     /// Of the arena.
     pub kv_dtype: KvDtype,
     /// Of a block, in tokens.
@@ -331,6 +339,9 @@ impl NodeArgs {
                 context: Duration::from_nanos(self.simulated_context_ns),
             },
         };
+        if self.device != DeviceChoice::Cpu && matches!(model, ModelSource::Simulated { .. }) {
+            bail!("--simulated computes on no device; leave --device {} out", self.device);
+        }
         let threads = match self.threads {
             0 => processor::default_threads(),
             threads => threads,
@@ -343,6 +354,7 @@ impl NodeArgs {
             advertise_host: self.advertise_host,
             admin: self.admin,
             model,
+            device: self.device,
             kv_dtype: match self.kv_dtype {
                 KvDtypeArg::Bf16 => KvDtype::Bf16,
                 KvDtypeArg::Int8 => KvDtype::Int8,
@@ -436,7 +448,7 @@ mod tests {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
         assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
         assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
-        assert_eq!(config.speculate, Speculate::Ngram);
+        assert_eq!((config.speculate, config.device), (Speculate::Ngram, DeviceChoice::Cpu));
         assert_eq!((config.block_tokens, config.arithmetic), (16, ArithmeticChoice::Auto));
         let flags = "--simulated --kv-dtype int8 --block-size 64 --arithmetic f32 --speculate off";
         let config = parse(&format!("--router http://127.0.0.1:1 {flags}")).unwrap();
@@ -475,6 +487,8 @@ mod tests {
             ("--router http://h:1 --simulated --kv-memory 120%", "between 0 and 100"),
             ("--router http://h:1 --simulated --listen 0.0.0.0:0", "--advertise-host"),
             ("--router http://h:1 --simulated --frobnicate", "--frobnicate"),
+            ("--router http://h:1 --simulated --device cuda:1", "no device; leave --device cuda:1 out"),
+            ("--router http://h:1 --model m --device gpu", "cuda:N"),
         ] {
             let error = parse(flags).unwrap_err().to_string();
             assert!(error.contains(word), "{flags}: {error}");

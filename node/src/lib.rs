@@ -3,11 +3,13 @@
 //!
 //! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena.
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work;
-//!   [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes that share a core warm up in turns.
+//!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
+//!   that share a core warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`membership`]: the one stream to the router, and the new life after a death that the router declared;
 //!   [`kv_feed`]: what it is told of the prefix cache; [`clock_offset`]: how far this host's clock is from its.
 //!   [`admin`]: `/health` and `/metrics`.
+//! - [`facts`]: what this machine has, as a node finds it, for the tool that asks.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:
 //!   counts of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
 //! - [`call`]: one streaming call as a task that dies with its client.
@@ -19,6 +21,8 @@ pub mod admin;
 pub mod call;
 pub mod clock_offset;
 pub mod config;
+pub mod device;
+pub mod facts;
 pub mod figures;
 pub mod handoffs;
 pub mod kv_feed;

@@ -1,10 +1,12 @@
 //! The parts of a node that its services share, built once at start: who it is, what computes, what moves KV, where
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
+use tandem_cuda::{CudaConfig, CudaLoader};
 use tandem_engine::cpu::{ModelConfig, ModelLoader};
 use tandem_engine::memory::MemoryFiles;
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost};
@@ -14,12 +16,14 @@ use tandem_kvtransfer::tcp::TcpConfig;
 use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_kvtransfer::{Arena, Transport};
+use tandem_memory::Place;
 use tandem_ports::JoinGuard;
 use tandem_proto::Incarnation;
 use tandem_proto::v1::{self, Role};
 use tandem_telemetry::{Exporter, clock};
 
 use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::device::{self, Beside, Target};
 use crate::figures::Figures;
 use crate::handoffs::Handoffs;
 use crate::processor;
@@ -49,6 +53,8 @@ pub struct Node {
     pub figures: Figures,
     /// Who may call it.
     pub strangers: JoinGuard,
+    /// What computes.
+    pub target: Target,
     /// Tokens of an engine step at most.
     pub max_step_tokens: usize,
     max_step: Duration,
@@ -85,7 +91,9 @@ pub struct Parts {
     pub max_running: usize,
     /// Who may call it.
     pub strangers: JoinGuard,
-    /// What it computes on; `None`: nothing that others use.
+    /// What computes.
+    pub target: Target,
+    /// The cores it computes on; `None`: none that others use.
     pub processor: Option<v1::Processor>,
 }
 
@@ -106,6 +114,7 @@ impl Node {
             handoffs: Handoffs::default(),
             figures: Figures::default(),
             strangers: parts.strangers,
+            target: parts.target,
             max_step_tokens: parts.max_step_tokens,
             max_step: parts.max_step,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
@@ -120,7 +129,7 @@ impl Node {
     /// # Errors
     /// The model cannot be served, the asked-for transport is not there, or the OTLP endpoint is no URL.
     pub async fn start(config: &NodeConfig, faults: Faults) -> anyhow::Result<Arc<Self>> {
-        Self::start_with(config, |arena| select(transport(config, faults), arena)).await
+        Self::start_with(config, |arena| select(transport(config, faults, arena.memory().place()), arena)).await
     }
 
     /// As [`Node::start`], over the transport that `open` gives: nodes of one process can share a `MemNetwork`.
@@ -141,13 +150,20 @@ impl Node {
         });
         let service = service_name(config.role);
         let exporter = Exporter::start(service, &node_id, config.otlp_endpoint.clone())?;
-        // Who simulates its steps sleeps.
-        let processor = match config.model {
-            ModelSource::File(_) => processor::this(config.threads, &config.cpus, config.lending.as_ref()),
-            ModelSource::Simulated { .. } => None,
-        };
         let loading = config.clone();
-        let executor = tokio::task::spawn_blocking(move || load(&loading)).await.context("loading the model")??;
+        let loaded = tokio::task::spawn_blocking(move || {
+            let beside = Beside { isa: loading.isa, arithmetic: loading.arithmetic, kv_dtype: loading.kv_dtype };
+            let target = device::choose(loading.device, beside)?;
+            anyhow::Ok((target, load(&loading, target)?))
+        });
+        let (target, executor) = loaded.await.context("loading the model")??;
+        // Who simulates its steps sleeps; who computes on a GPU leaves the cores to others.
+        let processor = match (&config.model, target) {
+            (ModelSource::File(_), Target::Cpu) => {
+                processor::this(config.threads, &config.cpus, config.lending.as_ref())
+            }
+            _ => None,
+        };
         let engine = Engine::start(executor, scheduler(config));
         let spec = engine.spec();
         tracing::info!(
@@ -158,7 +174,7 @@ impl Node {
             digest = format_args!("{:016x}", spec.compatibility_digest),
             "nodes that differ in one of these are not paired"
         );
-        warm_up(&engine, config).await?;
+        warm_up(&engine, config, target).await?;
         let arena = Arena::new(engine.memory(), engine.spec().block_bytes, engine.spec().layers);
         let transport = open(arena.clone()).context("no KV transport")?;
         Ok(Self::of(Parts {
@@ -173,6 +189,7 @@ impl Node {
             max_step: config.max_step,
             max_running: config.max_running,
             strangers: JoinGuard::new(config.join.as_ref()),
+            target,
             processor,
             incarnation,
         }))
@@ -285,10 +302,11 @@ pub fn service_name(role: Role) -> &'static str {
     }
 }
 
-fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
+fn load(config: &NodeConfig, target: Target) -> anyhow::Result<Box<dyn Executor>> {
     let machine = MemoryFiles::default();
-    match &config.model {
-        ModelSource::File(path) => {
+    match (&config.model, target) {
+        (ModelSource::File(path), Target::Cuda(device)) => load_on_gpu(config, path, device),
+        (ModelSource::File(path), Target::Cpu) => {
             let model = ModelConfig {
                 path: path.clone(),
                 kv_dtype: config.kv_dtype,
@@ -309,7 +327,7 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
             let blocks = config.kv_memory.blocks(loader.block_bytes(), left)?;
             Ok(Box::new(loader.load(blocks, &machine)?))
         }
-        ModelSource::Simulated { in_place_of, step, token, context } => {
+        (ModelSource::Simulated { in_place_of, step, token, context }, _) => {
             let like = in_place_of.as_deref().map(SimulatedConfig::in_place_of).transpose()?.unwrap_or_default();
             let like = like.with_block_tokens(config.block_tokens);
             let blocks = config.kv_memory.blocks(like.block_bytes, machine.total())?;
@@ -320,9 +338,27 @@ fn load(config: &NodeConfig) -> anyhow::Result<Box<dyn Executor>> {
     }
 }
 
-/// In turn with the nodes that share its cores, if steps cost anything.
-async fn warm_up(engine: &Engine, config: &NodeConfig) -> anyhow::Result<()> {
-    let computes = matches!(config.model, ModelSource::File(_));
+fn load_on_gpu(config: &NodeConfig, path: &Path, device: u32) -> anyhow::Result<Box<dyn Executor>> {
+    let loader = CudaLoader::open(&CudaConfig {
+        path: path.to_owned(),
+        device,
+        kv_dtype: config.kv_dtype,
+        block_tokens: config.block_tokens,
+        max_step_tokens: config.max_step_tokens,
+        max_running: config.max_running,
+        ..CudaConfig::default()
+    })?;
+    tracing::info!(device = %loader.device(), "this node computes on a GPU");
+    // Before its arena is sized: a model that is too large alone is what must be said.
+    loader.check(0)?;
+    let blocks = config.kv_memory.blocks(loader.block_bytes(), Some(loader.left_for_kv()?))?;
+    ensure!(blocks > 0, "a KV arena has one block at least");
+    Ok(Box::new(loader.load(blocks)?))
+}
+
+/// In turn with the nodes that share its cores, if steps cost these anything.
+async fn warm_up(engine: &Engine, config: &NodeConfig, target: Target) -> anyhow::Result<()> {
+    let computes = matches!(config.model, ModelSource::File(_)) && target == Target::Cpu;
     let turn = match computes {
         true => {
             let cores = processor::core_numbers(&config.cpus);
@@ -347,11 +383,18 @@ fn scheduler(config: &NodeConfig) -> SchedulerConfig {
     }
 }
 
-fn transport(config: &NodeConfig, faults: Faults) -> TransportConfig {
-    let kind = match config.transport {
-        TransportArg::Auto => TransportKind::Auto,
-        TransportArg::Ucx => TransportKind::Ucx,
-        TransportArg::Tcp => TransportKind::Tcp,
+fn transport(config: &NodeConfig, faults: Faults, kv: Place<'_>) -> TransportConfig {
+    let kind = match (config.transport, kv) {
+        (TransportArg::Auto, Place::Host(_)) => TransportKind::Auto,
+        (TransportArg::Auto, Place::Cuda { .. }) => {
+            tracing::info!(
+                "KV of a GPU is staged through main memory and travels over tcp: the ucx transport of this \
+                            version moves main memory only"
+            );
+            TransportKind::Tcp
+        }
+        (TransportArg::Ucx, _) => TransportKind::Ucx,
+        (TransportArg::Tcp, _) => TransportKind::Tcp,
     };
     let profile = match config.ucx_profile {
         UcxProfileArg::Shm => UcxProfile::Shm,

@@ -133,9 +133,10 @@ impl Running {
         tokio::spawn(membership::stay_joined(node.clone(), router, endpoint, stop));
         writeln!(
             std::io::stdout(),
-            "ready role={} grpc={grpc} admin={admin_address} transport={} incarnation={}",
+            "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",
             role_name(node.role),
             node.transport.info().name,
+            node.target,
             node.incarnation()
         )
         .context("cannot write to stdout")?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use tandem_kvtransfer::transport::Faults;
+use tandem_node::facts::FactsArgs;
 use tandem_node::{Listeners, Node, NodeArgs, Running, prepare_environment, run_process};
 use tandem_prefill_node::settings::REDELIVER_WAIT_MS;
 use tandem_prefill_node::{Push, SERVICE_NAME, Settings, routes_with};
@@ -36,6 +37,9 @@ struct Args {
 
 fn main() -> ExitCode {
     prepare_environment();
+    if let Some(facts) = FactsArgs::asked() {
+        return facts.print();
+    }
     let args = Args::parse();
     run_process("tandem-prefill", args.node.log_format, live(args))
 }

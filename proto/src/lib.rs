@@ -6,12 +6,13 @@
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
 //! - [`trace`]: W3C trace context. [`spans`]: how spans travel.
-//! - [`codec`]: messages to bytes on a call.
+//! - [`codec`]: messages to bytes on a call. [`device`]: on what a node computes, as people write it.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
 //!   `cluster.proto` the control plane.
 #![forbid(unsafe_code)]
 
 pub mod codec;
+pub mod device;
 pub mod error;
 pub mod hash;
 pub mod ids;

@@ -4,7 +4,7 @@
 //! - [`topology`]: what `nvidia-smi` says of the GPUs' links. [`plan`]: who gets which. [`file`]: the text.
 mod file;
 mod plan;
-mod topology;
+pub mod topology;
 
 use std::fs::File;
 use std::io::Write;
@@ -27,7 +27,7 @@ pub fn run(config: &Compose) -> anyhow::Result<()> {
         Some(gpus) => {
             let topology = topology(&mut notes);
             notes.push(
-                "Tandem's CUDA engine is not part of this version: nodes have their GPU and compute on the CPU."
+                "Nodes have their GPU and compute on the CPU, unless TANDEM_DEVICE=cuda TANDEM_TRANSPORT=tcp: docs/gpu.md."
                     .to_owned(),
             );
             let nodes = plan::on_gpus(gpus, config.prefill, topology.as_ref());

@@ -1,10 +1,12 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
 //! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`. [`compose`]: that of `tandem compose`.
+//!   [`doctor`]: that of `tandem doctor`.
 //!
 //! Next: [`crate::up`], the largest command.
 pub mod bench;
 pub mod compose;
+pub mod doctor;
 pub mod up;
 
 use std::ffi::OsStr;
@@ -35,6 +37,8 @@ pub enum Config {
     Bench(bench::Bench),
     /// Write a compose file.
     Compose(compose::Compose),
+    /// Look at this machine.
+    Doctor(doctor::Doctor),
 }
 
 /// One prompt.
@@ -168,6 +172,7 @@ enum Command {
     Top(TopArgs),
     Bench(Box<bench::BenchArgs>),
     Compose(compose::ComposeArgs),
+    Doctor(doctor::DoctorArgs),
 }
 
 #[derive(Args)]
@@ -312,6 +317,7 @@ impl Command {
             Self::Top(args) => Config::Top(args.resolve(&state)?),
             Self::Bench(args) => Config::Bench(args.resolve(&state)?),
             Self::Compose(args) => Config::Compose(args.resolve()?),
+            Self::Doctor(args) => Config::Doctor(args.resolve()?),
         })
     }
 }

@@ -3,13 +3,13 @@
 //! This file is the life of the process and nothing else: configuration, one command, exit code.
 //!
 //! - [`config`]: the command line and the environment, resolved once.
-//! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`state`]
-//!   tells the other commands where the cluster is, [`join_token`] is the secret of its nodes.
+//! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`gpus`]
+//!   shares out GPUs, [`state`] tells the other commands where the cluster is, [`join_token`] is the secret of its nodes.
 //! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
-//! - [`compose`]: writes the docker-compose file of a host.
+//! - [`compose`]: writes the docker-compose file of a host. [`doctor`]: what this machine has and what it lacks.
 //! - [`sse`]: server-sent events out of bytes (pure).
 //! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
@@ -21,8 +21,10 @@ mod chat;
 mod compose;
 mod config;
 mod cores;
+mod doctor;
 mod explain;
 mod generate;
+mod gpus;
 mod join_token;
 mod launch;
 mod sse;
@@ -82,5 +84,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Top(top) => top::run(top).await,
         Config::Bench(bench) => bench::run(bench).await,
         Config::Compose(compose) => compose::run(&compose),
+        Config::Doctor(doctor) => doctor::run(doctor).await,
     }
 }

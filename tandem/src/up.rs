@@ -7,12 +7,16 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures::future::{join_all, select_all};
+use tandem_proto::device::DeviceChoice;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::up::{OnDeath, Pinning, Up};
 use crate::config::with_scheme;
 use crate::cores::{self, LendingFile};
+use crate::doctor::facts::Found;
+use crate::doctor::gather;
+use crate::gpus;
 use crate::join_token::JoinToken;
 use crate::launch::{Member, Recipe, Wrappers, check_writable};
 use crate::state::{self, State};
@@ -111,13 +115,14 @@ impl<'a> Cluster<'a> {
             say!("tandem: note: no `setpriv --pdeathsig` here: a kill -9 of this process leaves its children behind");
         }
         let programs = programs_dir()?;
+        let devices = devices_of(config).await?;
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
         let router = launch(router_recipe(config, join_token, &programs)).await?;
         let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
         let page = router.ready.get("admin").map_or_else(|_| http.clone(), with_scheme);
         let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
-        let token = join_token_args(join_token);
-        let mut nodes = node_recipes(config, wrappers, &programs, &join, &token);
+        let joining = [flags([("--router", &join)]), join_token_args(join_token)].concat();
+        let mut nodes = node_recipes(config, wrappers, &programs, &joining, &devices);
         let lending = lend_cores(config, &mut nodes);
         let nodes = join_all(nodes.into_iter().map(launch)).await;
         let mut members = vec![router];
@@ -172,7 +177,10 @@ impl<'a> Cluster<'a> {
     /// The nodes warn, too, but into their logs.
     fn warn_of_fallback(&self) -> anyhow::Result<()> {
         let asked = self.config.node_args.windows(2).any(|pair| pair == ["--transport", "tcp"]);
-        let fallen = |node: &Member| anyhow::Ok(!node.ready.get("transport")?.starts_with("ucx/"));
+        // KV of a GPU is staged, and travels over tcp for now.
+        let fallen = |node: &Member| {
+            anyhow::Ok(node.ready.get("device")? == "cpu" && !node.ready.get("transport")?.starts_with("ucx/"))
+        };
         if !asked && self.members[1..].iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
             let line = "=".repeat(78);
             say!(
@@ -339,27 +347,55 @@ fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path) -> Recipe
     Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }
 }
 
-fn node_recipes(config: &Up, wrappers: Wrappers, programs: &Path, router: &str, token: &[String]) -> Vec<Recipe> {
+/// What each node computes on, prefill nodes first.
+async fn devices_of(config: &Up) -> anyhow::Result<Vec<DeviceChoice>> {
+    let facts = match gpus::wants_facts(config.device) {
+        true => gather::node(config.ucx_lib_dir.as_deref()).await,
+        false => Found::Missing { missing: "nobody asked".to_owned() },
+    };
+    let spread = gpus::spread(config.device, config.prefill + config.decode, &facts)?;
+    if let Some(note) = spread.note {
+        say!("tandem: note: {note}");
+    }
+    Ok(spread.devices)
+}
+
+fn node_recipes(
+    config: &Up,
+    wrappers: Wrappers,
+    programs: &Path,
+    joining: &[String],
+    devices: &[DeviceChoice],
+) -> Vec<Recipe> {
     let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
     // The CPUs are split by the number of nodes, whatever their roles.
     let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
     let cpus = cores_of(config, wrappers, names.len());
-    let recipe = |((role, name), cpus): ((&str, String), Vec<usize>)| {
+    let recipe = |(((role, name), cpus), device): (((&str, String), Vec<usize>), &DeviceChoice)| {
         let own = if role == "prefill" { &config.prefill_args } else { &config.decode_args };
-        let mut args = flags([("--router", router), ("--node-id", &name)]);
+        let mut args = [joining, &flags([("--node-id", &name)])].concat();
         // Without a number a node takes one for each core that it is pinned to.
         if let Some(threads) = config.threads {
             args.extend(flags([("--threads", &threads.to_string())]));
         }
-        args.extend(token.iter().chain(&config.shared_args).chain(&config.node_args).chain(own).cloned());
+        if *device != DeviceChoice::Cpu {
+            args.extend(flags([("--device", &device.to_string())]));
+        }
+        args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
         Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
     };
-    names.into_iter().zip(cpus).map(recipe).collect()
+    names.into_iter().zip(cpus).zip(devices).map(recipe).collect()
 }
 
 /// Tells nodes that have cores of their own how to lend them.
 fn lend_cores(config: &Up, nodes: &mut [Recipe]) -> Option<LendingFile> {
-    if config.pinning != Pinning::LentCores || nodes.len() < 2 || nodes.iter().any(|node| node.cpus.is_empty()) {
+    // Who computes on a GPU has cores for little else than to wait for it.
+    let on_gpus = nodes.iter().any(|node| node.args.iter().any(|arg| arg == "--device"));
+    if on_gpus
+        || config.pinning != Pinning::LentCores
+        || nodes.len() < 2
+        || nodes.iter().any(|node| node.cpus.is_empty())
+    {
         return None;
     }
     let file = LendingFile::new();
@@ -397,15 +433,17 @@ fn print_node(node: &Member) -> anyhow::Result<()> {
     if node.recipe.name == "router" {
         return Ok(());
     }
-    let [grpc, admin, transport] = ["grpc", "admin", "transport"].map(|key| node.ready.get(key));
-    let (grpc, admin, transport) = (grpc?, admin?, transport?);
+    let [grpc, admin, transport, device] = ["grpc", "admin", "transport", "device"].map(|key| node.ready.get(key));
+    let (grpc, admin, transport, device) = (grpc?, admin?, transport?, device?);
     let cpus = match node.recipe.cpus.as_slice() {
         [] => "any".to_owned(),
         cpus => cores::list(cpus),
     };
     let Recipe { name, .. } = &node.recipe;
     let pid = node.pid().unwrap_or(0);
-    print(&format!("node {name} grpc={grpc} admin={admin} transport={transport} cpus={cpus} pid={pid}\n"))
+    print(&format!(
+        "node {name} grpc={grpc} admin={admin} transport={transport} device={device} cpus={cpus} pid={pid}\n"
+    ))
 }
 
 fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {

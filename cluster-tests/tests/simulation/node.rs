@@ -9,6 +9,7 @@ use tandem_kvtransfer::Arena;
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_node::JoinGuard;
 use tandem_node::Node;
+use tandem_node::device::Target;
 use tandem_node::membership::{self, RouterWay};
 use tandem_node::node::Parts;
 use tandem_node::tasks::Tasks;
@@ -101,6 +102,7 @@ impl NodeProcess {
             max_step: Duration::from_secs(60),
             max_running: schedule.max_running,
             strangers: JoinGuard::default(),
+            target: Target::Cpu,
             processor: None,
         });
         let routes = match role {

@@ -8,7 +8,7 @@
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
 //! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
 //! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
-//! transports, `hello` is the one frame that only this backend has.
+//! transports, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
@@ -30,6 +30,7 @@ pub mod result;
 mod sending;
 #[doc(hidden)]
 pub mod stranger;
+pub mod survey;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

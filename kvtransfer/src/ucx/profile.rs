@@ -113,21 +113,26 @@ impl UcxConfig {
     /// "ucx/shm(sysv+posix)": the profile and what UCX opened for it, read from its own description of the context.
     /// `None`: it opened nothing that reaches another process.
     pub(super) fn name(&self, description: &str) -> Option<String> {
-        let mut opened: Vec<&str> = Vec::new();
-        for line in description.lines().filter(|line| line.contains("resource ")) {
-            let resource = line.split_whitespace().next_back().unwrap_or_default();
-            let transport = resource.split('/').next().unwrap_or_default();
-            if transport != "self" && !opened.contains(&transport) {
-                opened.push(transport);
-            }
-        }
         let profile = self.profile.to_string();
-        match opened.as_slice() {
+        match opened_transports(description).as_slice() {
             [] => None,
             [one] if *one == profile => Some(format!("ucx/{profile}")),
             several => Some(format!("ucx/{profile}({})", several.join("+"))),
         }
     }
+}
+
+/// The transports in UCX's description of a context that reach another process, each once.
+pub(super) fn opened_transports(description: &str) -> Vec<&str> {
+    let mut opened: Vec<&str> = Vec::new();
+    for line in description.lines().filter(|line| line.contains("resource ")) {
+        let resource = line.split_whitespace().next_back().unwrap_or_default();
+        let transport = resource.split('/').next().unwrap_or_default();
+        if transport != "self" && !opened.contains(&transport) {
+            opened.push(transport);
+        }
+    }
+    opened
 }
 
 #[cfg(test)]

@@ -23,8 +23,9 @@ impl Numerics {
         if this.arithmetic != other.arithmetic {
             return Some(format!(
                 "node `{name}` computes in arithmetic `{}`, node `{other_name}` in `{}`: their answers would differ in \
-                 some tokens; start all nodes with the same --arithmetic and the same --isa, and all or none with \
-                 --simulated; on two kinds of machines `--arithmetic f32` is what they share",
+                 some tokens; start all nodes on the processor or all on GPUs (--device), with the same --arithmetic and \
+                 the same --isa, and all or none with --simulated; on two kinds of processors `--arithmetic f32` is what \
+                 they share",
                 this.arithmetic, other.arithmetic
             ));
         }
@@ -56,6 +57,9 @@ mod tests {
         let words = Numerics::difference(("a", &dots), ("b", &exact)).expect("it differs");
         assert!(words.contains("node `a` computes in arithmetic `bf16-dots`, node `b` in `f32`"), "{words}");
         assert!(words.contains("--arithmetic f32") && words.contains("--isa") && !words.contains("--kv-dtype"));
+        let gpu = of("mma-k1024", "token-rows");
+        let words = Numerics::difference(("a", &gpu), ("b", &dots)).expect("it differs");
+        assert!(words.contains("`mma-k1024`") && words.contains("all on GPUs (--device)"), "{words}");
         let words = Numerics::difference(("a", &int8), ("b", &exact)).expect("it differs");
         assert!(words.contains("`int8-pairs`, node `b` in `bf16-pairs`") && words.contains("--kv-dtype"), "{words}");
     }

@@ -64,7 +64,9 @@ impl Written<'_> {
             let _ = writeln!(out, "    extends: {{file: compose.yaml, service: {role}-0}}");
         }
         let model = self.model.map_or_else(String::new, |(_, file)| format!(", MODEL: {}", quoted(file)));
-        let _ = writeln!(out, "    environment: {{ROLE: {role}, NODE: {name}, NUMBER: \"{number:02}\"{model}}}");
+        // As in compose.gpu.yaml.
+        let gpu = node.gpu.map_or("", |_| ", DEVICE: \"${TANDEM_DEVICE:-cpu}\", XDG_CACHE_HOME: /tmp");
+        let _ = writeln!(out, "    environment: {{ROLE: {role}, NODE: {name}, NUMBER: \"{number:02}\"{model}{gpu}}}");
         if let Some(cpus) = &node.cpus {
             let _ = writeln!(out, "    cpuset: {}", quoted(cpus));
         }
@@ -160,7 +162,7 @@ mod tests {
         for part in [
             "  prefill-1: !reset null\n",
             "  decode-2:\n    extends: {file: compose.yaml, service: decode-0}\n",
-            "    environment: {ROLE: decode, NODE: decode-2, NUMBER: \"04\"}\n",
+            "    environment: {ROLE: decode, NODE: decode-2, NUMBER: \"04\", DEVICE: \"${TANDEM_DEVICE:-cpu}\", XDG_CACHE_HOME",
             "device_ids: [\"3\"]",
             "aliases: !override [prefill-0, decode-0, decode-1, decode-2]",
             "targets: [\"decode-2:9104\"]",
@@ -175,6 +177,7 @@ mod tests {
     fn a_model_of_ones_own_takes_the_volumes_place() {
         let text = text(&on_cpus(None, 1, 1), Some((Path::new("/data/$x"), "a \"b\".gguf")));
         assert!(text.contains("source: \"/data/$$x\", target: /models"), "{text}");
+        assert!(!text.contains("DEVICE"), "nodes on CPUs: {text}");
         assert!(text.contains("MODEL: \"a \\\"b\\\".gguf\""), "{text}");
         assert_eq!(text.matches("target: /models").count(), 4);
     }

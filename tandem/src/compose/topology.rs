@@ -54,6 +54,11 @@ impl Topology {
         self.links.get(&(one, other)).map(String::as_str)
     }
 
+    /// All links, each from both ends.
+    pub fn links(&self) -> impl Iterator<Item = ((usize, usize), &str)> {
+        self.links.iter().map(|(&between, link)| (between, link.as_str()))
+    }
+
     /// How good a link is; more is better. NVLink by its number of links, then by how many bridges PCIe needs.
     pub fn rank(&self, one: usize, other: usize) -> u32 {
         match self.link(one, other) {
@@ -113,6 +118,7 @@ pub mod tests {
         assert_eq!(topology.link(0, 1), Some("NV4"));
         assert_eq!(topology.link(2, 1), Some("SYS"));
         assert_eq!(topology.link(0, 0), None);
+        assert_eq!(topology.links().count(), 12);
         assert_eq!(topology.cpus(3), Some("16-31,48-63"));
         assert!(topology.rank(0, 1) > topology.rank(0, 2));
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use tandem_proto::device::DeviceChoice;
 
 use crate::state;
 
@@ -40,6 +41,10 @@ pub struct Up {
     pub grace: Duration,
     /// Threads of a node: as many as its cores, or a number.
     pub threads: Option<usize>,
+    /// What nodes compute on; with several GPUs each node gets its own.
+    pub device: DeviceChoice,
+    /// Directory of libucp.so.0 that nodes have among their flags.
+    pub ucx_lib_dir: Option<PathBuf>,
     /// Flags for every process.
     pub shared_args: Vec<String>,
     /// Flags for both kinds of nodes.
@@ -132,6 +137,10 @@ pub struct UpArgs {
 #[derive(Args)]
 #[command(next_help_heading = "Passed on to the nodes and the router")]
 struct PassThrough {
+    /// What to compute on: the processor, GPUs (cuda:N: all nodes on that one; cuda: the nodes take the GPUs in turn), or
+    /// auto, GPUs where there are some
+    #[arg(long, value_name = "cpu|cuda|cuda:N|auto", default_value_t)]
+    device: DeviceChoice,
     /// KV data type
     #[arg(long, value_name = "bf16|int8|f32")]
     kv_dtype: Option<String>,
@@ -217,14 +226,7 @@ impl UpArgs {
     /// Flags that do not go together, no model.
     pub fn resolve(self, state: PathBuf) -> anyhow::Result<Up> {
         let (prefill, decode) = self.nodes()?;
-        let model = match (self.model, self.cache) {
-            (Some(model), _) => model,
-            (None, Some(cache)) => cache.join(DEFAULT_MODEL),
-            (None, None) => {
-                let home = std::env::home_dir().context("no home directory: give --model PATH or --cache DIR")?;
-                home.join(".cache/tandem").join(DEFAULT_MODEL)
-            }
-        };
+        let model = default_model(self.model, self.cache)?;
         if !model.exists() {
             let model = model.display();
             anyhow::bail!(
@@ -238,6 +240,9 @@ impl UpArgs {
         let (shared_args, mut node_args) = self.pass.to_args();
         node_args.extend(["--model".to_owned(), model.display().to_string()]);
         let mut router_args = self.pass.router_arg;
+        if self.pass.simulated && self.pass.device != DeviceChoice::Cpu {
+            anyhow::bail!("--simulated nodes compute on no device; leave --device {} out", self.pass.device);
+        }
         if self.aggregated {
             router_args.extend(["--local-prefill".to_owned(), "always".to_owned()]);
         }
@@ -274,6 +279,8 @@ impl UpArgs {
             start_timeout: Duration::from_secs(self.start_timeout),
             grace: Duration::from_secs(self.grace),
             threads: self.pass.threads,
+            device: self.pass.device,
+            ucx_lib_dir: self.pass.ucx_lib_dir,
             shared_args,
             node_args,
             prefill_args: self.pass.prefill_arg,
@@ -316,6 +323,21 @@ impl PassThrough {
     }
 }
 
+/// The one that is named, else that of `make setup` in the cache.
+///
+/// # Errors
+/// Nothing says where the cache is.
+pub fn default_model(model: Option<PathBuf>, cache: Option<PathBuf>) -> anyhow::Result<PathBuf> {
+    match (model, cache) {
+        (Some(model), _) => Ok(model),
+        (None, Some(cache)) => Ok(cache.join(DEFAULT_MODEL)),
+        (None, None) => {
+            let home = std::env::home_dir().context("no home directory: give --model PATH or --cache DIR")?;
+            Ok(home.join(".cache/tandem").join(DEFAULT_MODEL))
+        }
+    }
+}
+
 /// In either form, `--flag value` or `--flag=value`.
 fn has_flag(args: &[String], flag: &str) -> bool {
     args.iter().any(|arg| arg.strip_prefix(flag).is_some_and(|rest| rest.is_empty() || rest.starts_with('=')))
@@ -324,6 +346,7 @@ fn has_flag(args: &[String], flag: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use tandem_proto::device::DeviceChoice;
 
     use super::super::{CommandLine, Config};
 
@@ -370,6 +393,7 @@ mod tests {
         assert_eq!(model, ["--model", &up.model.display().to_string()]);
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
+        assert_eq!(up.device, DeviceChoice::Cpu, "of which nothing need be said");
     }
 
     #[test]
@@ -407,6 +431,21 @@ mod tests {
         let chosen = "--router-arg=--api-keys=k.json --router-arg=--nodes=127.0.0.1:7";
         assert_eq!(router_args(chosen).unwrap(), "--api-keys=k.json --nodes=127.0.0.1:7");
         assert!(router_args("--router-arg=--tls-cert=c.pem").unwrap_err().to_string().contains("without TLS"));
+    }
+
+    #[test]
+    fn a_device_is_named_for_all_nodes() {
+        let model = tempfile::NamedTempFile::new().unwrap();
+        let device = |flags: &str| {
+            let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
+            let line = CommandLine::try_parse_from(line.chain(flags.split_whitespace()))?;
+            let Config::Up(up) = line.command.resolve("/nowhere/state".into())? else { panic!("not `up`") };
+            anyhow::Ok(up.device)
+        };
+        assert_eq!(device("--device cuda").unwrap(), DeviceChoice::Cuda(None));
+        assert_eq!(device("--device auto").unwrap(), DeviceChoice::Auto);
+        assert!(device("--device gpu").unwrap_err().to_string().contains("cuda:N"));
+        assert!(device("--device auto --simulated").unwrap_err().to_string().contains("--device auto out"));
     }
 
     #[test]

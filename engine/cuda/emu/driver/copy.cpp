@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../runtime/checker.h"
 #include "driver.h"
 
 namespace emu {
@@ -22,12 +23,14 @@ static Status stay_inside(DevicePointer start, std::size_t bytes, const char* wh
                                    std::to_string(found->bytes));
 }
 
-static Operation work_of(Stream* stream, std::function<void()> work) {
+// What writes `bytes` at `to`; 0 bytes: nothing on the device.
+static Operation work_of(Stream* stream, DevicePointer to, std::size_t bytes, std::function<void()> work) {
     Operation operation;
     Context* context = stream->context;
-    operation.run = [work = std::move(work), context] {
+    operation.run = [work = std::move(work), context, to, bytes] {
         if (is_due(Fault::Copy)) return fail_for_good(context, ECC_UNCORRECTABLE, "planned fault: copy");
         work();
+        mark_written(to, bytes);
         return SUCCESS;
     };
     return operation;
@@ -52,11 +55,11 @@ static Status to_device(DevicePointer to, const void* from, std::size_t bytes, S
     if (stream->capture && !pinned)
         return invalidate(stream, STREAM_CAPTURE_UNSUPPORTED, "capture of a copy from pageable memory");
     if (pinned) {
-        REQUIRE(enqueue(stream, work_of(stream, [=] { memcpy(device_memory(to), from, bytes); })));
+        REQUIRE(enqueue(stream, work_of(stream, to, bytes, [=] { memcpy(device_memory(to), from, bytes); })));
     } else {
         auto* first = static_cast<const unsigned char*>(from);
         auto staged = std::make_shared<std::vector<unsigned char>>(first, first + bytes);
-        REQUIRE(enqueue(stream, work_of(stream, [=] { memcpy(device_memory(to), staged->data(), bytes); })));
+        REQUIRE(enqueue(stream, work_of(stream, to, bytes, [=] { memcpy(device_memory(to), staged->data(), bytes); })));
     }
     return is_async ? SUCCESS : finish(stream);
 }
@@ -68,7 +71,7 @@ static Status to_host(void* to, DevicePointer from, std::size_t bytes, Stream* s
     bool pinned = is_pinned(to, bytes);
     if (stream->capture && !pinned)
         return invalidate(stream, STREAM_CAPTURE_UNSUPPORTED, "capture of a copy to pageable memory");
-    REQUIRE(enqueue(stream, work_of(stream, [=] { memcpy(to, device_memory(from), bytes); })));
+    REQUIRE(enqueue(stream, work_of(stream, 0, 0, [=] { memcpy(to, device_memory(from), bytes); })));
     return is_async && pinned ? SUCCESS : finish(stream);
 }
 
@@ -76,7 +79,7 @@ static Status between(DevicePointer to, DevicePointer from, std::size_t bytes, S
     if (!bytes) return SUCCESS;
     REQUIRE(stay_inside(to, bytes, "copy on the device, destination"));
     REQUIRE(stay_inside(from, bytes, "copy on the device, source"));
-    return enqueue(stream, work_of(stream, [=] { memmove(device_memory(to), device_memory(from), bytes); }));
+    return enqueue(stream, work_of(stream, to, bytes, [=] { memmove(device_memory(to), device_memory(from), bytes); }));
 }
 
 template <class T>
@@ -84,7 +87,7 @@ static Status fill(DevicePointer to, T value, std::size_t count, Stream* stream)
     if (!count) return SUCCESS;
     REQUIRE(stay_inside(to, count * sizeof(T), "memset"));
     if (to % sizeof(T)) return fail(INVALID_VALUE, "memset: the address is not aligned to its element");
-    return enqueue(stream, work_of(stream, [=] {
+    return enqueue(stream, work_of(stream, to, count * sizeof(T), [=] {
                        auto* first = static_cast<T*>(device_memory(to));
                        std::fill(first, first + count, value);
                    }));

@@ -46,17 +46,14 @@ class Reader {
         std::vector<bool> is_active{true};
         int number = 0;
         for (std::size_t at = 0; at < text.size();) {
-            std::size_t end = text.find('\n', at);
-            if (end == std::string::npos) end = text.size();
-            number++;
-            std::string line = text.substr(at, end - at);
-            at = end + 1;
+            int begin = number + 1;
+            std::string line = next_line(text, at, number);
             line.erase(0, line.find_first_not_of(" \t"));
             if (line.empty() || line.compare(0, 2, "//") == 0) continue;
             if (line[0] == '#') {
-                read_directive(file, number, line, is_active);
+                read_directive(file, begin, line, is_active);
             } else if (is_active.back()) {
-                read_code(file, number, line);
+                read_code(file, begin, line);
             }
         }
     }
@@ -67,6 +64,21 @@ class Reader {
     Program& program;
     Image& image;
     std::set<std::string> included;
+
+    // A line and those that a backslash at its end joins to it.
+    static std::string next_line(const std::string& text, std::size_t& at, int& number) {
+        std::string line;
+        for (bool goes_on = true; goes_on && at < text.size();) {
+            std::size_t end = text.find('\n', at);
+            if (end == std::string::npos) end = text.size();
+            line += text.substr(at, end - at);
+            at = end + 1;
+            number++;
+            goes_on = !line.empty() && line.back() == '\\';
+            if (goes_on) line.back() = ' ';
+        }
+        return line;
+    }
 
     void error(const std::string& file, int line, const std::string& what) {
         program.log += file + "(" + std::to_string(line) + "): error: " + what + "\n";

@@ -27,11 +27,24 @@ EMU_API int cuGetProcAddress(const char* name, void** function, int version, uns
     return cuGetProcAddress_v2(name, function, version, flags, nullptr);
 }
 
-// What UCX and cudart ask for and take another way without: virtual memory management, pools to export, managed memory.
+// What UCX, cudart and cudarc ask for and take another way without: virtual memory management, pools of one's own,
+// managed and foreign memory, cooperative launches, contexts other than the primary one.
 #define NOT_EMULATED(name) \
     EMU_API int name() { return NOT_SUPPORTED; }
+NOT_EMULATED(cuCtxCreate_v3)
+NOT_EMULATED(cuCtxCreate_v4)
+NOT_EMULATED(cuCtxDisablePeerAccess)
+NOT_EMULATED(cuDestroyExternalMemory)
+NOT_EMULATED(cuDeviceGetDefaultMemPool)
+NOT_EMULATED(cuDeviceGetMemPool)
+NOT_EMULATED(cuDeviceSetMemPool)
+NOT_EMULATED(cuExternalMemoryGetMappedBuffer)
+NOT_EMULATED(cuImportExternalMemory)
+NOT_EMULATED(cuLaunchCooperativeKernel)
 NOT_EMULATED(cuMemAddressFree)
 NOT_EMULATED(cuMemAddressReserve)
+NOT_EMULATED(cuMemAdvise_v2)
+NOT_EMULATED(cuMemAllocFromPoolAsync)
 NOT_EMULATED(cuMemAllocManaged)
 NOT_EMULATED(cuMemCreate)
 NOT_EMULATED(cuMemExportToShareableHandle)
@@ -44,14 +57,28 @@ NOT_EMULATED(cuMemPoolCreate)
 NOT_EMULATED(cuMemPoolDestroy)
 NOT_EMULATED(cuMemPoolExportPointer)
 NOT_EMULATED(cuMemPoolExportToShareableHandle)
+NOT_EMULATED(cuMemPoolGetAttribute)
 NOT_EMULATED(cuMemPoolImportFromShareableHandle)
 NOT_EMULATED(cuMemPoolImportPointer)
 NOT_EMULATED(cuMemPoolSetAccess)
+NOT_EMULATED(cuMemPoolSetAttribute)
+NOT_EMULATED(cuMemPoolTrimTo)
+NOT_EMULATED(cuMemPrefetchAsync_v2)
 NOT_EMULATED(cuMemRangeGetAttribute)
 NOT_EMULATED(cuMemRelease)
 NOT_EMULATED(cuMemRetainAllocationHandle)
 NOT_EMULATED(cuMemSetAccess)
 NOT_EMULATED(cuMemUnmap)
+NOT_EMULATED(cuModuleLoad)
+NOT_EMULATED(cuOccupancyAvailableDynamicSMemPerBlock)
+NOT_EMULATED(cuOccupancyMaxPotentialBlockSize)
+NOT_EMULATED(cuOccupancyMaxPotentialBlockSizeWithFlags)
+NOT_EMULATED(cuStreamAttachMemAsync)
+
+EMU_API int cuCtxEnablePeerAccess(void*, unsigned) { return PEER_ACCESS_UNSUPPORTED; }
+
+// What came from a network card is visible here at once.
+EMU_API int cuFlushGPUDirectRDMAWrites(int, int) { return SUCCESS; }
 
 EMU_API int cuProfilerStart() { return SUCCESS; }
 EMU_API int cuProfilerStop() { return SUCCESS; }

@@ -101,6 +101,7 @@ void read_settings() {
     launch_options.watchdog_s = static_cast<unsigned>(number("EMU_WATCHDOG_S", launch_options.watchdog_s));
     launch_options.poison = settings.poison_bytes != 0;
     is_checking = settings.is_checked;
+    is_checking_initialisation = settings.is_checked && number("EMU_UNINITIALISED", 0) != 0;
     read_faults();
 }
 

@@ -10,9 +10,11 @@
 namespace emu {
 
 bool is_checking = false;
+bool is_checking_initialisation = false;
 
 constexpr std::uint16_t SEVERAL_OF_WARP = 0x8000;  // | warp
 constexpr std::uint16_t SEVERAL_WARPS = 0xffff;
+constexpr std::uint16_t HOST = 0x7fff;  // no thread has this number
 constexpr std::uint32_t SEVERAL_BLOCKS = 0xffffffff;
 constexpr std::size_t GRANULE = 2;
 constexpr std::size_t WIDEST_ACCESS = 16;
@@ -27,7 +29,7 @@ struct Attempt {
     std::size_t bytes;
     AccessKind kind;
     const void* program_counter;
-    bool is_shared = false;
+    bool is_shared = false, must_be_written = false;
     std::uint32_t launch = 0, block = 0;
     std::uint16_t who = 0, warp = 0, barrier_epoch = 0, warp_epoch = 0;
     std::uint32_t code = 0;
@@ -115,7 +117,7 @@ static std::string author_of(const Attempt& now, const Access& access) {
 }
 
 // The cell of the granule that has the address, or null where there is nothing to compare with.
-static Cell* global_cell(const Attempt& now) {
+static Cell* global_cell(Attempt& now) {
     Worker* worker = now.worker;
     const Allocation* allocation = worker->last_allocation;
     if (!allocation || now.address - allocation->begin >= allocation->bytes) allocation = find_allocation(now.address);
@@ -129,6 +131,8 @@ static Cell* global_cell(const Attempt& now) {
                now.verb() + " past the end of an allocation of " + std::to_string(allocation->bytes) + " bytes");
     if (allocation->is_on_device() && allocation->device != worker->device)
         report(now, ILLEGAL_ADDRESS, now.verb() + " of another device's memory");
+    // Who writes the memory of another process is not known here.
+    now.must_be_written = is_checking_initialisation && allocation->kind != MemoryKind::Ipc;
     return allocation->shadow ? allocation->shadow + (now.address - allocation->begin) / GRANULE : nullptr;
 }
 
@@ -164,7 +168,15 @@ static void compare(const Attempt& now, const Access& earlier, const char* earli
                earlier_verb + " by " + author_of(now, earlier) + ", with no barrier between them");
 }
 
+// Shared memory is new for each block.
+static bool is_written(const Attempt& now, const Cell& cell) {
+    return cell.write.who && (!now.is_shared || cell.write.launch == now.launch);
+}
+
 static void check_cell(const Attempt& now, Cell& cell, std::uint8_t bytes) {
+    if (now.must_be_written && !now.is_write() && !is_written(now, cell))
+        report(now, LAUNCH_FAILED,
+               std::string("read of ") + (now.is_shared ? "shared" : "global") + " memory that nobody has written");
     if (cell.write.is_on_its_way && cell.write.launch == now.launch && now.kind != ACCESS_COPY_ENDS)
         report(now, LAUNCH_FAILED,
                now.verb() + " of shared memory to which a cp.async of " + author_of(now, cell.write) +
@@ -186,6 +198,7 @@ void check_access(Worker* worker, Fiber* fiber, std::uintptr_t address, std::siz
     if (address - reinterpret_cast<std::uintptr_t>(static_cast<Block*>(worker)) < sizeof(Worker)) return;
     Attempt now{worker, fiber, address, bytes, kind, program_counter};
     now.is_shared = worker->is_dynamic_shared(address) || worker->is_static_shared(address);
+    now.must_be_written = is_checking_initialisation;
     now.launch = now.is_shared ? worker->block_serial : worker->launch_number;
     now.block = now.is_shared ? 0 : worker->block_number + 1;
     now.who = static_cast<std::uint16_t>(fiber->linear + 1);
@@ -202,6 +215,16 @@ void check_access(Worker* worker, Fiber* fiber, std::uintptr_t address, std::siz
     if (!cells) return;
     std::size_t granules = ((address & (GRANULE - 1)) + bytes + GRANULE - 1) / GRANULE;
     for (std::size_t i = 0; i < granules; i++) check_cell(now, cells[i], touched(now, i));
+}
+
+void mark_written(std::uintptr_t begin, std::size_t bytes) {
+    if (!is_checking_initialisation || !bytes) return;
+    const Allocation* allocation = find_allocation(begin);
+    if (!allocation || !allocation->shadow) return;
+    std::size_t first = (begin - allocation->begin) / GRANULE, last = (begin + bytes - 1 - allocation->begin) / GRANULE;
+    Access by_host;
+    by_host.who = HOST;
+    for (std::size_t i = first; i <= last; i++) allocation->shadow[i].write = by_host;
 }
 
 // All take the largest epoch + 1, so that "later than" means "after a synchronization in which both took part".

@@ -41,6 +41,13 @@ enum AccessKind {
 // True once a checked library has been loaded; from then on allocations have shadows.
 extern bool is_checking;
 
+// EMU_UNINITIALISED: a kernel must not read what nobody has written. Not always: a load of 16 bytes may take words
+// along that are never used.
+extern bool is_checking_initialisation;
+
+// The host, or a copy, has written this piece of device memory.
+void mark_written(std::uintptr_t begin, std::size_t bytes);
+
 // Stops the block with an error if the access is wrong. `program_counter` null: the fiber's site says where.
 void check_access(Worker* worker, Fiber* fiber, std::uintptr_t address, std::size_t bytes, AccessKind kind,
                   const void* program_counter);

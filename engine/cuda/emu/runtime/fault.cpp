@@ -58,13 +58,20 @@ static void leave_block(Worker* worker, ucontext_t* context) {
     registers[REG_RIP] = reinterpret_cast<greg_t>(&emu_switch);
 }
 
+// Without stdio's stream, whose buffer is larger than the stack that Rust gives a thread's handlers.
+static void report_touch(const void* address, std::size_t bytes) {
+    static char text[160];
+    int length = snprintf(text, sizeof text,
+                          "emulated driver: the host touched device memory at %p, in an allocation of %zu bytes\n",
+                          address, bytes);
+    if (length > 0 && write(STDERR_FILENO, text, static_cast<std::size_t>(length)) < 0) return;
+}
+
 static void pass_on(int signal, siginfo_t* info, void* context) {
     struct sigaction* previous = previous_action(signal);
     if (signal == SIGSEGV) {
         const Allocation* touched = find_allocation(reinterpret_cast<std::uintptr_t>(info->si_addr));
-        if (touched && touched->is_on_device())
-            fprintf(stderr, "emulated driver: the host touched device memory at %p, in an allocation of %zu bytes\n",
-                    info->si_addr, touched->bytes);
+        if (touched && touched->is_on_device()) report_touch(info->si_addr, touched->bytes);
     }
     if (previous->sa_flags & SA_SIGINFO) {
         previous->sa_sigaction(signal, info, context);

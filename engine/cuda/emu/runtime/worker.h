@@ -136,7 +136,6 @@ void note(Worker* worker, Fiber* fiber, Status status, const std::string& what);
 void execute_collective(Worker* worker, unsigned warp, int kind, std::uint32_t mask);
 
 // fault.cpp
-void install_fault_handlers();
 void start_watchdog(Worker* worker, unsigned seconds);
 void stop_watchdog(Worker* worker);
 void explain_interruption(Worker* worker);

@@ -30,6 +30,7 @@
 //! | `EMU_SEED` | order of lanes and blocks, and of streams under `random`; 0: ascending |
 //! | `EMU_THREADS` | threads of the system over a grid's blocks (1) |
 //! | `EMU_CHECK=1` | run the kernels with the access checker: 3 times slower |
+//! | `EMU_UNINITIALISED=1` | with `EMU_CHECK=1`: also find reads of memory that nobody wrote |
 //! | `EMU_STRICT_HOST=1` | the host faults where it touches device memory |
 //! | `EMU_WATCHDOG_S` | seconds of processor time a launch may take (60; 0: any) |
 //! | `EMU_POISON_MB` | larger allocations begin as zeros (256; 0: all) |
@@ -37,6 +38,8 @@
 //! | `EMU_LOG=1` | print each call that fails |
 //!
 //! Sticky errors, settings and counts are the process's: a test of an error runs in a process of its own.
+#![allow(clippy::disallowed_methods, reason = "tests choose the emulator by the environment")]
+
 mod library;
 
 pub use library::{Absent, absence, install, library_dir};

@@ -7,12 +7,13 @@ use rig::{Arg, Gpu, Shape};
 
 #[test]
 fn correct_kernels_are_right_over_seeds_with_and_without_the_checker() {
-    for check in ["0", "1"] {
+    for (check, uninitialised) in [("0", "0"), ("1", "0"), ("1", "1")] {
         for seed in ["0", "1", "2", "3", "4", "5", "6", "7"] {
             let order = if seed == "0" { "late" } else { "random" };
-            let variables = &[("EMU_CHECK", check), ("EMU_SEED", seed), ("EMU_ORDER", order)];
+            let variables =
+                &[("EMU_CHECK", check), ("EMU_UNINITIALISED", uninitialised), ("EMU_SEED", seed), ("EMU_ORDER", order)];
             let test = "correct_kernels_are_right_over_seeds_with_and_without_the_checker";
-            rig::passes_in_child(test, &format!("check {check} seed {seed}"), variables, || {
+            rig::passes_in_child(test, &format!("check {check} {uninitialised} seed {seed}"), variables, || {
                 let Some(gpu) = Gpu::open() else { return };
                 sums(&gpu);
                 pipeline(&gpu);

@@ -238,7 +238,7 @@ extern "C" __global__ void uninitialised_shared(float* out) {
     __shared__ float values[128];
     if (threadIdx.x < 64) values[threadIdx.x] = 1.0f;
     __syncthreads();
-    out[threadIdx.x] = values[threadIdx.x];
+    out[threadIdx.x] = values[threadIdx.x];  // MISTAKE uninitialised_shared
 }
 TANDEM_KERNEL(uninitialised_shared)
 

@@ -25,7 +25,7 @@ fn floats(gpu: &Gpu, count: usize) -> Arg {
 
 /// Launches it in a child, and expects the error, the kernel's name, the line of its mistake, and the words.
 fn found(test: &str, variables: &[(&str, &str)], case: &Case, status: CUresult, words: &str) {
-    rig::passes_in_child(test, &format!("{test} {variables:?}"), variables, || {
+    rig::passes_in_child(test, &format!("{} {variables:?}", case.kernel), variables, || {
         let Some(gpu) = Gpu::open() else { return };
         let out = gpu.alloc(512).expect("memory");
         let arguments = [vec![Arg::Pointer(out)], (case.arguments)(&gpu)].concat();
@@ -194,6 +194,17 @@ fn memory_of_another_device_is_found() {
     let case = Case { kernel: "reads", shape: BLOCK, arguments: other };
     let words = "read of another device's memory";
     found("memory_of_another_device_is_found", variables, &case, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, words);
+}
+
+#[test]
+fn memory_that_nobody_wrote_is_found() {
+    let variables = &[("EMU_CHECK", "1"), ("EMU_UNINITIALISED", "1")];
+    let fresh = |gpu: &Gpu| vec![Arg::Pointer(gpu.alloc(512).expect("memory"))];
+    let test = "memory_that_nobody_wrote_is_found";
+    let case = Case { kernel: "reads", shape: BLOCK, arguments: fresh };
+    found(test, variables, &case, CUresult::CUDA_ERROR_LAUNCH_FAILED, "read of global memory that nobody has written");
+    let case = Case { kernel: "uninitialised_shared", shape: BLOCK, arguments: out_only };
+    found(test, variables, &case, CUresult::CUDA_ERROR_LAUNCH_FAILED, "read of shared memory that nobody has written");
 }
 
 #[test]

@@ -1,0 +1,244 @@
+//! Nodes that compute on GPUs, as real processes. The GPUs are emulated (`engine/cuda/emu`), the programs do not know:
+//! they find the emulated driver in `LD_LIBRARY_PATH`, as they find a real one in the system's folders. The model is a
+//! tiny one, so that an emulated step takes milliseconds.
+//!
+//! Without a C++ compiler there is no emulated driver, and these tests are skipped with a word; with
+//! `TANDEM_REQUIRE_EMU=1` they fail.
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use serde_json::Value;
+use tandem_cluster_tests::client::{ask, rest, token_ids};
+use tandem_cluster_tests::cluster::words;
+use tandem_cluster_tests::process::{Process, program};
+use tandem_cluster_tests::{Cluster, Options};
+use tandem_proto::v1;
+use tempfile::TempDir;
+use tokio::time::timeout;
+
+/// For things that only have to happen.
+const LONG: Duration = Duration::from_secs(120);
+/// From the end of a request to free blocks everywhere.
+const BACK: Duration = Duration::from_secs(10);
+/// The model's vocabulary, without its control tokens.
+const TOKENS: std::ops::Range<u32> = 3..320;
+
+/// A machine with so many emulated GPUs; what nodes need in their environment.
+struct Machine {
+    environment: Vec<(String, String)>,
+    dir: TempDir,
+}
+
+impl Machine {
+    fn with(devices: u32) -> anyhow::Result<Option<Self>> {
+        let Some(libraries) = tandem_cuda_emu::library_dir() else {
+            let required = std::env::var_os("TANDEM_REQUIRE_EMU").is_some_and(|value| value == "1");
+            ensure!(!required, "TANDEM_REQUIRE_EMU=1, and no emulated driver was built");
+            eprintln!("SKIP: no emulated CUDA driver was built, which needs g++");
+            return Ok(None);
+        };
+        let dir = tempfile::tempdir()?;
+        let pairs = [
+            ("LD_LIBRARY_PATH", libraries.display().to_string()),
+            ("EMU_DEVICES", devices.to_string()),
+            // Compiled kernels are kept here, and not in the user's cache.
+            ("XDG_CACHE_HOME", dir.path().join("cache").display().to_string()),
+        ];
+        let environment = pairs.map(|(name, value)| (name.to_owned(), value)).to_vec();
+        Ok(Some(Self { environment, dir }))
+    }
+
+    /// Another value, or one more.
+    fn set(&mut self, name: &str, value: impl Into<String>) -> &mut Self {
+        self.environment.retain(|(known, _)| known != name);
+        self.environment.push((name.to_owned(), value.into()));
+        self
+    }
+
+    async fn cluster(&self, prefill: &str, decode: &str) -> anyhow::Result<Cluster> {
+        Cluster::start(Options {
+            transport: "auto",
+            model: Some(tiny_model()?),
+            node_args: words("--threads 1 --kv-blocks 128 --max-num-batched-tokens 64 --max-num-seqs 8"),
+            node_environment: self.environment.clone(),
+            prefill_args: words(prefill),
+            decode_args: words(decode),
+            ..Options::default()
+        })
+        .await
+    }
+
+    /// Runs a program to its end.
+    async fn run(&self, name: &str, flags: &[String]) -> anyhow::Result<Output> {
+        let mut command = tokio::process::Command::new(program(name)?);
+        command.args(flags).envs(self.environment.iter().cloned()).stdin(Stdio::null()).kill_on_drop(true);
+        timeout(LONG, command.output())
+            .await
+            .with_context(|| format!("{name} {flags:?} does not end"))?
+            .map_err(Into::into)
+    }
+}
+
+/// Two layers, 512 positions, in two safetensors files with a tokenizer.
+fn tiny_model() -> anyhow::Result<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/families/data/llama");
+    Ok(path.canonicalize()?)
+}
+
+fn prompt(tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|at| TOKENS.start + at * 7 % (TOKENS.end - TOKENS.start)).collect()
+}
+
+fn request(tokens: u32, answer: u32) -> v1::GenerateRequest {
+    let mut request = ask(token_ids(prompt(tokens)), answer);
+    request.ignore_eos = true;
+    request
+}
+
+#[tokio::test]
+async fn two_gpus_answer_as_one_and_survive_the_death_of_either_node() -> anyhow::Result<()> {
+    let Some(machine) = Machine::with(2)? else { return Ok(()) };
+    let mut cluster = machine.cluster("--device cuda:0", "--device cuda:1").await?;
+    assert_eq!((cluster.prefill.ready("device"), cluster.decode.ready("device")), ("cuda:0", "cuda:1"));
+    for node in [&cluster.prefill, &cluster.decode] {
+        assert!(node.ready("transport").starts_with("tcp"), "{}", node.ready("transport"));
+        assert!(node.log().contains("staged through main memory"), "{}", node.log());
+    }
+
+    for length in [2, 40, 200] {
+        let answer = cluster.answer(request(length, 12)).await?;
+        let timings = answer.finish.timings.unwrap_or_default();
+        assert!(timings.kv_bytes > 0 && answer.tokens.len() == 12, "{length}: {timings:?} {:?}", answer.tokens);
+        let spec = v1::RequestSpec {
+            request_id: "alone".to_owned(),
+            prompt: prompt(length),
+            max_tokens: 12,
+            ignore_eos: true,
+            ..Default::default()
+        };
+        assert_eq!(cluster.local_tokens(spec).await?, answer.tokens, "a prompt of {length} tokens on one GPU alone");
+    }
+
+    let expected = cluster.answer(request(40, 64)).await?;
+    let mut stream = cluster.open(request(40, 64)).await?;
+    let first = stream.message().await?.context("no first token")?;
+    cluster.restart_decode().await?;
+    let after = timeout(LONG, rest(stream)).await??;
+    let Some(v1::generate_response::Event::Token(first)) = first.event else { panic!("not a token: {first:?}") };
+    assert_eq!([vec![first.token_id], after.tokens].concat(), expected.tokens, "over the death of the decode node");
+    assert!(after.finish.timings.unwrap_or_default().replans >= 1);
+
+    // While it computes: 320 tokens are five steps.
+    let expected = cluster.answer(request(320, 16)).await?;
+    let stream = cluster.open(request(321, 16)).await?;
+    cluster.restart_prefill().await?;
+    let over_death = timeout(LONG, rest(stream)).await??;
+    assert_eq!(over_death.tokens, cluster.answer(request(321, 16)).await?.tokens, "over the death of the prefill node");
+    assert_eq!(cluster.answer(request(320, 16)).await?.tokens, expected.tokens, "with another prefill node");
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_node_on_the_processor_is_not_paired_with_one_on_a_gpu() -> anyhow::Result<()> {
+    let Some(machine) = Machine::with(1)? else { return Ok(()) };
+    let cluster = machine.cluster("--device cuda", "--device auto").await?;
+    let view: Value = cluster.get("/debug/cluster").await?.json().await?;
+    let nodes = view["nodes"].as_array().cloned().unwrap_or_default();
+    assert!(nodes.len() == 2 && nodes.iter().all(|node| node["arithmetic"] == "mma-k1024"), "{view}");
+
+    let mut flags = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --threads 1 --node-id stranger");
+    flags.extend(words(&format!("--model {} --router {}", tiny_model()?.display(), cluster.router.url("grpc"))));
+    let stranger = Process::start("stranger", "tandem-decode-node", &flags, machine.dir.path()).await?;
+    let told = |log: String| log.lines().find(|line| line.contains("no router, trying again")).map(str::to_owned);
+    let refused = async |_: &Cluster| told(stranger.log()).is_some();
+    cluster.wait_until(LONG, "the node on the processor is refused", refused).await?;
+    let said = told(stranger.log()).unwrap_or_default();
+    assert!(
+        said.contains("computes in arithmetic") && said.contains("`mma-k1024`") && said.contains("--device"),
+        "{said}"
+    );
+    assert_eq!(cluster.answer(request(20, 4)).await?.tokens.len(), 4, "the others go on");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_a_gpu_is_one_sentence() -> anyhow::Result<()> {
+    let Some(mut machine) = Machine::with(1)? else { return Ok(()) };
+    let model = tiny_model()?.display().to_string();
+    let base = format!("--router http://127.0.0.1:1 --threads 1 --model {model} --kv-listen 127.0.0.1:0");
+    // The driver alone: who compiles?
+    let no_nvrtc = machine.dir.path().join("driver");
+    std::fs::create_dir(&no_nvrtc)?;
+    let libraries = tandem_cuda_emu::library_dir().context("it was built")?;
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        std::os::unix::fs::symlink(libraries.join(name), no_nvrtc.join(name))?;
+    }
+    let no_nvrtc = no_nvrtc.display().to_string();
+    let cases: [(&[(&str, &str)], &str, &str); 8] = [
+        (&[("EMU_DEVICES", "0")], "--device cuda", "no GPU"),
+        (&[("CUDA_VISIBLE_DEVICES", "")], "--device cuda", "no GPU"),
+        (&[], "--device cuda:5", "there is no GPU 5"),
+        (&[("EMU_ARCH", "75")], "--device cuda", "compute capability 7.5"),
+        (&[("EMU_DRIVER_VERSION", "12020")], "--device cuda", "CUDA 12.2"),
+        (&[("LD_LIBRARY_PATH", &no_nvrtc)], "--device cuda", "no NVRTC"),
+        (&[], "--device cuda --kv-dtype int8", "bf16"),
+        (&[], "--device cuda --kv-blocks 100000000", "GiB"),
+    ];
+    let usual = machine.environment.clone();
+    for (environment, flags, word) in cases {
+        environment.iter().for_each(|(name, value)| drop(machine.set(name, *value)));
+        let output = machine.run("tandem-decode-node", &words(&format!("{base} {flags}"))).await?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let errors: Vec<&str> = said.lines().filter(|line| line.starts_with("error: ")).collect();
+        assert_eq!(output.status.code(), Some(1), "{environment:?} {flags}: {said}");
+        assert!(errors.len() == 1 && errors[0].contains(word), "{environment:?} {flags}: {said}");
+        assert!(!said.contains("panicked"), "{said}");
+        machine.environment.clone_from(&usual);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_tool_shares_gpus_out_and_the_doctor_lists_them() -> anyhow::Result<()> {
+    let Some(mut machine) = Machine::with(2)? else { return Ok(()) };
+    let model = tiny_model()?.display().to_string();
+    let state = machine.dir.path().join("state.json").display().to_string();
+    let logs = machine.dir.path().join("logs").display().to_string();
+    let up = words(&format!(
+        "--state {state} up --device auto --model {model} --log-dir {logs} --kv-blocks 64 --router-arg=--local-prefill=never"
+    ));
+    let environment: Vec<(&str, &str)> = machine.environment.iter().map(|(name, value)| (&**name, &**value)).collect();
+    let mut tandem = Process::start_in_environment(&environment, "tandem", "tandem", &up, machine.dir.path()).await?;
+    let said = tandem.log();
+    assert!(
+        said.contains("node prefill-0") && said.contains("device=cuda:0") && said.contains("device=cuda:1"),
+        "{said}"
+    );
+    assert!(!said.contains("WARNING: UCX is not in use"), "KV of a GPU takes tcp: {said}");
+    let generate = words(&format!("--state {state} generate --max-tokens 4 --ignore-eos hello"));
+    let output = machine.run("tandem", &generate).await?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    tandem.terminate();
+    assert!(tandem.ended(LONG).await?.success());
+
+    let doctor = words(&format!("doctor --json --device cuda:1 --model {model}"));
+    let output = machine.run("tandem", &doctor).await?;
+    let report: Value = serde_json::from_slice(&output.stdout)?;
+    let cards = &report["facts"]["node"]["cuda"]["cards"];
+    assert!(cards.as_array().is_some_and(|cards| cards.len() == 2) && cards[1]["capability"] == "9.0", "{report}");
+    assert!(output.status.success(), "{report}");
+    machine.set("EMU_DEVICES", "1");
+    let output = machine.run("tandem", &doctor).await?;
+    assert_eq!(output.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&output.stdout)?;
+    let findings = report["findings"].as_array().cloned().unwrap_or_default();
+    let lacking: Vec<_> = findings.iter().filter(|finding| finding["level"] == "lacking").collect();
+    assert!(
+        lacking.len() == 1 && lacking[0]["what"].as_str().is_some_and(|what| what.contains("no cuda:1")),
+        "{report}"
+    );
+    Ok(())
+}

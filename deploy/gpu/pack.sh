@@ -1,0 +1,66 @@
+#!/bin/bash
+# Packs what deploy/gpu/check.sh runs on a machine with a card: programs and test programs of this build without symbols,
+# a UCX that knows CUDA, the tiny models of the tests. That machine needs NVIDIA's driver, Python, and NVRTC 13 (in a
+# Python package or in LD_LIBRARY_PATH); no Rust, no network. Prints the folder's size, and fails above the limit.
+#
+#   pack.sh OUT    OUT: the folder to make; check.sh is in it
+#
+# The kernels travel as sources within the programs, and NVRTC compiles them there, as on a user's machine. Cubins are
+# not packed: nothing loads them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+me=pack
+# shellcheck source=deploy/packages.sh
+. deploy/packages.sh
+limit_mib=64
+
+[ $# = 1 ] || die "pack.sh OUT"
+out=$1
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+[ -z "$(ls -A "$out")" ] || die "$out is not empty"
+mkdir "$out/programs" "$out/tests"
+
+say "building programs and tests"
+cargo build --release --locked --bins
+cargo build --release --locked -p tandem-cuda --examples
+# Test programs have a hash in their names; cargo says which are of now.
+cargo test --release --locked -p tandem-cuda --no-run --message-format=json > "$out/built.json"
+release=$(deploy/target_dir.sh)/release
+programs="tandem tandem-router tandem-prefill-node tandem-decode-node"
+for program in $programs; do strip -o "$out/programs/$program" "$release/$program"; done
+strip -o "$out/programs/bench_cuda" "$release/examples/bench_cuda"
+python3 - "$out/built.json" <<'PYTHON' | while read -r name path; do strip -o "$out/tests/$name" "$path"; done
+import json, sys
+for line in open(sys.argv[1]):
+    said = json.loads(line)
+    if said.get("reason") == "compiler-artifact" and said.get("executable") and said["profile"]["test"]:
+        if "test" in said["target"]["kind"]:
+            print(said["target"]["name"], said["executable"])
+PYTHON
+rm "$out/built.json"
+
+say "fetching UCX with CUDA"
+pin=$(grep '^libucx-cu13==' deploy/image/cuda.txt)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+echo "$pin" > "$work/requirements.txt"
+python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
+"$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
+  --only-binary :all: --dest "$work" --requirement "$work/requirements.txt" || die "the download of UCX failed"
+"$python" -m zipfile --extract "$work"/libucx_cu13-*.whl "$work/wheel"
+# Shared libraries and modules alone: static ones are most of the wheel. Names that are links stay links.
+(cd "$work/wheel/libucx" && find lib -name '*.so*' | tar -cf - -T -) | tar -xf - -C "$out"
+mv "$out/lib" "$out/ucx"
+find "$out/ucx" -type f -exec strip --strip-unneeded {} \; 2> /dev/null || true
+
+# Tests read these where they were built: check.py puts a link there.
+mkdir -p "$out/source/engine/cuda" "$out/source/engine/tests/families"
+cp -r engine/tests/families/data "$out/source/engine/tests/families/"
+pwd > "$out/source/built-in"
+cp deploy/bench/big_checkpoints.py deploy/gpu/check.sh deploy/gpu/check.py "$out/"
+
+size_mib=$(du -sm "$out" | cut -f 1)
+say "$out: $size_mib MiB"
+[ "$size_mib" -lt "$limit_mib" ] || die "more than $limit_mib MiB"
