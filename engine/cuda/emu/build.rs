@@ -49,7 +49,7 @@ fn build() -> Result<PathBuf, Absent> {
     for (name, sources) in [("kernels", "../kernels"), ("planted", "tests")] {
         let sources = files(sources, "cu");
         build.kernels(&format!("lib{name}.so"), &sources, &plain_flags());
-        build.kernels(&format!("lib{name}-checked.so"), &sources, &["-O1", "-fsanitize=thread"]);
+        build.kernels(&format!("lib{name}-checked.so"), &sources, &CHECKED_FLAGS);
     }
     Ok(build.out)
 }
@@ -70,6 +70,10 @@ const LANGUAGE: [&str; 8] = [
     "-ffp-contract=off",
     "-g1",
 ];
+
+/// A call before each access, and a trap before each that is not aligned as its type demands.
+const CHECKED_FLAGS: [&str; 4] =
+    ["-O1", "-fsanitize=thread", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"];
 
 /// The kernels as fast as the machine's processor allows; with `EMU_COVERAGE` so that gcov's lines are the source's.
 fn plain_flags() -> Vec<&'static str> {
@@ -152,21 +156,22 @@ impl Build {
 
     fn link(&self, library: &str, objects: &[String], flags: &[&str]) {
         let output = self.path(library);
-        let mut arguments = vec!["-shared".to_owned(), "-o".to_owned(), output];
+        let mut arguments = vec!["-shared".to_owned(), "-o".to_owned(), output.clone()];
         arguments.extend(objects.iter().cloned());
         arguments.extend(flags.iter().map(|flag| (*flag).to_owned()));
-        self.run(&arguments);
+        let inputs: Vec<PathBuf> = objects.iter().map(PathBuf::from).collect();
+        self.run_if_stale(&output, inputs.iter(), &arguments);
     }
 
-    /// Compares times of files, and the command with the one that made the object.
-    fn run_if_stale<'a>(&self, object: &str, inputs: impl Iterator<Item = &'a PathBuf>, arguments: &[String]) {
-        let record = format!("{object}.command");
+    /// Compares times of files, and the command with the one that made the output.
+    fn run_if_stale<'a>(&self, output: &str, inputs: impl Iterator<Item = &'a PathBuf>, arguments: &[String]) {
+        let record = format!("{output}.command");
         let command = arguments.join("\n");
         let time = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
-        let made = time(Path::new(object));
+        let made = time(Path::new(output));
         let is_fresh = made.is_some()
             && fs::read_to_string(&record).is_ok_and(|before| before == command)
-            && inputs.into_iter().all(|input| time(input) < made);
+            && inputs.into_iter().all(|input| time(input) <= made);
         if !is_fresh {
             self.run(arguments);
             fs::write(record, command).expect("a file in OUT_DIR");

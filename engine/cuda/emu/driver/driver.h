@@ -123,7 +123,7 @@ struct Stream {
     bool is_blocking = false;  // synchronizes with the legacy stream
     int priority = 0;
     std::deque<Operation> queue;
-    bool is_running = false;  // a function of the host, without the lock
+    bool is_running = false;  // one of its operations
     // While it is captured.
     CaptureRef capture;
     std::vector<std::size_t> captured_last;  // nodes that the next one comes after
@@ -145,7 +145,7 @@ void drain_all(Context* context = nullptr);
 void settle(const MarkerRef& marker);
 void run_one(Stream* stream);
 // The work itself, without what it waits for.
-Status run_work(Stream* stream, const Operation& operation);
+Status run_work(const Operation& operation);
 std::uint64_t random_number();
 std::size_t live_streams();
 std::size_t live_events();

@@ -194,9 +194,9 @@ EMU_API int cuThreadExchangeStreamCaptureMode(int* mode) {
 
 // -------------------------------------------------------------------------------------------------------------- replay
 
-static Status run_nodes(Stream* stream, const Nodes& nodes) {
+static Status run_nodes(const Nodes& nodes) {
     if (settings.order != Order::Random) {
-        for (const Node& node : nodes) REQUIRE(run_work(stream, node.operation));
+        for (const Node& node : nodes) REQUIRE(run_work(node.operation));
         return SUCCESS;
     }
     std::vector<bool> is_done(nodes.size(), false);
@@ -208,7 +208,7 @@ static Status run_nodes(Stream* stream, const Nodes& nodes) {
             if (!is_done[i] && may_run) ready.push_back(i);
         }
         std::size_t chosen = ready[random_number() % ready.size()];
-        REQUIRE(run_work(stream, nodes[chosen].operation));
+        REQUIRE(run_work(nodes[chosen].operation));
         is_done[chosen] = true;
     }
     return SUCCESS;
@@ -242,7 +242,7 @@ EMU_API int cuGraphLaunch(void* handle, void* stream_handle) {
         return invalidate(stream, STREAM_CAPTURE_UNSUPPORTED, "cuGraphLaunch in a capture: not emulated");
     if (is_due(Fault::Submit)) return fail(LAUNCH_OUT_OF_RESOURCES, "planned fault: launch of a graph refused");
     Operation operation;
-    operation.run = [stream, nodes = graph->nodes] { return run_nodes(stream, *nodes); };
+    operation.run = [nodes = graph->nodes] { return run_nodes(*nodes); };
     return enqueue(stream, std::move(operation));
 }
 

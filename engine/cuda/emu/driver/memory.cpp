@@ -75,6 +75,13 @@ static void protect_all(int protection) {
         if (allocation->is_on_device()) mprotect(pointer(allocation->mapping), allocation->mapping_bytes, protection);
     }
 }
+// The handler says what the host touched.
+static void prepare_strict() {
+    static bool is_prepared = false;
+    if (!is_prepared) install_fault_handlers();
+    is_prepared = true;
+}
+
 void open_device_memory() {
     if (settings.is_strict) protect_all(PROT_READ | PROT_WRITE);
 }
@@ -150,7 +157,10 @@ static Status allocate(DevicePointer* out, std::size_t bytes, MemoryKind kind) {
     add_shadow(allocation);
     allocations[allocation->begin] = allocation;
     context->used_bytes += bytes;
-    if (settings.is_strict) mprotect(pointer(mapping), pages, PROT_NONE);
+    if (settings.is_strict) {
+        prepare_strict();
+        mprotect(pointer(mapping), pages, PROT_NONE);
+    }
     *out = allocation->begin;
     return SUCCESS;
 }

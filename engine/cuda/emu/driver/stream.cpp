@@ -47,16 +47,13 @@ static double now_s() {
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-Status run_work(Stream* stream, const Operation& operation) {
+Status run_work(const Operation& operation) {
     if (!operation.run) return SUCCESS;
     if (!operation.is_host_function) return operation.run();
     // The function may wait for another thread that is about to call the driver: a card would not stop that thread.
-    stream->is_running = true;
     driver.lock.unlock();
     Status status = operation.run();
     driver.lock.lock();
-    stream->is_running = false;
-    host_function_ended.notify_all();
     return status;
 }
 
@@ -65,7 +62,7 @@ static void run(Stream* stream, const Operation& operation) {
     Context* context = stream->context;
     if (operation.run && context->sticky == SUCCESS) {
         open_device_memory();
-        Status status = run_work(stream, operation);
+        Status status = run_work(operation);
         close_device_memory();
         if (status != SUCCESS && context->sticky == SUCCESS) context->sticky = status;
     }
@@ -75,26 +72,37 @@ static void run(Stream* stream, const Operation& operation) {
     }
 }
 
+// While a function of the host runs, here or in what the operation waits for, other threads find the stream busy:
+// they must not overtake.
 void run_one(Stream* stream) {
     while (stream->is_running) host_function_ended.wait(driver.lock);
     if (stream->queue.empty()) return;
     Operation operation = std::move(stream->queue.front());
     stream->queue.pop_front();
+    stream->is_running = true;
     run(stream, operation);
+    stream->is_running = false;
+    host_function_ended.notify_all();
 }
+
+static bool has_work(const Stream* stream) { return !stream->queue.empty() || stream->is_running; }
 
 void drain(Stream* stream) {
-    while (!stream->queue.empty() || stream->is_running) run_one(stream);
+    while (has_work(stream)) run_one(stream);
 }
 
+// From the beginning after each: streams come and go while a function of the host runs.
 void drain_all(Context* context) {
-    for (std::size_t i = 0; i < streams.size(); i++) {
-        if (!context || streams[i]->context == context) drain(streams[i]);
+    auto is_left = [&](Stream* stream) { return (!context || stream->context == context) && has_work(stream); };
+    for (;;) {
+        auto next = std::find_if(streams.begin(), streams.end(), is_left);
+        if (next == streams.end()) return;
+        run_one(*next);
     }
 }
 
 void settle(const MarkerRef& marker) {
-    while (!marker->is_done && (!marker->stream->queue.empty() || marker->stream->is_running)) run_one(marker->stream);
+    while (!marker->is_done && has_work(marker->stream)) run_one(marker->stream);
     marker->is_done = true;
 }
 
@@ -144,8 +152,10 @@ Status enqueue(Stream* stream, Operation operation) {
     if (settings.order == Order::Eager || stream->queue.size() > LONGEST_QUEUE) {
         drain(stream);
     } else if (settings.order == Order::Random) {
-        for (std::uint64_t turns = random_number() % 3; turns > 0; turns--)
-            run_one(streams[random_number() % streams.size()]);
+        for (std::uint64_t turns = random_number() % 3; turns > 0; turns--) {
+            Stream* chosen = streams[random_number() % streams.size()];
+            if (!chosen->is_running) run_one(chosen);
+        }
     }
     return SUCCESS;
 }

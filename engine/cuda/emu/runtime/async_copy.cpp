@@ -23,24 +23,26 @@ __attribute__((visibility("default"))) void emu_cp_async(void* to_shared, const 
                                                          const char* site) {
     Fiber* fiber = self();
     Worker* worker = Worker::of(fiber);
+    fiber->site = site;
+    fiber->caller = __builtin_return_address(0);
     std::uintptr_t destination = reinterpret_cast<std::uintptr_t>(to_shared);
     std::uintptr_t source = reinterpret_cast<std::uintptr_t>(from_global);
     if (destination % COPY_BYTES != 0 || (valid_bytes && source % COPY_BYTES != 0))
-        stop(worker, fiber, MISALIGNED_ADDRESS,
-             std::string("cp.async: an address is not aligned to 16 bytes, ") + site);
+        stop(worker, fiber, MISALIGNED_ADDRESS, "cp.async: an address is not aligned to 16 bytes, " + place_of(fiber));
     if (!worker->is_shared(to_shared, COPY_BYTES))
-        stop(worker, fiber, ILLEGAL_ADDRESS, std::string("cp.async: the destination is not in shared memory, ") + site);
-    fiber->site = site;
+        stop(worker, fiber, ILLEGAL_ADDRESS, "cp.async: the destination is not in shared memory, " + place_of(fiber));
     // The destination is the copy's from here to the wait.
-    check_access(worker, fiber, destination, COPY_BYTES, ACCESS_WRITE, nullptr);
+    check_access(worker, fiber, destination, COPY_BYTES, ACCESS_COPY_BEGINS, nullptr);
     if (valid_bytes) check_access(worker, fiber, source, valid_bytes, ACCESS_READ, nullptr);
-    AsyncCopy copy{static_cast<unsigned char*>(to_shared), static_cast<const unsigned char*>(from_global), valid_bytes,
-                   fiber->copy_group, site};
-    if (worker->is_random && worker->random() & 1) {
-        land(copy, COPY_BYTES);
-    } else {
-        worker->copies[fiber->linear].push_back(copy);
-    }
+    AsyncCopy copy{static_cast<unsigned char*>(to_shared),
+                   static_cast<const unsigned char*>(from_global),
+                   valid_bytes,
+                   fiber->copy_group,
+                   site,
+                   fiber->caller,
+                   worker->is_random && worker->random() & 1};
+    if (copy.has_landed) land(copy, COPY_BYTES);
+    worker->copies[fiber->linear].push_back(copy);
 }
 
 __attribute__((visibility("default"))) void emu_cp_async_commit() { self()->copy_group++; }
@@ -57,9 +59,10 @@ __attribute__((visibility("default"))) void emu_cp_async_wait(int pending) {
             continue;
         }
         fiber->site = copy.site;
-        check_access(worker, fiber, reinterpret_cast<std::uintptr_t>(copy.destination), COPY_BYTES, ACCESS_WRITE,
+        fiber->caller = copy.caller;
+        check_access(worker, fiber, reinterpret_cast<std::uintptr_t>(copy.destination), COPY_BYTES, ACCESS_COPY_ENDS,
                      nullptr);
-        land(copy, COPY_BYTES);
+        if (!copy.has_landed) land(copy, COPY_BYTES);
     }
     copies.resize(kept);
 }

@@ -19,14 +19,24 @@ struct Access {
     std::uint32_t launch = 0, block = 0;  // of shared memory: the block's serial number, 0
     std::uint16_t who = 0;                // a thread + 1; or SEVERAL_OF_WARP | warp; or SEVERAL_WARPS
     std::uint16_t barrier_epoch = 0, warp_epoch = 0;
+    std::uint32_t code = 0;  // where, from the beginning of the library; 0: not known
     std::uint8_t bytes = 0;  // which of the two
     bool is_atomic = false;
+    bool is_on_its_way = false;  // a copy of cp.async that nobody has waited for
 };
 struct Cell {
     Access write, read;
 };
 
-enum AccessKind { ACCESS_READ, ACCESS_WRITE, ACCESS_ATOMIC_READ, ACCESS_ATOMIC_WRITE };
+// A copy of cp.async owns its destination from its beginning to the wait: nobody may touch it between them.
+enum AccessKind {
+    ACCESS_READ,
+    ACCESS_WRITE,
+    ACCESS_ATOMIC_READ,
+    ACCESS_ATOMIC_WRITE,
+    ACCESS_COPY_BEGINS,
+    ACCESS_COPY_ENDS,
+};
 
 // True once a checked library has been loaded; from then on allocations have shadows.
 extern bool is_checking;

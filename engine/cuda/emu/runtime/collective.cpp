@@ -163,8 +163,8 @@ static void ldmatrix(Worker* worker, unsigned warp, bool is_transposed) {
         Fiber* fiber = worker->fiber(warp * WARP + lane);
         if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0 || !worker->is_shared(row, 16))
             stop(worker, fiber, MISALIGNED_ADDRESS,
-                 std::string("ldmatrix: the address of a row is not in shared memory, or not aligned to 16 bytes, ") +
-                     fiber->site);
+                 "ldmatrix: the address of a row is not in shared memory, or not aligned to 16 bytes, " +
+                     place_of(fiber));
         check_access(worker, fiber, reinterpret_cast<std::uintptr_t>(row), 16, ACCESS_READ, nullptr);
         rows[lane] = static_cast<const std::uint16_t*>(row);
     }

@@ -32,7 +32,20 @@ static bool is_code_of_kernels(const Worker* worker, std::uintptr_t address) {
 
 // ----------------------------------------------------------------------------------------------------------- handlers
 
-static struct sigaction previous_segv, previous_bus, previous_fpe;
+static struct sigaction previous_segv, previous_bus, previous_fpe, previous_ill;
+
+static struct sigaction* previous_action(int signal) {
+    switch (signal) {
+        case SIGSEGV:
+            return &previous_segv;
+        case SIGBUS:
+            return &previous_bus;
+        case SIGFPE:
+            return &previous_fpe;
+        default:
+            return &previous_ill;
+    }
+}
 
 // The thread goes on in emu_switch, on its own stack of the scheduler. Nothing of the fiber is unwound.
 static void leave_block(Worker* worker, ucontext_t* context) {
@@ -45,13 +58,20 @@ static void leave_block(Worker* worker, ucontext_t* context) {
     registers[REG_RIP] = reinterpret_cast<greg_t>(&emu_switch);
 }
 
+// Without stdio's stream, whose buffer is larger than the stack that Rust gives a thread's handlers.
+static void report_touch(const void* address, std::size_t bytes) {
+    static char text[160];
+    int length = snprintf(text, sizeof text,
+                          "emulated driver: the host touched device memory at %p, in an allocation of %zu bytes\n",
+                          address, bytes);
+    if (length > 0 && write(STDERR_FILENO, text, static_cast<std::size_t>(length)) < 0) return;
+}
+
 static void pass_on(int signal, siginfo_t* info, void* context) {
-    struct sigaction* previous = signal == SIGSEGV ? &previous_segv : signal == SIGBUS ? &previous_bus : &previous_fpe;
+    struct sigaction* previous = previous_action(signal);
     if (signal == SIGSEGV) {
         const Allocation* touched = find_allocation(reinterpret_cast<std::uintptr_t>(info->si_addr));
-        if (touched && touched->is_on_device())
-            fprintf(stderr, "emulated driver: the host touched device memory at %p, in an allocation of %zu bytes\n",
-                    info->si_addr, touched->bytes);
+        if (touched && touched->is_on_device()) report_touch(info->si_addr, touched->bytes);
     }
     if (previous->sa_flags & SA_SIGINFO) {
         previous->sa_sigaction(signal, info, context);
@@ -118,9 +138,7 @@ void install_fault_handlers() {
         struct sigaction action {};
         action.sa_flags = SA_SIGINFO | SA_ONSTACK;
         action.sa_sigaction = on_fault;
-        sigaction(SIGSEGV, &action, &previous_segv);
-        sigaction(SIGBUS, &action, &previous_bus);
-        sigaction(SIGFPE, &action, &previous_fpe);
+        for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(signal, &action, previous_action(signal));
         action.sa_flags |= SA_RESTART;
         action.sa_sigaction = on_watchdog;
         sigaction(WATCHDOG_SIGNAL, &action, nullptr);
@@ -177,8 +195,15 @@ std::string source_line(const void* program_counter) {
     return command;
 }
 
+// device.cuh's functions give their own line; the kernel's says more.
+std::string place_of(const Fiber* fiber) {
+    if (!fiber->site) return "an unknown place";
+    if (!strstr(fiber->site, ".cuh:") || !fiber->caller) return fiber->site;
+    return source_line(static_cast<const char*>(fiber->caller) - 1);
+}
+
 // The kernel's line; where the fault is in a function that it called, the line of the call.
-static std::string place_of(const Worker* worker, const Interruption& interruption) {
+static std::string place_of_interruption(const Worker* worker, const Interruption& interruption) {
     auto counter = reinterpret_cast<std::uintptr_t>(interruption.program_counter);
     if (counter && is_code_of_kernels(worker, counter)) return source_line(interruption.program_counter);
     std::uintptr_t slot = interruption.stack_pointer & ~std::uintptr_t{7};
@@ -189,11 +214,10 @@ static std::string place_of(const Worker* worker, const Interruption& interrupti
             if (is_code_of_kernels(worker, value)) return source_line(reinterpret_cast<void*>(value - 1));
         }
     }
-    const char* site = worker->running ? worker->running->site : nullptr;
-    return site ? site : "an unknown place";
+    return worker->running ? place_of(worker->running) : "an unknown place";
 }
 
-static std::string describe_address(const Worker* worker, std::uintptr_t address) {
+std::string describe_address(const Worker* worker, std::uintptr_t address) {
     char text[200];
     Freed freed = find_freed(address);
     const Allocation* below = allocation_below(address);
@@ -208,7 +232,7 @@ static std::string describe_address(const Worker* worker, std::uintptr_t address
         snprintf(text, sizeof text, "illegal address 0x%zx, past %zu bytes of dynamic shared memory", address,
                  worker->dynamic_bytes);
     } else {
-        snprintf(text, sizeof text, "illegal address 0x%zx", address);
+        snprintf(text, sizeof text, "illegal address 0x%zx, in no allocation: memory of the host?", address);
     }
     return text;
 }
@@ -217,13 +241,16 @@ void explain_interruption(Worker* worker) {
     Interruption interruption = worker->interruption;
     if (!interruption.signal) return;
     worker->interruption = {};
-    std::string place = place_of(worker, interruption);
+    std::string place = place_of_interruption(worker, interruption);
     if (interruption.signal == WATCHDOG_SIGNAL) {
         note(worker, worker->running, LAUNCH_TIMEOUT,
              "the kernel did not end within " + std::to_string(worker->watchdog_s) +
                  " s of processor time; it stands at " + place);
     } else if (interruption.signal == SIGFPE) {
         note(worker, worker->running, LAUNCH_FAILED, "integer division by zero, " + place);
+    } else if (interruption.signal == SIGILL) {
+        // What -fsanitize=alignment puts before an access that its type does not allow.
+        note(worker, worker->running, MISALIGNED_ADDRESS, "misaligned access, " + place);
     } else if (worker->owns_stack(interruption.address)) {
         note(worker, worker->running, ILLEGAL_ADDRESS,
              "the stack of a thread overflowed (" + std::to_string(STACK_BYTES / 1024) + " KiB), " + place);

@@ -65,7 +65,8 @@ struct Fiber {
     void* stack_pointer;  // where it goes on, while it does not run
     // The collective or barrier in which it waits.
     void* operand;
-    const char* site;
+    const char* site;    // file and line, of the source or of device.cuh
+    const void* caller;  // the address in the kernel
     std::uint32_t mask;
     int kind;
     bool is_done, is_at_barrier;

@@ -42,6 +42,10 @@ struct LaunchCounts {
 };
 extern LaunchCounts launch_counts;
 
+// Faults of kernels become errors of a launch, those of the host get a word before they end the process. For this
+// thread and, once, for the process; run_grid does it by itself.
+void install_fault_handlers();
+
 // Runs the whole grid. On an error `message` names kernel, block, thread and line.
 Status run_grid(const Launch& launch, std::string& message);
 

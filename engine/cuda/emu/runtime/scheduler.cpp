@@ -78,8 +78,7 @@ void stop(Worker* worker, Fiber* fiber, Status status, const std::string& what) 
 // "32 threads at the barrier norm.cu:40, 1 in the collective norm.cu:52": where a block that cannot go on stands.
 static std::string standing(Worker* worker) {
     struct Place {
-        const char* site;
-        bool is_barrier;
+        const Fiber* first;
         unsigned threads;
     };
     std::vector<Place> places;
@@ -88,16 +87,17 @@ static std::string standing(Worker* worker) {
         if (fiber->is_done || !fiber->site) continue;
         bool known = false;
         for (Place& place : places) {
-            if (place.is_barrier == fiber->is_at_barrier && !strcmp(place.site, fiber->site))
-                place.threads++, known = true;
+            bool is_same =
+                place.first->is_at_barrier == fiber->is_at_barrier && !strcmp(place.first->site, fiber->site);
+            if (is_same) place.threads++, known = true;
         }
-        if (!known) places.push_back({fiber->site, fiber->is_at_barrier, 1});
+        if (!known) places.push_back({fiber, 1});
     }
     std::string text;
     for (const Place& place : places) {
         text += text.empty() ? "" : ", ";
-        text += std::to_string(place.threads) + (place.is_barrier ? " at the barrier " : " in the collective ") +
-                place.site;
+        text += std::to_string(place.threads) +
+                (place.first->is_at_barrier ? " at the barrier " : " in the collective ") + place_of(place.first);
     }
     unsigned gone = worker->count - worker->alive;
     return text + (gone ? ", " + std::to_string(gone) + " have exited" : "");
@@ -135,6 +135,7 @@ __attribute__((visibility("default"))) void emu_barrier(int predicate, const cha
     Worker* worker = Worker::of(fiber);
     if (worker->is_out_of_time) abandon(worker);
     fiber->site = site;
+    fiber->caller = __builtin_return_address(0);
     fiber->is_at_barrier = true;
     if (worker->at_barrier == 0) {
         worker->barrier_site = site;
@@ -166,11 +167,12 @@ __attribute__((visibility("default"))) void emu_collective(int kind, unsigned ma
     fiber->kind = kind;
     fiber->mask = mask;
     fiber->site = site;
+    fiber->caller = __builtin_return_address(0);
     fiber->operand = operand;
     if (worker->is_out_of_time) abandon(worker);
     if (!(mask & lane) || (mask & ~worker->existing[warp]) || (mask & worker->exited[warp]))
         stop(worker, fiber, LAUNCH_FAILED,
-             std::string("a warp's collective names a lane that is absent or has exited, or not the caller: ") + site);
+             "a warp's collective names a lane that is absent or has exited, or not the caller: " + place_of(fiber));
     worker->gathered[warp] |= lane;
     if ((worker->gathered[warp] & mask) != mask) {
         park(worker, fiber);
@@ -180,7 +182,7 @@ __attribute__((visibility("default"))) void emu_collective(int kind, unsigned ma
         Fiber* other = worker->fiber(warp * WARP + lowest(rest));
         if (other->kind != kind || other->mask != mask || (other->site != site && strcmp(other->site, site) != 0))
             stop(worker, fiber, LAUNCH_FAILED,
-                 std::string("lanes of one warp meet in different collectives: ") + site + " and " + other->site);
+                 "lanes of one warp meet in different collectives: " + place_of(fiber) + " and " + place_of(other));
     }
     execute_collective(worker, warp, kind, mask);
     worker->gathered[warp] &= ~mask;

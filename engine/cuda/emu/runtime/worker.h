@@ -28,6 +28,8 @@ struct AsyncCopy {
     unsigned valid_bytes;
     std::int32_t group;
     const char* site;
+    const void* caller;
+    bool has_landed;
 };
 
 // What stopped a block from outside its own flow: a signal. Its text is composed when the block has been left.
@@ -134,11 +136,14 @@ void note(Worker* worker, Fiber* fiber, Status status, const std::string& what);
 void execute_collective(Worker* worker, unsigned warp, int kind, std::uint32_t mask);
 
 // fault.cpp
-void install_fault_handlers();
 void start_watchdog(Worker* worker, unsigned seconds);
 void stop_watchdog(Worker* worker);
 void explain_interruption(Worker* worker);
 // "attention.cu:123" of an address in a kernel library.
 std::string source_line(const void* program_counter);
+// The same of the collective in which a fiber is.
+std::string place_of(const Fiber* fiber);
+// What an address is that a kernel may not touch.
+std::string describe_address(const Worker* worker, std::uintptr_t address);
 
 }  // namespace emu
