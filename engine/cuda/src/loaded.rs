@@ -2,13 +2,14 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
 
 use crate::compile;
 use crate::context::Context;
 use crate::error::CudaError;
 use crate::kernels::launch::{Launch, Refused};
 use crate::kernels::{Kernel, SOURCES};
-use crate::module::Function;
+use crate::module::{Function, Module};
 use crate::stream::Stream;
 
 /// The kernels of [`crate::kernels`] in a context.
@@ -24,8 +25,8 @@ impl Kernels {
     /// As there.
     pub fn load(context: &Arc<Context>, cache: Option<&Path>) -> Result<Arc<Self>, CudaError> {
         let mut functions = HashMap::new();
-        for source in &SOURCES {
-            let module = compile::module(context, source, cache)?;
+        for (source, module) in SOURCES.iter().zip(modules(context, cache)) {
+            let module = module?;
             for &Kernel { name, shared_bytes } in source.kernels {
                 let function = module.function(name)?;
                 function.allow_shared(shared_bytes)?;
@@ -52,4 +53,14 @@ impl Kernels {
         // SAFETY: the caller's promise.
         unsafe { function.launch(stream, &launch) }
     }
+}
+
+/// Of all sources: each takes seconds to compile, on a thread of its own.
+fn modules(context: &Arc<Context>, cache: Option<&Path>) -> Vec<Result<Arc<Module>, CudaError>> {
+    thread::scope(|scope| {
+        let compile = |source| move || context.bind().and_then(|()| compile::module(context, source, cache));
+        let threads: Vec<_> = SOURCES.iter().map(|source| scope.spawn(compile(source))).collect();
+        let panicked = |_| Err(CudaError::Kernels("compiling kernels panicked".into()));
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+    })
 }

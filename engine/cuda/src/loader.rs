@@ -172,7 +172,8 @@ impl CudaLoader {
         );
         context.bind().map_err(cannot)?;
         let kernels = Kernels::load(&context, config.kernel_cache.as_deref()).map_err(cannot)?;
-        let weights = weights::load(&context, checkpoint.weights(), &network, &plan, limits.positions)?;
+        let weights =
+            weights::load(&context, checkpoint.weights(), &network, &plan, limits.positions).map_err(at_load)?;
         let memory = CudaMemory::new(&context, &kernels, blocks * block_bytes, spare).map_err(cannot)?;
         let workspace = Buffer::zeroed(&context, "the workspace of a step", work.bytes).map_err(cannot)?;
         let spec = spec_of(checkpoint.digest()?, &network, &config, block_bytes, blocks);
@@ -208,6 +209,14 @@ fn cannot(error: CudaError) -> EngineError {
     match error {
         CudaError::Lost { .. } => error.into(),
         other => EngineError::Model(other.to_string()),
+    }
+}
+
+/// What the device answered while weights were read is about the model, too.
+fn at_load(error: EngineError) -> EngineError {
+    match error {
+        EngineError::Executor(why) => EngineError::Model(why),
+        other => other,
     }
 }
 

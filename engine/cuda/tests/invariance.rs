@@ -2,6 +2,7 @@
 //! already, resumes in the middle, and block sizes.
 mod support;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use support::*;
@@ -95,6 +96,49 @@ fn bits_do_not_depend_on_neighbours_or_buckets() {
             assert_eq!(bits(got), bits(&logits[1]), "{name}: {neighbours} neighbours, a chunk of {chunk}");
         }
     }
+}
+
+/// Beyond a partition of keys: decode rows have theirs side by side where a card would be idle else, prompts one after
+/// another.
+#[test]
+fn bits_do_not_depend_on_who_merges_partitions() {
+    if !device() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    longer(&family("llama"), folder.path(), 2048);
+    let config = CudaConfig { max_step_tokens: 512, ..config(folder.path()) };
+    let mut executor = CudaLoader::open(&config).and_then(|loader| loader.load(BLOCKS)).expect("loads");
+    let ids = prompt(1100);
+    let mut logits = Vec::new();
+    for chunk in [512, 200] {
+        let blocks = lease(&BlockPool::new(BLOCKS, 16), ids.len());
+        logits.push(bits(&prefill(&mut executor, 1, &ids, 0, chunk, &blocks)));
+        // The last token once more, as a decode row, alone and among others.
+        let pool = BlockPool::new(BLOCKS, 16);
+        let (_own, others) = (lease(&pool, ids.len()), lease_each(&pool, 12));
+        for neighbours in [0, 12] {
+            let last = given(&ids[ids.len() - 1..]);
+            let mut items = vec![item(1, last, ids.len() - 1, &blocks, Some(choose(&on_host())))];
+            items.extend((0..neighbours).map(|n| neighbour(n, &others[n])));
+            run(&mut executor, items).expect("a step");
+            logits.push(bits(executor.logits().of(0).expect("wanted")));
+        }
+    }
+    assert!(logits[1..].iter().all(|other| *other == logits[0]));
+}
+
+/// The checkpoint `from` once more, for sequences of `context` tokens.
+fn longer(from: &Path, to: &Path, context: usize) {
+    for entry in std::fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        std::fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("copied");
+    }
+    let file = to.join("config.json");
+    let text = std::fs::read(&file).expect("a configuration");
+    let mut config: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    config["max_position_embeddings"] = context.into();
+    std::fs::write(&file, config.to_string()).expect("written");
 }
 
 fn lease_each(pool: &BlockPool, count: usize) -> Vec<Arc<KvLease>> {
