@@ -25,8 +25,8 @@ struct Sequence {
     block_tokens: usize,
 }
 
-/// A sequence on the device, in blocks that are in no order. Slots that it does not use are NaN, and so is another layer;
-/// table entries that it does not use lead nowhere.
+/// A sequence on the device, in blocks that are in no order. Slots that it does not use are NaN, and so is another
+/// layer; table entries that it does not use lead nowhere.
 struct Placed<'a> {
     gpu: &'a Gpu,
     sequence: &'a Sequence,
