@@ -20,7 +20,7 @@ const ROOMS: [&str; 10] = [
     "engine/src/ops",
     "engine/src/models/mmap.rs",
     "engine/cuda/src/",
-    "engine/cuda/emu/src/",
+    "engine/cuda/emu/",
     "engine/cuda/tests/owners.rs",
     "engine/tests/allocations.rs",
 ];
