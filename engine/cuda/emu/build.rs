@@ -5,6 +5,8 @@
 //! `libplanted.so` (wrong ones, for tests), each a second time `-checked`. An object is compiled again when its source,
 //! a header or the command has changed. Without a compiler, or on another platform, nothing is made, the reason is
 //! printed, and `install()` says it.
+#![allow(clippy::disallowed_methods, reason = "cargo tells a build script by its environment")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;

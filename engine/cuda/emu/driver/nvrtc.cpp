@@ -6,6 +6,7 @@
 #include <cctype>
 #include <cstdio>
 #include <map>
+#include <mutex>
 #include <set>
 
 #include "image.h"
@@ -46,17 +47,14 @@ class Reader {
         std::vector<bool> is_active{true};
         int number = 0;
         for (std::size_t at = 0; at < text.size();) {
-            std::size_t end = text.find('\n', at);
-            if (end == std::string::npos) end = text.size();
-            number++;
-            std::string line = text.substr(at, end - at);
-            at = end + 1;
+            int begin = number + 1;
+            std::string line = next_line(text, at, number);
             line.erase(0, line.find_first_not_of(" \t"));
             if (line.empty() || line.compare(0, 2, "//") == 0) continue;
             if (line[0] == '#') {
-                read_directive(file, number, line, is_active);
+                read_directive(file, begin, line, is_active);
             } else if (is_active.back()) {
-                read_code(file, number, line);
+                read_code(file, begin, line);
             }
         }
     }
@@ -67,6 +65,21 @@ class Reader {
     Program& program;
     Image& image;
     std::set<std::string> included;
+
+    // A line and those that a backslash at its end joins to it.
+    static std::string next_line(const std::string& text, std::size_t& at, int& number) {
+        std::string line;
+        for (bool goes_on = true; goes_on && at < text.size();) {
+            std::size_t end = text.find('\n', at);
+            if (end == std::string::npos) end = text.size();
+            line += text.substr(at, end - at);
+            at = end + 1;
+            number++;
+            goes_on = !line.empty() && line.back() == '\\';
+            if (goes_on) line.back() = ' ';
+        }
+        return line;
+    }
 
     void error(const std::string& file, int line, const std::string& what) {
         program.log += file + "(" + std::to_string(line) + "): error: " + what + "\n";
@@ -140,9 +153,12 @@ static bool read_options(Program* program, Image* image, int count, const char* 
 
 // ----------------------------------------------------------------------------------------------------------------- API
 
+// The compiler may be called from several threads at a time, about a program of its own each.
 static std::set<Program*>& programs = *new std::set<Program*>;
+static std::mutex& programs_lock = *new std::mutex;
 
 static Program* find(void* handle) {
+    std::lock_guard<std::mutex> guard(programs_lock);
     auto found = programs.find(static_cast<Program*>(handle));
     return found == programs.end() ? nullptr : *found;
 }
@@ -171,7 +187,10 @@ NVRTC_API int nvrtcCreateProgram(void** out, const char* source, const char* nam
     program->source = source;
     program->name = name ? name : "default_program";
     for (int i = 0; i < header_count; i++) program->headers[header_names[i]] = headers[i];
-    programs.insert(program);
+    {
+        std::lock_guard<std::mutex> guard(programs_lock);
+        programs.insert(program);
+    }
     *out = program;
     return NVRTC_SUCCESS;
 }
@@ -179,7 +198,10 @@ NVRTC_API int nvrtcCreateProgram(void** out, const char* source, const char* nam
 NVRTC_API int nvrtcDestroyProgram(void** handle) {
     Program* program = handle ? find(*handle) : nullptr;
     if (!program) return NVRTC_ERROR_INVALID_PROGRAM;
-    programs.erase(program);
+    {
+        std::lock_guard<std::mutex> guard(programs_lock);
+        programs.erase(program);
+    }
     delete program;
     *handle = nullptr;
     return NVRTC_SUCCESS;

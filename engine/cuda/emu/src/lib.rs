@@ -38,6 +38,8 @@
 //! | `EMU_LOG=1` | print each call that fails |
 //!
 //! Sticky errors, settings and counts are the process's: a test of an error runs in a process of its own.
+#![allow(clippy::disallowed_methods, reason = "tests choose the emulator by the environment")]
+
 mod library;
 
 pub use library::{Absent, absence, install, library_dir};

@@ -1,7 +1,7 @@
 //! Opening the emulator's libraries, and its three functions for tests. The crate's only unsafe code.
 use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_void};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 /// Where `build.rs` left the libraries, or why it made none.
@@ -104,7 +104,7 @@ fn open() -> Result<Emulator, Absent> {
 }
 
 /// Opens a library for the life of the process: what it answers for by name must stay.
-fn load(path: &PathBuf) -> Result<*mut c_void, Absent> {
+fn load(path: &Path) -> Result<*mut c_void, Absent> {
     let text = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|error| Absent(error.to_string()))?;
     // SAFETY: the libraries have no initializer that depends on anything; the path is a C string.
     let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };

@@ -136,6 +136,9 @@ fn programs_that_nvrtc_refuses() {
         refusal("\nTANDEM_KERNEL(unknown)", arch, "planted.cu(2): error: kernel \"unknown\" is not among");
         refusal("#include <cuda_bf16.h>", arch, "could not open source file \"cuda_bf16.h\"");
         refusal("TANDEM_KERNEL(right_add)", "--gpu-architecture=sm_12345", "invalid value for --gpu-architecture");
+        // A macro's body is no code.
+        let macros = "#define MADE(NAME) \\\n  TANDEM_KERNEL(NAME)\nTANDEM_KERNEL(right_add)";
+        assert!(!rig::compile(macros, arch).expect("an image").is_empty());
         let hidden = "#ifdef TANDEM_EMULATE\n#include <nothing>\n#endif\nTANDEM_KERNEL(right_add)";
         assert!(!rig::compile(hidden, arch).expect("an image").is_empty());
         assert!(rig::compile(hidden, "--gpu-architecture=compute_80").expect("PTX").is_empty(), "no machine code");
@@ -177,7 +180,9 @@ fn devices_are_as_many_as_the_environment_says() {
         check(unsafe { sys::cuDeviceGetCount(&mut devices) }).map(|()| devices)
     };
     let test = "devices_are_as_many_as_the_environment_says";
-    let cases: [(&[(&str, &str)], Option<i32>); 6] = [
+    /// An environment, and how many devices there are; none: cuInit fails.
+    type Case<'a> = (&'a [(&'a str, &'a str)], Option<i32>);
+    let cases: [Case; 6] = [
         (&[("EMU_DEVICES", "3")], Some(3)),
         (&[("EMU_DEVICES", "3"), ("CUDA_VISIBLE_DEVICES", "2,0")], Some(2)),
         (&[("EMU_DEVICES", "3"), ("CUDA_VISIBLE_DEVICES", "1,7,2")], Some(1)),

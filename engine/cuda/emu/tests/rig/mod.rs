@@ -1,5 +1,6 @@
 //! A device, its kernels and launches for the tests of this folder: raw calls of the driver, each checked.
 #![allow(dead_code, reason = "each test uses its part")]
+#![allow(clippy::disallowed_methods, reason = "a child gets its case by the environment")]
 
 use std::ffi::{CStr, CString, c_void};
 use std::process::{Command, Output};
