@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint cuda-check bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube
+.PHONY: help setup build dist demo up test lint cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -45,6 +45,11 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 cuda-check: ## CUDA kernels by nvcc and NVRTC for sm_80 and sm_90a: warnings, registers, spills. Fetches both once (192 MB)
 	deploy/gpu/toolchain.sh
 	python3 -B deploy/gpu/check_kernels.py --toolchain "$$(deploy/gpu/toolchain.sh --path)" $(CUDA_CHECK)
+
+# CUDA_COVERAGE="--test kernels" runs some of the tests.
+cuda-coverage: ## Lines of the CUDA kernels that no test reaches, by gcov on the emulated driver
+	deploy/setup.sh test
+	engine/cuda/emu/coverage.sh $(CUDA_COVERAGE)
 
 bench: bench-transfer bench-handoff bench-router bench-overload bench-connections bench-kernels bench-cpu ## All benchmarks
 

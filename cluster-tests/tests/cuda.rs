@@ -51,10 +51,9 @@ impl Machine {
     }
 
     /// Another value, or one more.
-    fn set(&mut self, name: &str, value: impl Into<String>) -> &mut Self {
+    fn set(&mut self, name: &str, value: impl Into<String>) {
         self.environment.retain(|(known, _)| known != name);
         self.environment.push((name.to_owned(), value.into()));
-        self
     }
 
     async fn cluster(&self, prefill: &str, decode: &str) -> anyhow::Result<Cluster> {
@@ -126,7 +125,7 @@ async fn two_gpus_answer_as_one_and_survive_the_death_of_either_node() -> anyhow
     let first = stream.message().await?.context("no first token")?;
     cluster.restart_decode().await?;
     let after = timeout(LONG, rest(stream)).await??;
-    let Some(v1::generate_response::Event::Token(first)) = first.event else { panic!("not a token: {first:?}") };
+    let Some(v1::generate_response::Event::Token(first)) = first.event else { panic!("the first message is no token") };
     assert_eq!([vec![first.token_id], after.tokens].concat(), expected.tokens, "over the death of the decode node");
     assert!(after.finish.timings.unwrap_or_default().replans >= 1);
 
@@ -183,13 +182,15 @@ async fn what_is_wrong_with_a_gpu_is_one_sentence() -> anyhow::Result<()> {
         (&[], "--device cuda:5", "there is no GPU 5"),
         (&[("EMU_ARCH", "75")], "--device cuda", "compute capability 7.5"),
         (&[("EMU_DRIVER_VERSION", "12020")], "--device cuda", "CUDA 12.2"),
-        (&[("LD_LIBRARY_PATH", &no_nvrtc)], "--device cuda", "no NVRTC"),
+        (&[("LD_LIBRARY_PATH", no_nvrtc.as_str())], "--device cuda", "no NVRTC"),
         (&[], "--device cuda --kv-dtype int8", "bf16"),
         (&[], "--device cuda --kv-blocks 100000000", "GiB"),
     ];
     let usual = machine.environment.clone();
     for (environment, flags, word) in cases {
-        environment.iter().for_each(|(name, value)| drop(machine.set(name, *value)));
+        for (name, value) in environment {
+            machine.set(name, *value);
+        }
         let output = machine.run("tandem-decode-node", &words(&format!("{base} {flags}"))).await?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let errors: Vec<&str> = said.lines().filter(|line| line.starts_with("error: ")).collect();

@@ -455,28 +455,41 @@ __device__ __forceinline__ void merge_partitions(bf16* out, float* memory, const
         Arena arena{keys, block_values, part_values, block_tokens};                                                 \
         Kernel<D, IS_TALL>::run(out, queries, arena, tables, table_blocks, tiles, group, window, scale, partials,   \
                                 partitions, tile_tokens);                                                           \
-    }                                                                                                               \
-    TANDEM_KERNEL(NAME)
+    }
 
 #define MERGE(NAME, D)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         NAME(bf16* out, float* partials, const Tile* tiles, u32 group, u32 window, u32 partitions, u32 tile_tokens) { \
         merge_partitions<D>(out, partials, tiles, group, window, partitions, tile_tokens);                            \
-    }                                                                                                                 \
-    TANDEM_KERNEL(NAME)
+    }
 
 ATTENTION(attention_16_d16, 16, false)
+TANDEM_KERNEL(attention_16_d16)
 ATTENTION(attention_64_d16, 16, true)
+TANDEM_KERNEL(attention_64_d16)
 MERGE(attention_merge_d16, 16)
+TANDEM_KERNEL(attention_merge_d16)
 ATTENTION(attention_16_d32, 32, false)
+TANDEM_KERNEL(attention_16_d32)
 ATTENTION(attention_64_d32, 32, true)
+TANDEM_KERNEL(attention_64_d32)
 MERGE(attention_merge_d32, 32)
+TANDEM_KERNEL(attention_merge_d32)
 ATTENTION(attention_16_d64, 64, false)
+TANDEM_KERNEL(attention_16_d64)
 ATTENTION(attention_64_d64, 64, true)
+TANDEM_KERNEL(attention_64_d64)
 MERGE(attention_merge_d64, 64)
+TANDEM_KERNEL(attention_merge_d64)
 ATTENTION(attention_16_d96, 96, false)
+TANDEM_KERNEL(attention_16_d96)
 ATTENTION(attention_64_d96, 96, true)
+TANDEM_KERNEL(attention_64_d96)
 MERGE(attention_merge_d96, 96)
+TANDEM_KERNEL(attention_merge_d96)
 ATTENTION(attention_16_d128, 128, false)
+TANDEM_KERNEL(attention_16_d128)
 ATTENTION(attention_64_d128, 128, true)
+TANDEM_KERNEL(attention_64_d128)
 MERGE(attention_merge_d128, 128)
+TANDEM_KERNEL(attention_merge_d128)

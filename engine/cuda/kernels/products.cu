@@ -206,12 +206,14 @@ struct RowsKernel {
     extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                \
         NAME(void* out, const bf16* x, const bf16* weight, u32 rows, u32 n, u32 k, u32 mode, u32 segments) { \
         RowsKernel<MT, NT, GROUP>::run(out, x, weight, rows, n, k, mode, segments);                          \
-    }                                                                                                        \
-    TANDEM_KERNEL(NAME)
+    }
 
 PRODUCT_ROWS(product_rows_16, 1, 2, 4, 2)
+TANDEM_KERNEL(product_rows_16)
 PRODUCT_ROWS(product_rows_32, 2, 4, 1, 2)
+TANDEM_KERNEL(product_rows_32)
 PRODUCT_ROWS(product_rows_64, 4, 4, 1, 1)
+TANDEM_KERNEL(product_rows_64)
 
 // ---------------------------------------------------------------------------------------------------------- many rows
 
@@ -311,11 +313,12 @@ struct TilesKernel {
     extern "C" __global__ void __launch_bounds__(TilesKernel<BM, BN, MT, NT>::THREADS)         \
         NAME(void* out, const bf16* x, const bf16* weight, u32 rows, u32 n, u32 k, u32 mode) { \
         TilesKernel<BM, BN, MT, NT>::run(out, x, weight, rows, n, k, mode);                    \
-    }                                                                                          \
-    TANDEM_KERNEL(NAME)
+    }
 
 PRODUCT_TILES(product_tiles_64, 64, 64, 2, 4)
+TANDEM_KERNEL(product_tiles_64)
 PRODUCT_TILES(product_tiles_128, 128, 128, 4, 4)
+TANDEM_KERNEL(product_tiles_128)
 
 // Adds the results of segments, `scratch` [segments][rows][n], in ascending order. A thread has two columns of a row.
 extern "C" __global__ void __launch_bounds__(256)

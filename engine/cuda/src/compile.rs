@@ -104,6 +104,10 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     // SAFETY: the program is there, and the options are strings that outlive the call.
     let status = unsafe { sys::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
+    if status == nvrtcResult::NVRTC_ERROR_BUILTIN_OPERATION_FAILURE {
+        let why = "NVRTC does not find its libnvrtc-builtins: put the folder that has both into LD_LIBRARY_PATH";
+        return Err(CudaError::Kernels(why.into()));
+    }
     if status != nvrtcResult::NVRTC_SUCCESS {
         let log = program.log();
         return Err(CudaError::Kernels(format!(

@@ -10,7 +10,7 @@ use crate::inputs::Frame;
 use crate::kernels::attention::{self, Attention, Height, Split};
 use crate::kernels::choose::{self, Choice, Choose, Outcome};
 use crate::kernels::launch::{Launch, Mem, Refused};
-use crate::kernels::product::{Output, Product, product};
+use crate::kernels::product::{self, Output, Product};
 use crate::kernels::qkv::{Arena, QkvToCache, qkv_to_cache};
 use crate::kernels::rows::{CheckRows, Embed, Last, RmsNorm, check_rows, embed, rms_norm};
 use crate::loaded::Kernels;
@@ -94,17 +94,8 @@ impl Network {
                 eps: norm_eps,
             }),
         )?;
-        self.queue(
-            stream,
-            product(&Product {
-                output: Output::Store(self.at(work.logits)),
-                x: self.at(work.last),
-                weight: self.weight(self.plan.head),
-                rows,
-                n: vocab_size,
-                k: hidden,
-            }),
-        )?;
+        let logits = Output::Store(self.at(work.logits));
+        self.multiply(stream, rows, work.last, self.plan.head, hidden, logits)?;
         let (choice, outcome) = (size_of::<Choice>(), size_of::<Outcome>());
         let (first, count) = (turn.first_choice, turn.choices);
         self.queue(
@@ -199,7 +190,13 @@ impl Network {
     ) -> Result<(), CudaError> {
         let n = weight.bytes / (2 * k.max(1));
         let one = Product { output, x: self.at(x), weight: self.weight(weight), rows, n, k };
-        self.queue(stream, product(&one))
+        if !product::Split::pays(rows, n, k) {
+            return self.queue(stream, product::product(&one));
+        }
+        match product::product_split(&one, self.at(self.work.segments)) {
+            Ok(launches) => launches.into_iter().try_for_each(|launch| self.queue(stream, Ok(launch))),
+            Err(refused) => self.queue(stream, Err(refused)),
+        }
     }
 
     fn attention(&self, frame: &Frame, layer: usize, tiles: Span, tile_count: usize, height: Height) -> Attention {

@@ -5,6 +5,7 @@ use tandem_engine::models::config::LlamaConfig;
 use crate::inputs::Frame;
 use crate::kernels::attention::{PARTITION, Split};
 use crate::kernels::choose::Outcome;
+use crate::kernels::product;
 use crate::plan::{Span, Spans};
 
 /// Rows of logits that are computed at a time: more choose in several turns.
@@ -54,6 +55,8 @@ pub(crate) struct WorkspacePlan {
     pub logits: Span,
     /// Of partitions side by side.
     pub partials: Span,
+    /// Of a product whose segments are computed side by side.
+    pub segments: Span,
     /// Of the whole allocation.
     pub bytes: usize,
 }
@@ -67,6 +70,11 @@ impl WorkspacePlan {
         let partials =
             partials.map(|(tiles, (partitions, _))| Split::bytes(tiles, config.heads, 1, partitions, config.head_dim));
         let partials = partials.max().unwrap_or(0);
+        let segments = products(config).into_iter().filter_map(|(n, k)| {
+            let most = (1..=rows).rev().find(|&rows| product::Split::pays(rows, n, k))?;
+            Some(product::Split::bytes(most, n, k))
+        });
+        let segments = segments.max().unwrap_or(0);
         Self {
             inputs: spans.take(&[Frame::most_bytes(rows)], 1),
             outcomes: spans.take(&[rows], size_of::<Outcome>()),
@@ -81,9 +89,22 @@ impl WorkspacePlan {
             last: spans.take(&[logits, hidden], 2),
             logits: spans.take(&[logits, config.vocab_size], 4),
             partials: spans.take(&[partials], 1),
+            segments: spans.take(&[segments], 1),
             bytes: spans.bytes(),
         }
     }
+}
+
+/// `n` and `k` of a step's products.
+fn products(config: &LlamaConfig) -> [(usize, usize); 5] {
+    let LlamaConfig { hidden, feed_forward, vocab_size, .. } = *config;
+    [
+        (config.qkv_width(), hidden),
+        (hidden, config.attended_width()),
+        (2 * feed_forward, hidden),
+        (hidden, feed_forward),
+        (vocab_size, hidden),
+    ]
 }
 
 /// Partitions of the longest sequence, and how many blocks share those of a tile, for so many tiles of one token: none

@@ -11,7 +11,11 @@ fn tokens_become_rows_of_the_table_given_or_chosen_before() {
     let (width, vocabulary) = (72, 11);
     let table = Random(1).halves(vocabulary * width);
     let tokens = [3, 10, 0, 5, 7];
-    let outcome = |token| Outcome { token, ..Outcome::default() };
+    let outcome = |token| {
+        let mut outcome = Outcome::default();
+        outcome.token = token;
+        outcome
+    };
     let chosen = gpu.holding(&[outcome(9), outcome(4)]);
     // The last one is beyond what was chosen, the one before no token of the table: both become token 0.
     let from = gpu.holding(&[Last::NOT, 1, Last::NOT, 0, 2]);
