@@ -99,7 +99,8 @@ pub struct NodeArgs {
     /// machines share f32.
     #[arg(long, value_enum, default_value_t = ArithmeticArg::Auto)]
     pub arithmetic: ArithmeticArg,
-    /// How KV travels between nodes. That of a GPU is staged through main memory, and takes tcp unless ucx is asked for.
+    /// How KV travels between nodes. That of a GPU is staged through main memory, and takes tcp unless ucx is asked
+    /// for.
     #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
     /// What UCX may use.

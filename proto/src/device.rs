@@ -8,8 +8,8 @@ pub enum DeviceChoice {
     /// On the processor.
     #[default]
     Cpu,
-    /// On the GPU of this number, as CUDA counts those that `CUDA_VISIBLE_DEVICES` leaves; `None`: the first one, or the
-    /// one that `tandem up` picks.
+    /// On the GPU of this number, as CUDA counts those that `CUDA_VISIBLE_DEVICES` leaves; `None`: the first one, or
+    /// the one that `tandem up` picks.
     Cuda(Option<u32>),
     /// On a GPU where there is one that can be used, else on the processor.
     Auto,

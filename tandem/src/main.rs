@@ -4,7 +4,8 @@
 //!
 //! - [`config`]: the command line and the environment, resolved once.
 //! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`gpus`]
-//!   shares out GPUs, [`state`] tells the other commands where the cluster is, [`join_token`] is the secret of its nodes.
+//!   shares out GPUs, [`state`] tells the other commands where the cluster is, [`join_token`] is the secret of its
+//!   nodes.
 //! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.

@@ -246,7 +246,8 @@ fn item(seq: u64, tokens: Tokens, start: usize, blocks: &Arc<KvLease>, chooses: 
     BatchItem { seq, tokens, start, blocks: Arc::clone(blocks), choose: chooses.then(greedy) }
 }
 
-/// Small bf16 numbers everywhere: a context that nobody needs to compute. Zeros would be faster than what they stand for.
+/// Small bf16 numbers everywhere: a context that nobody needs to compute. Zeros would be faster than what they stand
+/// for.
 fn fill(executor: &CudaExecutor, block_bytes: usize) {
     let memory = executor.memory();
     let mut block = vec![0; block_bytes];

@@ -14,7 +14,7 @@
 //! for few and many rows computes it: see `kernels/products.cu` and `kernels/attention.cu`.
 //!
 //! # Map
-//! [`launch`]: the values. [`rows`]: embedding, norms, soundness. [`qkv`]: from Q, K, V to turned queries and the arena.
+//! [`launch`]: the values. [`rows`]: embedding, norms, soundness. [`qkv`]: from Q, K, V to queries and the arena.
 //! [`attention`], [`product`], [`choose`], [`blocks`] (hashes and copies).
 pub mod attention;
 pub mod blocks;

@@ -11,7 +11,7 @@ use tandem_engine::{
 };
 
 /// Gaps between the two best logits in which rounding to bf16 may choose either.
-const TIE: f32 = 0.25;
+const TIE: f32 = 0.15;
 
 async fn answer(engine: &Engine, tokens: Vec<u32>, max_new_tokens: u32) -> Vec<u32> {
     let (pool, spec) = (engine.pool(), engine.spec());
@@ -91,17 +91,17 @@ async fn an_engine_answers_as_the_processor_where_that_is_sure() {
     };
     let engine = Engine::start(Box::new(load(&path)), limits);
     let (mut equal, mut all) = (0, 0);
-    for length in [3, 9, 21, 37, 50, 64] {
+    for length in (1..64).step_by(5) {
         let ids = prompt(length);
-        let (logits, want) = generate(&mut cpu, &ids, length, 8);
+        let (logits, want) = generate(&mut cpu, &ids, length, 4);
         let unsure = logits.iter().position(|logits| gap(logits) < TIE);
         let sure = unsure.unwrap_or(want.len()).min(want.len());
-        let got = answer(&engine, ids, 8).await;
+        let got = answer(&engine, ids, 4).await;
         assert_eq!(got[..sure], want[..sure], "{length} tokens");
         (equal, all) = (equal + sure, all + want.len());
     }
     println!("{equal} of {all} tokens before the first near-tie of each prompt");
-    assert!(equal * 4 >= all, "only {equal} of {all} tokens compared");
+    assert!(equal >= 20, "only {equal} of {all} tokens compared");
     assert_eq!(Executor::spec(&cpu).vocab_size, engine.spec().vocab_size);
 }
 

@@ -1,5 +1,5 @@
-//! Looks at the machine: asks a node program what it finds, and reads the system's files. Judges nothing; what cannot be
-//! read is absent. The only file of the command that touches anything outside of the process.
+//! Looks at the machine: asks a node program what it finds, and reads the system's files. Judges nothing; what cannot
+//! be read is absent. The only file of the command that touches anything outside of the process.
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;

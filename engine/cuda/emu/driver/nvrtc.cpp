@@ -6,6 +6,7 @@
 #include <cctype>
 #include <cstdio>
 #include <map>
+#include <mutex>
 #include <set>
 
 #include "image.h"
@@ -152,9 +153,12 @@ static bool read_options(Program* program, Image* image, int count, const char* 
 
 // ----------------------------------------------------------------------------------------------------------------- API
 
+// Threads compile side by side, each its own program: the lock is for the set.
+static std::mutex& programs_lock = *new std::mutex;
 static std::set<Program*>& programs = *new std::set<Program*>;
 
 static Program* find(void* handle) {
+    std::lock_guard<std::mutex> guard(programs_lock);
     auto found = programs.find(static_cast<Program*>(handle));
     return found == programs.end() ? nullptr : *found;
 }
@@ -183,6 +187,7 @@ NVRTC_API int nvrtcCreateProgram(void** out, const char* source, const char* nam
     program->source = source;
     program->name = name ? name : "default_program";
     for (int i = 0; i < header_count; i++) program->headers[header_names[i]] = headers[i];
+    std::lock_guard<std::mutex> guard(programs_lock);
     programs.insert(program);
     *out = program;
     return NVRTC_SUCCESS;
@@ -191,7 +196,10 @@ NVRTC_API int nvrtcCreateProgram(void** out, const char* source, const char* nam
 NVRTC_API int nvrtcDestroyProgram(void** handle) {
     Program* program = handle ? find(*handle) : nullptr;
     if (!program) return NVRTC_ERROR_INVALID_PROGRAM;
-    programs.erase(program);
+    {
+        std::lock_guard<std::mutex> guard(programs_lock);
+        programs.erase(program);
+    }
     delete program;
     *handle = nullptr;
     return NVRTC_SUCCESS;

@@ -186,10 +186,12 @@ EMU_API long long emu_get(const char* key) {
     return get(key);
 }
 
-// The text of the last error, valid until the next one.
+// The text of the last error, valid until this thread asks again.
 EMU_API const char* emu_message() {
     ENTER;
-    return driver.last_message.c_str();
+    static thread_local std::string text;
+    text = driver.last_message;
+    return text.c_str();
 }
 
 // For the emulated NVRTC: 1 if this compilation is to fail.

@@ -57,8 +57,7 @@ pub(crate) fn get(key: &CStr) -> Option<i64> {
 
 pub(crate) fn last_error() -> String {
     let Ok(emulator) = opened() else { return String::new() };
-    // SAFETY: the driver answers a C string that is valid until its next error; it is copied here. Tests that read it
-    // have no other thread that makes errors.
+    // SAFETY: the driver answers a C string that is valid until this thread asks again; it is copied here.
     unsafe { CStr::from_ptr((emulator.message)()) }.to_string_lossy().into_owned()
 }
 

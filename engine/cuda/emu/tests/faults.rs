@@ -225,3 +225,23 @@ fn what_is_held_is_counted() {
         refused(gpu.alloc(1001), CUresult::CUDA_ERROR_OUT_OF_MEMORY, "1000 bytes");
     });
 }
+
+#[test]
+fn threads_compile_side_by_side() {
+    passes_in_child("threads_compile_side_by_side", "threads", &[], || {
+        if !tandem_cuda_emu::device() {
+            return;
+        }
+        let compile_many = || {
+            for _ in 0..200 {
+                let image = rig::compile("TANDEM_KERNEL(right_add)", "--gpu-architecture=sm_90").expect("an image");
+                assert!(!image.is_empty());
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(compile_many);
+            }
+        });
+    });
+}

@@ -99,9 +99,9 @@ pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
     }
 }
 
-/// The product in two launches, whose segments of `k` are computed side by side: where rows are too many for the kernels
-/// that do so by themselves, and too few for tiles to fill a card. `scratch` has [`Split::bytes`], and is free after the
-/// second launch. Same bits.
+/// The product in two launches, whose segments of `k` are computed side by side: where rows are too many for the
+/// kernels that do so by themselves, and too few for tiles to fill a card. `scratch` has [`Split::bytes`], and is free
+/// after the second launch. Same bits.
 ///
 /// # Errors
 /// As [`product`].

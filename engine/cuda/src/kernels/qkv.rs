@@ -91,7 +91,8 @@ pub struct QkvToCache {
     pub heads: usize,
 }
 
-/// `queries = turn(norm(q + bias))`, `arena[place] = turn(norm(k + bias)), v + bias`. `head_dim`: multiples of 8 to 256.
+/// `queries = turn(norm(q + bias))`, `arena[place] = turn(norm(k + bias)), v + bias`. `head_dim` is a multiple of 8, up
+/// to 256.
 ///
 /// # Errors
 /// For memory that is too small, and sizes that the kernel does not take.

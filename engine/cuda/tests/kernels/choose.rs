@@ -50,7 +50,7 @@ fn compare(gpu: &Gpu, cases: &[Case]) {
 }
 
 fn params(random: &mut Random, vocabulary: usize) -> SamplingParams {
-    let mut one_of = |random: &mut Random, values: &[f32]| values[random.below(values.len())];
+    let one_of = |random: &mut Random, values: &[f32]| values[random.below(values.len())];
     let top_k = [0, 1, 2, 5, 40, random.below(vocabulary + 5)][random.below(6)] as u32;
     let near = random.share() as f32;
     SamplingParams {

@@ -37,8 +37,8 @@ impl Gpu {
 
     /// Queues a launch. The buffers that it names outlive the next [`Gpu::read`] in every test here.
     pub fn launch(&self, launch: Result<Launch, Refused>) {
-        // SAFETY: sizes are checked by the launch, indices are the test's, and whoever launches reads the results before
-        // it frees what the launch uses.
+        // SAFETY: sizes are checked by the launch, indices are the test's, and whoever launches reads the results
+        // before it frees what the launch uses.
         unsafe { self.kernels.launch(&self.stream, launch) }.expect("queued");
     }
 

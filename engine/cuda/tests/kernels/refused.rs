@@ -23,7 +23,8 @@ fn memory_is_measured() {
     refused(product(&Product { x: small, ..asked }), "x needs 32 × 2 bytes");
     refused(product(&Product { weight: Mem::default(), ..asked }), "weight needs 256 × 2 bytes");
     refused(product(&Product { weight: Mem::new(0x1008, 1 << 20), ..asked }), "weight at 0x1008 is not aligned");
-    refused(product(&Product { n: usize::MAX / 2, ..asked }), "too much");
+    refused(product(&Product { n: usize::MAX / 2, ..asked }), "out needs");
+    refused(product(&Product { rows: 4, n: usize::MAX / 2, ..asked }), "too much");
     let asked = Xxh3 { digests: Mem::new(0x1000, 8), memory: LARGE, pieces: LARGE, count: 2 };
     refused(xxh3(&asked), "digests needs 2 × 8 bytes");
 }
