@@ -25,6 +25,9 @@ const BACK: Duration = Duration::from_secs(10);
 /// The model's vocabulary, without its control tokens.
 const TOKENS: std::ops::Range<u32> = 3..320;
 
+/// What is in the environment, flags, and a word of the error.
+type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, &'a str);
+
 /// A machine with so many emulated GPUs; what nodes need in their environment.
 struct Machine {
     environment: Vec<(String, String)>,
@@ -176,9 +179,7 @@ async fn what_is_wrong_with_a_gpu_is_one_sentence() -> anyhow::Result<()> {
         std::os::unix::fs::symlink(libraries.join(name), no_nvrtc.join(name))?;
     }
     let no_nvrtc = no_nvrtc.display().to_string();
-    /// Variables, flags, a word of the sentence.
-    type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, &'a str);
-    let cases: [Case<'_>; 8] = [
+    let cases: [Case; 8] = [
         (&[("EMU_DEVICES", "0")], "--device cuda", "no GPU"),
         (&[("CUDA_VISIBLE_DEVICES", "")], "--device cuda", "no GPU"),
         (&[], "--device cuda:5", "there is no GPU 5"),
