@@ -23,7 +23,7 @@ const HEAD_BYTES: usize = 16;
 /// What is asked of the compiler beside the architecture, as `make cuda-check` does.
 const OPTIONS: [&str; 1] = ["-std=c++17"];
 
-/// Where images are kept unless somebody says otherwise: `$XDG_CACHE_HOME/tandem/kernels`, or `~/.cache/tandem/kernels`.
+/// Where images are kept if nobody says otherwise: `$XDG_CACHE_HOME/tandem/kernels`, or `~/.cache/tandem/kernels`.
 /// `None` where there is no home.
 pub fn default_cache() -> Option<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -34,7 +34,7 @@ pub fn default_cache() -> Option<PathBuf> {
 /// The module of `source` for the context's device; from `cache` if it is there, and kept there if it was not.
 ///
 /// # Errors
-/// [`CudaError::Kernels`] when there is no NVRTC, it does not compile the source, or the driver does not take the image.
+/// [`CudaError::Kernels`] when there is no NVRTC, it does not compile the source, or the driver refuses the image.
 pub fn module(context: &Arc<Context>, source: &Source, cache: Option<&Path>) -> Result<Arc<Module>, CudaError> {
     let kept = Kept::of(source, &context.device().arch(), &nvrtc_version()?, cache);
     if let Some(image) = kept.read() {

@@ -3,7 +3,7 @@
 //! of its rows, with an event after each layer that somebody waits for. Both are the same kernels, and a row's bits are
 //! the same.
 //!
-//! Inputs go up in one copy. Tokens are chosen on the device and come down as a few bytes a row; where the rules are the
+//! Inputs go up in one copy. Tokens are chosen on the device and come down, a few bytes a row; where the rules are the
 //! host's alone (penalties, bias, forbidden ends, log probabilities of others), the row's logits do, and the engine's
 //! sampler chooses. What a sequence's last step chose on the device is taken from there by the next.
 use std::collections::HashMap;
@@ -300,7 +300,7 @@ impl CudaExecutor {
         wanted.drain(..).try_for_each(|row| self.fetch_logits(row))
     }
 
-    /// The choices of all items; `logits_row(row, n)` is where the logits of the step's row are, which is the `n`th that
+    /// The choices of all items; `logits_row(row, n)` is where the logits of a step's row are, which is the `n`th that
     /// chooses.
     fn list_choices(&mut self, batch: &Batch, logits_row: impl Fn(usize, usize) -> usize) {
         let Self { inputs, step, items, .. } = self;

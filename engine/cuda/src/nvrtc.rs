@@ -1,4 +1,4 @@
-//! Whether the run-time compiler of kernels is on this machine, asked before anything is compiled: the bindings open its
+//! Whether the run-time compiler of kernels is on this machine, asked before any is compiled: the bindings open its
 //! library at first use and panic where there is none.
 use std::ffi::c_int;
 

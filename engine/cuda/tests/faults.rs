@@ -1,4 +1,4 @@
-//! Every fault that the driver can have, at every place where it can have it: the n-th allocation, copy, launch, capture
+//! Every fault that the driver can have, at every place where it can have it: the nth allocation, copy, launch, capture
 //! and so on fails while a model is loaded and answers. Each run is a process of its own, as some errors are for good.
 //! A run ends with a typed error or with the right tokens, and leaves nothing behind.
 mod support;

@@ -1,5 +1,5 @@
-//! The owners over the driver: what they do, what they say when they cannot, and that nothing is left of them. Counts and
-//! planned faults are the process's: the tests take turns.
+//! The owners over the driver: what they do, what they say when they cannot, and that nothing is left of them. Counts
+//! and planned faults are the process's: the tests take turns.
 mod support;
 
 use std::path::Path;
