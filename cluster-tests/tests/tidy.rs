@@ -65,7 +65,6 @@ const CIRCLES: [(&str, &[&str]); 14] = [
     ("kvtransfer", &["ucx::driver", "ucx::receiving", "ucx::sending"]),
     ("kvtransfer", &["ucx::endpoints", "ucx::inbox", "ucx::operations", "ucx::owners"]),
     ("prefill-node", &["delivery", "prefill", "service"]),
-    ("proto/telemetry", &["export", "relay"]),
     ("router", &["admission", "api", "flow", "membership", "metrics"]),
     ("router", &["flow::again", "flow::attempt"]),
     ("router", &["http::logprobs", "http::types"]),

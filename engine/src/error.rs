@@ -18,8 +18,8 @@ pub enum EngineError {
     /// The executor failed on a step that held this sequence: its KV is not to be trusted, run it again elsewhere.
     #[error("the executor failed: {0}")]
     Executor(String),
-    /// The device that computes is lost to this process: all KV is, and no step can be run again here. The engine stops,
-    /// and its process has to end.
+    /// The device that computes is lost to this process: all KV is, and no step can be run again here. The engine
+    /// stops, and its process has to end.
     #[error("the device is lost: {0}")]
     DeviceLost(String),
     /// The engine is shut down or broken and will take no more work.
