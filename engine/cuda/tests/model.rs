@@ -14,7 +14,8 @@ use tandem_engine::{
 /// Largest difference of a logit, as a share of the largest logit: weights and inputs of products have 8 bits of
 /// mantissa here, and two layers of random weights make the most of it.
 const TOLERANCE: f32 = 5e-2;
-/// Of the root of the mean square of all differences, as a share of that of the logits.
+/// Of the root of the mean square of all differences, as a share of that of the logits. The Mistral checkpoint comes
+/// nearest, by 3.8e-2; it is 2.9e-2 off without its window, so the window is not why.
 const MEAN_TOLERANCE: f32 = 5e-2;
 const MODELS: [&str; 9] =
     ["llama", "llama.gguf", "mistral", "mistral.gguf", "qwen2", "qwen2.gguf", "qwen3", "qwen3.gguf", "formats.gguf"];
