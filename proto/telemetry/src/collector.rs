@@ -2,7 +2,9 @@
 //! (<https://opentelemetry.io/docs/specs/otel/protocol/exporter/>). Each process takes the same ones.
 use std::time::Duration;
 
+use anyhow::Context;
 use clap::Args;
+use tonic::transport::{Channel, Endpoint};
 
 /// OpenTelemetry's.
 const METRICS_EVERY_MS: &str = "60000";
@@ -60,6 +62,16 @@ impl Collector {
     pub fn metrics_every(&self) -> Duration {
         self.otlp_metrics_ms
     }
+}
+
+/// A connection that is made when it is used, to a collector that has `limit` to answer.
+///
+/// # Errors
+/// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
+pub(crate) fn connect(endpoint: &str, limit: Duration) -> anyhow::Result<Channel> {
+    let endpoint = Endpoint::from_shared(endpoint.to_owned())
+        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?;
+    Ok(endpoint.timeout(limit).connect_timeout(limit).connect_lazy())
 }
 
 /// An empty variable is none.

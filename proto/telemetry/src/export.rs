@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::Context;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_client::TraceServiceClient;
 use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
@@ -15,9 +14,9 @@ use tandem_proto::v1;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tonic::Status;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
-use crate::collector::Collector;
+use crate::collector::{Collector, connect};
 use crate::log_export;
 use crate::otlp;
 
@@ -64,11 +63,7 @@ impl Exporter {
     /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
     pub fn start(service: &str, instance: &str, collector: &Collector) -> anyhow::Result<Self> {
         let Some(endpoint) = collector.endpoint() else { return Ok(Self::disabled()) };
-        let channel = Endpoint::from_shared(endpoint.to_owned())
-            .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?
-            .timeout(SEND_TIMEOUT)
-            .connect_timeout(SEND_TIMEOUT)
-            .connect_lazy();
+        let channel = connect(endpoint, SEND_TIMEOUT)?;
         log_export::start(endpoint, service, instance)?;
         let counts = Arc::new(Counts::default());
         let (sender, spans) = mpsc::unbounded_channel();

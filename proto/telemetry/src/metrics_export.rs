@@ -4,7 +4,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
 use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_client::MetricsServiceClient;
 use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
@@ -13,10 +12,10 @@ use opentelemetry_proto::tonic::resource::v1::Resource;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{MissedTickBehavior, interval_at, timeout};
 use tonic::Code;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 use crate::clock::{clock, now};
-use crate::collector::Collector;
+use crate::collector::{Collector, connect};
 use crate::convert::metrics;
 use crate::otlp;
 
@@ -41,11 +40,7 @@ impl MetricsExport {
     /// The endpoint is no URL. One that does not answer is no error.
     pub fn start(service: &str, instance: &str, collector: &Collector, text: Text) -> anyhow::Result<Self> {
         let Some(endpoint) = collector.metrics_endpoint() else { return Ok(Self::default()) };
-        let channel = Endpoint::from_shared(endpoint.to_owned())
-            .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?
-            .timeout(SEND_TIMEOUT)
-            .connect_timeout(SEND_TIMEOUT)
-            .connect_lazy();
+        let channel = connect(endpoint, SEND_TIMEOUT)?;
         let sender = Sender {
             client: MetricsServiceClient::new(channel),
             endpoint: endpoint.to_owned(),

@@ -256,30 +256,27 @@ EMU_API int cuStreamGetId(void* handle, unsigned long long* id) {
     return SUCCESS;
 }
 
-EMU_API int cuLaunchHostFunc(void* handle, void (*function)(void*), void* data) {
-    ENTER_READY;
+// Queues a function of the host, which what follows it in the stream waits for.
+static int enqueue_host(void* handle, std::function<void()> function) {
     Stream* stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
     Operation operation;
     operation.is_host_function = true;
-    operation.run = [=] {
-        function(data);
+    operation.run = [function = std::move(function)] {
+        function();
         return SUCCESS;
     };
     return enqueue(stream, std::move(operation));
 }
 
+EMU_API int cuLaunchHostFunc(void* handle, void (*function)(void*), void* data) {
+    ENTER_READY;
+    return enqueue_host(handle, [=] { function(data); });
+}
+
 EMU_API int cuStreamAddCallback(void* handle, void (*function)(void*, int, void*), void* data, unsigned) {
     ENTER_READY;
-    Stream* stream = find_stream(handle);
-    if (!stream) return INVALID_HANDLE;
-    Operation operation;
-    operation.is_host_function = true;
-    operation.run = [=] {
-        function(handle, SUCCESS, data);
-        return SUCCESS;
-    };
-    return enqueue(stream, std::move(operation));
+    return enqueue_host(handle, [=] { function(handle, SUCCESS, data); });
 }
 
 }  // namespace emu
