@@ -30,10 +30,11 @@ pub struct Counters {
     pub protocol_errors: AtomicU64,
     /// Frames and ranges for which there was no room: a peer sends more than this node reads.
     pub dropped_frames: AtomicU64,
-    /// Tickets whose address was refused before it was used.
-    pub rejected_ticket_addresses: AtomicU64,
-    /// Hellos that were refused before their address was used.
-    pub rejected_hello_addresses: AtomicU64,
+    /// Tickets that were refused before anything was sent.
+    pub rejected_tickets: AtomicU64,
+    /// Hellos that were refused before anything that they say was used: without their hand-off's key, or with an
+    /// address that is none.
+    pub rejected_hellos: AtomicU64,
     /// Peers lost.
     pub lost_peers: AtomicU64,
     refused: [AtomicU64; REFUSAL_LABELS.len()],

@@ -8,7 +8,8 @@
 //! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has
 //!   landed (`landing`) while the rest is on its way.
 //! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one; [`hashing`]: on which thread.
-//! - [`wire`]: the 32-byte header that every frame of every backend starts with.
+//! - [`handshake`]: how both ends prove that they have the key of a hand-off's ticket.
+//! - [`wire`]: the 32-byte header that every frame of every backend starts with; [`joints`]: where frames are cut.
 //! - [`arena`]: KV memory (`tandem-memory`) as blocks.
 //! - [`error`], [`counters`]: what went wrong, and how often.
 //! - Backends: [`mem`] (in one process, with fault knobs), [`tcp`] (plain sockets), [`ucx`] (UCX active messages);
@@ -22,8 +23,10 @@ mod clock;
 pub mod counters;
 pub mod delivery;
 pub mod error;
+pub mod handshake;
 pub mod hashing;
 pub mod incoming;
+pub mod joints;
 mod landing;
 pub mod mem;
 #[doc(hidden)]

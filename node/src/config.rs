@@ -128,6 +128,10 @@ pub struct NodeArgs {
     /// Address under which other nodes reach --kv-listen, when that listens on all interfaces or behind another port.
     #[arg(long, value_name = "HOST:PORT")]
     pub kv_advertise: Option<String>,
+    /// Encrypt KV on the network, by AES-256-GCM over tcp. All nodes or none. UCX does not encrypt: what it moves
+    /// between hosts is on a network that must be closed.
+    #[arg(long)]
+    pub kv_encrypt: bool,
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
     pub log_format: LogFormat,
@@ -285,6 +289,8 @@ pub struct NodeConfig {
     pub kv_listen: SocketAddr,
     /// Replaces `kv_listen` in tickets.
     pub kv_advertise: Option<String>,
+    /// What the tcp transport moves is encrypted.
+    pub kv_encrypt: bool,
     /// Who gets spans, log lines and metrics.
     pub collector: Collector,
     /// Given name.
@@ -320,8 +326,8 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, a join token that cannot be read, or `--listen` on all interfaces without
-    /// `--advertise-host`.
+    /// A router address that is none, a join token that cannot be read, `--listen` on all interfaces without
+    /// `--advertise-host`, or encryption that UCX would not do.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let router = endpoint(&self.router)?;
         if self.listen.ip().is_unspecified() && self.advertise_host.is_none() {
@@ -341,6 +347,10 @@ impl NodeArgs {
         };
         if self.device != DeviceChoice::Cpu && matches!(model, ModelSource::Simulated { .. }) {
             bail!("--simulated computes on no device; leave --device {} out", self.device);
+        }
+        let may_leave_the_host = self.ucx_profile != UcxProfileArg::Shm && self.transport != TransportArg::Tcp;
+        if self.kv_encrypt && may_leave_the_host {
+            bail!("--kv-encrypt: UCX does not encrypt; take --transport tcp, or leave --kv-encrypt out");
         }
         let threads = match self.threads {
             0 => processor::default_threads(),
@@ -394,6 +404,7 @@ impl NodeArgs {
             kv_grace: Duration::from_millis(self.kv_grace_ms.into()),
             kv_listen: self.kv_listen,
             kv_advertise: self.kv_advertise,
+            kv_encrypt: self.kv_encrypt,
             collector: self.collector,
             node_id: self.node_id,
             clock_offset_ms: self.debug_clock_offset_ms,
@@ -489,6 +500,7 @@ mod tests {
             ("--router http://h:1 --simulated --frobnicate", "--frobnicate"),
             ("--router http://h:1 --simulated --device cuda:1", "no device; leave --device cuda:1 out"),
             ("--router http://h:1 --model m --device gpu", "cuda:N"),
+            ("--router http://h:1 --simulated --kv-encrypt --ucx-profile rdma", "take --transport tcp"),
         ] {
             let error = parse(flags).unwrap_err().to_string();
             assert!(error.contains(word), "{flags}: {error}");

@@ -12,7 +12,7 @@ use tandem_engine::memory::MemoryFiles;
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost};
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
-use tandem_kvtransfer::tcp::TcpConfig;
+use tandem_kvtransfer::tcp::{Protection, TcpConfig};
 use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_kvtransfer::{Arena, Transport};
@@ -407,6 +407,7 @@ fn transport(config: &NodeConfig, faults: Faults, kv: Place<'_>) -> TransportCon
     let address_key = config.join.as_ref().map_or([0; 32], |join| join.derive("tandem kv addresses"));
     let ucx = UcxConfig { lib_dir, stall_timeout, grace, faults, address_key, ..UcxConfig::new(profile) };
     let advertise = config.kv_advertise.clone();
-    let tcp = TcpConfig { stall_timeout, grace, faults, advertise, ..TcpConfig::default() };
+    let protection = if config.kv_encrypt { Protection::Encrypted } else { Protection::Bound };
+    let tcp = TcpConfig { stall_timeout, grace, faults, protection, advertise, ..TcpConfig::default() };
     TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }
 }

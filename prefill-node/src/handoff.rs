@@ -297,6 +297,7 @@ impl Pushing<'_> {
         };
         let prompt_tokens = index(self.sender.request.prompt.len());
         let seal = Seal {
+            compatibility_digest: self.sender.node.engine.spec().compatibility_digest,
             handoff_id: self.ticket.handoff_id.clone(),
             prefill_incarnation: self.ticket.prefill_incarnation,
             decode_incarnation: self.ticket.decode_incarnation,

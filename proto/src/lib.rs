@@ -7,6 +7,7 @@
 //! - [`sampling`]: which numbers a sampling request may hold.
 //! - [`trace`]: W3C trace context; [`tracestate`]: what others say of a trace. [`spans`]: how spans travel.
 //! - [`codec`]: messages to bytes on a call. [`device`]: on what a node computes, as people write it.
+//! - `secrets`: how messages with a secret are printed.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
 //!   `cluster.proto` the control plane.
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@ pub mod hash;
 pub mod ids;
 pub mod model;
 pub mod sampling;
+mod secrets;
 pub mod spans;
 pub mod trace;
 pub mod tracestate;
@@ -51,7 +53,7 @@ pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// A node ends a call that has not said by then what it is for.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);

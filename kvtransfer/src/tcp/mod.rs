@@ -2,13 +2,27 @@
 //! blocking threads each (`connection.rs`). Blocking threads, because a KV stream is a long copy: a reactor would add a
 //! wake-up to every buffer.
 //!
-//! On the socket a frame is the 32-byte header of `wire.rs`, the payload's length (u64, little endian) and the payload.
-//! The first frame each way is the hello; whatever cannot be read closes the connection and is counted.
-//! Peers are not authenticated: a hand-off id is a capability, and the data network belongs to the cluster.
+//! On the socket a frame is its head, the head's tag (16 bytes) and the payload. The head is the 32-byte header of
+//! `wire.rs` and the payload's length (u64, little endian). The first frames are the hello and the welcome, without
+//! tags (`greeting`): they prove that both ends have the key of the hand-off that the connection is dialled for. Keys
+//! for the tags come from it, and other hand-offs join by a proof of their own. So each frame is bound to its
+//! connection, and each hand-off to a holder of its key (`sealing`); with [`Protection::Encrypted`] nothing but heads
+//! can be read on the way. Whatever cannot be read closes the connection and is counted.
+//!
+//! `connection` is one socket, `reader` and `writer` are its halves, `queue` is what waits to leave, `stranger` speaks
+//! for tests.
 mod connection;
+mod frame;
+mod greeting;
 mod queue;
+mod reader;
+mod sealing;
+#[doc(hidden)]
+pub mod stranger;
+mod writer;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,16 +35,24 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
-use crate::error::{TransferError, TransferErrorKind};
+use crate::error::{AddressError, TransferError, TransferErrorKind};
+use crate::handshake::Secret;
 use crate::outgoing::{PendingAnswers, SendLink};
 use crate::registry::{PeerLink, Registry};
 use crate::session::{DEFAULT_GRACE, PeerId};
 use crate::tcp::connection::Connection;
-use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
+use crate::tcp::sealing::Opener;
+pub use crate::tcp::sealing::Protection;
+use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, read_ticket};
 use crate::wire::{Answer, DataHeader, Header};
 
 /// Accepted connections at once, those without a hello included.
 const MAX_CONNECTIONS: usize = 256;
+/// Of them without a hello: a newcomer ends the oldest one. A hello takes a round trip, so this many flood no honest
+/// one out unless they come within it.
+const MAX_HALF_OPEN: usize = 64;
+/// Of `host:port`: a name has up to 253 bytes.
+const MAX_ADDRESS_BYTES: usize = 260;
 /// Longer pushes are cut, so that hand-offs on one connection take turns.
 const MAX_RANGE_BYTES: usize = 4 << 20;
 
@@ -45,6 +67,8 @@ pub struct TcpConfig {
     pub grace: Duration,
     /// Faults of what this node sends.
     pub faults: Faults,
+    /// Equal on all nodes; part of the build id.
+    pub protection: Protection,
     /// Where peers connect to, as host:port, when that is not where this node listens (a published container port).
     pub advertise: Option<String>,
 }
@@ -56,6 +80,7 @@ impl Default for TcpConfig {
             stall_timeout: Duration::from_secs(5),
             grace: DEFAULT_GRACE,
             faults: Faults::default(),
+            protection: Protection::Bound,
             advertise: None,
         }
     }
@@ -78,6 +103,8 @@ pub(crate) struct Shared {
     /// Dialled connections by address.
     dialled: Mutex<HashMap<String, Arc<Connection>>>,
     accepted: AtomicUsize,
+    /// Accepted and without a hello, the oldest first.
+    half_open: Mutex<VecDeque<(PeerId, TcpStream)>>,
     last_peer: AtomicU64,
     closing: AtomicBool,
 }
@@ -108,6 +135,7 @@ impl TcpTransport {
             peers,
             dialled: Mutex::default(),
             accepted: AtomicUsize::new(0),
+            half_open: Mutex::default(),
             last_peer: AtomicU64::new(0),
             closing: AtomicBool::new(false),
         });
@@ -131,7 +159,7 @@ impl Drop for TcpTransport {
 
 impl Transport for TcpTransport {
     fn info(&self) -> v1::TransportInfo {
-        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id: build_id() }
+        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id: self.shared.build_id() }
     }
 
     fn address(&self) -> Vec<u8> {
@@ -152,11 +180,15 @@ impl Transport for TcpTransport {
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         async move {
-            let arena = self.shared.registry.arena();
-            let checked = check_ticket(ticket, &self.info(), arena)?;
-            let address = String::from_utf8_lossy(&ticket.address).into_owned();
-            let connection = self.shared.connection_to(address).await?;
+            check_encryption(ticket, self.shared.config.protection)?;
+            let (arena, counters) = (self.shared.registry.arena(), self.counters());
+            let (checked, secret, address) = read_ticket(ticket, &self.info(), arena, &counters, socket_address)?;
+            let secret = Arc::new(secret);
+            let (connection, is_dialled) = self.shared.connection_to(address, &secret).await?;
             let answer = self.shared.pending.register(connection.peer(), checked.handoff)?;
+            if !is_dialled {
+                connection.join(checked.handoff, &secret);
+            }
             // Lost between connecting and registering: nobody would tell this hand-off.
             if connection.is_closed() {
                 return Err(TransferError::peer_gone("the KV receiver hung up"));
@@ -182,19 +214,47 @@ impl Shared {
                 continue;
             }
             let place = Place(self.clone());
-            // No thread: the socket closes and the place is free, as both are dropped.
-            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || place.0.serve(stream));
+            let Ok(half_open) = self.enter_half_open(&stream) else { continue };
+            // No thread: the socket closes and the places are free, as all are dropped.
+            let serve = move || place.0.serve(stream, half_open);
+            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve);
         }
     }
 
     /// Hello, then reads until the connection ends.
-    fn serve(self: &Arc<Self>, stream: TcpStream) {
-        match Connection::accept(stream, &self.config, self.new_peer(), self.registry.arena().clone()) {
-            Ok(connection) => self.attach(Arc::new(connection)).read(),
+    fn serve(self: &Arc<Self>, stream: TcpStream, half_open: HalfOpen) {
+        let peer = half_open.peer;
+        // Out of the way of newcomers before the peer is told: from then on it is not half-open.
+        match Connection::accept(stream, self, peer, || drop(half_open)) {
+            Ok((connection, opener)) => self.attach(Arc::new(connection)).read(opener),
             Err(error) => {
                 tracing::warn!("KV connection refused: {error}");
-                self.registry.violation();
+                // A refusal was counted by its reason.
+                if error.refusal.is_none() {
+                    self.registry.violation();
+                }
             }
+        }
+    }
+
+    /// A place among the connections without a hello; the oldest one makes room.
+    fn enter_half_open(self: &Arc<Self>, stream: &TcpStream) -> io::Result<HalfOpen> {
+        let (peer, stream) = (self.new_peer(), stream.try_clone()?);
+        let mut half_open = lock(&self.half_open);
+        half_open.push_back((peer, stream));
+        if half_open.len() > MAX_HALF_OPEN
+            && let Some((_, oldest)) = half_open.pop_front()
+        {
+            // Its thread reads the end, and counts.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        Ok(HalfOpen { shared: self.clone(), peer })
+    }
+
+    fn build_id(&self) -> String {
+        match self.config.protection {
+            Protection::Bound => format!("tcp/{PROTOCOL_VERSION}"),
+            Protection::Encrypted => format!("tcp/{PROTOCOL_VERSION}{ENCRYPTED}"),
         }
     }
 
@@ -206,26 +266,31 @@ impl Shared {
         Attached { shared: self.clone(), connection, ended: None }
     }
 
-    async fn connection_to(self: &Arc<Self>, address: String) -> Result<Arc<Connection>, TransferError> {
+    /// A connection on which the hand-off of `secret` may be opened; whether it was dialled for it, and so is its own.
+    async fn connection_to(
+        self: &Arc<Self>,
+        address: String,
+        secret: &Arc<Secret>,
+    ) -> Result<(Arc<Connection>, bool), TransferError> {
         if let Some(connection) = lock(&self.dialled).get(&address).filter(|connection| !connection.is_closed()) {
-            return Ok(connection.clone());
+            return Ok((connection.clone(), false));
         }
-        let (shared, to) = (self.clone(), address.clone());
-        let dialled = tokio::task::spawn_blocking(move || shared.dial(&to)).await;
+        let (shared, to, secret) = (self.clone(), address.clone(), secret.clone());
+        let dialled = tokio::task::spawn_blocking(move || shared.dial(&to, &secret)).await;
         let connection = dialled.unwrap_or_else(|_| Err(TransferError::peer_gone("connecting was interrupted")))?;
         // Two hand-offs may have dialled at once: both connections work, later ones use the last.
         lock(&self.dialled).insert(address, connection.clone());
-        Ok(connection)
+        Ok((connection, true))
     }
 
-    fn dial(self: &Arc<Self>, address: &str) -> Result<Arc<Connection>, TransferError> {
-        let peer = self.new_peer();
+    fn dial(self: &Arc<Self>, address: &str, secret: &Secret) -> Result<Arc<Connection>, TransferError> {
         let resolved = address.to_socket_addrs()?.next();
         let resolved = resolved.ok_or_else(|| TransferError::new(TransferErrorKind::Io, "no such KV address"))?;
         let stream = TcpStream::connect_timeout(&resolved, self.config.connect_timeout)?;
-        let connection = Arc::new(Connection::dial(stream, &self.config, peer, self.registry.arena().clone())?);
-        let attached = self.attach(connection.clone());
-        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read())?;
+        let (connection, opener) = Connection::dial(stream, self, self.new_peer(), secret)?;
+        let attached = self.attach(Arc::new(connection));
+        let connection = attached.connection.clone();
+        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read(opener))?;
         Ok(connection)
     }
 
@@ -243,6 +308,18 @@ impl Drop for Place {
     }
 }
 
+/// One of the places for connections without a hello.
+struct HalfOpen {
+    shared: Arc<Shared>,
+    peer: PeerId,
+}
+
+impl Drop for HalfOpen {
+    fn drop(&mut self) {
+        lock(&self.shared.half_open).retain(|(peer, _)| *peer != self.peer);
+    }
+}
+
 /// A connection that hand-offs may use, and what must happen when it ends, however its reading thread does: by the end
 /// of the connection, by a panic, or by never having started. Else hand-offs would go on using it, until their leases
 /// end.
@@ -254,8 +331,8 @@ struct Attached {
 
 impl Attached {
     /// Reads until the connection ends.
-    fn read(mut self) {
-        self.ended = Some(self.connection.read_loop(&self.shared));
+    fn read(mut self, opener: Opener) {
+        self.ended = Some(self.connection.read_loop(opener, &self.shared));
     }
 }
 
@@ -330,8 +407,34 @@ impl SendLink for TcpLink {
     }
 }
 
-fn build_id() -> String {
-    format!("tcp/{PROTOCOL_VERSION}")
+/// At the end of the build id of nodes that encrypt.
+const ENCRYPTED: &str = "/encrypted";
+
+/// Both ends encrypt, or none: said before the builds are compared, in words that name the flag.
+fn check_encryption(ticket: &v1::Ticket, ours: Protection) -> Result<(), TransferError> {
+    let theirs = ticket.transport.as_ref().is_some_and(|transport| transport.build_id.ends_with(ENCRYPTED));
+    let message = match (theirs, ours) {
+        (true, Protection::Bound) => "the receiver encrypts KV and this node does not: start it with --kv-encrypt, too",
+        (false, Protection::Encrypted) => {
+            "this node encrypts KV (--kv-encrypt) and the receiver does not: start that one with --kv-encrypt, too"
+        }
+        _ => return Ok(()),
+    };
+    Err(TransferError::new(TransferErrorKind::Incompatible, message))
+}
+
+/// Host and port of a ticket. Names are looked up, so nothing else is.
+fn socket_address(bytes: &[u8]) -> Result<String, TransferError> {
+    let most = MAX_ADDRESS_BYTES;
+    let refused = match std::str::from_utf8(bytes) {
+        Ok("") => AddressError::Empty,
+        _ if bytes.len() > most => AddressError::TooLong { bytes: bytes.len(), most },
+        Ok(text) if text.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) => {
+            return Ok(text.to_owned());
+        }
+        _ => AddressError::Magic,
+    };
+    Err(refused.into())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -400,10 +503,12 @@ mod tests {
         assert_eq!(receipt.expect("receipt").blocks, verified.expect("verified").blocks);
     }
 
-    #[test]
-    fn a_connection_that_nobody_reads_is_forgotten() {
+    #[tokio::test]
+    async fn a_connection_that_nobody_reads_is_forgotten() {
         let (sender, receiver) = (bind(), bind());
-        let connection = sender.shared.dial(&receiver.address.to_string()).expect("dial");
+        let incoming = receiver.accept(grant(1)).expect("accept");
+        let secret = Secret::of(&incoming.ticket()).expect("key");
+        let connection = sender.shared.dial(&receiver.address.to_string(), &secret).expect("dial");
         let attached = sender.shared.attach(connection.clone());
         drop(attached);
         assert!(connection.is_closed());

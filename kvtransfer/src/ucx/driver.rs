@@ -27,6 +27,7 @@ use super::result::{Posted, UcxError};
 use super::sending::Sending;
 use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::Secret;
 use crate::outgoing::{AnswerSlot, PendingAnswers};
 use crate::registry::Registry;
 use crate::transport::BlockOwner;
@@ -56,7 +57,12 @@ const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 /// What the rest of the process asks of the driver.
 pub(super) enum Command {
     /// Connect, announce a hand-off, and reply when it is welcome.
-    Open { handoff: HandoffId, address: CheckedAddress, reply: oneshot::Sender<Result<Opened, TransferError>> },
+    Open {
+        handoff: HandoffId,
+        address: CheckedAddress,
+        secret: Secret,
+        reply: oneshot::Sender<Result<Opened, TransferError>>,
+    },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
     /// Tell the receiver that more is to come.
@@ -275,7 +281,9 @@ impl Driver {
             let Some(command) = self.shared.queue.pop() else { break };
             any = true;
             match command {
-                Command::Open { handoff, address, reply } => self.open_handoff(handoff, &address, reply),
+                Command::Open { handoff, address, secret, reply } => {
+                    self.open_handoff(handoff, &address, secret, reply)
+                }
                 Command::Push { endpoint, range, runs, owner, credit } => {
                     self.push(endpoint, range, &runs, owner, credit)
                 }
@@ -319,9 +327,9 @@ impl Driver {
             Some(Header::KeepAlive(handoff)) => self.on_keep_alive(handoff),
             Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
             Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
-            Some(Header::Welcome(handoff)) => self.on_welcome(handoff),
-            // Data comes by rendezvous only.
-            Some(Header::Data(_)) | None => self.shared.registry.violation(),
+            Some(Header::Welcome(handoff)) => self.on_welcome(handoff, &payload),
+            // Data comes by rendezvous only, and each hand-off says hello.
+            Some(Header::Data(_) | Header::Join(_)) | None => self.shared.registry.violation(),
         }
     }
 

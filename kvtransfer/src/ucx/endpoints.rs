@@ -122,6 +122,11 @@ impl Endpoints {
         Ok(id)
     }
 
+    /// The open endpoint to `address`, if there is one.
+    pub(super) fn known(&self, address: &CheckedAddress) -> Option<EndpointId> {
+        self.by_address.get(address).copied()
+    }
+
     /// Starts anew on another worker, and returns all that belongs to the old one. Ids go on, none is used twice.
     pub(super) fn reset(&mut self, worker: Rc<Worker>) -> Self {
         let (credit_bytes, last_id) = (self.credit_bytes, self.last_id);

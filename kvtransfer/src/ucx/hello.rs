@@ -1,30 +1,23 @@
-//! The first frame of a hand-off: which hand-off, by which build, and where the receiver's answers go; the first of
-//! them is the welcome, and nothing else of the hand-off is sent before it came. The address is tagged as in a ticket
-//! (`address.rs`): a hello that is not one of our cluster's reaches nothing of UCX.
+//! What a sender says of itself in its hello: its build, and where the receiver's answers go. The first of them is the
+//! welcome, and nothing else of the hand-off is sent before it came. Who made the hello is seen first, by the key of
+//! the hand-off (`handshake.rs`); the address is tagged as in a ticket all the same (`address.rs`), since a key says
+//! that its holder may fill blocks, not that its bytes may be given to UCX.
 //!
 //! ```text
-//! 0..16  hand-off id
-//! 16..18 bytes of the build id   (little endian)
-//! 18..   build id, then the sender's address, tagged
+//! 0..2  bytes of the build id   (little endian)
+//! 2..   build id, then the sender's address, tagged
 //! ```
-use tandem_proto::HandoffId;
-
 use super::address::{AddressKey, CheckedAddress, HEAD_BYTES, MAX_ADDRESS_BYTES};
 use crate::error::AddressError;
+use crate::handshake::HELLO_HEAD_BYTES;
 use crate::wire::MAX_HELLO_BYTES;
 
-const BUILD_AT: usize = 18;
+/// All of a hello.
+pub(super) const MAX_BYTES: usize = HELLO_HEAD_BYTES + 2 + MAX_HELLO_BYTES + HEAD_BYTES + MAX_ADDRESS_BYTES;
 
-/// A hello that was read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) handoff: HandoffId,
-    pub(super) address: CheckedAddress,
-}
-
-/// Why a hello was not.
+/// Why what a sender says of itself was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum HelloError {
+pub(super) enum AboutError {
     #[error("it has not the form of a hello")]
     Malformed,
     #[error("it is of another build: run one build, one UCX version and one profile on all nodes")]
@@ -33,30 +26,23 @@ pub(super) enum HelloError {
     Address(#[from] AddressError),
 }
 
-impl Hello {
-    /// The payload; `address` as it travels.
-    pub(super) fn encode(handoff: HandoffId, build_id: &str, address: &[u8]) -> Vec<u8> {
-        let mut bytes = handoff.0.to_vec();
-        bytes.extend_from_slice(&(build_id.len() as u16).to_le_bytes());
-        bytes.extend_from_slice(build_id.as_bytes());
-        bytes.extend_from_slice(address);
-        bytes
-    }
+/// `address` as it travels.
+pub(super) fn about(build_id: &str, address: &[u8]) -> Vec<u8> {
+    let mut bytes = (build_id.len() as u16).to_le_bytes().to_vec();
+    bytes.extend_from_slice(build_id.as_bytes());
+    bytes.extend_from_slice(address);
+    bytes
+}
 
-    /// Reads one of `build_id`.
-    pub(super) fn parse(bytes: &[u8], build_id: &str, key: &AddressKey) -> Result<Self, HelloError> {
-        if bytes.len() > BUILD_AT + MAX_HELLO_BYTES + HEAD_BYTES + MAX_ADDRESS_BYTES {
-            return Err(HelloError::Malformed);
-        }
-        let (handoff, rest) = bytes.split_first_chunk::<16>().ok_or(HelloError::Malformed)?;
-        let (length, rest) = rest.split_first_chunk::<2>().ok_or(HelloError::Malformed)?;
-        let (build, address) =
-            rest.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(HelloError::Malformed)?;
-        if build != build_id.as_bytes() {
-            return Err(HelloError::Build);
-        }
-        Ok(Self { handoff: HandoffId(*handoff), address: CheckedAddress::parse(address, key)? })
+/// The address of a sender of `build_id`.
+pub(super) fn address(about: &[u8], build_id: &str, key: &AddressKey) -> Result<CheckedAddress, AboutError> {
+    let (length, rest) = about.split_first_chunk::<2>().ok_or(AboutError::Malformed)?;
+    let (build, address) =
+        rest.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(AboutError::Malformed)?;
+    if build != build_id.as_bytes() {
+        return Err(AboutError::Build);
     }
+    Ok(CheckedAddress::parse(address, key)?)
 }
 
 #[cfg(test)]
@@ -74,21 +60,20 @@ mod tests {
     proptest! {
         #[test]
         fn round_trip_and_one_changed_byte(
-            id in any::<[u8; 16]>(), address in prop::collection::vec(any::<u8>(), 1..300),
-            at in any::<prop::sample::Index>(),
+            bytes in prop::collection::vec(any::<u8>(), 1..300), at in any::<prop::sample::Index>(),
         ) {
-            let address = CheckedAddress::own(&address).expect("short");
-            let mut bytes = Hello::encode(HandoffId(id), BUILD, &address.sealed(&key()));
-            prop_assert_eq!(Hello::parse(&bytes, BUILD, &key()), Ok(Hello { handoff: HandoffId(id), address }));
-            prop_assert_eq!(Hello::parse(&bytes, "another", &key()), Err(HelloError::Build));
-            let at = at.index(bytes.len());
-            bytes[at] ^= 0x40;
-            prop_assert_eq!(Hello::parse(&bytes, BUILD, &key()).is_ok(), at < 16, "only the id is not covered");
+            let checked = CheckedAddress::own(&bytes).expect("short");
+            let mut said = about(BUILD, &checked.sealed(&key()));
+            prop_assert_eq!(address(&said, BUILD, &key()), Ok(checked));
+            prop_assert_eq!(address(&said, "another", &key()), Err(AboutError::Build));
+            let at = at.index(said.len());
+            said[at] ^= 0x40;
+            prop_assert!(address(&said, BUILD, &key()).is_err());
         }
 
         #[test]
         fn never_panics(bytes in prop::collection::vec(any::<u8>(), 0..5000)) {
-            prop_assert!(Hello::parse(&bytes, BUILD, &key()).is_err());
+            prop_assert!(address(&bytes, BUILD, &key()).is_err());
         }
     }
 }

@@ -8,7 +8,7 @@
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
 //! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
 //! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
-//! transports, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
+//! transports, `hello` is what a sender says of itself, `survey` what UCX can open on a machine.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
@@ -33,7 +33,6 @@ pub mod stranger;
 pub mod survey;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 
 use futures::future::BoxFuture;
@@ -55,7 +54,7 @@ use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
 use crate::registry::{PeerLink, Registry};
 use crate::session::PeerId;
-use crate::transport::{BlockOwner, Grant, Transport, check_ticket};
+use crate::transport::{BlockOwner, Grant, Transport, read_ticket};
 use crate::wire::{Answer, DataHeader};
 
 /// A node's UCX worker. Dropping it closes every connection and ends its thread.
@@ -96,6 +95,12 @@ impl UcxTransport {
         })?;
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
         let name = outcome.recv().unwrap_or_else(died)?;
+        if config.profile != UcxProfile::Shm {
+            tracing::warn!(
+                "KV over UCX is not encrypted, and whoever reaches its port or fabric can read and write this node's KV \
+                 memory: keep that network closed to all but the nodes"
+            );
+        }
         let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
         Ok(Arc::new(Self { info, shared, config, key, thread: Some(thread) }))
     }
@@ -127,12 +132,11 @@ impl Transport for UcxTransport {
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         Box::pin(async move {
-            let checked = check_ticket(ticket, &self.info, &self.shared.arena)?;
-            let address = CheckedAddress::parse(&ticket.address, &self.key).inspect_err(|_| {
-                self.counters().rejected_ticket_addresses.fetch_add(1, Relaxed);
-            })?;
+            let address = |bytes: &[u8]| Ok(CheckedAddress::parse(bytes, &self.key)?);
+            let (arena, counters) = (&self.shared.arena, self.counters());
+            let (checked, secret, address) = read_ticket(ticket, &self.info, arena, &counters, address)?;
             let (reply, opened) = oneshot::channel();
-            let command = Command::Open { handoff: checked.handoff, address, reply };
+            let command = Command::Open { handoff: checked.handoff, address, secret, reply };
             self.shared.queue.send(command).await.map_err(|_| shut_down())?;
             let opened = opened.await.map_err(|_| shut_down())??;
             let link = UcxSendLink {
@@ -208,9 +212,9 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    /// A vector of pieces names no registered memory, so on a fabric UCX copies it, piece by piece, on the driver's
-    /// thread. This bounds the sender's side alone: where the receiver's blocks of a range lie scattered, UCX copies
-    /// there.
+    /// On a fabric only what is contiguous at both ends moves without a copy: a vector of pieces names no registered
+    /// memory, so UCX copies it, piece by piece, on the driver's thread, and into a scattered receive it fetches by
+    /// active messages, which its thread copies too.
     fn max_runs(&self) -> usize {
         if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
     }

@@ -8,11 +8,12 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
 use super::driver::Driver;
 use super::endpoints::EndpointId;
-use super::hello::{Hello, HelloError};
+use super::hello::{self, AboutError};
 use super::inbox::Descriptor;
 use super::probe::PROBE;
 use crate::error::Refusal;
-use crate::registry::Claim;
+use crate::handshake::{Hello, Nonces};
+use crate::registry::{Authenticated, Claim};
 use crate::wire::{Answer, HEADER_BYTES, Header};
 
 /// Hand-offs announced and not yet forgotten.
@@ -84,21 +85,26 @@ impl Receiving {
 }
 
 impl Driver {
+    /// A hello reaches nothing before its hand-off's key was proved: no endpoint is made for anybody else.
     pub(super) fn on_hello(&mut self, protocol: u32, payload: &[u8]) {
-        let hello = Hello::parse(payload, &self.build_id, &self.key);
-        let build = if protocol == PROTOCOL_VERSION { Ok(()) } else { Err(HelloError::Build) };
-        let hello = match build.and(hello) {
-            Ok(hello) => hello,
-            Err(error) => {
-                tracing::debug!("KV hello refused: {error}");
-                self.shared.registry.counters().rejected_hello_addresses.fetch_add(1, Relaxed);
-                self.shared.registry.violation();
-                return;
+        let hello = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES);
+        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
+            return self.refuse_hello(&AboutError::Malformed);
+        };
+        let authenticated = match self.shared.registry.authenticate(&hello) {
+            Ok(authenticated) => authenticated,
+            Err(refusal) => {
+                self.refuse_hello(&refusal);
+                return self.answer_known(&hello, refusal);
             }
+        };
+        let address = match hello::address(hello.about, &self.build_id, &self.key) {
+            Ok(address) => address,
+            Err(error) => return self.refuse_hello(&error),
         };
         let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
         let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = match self.endpoints.connect(&hello.address, Instant::now(), busy) {
+        let endpoint = match self.endpoints.connect(&address, Instant::now(), busy) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
@@ -107,24 +113,44 @@ impl Driver {
             }
         };
         // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
-        let answer = match self.welcomes(endpoint, hello.handoff) {
+        let (header, payload) = match self.welcomes(endpoint, hello.handoff, &authenticated) {
             Ok(()) => {
                 self.receiving.list(hello.handoff, endpoint);
-                Header::Welcome(hello.handoff)
+                let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
+                let welcome = authenticated.secret().welcome(nonces, hello.about, &[]);
+                (Header::Welcome(hello.handoff), welcome)
             }
             // Told, or it would wait for its lease.
-            Err(refusal) => Header::Answer(hello.handoff, Answer::Refused(refusal)),
+            Err(refusal) => (Header::Answer(hello.handoff, Answer::Refused(refusal)), Vec::new()),
         };
-        self.post_frame(endpoint, answer, Vec::new());
+        self.post_frame(endpoint, header, payload);
     }
 
-    /// Whether a hand-off may come from `endpoint`. Refusals are counted.
-    fn welcomes(&mut self, endpoint: EndpointId, handoff: HandoffId) -> Result<(), Refusal> {
+    fn refuse_hello(&self, why: &dyn std::fmt::Display) {
+        tracing::debug!("KV hello refused: {why}");
+        self.shared.registry.counters().rejected_hellos.fetch_add(1, Relaxed);
+        self.shared.registry.violation();
+    }
+
+    /// Somebody without the key of a hand-off is told so if there is an endpoint to it anyway.
+    fn answer_known(&mut self, hello: &Hello<'_>, refusal: Refusal) {
+        let address = hello::address(hello.about, &self.build_id, &self.key);
+        if let Some(endpoint) = address.ok().and_then(|address| self.endpoints.known(&address)) {
+            self.post_frame(endpoint, Header::Answer(hello.handoff, Answer::Refused(refusal)), Vec::new());
+        }
+    }
+
+    /// Opens a hand-off for `endpoint`. Refusals are counted.
+    fn welcomes(
+        &mut self,
+        endpoint: EndpointId,
+        handoff: HandoffId,
+        authenticated: &Authenticated,
+    ) -> Result<(), Refusal> {
         let registry = &self.shared.registry;
-        registry.admits(endpoint.into(), handoff)?;
         let refusal = match self.receiving.endpoint(handoff) {
             Some(known) if known != endpoint => Refusal::WrongPeer,
-            _ if self.receiving.has_room() => return Ok(()),
+            _ if self.receiving.has_room() => return registry.open(endpoint.into(), authenticated),
             _ => Refusal::Overloaded,
         };
         registry.counters().count_refusal(refusal);

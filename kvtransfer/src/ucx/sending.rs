@@ -12,10 +12,11 @@ use ucx_sys::ucp_dt_iov;
 use super::address::CheckedAddress;
 use super::driver::{Driver, Opened};
 use super::endpoints::EndpointId;
-use super::hello::Hello;
+use super::hello;
 use super::operations::{SendWork, Work};
 use crate::arena::Run;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::{Nonce, Secret, Welcome};
 use crate::transport::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
@@ -50,8 +51,22 @@ struct Outbound {
 struct Announced {
     opened: Opened,
     reply: Reply,
+    introduction: Introduction,
     /// Given up then.
     until: Instant,
+}
+
+/// What this end has said of itself in a hello: the welcome answers it.
+struct Introduction {
+    secret: Secret,
+    nonce: Nonce,
+    about: Vec<u8>,
+}
+
+impl Introduction {
+    fn is_answered_by(&self, welcome: &[u8]) -> bool {
+        Welcome::parse(welcome).is_some_and(|welcome| self.secret.welcomed(&welcome, self.nonce, &self.about))
+    }
 }
 
 type Reply = oneshot::Sender<Result<Opened, TransferError>>;
@@ -88,7 +103,7 @@ impl Outbound {
 }
 
 impl Driver {
-    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &CheckedAddress, reply: Reply) {
+    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &CheckedAddress, secret: Secret, reply: Reply) {
         let opened = match self.announce(handoff, address) {
             Ok(opened) => opened,
             Err(error) => {
@@ -98,17 +113,25 @@ impl Driver {
             }
         };
         let endpoint = opened.endpoint;
-        let announced = Some(Announced { opened, reply, until: Instant::now() + self.config.stall_timeout });
+        let about = hello::about(&self.build_id, &self.shared.address());
+        let introduction = Introduction { secret, nonce: rand::random(), about };
+        let hello = introduction.secret.hello(introduction.nonce, &introduction.about);
+        let until = Instant::now() + self.config.stall_timeout;
+        let announced = Some(Announced { opened, reply, introduction, until });
         let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults, announced };
         self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello::encode(handoff, &self.build_id, &self.shared.address());
         self.post_frame(endpoint, Header::hello(), hello);
     }
 
-    pub(super) fn on_welcome(&mut self, handoff: HandoffId) {
+    /// One that was not made with the hand-off's key is garbage: the receiver's own may still come.
+    pub(super) fn on_welcome(&mut self, handoff: HandoffId, payload: &[u8]) {
         let outbound = self.sending.handoffs.get_mut(&handoff);
-        let Some(announced) = outbound.and_then(|outbound| outbound.announced.take()) else { return };
-        if let Err(Ok(unwanted)) = announced.reply.send(Ok(announced.opened)) {
+        let Some(announced) = outbound.map(|outbound| &mut outbound.announced) else { return };
+        let answers = |announced: &mut Announced| announced.introduction.is_answered_by(payload);
+        let Some(Announced { opened, reply, .. }) = announced.take_if(answers) else {
+            return self.shared.registry.violation();
+        };
+        if let Err(Ok(unwanted)) = reply.send(Ok(opened)) {
             drop(unwanted);
             self.cancel(handoff);
         }

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_proto::{HandoffId, PROTOCOL_VERSION};
+use tandem_proto::{PROTOCOL_VERSION, v1};
 use ucx_sys::Api;
 
 use super::address::CheckedAddress;
 use super::driver::{Driver, Shared};
 use super::endpoints::EndpointId;
-use super::hello::Hello;
+use super::hello;
 use super::{UcxConfig, build_id};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::Secret;
 use crate::session::PeerId;
 use crate::wire::Header;
 
@@ -53,9 +54,12 @@ impl Stranger {
         self.driver.endpoints.all().into_iter().map(PeerId::from).collect()
     }
 
-    /// The payload of an honest hello.
-    pub fn hello(&self, handoff: HandoffId) -> Vec<u8> {
-        Hello::encode(handoff, &self.driver.build_id, &self.address())
+    /// The payload of an honest hello to whoever gave the ticket.
+    ///
+    /// # Errors
+    /// As [`Secret::of`].
+    pub fn hello(&self, ticket: &v1::Ticket) -> Result<Vec<u8>, TransferError> {
+        Ok(Secret::of(ticket)?.hello(rand::random(), &hello::about(&self.driver.build_id, &self.address())))
     }
 
     /// Sends a hello with this payload.
