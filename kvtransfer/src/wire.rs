@@ -157,7 +157,7 @@ impl Header {
             return None;
         }
         let header = match kind {
-            0 if b == 0 => Self::Hello { protocol: a },
+            0 if b == 0 && handoff == HandoffId([0; 16]) => Self::Hello { protocol: a },
             DATA => Self::Data(DataHeader { handoff, first: a, count: b, units }),
             2 => Self::Seal(handoff),
             3 => Self::Cancel(handoff),

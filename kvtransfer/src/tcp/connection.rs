@@ -8,16 +8,19 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::HandoffId;
 
-use super::Shared;
+use super::config::TcpConfig;
 use super::frame::garbage;
 use super::greeting::{self, Greeted};
 use super::queue::FrameQueue;
 use super::reader::{Head, Reader};
-use super::sealing::Opener;
+use super::sealing::{Opener, Protection};
 use super::writer::Writer;
+use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::handshake::{KEY_BYTES, Nonces, Secret};
-use crate::session::PeerId;
+use crate::outgoing::PendingAnswers;
+use crate::registry::Registry;
+use crate::terms::PeerId;
 use crate::wire::{Answer, DataHeader, Header, MAX_SEAL_BYTES};
 
 /// An open connection.
@@ -26,33 +29,36 @@ pub(crate) struct Connection {
     stream: TcpStream,
     queue: Arc<FrameQueue>,
     nonces: Nonces,
+    protection: Protection,
 }
 
 impl Connection {
     /// Says hello for the hand-off of `secret`. Whoever reads the connection gets the other half.
     pub fn dial(
         stream: TcpStream,
-        shared: &Shared,
+        config: &TcpConfig,
         peer: PeerId,
+        arena: Arc<Arena>,
         secret: &Secret,
     ) -> Result<(Self, Opener), TransferError> {
-        prepare(&stream, shared)?;
-        let until = Instant::now() + shared.config.connect_timeout;
-        let greeted = greeting::call(&stream, &shared.build_id(), secret, until)?;
-        Ok(Self::start(stream, shared, peer, greeted)?)
+        prepare(&stream, config)?;
+        let until = Instant::now() + config.connect_timeout;
+        let greeted = greeting::call(&stream, &config.build_id(), secret, until)?;
+        Ok(Self::start(stream, config, peer, arena, greeted)?)
     }
 
     /// Expects a hello; `proved` is called when it was one.
     pub fn accept(
         stream: TcpStream,
-        shared: &Shared,
+        config: &TcpConfig,
         peer: PeerId,
+        registry: &Registry,
         proved: impl FnOnce(),
     ) -> Result<(Self, Opener), TransferError> {
-        prepare(&stream, shared)?;
-        let until = Instant::now() + shared.config.connect_timeout;
-        let greeted = greeting::answer(&stream, &shared.build_id(), &shared.registry, peer, until, proved)?;
-        Ok(Self::start(stream, shared, peer, greeted)?)
+        prepare(&stream, config)?;
+        let until = Instant::now() + config.connect_timeout;
+        let greeted = greeting::answer(&stream, &config.build_id(), registry, peer, until, proved)?;
+        Ok(Self::start(stream, config, peer, registry.arena().clone(), greeted)?)
     }
 
     pub fn peer(&self) -> PeerId {
@@ -79,47 +85,56 @@ impl Connection {
     }
 
     /// Reads frames until the connection ends; returns why.
-    pub fn read_loop(&self, opener: Opener, shared: &Shared) -> TransferError {
-        let mut reader = Reader::new(&self.stream, opener, shared.config.protection);
+    pub fn read_loop(&self, opener: Opener, registry: &Arc<Registry>, pending: &PendingAnswers) -> TransferError {
+        let mut reader = Reader::new(&self.stream, opener, self.protection);
         loop {
-            if let Err(error) = self.read_frame(&mut reader, shared) {
+            if let Err(error) = self.read_frame(&mut reader, registry, pending) {
                 if error.kind == TransferErrorKind::Corrupt {
                     tracing::warn!("KV connection closed: {error}");
-                    shared.registry.violation();
+                    registry.violation();
                 }
                 return error;
             }
         }
     }
 
-    fn start(stream: TcpStream, shared: &Shared, peer: PeerId, greeted: Greeted) -> io::Result<(Self, Opener)> {
-        stream.set_read_timeout(Some(shared.config.stall_timeout))?;
-        stream.set_write_timeout(Some(shared.config.stall_timeout))?;
+    fn start(
+        stream: TcpStream,
+        config: &TcpConfig,
+        peer: PeerId,
+        arena: Arc<Arena>,
+        greeted: Greeted,
+    ) -> io::Result<(Self, Opener)> {
+        stream.set_read_timeout(Some(config.stall_timeout))?;
+        stream.set_write_timeout(Some(config.stall_timeout))?;
         let Greeted { nonces, sealer, opener } = greeted;
         let queue = Arc::new(FrameQueue::new());
-        let arena = shared.registry.arena().clone();
-        let mut writer = Writer::new(stream.try_clone()?, arena, sealer, shared.config.protection);
+        let mut writer = Writer::new(stream.try_clone()?, arena, sealer, config.protection);
         let ending = WriterEnding { socket: stream.try_clone()?, queue: queue.clone() };
         std::thread::Builder::new().name("kv-tcp-write".into()).spawn(move || {
             if let Err(error) = writer.run(&ending.queue) {
                 tracing::debug!("KV connection: {error}");
             }
         })?;
-        Ok((Self { peer, stream, queue, nonces }, opener))
+        Ok((Self { peer, stream, queue, nonces, protection: config.protection }, opener))
     }
 
-    fn read_frame(&self, reader: &mut Reader<'_>, shared: &Shared) -> Result<(), TransferError> {
+    fn read_frame(
+        &self,
+        reader: &mut Reader<'_>,
+        registry: &Arc<Registry>,
+        pending: &PendingAnswers,
+    ) -> Result<(), TransferError> {
         let head = reader.head()?;
         match head.header {
-            Header::Data(range) => read_data(self.peer, reader, range, &head, shared),
+            Header::Data(range) => read_data(self.peer, reader, range, &head, registry),
             Header::Seal(handoff) if head.len <= MAX_SEAL_BYTES as u64 => {
                 let payload = reader.payload(&head)?;
-                shared.registry.seal(self.peer, handoff, &payload);
+                registry.seal(self.peer, handoff, &payload);
                 Ok(())
             }
             Header::Join(handoff) if head.len == KEY_BYTES as u64 => {
                 let proof = reader.payload(&head)?.try_into().map_err(|_| garbage())?;
-                let registry = &shared.registry;
                 let joined = registry.authenticate_join(handoff, &proof, self.nonces);
                 if let Err(refusal) = joined.and_then(|authenticated| registry.open(self.peer, &authenticated)) {
                     self.queue.send_now(Header::Answer(handoff, Answer::Refused(refusal)));
@@ -127,15 +142,15 @@ impl Connection {
                 Ok(())
             }
             Header::Cancel(handoff) if head.len == 0 => {
-                shared.registry.cancelled_by(self.peer, handoff);
+                registry.cancelled_by(self.peer, handoff);
                 Ok(())
             }
             Header::KeepAlive(handoff) if head.len == 0 => {
-                shared.registry.keep_alive(self.peer, handoff);
+                registry.keep_alive(self.peer, handoff);
                 Ok(())
             }
             Header::Answer(handoff, answer) if head.len == 0 => {
-                shared.pending.answer(self.peer, handoff, answer);
+                pending.answer(self.peer, handoff, answer);
                 Ok(())
             }
             _ => Err(garbage()),
@@ -162,12 +177,12 @@ fn read_data(
     reader: &mut Reader<'_>,
     range: DataHeader,
     head: &Head,
-    shared: &Shared,
+    registry: &Arc<Registry>,
 ) -> Result<(), TransferError> {
-    if head.len > shared.registry.arena().bytes() as u64 {
+    if head.len > registry.arena().bytes() as u64 {
         return Err(garbage());
     }
-    let Ok(claim) = shared.registry.claim(peer, range, head.len) else { return reader.discard(head) };
+    let Ok(claim) = registry.claim(peer, range, head.len) else { return reader.discard(head) };
     let mut offset = 0;
     while offset < claim.bytes() {
         let part = reader.part(head, claim.bytes() - offset)?;
@@ -178,7 +193,7 @@ fn read_data(
     Ok(())
 }
 
-fn prepare(stream: &TcpStream, shared: &Shared) -> io::Result<()> {
+fn prepare(stream: &TcpStream, config: &TcpConfig) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
     socket.set_tcp_nodelay(true)?;
     // Buffers stay as the kernel tunes them: fixed ones of megabytes were slower, they do not fit the cache.
@@ -189,8 +204,8 @@ fn prepare(stream: &TcpStream, shared: &Shared) -> io::Result<()> {
     let keepalive =
         socket2::TcpKeepalive::new().with_time(Duration::from_secs(2)).with_interval(Duration::from_secs(1));
     socket.set_tcp_keepalive(&keepalive.with_retries(3))?;
-    socket.set_tcp_user_timeout(Some(shared.config.stall_timeout))?;
-    stream.set_write_timeout(Some(shared.config.connect_timeout))
+    socket.set_tcp_user_timeout(Some(config.stall_timeout))?;
+    stream.set_write_timeout(Some(config.connect_timeout))
 }
 
 /// Nothing congests a loopback, but BBR paces there too, by a bandwidth that it estimated in the pauses between two

@@ -11,7 +11,7 @@ use super::sealing::{Opener, Sealer};
 use crate::error::{Refusal, TransferError, TransferErrorKind};
 use crate::handshake::{Direction, HELLO_HEAD_BYTES, Hello, Nonces, Secret, WELCOME_HEAD_BYTES, Welcome};
 use crate::registry::Registry;
-use crate::session::PeerId;
+use crate::terms::PeerId;
 use crate::wire::{Answer, Header, MAX_HELLO_BYTES};
 
 /// What both ends have agreed upon.

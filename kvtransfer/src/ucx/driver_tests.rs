@@ -1,18 +1,25 @@
 //! The driver with events in an order that UCX rarely gives. Each test's thread owns a worker; without UCX they skip.
+use std::sync::Arc;
+
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_memory::HostMemory;
-use tandem_proto::{Incarnation, v1};
+use tandem_proto::{HandoffId, Incarnation, v1};
+use tokio::sync::oneshot;
 
+use super::super::address::CheckedAddress;
+use super::super::commands::Opened;
 use super::super::hello;
+use super::super::queue::Queue;
 use super::*;
+use crate::arena::Arena;
 use crate::error::Refusal;
 use crate::handshake::{HELLO_HEAD_BYTES, Hello, Secret};
 use crate::incoming::Incoming;
-use crate::registry::{Claim, PeerLink};
-use crate::session::{DEFAULT_GRACE, PeerId};
-use crate::transport::{Grant, Held};
-use crate::wire::{Units, encode_seal};
+use crate::registry::{Claim, PeerLink, Registry};
+use crate::session::DEFAULT_GRACE;
+use crate::terms::{Grant, Held, PeerId};
+use crate::wire::{Answer, DataHeader, Units, encode_seal};
 
 /// Says nothing of whether the peer lives.
 const UCS_ERR_IO_ERROR: ucx_sys::ucs_status_t = -3;
@@ -68,7 +75,7 @@ fn grant(handoff: HandoffId, owner: Arc<()>) -> Grant {
 /// A grant of one block that is out, and the block's owner.
 fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) {
     let owner = Arc::new(());
-    let incoming = registry.accept(grant(handoff, owner.clone()), Default::default(), Vec::new());
+    let incoming = Incoming::accept(registry, grant(handoff, owner.clone()), Default::default(), Vec::new());
     (incoming.expect("accept"), owner)
 }
 
@@ -107,7 +114,7 @@ fn a_receive_that_fails_after_its_endpoint_was_let_go_frees_its_blocks() {
     let (incoming, claim, owner) = claimed(&driver, gone);
     driver.shared.registry.cancelled_by(gone.into(), HandoffId([1; 16]));
     assert_eq!(driver.shared.registry.quarantined().handoffs, 1);
-    driver.finished(gone, Work::Receive { claim, target: Vec::new() }, false);
+    driver.finished(gone, Cargo::Receive { claim, target: Vec::new() }, false);
     assert_eq!(driver.shared.registry.quarantined().handoffs, 0);
     assert_eq!(Arc::strong_count(&owner), 1);
     drop(incoming);
@@ -120,7 +127,7 @@ fn a_receive_that_fails_before_that_waits_for_the_others_of_its_endpoint() {
     let closed = EndpointId(77);
     let (incoming, claim, owner) = claimed(&driver, closed);
     driver.closed.push(Closed { id: closed, confirmed: true, loss: Loss::Dead });
-    driver.finished(closed, Work::Receive { claim, target: Vec::new() }, false);
+    driver.finished(closed, Cargo::Receive { claim, target: Vec::new() }, false);
     assert_eq!(Arc::strong_count(&owner), 2, "held");
     driver.tick(Instant::now());
     assert_eq!(Arc::strong_count(&owner), 1);
@@ -379,8 +386,8 @@ fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_
 /// UCX has not ended this receive.
 fn hangs(driver: &mut Driver, endpoint: EndpointId, claim: Claim) -> OperationId {
     let operation = driver.operations.next_id();
-    let work = Work::Receive { claim, target: Vec::new() };
-    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
+    let cargo = Cargo::Receive { claim, target: Vec::new() };
+    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, cargo });
     operation
 }
 
