@@ -298,6 +298,16 @@ impl Registry {
         }
     }
 
+    /// The address in the tickets that are out leads nowhere any more: grants that nobody has opened end, so that their
+    /// blocks need not wait for their leases.
+    pub fn withdraw(&self) {
+        let mut table = self.lock();
+        for handoff in table.sessions.withdraw(clock::now()) {
+            self.counters.aborted_handoffs.fetch_add(1, Relaxed);
+            table.fail(handoff, TransferError::peer_gone("the KV transport has another address now"));
+        }
+    }
+
     /// A frame or a connection that is not ours to read.
     pub fn violation(&self) {
         self.counters.protocol_errors.fetch_add(1, Relaxed);
@@ -398,7 +408,12 @@ impl Registry {
             table.fail(handoff, refusal.into());
         }
         drop(table);
-        tracing::warn!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
+        // A peer that keeps sending for what is over may not fill the log.
+        if rejected.aborted {
+            tracing::warn!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
+        } else {
+            tracing::debug!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
+        }
         self.link.answer(peer, handoff, Answer::Refused(refusal));
         refusal
     }

@@ -352,6 +352,12 @@ impl Sessions {
         ended
     }
 
+    /// The tickets that are out lead nowhere any more: ends what nobody has opened. Returns those that ended.
+    pub fn withdraw(&mut self, now: Instant) -> Vec<HandoffId> {
+        let unopened = self.ids(|session| session.state == State::Offered);
+        unopened.into_iter().filter(|id| self.abort(*id, now).is_some()).collect()
+    }
+
     /// Ends what is past its lease (a sealed hand-off is being verified, and is left to that).
     pub fn expire(&mut self, now: Instant) -> Vec<(HandoffId, Ended)> {
         let over = |s: &Session| now >= s.deadline && !matches!(s.state, State::Sealed | State::Aborted);

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use suite::{Pair, arena};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_kvtransfer::tcp::{Protection, TcpConfig, TcpTransport};
+use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Faults, TransferErrorKind, Transport};
+use tandem_kvtransfer::{Faults, Transport};
 
 /// Both ends in this process; `None`: the backend cannot run here, and said so. `faults` are the sender's.
 type MakePair = fn(block_bytes: usize, faults: Faults) -> Option<Pair>;
@@ -43,15 +44,7 @@ fn sockets(protection: Protection, block_bytes: usize, faults: Faults) -> Option
 }
 
 fn ucx(profile: UcxProfile, block_bytes: usize, faults: Faults) -> Option<Pair> {
-    let start = |arena, faults| match UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }) {
-        Ok(transport) => Some(transport),
-        // Only a host without UCX may skip; a UCX that does not work is a failure.
-        Err(error) if error.kind == TransferErrorKind::Incompatible => {
-            println!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("UCX is there and does not start: {error}"),
-    };
+    let start = |arena, faults| or_skip(UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }));
     let (from, to) = (arena(block_bytes), arena(block_bytes));
     let sender = start(from.clone(), faults)?;
     let receiver = start(to.clone(), Faults::default())?;

@@ -27,6 +27,7 @@ mod tests {
 
     use super::super::address::CheckedAddress;
     use super::super::commands::Command;
+    use super::super::presence::or_skip;
     use super::super::queue::Queue;
     use super::super::{UcxConfig, UcxProfile, UcxTransport};
     use super::*;
@@ -87,8 +88,8 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_transport_without_its_thread_says_so_and_refuses() {
-        let start = || UcxTransport::start(arena(), UcxConfig::new(UcxProfile::Shm));
-        let (Ok(transport), Ok(peer)) = (start(), start()) else { return };
+        let start = || or_skip(UcxTransport::start(arena(), UcxConfig::new(UcxProfile::Shm)));
+        let (Some(transport), Some(peer)) = (start(), start()) else { return };
         assert_eq!(transport.failed(), None);
         let grant = |id| Grant {
             handoff: HandoffId([id; 16]),

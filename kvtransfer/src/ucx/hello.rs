@@ -1,19 +1,22 @@
-//! What a sender says of itself in its hello: its build, and where the receiver's answers go. The first of them is the
+//! What a sender says of itself in its hello: where it comes from, its build, and where the receiver's answers go. The first of them is the
 //! welcome, and nothing else of the hand-off is sent before it came. Who made the hello is seen first, by the key of
 //! the hand-off (`handshake.rs`); the address is tagged as in a ticket all the same (`address.rs`), since a key says
 //! that its holder may fill blocks, not that its bytes may be given to UCX.
 //!
 //! ```text
-//! 0..2  bytes of the build id   (little endian)
-//! 2..   build id, then the sender's address, tagged
+//! 0..52  where it comes from (`origin.rs`), which is all that a receiver says of itself in the welcome
+//! 52..54 bytes of the build id   (little endian)
+//! 54..   build id, then the sender's address, tagged
 //! ```
 use super::address::{AddressKey, CheckedAddress, HEAD_BYTES, MAX_ADDRESS_BYTES};
+use super::origin::{ORIGIN_BYTES, Origin};
 use crate::error::AddressError;
 use crate::handshake::HELLO_HEAD_BYTES;
 use crate::wire::MAX_HELLO_BYTES;
 
 /// All of a hello.
-pub(super) const MAX_BYTES: usize = HELLO_HEAD_BYTES + 2 + MAX_HELLO_BYTES + HEAD_BYTES + MAX_ADDRESS_BYTES;
+pub(super) const MAX_BYTES: usize =
+    HELLO_HEAD_BYTES + ORIGIN_BYTES + 2 + MAX_HELLO_BYTES + HEAD_BYTES + MAX_ADDRESS_BYTES;
 
 /// Why what a sender says of itself was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -26,29 +29,42 @@ pub(super) enum AboutError {
     Address(#[from] AddressError),
 }
 
-/// `address` as it travels.
-pub(super) fn about(build_id: &str, address: &[u8]) -> Vec<u8> {
-    let mut bytes = (build_id.len() as u16).to_le_bytes().to_vec();
-    bytes.extend_from_slice(build_id.as_bytes());
-    bytes.extend_from_slice(address);
-    bytes
+/// What a sender says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct About {
+    pub(super) origin: Origin,
+    pub(super) address: CheckedAddress,
 }
 
-/// The address of a sender of `build_id`.
-pub(super) fn address(about: &[u8], build_id: &str, key: &AddressKey) -> Result<CheckedAddress, AboutError> {
-    let (length, rest) = about.split_first_chunk::<2>().ok_or(AboutError::Malformed)?;
-    let (build, address) =
-        rest.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(AboutError::Malformed)?;
-    if build != build_id.as_bytes() {
-        return Err(AboutError::Build);
+impl About {
+    /// As it travels; `address` sealed.
+    pub(super) fn encode(origin: &Origin, build_id: &str, address: &[u8]) -> Vec<u8> {
+        let mut bytes = origin.encode().to_vec();
+        bytes.extend_from_slice(&(build_id.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(build_id.as_bytes());
+        bytes.extend_from_slice(address);
+        bytes
     }
-    Ok(CheckedAddress::parse(address, key)?)
+
+    /// Reads that of a sender of `build_id`.
+    pub(super) fn parse(about: &[u8], build_id: &str, key: &AddressKey) -> Result<Self, AboutError> {
+        let (origin, rest) = Origin::parse(about).ok_or(AboutError::Malformed)?;
+        let (length, rest) = rest.split_first_chunk::<2>().ok_or(AboutError::Malformed)?;
+        let (build, address) =
+            rest.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(AboutError::Malformed)?;
+        if build != build_id.as_bytes() {
+            return Err(AboutError::Build);
+        }
+        Ok(Self { origin, address: CheckedAddress::parse(address, key)? })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::origin::Generation;
+    use super::super::process::ProcessName;
     use super::*;
 
     const BUILD: &str = "ucx-1.13.1/shm/tka1";
@@ -62,18 +78,19 @@ mod tests {
         fn round_trip_and_one_changed_byte(
             bytes in prop::collection::vec(any::<u8>(), 1..300), at in any::<prop::sample::Index>(),
         ) {
-            let checked = CheckedAddress::own(&bytes).expect("short");
-            let mut said = about(BUILD, &checked.sealed(&key()));
-            prop_assert_eq!(address(&said, BUILD, &key()), Ok(checked));
-            prop_assert_eq!(address(&said, "another", &key()), Err(AboutError::Build));
-            let at = at.index(said.len());
+            let origin = Origin { generation: Generation(3), paired: None, process: ProcessName::own() };
+            let address = CheckedAddress::own(&bytes).expect("short");
+            let mut said = About::encode(&origin, BUILD, &address.sealed(&key()));
+            prop_assert_eq!(About::parse(&said, "another", &key()), Err(AboutError::Build));
+            let at = ORIGIN_BYTES + at.index(said.len() - ORIGIN_BYTES);
+            prop_assert_eq!(About::parse(&said, BUILD, &key()), Ok(About { origin, address }));
             said[at] ^= 0x40;
-            prop_assert!(address(&said, BUILD, &key()).is_err());
+            prop_assert!(About::parse(&said, BUILD, &key()).is_err(), "the proof covers the origin");
         }
 
         #[test]
         fn never_panics(bytes in prop::collection::vec(any::<u8>(), 0..5000)) {
-            prop_assert!(address(&bytes, BUILD, &key()).is_err());
+            prop_assert!(About::parse(&bytes, BUILD, &key()).is_err());
         }
     }
 }

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use crate::terms::PeerId;
 
 /// Names an endpoint for the life of the transport; also the peer's name in the registry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct EndpointId(pub(super) u64);
 
 impl EndpointId {

@@ -5,11 +5,17 @@
 //! of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
-//! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
-//! tables, `ids` their names. `address` is what is checked before UCX reads it, `inbox` what callbacks leave;
-//! `commands` are what the process says to the driver, and `queue` is how; `ending` is what is left when it is gone,
-//! `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is what a sender says of
-//! itself, `survey` what UCX can open on a machine.
+//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `endpoints` and
+//! `operations` are the tables on it, `ids` their names. `custody` decides when the blocks of a lost peer are free,
+//! with what `process` and `probe` find out. `address` is what is checked before UCX reads it, `inbox` what callbacks
+//! leave; `commands` are what the process says to the driver, and `queue` is how; `ending` is what is left when it is
+//! gone. `profile` picks UCX's transports, `hello` is what a sender says of itself, `origin` says in it
+//! which endpoint it comes from, `survey` is what UCX can open on a machine.
+//!
+//! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
+//! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
+//! up its blocks, and keeps what UCX may look at). A hand-off is *answered*, *cancelled* by its sender, or *refused*. A
+//! peer is *fenced* in the registry when it is free.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
@@ -17,6 +23,8 @@
 
 mod address;
 mod commands;
+mod custody;
+mod desk;
 mod driver;
 mod ending;
 mod endpoints;
@@ -24,8 +32,12 @@ mod hello;
 mod ids;
 mod inbox;
 mod operations;
+mod origin;
 mod owners;
+#[doc(hidden)]
+pub mod presence;
 mod probe;
+mod process;
 pub mod profile;
 mod queue;
 mod receiving;
@@ -36,6 +48,7 @@ pub mod stranger;
 pub mod survey;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 
 use futures::future::BoxFuture;
@@ -175,8 +188,9 @@ fn build_id(api: &Api, config: &UcxConfig) -> String {
 impl Shared {
     fn new(arena: Arc<Arena>, config: &UcxConfig) -> std::io::Result<Self> {
         let queue = Queue::new()?;
-        let link = Box::new(UcxPeerLink { queue: queue.clone() });
-        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
+        let counters = Arc::new(Counters::default());
+        let link = Box::new(UcxPeerLink { queue: queue.clone(), counters: counters.clone() });
+        let registry = Registry::new(arena.clone(), counters, link, config.grace);
         let (address, failure) = (Arc::default(), Arc::default());
         Ok(Self { arena, registry, pending: Arc::default(), queue, address, failure })
     }
@@ -188,12 +202,18 @@ fn shut_down() -> TransferError {
 
 struct UcxPeerLink {
     queue: Arc<Queue<Command>>,
+    counters: Arc<Counters>,
 }
 
 impl PeerLink for UcxPeerLink {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
-        // After shutdown there is nobody to tell.
-        let _ = self.queue.send_now(Command::Answer { endpoint: EndpointId(peer.0), handoff, answer });
+        let command = Command::Answer { endpoint: EndpointId(peer.0), handoff, answer };
+        let sent = match answer {
+            Answer::Ack => self.queue.send_now(command),
+            Answer::Refused(_) => self.queue.send_refusal(command),
+        };
+        // Flooded, or after shutdown, where there is nobody to tell.
+        self.counters.dropped_frames.fetch_add(u64::from(sent.is_err()), Relaxed);
     }
 
     fn cut_off(&self, peer: PeerId) {

@@ -35,15 +35,6 @@ pub(super) enum Cargo {
     Lost { _header: Vec<u8>, _payload: Vec<u8>, _target: Vec<ucp_dt_iov> },
 }
 
-/// What may still happen to the receives of a closed endpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Writes {
-    /// Nobody can write any more.
-    Over,
-    /// A peer that lives may still write into shared memory.
-    Possible,
-}
-
 /// A range on its way out.
 pub(super) struct SendCargo {
     pub(super) handoff: HandoffId,
@@ -113,22 +104,37 @@ impl Operations {
         late.map(|operation| operation.endpoint).collect()
     }
 
-    /// The endpoint is closed, but UCX did not complete these: they give up their blocks and keep what UCX might look
-    /// at. Reading blocks late harms nobody, writing does: receives stay whole while writes are possible. Returns how
-    /// many.
-    pub(super) fn abandon(&mut self, endpoint: EndpointId, writes: Writes) -> usize {
-        let mut kept = 0;
+    /// Receives of an endpoint that UCX has not ended.
+    pub(super) fn receives(&self, endpoint: EndpointId) -> usize {
+        let of =
+            |operation: &&Operation| operation.endpoint == endpoint && matches!(operation.cargo, Cargo::Receive { .. });
+        self.table.values().filter(of).count()
+    }
+
+    /// The endpoint is closed, but UCX did not complete these, and nobody can write into them: they give up their
+    /// blocks and keep what UCX might look at.
+    pub(super) fn abandon(&mut self, endpoint: EndpointId) {
+        self.extended.remove(&endpoint);
+        let of = self.table.values_mut().filter(|operation| operation.endpoint == endpoint);
+        for operation in of.filter(|operation| !matches!(operation.cargo, Cargo::Lost { .. })) {
+            self.lost += 1;
+            operation.cargo.lose();
+        }
+    }
+
+    /// As [`Operations::abandon`], while somebody may still write: receives stay whole. Reading late harms nobody.
+    pub(super) fn quarantine(&mut self, endpoint: EndpointId) {
         self.extended.remove(&endpoint);
         for operation in self.table.values_mut().filter(|operation| operation.endpoint == endpoint) {
-            if matches!(operation.cargo, Cargo::Receive { .. }) && writes == Writes::Possible {
-                operation.deadline = None;
-                kept += 1;
-            } else if !matches!(operation.cargo, Cargo::Lost { .. }) {
-                self.lost += 1;
-                operation.cargo.lose();
+            match operation.cargo {
+                Cargo::Receive { .. } => operation.deadline = None,
+                Cargo::Lost { .. } => {}
+                Cargo::Frame { .. } | Cargo::Send(_) => {
+                    self.lost += 1;
+                    operation.cargo.lose();
+                }
             }
         }
-        kept
     }
 
     #[cfg(test)]

@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
-use super::driver::Driver;
-use super::hello::{self, AboutError};
+use super::desk::Desk;
+use super::hello::{self, About, AboutError};
 use super::ids::EndpointId;
 use super::inbox::Descriptor;
-use super::probe::PROBE;
 use crate::error::Refusal;
 use crate::handshake::{Hello, Nonces};
 use crate::registry::{Authenticated, Claim};
@@ -43,6 +42,11 @@ pub(super) struct Leftovers {
 impl Receiving {
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
         self.handoffs.values().any(|inbound| inbound.endpoint == endpoint && inbound.forget_at.is_none())
+    }
+
+    /// Some hand-off is not over.
+    pub(super) fn is_busy(&self) -> bool {
+        self.handoffs.values().any(|inbound| inbound.forget_at.is_none())
     }
 
     pub(super) fn hold(&mut self, endpoint: EndpointId, claim: Claim) {
@@ -84,134 +88,142 @@ impl Receiving {
     }
 }
 
-impl Driver {
-    /// A hello reaches nothing before its hand-off's key was proved: no endpoint is made for anybody else.
-    pub(super) fn on_hello(&mut self, protocol: u32, payload: &[u8]) {
+impl Receiving {
+    /// Somebody announces a hand-off. The hello reaches nothing before its hand-off's key was proved: no endpoint is made
+    /// for anybody else. `busy`: other endpoints that the node needs.
+    pub(super) fn on_hello(
+        &mut self,
+        desk: &mut Desk,
+        protocol: u32,
+        payload: &[u8],
+        busy: impl Fn(EndpointId) -> bool,
+    ) {
         let hello = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES);
         let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
-            return self.refuse_hello(&AboutError::Malformed);
+            return refuse_hello(desk, &AboutError::Malformed);
         };
-        let authenticated = match self.shared.registry.authenticate(&hello) {
+        let about = About::parse(hello.about, &desk.build_id, &desk.key);
+        let authenticated = match desk.registry().authenticate(&hello) {
             Ok(authenticated) => authenticated,
             Err(refusal) => {
-                self.refuse_hello(&refusal);
-                return self.answer_known(&hello, refusal);
+                refuse_hello(desk, &refusal);
+                // Told if there is an endpoint to it anyway.
+                if let Some(known) = about.ok().and_then(|about| desk.endpoints.known(&about.address)) {
+                    let answer = Header::Answer(hello.handoff, Answer::Refused(refusal));
+                    desk.post_frame(known, answer, Vec::new());
+                }
+                return;
             }
         };
-        let address = match hello::address(hello.about, &self.build_id, &self.key) {
-            Ok(address) => address,
-            Err(error) => return self.refuse_hello(&error),
+        let about = match about {
+            Ok(about) => about,
+            Err(error) => return refuse_hello(desk, &error),
         };
-        let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
-        let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = match self.endpoints.connect(&address, Instant::now(), busy) {
+        let endpoint = match desk.answer_to(&about.address, &about.origin, |id| self.uses(id) || busy(id)) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
-                self.shared.registry.violation();
+                desk.registry().violation();
                 return;
             }
         };
         // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
-        let (header, payload) = match self.welcomes(endpoint, hello.handoff, &authenticated) {
+        match self.welcomes(desk, endpoint, hello.handoff, &authenticated) {
             Ok(()) => {
-                self.receiving.list(hello.handoff, endpoint);
+                self.list(hello.handoff, endpoint);
                 let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
-                let welcome = authenticated.secret().welcome(nonces, hello.about, &[]);
-                (Header::Welcome(hello.handoff), welcome)
+                let origin = desk.origin(endpoint).encode();
+                let welcome = authenticated.secret().welcome(nonces, hello.about, &origin);
+                desk.post_frame(endpoint, Header::Welcome(hello.handoff), welcome);
             }
             // Told, or it would wait for its lease.
-            Err(refusal) => (Header::Answer(hello.handoff, Answer::Refused(refusal)), Vec::new()),
-        };
-        self.post_frame(endpoint, header, payload);
-    }
-
-    fn refuse_hello(&self, why: &dyn std::fmt::Display) {
-        tracing::debug!("KV hello refused: {why}");
-        self.shared.registry.counters().rejected_hellos.fetch_add(1, Relaxed);
-        self.shared.registry.violation();
-    }
-
-    /// Somebody without the key of a hand-off is told so if there is an endpoint to it anyway.
-    fn answer_known(&mut self, hello: &Hello<'_>, refusal: Refusal) {
-        let address = hello::address(hello.about, &self.build_id, &self.key);
-        if let Some(endpoint) = address.ok().and_then(|address| self.endpoints.known(&address)) {
-            self.post_frame(endpoint, Header::Answer(hello.handoff, Answer::Refused(refusal)), Vec::new());
+            Err(refusal) => {
+                let answer = Header::Answer(hello.handoff, Answer::Refused(refusal));
+                desk.post_frame(endpoint, answer, Vec::new());
+            }
         }
+    }
+
+    pub(super) fn on_range(
+        &mut self,
+        desk: &mut Desk,
+        header: &[u8; HEADER_BYTES],
+        length: usize,
+        descriptor: Descriptor,
+    ) {
+        let parsed = Header::parse(header);
+        // Not one that overtook its hello: senders wait for the welcome.
+        let known = match parsed {
+            Some(Header::Data(range)) => self.endpoint(range.handoff).map(|endpoint| (range, endpoint)),
+            _ => None,
+        };
+        let Some((range, endpoint)) = known else {
+            desk.registry().violation();
+            desk.release(descriptor);
+            return;
+        };
+        match desk.registry().claim(endpoint.into(), range, length as u64) {
+            Ok(claim) => desk.receive(endpoint, descriptor, claim),
+            // The registry has answered.
+            Err(_) => desk.release(descriptor),
+        }
+    }
+
+    pub(super) fn on_seal(&mut self, desk: &Desk, handoff: HandoffId, payload: &[u8]) {
+        match self.endpoint(handoff) {
+            Some(endpoint) => desk.registry().seal(endpoint.into(), handoff, payload),
+            None => desk.registry().violation(),
+        }
+    }
+
+    pub(super) fn on_keep_alive(&mut self, desk: &Desk, handoff: HandoffId) {
+        match self.endpoint(handoff) {
+            Some(endpoint) => desk.registry().keep_alive(endpoint.into(), handoff),
+            None => desk.registry().violation(),
+        }
+    }
+
+    pub(super) fn on_cancel(&mut self, desk: &Desk, handoff: HandoffId) {
+        if let Some(endpoint) = self.endpoint(handoff) {
+            desk.registry().cancelled_by(endpoint.into(), handoff);
+            self.forget_later(handoff);
+        }
+    }
+
+    /// At shutdown: senders would wait for their lease otherwise.
+    pub(super) fn refuse_all(&mut self, desk: &mut Desk) {
+        let open = self.handoffs.iter().filter(|(_, inbound)| inbound.forget_at.is_none());
+        let open: Vec<_> = open.map(|(handoff, inbound)| (*handoff, inbound.endpoint)).collect();
+        for (handoff, endpoint) in open {
+            self.answer(desk, endpoint, handoff, Answer::Refused(Refusal::Cancelled));
+        }
+    }
+
+    pub(super) fn answer(&mut self, desk: &mut Desk, to: EndpointId, handoff: HandoffId, answer: Answer) {
+        desk.post_frame(to, Header::Answer(handoff, answer), Vec::new());
+        self.forget_later(handoff);
     }
 
     /// Opens a hand-off for `endpoint`. Refusals are counted.
     fn welcomes(
         &mut self,
+        desk: &Desk,
         endpoint: EndpointId,
         handoff: HandoffId,
         authenticated: &Authenticated,
     ) -> Result<(), Refusal> {
-        let registry = &self.shared.registry;
-        let refusal = match self.receiving.endpoint(handoff) {
+        let refusal = match self.endpoint(handoff) {
             Some(known) if known != endpoint => Refusal::WrongPeer,
-            _ if self.receiving.has_room() => return registry.open(endpoint.into(), authenticated),
+            _ if self.has_room() => return desk.registry().open(endpoint.into(), authenticated),
             _ => Refusal::Overloaded,
         };
-        registry.counters().count_refusal(refusal);
+        desk.registry().counters().count_refusal(refusal);
         Err(refusal)
     }
+}
 
-    pub(super) fn on_range(&mut self, header: &[u8; HEADER_BYTES], length: usize, descriptor: Descriptor) {
-        let Some(Header::Data(range)) = Header::parse(header) else {
-            self.shared.registry.violation();
-            self.release(descriptor);
-            return;
-        };
-        // Not one that overtook its hello: senders wait for the welcome.
-        let Some(endpoint) = self.receiving.endpoint(range.handoff) else {
-            self.shared.registry.violation();
-            self.release(descriptor);
-            return;
-        };
-        match self.shared.registry.claim(endpoint.into(), range, length as u64) {
-            Ok(claim) => self.receive(endpoint, descriptor, claim),
-            // The registry has answered.
-            Err(_) => self.release(descriptor),
-        }
-    }
-
-    pub(super) fn on_seal(&mut self, handoff: HandoffId, payload: &[u8]) {
-        match self.receiving.endpoint(handoff) {
-            Some(endpoint) => self.shared.registry.seal(endpoint.into(), handoff, payload),
-            None => self.shared.registry.violation(),
-        }
-    }
-
-    pub(super) fn on_keep_alive(&mut self, handoff: HandoffId) {
-        match self.receiving.endpoint(handoff) {
-            Some(endpoint) => self.shared.registry.keep_alive(endpoint.into(), handoff),
-            None => self.shared.registry.violation(),
-        }
-    }
-
-    pub(super) fn on_cancel(&mut self, handoff: HandoffId) {
-        if handoff == PROBE {
-            self.probe = None;
-            return;
-        }
-        if let Some(endpoint) = self.receiving.endpoint(handoff) {
-            self.shared.registry.cancelled_by(endpoint.into(), handoff);
-            self.receiving.forget_later(handoff);
-        }
-    }
-
-    /// At shutdown: senders would wait for their lease otherwise.
-    pub(super) fn refuse_all(&mut self) {
-        let open = self.receiving.handoffs.iter().filter(|(_, inbound)| inbound.forget_at.is_none());
-        let open: Vec<_> = open.map(|(handoff, inbound)| (*handoff, inbound.endpoint)).collect();
-        for (handoff, endpoint) in open {
-            self.answer(endpoint, handoff, Answer::Refused(Refusal::Cancelled));
-        }
-    }
-
-    pub(super) fn answer(&mut self, to: EndpointId, handoff: HandoffId, answer: Answer) {
-        self.post_frame(to, Header::Answer(handoff, answer), Vec::new());
-        self.receiving.forget_later(handoff);
-    }
+fn refuse_hello(desk: &Desk, why: &dyn std::fmt::Display) {
+    tracing::debug!("KV hello refused: {why}");
+    desk.registry().counters().rejected_hellos.fetch_add(1, Relaxed);
+    desk.registry().violation();
 }
