@@ -12,7 +12,7 @@
 //! - [`arena`]: KV memory (`tandem-memory`) as blocks.
 //! - [`error`], [`counters`]: what went wrong, and how often.
 //! - Backends: [`mem`] (in one process, with fault knobs), [`tcp`] (plain sockets), [`ucx`] (UCX active messages);
-//!   [`mod@select`] chooses one.
+//!   [`mod@select`] starts them, [`transports`] is what a node has of them.
 //!
 //! Only `ucx` holds `unsafe`. Read next: `transport.rs`.
 #![deny(unsafe_code)]
@@ -35,6 +35,7 @@ pub mod select;
 pub mod session;
 pub mod tcp;
 pub mod transport;
+pub mod transports;
 pub mod ucx;
 pub mod wire;
 
@@ -49,3 +50,4 @@ pub use outgoing::Outgoing;
 pub use seal::{Manifest, seal_for};
 pub use tandem_memory::Run;
 pub use transport::{BlockOwner, Expected, Faults, Grant, Held, Landed, Receipt, Transport, Verified};
+pub use transports::Transports;

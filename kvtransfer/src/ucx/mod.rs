@@ -40,7 +40,7 @@ use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
-pub use ucx_sys::prepare_environment;
+pub use ucx_sys::{SETTINGS, prepare_environment};
 
 use self::address::{AddressKey, CheckedAddress};
 use self::driver::{Command, Driver, Shared};
@@ -96,7 +96,7 @@ impl UcxTransport {
         })?;
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
         let name = outcome.recv().unwrap_or_else(died)?;
-        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
+        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id, reach: None };
         Ok(Arc::new(Self { info, shared, config, key, thread: Some(thread) }))
     }
 }
