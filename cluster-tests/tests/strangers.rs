@@ -12,7 +12,7 @@ use tandem_cluster_tests::client::{ask, decoded, local_tokens, token_ids};
 use tandem_cluster_tests::process::Process;
 use tandem_cluster_tests::{Cluster, Options};
 use tandem_kvtransfer::Arena;
-use tandem_kvtransfer::session::PeerId;
+use tandem_kvtransfer::PeerId;
 use tandem_kvtransfer::ucx::stranger::Stranger;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_memory::HostMemory;

@@ -14,11 +14,10 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
 use crate::hashing;
-use crate::incoming::{Arrival, Incoming};
-use crate::landing::Landing;
+use crate::landing::{Arrival, Landing};
 use crate::mutation::Mutation;
-use crate::session::{Arrived, Ended, Offer, PeerId, Quarantined, Rejected, Sessions};
-use crate::transport::Grant;
+use crate::session::{Arrived, Ended, Offer, Quarantined, Rejected, Sessions};
+use crate::terms::{Grant, PeerId};
 use crate::wire::{Answer, DataHeader, parse_seal};
 
 /// Hand-offs whose landed blocks are hashed at once: the cores are there for the engine.
@@ -102,16 +101,13 @@ impl Registry {
         self.lock().sessions.len()
     }
 
-    /// `Transport::accept` of every backend.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn accept(
+    /// Registers a grant: the ticket for its sender, and where it arrives. For `Incoming::accept`.
+    pub(crate) fn accept(
         self: &Arc<Self>,
         grant: Grant,
         info: v1::TransportInfo,
         address: Vec<u8>,
-    ) -> Result<Incoming, TransferError> {
+    ) -> Result<(v1::Ticket, Arrival), TransferError> {
         self.check_blocks(&grant.blocks)?;
         let (units, block_bytes) = (grant.units, self.arena.block_bytes() as u64);
         if units != 1 && units != self.arena.units() {
@@ -141,7 +137,7 @@ impl Registry {
             held_hash: grant.held.hash,
             units: units.into(),
         };
-        Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, Arrival { landing, whole: arrival }))
+        Ok((ticket, Arrival { landing, whole: arrival }))
     }
 
     /// A peer wants to write `len` bytes to a range.
@@ -232,8 +228,8 @@ impl Registry {
         self.counters.protocol_errors.fetch_add(1, Relaxed);
     }
 
-    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. [`Registry::accept`]
-    /// starts a task that calls it in time.
+    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. The first grant starts a
+    /// task that calls it in time.
     pub fn expire(&self) {
         let now = clock::now();
         let mut table = self.lock();

@@ -8,7 +8,8 @@ use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
 use crate::outgoing::Outgoing;
-use crate::transport::{Grant, Transport};
+use crate::terms::Grant;
+use crate::transport::Transport;
 
 /// See the head of this file. Never empty.
 pub struct Transports {
@@ -122,7 +123,7 @@ mod tests {
     use crate::arena::Arena;
     use crate::mem::{MemFaults, MemNetwork, MemTransport};
     use crate::tcp::{TcpConfig, TcpTransport};
-    use crate::transport::Held;
+    use crate::terms::Held;
 
     fn grant(id: u8) -> Grant {
         Grant {

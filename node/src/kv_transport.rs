@@ -9,9 +9,8 @@ use anyhow::{bail, ensure};
 use clap::{Args, ValueEnum};
 use tandem_kvtransfer::select::{Need, TransportConfig, TransportKind, Wanted, select};
 use tandem_kvtransfer::tcp::TcpConfig;
-use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::ucx::{SETTINGS, UcxConfig, UcxProfile};
-use tandem_kvtransfer::{Arena, TransferError, TransferErrorKind, Transports};
+use tandem_kvtransfer::{Arena, Faults, TransferError, TransferErrorKind, Transports};
 use tandem_memory::Place;
 use tandem_ports::JoinToken;
 

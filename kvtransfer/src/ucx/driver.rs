@@ -7,30 +7,24 @@
 //! blocks stay with their operation until its callback came or UCX has closed the endpoint.
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tandem_proto::HandoffId;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use ucx_sys::{Api, UCS_OK};
 
-use super::address::{AddressKey, CheckedAddress};
-use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
+use super::address::AddressKey;
+use super::commands::{Command, Shared};
+use super::endpoints::{Closed, Endpoints, Loss};
+use super::ids::{EndpointId, OperationId};
 use super::inbox::{self, Event};
-use super::operations::{Operation, OperationId, Operations, Work, Writes};
+use super::operations::{Cargo, Operation, Operations, Writes};
 use super::owners::{Context, Region, Worker};
 use super::probe::Probe;
 use super::profile::{UcxConfig, UcxProfile};
-use super::queue::Queue;
 use super::receiving::Receiving;
 use super::result::{Posted, UcxError};
 use super::sending::Sending;
-use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::outgoing::{AnswerSlot, PendingAnswers};
-use crate::registry::Registry;
-use crate::transport::BlockOwner;
-use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
+use crate::wire::{HEADER_BYTES, Header};
 
 /// Commands in one turn.
 const COMMANDS_PER_TURN: usize = 64;
@@ -52,54 +46,6 @@ const DRAIN_TURNS: usize = 4096;
 const SETTLED: Duration = Duration::from_millis(3);
 /// For the last answers to leave at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
-
-/// What the rest of the process asks of the driver.
-pub(super) enum Command {
-    /// Connect, announce a hand-off, and reply when it is welcome.
-    Open { handoff: HandoffId, address: CheckedAddress, reply: oneshot::Sender<Result<Opened, TransferError>> },
-    /// Send a range.
-    Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
-    /// Tell the receiver that more is to come.
-    KeepAlive { endpoint: EndpointId, handoff: HandoffId },
-    /// Send the seal when all ranges are over.
-    Seal { handoff: HandoffId, payload: Vec<u8> },
-    /// Tell the receiver that nothing more comes.
-    Cancel { handoff: HandoffId },
-    /// Close a peer whose writes overstay.
-    CutOff { endpoint: EndpointId },
-    /// Tell the sender how it ended.
-    Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
-}
-
-/// An announced hand-off.
-pub(super) struct Opened {
-    pub(super) endpoint: EndpointId,
-    pub(super) credit: Arc<Semaphore>,
-    pub(super) answer: AnswerSlot,
-}
-
-/// What driver and transport share.
-#[derive(Clone)]
-pub(super) struct Shared {
-    pub(super) arena: Arc<Arena>,
-    pub(super) registry: Arc<Registry>,
-    pub(super) pending: Arc<PendingAnswers>,
-    pub(super) queue: Arc<Queue<Command>>,
-    /// Of the worker, as it travels; written by the driver.
-    pub(super) address: Arc<Mutex<Vec<u8>>>,
-    /// Why the thread ended.
-    pub(super) failure: Arc<OnceLock<String>>,
-}
-
-impl Shared {
-    pub(super) fn address(&self) -> Vec<u8> {
-        self.address.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn set_address(&self, address: Vec<u8>) {
-        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
-    }
-}
 
 /// All state of the thread. `shut_down` takes it apart in the order that UCX needs.
 pub(super) struct Driver {
@@ -208,17 +154,17 @@ impl Driver {
         let Some(entry) = self.endpoints.get(to) else { return };
         // SAFETY: heap memory, kept in the table of operations until the callback came.
         let posted = unsafe { entry.endpoint.send_frame(&header[..], &payload, operation) };
-        self.keep(to, operation, posted, Work::Frame { header, payload });
+        self.keep(to, operation, posted, Cargo::Frame { header, payload });
     }
 
     /// Keeps what was posted until it is over.
-    pub(super) fn keep(&mut self, on: EndpointId, id: OperationId, posted: Result<Posted, UcxError>, work: Work) {
+    pub(super) fn keep(&mut self, on: EndpointId, id: OperationId, posted: Result<Posted, UcxError>, cargo: Cargo) {
         match posted {
-            Ok(Posted::Done) => self.finished(on, work, true),
+            Ok(Posted::Done) => self.finished(on, cargo, true),
             Ok(Posted::Pending(request)) => {
                 // UCX overlooks a death now and then, and a frozen peer always.
                 let deadline = Some(Instant::now() + self.config.stall_timeout);
-                self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
+                self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), cargo });
             }
             Err(error) => {
                 self.lose(
@@ -226,7 +172,7 @@ impl Driver {
                     Loss::of(error.status),
                     TransferError::peer_gone(format!("the KV peer is gone: {error}")),
                 );
-                self.finished(on, work, false);
+                self.finished(on, cargo, false);
             }
         }
     }
@@ -248,7 +194,7 @@ impl Driver {
         // SAFETY: the claim keeps the blocks, the table of operations keeps both until the callback came; the vector's
         // heap memory stays in place when it moves there.
         let posted = unsafe { self.worker.receive(descriptor, &self.region, &target, operation) };
-        self.keep(from, operation, posted, Work::Receive { claim, target });
+        self.keep(from, operation, posted, Cargo::Receive { claim, target });
     }
 
     pub(super) fn release(&mut self, descriptor: inbox::Descriptor) {
@@ -338,18 +284,18 @@ impl Driver {
             // A slow peer is none that hangs.
             self.operations.progressed(operation.endpoint, Instant::now() + self.config.stall_timeout);
         }
-        self.finished(operation.endpoint, operation.work, status == UCS_OK);
+        self.finished(operation.endpoint, operation.cargo, status == UCS_OK);
     }
 
-    fn finished(&mut self, on: EndpointId, work: Work, succeeded: bool) {
-        match work {
-            Work::Send(send) => self.range_sent(*send),
-            Work::Receive { claim, .. } if succeeded => claim.written(),
+    fn finished(&mut self, on: EndpointId, cargo: Cargo, succeeded: bool) {
+        match cargo {
+            Cargo::Send(send) => self.range_sent(*send),
+            Cargo::Receive { claim, .. } if succeeded => claim.written(),
             // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
-            Work::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
+            Cargo::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
             // That is past, and this was a receive that it had to leave quarantined: the blocks are free now.
-            Work::Receive { claim, .. } => drop(claim),
-            Work::Frame { .. } | Work::Lost { .. } => {}
+            Cargo::Receive { claim, .. } => drop(claim),
+            Cargo::Frame { .. } | Cargo::Lost { .. } => {}
         }
     }
 
@@ -407,16 +353,16 @@ impl Driver {
             self.drain();
         }
         let kept = self.operations.abandon(closed.id, writes);
-        let held = self.receiving.forget(closed.id);
+        let left = self.receiving.forget(closed.id);
         if kept == 0 {
             self.shared.registry.fence(closed.id.into());
         } else {
             tracing::error!(peer = closed.id.0, kept, "a lost KV peer may still write: the blocks stay quarantined");
-            for handoff in held.handoffs {
+            for handoff in left.handoffs {
                 self.shared.registry.lost_by(closed.id.into(), handoff);
             }
         }
-        drop(held.claims);
+        drop(left.claims);
     }
 
     /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts
@@ -480,9 +426,9 @@ impl Driver {
         inbox::take(Vec::new());
         self.operations.clear();
         for id in ids {
-            let held = self.receiving.forget(id);
+            let left = self.receiving.forget(id);
             self.shared.registry.fence(id.into());
-            drop(held);
+            drop(left);
         }
     }
 

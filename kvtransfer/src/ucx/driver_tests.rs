@@ -1,17 +1,24 @@
 //! The driver with events in an order that UCX rarely gives. Each test's thread owns a worker; without UCX they skip.
+use std::sync::Arc;
+
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_memory::HostMemory;
-use tandem_proto::{Incarnation, v1};
+use tandem_proto::{HandoffId, Incarnation, v1};
+use tokio::sync::oneshot;
 
+use super::super::address::CheckedAddress;
+use super::super::commands::Opened;
 use super::super::hello::Hello;
+use super::super::queue::Queue;
 use super::*;
+use crate::arena::Arena;
 use crate::error::Refusal;
 use crate::incoming::Incoming;
-use crate::registry::{Claim, PeerLink};
-use crate::session::{DEFAULT_GRACE, PeerId};
-use crate::transport::{Grant, Held};
-use crate::wire::{Units, encode_seal};
+use crate::registry::{Claim, PeerLink, Registry};
+use crate::session::DEFAULT_GRACE;
+use crate::terms::{Grant, Held, PeerId};
+use crate::wire::{Answer, DataHeader, Units, encode_seal};
 
 /// Says nothing of whether the peer lives.
 const UCS_ERR_IO_ERROR: ucx_sys::ucs_status_t = -3;
@@ -67,7 +74,7 @@ fn grant(handoff: HandoffId, owner: Arc<()>) -> Grant {
 /// A grant of one block that is out, and the block's owner.
 fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) {
     let owner = Arc::new(());
-    let incoming = registry.accept(grant(handoff, owner.clone()), Default::default(), Vec::new());
+    let incoming = Incoming::accept(registry, grant(handoff, owner.clone()), Default::default(), Vec::new());
     (incoming.expect("accept"), owner)
 }
 
@@ -87,7 +94,7 @@ fn a_receive_that_fails_after_its_endpoint_was_let_go_frees_its_blocks() {
     let (incoming, claim, owner) = claimed(&driver, gone);
     driver.shared.registry.cancelled_by(gone.into(), HandoffId([1; 16]));
     assert_eq!(driver.shared.registry.quarantined().handoffs, 1);
-    driver.finished(gone, Work::Receive { claim, target: Vec::new() }, false);
+    driver.finished(gone, Cargo::Receive { claim, target: Vec::new() }, false);
     assert_eq!(driver.shared.registry.quarantined().handoffs, 0);
     assert_eq!(Arc::strong_count(&owner), 1);
     drop(incoming);
@@ -100,7 +107,7 @@ fn a_receive_that_fails_before_that_waits_for_the_others_of_its_endpoint() {
     let closed = EndpointId(77);
     let (incoming, claim, owner) = claimed(&driver, closed);
     driver.closed.push(Closed { id: closed, confirmed: true, loss: Loss::Dead });
-    driver.finished(closed, Work::Receive { claim, target: Vec::new() }, false);
+    driver.finished(closed, Cargo::Receive { claim, target: Vec::new() }, false);
     assert_eq!(Arc::strong_count(&owner), 2, "held");
     driver.tick(Instant::now());
     assert_eq!(Arc::strong_count(&owner), 1);
@@ -281,7 +288,7 @@ fn a_hello_for_a_handoff_that_nobody_granted_is_refused_and_takes_no_place() {
     let (incoming, _) = granted(&registry, HandoffId([2; 16]));
     drop(incoming);
     assert_eq!(refusal(&mut sender, HandoffId([2; 16])), Some(Refusal::Used));
-    let _bound = registry.accept(grant(HandoffId([3; 16]), Arc::new(())), Default::default(), Vec::new());
+    let _bound = Incoming::accept(&registry, grant(HandoffId([3; 16]), Arc::new(())), Default::default(), Vec::new());
     registry.keep_alive(PeerId(u64::MAX), HandoffId([3; 16]));
     assert_eq!(refusal(&mut sender, HandoffId([3; 16])), Some(Refusal::WrongPeer));
     let counted = [Refusal::Unknown, Refusal::Used, Refusal::WrongPeer].map(|why| registry.counters().refused_for(why));
@@ -335,8 +342,8 @@ fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_
 /// UCX has not ended this receive.
 fn hangs(driver: &mut Driver, endpoint: EndpointId, claim: Claim) -> OperationId {
     let operation = driver.operations.next_id();
-    let work = Work::Receive { claim, target: Vec::new() };
-    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
+    let cargo = Cargo::Receive { claim, target: Vec::new() };
+    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, cargo });
     operation
 }
 

@@ -1,6 +1,6 @@
 //! The last act of the driver's thread, however it ends: told to, out of workers, or by a panic. Whoever waits for it
 //! learns that it is gone, and the transport says why it failed. Knows no UCX.
-use super::driver::Shared;
+use super::commands::Shared;
 use crate::error::TransferError;
 
 /// Lives as long as the thread's work, and longer than the driver itself: when it is dropped, UCX's worker is
@@ -26,7 +26,7 @@ mod tests {
     use tokio::sync::oneshot;
 
     use super::super::address::CheckedAddress;
-    use super::super::driver::Command;
+    use super::super::commands::Command;
     use super::super::queue::Queue;
     use super::super::{UcxConfig, UcxProfile, UcxTransport};
     use super::*;
@@ -35,8 +35,9 @@ mod tests {
     use crate::arena::Arena;
     use crate::error::TransferErrorKind;
     use crate::registry::{PeerLink, Registry};
-    use crate::session::{DEFAULT_GRACE, PeerId};
-    use crate::transport::{Grant, Held, Transport};
+    use crate::session::DEFAULT_GRACE;
+    use crate::terms::{Grant, Held, PeerId};
+    use crate::transport::Transport;
     use crate::wire::Answer;
 
     struct Nobody;

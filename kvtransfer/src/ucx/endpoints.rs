@@ -9,9 +9,9 @@ use tokio::sync::Semaphore;
 use ucx_sys::{UCS_ERR_CONNECTION_RESET, UCS_ERR_FAILURES, UCS_ERR_NOT_CONNECTED, ucs_status_t};
 
 use super::address::CheckedAddress;
+use super::ids::EndpointId;
 use super::owners::{Closing, Endpoint, Worker};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
 
 /// Peers connected at once.
 const MAX_ENDPOINTS: usize = 256;
@@ -19,21 +19,6 @@ const MAX_ENDPOINTS: usize = 256;
 const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(500);
 /// The same for a peer that may live.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Names an endpoint for the life of the transport; also the peer's name in the registry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct EndpointId(pub(super) u64);
-
-impl EndpointId {
-    /// Not in any table: its events are ignored.
-    pub(super) const NONE: Self = Self(0);
-}
-
-impl From<EndpointId> for PeerId {
-    fn from(id: EndpointId) -> Self {
-        Self(id.0)
-    }
-}
 
 /// An open endpoint.
 pub(super) struct Entry {

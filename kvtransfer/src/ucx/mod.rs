@@ -6,19 +6,22 @@
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
-//! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
-//! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
-//! transports, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
+//! tables, `ids` their names. `address` is what is checked before UCX reads it, `inbox` what callbacks leave;
+//! `commands` are what the process says to the driver, and `queue` is how; `ending` is what is left when it is gone,
+//! `probe` how it finds out that it went deaf. `profile` picks UCX's transports, `hello` is the one frame that only
+//! this backend has, `survey` what UCX can open on a machine.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
 mod address;
+mod commands;
 mod driver;
 mod ending;
 mod endpoints;
 mod hello;
+mod ids;
 mod inbox;
 mod operations;
 mod owners;
@@ -43,9 +46,10 @@ use ucx_sys::Api;
 pub use ucx_sys::{SETTINGS, prepare_environment};
 
 use self::address::{AddressKey, CheckedAddress};
-use self::driver::{Command, Driver, Shared};
+use self::commands::{Command, Shared};
+use self::driver::Driver;
 use self::ending::Ending;
-use self::endpoints::EndpointId;
+use self::ids::EndpointId;
 pub use self::profile::{UcxConfig, UcxProfile};
 use self::queue::Queue;
 use crate::arena::{Arena, Run};
@@ -54,8 +58,8 @@ use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
 use crate::registry::{PeerLink, Registry};
-use crate::session::PeerId;
-use crate::transport::{BlockOwner, Grant, Transport, check_ticket};
+use crate::terms::{BlockOwner, Grant, PeerId};
+use crate::transport::{Transport, check_ticket};
 use crate::wire::{Answer, DataHeader};
 
 /// A node's UCX worker. Dropping it closes every connection and ends its thread.
@@ -122,7 +126,7 @@ impl Transport for UcxTransport {
         if let Some(reason) = self.failed() {
             return Err(TransferError::new(TransferErrorKind::Io, format!("the KV transport has failed: {reason}")));
         }
-        self.shared.registry.accept(grant, self.info(), self.address())
+        Incoming::accept(&self.shared.registry, grant, self.info(), self.address())
     }
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {

@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use tandem_proto::HandoffId;
 
 use super::address::CheckedAddress;
-use super::endpoints::EndpointId;
-use super::operations::OperationId;
+use super::ids::{EndpointId, OperationId};
 use super::owners::{Context, Endpoint, Worker};
 use super::result::UcxError;
 use crate::wire::Header;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
 use super::driver::Driver;
-use super::endpoints::EndpointId;
 use super::hello::{Hello, HelloError};
+use super::ids::EndpointId;
 use super::inbox::Descriptor;
 use super::probe::PROBE;
 use crate::error::Refusal;
@@ -34,7 +34,7 @@ struct Inbound {
 }
 
 /// What a closed endpoint leaves.
-pub(super) struct Held {
+pub(super) struct Leftovers {
     pub(super) handoffs: Vec<HandoffId>,
     pub(super) claims: Vec<Claim>,
 }
@@ -48,11 +48,11 @@ impl Receiving {
         self.failed.push((endpoint, claim));
     }
 
-    pub(super) fn forget(&mut self, endpoint: EndpointId) -> Held {
+    pub(super) fn forget(&mut self, endpoint: EndpointId) -> Leftovers {
         let of = |inbound: &Inbound| inbound.endpoint == endpoint;
         let handoffs = self.handoffs.extract_if(|_, inbound| of(inbound)).map(|(handoff, _)| handoff).collect();
         let claims = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim).collect();
-        Held { handoffs, claims }
+        Leftovers { handoffs, claims }
     }
 
     pub(super) fn sweep(&mut self, now: Instant) {

@@ -10,13 +10,14 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use ucx_sys::ucp_dt_iov;
 
 use super::address::CheckedAddress;
-use super::driver::{Driver, Opened};
-use super::endpoints::EndpointId;
+use super::commands::Opened;
+use super::driver::Driver;
 use super::hello::Hello;
-use super::operations::{SendWork, Work};
+use super::ids::EndpointId;
+use super::operations::{Cargo, SendCargo};
 use crate::arena::Run;
 use crate::error::{TransferError, TransferErrorKind};
-use crate::transport::{BlockOwner, Faults};
+use crate::terms::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
 /// Credit goes back when this part of it has come together, or when there is nothing else to do.
@@ -142,11 +143,11 @@ impl Driver {
         let region = altered.is_empty().then_some(&self.region);
         let operation = self.operations.next_id();
         let Some(entry) = self.endpoints.get(to) else { return };
-        let send = Box::new(SendWork { handoff: range.handoff, header, source, altered, _owner: owner, credit });
+        let send = Box::new(SendCargo { handoff: range.handoff, header, source, altered, _owner: owner, credit });
         // SAFETY: header, source and altered bytes are heap memory of `send`, the blocks are its owner's; the table of
         // operations keeps it until the callback came or the endpoint is closed.
         let posted = unsafe { entry.endpoint.send_range(&send.header[..], region, &send.source, operation) };
-        self.keep(to, operation, posted, Work::Send(send));
+        self.keep(to, operation, posted, Cargo::Send(send));
     }
 
     pub(super) fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) {
@@ -173,7 +174,7 @@ impl Driver {
         handoffs.into_iter().for_each(|handoff| self.cancel(handoff));
     }
 
-    pub(super) fn range_sent(&mut self, send: SendWork) {
+    pub(super) fn range_sent(&mut self, send: SendCargo) {
         let returning = &mut self.sending.returning;
         returning.bytes += send.credit.num_permits();
         returning.permits.push(send.credit);

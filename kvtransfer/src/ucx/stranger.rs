@@ -7,13 +7,14 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 use ucx_sys::Api;
 
 use super::address::CheckedAddress;
-use super::driver::{Driver, Shared};
-use super::endpoints::EndpointId;
+use super::commands::Shared;
+use super::driver::Driver;
 use super::hello::Hello;
+use super::ids::EndpointId;
 use super::{UcxConfig, build_id};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
+use crate::terms::PeerId;
 use crate::wire::Header;
 
 /// Stays on the thread that made it, which has to call [`Stranger::turn`] all the time.
