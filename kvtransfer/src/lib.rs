@@ -14,7 +14,7 @@
 //! - [`arena`]: KV memory (`tandem-memory`) as blocks.
 //! - [`error`], [`counters`]: what went wrong, and how often.
 //! - Backends: [`mem`] (in one process, with fault knobs), [`tcp`] (plain sockets), [`ucx`] (UCX active messages);
-//!   [`mod@select`] chooses one.
+//!   [`mod@select`] starts them, [`transports`] is what a node has of them.
 //!
 //! Only `ucx` holds `unsafe`. Read next: `transport.rs`.
 #![deny(unsafe_code)]
@@ -40,6 +40,7 @@ pub mod session;
 pub mod tcp;
 pub mod terms;
 pub mod transport;
+pub mod transports;
 pub mod ucx;
 pub mod wire;
 
@@ -55,3 +56,4 @@ pub use seal::{Manifest, seal_for};
 pub use tandem_memory::Run;
 pub use terms::{BlockOwner, Expected, Faults, Grant, Held, Landed, PeerId, Receipt, Verified};
 pub use transport::Transport;
+pub use transports::Transports;

@@ -168,7 +168,7 @@ impl Drop for MemTransport {
 impl Transport for MemTransport {
     fn info(&self) -> v1::TransportInfo {
         let build_id = format!("mem/{PROTOCOL_VERSION}");
-        v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id }
+        v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id, reach: None }
     }
 
     fn address(&self) -> Vec<u8> {

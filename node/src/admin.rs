@@ -101,9 +101,10 @@ fn requests(text: &mut Text, node: &Node) {
 
 fn handoffs(text: &mut Text, node: &Node) {
     let counters = node.transport.counters();
-    let info = node.transport.info();
-    text.family("tandem_kv_transport_info", "gauge", "The KV transport in use.");
-    text.sample(&[("backend", &info.backend), ("name", &info.name)], 1.0);
+    text.family("tandem_kv_transport_info", "gauge", "The KV transports that this node offers.");
+    for info in node.transport.infos() {
+        text.sample(&[("backend", &info.backend), ("name", &info.name)], 1.0);
+    }
     text.family("tandem_handoffs_total", "counter", "KV hand-offs, by what became of them.");
     for (state, count) in [
         ("sent", &counters.sent_handoffs),

@@ -6,6 +6,7 @@
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
 //! - [`trace`]: W3C trace context; [`tracestate`]: what others say of a trace. [`spans`]: how spans travel.
+//! - [`ways`]: by which way KV gets from one node to another.
 //! - [`codec`]: messages to bytes on a call. [`device`]: on what a node computes, as people write it.
 //! - `secrets`: how messages with a secret are printed.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
@@ -23,6 +24,7 @@ mod secrets;
 pub mod spans;
 pub mod trace;
 pub mod tracestate;
+pub mod ways;
 
 /// Generated from `proto/tandem/v1/*.proto`.
 #[allow(missing_docs, clippy::all, clippy::unwrap_used)]

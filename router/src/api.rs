@@ -421,6 +421,7 @@ impl Service {
             strangers: flow.membership.strangers().refused(),
             index: flow.membership.index(),
             ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
+            way_fallbacks: flow.membership.way_fallbacks(),
         };
         flow.metrics.text(accept, &seen)
     }

@@ -26,6 +26,9 @@ use http::Uri;
 use http::uri::{Authority, Scheme};
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken};
+use tandem_proto::v1::TransportInfo;
+use tandem_proto::v1::transport_info::Reach;
+use tandem_proto::ways::{MAX_SUBNETS, MAX_TRANSPORTS};
 use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
@@ -33,6 +36,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
+use crate::select::ways::{Apart, Fallback, Fallbacks, PairWay};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
 use entry::Share;
@@ -50,6 +54,8 @@ pub const DEFAULT_INDEX_BLOCKS: usize = 4_000_000;
 pub const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
 const MAX_NODE_ID_BYTES: usize = 128;
+/// Of each word in what a node tells of its transports.
+const MAX_TRANSPORT_WORD_BYTES: usize = 128;
 /// Of the names by which nodes are compared.
 const MAX_NAME_BYTES: usize = 64;
 
@@ -153,6 +159,8 @@ pub struct Route {
     pub decode: Arc<Node>,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
+    /// Pairs that are none, because KV does not get from the one to the other.
+    pub apart: Arc<[Apart]>,
     prefill_share: Option<Share>,
     decode_share: Share,
     table: Arc<Mutex<Table>>,
@@ -233,9 +241,24 @@ impl Route {
 
     /// Decode has verified the prefill node's KV.
     pub fn handed_off(&self, kv: &v1::Verified) {
-        if let (Some(prefill), decode) = self.sessions() {
-            lock(&self.table).handed_off((prefill, decode), kv);
+        if let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) {
+            lock(&self.table).handed_off((prefill, decode), way.domain, kv);
         }
+    }
+
+    /// The prefill node's KV did not get to decode. Where the two have another way, they take that for a time.
+    pub fn handoff_failed(&self, why: &str, now: Instant) {
+        let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) else { return };
+        let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
+        if let Some(Fallback { from, to, cool_down }) = fallback {
+            let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
+            tracing::warn!(prefill, decode, "KV goes by {to} instead of {from} for {cool_down:?}, which failed: {why}");
+        }
+    }
+
+    /// How the KV travels; `None` in a local plan.
+    pub fn way(&self) -> Option<&PairWay> {
+        self.candidates.first()?.way.as_ref()
     }
 
     /// The first token is here: so many tokens of the prompt were computed for it.
@@ -471,12 +494,12 @@ impl Membership {
     pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
         let mut table = lock(&self.table);
         let need = ask.need(&table);
-        let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
+        let Booked { prefill, decode, candidates, apart } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
         let (decode, decode_share) = (decode.node, decode.share);
         let (table, freed) = (Arc::clone(&self.table), self.freed.clone());
-        Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table, freed })
+        Ok(Route { prefill, decode, candidates, apart, prefill_share, decode_share, table, freed })
     }
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
@@ -567,6 +590,11 @@ impl Membership {
         lock(&self.table).breakers(now)
     }
 
+    /// How often pairs of nodes went over from one way for their KV to another, by their names.
+    pub fn way_fallbacks(&self) -> Fallbacks {
+        lock(&self.table).fallbacks()
+    }
+
     /// The nodes, their links, and who left, for people.
     pub fn now(&self) -> ClusterNow {
         lock(&self.table).now(clock::now())
@@ -602,7 +630,7 @@ fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), 
         v1::Role::Decode => Role::Decode,
         v1::Role::Unspecified => return Err(refuse("no role".into())),
     };
-    let transport = info.transport.as_ref().ok_or_else(|| refuse("no transport".into()))?;
+    check_transports(&info.transports).map_err(refuse)?;
     for (field, name) in [("arithmetic", &info.arithmetic), ("kv_order", &info.kv_order)] {
         if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(|c| c.is_ascii_graphic()) {
             return Err(refuse(format!("{field} is no name of 1 to {MAX_NAME_BYTES} visible ASCII characters")));
@@ -614,8 +642,6 @@ fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), 
         ("total_blocks", info.total_blocks == 0),
         ("max_context_tokens", info.max_context_tokens == 0),
         ("max_running", info.max_running == 0),
-        ("transport.backend", transport.backend.is_empty()),
-        ("transport.build_id", transport.build_id.is_empty()),
     ] {
         if missing {
             return Err(refuse(format!("{name} is empty")));
@@ -637,6 +663,35 @@ fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), 
     let endpoint = endpoint(&info.endpoint)
         .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port", info.endpoint)))?;
     Ok((role, endpoint))
+}
+
+/// What a node offers ends up in labels, spans and messages.
+fn check_transports(transports: &[TransportInfo]) -> Result<(), String> {
+    if transports.is_empty() || transports.len() > MAX_TRANSPORTS {
+        return Err(format!("{} transports; a node has 1 to {MAX_TRANSPORTS}", transports.len()));
+    }
+    for (at, TransportInfo { backend, name, build_id, reach }) in transports.iter().enumerate() {
+        let mut told = vec![backend, name, build_id];
+        match reach {
+            Some(Reach::Host(host)) => told.push(&host.boot_id),
+            Some(Reach::Network(network)) => told.extend([&network.boot_id, &network.address]),
+            Some(Reach::Fabric(fabric)) if fabric.subnets.len() > MAX_SUBNETS => {
+                return Err(format!("transport {at} is on more than {MAX_SUBNETS} subnets"));
+            }
+            Some(Reach::Fabric(fabric)) => told.extend(&fabric.subnets),
+            None => {}
+        }
+        if [backend, name, build_id].iter().any(|word| word.is_empty()) {
+            return Err(format!("transport {at} lacks its backend, name or build id"));
+        }
+        if told.iter().any(|word| word.len() > MAX_TRANSPORT_WORD_BYTES || word.chars().any(char::is_control)) {
+            return Err(format!("transport {at} has a word of more than {MAX_TRANSPORT_WORD_BYTES} printable bytes"));
+        }
+        if transports[..at].iter().any(|other| (&other.backend, &other.build_id) == (backend, build_id)) {
+            return Err(format!("transport {build_id} twice"));
+        }
+    }
+    Ok(())
 }
 
 /// Host and port of `http://host:port`.

@@ -91,7 +91,8 @@ impl Drop for TcpTransport {
 
 impl Transport for TcpTransport {
     fn info(&self) -> v1::TransportInfo {
-        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id: self.table.config.build_id() }
+        let build_id = self.table.config.build_id();
+        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id, reach: None }
     }
 
     fn address(&self) -> Vec<u8> {

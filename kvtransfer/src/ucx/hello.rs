@@ -1,7 +1,7 @@
-//! What a sender says of itself in its hello: where it comes from, its build, and where the receiver's answers go. The first of them is the
-//! welcome, and nothing else of the hand-off is sent before it came. Who made the hello is seen first, by the key of
-//! the hand-off (`handshake.rs`); the address is tagged as in a ticket all the same (`address.rs`), since a key says
-//! that its holder may fill blocks, not that its bytes may be given to UCX.
+//! What a sender says of itself in its hello: where it comes from, its build, and where the receiver's answers go. The
+//! first of them is the welcome, and nothing else of the hand-off is sent before it came. Who made the hello is seen
+//! first, by the key of the hand-off (`handshake.rs`); the address is tagged as in a ticket all the same
+//! (`address.rs`), since a key says that its holder may fill blocks, not that its bytes may be given to UCX.
 //!
 //! ```text
 //! 0..52  where it comes from (`origin.rs`), which is all that a receiver says of itself in the welcome

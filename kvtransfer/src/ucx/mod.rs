@@ -55,7 +55,7 @@ use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
-pub use ucx_sys::prepare_environment;
+pub use ucx_sys::{SETTINGS, prepare_environment};
 
 use self::address::{AddressKey, CheckedAddress};
 use self::commands::{Command, Shared};
@@ -118,7 +118,7 @@ impl UcxTransport {
                  memory: keep that network closed to all but the nodes"
             );
         }
-        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
+        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id, reach: None };
         Ok(Arc::new(Self { info, shared, config, key, thread: Some(thread) }))
     }
 }

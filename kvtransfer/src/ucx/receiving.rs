@@ -89,8 +89,8 @@ impl Receiving {
 }
 
 impl Receiving {
-    /// Somebody announces a hand-off. The hello reaches nothing before its hand-off's key was proved: no endpoint is made
-    /// for anybody else. `busy`: other endpoints that the node needs.
+    /// Somebody announces a hand-off. The hello reaches nothing before its hand-off's key was proved: no endpoint is
+    /// made for anybody else. `busy`: other endpoints that the node needs.
     pub(super) fn on_hello(
         &mut self,
         desk: &mut Desk,
