@@ -216,7 +216,8 @@ async fn received(transport: &UcxTransport, bytes: u64) {
             tokio::task::yield_now().await;
         }
     };
-    assert!(tokio::time::timeout(BOUND, some).await.is_ok(), "stuck: {counters:?}");
+    // Not what is bounded here: a machine that is busy with other things moves little.
+    assert!(tokio::time::timeout(LEASE, some).await.is_ok(), "stuck: {counters:?}");
 }
 
 /// The other process.
