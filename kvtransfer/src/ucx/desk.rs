@@ -56,7 +56,7 @@ pub(super) enum End {
 impl Desk {
     pub(super) fn new(worker: Rc<Worker>, region: Region, shared: Shared, config: UcxConfig, build_id: String) -> Self {
         Self {
-            endpoints: Endpoints::new(worker.clone(), config.credit_bytes),
+            endpoints: Endpoints::new(worker.clone(), config.credit_bytes, config.max_peers),
             worker,
             region,
             operations: Operations::default(),

@@ -83,10 +83,10 @@ impl Driver {
         let mut driver = Self {
             prober: None,
             custody: Custody::new(medium),
+            receiving: Receiving::new(config.landing_bytes),
             desk: Desk::new(worker, region, shared, config, build_id),
             context,
             sending: Sending::default(),
-            receiving: Receiving::default(),
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
@@ -251,6 +251,10 @@ impl Driver {
     }
 
     fn finished(&mut self, on: EndpointId, cargo: Cargo, succeeded: bool) {
+        if let Cargo::Receive { claim, .. } = &cargo {
+            self.receiving.ended(on, claim);
+            self.receiving.land(&mut self.desk);
+        }
         match cargo {
             Cargo::Send(send) => self.sending.range_sent(&mut self.desk, *send),
             Cargo::Receive { claim, .. } if succeeded => claim.written(),
@@ -358,6 +362,7 @@ impl Driver {
                 for handoff in left.handoffs {
                     self.desk.registry().lost_by(closed.id.into(), handoff);
                 }
+                left.descriptors.into_iter().for_each(|descriptor| self.desk.release(descriptor));
                 drop(left.claims);
             }
             Verdict::Free | Verdict::CutOff | Verdict::Replace => self.free(closed.id),
@@ -369,7 +374,10 @@ impl Driver {
         self.desk.operations.abandon(endpoint);
         let left = self.receiving.forget(endpoint);
         self.desk.fence(endpoint);
-        drop(left);
+        left.descriptors.into_iter().for_each(|descriptor| self.desk.release(descriptor));
+        drop(left.claims);
+        // Its room is another one's.
+        self.receiving.land(&mut self.desk);
     }
 
     /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts
@@ -398,6 +406,7 @@ impl Driver {
         self.receiving.refuse_all(&mut self.desk);
         self.flush();
         self.hand_out_ends();
+        self.receiving.dismiss_all(&mut self.desk);
         let mut ids = self.desk.endpoints.all();
         ids.extend(self.custody.replaced());
         let why = TransferError::peer_gone(format!("the KV transport started anew: {why}"));
@@ -493,6 +502,7 @@ impl Driver {
         self.flush();
         self.hand_out_ends();
         let why = TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
+        self.receiving.dismiss_all(&mut self.desk);
         let mut ids = self.desk.endpoints.all();
         ids.extend(self.custody.replaced());
         let Self { prober, desk, context, receiving, .. } = self;

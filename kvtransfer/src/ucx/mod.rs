@@ -5,12 +5,12 @@
 //! of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
-//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `endpoints` and
-//! `operations` are the tables on it, `ids` their names. `custody` decides when the blocks of a lost peer are free,
-//! with what `process` and `probe` find out. `address` is what is checked before UCX reads it, `inbox` what callbacks
-//! leave; `commands` are what the process says to the driver, and `queue` is how; `ending` is what is left when it is
-//! gone. `profile` picks UCX's transports, `hello` is what a sender says of itself, `origin` says in it
-//! which endpoint it comes from, `survey` is what UCX can open on a machine.
+//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `turns` says
+//! whose payload lands next. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
+//! decides when the blocks of a lost peer are free, with what `process` and `probe` find out. `address` is what is
+//! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
+//! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
+//! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
 //!
 //! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
 //! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
@@ -46,6 +46,7 @@ mod sending;
 #[doc(hidden)]
 pub mod stranger;
 pub mod survey;
+mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

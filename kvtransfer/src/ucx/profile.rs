@@ -71,6 +71,10 @@ pub struct UcxConfig {
     /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is
     /// the default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
     pub address_key: [u8; 32],
+    /// Announced payloads wait at their senders while so many bytes are under way to this node.
+    pub landing_bytes: usize,
+    /// Peers connected at once, in both directions together.
+    pub max_peers: usize,
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,
 }
@@ -101,6 +105,8 @@ impl UcxConfig {
             stall_timeout: Duration::from_secs(5),
             grace: DEFAULT_GRACE,
             address_key: [0; 32],
+            landing_bytes: 64 << 20,
+            max_peers: 256,
             faults: Faults::default(),
         }
     }

@@ -10,6 +10,7 @@ use super::desk::Desk;
 use super::hello::{self, About, AboutError};
 use super::ids::EndpointId;
 use super::inbox::Descriptor;
+use super::turns::Turns;
 use crate::error::Refusal;
 use crate::handshake::{Hello, Nonces};
 use crate::registry::{Authenticated, Claim};
@@ -21,9 +22,10 @@ const MAX_HANDOFFS: usize = 16 * 1024;
 const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
 
 /// Hand-offs that come to this node.
-#[derive(Default)]
 pub(super) struct Receiving {
     handoffs: HashMap<HandoffId, Inbound>,
+    /// Payloads that were announced, and may be written where their claims say.
+    turns: Turns<(Descriptor, Claim)>,
     /// Of receives that failed; dropped with their endpoint.
     failed: Vec<(EndpointId, Claim)>,
 }
@@ -37,9 +39,16 @@ struct Inbound {
 pub(super) struct Leftovers {
     pub(super) handoffs: Vec<HandoffId>,
     pub(super) claims: Vec<Claim>,
+    /// Payloads that nobody will receive.
+    pub(super) descriptors: Vec<Descriptor>,
 }
 
 impl Receiving {
+    /// With at most `landing_bytes` under way at once.
+    pub(super) fn new(landing_bytes: usize) -> Self {
+        Self { handoffs: HashMap::new(), turns: Turns::new(landing_bytes), failed: Vec::new() }
+    }
+
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
         self.handoffs.values().any(|inbound| inbound.endpoint == endpoint && inbound.forget_at.is_none())
     }
@@ -56,8 +65,10 @@ impl Receiving {
     pub(super) fn forget(&mut self, endpoint: EndpointId) -> Leftovers {
         let of = |inbound: &Inbound| inbound.endpoint == endpoint;
         let handoffs = self.handoffs.extract_if(|_, inbound| of(inbound)).map(|(handoff, _)| handoff).collect();
-        let claims = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim).collect();
-        Leftovers { handoffs, claims }
+        let failed = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim);
+        let (descriptors, mut claims): (_, Vec<Claim>) = self.turns.forget(endpoint).into_iter().unzip();
+        claims.extend(failed);
+        Leftovers { handoffs, claims, descriptors }
     }
 
     pub(super) fn sweep(&mut self, now: Instant) {
@@ -163,9 +174,39 @@ impl Receiving {
             return;
         };
         match desk.registry().claim(endpoint.into(), range, length as u64) {
-            Ok(claim) => desk.receive(endpoint, descriptor, claim),
+            Ok(claim) => {
+                self.turns.announce(endpoint, length, (descriptor, claim));
+                self.land(desk);
+            }
             // The registry has answered.
             Err(_) => desk.release(descriptor),
+        }
+    }
+
+    /// Posts the payloads whose turn it is. Their deadlines begin here.
+    pub(super) fn land(&mut self, desk: &mut Desk) {
+        while let Some((endpoint, (descriptor, claim))) = self.turns.next() {
+            if desk.endpoints.get(endpoint).is_some() {
+                desk.receive(endpoint, descriptor, claim);
+            } else {
+                // It is closing: what would land now would have to be waited for.
+                self.ended(endpoint, &claim);
+                desk.release(descriptor);
+                self.hold(endpoint, claim);
+            }
+        }
+    }
+
+    /// A payload is here, or will not come: another one may have its turn.
+    pub(super) fn ended(&mut self, from: EndpointId, claim: &Claim) {
+        self.turns.ended(from, usize::try_from(claim.bytes()).unwrap_or(usize::MAX));
+    }
+
+    /// The worker ends: nothing of what waits will be posted.
+    pub(super) fn dismiss_all(&mut self, desk: &mut Desk) {
+        for (endpoint, (descriptor, claim)) in self.turns.forget_all() {
+            desk.release(descriptor);
+            self.hold(endpoint, claim);
         }
     }
 
