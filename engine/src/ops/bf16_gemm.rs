@@ -10,11 +10,14 @@
 //!
 //! | rows of the chunk | function | weights |
 //! |---|---|---|
-//! | 1 to 4 | `tile` | straight from the panel, once: all rows' sums stay in registers over all of `k` |
-//! | 5 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
-//! | 5 and more, on AMX | `tiles.rs` | not here, and in another order |
+//! | 1 to 8 | `tile` | straight from the panel, once: all rows' sums stay in registers over all of `k` |
+//! | 9 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
+//! | any, on AMX | `tiles.rs` | not here, and in another order |
 //!
 //! `weight_format.rs` has the pictures of what [`Format`] reads.
+#[cfg(test)]
+mod tests;
+
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 
@@ -22,12 +25,15 @@ use super::Shared;
 use super::block_lanes;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
-use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
+use super::simd::{LANES, bf16, bits, rounded_pairs};
+use super::weight_format::Block;
 
 /// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
 const ROW_CHUNK: usize = 96;
 /// Rows of a tile: 24 sums, two vectors of weights and a broadcast fit the registers.
 const TILE_ROWS: usize = 12;
+/// Rows of a tile that decodes weights itself: 16 sums, the totals in memory.
+const DIRECT_TILE_ROWS: usize = 8;
 /// Pairs of a block.
 const PAIRS: usize = BLOCK / 2;
 
@@ -108,17 +114,17 @@ impl Scratch {
 /// How a block of 32 columns × 32 `k` yields its weights, see `weight_format.rs` for the layouts.
 ///
 /// # Safety
-/// Of both methods: `block` is a whole block of this format, [`WeightFormat::block_bytes`] long; `half` is 0 or 1;
-/// `pair` is even and below 16; the caller has the features enabled. All loads are unaligned ones.
+/// Of both methods: `block` is a whole block of this format; `half` is 0 or 1; `pair` is even and below 16; the caller
+/// has the features enabled. All loads are unaligned ones.
 trait Format {
     const KIND: WeightFormat;
     /// Scales of a column: one, and an offset; or two and none, of the first and the last 16 `k`.
     const SCALES: usize = 1;
     /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2];
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2];
     /// See [`block_lanes::scales`].
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
+    unsafe fn scales(block: Block, half: usize) -> [__m512; 2] {
         // SAFETY: as the caller says.
         unsafe { block_lanes::scales(Self::KIND, block, half) }
     }
@@ -159,11 +165,11 @@ struct Q6K;
 impl Format for F32 {
     const KIND: WeightFormat = WeightFormat::F32;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: a block is 32 rows of 32 f32. Read are 16 of each of the rows `2 * pair` to `2 * pair + 3`, from
         // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31.
         unsafe {
-            let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
+            let row = block.numbers.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
             two_rounded_pairs(row, |row| _mm512_loadu_ps(row))
         }
     }
@@ -172,11 +178,11 @@ impl Format for F32 {
 impl Format for F16 {
     const KIND: WeightFormat = WeightFormat::F16;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: a block is 32 rows of 32 f16. With an even `pair` below 16 and a `half` below 2, rows up to 31 and
         // columns up to 31 are read.
         unsafe {
-            let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
+            let row = block.numbers.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
             two_rounded_pairs(row, |row| _mm512_cvtph_ps(_mm256_loadu_si256(row.cast())))
         }
     }
@@ -185,11 +191,11 @@ impl Format for F16 {
 impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: a block is two halves of 16 vectors of 64 bytes. Read are those at `pair` and `pair + 1`, at most 15,
         // of one half.
         unsafe {
-            let first = block.add((half * PAIRS + pair) * 64);
+            let first = block.numbers.add((half * PAIRS + pair) * 64);
             [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
         }
     }
@@ -216,7 +222,7 @@ const fn integers<const N: usize>(end: usize, centre: i32) -> [u16; N] {
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
         unsafe { looked_up(&FOUR_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
@@ -225,7 +231,7 @@ impl Format for Q4_1 {
 impl Format for Q4K {
     const KIND: WeightFormat = WeightFormat::Q4K;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
         unsafe { looked_up(&FOUR_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
@@ -234,7 +240,7 @@ impl Format for Q4K {
 impl Format for Q5_1 {
     const KIND: WeightFormat = WeightFormat::Q5_1;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
         unsafe { looked_up(&FIVE_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
@@ -243,7 +249,7 @@ impl Format for Q5_1 {
 impl Format for Q5K {
     const KIND: WeightFormat = WeightFormat::Q5K;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
         unsafe { looked_up(&FIVE_BITS, two_integers(Self::KIND, block, half, pair)) }
     }
@@ -253,7 +259,7 @@ impl Format for Q6K {
     const KIND: WeightFormat = WeightFormat::Q6K;
     const SCALES: usize = 2;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
         unsafe { six_bits(two_integers(Self::KIND, block, half, pair)) }
     }
@@ -264,7 +270,7 @@ impl Format for Q6K {
 /// # Safety
 /// As for [`Format::two_pairs`] of a format of nibbles.
 #[inline(always)]
-unsafe fn two_integers(format: WeightFormat, block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
+unsafe fn two_integers(format: WeightFormat, block: Block, half: usize, pair: usize) -> [__m512i; 2] {
     // SAFETY: as the caller says; `pair / 4` is at most 3.
     unsafe {
         let [first, second] = block_lanes::integers(format, block, half, pair / 4);
@@ -318,13 +324,13 @@ static MAGNITUDES: [[u8; 64]; 4] = {
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes. Read are 64 bytes, of
-        // the pairs `pair` and `pair + 1`, at most 15, of one half. Each of the four tables has 64 bytes, and a
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: a block is two halves of 16 pairs of 32 bytes. Read are 64 bytes, of the pairs `pair` and `pair + 1`,
+        // at most 15, of one half. Each of the four tables has 64 bytes, and a
         // permutation takes its indices modulo the tables' length.
         unsafe {
             let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
-            let bytes = _mm512_loadu_si512(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
+            let bytes = _mm512_loadu_si512(block.numbers.add((half * PAIRS + pair) * 32).cast());
             let magnitude = _mm512_abs_epi8(bytes);
             let low = _mm512_permutex2var_epi8(table(0), magnitude, table(1));
             let high = _mm512_permutex2var_epi8(table(2), magnitude, table(3));
@@ -339,30 +345,26 @@ impl Format for Q8_0 {
     }
 }
 
-/// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
-const DIRECT_ROWS: usize = 4;
+/// Rows up to which tiles read the panel themselves.
+const DIRECT_ROWS: usize = 8;
 
 /// # Safety
 /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine has the
 /// features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
-    // SAFETY: a way is chosen by the scratch's rows, and so `tile` has as many as it is tall. `group` stays below the
-    // scratch's groups, as many blocks as the panel has; `two` below 8, so that pairs are even and below 16. What is
-    // asked for ahead may lie behind the panel: its address is computed by wrapping addition and only hinted at. Row
-    // `row` of the totals is 32 f32, since `round` made room for all rows, and `target` has the row.
+    if scratch.rows <= DIRECT_ROWS {
+        // SAFETY: as the caller says.
+        return unsafe { direct::<F>(scratch, panel, target) };
+    }
+    // SAFETY: `group` stays below the scratch's groups, as many blocks as the panel has; `two` below 8, so that pairs
+    // are even and below 16. Row `row` of the totals is 32 f32, since `round` made room for all rows, and `target` has
+    // the row.
     unsafe {
-        match scratch.rows {
-            1 => return tile::<F, 1>(scratch, panel, target),
-            2 => return tile::<F, 2>(scratch, panel, target),
-            3 => return tile::<F, 3>(scratch, panel, target),
-            DIRECT_ROWS => return tile::<F, DIRECT_ROWS>(scratch, panel, target),
-            _ => {}
-        }
         let mut weights = [[_mm512_setzero_si512(); 2]; PAIRS];
         for group in 0..scratch.groups {
-            let block = panel.add(group * F::KIND.block_bytes());
-            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
+            F::KIND.ask_for(panel, group + AHEAD);
+            let block = F::KIND.block(panel, group);
             for (two, weights) in weights.as_chunks_mut::<2>().0.iter_mut().enumerate() {
                 let (left, right) = (F::two_pairs(block, 0, 2 * two), F::two_pairs(block, 1, 2 * two));
                 *weights = [[left[0], right[0]], [left[1], right[1]]];
@@ -409,20 +411,47 @@ unsafe fn add_group<const SCALES: usize>(
     }
 }
 
-/// All groups of `M` rows, weights straight from the panel: the way of small batches.
+/// All rows, in tiles of nearly equal height.
 ///
 /// # Safety
-/// As for [`panel_of`]; the scratch has `M` rows.
+/// As for [`panel_of`].
 #[inline(always)]
-unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, target: Target) {
+unsafe fn direct<F: Format>(scratch: &Scratch, panel: *const u8, target: Target) {
+    let mut row = 0;
+    while row < scratch.rows {
+        let left = scratch.rows - row;
+        // SAFETY: no tile is taller than the rows that are left.
+        unsafe {
+            row += match left.div_ceil(left.div_ceil(DIRECT_TILE_ROWS)) {
+                1 => tile::<F, 1>(scratch, row, panel, target),
+                2 => tile::<F, 2>(scratch, row, panel, target),
+                3 => tile::<F, 3>(scratch, row, panel, target),
+                4 => tile::<F, 4>(scratch, row, panel, target),
+                5 => tile::<F, 5>(scratch, row, panel, target),
+                6 => tile::<F, 6>(scratch, row, panel, target),
+                7 => tile::<F, 7>(scratch, row, panel, target),
+                _ => tile::<F, DIRECT_TILE_ROWS>(scratch, row, panel, target),
+            };
+        }
+    }
+}
+
+/// All groups of `M` rows from `first` on, weights straight from the panel: the way of small batches. Returns `M`.
+///
+/// # Safety
+/// As for [`panel_of`]; the scratch has `M` rows from `first` on.
+#[inline(always)]
+unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, first: usize, panel: *const u8, target: Target) -> usize {
     // SAFETY: the panel has the scratch's groups, and pairs are even and below 16. `round` made `x` groups × rows × 16
-    // words and `x_sums` groups × rows, with `M` rows: group and row index both. `target` has the `M` rows.
+    // words and `x_sums` groups × rows: `row` and the `M - 1` behind it index both. What is asked for ahead may lie
+    // behind the panel and is only hinted at. `target` has the `M` rows.
     unsafe {
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
         for group in 0..scratch.groups {
-            let block = panel.add(group * F::KIND.block_bytes());
-            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
-            let x = scratch.x.as_ptr().add(group * M * PAIRS);
+            F::KIND.ask_for(panel, group + AHEAD);
+            let block = F::KIND.block(panel, group);
+            let row = group * scratch.rows + first;
+            let x = scratch.x.as_ptr().add(row * PAIRS);
             let scales = [F::scales(block, 0), F::scales(block, 1)];
             for part in 0..F::SCALES {
                 let mut sums = [[_mm512_setzero_ps(); 2]; M];
@@ -437,15 +466,16 @@ unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, t
             }
             if F::SCALES == 1 {
                 for (m, totals) in totals.iter_mut().enumerate() {
-                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
+                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
                     *totals = with_offset(*totals, &scales, x_sum);
                 }
             }
         }
         for (m, totals) in totals.into_iter().enumerate() {
-            target.put(m, totals);
+            target.put(first + m, totals);
         }
     }
+    M
 }
 
 /// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns
