@@ -216,7 +216,7 @@ impl Blocks {
         self.format.block(self.panel, self.first + group)
     }
 
-    /// Asks for that some groups behind `group`.
+    /// Asks memory for the block some groups behind that of `group`.
     fn ask_ahead(self, group: usize) {
         self.format.ask_for(self.panel, self.first + group + AHEAD);
     }
