@@ -37,7 +37,7 @@ pub mod v1 {
 
 use std::time::Duration;
 
-pub use error::{ERROR_KINDS, Error, ErrorKind};
+pub use error::{ERROR_KINDS, Error, ErrorCode, ErrorKind};
 pub use hash::SequenceHash;
 pub use ids::{HandoffId, Incarnation};
 pub use trace::TraceContext;
