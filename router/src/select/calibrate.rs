@@ -101,8 +101,8 @@ impl Links {
         kind.block_bytes = bytes as f64 / f64::from(blocks);
     }
 
-    /// Milliseconds in which so many blocks travel by the way of this domain. 0 before anything of it was measured: then
-    /// nothing is known against any of its pairs.
+    /// Milliseconds in which so many blocks travel by the way of this domain. 0 before anything of it was measured:
+    /// then nothing is known against any of its pairs.
     pub fn transfer_ms(&self, pair: (u64, u64), domain: u32, blocks: u32) -> f64 {
         let Some(kind) = self.kinds.get(&domain) else { return 0.0 };
         let own = self.pairs.get(&(pair.0, pair.1, domain)).and_then(|pair| pair.rate.bytes_per_ms());

@@ -1,12 +1,12 @@
 //! From a thousand nodes to a short list without looking at each pair. Pure. A pair costs what its prefill node costs,
 //! what its decode node costs, and what lies between them (the transfer, and a wait for decode that the prefill hides).
-//! The first two are computed once for each node; of each role and domain ([`super::ways`]) the best [`SHORT`] stay, and
-//! beside them the [`CACHED`] that hold most of the prompt. Pairs are scored exactly, but only of these, and within
+//! The first two are computed once for each node; of each role and domain ([`super::ways`]) the best [`SHORT`] stay,
+//! and beside them the [`CACHED`] that hold most of the prompt. Pairs are scored exactly, but only of these, and within
 //! domains, so that none is without a way. So the cost is linear in nodes.
 //!
 //! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way
-//! between them than others of its domain, or with cores of their own where all better ones share theirs. Where ways are equal,
-//! no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share
+//! between them than others of its domain, or with cores of their own where all better ones share theirs. Where ways are
+//! equal, no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share
 //! their cores only the two of a pair are seen: not the streams of a third one there.
 use std::collections::HashSet;
 
