@@ -59,14 +59,14 @@ pub struct TransportConfig {
     pub tcp: TcpConfig,
 }
 
+/// A transport that runs, and which one it is.
+pub type Started = (TransportKind, Arc<dyn Transport>);
+
 /// Starts the transports that `config` asks for over `arena`, in its order. At least one.
 ///
 /// # Errors
 /// Those of a backend that was asked for; if none works, those of the last one.
-pub fn select(
-    config: &TransportConfig,
-    arena: &Arc<Arena>,
-) -> Result<Vec<(TransportKind, Arc<dyn Transport>)>, TransferError> {
+pub fn select(config: &TransportConfig, arena: &Arc<Arena>) -> Result<Vec<Started>, TransferError> {
     let mut started = Vec::new();
     let (mut failures, mut last) = (Vec::new(), None);
     for Wanted { kind, need } in &config.wanted {

@@ -8,7 +8,7 @@ use tonic::Streaming;
 /// What the router says after its start.
 pub enum Word {
     /// Where the KV goes.
-    Deliver(Ticket),
+    Deliver(Box<Ticket>),
     /// Nowhere: the answer is complete.
     Stop,
     /// It closed its side.
@@ -41,7 +41,9 @@ impl Commands {
         match message.command {
             Some(Command::Deliver(deliver)) => {
                 let ticket = Ticket::decode(deliver.ticket.as_slice());
-                ticket.map(Word::Deliver).map_err(|error| invalid(format!("the ticket is not readable: {error}")))
+                ticket
+                    .map(|ticket| Word::Deliver(Box::new(ticket)))
+                    .map_err(|error| invalid(format!("the ticket is not readable: {error}")))
             }
             Some(Command::Stop(_)) => Ok(Word::Stop),
             _ => Err(invalid("after its start a call says `deliver` or `stop`")),

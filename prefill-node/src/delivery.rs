@@ -64,7 +64,7 @@ impl<'a> Deliveries<'a> {
             tokio::select! {
                 biased;
                 word = commands.word(), if open => match word? {
-                    Word::Deliver(ticket) => running = self.begin(ticket),
+                    Word::Deliver(ticket) => running = self.begin(*ticket),
                     Word::Stop => {
                         drop(running);
                         self.computed().await?;
