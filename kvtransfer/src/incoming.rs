@@ -2,25 +2,15 @@
 use std::sync::Arc;
 
 use tandem_proto::{HandoffId, v1};
-use tokio::sync::oneshot;
 
 use crate::clock;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::landing::Landing;
-use crate::mutation::Mutation;
+use crate::landing::Arrival;
 use crate::registry::Registry;
 use crate::seal::{self, Manifest};
 use crate::session::Arrived;
-use crate::transport::{Expected, Verified};
+use crate::terms::{Expected, Grant, Verified};
 use crate::wire::DataHeader;
-
-/// How a registry tells the receiving end.
-pub(crate) struct Arrival {
-    /// Piece by piece.
-    pub(crate) landing: Arc<Landing>,
-    /// The whole, or why it does not come.
-    pub(crate) whole: oneshot::Receiver<Result<Arrived, TransferError>>,
-}
 
 /// A granted hand-off. Dropping it at any time cancels it: the sender is told, and the owner of the blocks is released
 /// as soon as no writer can touch them.
@@ -35,14 +25,19 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    pub(crate) fn new(
-        registry: Arc<Registry>,
-        handoff: HandoffId,
-        ticket: v1::Ticket,
-        blocks: Vec<u32>,
-        arrival: Arrival,
-    ) -> Self {
-        Self { registry, handoff, ticket, blocks: blocks.into(), arrival, on_drop: Refusal::Cancelled }
+    /// `Transport::accept` of every backend.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn accept(
+        registry: &Arc<Registry>,
+        grant: Grant,
+        info: v1::TransportInfo,
+        address: Vec<u8>,
+    ) -> Result<Self, TransferError> {
+        let (handoff, blocks) = (grant.handoff, grant.blocks.as_slice().into());
+        let (ticket, arrival) = registry.accept(grant, info, address)?;
+        Ok(Self { registry: registry.clone(), handoff, ticket, blocks, arrival, on_drop: Refusal::Cancelled })
     }
 
     /// What the sender needs to fill the blocks.
@@ -62,7 +57,7 @@ impl Incoming {
         let (last, ticket, seal) = (self.arrival.landing.take(), self.ticket.clone(), arrived.seal.clone());
         let mutation = self.registry.mutation();
         let check = move || match seal::verify(&seal, &ticket, &expected, || cover(manifest, last).finish()) {
-            Err(Refusal::Corrupt(_)) if mutation == Mutation::SkipChecksum => Ok(()),
+            Err(Refusal::Corrupt(_)) if mutation.skips_checksum() => Ok(()),
             checked => checked,
         };
         let checked = self.registry.hash(self.bytes(), check).await.unwrap_or(Err(Refusal::WriteFailed));

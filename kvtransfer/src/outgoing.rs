@@ -16,8 +16,7 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::delivery::{Delivery, FrameLimits};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
-use crate::transport::{BlockOwner, CheckedTicket, Receipt};
+use crate::terms::{BlockOwner, CheckedTicket, PeerId, Receipt};
 use crate::wire::{Answer, DataHeader};
 
 /// Hand-offs a node sends at once.
@@ -29,7 +28,7 @@ pub trait SendLink: Send {
     /// Longest range that the backend wants in one frame.
     fn max_range_bytes(&self) -> usize;
 
-    /// Most pieces of the arena in one frame.
+    /// Most pieces of the arena in one frame, at either end.
     fn max_runs(&self) -> usize {
         usize::MAX
     }

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use suite::{Pair, arena};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
-use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::tcp::{Protection, TcpConfig, TcpTransport};
+use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Faults, TransferErrorKind, Transport};
+use tandem_kvtransfer::{Faults, Transport};
 
 /// Both ends in this process; `None`: the backend cannot run here, and said so. `faults` are the sender's.
 type MakePair = fn(block_bytes: usize, faults: Faults) -> Option<Pair>;
@@ -24,9 +25,17 @@ fn mem(block_bytes: usize, send: Faults) -> Option<Pair> {
 }
 
 fn tcp(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    sockets(Protection::Bound, block_bytes, faults)
+}
+
+fn tcp_encrypted(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    sockets(Protection::Encrypted, block_bytes, faults)
+}
+
+fn sockets(protection: Protection, block_bytes: usize, faults: Faults) -> Option<Pair> {
     let bind = |arena, faults| {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        TcpTransport::bind(address, arena, TcpConfig { faults, ..TcpConfig::default() }).expect("bind")
+        TcpTransport::bind(address, arena, TcpConfig { faults, protection, ..TcpConfig::default() }).expect("bind")
     };
     let (from, to) = (arena(block_bytes), arena(block_bytes));
     let sender = bind(from.clone(), faults);
@@ -35,15 +44,7 @@ fn tcp(block_bytes: usize, faults: Faults) -> Option<Pair> {
 }
 
 fn ucx(profile: UcxProfile, block_bytes: usize, faults: Faults) -> Option<Pair> {
-    let start = |arena, faults| match UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }) {
-        Ok(transport) => Some(transport),
-        // Only a host without UCX may skip; a UCX that does not work is a failure.
-        Err(error) if error.kind == TransferErrorKind::Incompatible => {
-            println!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("UCX is there and does not start: {error}"),
-    };
+    let start = |arena, faults| or_skip(UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }));
     let (from, to) = (arena(block_bytes), arena(block_bytes));
     let sender = start(from.clone(), faults)?;
     let receiver = start(to.clone(), Faults::default())?;
@@ -98,4 +99,4 @@ macro_rules! conformance {
     };
 }
 
-conformance!(mem tcp ucx_shm ucx_tcp);
+conformance!(mem tcp tcp_encrypted ucx_shm ucx_tcp);

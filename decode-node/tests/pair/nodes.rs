@@ -5,8 +5,8 @@ use std::time::Duration;
 use clap::Parser;
 use rand::Rng;
 use rand::rngs::StdRng;
+use tandem_kvtransfer::Faults;
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
-use tandem_kvtransfer::transport::Faults;
 use tandem_kvtransfer::{Arena, Transport};
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_prefill_node::Settings;
@@ -72,6 +72,7 @@ impl Pair {
             prefill_incarnation: self.prefill.incarnation().0,
             request_traceparent: TRACEPARENT.to_owned(),
             local: None,
+            transport: String::new(),
         };
         DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }
     }

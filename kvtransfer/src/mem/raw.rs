@@ -2,9 +2,9 @@
 use std::sync::PoisonError;
 
 use super::{Link, MemNetwork};
-use crate::error::TransferError;
+use crate::error::{Refusal, TransferError};
 use crate::registry::PeerLink;
-use crate::session::PeerId;
+use crate::terms::PeerId;
 use crate::wire::Header;
 
 /// Frames as bytes, unchecked; closed when dropped. What cannot be read closes it too.
@@ -14,6 +14,11 @@ pub struct RawLink {
 }
 
 impl RawLink {
+    /// The receiver reads the payload of a hello. Whether it took it.
+    pub fn hello(&self, payload: &[u8]) -> Result<(), Refusal> {
+        self.network.hello(self.peer, payload).map(|_| ())
+    }
+
     /// The receiver reads a frame.
     ///
     /// # Errors

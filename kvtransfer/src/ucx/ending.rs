@@ -1,6 +1,6 @@
 //! The last act of the driver's thread, however it ends: told to, out of workers, or by a panic. Whoever waits for it
 //! learns that it is gone, and the transport says why it failed. Knows no UCX.
-use super::driver::Shared;
+use super::commands::Shared;
 use crate::error::TransferError;
 
 /// Lives as long as the thread's work, and longer than the driver itself: when it is dropped, UCX's worker is
@@ -22,11 +22,12 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use tandem_proto::{HandoffId, Incarnation};
+    use tandem_proto::{HandoffId, Incarnation, v1};
     use tokio::sync::oneshot;
 
     use super::super::address::CheckedAddress;
-    use super::super::driver::Command;
+    use super::super::commands::Command;
+    use super::super::presence::or_skip;
     use super::super::queue::Queue;
     use super::super::{UcxConfig, UcxProfile, UcxTransport};
     use super::*;
@@ -34,9 +35,11 @@ mod tests {
 
     use crate::arena::Arena;
     use crate::error::TransferErrorKind;
+    use crate::handshake::Secret;
     use crate::registry::{PeerLink, Registry};
-    use crate::session::{DEFAULT_GRACE, PeerId};
-    use crate::transport::{Grant, Held, Transport};
+    use crate::session::DEFAULT_GRACE;
+    use crate::terms::{Grant, Held, PeerId};
+    use crate::transport::Transport;
     use crate::wire::Answer;
 
     struct Nobody;
@@ -51,6 +54,11 @@ mod tests {
         Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1)
     }
 
+    fn secret() -> Secret {
+        let key = Some(v1::HandoffKey { secret: vec![1; 32] });
+        Secret::of(&v1::Ticket { handoff_id: vec![1; 16], key, ..v1::Ticket::default() }).expect("whole")
+    }
+
     #[tokio::test]
     async fn a_panic_of_the_driver_ends_every_wait_for_it() {
         let shared = Shared {
@@ -63,7 +71,7 @@ mod tests {
         };
         let (reply, opened) = oneshot::channel();
         let address = CheckedAddress::own(&[1]).expect("short");
-        let command = Command::Open { handoff: HandoffId([1; 16]), address: address.clone(), reply };
+        let command = Command::Open { handoff: HandoffId([1; 16]), address: address.clone(), secret: secret(), reply };
         assert!(shared.queue.send(command).await.is_ok());
         let ending = Ending(shared.clone());
         let driver = std::thread::spawn(move || {
@@ -74,14 +82,14 @@ mod tests {
         assert!(opened.await.is_err(), "the reply was dropped with its command");
         assert_eq!(shared.failure.get().map(String::as_str), Some("its thread panicked"));
         let (reply, _opened) = oneshot::channel();
-        let late = Command::Open { handoff: HandoffId([2; 16]), address, reply };
+        let late = Command::Open { handoff: HandoffId([2; 16]), address, secret: secret(), reply };
         assert!(shared.queue.send(late).await.is_err());
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_transport_without_its_thread_says_so_and_refuses() {
-        let start = || UcxTransport::start(arena(), UcxConfig::new(UcxProfile::Shm));
-        let (Ok(transport), Ok(peer)) = (start(), start()) else { return };
+        let start = || or_skip(UcxTransport::start(arena(), UcxConfig::new(UcxProfile::Shm)));
+        let (Some(transport), Some(peer)) = (start(), start()) else { return };
         assert_eq!(transport.failed(), None);
         let grant = |id| Grant {
             handoff: HandoffId([id; 16]),

@@ -5,24 +5,39 @@
 //! of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
-//! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
-//! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
-//! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
-//! transports, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
+//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `turns` says
+//! whose payload lands next. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
+//! decides when the blocks of a lost peer are free, with what `process` and `probe` find out. `address` is what is
+//! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
+//! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
+//! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
+//!
+//! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
+//! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
+//! up its blocks, and keeps what UCX may look at). A hand-off is *answered*, *cancelled* by its sender, or *refused*. A
+//! peer is *fenced* in the registry when it is free.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
 mod address;
+mod commands;
+mod custody;
+mod desk;
 mod driver;
 mod ending;
 mod endpoints;
 mod hello;
+mod ids;
 mod inbox;
 mod operations;
+mod origin;
 mod owners;
+#[doc(hidden)]
+pub mod presence;
 mod probe;
+mod process;
 pub mod profile;
 mod queue;
 mod receiving;
@@ -31,6 +46,7 @@ mod sending;
 #[doc(hidden)]
 pub mod stranger;
 pub mod survey;
+mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -40,12 +56,13 @@ use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
-pub use ucx_sys::prepare_environment;
+pub use ucx_sys::{SETTINGS, prepare_environment};
 
 use self::address::{AddressKey, CheckedAddress};
-use self::driver::{Command, Driver, Shared};
+use self::commands::{Command, Shared};
+use self::driver::Driver;
 use self::ending::Ending;
-use self::endpoints::EndpointId;
+use self::ids::EndpointId;
 pub use self::profile::{UcxConfig, UcxProfile};
 use self::queue::Queue;
 use crate::arena::{Arena, Run};
@@ -54,8 +71,8 @@ use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
 use crate::registry::{PeerLink, Registry};
-use crate::session::PeerId;
-use crate::transport::{BlockOwner, Grant, Transport, check_ticket};
+use crate::terms::{BlockOwner, Grant, PeerId};
+use crate::transport::{Transport, read_ticket};
 use crate::wire::{Answer, DataHeader};
 
 /// A node's UCX worker. Dropping it closes every connection and ends its thread.
@@ -96,7 +113,13 @@ impl UcxTransport {
         })?;
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
         let name = outcome.recv().unwrap_or_else(died)?;
-        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
+        if config.profile != UcxProfile::Shm {
+            tracing::warn!(
+                "KV over UCX is not encrypted, and whoever reaches its port or fabric can read and write this node's KV \
+                 memory: keep that network closed to all but the nodes"
+            );
+        }
+        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id, reach: None };
         Ok(Arc::new(Self { info, shared, config, key, thread: Some(thread) }))
     }
 }
@@ -122,17 +145,16 @@ impl Transport for UcxTransport {
         if let Some(reason) = self.failed() {
             return Err(TransferError::new(TransferErrorKind::Io, format!("the KV transport has failed: {reason}")));
         }
-        self.shared.registry.accept(grant, self.info(), self.address())
+        Incoming::accept(&self.shared.registry, grant, self.info(), self.address())
     }
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         Box::pin(async move {
-            let checked = check_ticket(ticket, &self.info, &self.shared.arena)?;
-            let address = CheckedAddress::parse(&ticket.address, &self.key).inspect_err(|_| {
-                self.counters().rejected_ticket_addresses.fetch_add(1, Relaxed);
-            })?;
+            let address = |bytes: &[u8]| Ok(CheckedAddress::parse(bytes, &self.key)?);
+            let (arena, counters) = (&self.shared.arena, self.counters());
+            let (checked, secret, address) = read_ticket(ticket, &self.info, arena, &counters, address)?;
             let (reply, opened) = oneshot::channel();
-            let command = Command::Open { handoff: checked.handoff, address, reply };
+            let command = Command::Open { handoff: checked.handoff, address, secret, reply };
             self.shared.queue.send(command).await.map_err(|_| shut_down())?;
             let opened = opened.await.map_err(|_| shut_down())??;
             let link = UcxSendLink {
@@ -167,8 +189,9 @@ fn build_id(api: &Api, config: &UcxConfig) -> String {
 impl Shared {
     fn new(arena: Arc<Arena>, config: &UcxConfig) -> std::io::Result<Self> {
         let queue = Queue::new()?;
-        let link = Box::new(UcxPeerLink { queue: queue.clone() });
-        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
+        let counters = Arc::new(Counters::default());
+        let link = Box::new(UcxPeerLink { queue: queue.clone(), counters: counters.clone() });
+        let registry = Registry::new(arena.clone(), counters, link, config.grace);
         let (address, failure) = (Arc::default(), Arc::default());
         Ok(Self { arena, registry, pending: Arc::default(), queue, address, failure })
     }
@@ -180,12 +203,18 @@ fn shut_down() -> TransferError {
 
 struct UcxPeerLink {
     queue: Arc<Queue<Command>>,
+    counters: Arc<Counters>,
 }
 
 impl PeerLink for UcxPeerLink {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
-        // After shutdown there is nobody to tell.
-        let _ = self.queue.send_now(Command::Answer { endpoint: EndpointId(peer.0), handoff, answer });
+        let command = Command::Answer { endpoint: EndpointId(peer.0), handoff, answer };
+        let sent = match answer {
+            Answer::Ack => self.queue.send_now(command),
+            Answer::Refused(_) => self.queue.send_refusal(command),
+        };
+        // Flooded, or after shutdown, where there is nobody to tell.
+        self.counters.dropped_frames.fetch_add(u64::from(sent.is_err()), Relaxed);
     }
 
     fn cut_off(&self, peer: PeerId) {
@@ -208,9 +237,9 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    /// A vector of pieces names no registered memory, so on a fabric UCX copies it, piece by piece, on the driver's
-    /// thread. This bounds the sender's side alone: where the receiver's blocks of a range lie scattered, UCX copies
-    /// there.
+    /// On a fabric only what is contiguous at both ends moves without a copy: a vector of pieces names no registered
+    /// memory, so UCX copies it, piece by piece, on the driver's thread, and into a scattered receive it fetches by
+    /// active messages, which its thread copies too.
     fn max_runs(&self) -> usize {
         if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
     }

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
-use super::driver::Driver;
-use super::endpoints::EndpointId;
-use super::hello::{Hello, HelloError};
+use super::desk::Desk;
+use super::hello::{self, About, AboutError};
+use super::ids::EndpointId;
 use super::inbox::Descriptor;
-use super::probe::PROBE;
+use super::turns::Turns;
 use crate::error::Refusal;
-use crate::registry::Claim;
+use crate::handshake::{Hello, Nonces};
+use crate::registry::{Authenticated, Claim};
 use crate::wire::{Answer, HEADER_BYTES, Header};
 
 /// Hand-offs announced and not yet forgotten.
@@ -21,9 +22,10 @@ const MAX_HANDOFFS: usize = 16 * 1024;
 const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
 
 /// Hand-offs that come to this node.
-#[derive(Default)]
 pub(super) struct Receiving {
     handoffs: HashMap<HandoffId, Inbound>,
+    /// Payloads that were announced, and may be written where their claims say.
+    turns: Turns<(Descriptor, Claim)>,
     /// Of receives that failed; dropped with their endpoint.
     failed: Vec<(EndpointId, Claim)>,
 }
@@ -34,25 +36,39 @@ struct Inbound {
 }
 
 /// What a closed endpoint leaves.
-pub(super) struct Held {
+pub(super) struct Leftovers {
     pub(super) handoffs: Vec<HandoffId>,
     pub(super) claims: Vec<Claim>,
+    /// Payloads that nobody will receive.
+    pub(super) descriptors: Vec<Descriptor>,
 }
 
 impl Receiving {
+    /// With at most `landing_bytes` under way at once.
+    pub(super) fn new(landing_bytes: usize) -> Self {
+        Self { handoffs: HashMap::new(), turns: Turns::new(landing_bytes), failed: Vec::new() }
+    }
+
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
         self.handoffs.values().any(|inbound| inbound.endpoint == endpoint && inbound.forget_at.is_none())
+    }
+
+    /// Some hand-off is not over.
+    pub(super) fn is_busy(&self) -> bool {
+        self.handoffs.values().any(|inbound| inbound.forget_at.is_none())
     }
 
     pub(super) fn hold(&mut self, endpoint: EndpointId, claim: Claim) {
         self.failed.push((endpoint, claim));
     }
 
-    pub(super) fn forget(&mut self, endpoint: EndpointId) -> Held {
+    pub(super) fn forget(&mut self, endpoint: EndpointId) -> Leftovers {
         let of = |inbound: &Inbound| inbound.endpoint == endpoint;
         let handoffs = self.handoffs.extract_if(|_, inbound| of(inbound)).map(|(handoff, _)| handoff).collect();
-        let claims = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim).collect();
-        Held { handoffs, claims }
+        let failed = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim);
+        let (descriptors, mut claims): (_, Vec<Claim>) = self.turns.forget(endpoint).into_iter().unzip();
+        claims.extend(failed);
+        Leftovers { handoffs, claims, descriptors }
     }
 
     pub(super) fn sweep(&mut self, now: Instant) {
@@ -83,109 +99,172 @@ impl Receiving {
     }
 }
 
-impl Driver {
-    pub(super) fn on_hello(&mut self, protocol: u32, payload: &[u8]) {
-        let hello = Hello::parse(payload, &self.build_id, &self.key);
-        let build = if protocol == PROTOCOL_VERSION { Ok(()) } else { Err(HelloError::Build) };
-        let hello = match build.and(hello) {
-            Ok(hello) => hello,
-            Err(error) => {
-                tracing::debug!("KV hello refused: {error}");
-                self.shared.registry.counters().rejected_hello_addresses.fetch_add(1, Relaxed);
-                self.shared.registry.violation();
+impl Receiving {
+    /// Somebody announces a hand-off. The hello reaches nothing before its hand-off's key was proved: no endpoint is
+    /// made for anybody else. `busy`: other endpoints that the node needs.
+    pub(super) fn on_hello(
+        &mut self,
+        desk: &mut Desk,
+        protocol: u32,
+        payload: &[u8],
+        busy: impl Fn(EndpointId) -> bool,
+    ) {
+        let hello = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES);
+        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
+            return refuse_hello(desk, &AboutError::Malformed);
+        };
+        let about = About::parse(hello.about, &desk.build_id, &desk.key);
+        let authenticated = match desk.registry().authenticate(&hello) {
+            Ok(authenticated) => authenticated,
+            Err(refusal) => {
+                refuse_hello(desk, &refusal);
+                // Told if there is an endpoint to it anyway.
+                if let Some(known) = about.ok().and_then(|about| desk.endpoints.known(&about.address)) {
+                    let answer = Header::Answer(hello.handoff, Answer::Refused(refusal));
+                    desk.post_frame(known, answer, Vec::new());
+                }
                 return;
             }
         };
-        let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
-        let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = match self.endpoints.connect(&hello.address, Instant::now(), busy) {
+        let about = match about {
+            Ok(about) => about,
+            Err(error) => return refuse_hello(desk, &error),
+        };
+        let endpoint = match desk.answer_to(&about.address, &about.origin, |id| self.uses(id) || busy(id)) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
-                self.shared.registry.violation();
+                desk.registry().violation();
                 return;
             }
         };
         // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
-        let answer = match self.welcomes(endpoint, hello.handoff) {
+        match self.welcomes(desk, endpoint, hello.handoff, &authenticated) {
             Ok(()) => {
-                self.receiving.list(hello.handoff, endpoint);
-                Header::Welcome(hello.handoff)
+                self.list(hello.handoff, endpoint);
+                let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
+                let origin = desk.origin(endpoint).encode();
+                let welcome = authenticated.secret().welcome(nonces, hello.about, &origin);
+                desk.post_frame(endpoint, Header::Welcome(hello.handoff), welcome);
             }
             // Told, or it would wait for its lease.
-            Err(refusal) => Header::Answer(hello.handoff, Answer::Refused(refusal)),
-        };
-        self.post_frame(endpoint, answer, Vec::new());
+            Err(refusal) => {
+                let answer = Header::Answer(hello.handoff, Answer::Refused(refusal));
+                desk.post_frame(endpoint, answer, Vec::new());
+            }
+        }
     }
 
-    /// Whether a hand-off may come from `endpoint`. Refusals are counted.
-    fn welcomes(&mut self, endpoint: EndpointId, handoff: HandoffId) -> Result<(), Refusal> {
-        let registry = &self.shared.registry;
-        registry.admits(endpoint.into(), handoff)?;
-        let refusal = match self.receiving.endpoint(handoff) {
-            Some(known) if known != endpoint => Refusal::WrongPeer,
-            _ if self.receiving.has_room() => return Ok(()),
-            _ => Refusal::Overloaded,
-        };
-        registry.counters().count_refusal(refusal);
-        Err(refusal)
-    }
-
-    pub(super) fn on_range(&mut self, header: &[u8; HEADER_BYTES], length: usize, descriptor: Descriptor) {
-        let Some(Header::Data(range)) = Header::parse(header) else {
-            self.shared.registry.violation();
-            self.release(descriptor);
-            return;
-        };
+    pub(super) fn on_range(
+        &mut self,
+        desk: &mut Desk,
+        header: &[u8; HEADER_BYTES],
+        length: usize,
+        descriptor: Descriptor,
+    ) {
+        let parsed = Header::parse(header);
         // Not one that overtook its hello: senders wait for the welcome.
-        let Some(endpoint) = self.receiving.endpoint(range.handoff) else {
-            self.shared.registry.violation();
-            self.release(descriptor);
+        let known = match parsed {
+            Some(Header::Data(range)) => self.endpoint(range.handoff).map(|endpoint| (range, endpoint)),
+            _ => None,
+        };
+        let Some((range, endpoint)) = known else {
+            desk.registry().violation();
+            desk.release(descriptor);
             return;
         };
-        match self.shared.registry.claim(endpoint.into(), range, length as u64) {
-            Ok(claim) => self.receive(endpoint, descriptor, claim),
+        match desk.registry().claim(endpoint.into(), range, length as u64) {
+            Ok(claim) => {
+                self.turns.announce(endpoint, length, (descriptor, claim));
+                self.land(desk);
+            }
             // The registry has answered.
-            Err(_) => self.release(descriptor),
+            Err(_) => desk.release(descriptor),
         }
     }
 
-    pub(super) fn on_seal(&mut self, handoff: HandoffId, payload: &[u8]) {
-        match self.receiving.endpoint(handoff) {
-            Some(endpoint) => self.shared.registry.seal(endpoint.into(), handoff, payload),
-            None => self.shared.registry.violation(),
+    /// Posts the payloads whose turn it is. Their deadlines begin here.
+    pub(super) fn land(&mut self, desk: &mut Desk) {
+        while let Some((endpoint, (descriptor, claim))) = self.turns.next() {
+            if desk.endpoints.get(endpoint).is_some() {
+                desk.receive(endpoint, descriptor, claim);
+            } else {
+                // It is closing: what would land now would have to be waited for.
+                self.ended(endpoint, &claim);
+                desk.release(descriptor);
+                self.hold(endpoint, claim);
+            }
         }
     }
 
-    pub(super) fn on_keep_alive(&mut self, handoff: HandoffId) {
-        match self.receiving.endpoint(handoff) {
-            Some(endpoint) => self.shared.registry.keep_alive(endpoint.into(), handoff),
-            None => self.shared.registry.violation(),
+    /// A payload is here, or will not come: another one may have its turn.
+    pub(super) fn ended(&mut self, from: EndpointId, claim: &Claim) {
+        self.turns.ended(from, usize::try_from(claim.bytes()).unwrap_or(usize::MAX));
+    }
+
+    /// The worker ends: nothing of what waits will be posted.
+    pub(super) fn dismiss_all(&mut self, desk: &mut Desk) {
+        for (endpoint, (descriptor, claim)) in self.turns.forget_all() {
+            desk.release(descriptor);
+            self.hold(endpoint, claim);
         }
     }
 
-    pub(super) fn on_cancel(&mut self, handoff: HandoffId) {
-        if handoff == PROBE {
-            self.probe = None;
-            return;
+    pub(super) fn on_seal(&mut self, desk: &Desk, handoff: HandoffId, payload: &[u8]) {
+        match self.endpoint(handoff) {
+            Some(endpoint) => desk.registry().seal(endpoint.into(), handoff, payload),
+            None => desk.registry().violation(),
         }
-        if let Some(endpoint) = self.receiving.endpoint(handoff) {
-            self.shared.registry.cancelled_by(endpoint.into(), handoff);
-            self.receiving.forget_later(handoff);
+    }
+
+    pub(super) fn on_keep_alive(&mut self, desk: &Desk, handoff: HandoffId) {
+        match self.endpoint(handoff) {
+            Some(endpoint) => desk.registry().keep_alive(endpoint.into(), handoff),
+            None => desk.registry().violation(),
+        }
+    }
+
+    pub(super) fn on_cancel(&mut self, desk: &Desk, handoff: HandoffId) {
+        if let Some(endpoint) = self.endpoint(handoff) {
+            desk.registry().cancelled_by(endpoint.into(), handoff);
+            self.forget_later(handoff);
         }
     }
 
     /// At shutdown: senders would wait for their lease otherwise.
-    pub(super) fn refuse_all(&mut self) {
-        let open = self.receiving.handoffs.iter().filter(|(_, inbound)| inbound.forget_at.is_none());
+    pub(super) fn refuse_all(&mut self, desk: &mut Desk) {
+        let open = self.handoffs.iter().filter(|(_, inbound)| inbound.forget_at.is_none());
         let open: Vec<_> = open.map(|(handoff, inbound)| (*handoff, inbound.endpoint)).collect();
         for (handoff, endpoint) in open {
-            self.answer(endpoint, handoff, Answer::Refused(Refusal::Cancelled));
+            self.answer(desk, endpoint, handoff, Answer::Refused(Refusal::Cancelled));
         }
     }
 
-    pub(super) fn answer(&mut self, to: EndpointId, handoff: HandoffId, answer: Answer) {
-        self.post_frame(to, Header::Answer(handoff, answer), Vec::new());
-        self.receiving.forget_later(handoff);
+    pub(super) fn answer(&mut self, desk: &mut Desk, to: EndpointId, handoff: HandoffId, answer: Answer) {
+        desk.post_frame(to, Header::Answer(handoff, answer), Vec::new());
+        self.forget_later(handoff);
     }
+
+    /// Opens a hand-off for `endpoint`. Refusals are counted.
+    fn welcomes(
+        &mut self,
+        desk: &Desk,
+        endpoint: EndpointId,
+        handoff: HandoffId,
+        authenticated: &Authenticated,
+    ) -> Result<(), Refusal> {
+        let refusal = match self.endpoint(handoff) {
+            Some(known) if known != endpoint => Refusal::WrongPeer,
+            _ if self.has_room() => return desk.registry().open(endpoint.into(), authenticated),
+            _ => Refusal::Overloaded,
+        };
+        desk.registry().counters().count_refusal(refusal);
+        Err(refusal)
+    }
+}
+
+fn refuse_hello(desk: &Desk, why: &dyn std::fmt::Display) {
+    tracing::debug!("KV hello refused: {why}");
+    desk.registry().counters().rejected_hellos.fetch_add(1, Relaxed);
+    desk.registry().violation();
 }

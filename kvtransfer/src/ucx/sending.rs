@@ -2,21 +2,22 @@
 //! all. UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
 //! opens a hand-off gets it when the receiver has answered the hello, and no range can overtake that.
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::time::Instant;
 
 use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
-use ucx_sys::ucp_dt_iov;
 
 use super::address::CheckedAddress;
-use super::driver::{Driver, Opened};
-use super::endpoints::EndpointId;
-use super::hello::Hello;
-use super::operations::{SendWork, Work};
-use crate::arena::Run;
+use super::commands::Opened;
+use super::desk::{Desk, Load};
+use super::endpoints::Loss;
+use super::ids::EndpointId;
+use super::operations::SendCargo;
+use super::origin::Origin;
+use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::transport::{BlockOwner, Faults};
+use crate::handshake::{Nonce, Secret, Welcome};
+use crate::terms::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
 /// Credit goes back when this part of it has come together, or when there is nothing else to do.
@@ -50,8 +51,25 @@ struct Outbound {
 struct Announced {
     opened: Opened,
     reply: Reply,
+    introduction: Introduction,
     /// Given up then.
     until: Instant,
+}
+
+/// What this end has said of itself in a hello: the welcome answers it.
+struct Introduction {
+    secret: Secret,
+    nonce: Nonce,
+    about: Vec<u8>,
+}
+
+impl Introduction {
+    /// Where a welcome comes from, if it was made with the key, for this hello.
+    fn origin_of(&self, welcome: &[u8]) -> Option<Origin> {
+        let welcome = Welcome::parse(welcome)?;
+        let (origin, rest) = Origin::parse(welcome.about)?;
+        (rest.is_empty() && self.secret.welcomed(&welcome, self.nonce, &self.about)).then_some(origin)
+    }
 }
 
 type Reply = oneshot::Sender<Result<Opened, TransferError>>;
@@ -59,6 +77,11 @@ type Reply = oneshot::Sender<Result<Opened, TransferError>>;
 impl Sending {
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
         self.handoffs.values().any(|outbound| outbound.endpoint == endpoint)
+    }
+
+    /// Some hand-off is not over.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.handoffs.is_empty()
     }
 
     pub(super) fn forget(&mut self, endpoint: EndpointId, why: &TransferError) {
@@ -87,109 +110,102 @@ impl Outbound {
     }
 }
 
-impl Driver {
-    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &CheckedAddress, reply: Reply) {
-        let opened = match self.announce(handoff, address) {
-            Ok(opened) => opened,
+impl Sending {
+    /// Announces a hand-off. `busy`: other endpoints that the node needs.
+    pub(super) fn open_handoff(
+        &mut self,
+        desk: &mut Desk,
+        handoff: HandoffId,
+        address: &CheckedAddress,
+        (secret, reply): (Secret, Reply),
+        busy: impl Fn(EndpointId) -> bool,
+    ) {
+        let endpoint = match desk.connect(address, |id| self.uses(id) || busy(id)) {
+            Ok(endpoint) => endpoint,
             Err(error) => {
                 // Somebody who does not wait any more need not know.
                 let _ = reply.send(Err(error));
                 return;
             }
         };
-        let endpoint = opened.endpoint;
-        let announced = Some(Announced { opened, reply, until: Instant::now() + self.config.stall_timeout });
-        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults, announced };
-        self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello::encode(handoff, &self.build_id, &self.shared.address());
-        self.post_frame(endpoint, Header::hello(), hello);
+        self.announce(desk, handoff, endpoint, secret, reply);
     }
 
-    pub(super) fn on_welcome(&mut self, handoff: HandoffId) {
-        let outbound = self.sending.handoffs.get_mut(&handoff);
-        let Some(announced) = outbound.and_then(|outbound| outbound.announced.take()) else { return };
+    /// The receiver knows the hand-off, and sends from this end of its own. A welcome that was not made with the
+    /// hand-off's key is garbage: the receiver's own may still come.
+    pub(super) fn on_welcome(&mut self, desk: &mut Desk, handoff: HandoffId, payload: &[u8]) {
+        let Some(outbound) = self.handoffs.get_mut(&handoff) else { return };
+        let endpoint = outbound.endpoint;
+        let Some(announced) = &outbound.announced else { return };
+        let Some(origin) = announced.introduction.origin_of(payload) else { return desk.registry().violation() };
+        let Some(announced) = outbound.announced.take() else { return };
+        if desk.endpoints.is_outdated(endpoint, origin.generation) {
+            return self.announce_again(desk, handoff, endpoint, announced, &origin);
+        }
+        desk.meet(endpoint, &origin);
         if let Err(Ok(unwanted)) = announced.reply.send(Ok(announced.opened)) {
             drop(unwanted);
-            self.cancel(handoff);
+            self.cancel(desk, handoff);
         }
     }
 
     /// The receiver may be frozen, or cannot read the hello. Other hand-offs have deadlines of their own.
-    pub(super) fn give_up_unwelcome(&mut self, now: Instant) {
-        for handoff in self.sending.unwelcome(now) {
+    pub(super) fn give_up_unwelcome(&mut self, desk: &mut Desk, now: Instant) {
+        for handoff in self.unwelcome(now) {
             let why = TransferError::new(TransferErrorKind::Timeout, "the KV receiver does not answer");
-            self.cancel_because(handoff, &why);
+            self.cancel_because(desk, handoff, &why);
         }
     }
 
     pub(super) fn push(
         &mut self,
+        desk: &mut Desk,
         to: EndpointId,
         range: DataHeader,
         runs: &[Run],
-        owner: BlockOwner,
-        credit: OwnedSemaphorePermit,
+        (owner, credit): (BlockOwner, OwnedSemaphorePermit),
     ) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
+        let Some(outbound) = self.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
-        let altered = self.altered(runs, faults);
-        let source = match altered.as_slice() {
-            [] => self.region.vector(runs),
-            bytes => vec![ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
-        };
-        let header = Header::Data(range).encode().to_vec();
-        let region = altered.is_empty().then_some(&self.region);
-        let operation = self.operations.next_id();
-        let Some(entry) = self.endpoints.get(to) else { return };
-        let send = Box::new(SendWork { handoff: range.handoff, header, source, altered, _owner: owner, credit });
-        // SAFETY: header, source and altered bytes are heap memory of `send`, the blocks are its owner's; the table of
-        // operations keeps it until the callback came or the endpoint is closed.
-        let posted = unsafe { entry.endpoint.send_range(&send.header[..], region, &send.source, operation) };
-        self.keep(to, operation, posted, Work::Send(send));
+        let altered = altered(&desk.shared.arena, runs, faults);
+        desk.post_range(to, range, runs, Load { altered, owner, credit });
     }
 
-    pub(super) fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) {
-        if let Some(outbound) = self.sending.handoffs.get_mut(&handoff) {
+    pub(super) fn seal(&mut self, desk: &mut Desk, handoff: HandoffId, payload: Vec<u8>) {
+        if let Some(outbound) = self.handoffs.get_mut(&handoff) {
             outbound.seal = Some(payload);
-            self.send_ready_seal(handoff);
+            self.send_ready_seal(desk, handoff);
         }
     }
 
-    pub(super) fn cancel(&mut self, handoff: HandoffId) {
-        self.cancel_because(handoff, &TransferError::peer_gone("the KV transport took leave of its peers"));
-    }
-
-    fn cancel_because(&mut self, handoff: HandoffId, why: &TransferError) {
-        if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
-            self.post_frame(outbound.endpoint, Header::Cancel(handoff), Vec::new());
-            outbound.fail(why);
-        }
+    pub(super) fn cancel(&mut self, desk: &mut Desk, handoff: HandoffId) {
+        self.cancel_because(desk, handoff, &TransferError::peer_gone("the KV transport took leave of its peers"));
     }
 
     /// At shutdown.
-    pub(super) fn cancel_all(&mut self) {
-        let handoffs: Vec<_> = self.sending.handoffs.keys().copied().collect();
-        handoffs.into_iter().for_each(|handoff| self.cancel(handoff));
+    pub(super) fn cancel_all(&mut self, desk: &mut Desk) {
+        let handoffs: Vec<_> = self.handoffs.keys().copied().collect();
+        handoffs.into_iter().for_each(|handoff| self.cancel(desk, handoff));
     }
 
-    pub(super) fn range_sent(&mut self, send: SendWork) {
-        let returning = &mut self.sending.returning;
+    pub(super) fn range_sent(&mut self, desk: &mut Desk, send: SendCargo) {
+        let returning = &mut self.returning;
         returning.bytes += send.credit.num_permits();
         returning.permits.push(send.credit);
-        if returning.bytes >= self.config.credit_bytes / CREDIT_SHARE {
-            self.sending.return_credit();
+        if returning.bytes >= desk.config.credit_bytes / CREDIT_SHARE {
+            self.return_credit();
         }
-        if let Some(outbound) = self.sending.handoffs.get_mut(&send.handoff) {
+        if let Some(outbound) = self.handoffs.get_mut(&send.handoff) {
             outbound.in_flight = outbound.in_flight.saturating_sub(1);
-            self.send_ready_seal(send.handoff);
+            self.send_ready_seal(desk, send.handoff);
         }
     }
 
     /// Late answers (of a hand-off that was cancelled here) are normal.
-    pub(super) fn on_answer(&mut self, handoff: HandoffId, answer: Answer) {
-        if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
-            self.shared.pending.answer(outbound.endpoint.into(), handoff, answer);
+    pub(super) fn on_answer(&mut self, desk: &Desk, handoff: HandoffId, answer: Answer) {
+        if let Some(outbound) = self.handoffs.remove(&handoff) {
+            desk.shared.pending.answer(outbound.endpoint.into(), handoff, answer);
             outbound.fail(&match answer {
                 Answer::Refused(refusal) => refusal.into(),
                 Answer::Ack => TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal"),
@@ -197,40 +213,93 @@ impl Driver {
         }
     }
 
-    fn announce(&mut self, handoff: HandoffId, address: &CheckedAddress) -> Result<Opened, TransferError> {
-        let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
-        let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = self.endpoints.connect(address, Instant::now(), busy)?;
-        let credit = self.endpoints.get(endpoint).map(|entry| entry.credit.clone());
-        let credit = credit.ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))?;
-        let answer = self.shared.pending.register(endpoint.into(), handoff)?;
-        Ok(Opened { endpoint, credit, answer })
+    /// Says hello over `endpoint`.
+    fn announce(&mut self, desk: &mut Desk, handoff: HandoffId, endpoint: EndpointId, secret: Secret, reply: Reply) {
+        let opened = match open(desk, handoff, endpoint) {
+            Ok(opened) => opened,
+            Err(error) => {
+                // As above.
+                let _ = reply.send(Err(error));
+                return;
+            }
+        };
+        let introduction = Introduction { secret, nonce: rand::random(), about: desk.about(endpoint) };
+        let hello = introduction.secret.hello(introduction.nonce, &introduction.about);
+        let until = Instant::now() + desk.config.stall_timeout;
+        let announced = Some(Announced { opened, reply, introduction, until });
+        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: desk.config.faults, announced };
+        self.handoffs.insert(handoff, outbound);
+        desk.post_frame(endpoint, Header::hello(), hello);
     }
 
-    fn send_ready_seal(&mut self, handoff: HandoffId) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&handoff).filter(|outbound| outbound.in_flight == 0) else {
+    /// What this endpoint sends leads to an end that the receiver has closed: another one takes its place. The others
+    /// of its hand-offs are lost, and learn it now instead of by their deadlines.
+    fn announce_again(
+        &mut self,
+        desk: &mut Desk,
+        handoff: HandoffId,
+        endpoint: EndpointId,
+        announced: Announced,
+        origin: &Origin,
+    ) {
+        self.handoffs.remove(&handoff);
+        let Announced { opened, reply, introduction, .. } = announced;
+        // Gives its place among the pending answers back.
+        drop(opened);
+        let Some(address) = desk.endpoints.address(endpoint) else {
+            let _ = reply.send(Err(TransferError::peer_gone("the KV peer is gone")));
+            return;
+        };
+        desk.lose(endpoint, Loss::GivenUp, TransferError::peer_gone("the KV receiver has connected anew"));
+        match desk.connect(&address, |id| self.uses(id)) {
+            Ok(endpoint) => {
+                desk.meet(endpoint, origin);
+                self.announce(desk, handoff, endpoint, introduction.secret, reply);
+            }
+            Err(error) => {
+                let _ = reply.send(Err(error));
+            }
+        }
+    }
+
+    fn cancel_because(&mut self, desk: &mut Desk, handoff: HandoffId, why: &TransferError) {
+        if let Some(outbound) = self.handoffs.remove(&handoff) {
+            desk.post_frame(outbound.endpoint, Header::Cancel(handoff), Vec::new());
+            outbound.fail(why);
+        }
+    }
+
+    fn send_ready_seal(&mut self, desk: &mut Desk, handoff: HandoffId) {
+        let Some(outbound) = self.handoffs.get_mut(&handoff).filter(|outbound| outbound.in_flight == 0) else {
             return;
         };
         if let Some(payload) = outbound.seal.take() {
             let endpoint = outbound.endpoint;
-            self.post_frame(endpoint, Header::Seal(handoff), payload);
+            desk.post_frame(endpoint, Header::Seal(handoff), payload);
         }
     }
+}
 
-    /// The runs' bytes with the faults applied; empty without faults.
-    fn altered(&self, runs: &[Run], faults: Faults) -> Vec<u8> {
-        if faults == Faults::default() {
-            return Vec::new();
-        }
-        let arena = &self.shared.arena;
-        let mut bytes = vec![0; runs.iter().map(|run| run.bytes).sum()];
-        arena.gather(runs, 0, &mut bytes);
-        if faults.flip_byte {
-            bytes[0] ^= 1;
-        }
-        if faults.truncate_push {
-            bytes.truncate(bytes.len().saturating_sub(8));
-        }
-        bytes
+/// Begins to wait for the answer of a hand-off.
+fn open(desk: &Desk, handoff: HandoffId, endpoint: EndpointId) -> Result<Opened, TransferError> {
+    let credit = desk.endpoints.get(endpoint).map(|entry| entry.credit.clone());
+    let credit = credit.ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))?;
+    let answer = desk.shared.pending.register(endpoint.into(), handoff)?;
+    Ok(Opened { endpoint, credit, answer })
+}
+
+/// The runs' bytes with the faults applied; empty without faults.
+fn altered(arena: &Arena, runs: &[Run], faults: Faults) -> Vec<u8> {
+    if faults == Faults::default() {
+        return Vec::new();
     }
+    let mut bytes = vec![0; runs.iter().map(|run| run.bytes).sum()];
+    arena.gather(runs, 0, &mut bytes);
+    if faults.flip_byte {
+        bytes[0] ^= 1;
+    }
+    if faults.truncate_push {
+        bytes.truncate(bytes.len().saturating_sub(8));
+    }
+    bytes
 }
