@@ -172,7 +172,7 @@ fn matters(ticket: &v1::Ticket) -> v1::Ticket {
     ticket.transport.iter_mut().for_each(|transport| transport.name.clear());
     // They say only where frames are cut.
     if !ticket.joints.contains(&0)
-        && ticket.joints.iter().map(|run| u64::from(*run)).sum::<u64>() == ticket.blocks.into()
+        && ticket.joints.iter().map(|run| u64::from(*run)).sum::<u64>() == u64::from(ticket.blocks)
     {
         ticket.joints.clear();
     }

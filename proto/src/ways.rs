@@ -163,6 +163,8 @@ fn domains(transport: &TransportInfo, places: Vec<Place>) -> Vec<Domain> {
 
 #[cfg(test)]
 mod tests {
+    use std::slice::from_ref;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -196,9 +198,9 @@ mod tests {
     #[test]
     fn memory_is_shared_by_processes_of_one_kernel_namespace_and_user() {
         let here = shm("a", 1, 2, 3);
-        assert_eq!(names(&[here.clone()], &[shm("a", 1, 2, 3)]), ["ucx/shm"]);
+        assert_eq!(names(from_ref(&here), &[shm("a", 1, 2, 3)]), ["ucx/shm"]);
         for other in [shm("b", 1, 2, 3), shm("a", 9, 2, 3), shm("a", 1, 9, 3), shm("a", 1, 2, 9)] {
-            assert!(names(&[here.clone()], &[other]).is_empty());
+            assert!(names(from_ref(&here), &[other]).is_empty());
         }
         let reach = HostReach { boot_id: "a".into(), ipc_namespace: 1, pid_namespace: 2, uid: 3, net_namespace: 8 };
         let other = transport("ucx/shm", Reach::Host(reach));
@@ -208,9 +210,9 @@ mod tests {
     #[test]
     fn a_loopback_address_is_reached_from_its_own_namespace() {
         let (here, there) = (tcp(true, "a", 1), tcp(true, "a", 2));
-        assert!(names(&[there.clone()], &[here.clone()]).is_empty(), "another namespace");
-        assert!(names(&[tcp(true, "b", 1)], &[here.clone()]).is_empty(), "another host");
-        assert_eq!(names(&[tcp(false, "a", 1)], &[here.clone()]), ["tcp"], "where the sender listens is no matter");
+        assert!(names(from_ref(&there), from_ref(&here)).is_empty(), "another namespace");
+        assert!(names(&[tcp(true, "b", 1)], from_ref(&here)).is_empty(), "another host");
+        assert_eq!(names(&[tcp(false, "a", 1)], from_ref(&here)), ["tcp"], "where the sender listens is no matter");
         assert_eq!(names(&[here], &[tcp(false, "b", 7)]), ["tcp"], "a network is assumed to reach");
     }
 

@@ -205,7 +205,8 @@ impl Candidate {
             cached_tokens: number("cached_tokens").unwrap_or(0.0),
             remarks: remarks
                 .into_iter()
-                .filter_map(|(holds, remark)| holds.then(|| remark.to_owned()))
+                .filter(|(holds, _)| *holds)
+                .map(|(_, remark)| remark.to_owned())
                 .chain(failed_way)
                 .collect(),
         })

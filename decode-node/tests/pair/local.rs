@@ -28,7 +28,7 @@ async fn the_spans_are_those_of_a_prefill_and_a_decode_node() {
     }
     assert_eq!(answer.span("prefill").parent_span_id, [0x00, 0xf0, 0x67, 0xaa, 0x0b, 0xa9, 0x02, 0xb8]);
     assert_eq!(answer.span("decode").parent_span_id, [0x00, 0xf0, 0x67, 0xaa, 0x0b, 0xa9, 0x02, 0xb7]);
-    assert!(["prefill", "decode"].iter().all(|name| answer.span(name).kind == "server"));
+    assert!(["prefill", "decode"].iter().all(|name| answer.span(name).kind_name() == "server"));
     // One after the other, without a gap.
     let borders = [("prefill.queue", "prefill.forward"), ("prefill", "decode")];
     for (before, after) in borders {

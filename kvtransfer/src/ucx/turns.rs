@@ -127,7 +127,7 @@ mod tests {
         fn sixteen_senders_share_and_stay_within_the_budget(
             sizes in prop::collection::vec((64usize << 10)..(2 << 20), PEERS as usize),
         ) {
-            let (landed, most) = land(&sizes, 16 * 16 << 20);
+            let (landed, most) = land(&sizes, (16 * 16) << 20);
             prop_assert!(most <= BUDGET, "{most} bytes under way");
             let (max, min) = (landed.iter().max().copied(), landed.iter().min().copied());
             prop_assert!(max <= min.map(|min| 2 * min), "{landed:?}");

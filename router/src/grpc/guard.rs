@@ -326,10 +326,8 @@ mod tests {
     #[tokio::test]
     async fn compressed_messages_are_read_as_far_as_a_message_may_go() {
         let service = fakes::router(Limits::default());
-        let prompt = v1::GenerateRequest {
-            prompt: Some(v1::generate_request::Prompt::Text(String::new())),
-            ..Default::default()
-        };
+        let input = v1::generate_request::Input::TokenIds(v1::TokenIds::default());
+        let prompt = v1::GenerateRequest { input: Some(input), ..Default::default() };
         let answered = guarded(&service).call(gzipped(&prompt.encode_to_vec())).await.unwrap();
         let status = Status::from_header_map(answered.headers()).expect("refused");
         assert_eq!((status.code(), status.message()), (Code::InvalidArgument, "the prompt is empty"));

@@ -506,7 +506,8 @@ mod tests {
             for upper in [Upper::Nodes, Upper::Links, Upper::Tail] {
                 let mut screen = Screen { upper, ..Screen::default() };
                 terminal.draw(|frame| screen.draw(frame, &model)).unwrap();
-                screen.open(Opened::new("r".into(), Err(anyhow::anyhow!("no"))));
+                screen.open(&model.rows[0]);
+                screen.fetched(&model.rows[0].id, Err(anyhow::anyhow!("no")));
                 terminal.draw(|frame| screen.draw(frame, &model)).unwrap();
             }
         }

@@ -48,10 +48,11 @@ unsafe fn element(x: &[f32], groups: &[Group]) -> f32 {
             let pairs_a_scale = words.len() / group.scales.len();
             for (part, scale) in group.scales.iter().enumerate() {
                 let mut sum = _mm512_setzero_ps();
-                for pair in part * pairs_a_scale..(part + 1) * pairs_a_scale {
+                let pairs = part * pairs_a_scale..(part + 1) * pairs_a_scale;
+                for (pair, word) in pairs.clone().zip(&words[pairs]) {
                     let [even, odd] = [0, 1].map(|i| group.integers[2 * pair + i].to_bits());
                     let weights = bf16(_mm512_set1_epi32((even >> 16 | odd) as i32));
-                    sum = _mm512_dpbf16_ps(sum, bf16(_mm512_set1_epi32(words[pair] as i32)), weights);
+                    sum = _mm512_dpbf16_ps(sum, bf16(_mm512_set1_epi32(*word as i32)), weights);
                 }
                 total = _mm512_cvtss_f32(sum).mul_add(*scale, total);
             }
