@@ -27,7 +27,7 @@ pub(crate) struct Failure {
 /// Functions of a library: each fails with what is not [`Status::SUCCESS`].
 macro_rules! functions {
     ($library:path; $(fn $name:ident($($arg:ident: $type:ty),* $(,)?);)*) => {$(
-        #[allow(non_snake_case, reason = "the library's own name")]
+        #[allow(non_snake_case, clippy::too_many_arguments, reason = "the library's own name and parameters")]
         pub(crate) unsafe fn $name($($arg: $type),*) -> Result<(), Failure> {
             use std::sync::OnceLock;
             type Function = unsafe extern "C" fn($($type),*) -> c_uint;
