@@ -43,8 +43,12 @@ class Check:
         words = [str(word) for word in words]
         print(f"$ {' '.join(words)}", flush=True)
         # A group of its own, so that what it started ends with it.
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                 start_new_session=True, **more)
+        try:
+            child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                     start_new_session=True, **more)
+        except FileNotFoundError as error:
+            print(error, flush=True)
+            return 127, str(error)
         try:
             said, _ = child.communicate(timeout=self.left(most))
         except subprocess.TimeoutExpired:
@@ -178,8 +182,10 @@ print(json.dumps({"copy_gb_per_s": round(copy, 1), "product_tflop_per_s": round(
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Checks Tandem on a card")
-    parser.add_argument("here", type=pathlib.Path, help="the folder that pack.sh made")
+    # Called by check.sh, which gives the folder that pack.sh made as the first argument.
+    parser = argparse.ArgumentParser(prog="check.sh", usage="check.sh OUT [--seconds N] [--layers N]",
+                                     description="Checks Tandem on a card")
+    parser.add_argument("here", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=570)
     parser.add_argument("--layers", type=int, default=32)

@@ -5,11 +5,13 @@
 #
 #   check.sh OUT [--seconds N] [--layers N]    N: time for all of it (570); layers of the 8B shape (32; less is quicker)
 #
-# Needs NVIDIA's driver, Python 3, NVRTC 13, and leave to write where the pack was built (a link to its folder is put
+# Needs NVIDIA's driver, Python 3, tar, NVRTC 13, and leave to write where the pack was built (a link to its folder is put
 # there). Bounds are measured by PyTorch where it is there, and left out where not. The golden prompts of SmolLM2 run where
 # `make setup` has put the model into $TANDEM_CACHE.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+[ -d "$here/programs" ] || [ -f "$here/packed.tar.gz" ] || { echo "check: error: $here is no folder of pack.sh" >&2; exit 1; }
+[ -d "$here/programs" ] || tar -xzf "$here/packed.tar.gz" -C "$here"
 
 # NVRTC, as Python's packages bring it.
 nvrtc=$(python3 - <<'PYTHON'

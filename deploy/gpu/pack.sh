@@ -1,9 +1,9 @@
 #!/bin/bash
 # Packs what deploy/gpu/check.sh runs on a machine with a card: programs and test programs of this build without symbols,
-# a UCX that knows CUDA, the tiny models of the tests. That machine needs NVIDIA's driver, Python, and NVRTC 13 (in a
+# a UCX that knows CUDA, the tiny models of the tests. That machine needs NVIDIA's driver, Python, tar, and NVRTC 13 (in a
 # Python package or in LD_LIBRARY_PATH); no Rust, no network. Prints the folder's size, and fails above the limit.
 #
-#   pack.sh OUT    OUT: the folder to make; check.sh is in it
+#   pack.sh OUT    OUT: the folder to make; check.sh is in it, and unpacks the rest
 #
 # The kernels travel as sources within the programs, and NVRTC compiles them there, as on a user's machine. Cubins are
 # not packed: nothing loads them.
@@ -50,16 +50,23 @@ python=$(pip_python) || die "no Python with pip: install python3-pip and run thi
 "$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
   --only-binary :all: --dest "$work" --requirement "$work/requirements.txt" || die "the download of UCX failed"
 "$python" -m zipfile --extract "$work"/libucx_cu13-*.whl "$work/wheel"
-# Shared libraries and modules alone: static ones are most of the wheel. Names that are links stay links.
-(cd "$work/wheel/libucx" && find lib -name '*.so*' | tar -cf - -T -) | tar -xf - -C "$out"
+# Shared libraries and modules alone: static ones are most of the wheel. A wheel has no links, but each library three
+# times, under each of its names.
+(cd "$work/wheel/libucx" && find lib -name '*.so*' ! -name 'libucx_perftest*' | tar -cf - -T -) | tar -xf - -C "$out"
 mv "$out/lib" "$out/ucx"
-find "$out/ucx" -type f -exec strip --strip-unneeded {} \; 2> /dev/null || true
+find "$out/ucx" -name '*.so.*.*.*' | while read -r library; do
+  strip --strip-unneeded "$library"
+  file=$(basename "$library")
+  for name in "${library%.*.*}" "${library%.*.*.*}"; do ln -sf "$file" "$name"; done
+done
 
 # Tests read these where they were built: check.py puts a link there.
 mkdir -p "$out/source/engine/cuda" "$out/source/engine/tests/families"
 cp -r engine/tests/families/data "$out/source/engine/tests/families/"
 pwd > "$out/source/built-in"
 cp deploy/bench/big_checkpoints.py deploy/gpu/check.sh deploy/gpu/check.py "$out/"
+tar -czf "$out/packed.tar.gz" -C "$out" programs tests ucx source
+rm -r "$out/programs" "$out/tests" "$out/ucx" "$out/source"
 
 size_mib=$(du -sm "$out" | cut -f 1)
 say "$out: $size_mib MiB"
