@@ -302,9 +302,9 @@ unsafe fn tile<W: Weights, const M: usize>(
     first: usize,
     target: Target,
 ) -> usize {
-    // SAFETY: pairs are even and below 16. `round` made `x` rows × groups × 16 words, `x_sums` rows × groups, and totals
-    // rows × 32. Of the first two, tiles before this one have `first * groups`, and it has `M * groups`: `row` and the
-    // `M - 1` behind it are among these. `first + m` is a row, of the target, too.
+    // SAFETY: pairs are even and below 16. `round` made `x` rows × groups × 16 words, `x_sums` rows × groups, and
+    // totals rows × 32. Of the first two, tiles before this one have `first * groups`, and it has `M * groups`: `row`
+    // and the `M - 1` behind it are among these. `first + m` is a row, of the target, too.
     unsafe {
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
         if groups.start > 0 {
