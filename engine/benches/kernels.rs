@@ -1,6 +1,7 @@
 //! Each kernel alone, on one thread, beside the two ceilings that bound it: the machine's read bandwidth and its
 //! multiply-adds, both measured in the same run. "share" is the time that the slower of the two would need, of the time
-//! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians.
+//! that it takes; a kernel whose data fits a cache can have more than all of the bandwidth. Medians. Of
+//! products in the L2 cache the best, which neighbours do not slow down.
 //!
 //! `cargo bench -p tandem-engine --bench kernels [-- [--isa auto|amx|avx512|avx2|portable] [--exact] [NAME…]]`
 use std::hint::black_box;
@@ -47,6 +48,9 @@ fn main() -> Result<(), String> {
     for (format, bits) in quantized.into_iter().chain([("bf16", 16.0)]).chain(exact) {
         for rows in [1, 8, 32, 512] {
             bench.matmul(format, bits, rows);
+        }
+        for rows in [1, 4, 8, 16, 32, 96] {
+            bench.matmul_in_cache(format, bits, rows);
         }
     }
     for dtype in [KvDtype::Bf16, KvDtype::Int8, KvDtype::F32] {
@@ -109,7 +113,10 @@ impl Bench {
     /// Runs `turn` for each of `turns` different inputs, and prints what one took; `bytes` and `operations` are one's.
     fn report(&self, name: &str, turns: usize, bytes: f64, operations: f64, mut turn: impl FnMut(usize)) {
         let all = median(|| (0..turns).for_each(&mut turn));
-        let seconds = all.as_secs_f64() / turns as f64;
+        self.print(name, all.as_secs_f64() / turns as f64, bytes, operations);
+    }
+
+    fn print(&self, name: &str, seconds: f64, bytes: f64, operations: f64) {
         let bound = (bytes / self.ceilings.gb_per_s).max(operations / self.ceilings.gflop_per_s) / 1e9;
         let (gb, gflop) = (bytes / seconds / 1e9, operations / seconds / 1e9);
         println!("| {name} | {:.1} | {gb:.1} | {gflop:.1} | {:.0} % |", seconds * 1e6, bound / seconds * 100.0);
@@ -126,6 +133,37 @@ impl Bench {
         if !self.wants(&name) {
             return;
         }
+        let layers: Vec<_> = (0..LAYERS).map(|_| self.packed(format, columns, k)).collect();
+        let (x, mut out) = (wave(rows * k), vec![0.0; rows * columns]);
+        let (bytes, operations) = ((columns * k) as f64 * bits / 8.0, (2 * rows * columns * k) as f64);
+        self.report(&name, LAYERS, bytes, operations, |layer| {
+            matmul(self.isa, &x, &layers[layer], &mut out, Output::Store);
+        });
+    }
+
+    /// A product whose weights stay in the L2 cache, the best of many: what the arithmetic alone takes, on a machine
+    /// with neighbours, too.
+    fn matmul_in_cache(&self, format: &str, bits: f64, rows: usize) {
+        const RUNS: usize = 4000;
+        let (columns, k) = (128, 2048);
+        let name = format!("matmul {format} {rows}x{k}x{columns} in L2, best");
+        if !self.wants(&name) {
+            return;
+        }
+        let w = self.packed(format, columns, k);
+        let (x, mut out) = (wave(rows * k), vec![0.0; rows * columns]);
+        let run = |_| {
+            let begin = Instant::now();
+            matmul(self.isa, &x, &w, &mut out, Output::Store);
+            begin.elapsed()
+        };
+        let best = (0..RUNS).map(run).min().unwrap_or_default();
+        let (bytes, operations) = ((columns * k) as f64 * bits / 8.0, (2 * rows * columns * k) as f64);
+        self.print(&name, best.as_secs_f64(), bytes, operations);
+    }
+
+    /// As numbers small ones in every type.
+    fn packed(&self, format: &str, columns: usize, k: usize) -> PackedMatrix {
         let dtype = match format {
             "q4_1" => TensorType::Q4_1,
             "q5_1" => TensorType::Q5_1,
@@ -138,15 +176,8 @@ impl Bench {
             _ => TensorType::F32,
         };
         let group = dtype.group().expect("sizes");
-        // As numbers small ones in every type.
         let raw = vec![0x35u8; columns * k / group.values as usize * group.bytes as usize];
-        let pack = || PackedMatrix::from_raw(WeightFormat::kept(dtype, self.isa), dtype, &raw, k).fitted(self.isa);
-        let layers: Vec<_> = (0..LAYERS).map(|_| pack()).collect();
-        let (x, mut out) = (wave(rows * k), vec![0.0; rows * columns]);
-        let (bytes, operations) = ((columns * k) as f64 * bits / 8.0, (2 * rows * columns * k) as f64);
-        self.report(&name, LAYERS, bytes, operations, |layer| {
-            matmul(self.isa, &x, &layers[layer], &mut out, Output::Store);
-        });
+        PackedMatrix::from_raw(WeightFormat::kept(dtype, self.isa), dtype, &raw, k).fitted(self.isa)
     }
 
     /// `rows` query rows of each of `batch` sequences, after `context` keys.

@@ -45,14 +45,13 @@ unsafe fn element(x: &[f32], groups: &[Group]) -> f32 {
             let pairs = rounded_pairs(x);
             let words: [u32; 16] = std::mem::transmute(bits(pairs));
             let sum_of_x = _mm512_dpbf16_ps(_mm512_setzero_ps(), pairs, bf16(_mm512_set1_epi32(0x3f80_3f80)));
-            let pairs_a_scale = words.len() / group.scales.len();
-            for (part, scale) in group.scales.iter().enumerate() {
+            let pairs: Vec<_> = words.into_iter().zip(group.integers.as_chunks::<2>().0).collect();
+            for (pairs, scale) in pairs.chunks(pairs.len() / group.scales.len()).zip(&group.scales) {
                 let mut sum = _mm512_setzero_ps();
-                let pairs = part * pairs_a_scale..(part + 1) * pairs_a_scale;
-                for (pair, word) in pairs.clone().zip(&words[pairs]) {
-                    let [even, odd] = [0, 1].map(|i| group.integers[2 * pair + i].to_bits());
-                    let weights = bf16(_mm512_set1_epi32((even >> 16 | odd) as i32));
-                    sum = _mm512_dpbf16_ps(sum, bf16(_mm512_set1_epi32(*word as i32)), weights);
+                for (x, [even, odd]) in pairs {
+                    let weights = even.to_bits() >> 16 | odd.to_bits();
+                    let [x, weights] = [*x, weights].map(|word| bf16(_mm512_set1_epi32(word as i32)));
+                    sum = _mm512_dpbf16_ps(sum, x, weights);
                 }
                 total = _mm512_cvtss_f32(sum).mul_add(*scale, total);
             }
