@@ -1,14 +1,12 @@
 //! A small network: a hub with the router's address, and hosts around it. Each is a network namespace; each host has an
 //! IPC namespace of its own, too, which its nodes share.
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 
 const HOSTS: usize = 3;
-/// Of a process that has next to nothing to do before.
-const STARTED: Duration = Duration::from_secs(20);
 
 /// Where a program runs.
 #[derive(Clone, Copy, Debug)]
@@ -118,15 +116,14 @@ impl Drop for Network {
 /// A process that is alone in an IPC namespace, and ends with this one.
 fn keeper() -> anyhow::Result<Child> {
     let mut keeper = Command::new("setpriv");
-    keeper.args(["--pdeathsig", "KILL", "unshare", "--ipc", "sleep", "infinity"]);
-    let keeper = keeper.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
-    let keeper = keeper.context("setpriv and unshare are missing (util-linux)")?;
-    let namespace = |of: &str| std::fs::read_link(format!("/proc/{of}/ns/ipc"));
-    let (ours, until) = (namespace("self")?, Instant::now() + STARTED);
-    while namespace(&keeper.id().to_string())? == ours {
-        ensure!(Instant::now() < until, "unshare --ipc did not come to its own namespace");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    // A line from within says that the namespace is there.
+    keeper.args(["--pdeathsig", "KILL", "unshare", "--ipc", "sh", "-c", "echo there; exec sleep infinity"]);
+    let keeper = keeper.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let mut keeper = keeper.context("setpriv and unshare are missing (util-linux)")?;
+    let mut there = String::new();
+    let output = keeper.stdout.take().context("a pipe")?;
+    BufReader::new(output).read_line(&mut there)?;
+    ensure!(there == "there\n", "unshare --ipc did not come to its own namespace");
     Ok(keeper)
 }
 
