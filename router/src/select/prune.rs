@@ -5,9 +5,9 @@
 //! domains, so that none is without a way. So the cost is linear in nodes.
 //!
 //! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way
-//! between them than others of its domain, or with cores of their own where all better ones share theirs. Where ways are
-//! equal, no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share
-//! their cores only the two of a pair are seen: not the streams of a third one there.
+//! between them than others of its domain, or with cores of their own where all better ones share theirs. Where ways
+//! are equal, no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes
+//! that share their cores only the two of a pair are seen: not the streams of a third one there.
 use std::collections::HashSet;
 
 use super::calibrate::Links;
