@@ -34,6 +34,10 @@ pub struct Counters {
     pub rejected_ticket_addresses: AtomicU64,
     /// Hellos that were refused before their address was used.
     pub rejected_hello_addresses: AtomicU64,
+    /// Bytes that this node copied out of a peer's memory itself; part of the received ones.
+    pub copied_bytes: AtomicU64,
+    /// Senders on this host whose memory could not be mapped: their ranges come through UCX's queues.
+    pub unmapped_peers: AtomicU64,
     /// Peers lost.
     pub lost_peers: AtomicU64,
     refused: [AtomicU64; REFUSAL_LABELS.len()],

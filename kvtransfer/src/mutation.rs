@@ -1,6 +1,7 @@
-//! Bugs on purpose, for the tests that have to notice them: only the constructor of a `MemNetwork` takes one.
+//! Bugs on purpose, for the tests that have to notice them: the constructor of a `MemNetwork` takes one, and the
+//! settings of UCX take the two of the way with one copy.
 
-/// Which rule of the receiver is broken.
+/// Which rule is broken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mutation {
     /// None.
@@ -12,4 +13,8 @@ pub enum Mutation {
     SkipChecksum,
     /// An abandoned hand-off lets go of its blocks, and its peer may write into them as before.
     ForgetFence,
+    /// One copy: the receiver acknowledges a range that it has not copied.
+    AcknowledgeUncopied,
+    /// One copy: the sender lets go of its blocks when it has announced them.
+    FreeAnnounced,
 }

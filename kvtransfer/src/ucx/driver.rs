@@ -17,6 +17,7 @@ use ucx_sys::{Api, UCS_OK};
 use super::address::{AddressKey, CheckedAddress};
 use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
 use super::inbox::{self, Event};
+use super::one_copy::OneCopy;
 use super::operations::{Operation, OperationId, Operations, Work, Writes};
 use super::owners::{Context, Region, Worker};
 use super::probe::Probe;
@@ -24,7 +25,7 @@ use super::profile::{UcxConfig, UcxProfile};
 use super::queue::Queue;
 use super::receiving::Receiving;
 use super::result::{Posted, UcxError};
-use super::sending::Sending;
+use super::sending::{Sending, Way};
 use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
 use crate::outgoing::{AnswerSlot, PendingAnswers};
@@ -67,6 +68,8 @@ pub(super) enum Command {
     Cancel { handoff: HandoffId },
     /// Close a peer whose writes overstay.
     CutOff { endpoint: EndpointId },
+    /// Tell the sender that a range was copied out of its memory.
+    Copied { endpoint: EndpointId, range: DataHeader },
     /// Tell the sender how it ended.
     Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
 }
@@ -113,6 +116,7 @@ pub(super) struct Driver {
     pub(super) operations: Operations,
     pub(super) sending: Sending,
     pub(super) receiving: Receiving,
+    pub(super) one_copy: OneCopy,
     pub(super) shared: Shared,
     pub(super) config: UcxConfig,
     pub(super) build_id: String,
@@ -138,6 +142,8 @@ impl Driver {
         let region = Region::register(&context, shared.arena.clone())?;
         let worker = Worker::create(&context)?;
         let key = AddressKey::new(&config.address_key, &build_id);
+        let one_copy = OneCopy::start(&shared.arena, &config, reporter(&shared))?;
+        let name = if one_copy.is_possible() { format!("{name}, one copy") } else { name };
         shared.set_address(worker.address()?.sealed(&key));
         Ok(Self {
             probe: None,
@@ -149,6 +155,7 @@ impl Driver {
             operations: Operations::default(),
             sending: Sending::default(),
             receiving: Receiving::default(),
+            one_copy,
             shared,
             config,
             build_id,
@@ -285,6 +292,7 @@ impl Driver {
                 Command::Seal { handoff, payload } => self.seal(handoff, payload),
                 Command::Cancel { handoff } => self.cancel(handoff),
                 Command::CutOff { endpoint } => self.cut_off(endpoint),
+                Command::Copied { endpoint, range } => self.post_frame(endpoint, Header::Copied(range), Vec::new()),
                 Command::Answer { endpoint, handoff, answer } => self.answer(endpoint, handoff, answer),
             }
         }
@@ -319,7 +327,10 @@ impl Driver {
             Some(Header::KeepAlive(handoff)) => self.on_keep_alive(handoff),
             Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
             Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
-            Some(Header::Welcome(handoff)) => self.on_welcome(handoff),
+            Some(Header::Welcome(handoff)) => self.on_welcome(handoff, Way::Rendezvous),
+            Some(Header::WillCopy(handoff)) => self.on_welcome(handoff, Way::OneCopy),
+            Some(Header::Ready(range)) => self.on_ready(range, &payload),
+            Some(Header::Copied(range)) => self.on_copied(range),
             // Data comes by rendezvous only.
             Some(Header::Data(_)) | None => self.shared.registry.violation(),
         }
@@ -367,7 +378,7 @@ impl Driver {
             (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
             self.receiving.sweep(now);
             self.give_up_unwelcome(now);
-            for endpoint in self.operations.overdue(now) {
+            for endpoint in self.operations.overdue(now).into_iter().chain(self.sending.overdue(now)) {
                 let message = "a KV transfer took too long; the peer is given up";
                 self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
             }
@@ -407,7 +418,8 @@ impl Driver {
             self.drain();
         }
         let kept = self.operations.abandon(closed.id, writes);
-        let held = self.receiving.forget(closed.id);
+        let mut held = self.receiving.forget(closed.id);
+        held.claims.extend(self.one_copy.stop(closed.id));
         if kept == 0 {
             self.shared.registry.fence(closed.id.into());
         } else {
@@ -428,7 +440,9 @@ impl Driver {
         } else if self.operations.is_busy(endpoint) {
             self.start_anew(message);
         } else {
+            let stopped = self.one_copy.stop(endpoint);
             self.shared.registry.fence(endpoint.into());
+            drop(stopped);
         }
     }
 
@@ -480,7 +494,8 @@ impl Driver {
         inbox::take(Vec::new());
         self.operations.clear();
         for id in ids {
-            let held = self.receiving.forget(id);
+            let mut held = self.receiving.forget(id);
+            held.claims.extend(self.one_copy.stop(id));
             self.shared.registry.fence(id.into());
             drop(held);
         }
@@ -546,8 +561,9 @@ impl Driver {
         ids.iter().for_each(|id| self.shared.pending.peer_gone((*id).into(), &why));
         while self.shared.queue.pop().is_some() {}
         let registry = self.shared.registry.clone();
-        let Self { probe, endpoints, worker, region, context, operations, config, .. } = self;
-        drop(probe);
+        let Self { probe, endpoints, worker, region, context, operations, mut one_copy, config, .. } = self;
+        let stopped: Vec<_> = ids.iter().flat_map(|id| one_copy.stop(*id)).collect();
+        drop((probe, one_copy));
         if config.profile == UcxProfile::Tcp {
             // UCX 1.13 aborts when a worker ends while a socket still connects. Without a thread it touches nothing
             // more, and the process closes its sockets.
@@ -560,7 +576,17 @@ impl Driver {
         }
         drop(operations);
         ids.into_iter().for_each(|id| registry.fence(id.into()));
+        drop(stopped);
     }
+}
+
+/// Tells the driver of what was copied.
+fn reporter(shared: &Shared) -> Box<dyn Fn(EndpointId, DataHeader) + Send> {
+    let queue = shared.queue.clone();
+    Box::new(move |endpoint, range| {
+        // After shutdown there is nobody to tell.
+        let _ = queue.send_now(Command::Copied { endpoint, range });
+    })
 }
 
 fn poll(descriptors: [std::os::fd::RawFd; 2], timeout: Duration) {

@@ -231,7 +231,7 @@ fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome(
         let _granted = granted(&receiver.shared.registry, handoff);
         let mut opened = opening_of(&mut sender, &receiver, handoff);
         let opened = until_opened(&mut sender, &mut opened).expect("welcome");
-        let honest = Hello::encode(handoff, "test", &sender.shared.address());
+        let honest = Hello::encode(handoff, "test", None, &sender.shared.address());
         for _ in 0..HELLOS {
             let hello = garbled(&mut rng, &honest);
             sender.post_frame(opened.endpoint, Header::hello(), hello);
@@ -261,7 +261,7 @@ fn a_hello_of_another_key_reaches_no_endpoint() {
     else {
         return;
     };
-    let hello = Hello::encode(HandoffId([1; 16]), "test", &stranger.shared.address());
+    let hello = Hello::encode(HandoffId([1; 16]), "test", None, &stranger.shared.address());
     receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
     assert_eq!(receiver.endpoints.all(), vec![]);
     assert_eq!(receiver.shared.registry.counters().rejected_hello_addresses.load(Relaxed), 1);
@@ -297,14 +297,14 @@ fn a_flood_of_hellos_for_nothing_leaves_room_for_honest_ones() {
     let address = sender.shared.address();
     // More than the table of hand-offs holds.
     for number in 0..20_000u128 {
-        let hello = Hello::encode(HandoffId(number.to_le_bytes()), "test", &address);
+        let hello = Hello::encode(HandoffId(number.to_le_bytes()), "test", None, &address);
         receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
         receiver.progress();
         receiver.handle_events();
     }
     let honest = HandoffId([0xff; 16]);
     let _granted = granted(&receiver.shared.registry, honest);
-    receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &Hello::encode(honest, "test", &address));
+    receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &Hello::encode(honest, "test", None, &address));
     assert_eq!(receiver.shared.registry.counters().refused_for(Refusal::Overloaded), 0);
     assert_eq!(receiver.shared.registry.counters().refused_for(Refusal::Unknown), 20_000);
     let endpoint = receiver.endpoints.all()[0];

@@ -8,7 +8,7 @@
 //! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
 //! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
 //! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
-//! transports, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
+//! transports, `one_copy` is how a receiver on the sender's host copies by itself, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
@@ -20,6 +20,7 @@ mod ending;
 mod endpoints;
 mod hello;
 mod inbox;
+mod one_copy;
 mod operations;
 mod owners;
 mod probe;
@@ -161,14 +162,14 @@ impl Drop for UcxTransport {
 
 /// Equal on nodes that understand each other: UCX's version, its transports, and the form of addresses.
 fn build_id(api: &Api, config: &UcxConfig) -> String {
-    format!("ucx-{}/{}/{}", api.version, config.profile, address::FORMAT)
+    format!("ucx-{}/{}/{}/{}", api.version, config.profile, address::FORMAT, hello::FORMAT)
 }
 
 impl Shared {
     fn new(arena: Arc<Arena>, config: &UcxConfig) -> std::io::Result<Self> {
         let queue = Queue::new()?;
         let link = Box::new(UcxPeerLink { queue: queue.clone() });
-        let registry = Registry::new(arena.clone(), Arc::new(Counters::default()), link, config.grace);
+        let registry = Registry::mutated(arena.clone(), Arc::default(), link, config.grace, config.mutation);
         let (address, failure) = (Arc::default(), Arc::default());
         Ok(Self { arena, registry, pending: Arc::default(), queue, address, failure })
     }

@@ -3,6 +3,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::mutation::Mutation;
 use crate::session::DEFAULT_GRACE;
 use crate::transport::Faults;
 
@@ -57,8 +58,13 @@ pub struct UcxConfig {
     /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is
     /// the default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
     pub address_key: [u8; 32],
+    /// Shared memory only: the receiver copies out of the sender's memory, where it can map that (`one_copy/`).
+    pub one_copy: bool,
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,
+    /// A bug on purpose.
+    #[doc(hidden)]
+    pub mutation: Mutation,
 }
 
 /// Without the secret.
@@ -85,7 +91,9 @@ impl UcxConfig {
             stall_timeout: Duration::from_secs(5),
             grace: DEFAULT_GRACE,
             address_key: [0; 32],
+            one_copy: profile == UcxProfile::Shm,
             faults: Faults::default(),
+            mutation: Mutation::None,
         }
     }
 

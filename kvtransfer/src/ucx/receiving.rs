@@ -10,10 +10,11 @@ use super::driver::Driver;
 use super::endpoints::EndpointId;
 use super::hello::{Hello, HelloError};
 use super::inbox::Descriptor;
+use super::one_copy::announcement;
 use super::probe::PROBE;
 use crate::error::Refusal;
 use crate::registry::Claim;
-use crate::wire::{Answer, HEADER_BYTES, Header};
+use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
 
 /// Hand-offs announced and not yet forgotten.
 const MAX_HANDOFFS: usize = 16 * 1024;
@@ -110,7 +111,10 @@ impl Driver {
         let answer = match self.welcomes(endpoint, hello.handoff) {
             Ok(()) => {
                 self.receiving.list(hello.handoff, endpoint);
-                Header::Welcome(hello.handoff)
+                match self.one_copy.map(endpoint, hello.memory, self.shared.registry.counters()) {
+                    true => Header::WillCopy(hello.handoff),
+                    false => Header::Welcome(hello.handoff),
+                }
             }
             // Told, or it would wait for its lease.
             Err(refusal) => Header::Answer(hello.handoff, Answer::Refused(refusal)),
@@ -147,6 +151,22 @@ impl Driver {
             Ok(claim) => self.receive(endpoint, descriptor, claim),
             // The registry has answered.
             Err(_) => self.release(descriptor),
+        }
+    }
+
+    /// A range is final in the memory of a sender that we map: it is copied on another thread.
+    pub(super) fn on_ready(&mut self, range: DataHeader, payload: &[u8]) {
+        let registry = &self.shared.registry;
+        // As in `on_range`.
+        let Some(endpoint) = self.receiving.endpoint(range.handoff) else { return registry.violation() };
+        let source = announcement::parse(payload);
+        let Some((memory, source)) = source.and_then(|source| self.one_copy.memory(endpoint, source)) else {
+            return registry.unreadable(endpoint.into(), range.handoff);
+        };
+        let bytes = source.iter().map(|run| run.bytes as u64).sum();
+        // The registry has answered what it refuses.
+        if let Ok(claim) = registry.claim(endpoint.into(), range, bytes) {
+            self.one_copy.copy(endpoint, claim, memory, source);
         }
     }
 

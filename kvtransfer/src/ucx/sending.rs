@@ -1,8 +1,9 @@
 //! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them
-//! all. UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
+//! all, or the receiver has copied them all itself (`one_copy/`). UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
 //! opens a hand-off gets it when the receiver has answered the hello, and no range can overtake that.
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::time::Instant;
 
 use tandem_proto::HandoffId;
@@ -13,9 +14,11 @@ use super::address::CheckedAddress;
 use super::driver::{Driver, Opened};
 use super::endpoints::EndpointId;
 use super::hello::Hello;
+use super::one_copy::announcement;
 use super::operations::{SendWork, Work};
 use crate::arena::Run;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::mutation::Mutation;
 use crate::transport::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
@@ -36,14 +39,33 @@ struct Returning {
     bytes: usize,
 }
 
+/// How ranges get to the receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// UCX moves them.
+    Rendezvous,
+    /// They are announced, and the receiver copies them out of our memory.
+    OneCopy,
+}
+
 struct Outbound {
     endpoint: EndpointId,
+    way: Way,
     in_flight: usize,
+    /// Announced, and not copied yet: the blocks stay.
+    uncopied: Uncopied,
     seal: Option<Vec<u8>>,
     /// Faults that are still to be made.
     faults: Faults,
     /// Until the receiver's welcome.
     announced: Option<Announced>,
+}
+
+#[derive(Default)]
+struct Uncopied {
+    ranges: Vec<(DataHeader, SendWork)>,
+    /// The receiver is given up when none of them is copied until then.
+    due: Option<Instant>,
 }
 
 /// A hand-off that its receiver may not know yet.
@@ -69,6 +91,12 @@ impl Sending {
     /// Whoever waits for credit may push again.
     pub(super) fn return_credit(&mut self) {
         self.returning = Returning::default();
+    }
+
+    /// Endpoints whose receiver copies nothing of what was announced.
+    pub(super) fn overdue(&self, now: Instant) -> Vec<EndpointId> {
+        let late = |outbound: &&Outbound| outbound.uncopied.due.is_some_and(|due| now >= due);
+        self.handoffs.values().filter(late).map(|outbound| outbound.endpoint).collect()
     }
 
     fn unwelcome(&self, now: Instant) -> Vec<HandoffId> {
@@ -99,15 +127,18 @@ impl Driver {
         };
         let endpoint = opened.endpoint;
         let announced = Some(Announced { opened, reply, until: Instant::now() + self.config.stall_timeout });
-        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: self.config.faults, announced };
+        let (way, uncopied) = (Way::Rendezvous, Uncopied::default());
+        let faults = self.config.faults;
+        let outbound = Outbound { endpoint, way, in_flight: 0, uncopied, seal: None, faults, announced };
         self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello::encode(handoff, &self.build_id, &self.shared.address());
+        let hello = Hello::encode(handoff, &self.build_id, self.one_copy.share(), &self.shared.address());
         self.post_frame(endpoint, Header::hello(), hello);
     }
 
-    pub(super) fn on_welcome(&mut self, handoff: HandoffId) {
-        let outbound = self.sending.handoffs.get_mut(&handoff);
-        let Some(announced) = outbound.and_then(|outbound| outbound.announced.take()) else { return };
+    pub(super) fn on_welcome(&mut self, handoff: HandoffId, way: Way) {
+        let Some(outbound) = self.sending.handoffs.get_mut(&handoff) else { return };
+        let Some(announced) = outbound.announced.take() else { return };
+        outbound.way = way;
         if let Err(Ok(unwanted)) = announced.reply.send(Ok(announced.opened)) {
             drop(unwanted);
             self.cancel(handoff);
@@ -133,6 +164,9 @@ impl Driver {
         let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
+        if outbound.way == Way::OneCopy {
+            return self.announce_range(to, range, &announcement::altered(runs, faults), owner, credit);
+        }
         let altered = self.altered(runs, faults);
         let source = match altered.as_slice() {
             [] => self.region.vector(runs),
@@ -147,6 +181,37 @@ impl Driver {
         // operations keeps it until the callback came or the endpoint is closed.
         let posted = unsafe { entry.endpoint.send_range(&send.header[..], region, &send.source, operation) };
         self.keep(to, operation, posted, Work::Send(send));
+    }
+
+    /// Tells the receiver where in our memory a range is.
+    fn announce_range(
+        &mut self,
+        to: EndpointId,
+        range: DataHeader,
+        runs: &[Run],
+        owner: BlockOwner,
+        credit: OwnedSemaphorePermit,
+    ) {
+        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
+        let _owner = if self.config.mutation == Mutation::FreeAnnounced { Arc::new(()) } else { owner };
+        let (header, source, altered) = Default::default();
+        let work = SendWork { handoff: range.handoff, header, source, altered, _owner, credit };
+        outbound.uncopied.ranges.push((range, work));
+        outbound.uncopied.due = Some(Instant::now() + self.config.stall_timeout);
+        self.post_frame(to, Header::Ready(range), announcement::encode(runs));
+    }
+
+    /// Late ones (of a hand-off that was cancelled here) are normal.
+    pub(super) fn on_copied(&mut self, range: DataHeader) {
+        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
+        let uncopied = &mut outbound.uncopied;
+        let Some(at) = uncopied.ranges.iter().position(|(announced, _)| *announced == range) else {
+            return self.shared.registry.violation();
+        };
+        let (_, work) = uncopied.ranges.remove(at);
+        let is_more = !uncopied.ranges.is_empty();
+        uncopied.due = is_more.then(|| Instant::now() + self.config.stall_timeout);
+        self.range_sent(work);
     }
 
     pub(super) fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) {

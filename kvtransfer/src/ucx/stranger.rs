@@ -1,5 +1,5 @@
-//! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos as bytes,
-//! well made or not, to any node that it has an address of, or that has connected to it. Not a part of any node.
+//! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos and
+//! announcements, well made or not, to any node that it has an address of, or that has connected to it. Not a part of any node.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use super::{UcxConfig, build_id};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::session::PeerId;
-use crate::wire::Header;
+use crate::wire::{DataHeader, Header};
 
 /// Stays on the thread that made it, which has to call [`Stranger::turn`] all the time.
 pub struct Stranger {
@@ -55,12 +55,18 @@ impl Stranger {
 
     /// The payload of an honest hello.
     pub fn hello(&self, handoff: HandoffId) -> Vec<u8> {
-        Hello::encode(handoff, &self.driver.build_id, &self.address())
+        Hello::encode(handoff, &self.driver.build_id, self.driver.one_copy.share(), &self.address())
     }
 
     /// Sends a hello with this payload.
     pub fn say_hello(&mut self, to: PeerId, payload: Vec<u8>) {
         self.driver.post_frame(EndpointId(to.0), Header::Hello { protocol: PROTOCOL_VERSION }, payload);
+    }
+
+    /// Announces a range that lies, it says, at these bytes of its memory (first byte, number of bytes).
+    pub fn announce(&mut self, to: PeerId, range: DataHeader, runs: &[(u64, u64)]) {
+        let payload = runs.iter().flat_map(|(at, bytes)| [*at, *bytes]).flat_map(u64::to_le_bytes).collect();
+        self.driver.post_frame(EndpointId(to.0), Header::Ready(range), payload);
     }
 
     /// Lets UCX work.

@@ -42,11 +42,11 @@ struct Attackers {
     old: v1::Ticket,
 }
 
-/// `count` attacks, each followed by an honest hand-off. Without UCX it says so.
-pub async fn campaign(profile: UcxProfile, count: u64) {
-    let Some(attackers) = Attackers::start(profile).await else { return };
+/// `count` attacks on what comes from `from`, each followed by an honest hand-off. Without UCX it says so.
+pub async fn campaign(profile: UcxProfile, from: Arc<Arena>, count: u64) {
+    let Some(attackers) = Attackers::start(profile, from).await else { return };
     let (target, counters) = (&attackers.target, attackers.target.receiver.counters());
-    let mut tally = Tally::new(format!("ucx/{profile}"));
+    let mut tally = Tally::new(target.sender.info().name);
     for seed in 0..count {
         let mut rng = StdRng::seed_from_u64(seed);
         let attack = *ATTACKS.choose(&mut rng).expect("some");
@@ -70,7 +70,7 @@ pub async fn campaign(profile: UcxProfile, count: u64) {
 }
 
 impl Attackers {
-    async fn start(profile: UcxProfile) -> Option<Self> {
+    async fn start(profile: UcxProfile, from: Arc<Arena>) -> Option<Self> {
         let start = |arena: &Arc<Arena>, faults| match UcxTransport::start(
             arena.clone(),
             UcxConfig { faults, ..UcxConfig::new(profile) },
@@ -82,7 +82,7 @@ impl Attackers {
             }
             Err(error) => panic!("UCX is there and does not start: {error}"),
         };
-        let (from, to) = (noise(1), noise(2));
+        let to = noise(2);
         let (sender, stranger) = (start(&from, Faults::default())?, start(&from, Faults::default())?);
         let flipping = start(&from, Faults { flip_byte: true, ..Faults::default() })?;
         let truncating = start(&from, Faults { truncate_push: true, ..Faults::default() })?;
