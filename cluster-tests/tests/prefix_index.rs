@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use tandem_engine::{Prefix, SamplingParams, SequenceRequest};
-use tandem_kvtransfer::transport::Faults;
+use tandem_kvtransfer::Faults;
 use tandem_node::membership::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_proto::hash::sequence_hashes;

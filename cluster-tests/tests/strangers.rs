@@ -12,7 +12,7 @@ use tandem_cluster_tests::client::{ask, decoded, local_tokens, token_ids};
 use tandem_cluster_tests::process::Process;
 use tandem_cluster_tests::{Cluster, Options};
 use tandem_kvtransfer::Arena;
-use tandem_kvtransfer::session::PeerId;
+use tandem_kvtransfer::PeerId;
 use tandem_kvtransfer::ucx::stranger::Stranger;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_memory::HostMemory;
@@ -268,9 +268,11 @@ impl Hellos {
         self.with(move |stranger| {
             let mut rng = StdRng::seed_from_u64(seed);
             let honest = stranger.hello(HandoffId(rng.random()));
-            let build_bytes = usize::from(u16::from_le_bytes([honest[16], honest[17]]));
+            // Behind the hand-off's id and the origin, which need no check of this kind.
+            let build_at = 16 + 52;
+            let build_bytes = usize::from(u16::from_le_bytes([honest[build_at], honest[build_at + 1]]));
             for _ in 0..count {
-                let hello = garbled(&mut rng, &honest, 18 + build_bytes + HEAD_BYTES, 16);
+                let hello = garbled(&mut rng, &honest, build_at + 2 + build_bytes + HEAD_BYTES, build_at);
                 stranger.say_hello(to, hello);
                 stranger.turn();
             }

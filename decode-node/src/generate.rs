@@ -18,7 +18,7 @@ use tandem_telemetry::{Kind, clock};
 use tracing::Instrument;
 
 use crate::handoff::{self, Received};
-use crate::service::Stop;
+use crate::stop::Stop;
 
 /// A sender lets go of a hand-off that nobody needs; the router, which knows, says so over another connection.
 const ROUTERS_WORD: Duration = Duration::from_secs(1);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use tandem_decode_node::{SERVICE_NAME, routes};
-use tandem_kvtransfer::transport::Faults;
+use tandem_kvtransfer::Faults;
 use tandem_node::facts::FactsArgs;
 use tandem_node::{Listeners, Node, NodeArgs, Running, prepare_environment, run_process};
 use tandem_proto::v1::Role;

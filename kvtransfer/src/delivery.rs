@@ -16,7 +16,7 @@ use tandem_proto::{HandoffId, v1};
 
 use crate::arena::{Arena, Run, Slice};
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::transport::{CheckedTicket, Receipt};
+use crate::terms::{CheckedTicket, Receipt};
 use crate::wire::{Answer, DataHeader, Header, MAX_SEAL_BYTES, Units, encode_seal};
 
 /// Blocks in one frame, however small they are.

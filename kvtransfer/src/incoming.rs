@@ -2,24 +2,15 @@
 use std::sync::Arc;
 
 use tandem_proto::{HandoffId, v1};
-use tokio::sync::oneshot;
 
 use crate::clock;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::landing::{Batch, Landing, Piece};
+use crate::landing::{Arrival, Batch, Piece};
 use crate::mutation::Mutation;
 use crate::registry::Registry;
 use crate::seal::{self, Manifest};
 use crate::session::Arrived;
-use crate::transport::{Expected, Verified};
-
-/// How a registry tells the receiving end.
-pub(crate) struct Arrival {
-    /// Piece by piece.
-    pub(crate) landing: Arc<Landing>,
-    /// The whole, or why it does not come.
-    pub(crate) whole: oneshot::Receiver<Result<Arrived, TransferError>>,
-}
+use crate::terms::{Expected, Grant, Verified};
 
 /// A granted hand-off. Dropping it at any time cancels it: the sender is told, and the owner of the blocks is released
 /// as soon as no writer can touch them.
@@ -34,14 +25,19 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    pub(crate) fn new(
-        registry: Arc<Registry>,
-        handoff: HandoffId,
-        ticket: v1::Ticket,
-        blocks: Vec<u32>,
-        arrival: Arrival,
-    ) -> Self {
-        Self { registry, handoff, ticket, blocks: blocks.into(), arrival, on_drop: Refusal::Cancelled }
+    /// `Transport::accept` of every backend.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn accept(
+        registry: &Arc<Registry>,
+        grant: Grant,
+        info: v1::TransportInfo,
+        address: Vec<u8>,
+    ) -> Result<Self, TransferError> {
+        let (handoff, blocks) = (grant.handoff, grant.blocks.as_slice().into());
+        let (ticket, arrival) = registry.accept(grant, info, address)?;
+        Ok(Self { registry: registry.clone(), handoff, ticket, blocks, arrival, on_drop: Refusal::Cancelled })
     }
 
     /// What the sender needs to fill the blocks.

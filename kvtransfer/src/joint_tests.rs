@@ -16,8 +16,8 @@ use crate::arena::{Arena, Run};
 use crate::delivery::{self, Delivery, FrameLimits};
 use crate::error::{Refusal, TransferError};
 use crate::seal::{self, Manifest};
-use crate::session::{Arrived, Offer, PeerId, Sessions, State};
-use crate::transport::{CheckedTicket, Expected};
+use crate::session::{Arrived, Offer, Sessions, State};
+use crate::terms::{CheckedTicket, Expected, PeerId};
 use crate::wire::{Answer, DataHeader, Header, parse_seal};
 
 const ID: HandoffId = HandoffId([7; 16]);

@@ -1,14 +1,24 @@
 //! What of a hand-off has landed and is not verified yet: noted by the backend's threads, taken by the receiving end.
 //! Hashing follows the copy that way, and only the last pieces are left when the seal comes; none are where the copy
 //! itself has hashed them.
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 
+use crate::error::TransferError;
+use crate::session::Arrived;
 use crate::wire::DataHeader;
 
 /// Less than this is not worth a wake-up: hashing it takes some 100 µs, which is what may be left at the seal.
 const BATCH_BYTES: u64 = 1 << 20;
+
+/// How a registry tells the receiving end.
+pub(crate) struct Arrival {
+    /// Piece by piece.
+    pub(crate) landing: Arc<Landing>,
+    /// The whole, or why it does not come.
+    pub(crate) whole: oneshot::Receiver<Result<Arrived, TransferError>>,
+}
 
 /// A range in the arena.
 #[derive(Debug, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 //! nobody read them before they were verified.
 //!
 //! - [`transport`]: the trait that nodes use, [`Grant`] in, [`Incoming`] and [`Outgoing`] out. How a backend plugs in.
+//! - [`terms`]: the plain data of it all.
 //! - [`session`]: the receiver's rules as a pure state machine: who may write what, once, and until when.
 //! - [`registry`]: the same machine with a lock, a clock and waiters; every backend receives through it.
 //! - [`delivery`]: the sender's side of a hand-off as a pure state machine.
@@ -34,6 +35,7 @@ pub mod seal;
 pub mod select;
 pub mod session;
 pub mod tcp;
+pub mod terms;
 pub mod transport;
 pub mod ucx;
 pub mod wire;
@@ -48,4 +50,5 @@ pub use incoming::Incoming;
 pub use outgoing::Outgoing;
 pub use seal::{Manifest, seal_for};
 pub use tandem_memory::Run;
-pub use transport::{BlockOwner, Expected, Faults, Grant, Held, Landed, Receipt, Transport, Verified};
+pub use terms::{BlockOwner, Expected, Faults, Grant, Held, Landed, PeerId, Receipt, Verified};
+pub use transport::Transport;

@@ -19,11 +19,13 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::TransferError;
+use crate::incoming::Incoming;
 use crate::mutation::Mutation;
-use crate::outgoing::PendingAnswers;
+use crate::outgoing::{Outgoing, PendingAnswers};
 use crate::registry::{Claim, PeerLink, Registry};
-use crate::session::{DEFAULT_GRACE, PeerId};
-use crate::transport::{Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
+use crate::session::DEFAULT_GRACE;
+use crate::terms::{Faults, Grant, PeerId};
+use crate::transport::{Transport, check_ticket};
 use crate::wire::Answer;
 use link::MemLink;
 pub use raw::RawLink;
@@ -171,7 +173,7 @@ impl Transport for MemTransport {
     }
 
     fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {
-        self.node.registry.accept(grant, self.info(), self.address())
+        Incoming::accept(&self.node.registry, grant, self.info(), self.address())
     }
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {

@@ -16,8 +16,7 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::delivery::{Delivery, FrameLimits};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
-use crate::transport::{BlockOwner, CheckedTicket, Receipt};
+use crate::terms::{BlockOwner, CheckedTicket, PeerId, Receipt};
 use crate::wire::{Answer, DataHeader};
 
 /// Hand-offs a node sends at once.

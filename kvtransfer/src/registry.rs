@@ -14,11 +14,10 @@ use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
 use crate::hashing;
-use crate::incoming::{Arrival, Incoming};
-use crate::landing::{Landing, Piece};
+use crate::landing::{Arrival, Landing, Piece};
 use crate::mutation::Mutation;
-use crate::session::{Arrived, Ended, Offer, PeerId, Pieces, Quarantined, Rejected, Sessions, State};
-use crate::transport::Grant;
+use crate::session::{Arrived, Ended, Offer, Pieces, Quarantined, Rejected, Sessions, State};
+use crate::terms::{Grant, PeerId};
 use crate::wire::{Answer, DataHeader, parse_seal};
 
 /// Hand-offs whose landed blocks are hashed at once: the cores are there for the engine.
@@ -102,16 +101,13 @@ impl Registry {
         self.lock().sessions.len()
     }
 
-    /// `Transport::accept` of every backend.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn accept(
+    /// Registers a grant: the ticket for its sender, and where it arrives. For `Incoming::accept`.
+    pub(crate) fn accept(
         self: &Arc<Self>,
         grant: Grant,
         info: v1::TransportInfo,
         address: Vec<u8>,
-    ) -> Result<Incoming, TransferError> {
+    ) -> Result<(v1::Ticket, Arrival), TransferError> {
         self.check_blocks(&grant.blocks)?;
         let (units, block_bytes) = (grant.units, self.arena.block_bytes() as u64);
         if units != 1 && units != self.arena.units() {
@@ -141,7 +137,7 @@ impl Registry {
             held_hash: grant.held.hash,
             units: units.into(),
         };
-        Ok(Incoming::new(self.clone(), grant.handoff, ticket, grant.blocks, Arrival { landing, whole: arrival }))
+        Ok((ticket, Arrival { landing, whole: arrival }))
     }
 
     /// A peer wants to write `len` bytes to a range.
@@ -230,13 +226,23 @@ impl Registry {
         }
     }
 
+    /// The address in the tickets that are out leads nowhere any more: grants that nobody has opened end, so that their
+    /// blocks need not wait for their leases.
+    pub fn withdraw(&self) {
+        let mut table = self.lock();
+        for handoff in table.sessions.withdraw(clock::now()) {
+            self.counters.aborted_handoffs.fetch_add(1, Relaxed);
+            table.fail(handoff, TransferError::peer_gone("the KV transport has another address now"));
+        }
+    }
+
     /// A frame or a connection that is not ours to read.
     pub fn violation(&self) {
         self.counters.protocol_errors.fetch_add(1, Relaxed);
     }
 
-    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. [`Registry::accept`]
-    /// starts a task that calls it in time.
+    /// Ends what is past its lease, tells its peers, and cuts off those whose writes overstay. The first grant starts a
+    /// task that calls it in time.
     pub fn expire(&self) {
         let now = clock::now();
         let mut table = self.lock();
@@ -330,7 +336,12 @@ impl Registry {
             table.fail(handoff, refusal.into());
         }
         drop(table);
-        tracing::warn!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
+        // A peer that keeps sending for what is over may not fill the log.
+        if rejected.aborted {
+            tracing::warn!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
+        } else {
+            tracing::debug!(%handoff, reason = refusal.label(), "KV hand-off frame refused: {refusal}");
+        }
         self.link.answer(peer, handoff, Answer::Refused(refusal));
         refusal
     }

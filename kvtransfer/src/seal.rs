@@ -7,7 +7,7 @@ use tandem_proto::{HandoffId, v1};
 
 use crate::arena::{Arena, Run};
 use crate::error::Refusal;
-use crate::transport::Expected;
+use crate::terms::Expected;
 use crate::wire::DataHeader;
 
 /// The checksums of a hand-off's blocks, taken piece by piece as the pieces become final, in any order: what is hashed

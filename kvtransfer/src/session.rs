@@ -25,7 +25,7 @@ use tandem_proto::{HandoffId, v1};
 
 use crate::error::Refusal;
 use crate::mutation::Mutation;
-use crate::transport::{BlockOwner, Landed};
+use crate::terms::{BlockOwner, Landed, PeerId};
 use crate::wire::DataHeader;
 
 /// How long the writers of an aborted hand-off may take to end, where nothing else is configured.
@@ -34,10 +34,6 @@ pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 pub const MAX_SESSIONS: usize = 4096;
 /// Ids remembered as used. An id that fell out of memory is unknown, and refused as such.
 const USED_IDS: usize = 16 * 1024;
-
-/// One connection or endpoint of a backend; a reconnected peer is another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PeerId(pub u64);
 
 /// Where a hand-off stands on the receiving side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -357,6 +353,12 @@ impl Sessions {
             self.release(id);
         }
         ended
+    }
+
+    /// The tickets that are out lead nowhere any more: ends what nobody has opened. Returns those that ended.
+    pub fn withdraw(&mut self, now: Instant) -> Vec<HandoffId> {
+        let unopened = self.ids(|session| session.state == State::Offered);
+        unopened.into_iter().filter(|id| self.abort(*id, now).is_some()).collect()
     }
 
     /// Ends what is past its lease (a sealed hand-off is being verified, and is left to that).

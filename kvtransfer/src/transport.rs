@@ -6,8 +6,8 @@
 //!
 //! **Receiving.** The backend owns an [`Arc<Registry>`](crate::registry::Registry), made with an
 //! [`PeerLink`](crate::registry::PeerLink) that can send a header to a peer without blocking, and end its connection.
-//! `Transport::accept` is `registry.accept(grant, info, address)`. For each frame of a peer (a [`PeerId`] of the
-//! backend's choice, one per connection or endpoint, never reused):
+//! `Transport::accept` is `Incoming::accept(registry, grant, info, address)`. For each frame of a peer (a
+//! [`PeerId`](crate::terms::PeerId) of the backend's choice, one per connection or endpoint, never reused):
 //!
 //! - data: `registry.claim(peer, header, payload_len)`. `Ok(claim)`: write the payload to `claim.runs()` of the arena,
 //!   then `claim.written()`; dropping the claim instead says that the range failed. `Err(_)`: discard the payload; the
@@ -25,14 +25,13 @@
 //! the ticket with [`check_ticket`], finds or makes the connection, and returns
 //! `Outgoing::new(link, pending.register(peer, handoff)?, ..)` where `link` is its
 //! [`SendLink`](crate::outgoing::SendLink). An answer frame goes to `pending.answer(peer, handoff, answer)`, a lost
-//! peer to `pending.peer_gone(peer, why)` (a peer lost before `register` is the backend's to notice). [`Faults`] are
-//! applied by the backend to the bytes that leave.
+//! peer to `pending.peer_gone(peer, why)` (a peer lost before `register` is the backend's to notice).
+//! [`Faults`](crate::terms::Faults) are applied by the backend to the bytes that leave.
 //!
 //! Everything else (waiting, deadlines, verification, coalescing, counters, cancellation by `Drop`) is common.
 //! A backend joins the conformance suite by one constructor in `tests/conformance.rs`.
-use std::any::Any;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, Incarnation, v1};
@@ -40,12 +39,9 @@ use tandem_proto::{HandoffId, Incarnation, v1};
 use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
-pub use crate::incoming::Incoming;
-pub use crate::outgoing::Outgoing;
-pub use crate::session::PeerId;
-
-/// Keeps blocks out of their pool while a writer or a reader may still touch them: usually the engine's lease.
-pub type BlockOwner = Arc<dyn Any + Send + Sync>;
+use crate::incoming::Incoming;
+use crate::outgoing::Outgoing;
+use crate::terms::{CheckedTicket, Grant};
 
 /// One per node. Methods need a tokio runtime.
 pub trait Transport: Send + Sync {
@@ -72,120 +68,6 @@ pub trait Transport: Send + Sync {
     /// # Errors
     /// `Incompatible` when the builds or block sizes differ, `PeerGone`, `Timeout`, `Io`.
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>>;
-}
-
-/// Permission to fill blocks, once.
-pub struct Grant {
-    /// Random, single use: knowing it is the permission.
-    pub handoff: HandoffId,
-    /// Who will send.
-    pub prefill_incarnation: Incarnation,
-    /// Who receives.
-    pub decode_incarnation: Incarnation,
-    /// Layout and model; part of the ticket.
-    pub compatibility_digest: u64,
-    /// Arena blocks to fill, in the order of their indices; distinct.
-    pub blocks: Vec<u32>,
-    /// Equal pieces that a block may be sent in: 1, only whole, or its layers ([`Arena::units`]).
-    pub units: u8,
-    /// What the receiver has already, in front of `blocks`.
-    pub held: Held,
-    /// Kept until no writer can touch the blocks.
-    pub owner: BlockOwner,
-    /// Without a frame of the sender for so long the hand-off ends: progress and keep-alives extend it.
-    pub lease: Duration,
-}
-
-/// The blocks at the head of a prompt that a receiver holds: they do not travel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
-    /// Number of blocks.
-    pub blocks: u32,
-    /// Sequence hash of the last of them; 0 without any.
-    pub hash: u64,
-}
-
-/// What the KV must be to be accepted.
-#[derive(Clone, Debug)]
-pub struct Expected {
-    /// Tokens whose KV is handed off.
-    pub prompt_tokens: u32,
-    /// One per block.
-    pub sequence_hashes: Vec<u64>,
-}
-
-/// Ranges that arrived one behind the other, all of the same units: whole blocks, or a group of layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Landed {
-    /// The first of the units, and how many of each block.
-    pub units: (u8, u8),
-    /// Of the grant.
-    pub blocks: u32,
-    /// Of them.
-    pub bytes: u64,
-    /// The last of these bytes.
-    pub at: Instant,
-}
-
-/// A hand-off whose every block was verified: it may be read now.
-#[derive(Clone, Debug)]
-pub struct Verified {
-    /// As the sender wrote it; incarnations, hashes and checksums were checked, the rest is its word.
-    pub seal: v1::Seal,
-    /// Of all blocks.
-    pub bytes: u64,
-    /// Number of blocks.
-    pub blocks: u32,
-    /// Ranges they came as.
-    pub descriptors: u32,
-    /// First range's header.
-    pub first_arrival: Instant,
-    /// Last range's last byte.
-    pub last_arrival: Instant,
-    /// Time in which bytes were moving: less than the whole when they waited for the sender's computation.
-    pub copying: Duration,
-    /// What arrived when.
-    pub landed: Vec<Landed>,
-    /// After the checks.
-    pub verified_at: Instant,
-}
-
-/// The receiver verified what was sent.
-#[derive(Clone, Debug)]
-pub struct Receipt {
-    /// Of all blocks.
-    pub bytes: u64,
-    /// Number of blocks.
-    pub blocks: u32,
-    /// Ranges they were sent as.
-    pub descriptors: u32,
-    /// First push to acknowledgement.
-    pub elapsed: Duration,
-    /// Spent in queueing frames, waits for credit included.
-    pub post: Duration,
-    /// When the first push began (the seal, without any).
-    pub first_post: Instant,
-}
-
-/// Faults that the sending side of any backend makes on request, for tests and demonstrations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Faults {
-    /// Flips one bit of the first byte of every hand-off's first range, after the checksum was taken.
-    pub flip_byte: bool,
-    /// Sends 8 bytes too few of every hand-off's first range.
-    pub truncate_push: bool,
-}
-
-/// A ticket whose fields were checked against this node.
-pub struct CheckedTicket {
-    /// The hand-off.
-    pub handoff: HandoffId,
-    /// Blocks to fill.
-    pub blocks: u32,
-    /// Pieces that a block may be sent in.
-    pub units: u8,
-    /// From now on, and from each frame on.
-    pub lease: Duration,
 }
 
 /// Checks of a ticket that every backend's `open` makes before it connects.

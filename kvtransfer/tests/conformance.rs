@@ -8,8 +8,9 @@ use std::sync::Arc;
 use suite::{Pair, arena, shareable_arena};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, Faults, TransferErrorKind, Transport};
+use tandem_kvtransfer::{Arena, Faults, Transport};
 
 /// Both ends in this process; `None`: the backend cannot run here, and said so. `faults` are the sender's.
 type MakePair = fn(block_bytes: usize, faults: Faults) -> Option<Pair>;
@@ -39,15 +40,7 @@ fn ucx(profile: UcxProfile, block_bytes: usize, faults: Faults) -> Option<Pair> 
 }
 
 fn ucx_over(profile: UcxProfile, from: Arc<Arena>, to: Arc<Arena>, faults: Faults) -> Option<Pair> {
-    let start = |arena, faults| match UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }) {
-        Ok(transport) => Some(transport),
-        // Only a host without UCX may skip; a UCX that does not work is a failure.
-        Err(error) if error.kind == TransferErrorKind::Incompatible => {
-            println!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("UCX is there and does not start: {error}"),
-    };
+    let start = |arena, faults| or_skip(UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }));
     let sender = start(from.clone(), faults)?;
     let receiver = start(to.clone(), Faults::default())?;
     Some(Pair { sender, receiver, from, to })

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{Arena, Expected, Grant, Held, Run, TransferErrorKind, Transport, seal_for};
 use tandem_memory::{HostMemory, KvMemory, Place};
@@ -84,9 +85,7 @@ async fn hand_over(sender: &Arc<dyn Transport>, from: &Arena, receiver: &Arc<dyn
 fn ucx_refuses_device_memory_and_says_so() {
     let start = |arena| UcxTransport::start(arena, UcxConfig::new(UcxProfile::Shm));
     let host = Arena::new(HostMemory::zeroed(4096).expect("little"), 64, 1);
-    if let Err(error) = start(host) {
-        assert_eq!(error.kind, TransferErrorKind::Incompatible, "UCX is there and does not start: {error}");
-        println!("skipped: {error}");
+    if or_skip(start(host)).is_none() {
         return;
     }
     let error = start(arena(0)).err().expect("no device here");

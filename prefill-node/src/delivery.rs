@@ -13,11 +13,11 @@ use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::watch;
 
+use crate::commands::{Commands, Word};
 use crate::handoff::{Failed, Kv, Sender};
-use crate::service::{Commands, Word};
 
-/// The delivery of one request.
-pub struct Delivery<'a> {
+/// The hand-offs of one request, one after the other.
+pub struct Deliveries<'a> {
     sender: &'a Sender<'a>,
     events: &'a Events<PrefillEvent>,
     kv: watch::Receiver<Kv>,
@@ -40,7 +40,7 @@ struct Ended {
     handoff_id: Vec<u8>,
 }
 
-impl<'a> Delivery<'a> {
+impl<'a> Deliveries<'a> {
     /// Nothing was said yet.
     pub fn new(
         sender: &'a Sender<'a>,

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use tandem_kvtransfer::transport::Faults;
+use tandem_kvtransfer::Faults;
 use tandem_node::facts::FactsArgs;
 use tandem_node::{Listeners, Node, NodeArgs, Running, prepare_environment, run_process};
 use tandem_prefill_node::settings::REDELIVER_WAIT_MS;

@@ -18,13 +18,13 @@ use tandem_telemetry::{Kind, clock};
 use tokio::sync::watch;
 use tracing::Instrument;
 
-use crate::delivery::Delivery;
+use crate::commands::Commands;
+use crate::delivery::Deliveries;
 use crate::groups::{LayerCost, layer_groups};
 use crate::handoff::{First, Kv, Sender};
 use crate::link::LinkSpeed;
 use crate::plan::Progress;
 use crate::pressure::Pressure;
-use crate::service::Commands;
 use crate::settings::{Push, Settings};
 
 /// What all requests of a node share.
@@ -95,7 +95,7 @@ impl Prefill<'_> {
         let Shared { node, settings, link, .. } = self.shared;
         let (kv, wanted) = (watch::Sender::new(Kv::default()), watch::Sender::new(false));
         let sender = Sender { node, request: self.request, server: self.server, settings: *settings, link };
-        let delivery = Delivery::new(&sender, events, kv.subscribe(), &wanted, settings.redeliver_wait);
+        let delivery = Deliveries::new(&sender, events, kv.subscribe(), &wanted, settings.redeliver_wait);
         let mut delivered = tokio::select! {
             biased;
             // Complete with its first token: nothing is delivered.

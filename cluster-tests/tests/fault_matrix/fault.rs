@@ -84,6 +84,16 @@ impl Victim {
         }
     }
 
+    /// What of the node is disturbed. Links of UCX are not behind a proxy: there a cut leaves KV alone.
+    pub fn touches(self, fault: Fault) -> &'static str {
+        match (self, fault) {
+            (Self::Prefill | Self::Decode, Fault::Cut | Fault::Slow) => "gRPC; KV over tcp alone",
+            (Self::Prefill | Self::Decode, _) => "the process, KV over all transports",
+            (Self::Router | Self::Client, Fault::Cut | Fault::Slow) => "gRPC, no KV",
+            (Self::Router | Self::Client, _) => "the process, no KV",
+        }
+    }
+
     /// DESIGN §6.
     pub fn expects(self, fault: Fault) -> Expected {
         match (self, fault) {

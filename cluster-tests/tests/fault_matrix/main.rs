@@ -113,8 +113,8 @@ async fn run_setting(setting: Setting, only: &str, reference: &Reference) -> Vec
 }
 
 fn print_table(reports: &[Report]) {
-    println!("\n| victim, fault | {} |", Moment::ALL.map(Moment::as_str).join(" | "));
-    println!("|---|{}", "---|".repeat(Moment::ALL.len()));
+    println!("\n| victim, fault | touches | {} |", Moment::ALL.map(Moment::as_str).join(" | "));
+    println!("|---|---|{}", "---|".repeat(Moment::ALL.len()));
     for victim in Victim::ALL {
         for fault in Fault::ALL {
             let cells = Moment::ALL.map(|moment| {
@@ -124,7 +124,8 @@ fn print_table(reports: &[Report]) {
                 let texts: Vec<_> = reports.iter().filter(of_cell).map(Report::short).collect();
                 texts.join(", ")
             });
-            println!("| {} {} | {} |", victim.as_str(), fault.as_str(), cells.join(" | "));
+            let row = (victim.as_str(), fault.as_str(), victim.touches(fault));
+            println!("| {} {} | {} | {} |", row.0, row.1, row.2, cells.join(" | "));
         }
     }
     println!("(outcome, longest pause in s, for each transport in turn)\n");

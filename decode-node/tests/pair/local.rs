@@ -3,7 +3,7 @@
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use tandem_kvtransfer::transport::Faults;
+use tandem_kvtransfer::Faults;
 use tandem_proto::spans::unpack;
 use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{DecodeEvent, FinishReason, RequestSpec};

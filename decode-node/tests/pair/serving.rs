@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use tandem_kvtransfer::{Refusal, transport::Faults};
+use tandem_kvtransfer::{Faults, Refusal};
 use tandem_proto::spans::unpack;
 use tandem_proto::v1::prefill_command::Command as PrefillCommandKind;
 use tandem_proto::v1::prefill_event::Event as PrefillEventKind;

@@ -13,8 +13,7 @@ use crate::arena::{Arena, Run};
 use crate::error::TransferError;
 use crate::outgoing::SendLink;
 use crate::registry::PeerLink;
-use crate::session::PeerId;
-use crate::transport::{BlockOwner, Faults};
+use crate::terms::{BlockOwner, Faults, PeerId};
 use crate::wire::DataHeader;
 
 const SCRATCH_BYTES: usize = 64 << 10;

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 use super::{Link, MemNetwork};
 use crate::error::TransferError;
 use crate::registry::PeerLink;
-use crate::session::PeerId;
+use crate::terms::PeerId;
 use crate::wire::Header;
 
 /// Frames as bytes, unchecked; closed when dropped. What cannot be read closes it too.

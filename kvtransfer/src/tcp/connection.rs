@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 use tandem_proto::PROTOCOL_VERSION;
 
 use super::queue::{DataFrame, Frame, FrameQueue};
-use super::{Shared, TcpConfig, build_id};
+use super::{TcpConfig, build_id};
 use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
+use crate::outgoing::PendingAnswers;
+use crate::registry::Registry;
+use crate::terms::PeerId;
 use crate::wire::{DataHeader, HEADER_BYTES, Header, MAX_HELLO_BYTES, MAX_SEAL_BYTES};
 
 const SCRATCH_BYTES: usize = 1 << 20;
@@ -69,13 +71,13 @@ impl Connection {
     }
 
     /// Reads frames until the connection ends; returns why.
-    pub fn read_loop(&self, shared: &Shared) -> TransferError {
+    pub fn read_loop(&self, registry: &Arc<Registry>, pending: &PendingAnswers) -> TransferError {
         let mut reader = Reader::new(&self.stream);
         loop {
-            if let Err(error) = self.read_frame(&mut reader, shared) {
+            if let Err(error) = self.read_frame(&mut reader, registry, pending) {
                 if error.kind == TransferErrorKind::Corrupt {
                     tracing::warn!("KV connection closed: {error}");
-                    shared.registry.violation();
+                    registry.violation();
                 }
                 return error;
             }
@@ -95,25 +97,30 @@ impl Connection {
         Ok(Self { peer, stream, queue })
     }
 
-    fn read_frame(&self, reader: &mut Reader<'_>, shared: &Shared) -> Result<(), TransferError> {
+    fn read_frame(
+        &self,
+        reader: &mut Reader<'_>,
+        registry: &Arc<Registry>,
+        pending: &PendingAnswers,
+    ) -> Result<(), TransferError> {
         let (header, len) = reader.prelude()?;
         match header {
-            Header::Data(range) => read_data(self.peer, reader, range, len, shared),
+            Header::Data(range) => read_data(self.peer, reader, range, len, registry),
             Header::Seal(handoff) if len <= MAX_SEAL_BYTES as u64 => {
                 let payload = reader.payload(len as usize)?;
-                shared.registry.seal(self.peer, handoff, &payload);
+                registry.seal(self.peer, handoff, &payload);
                 Ok(())
             }
             Header::Cancel(handoff) if len == 0 => {
-                shared.registry.cancelled_by(self.peer, handoff);
+                registry.cancelled_by(self.peer, handoff);
                 Ok(())
             }
             Header::KeepAlive(handoff) if len == 0 => {
-                shared.registry.keep_alive(self.peer, handoff);
+                registry.keep_alive(self.peer, handoff);
                 Ok(())
             }
             Header::Answer(handoff, answer) if len == 0 => {
-                shared.pending.answer(self.peer, handoff, answer);
+                pending.answer(self.peer, handoff, answer);
                 Ok(())
             }
             _ => Err(garbage()),
@@ -140,12 +147,12 @@ fn read_data(
     reader: &mut Reader<'_>,
     range: DataHeader,
     len: u64,
-    shared: &Shared,
+    registry: &Arc<Registry>,
 ) -> Result<(), TransferError> {
-    if len > shared.registry.arena().bytes() as u64 {
+    if len > registry.arena().bytes() as u64 {
         return Err(garbage());
     }
-    let Ok(claim) = shared.registry.claim(peer, range, len) else { return Ok(reader.discard(len)?) };
+    let Ok(claim) = registry.claim(peer, range, len) else { return Ok(reader.discard(len)?) };
     for run in claim.runs() {
         reader.copy_into(claim.arena(), *run)?;
     }

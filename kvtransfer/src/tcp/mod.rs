@@ -1,17 +1,17 @@
 //! The backend for hosts without UCX: one TCP connection per pair of nodes, shared by all their hand-offs, with two
-//! blocking threads each (`connection.rs`). Blocking threads, because a KV stream is a long copy: a reactor would add a
-//! wake-up to every buffer.
+//! blocking threads each (`connection.rs`; `table.rs` has all of them). Blocking threads, because a KV stream is a long
+//! copy: a reactor would add a wake-up to every buffer.
 //!
 //! On the socket a frame is the 32-byte header of `wire.rs`, the payload's length (u64, little endian) and the payload.
 //! The first frame each way is the hello; whatever cannot be read closes the connection and is counted.
 //! Peers are not authenticated: a hand-off id is a capability, and the data network belongs to the cluster.
 mod connection;
 mod queue;
+mod table;
 
-use std::collections::HashMap;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -19,18 +19,18 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 
+use self::connection::Connection;
+use self::table::Table;
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
-use crate::outgoing::{PendingAnswers, SendLink};
-use crate::registry::{PeerLink, Registry};
-use crate::session::{DEFAULT_GRACE, PeerId};
-use crate::tcp::connection::Connection;
-use crate::transport::{BlockOwner, Faults, Grant, Incoming, Outgoing, Transport, check_ticket};
-use crate::wire::{Answer, DataHeader, Header};
+use crate::incoming::Incoming;
+use crate::outgoing::{Outgoing, SendLink};
+use crate::session::DEFAULT_GRACE;
+use crate::terms::{BlockOwner, Faults, Grant};
+use crate::transport::{Transport, check_ticket};
+use crate::wire::{DataHeader, Header};
 
-/// Accepted connections at once, those without a hello included.
-const MAX_CONNECTIONS: usize = 256;
 /// Longer pushes are cut, so that hand-offs on one connection take turns.
 const MAX_RANGE_BYTES: usize = 4 << 20;
 
@@ -63,27 +63,11 @@ impl Default for TcpConfig {
 
 /// A listening node.
 pub struct TcpTransport {
-    shared: Arc<Shared>,
+    table: Arc<Table>,
     listener: TcpListener,
     accepting: JoinHandle<()>,
     address: SocketAddr,
 }
-
-/// What the threads share.
-pub(crate) struct Shared {
-    config: TcpConfig,
-    registry: Arc<Registry>,
-    pending: Arc<PendingAnswers>,
-    peers: Peers,
-    /// Dialled connections by address.
-    dialled: Mutex<HashMap<String, Arc<Connection>>>,
-    accepted: AtomicUsize,
-    last_peer: AtomicU64,
-    closing: AtomicBool,
-}
-
-#[derive(Clone, Default)]
-struct Peers(Arc<Mutex<HashMap<PeerId, Arc<Connection>>>>);
 
 impl TcpTransport {
     /// Listens on `address` (port 0: a free one), which peers must be able to reach as it is unless the configuration
@@ -99,33 +83,20 @@ impl TcpTransport {
         let listener = TcpListener::bind(address)
             .map_err(|error| io(format!("KV over TCP cannot listen on {address}: {error}")))?;
         let address = listener.local_addr()?;
-        let peers = Peers::default();
-        let registry = Registry::new(arena, Arc::default(), Box::new(peers.clone()), config.grace);
-        let shared = Arc::new(Shared {
-            config,
-            registry,
-            pending: Arc::default(),
-            peers,
-            dialled: Mutex::default(),
-            accepted: AtomicUsize::new(0),
-            last_peer: AtomicU64::new(0),
-            closing: AtomicBool::new(false),
-        });
-        let (accepting, listening) = (shared.clone(), listener.try_clone()?);
+        let table = Table::new(arena, config);
+        let (accepting, listening) = (table.clone(), listener.try_clone()?);
         let accept_loop = move || accepting.accept_loop(&listening);
         let accepting = std::thread::Builder::new().name("kv-tcp-accept".into()).spawn(accept_loop)?;
-        Ok(Arc::new(Self { shared, listener, accepting, address }))
+        Ok(Arc::new(Self { table, listener, accepting, address }))
     }
 }
 
 impl Drop for TcpTransport {
     fn drop(&mut self) {
-        self.shared.closing.store(true, Ordering::SeqCst);
+        self.table.closing.store(true, Ordering::SeqCst);
         // Wakes the accepting thread (Linux: accept returns EINVAL).
         let _ = socket2::SockRef::from(&self.listener).shutdown(Shutdown::Both);
-        for connection in lock(&self.shared.peers.0).values() {
-            connection.close();
-        }
+        self.table.close_all();
     }
 }
 
@@ -135,11 +106,11 @@ impl Transport for TcpTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.shared.config.advertise.clone().unwrap_or_else(|| self.address.to_string()).into_bytes()
+        self.table.config.advertise.clone().unwrap_or_else(|| self.address.to_string()).into_bytes()
     }
 
     fn counters(&self) -> Arc<Counters> {
-        self.shared.registry.counters().clone()
+        self.table.registry.counters().clone()
     }
 
     fn failed(&self) -> Option<String> {
@@ -147,146 +118,24 @@ impl Transport for TcpTransport {
     }
 
     fn accept(&self, grant: Grant) -> Result<Incoming, TransferError> {
-        self.shared.registry.accept(grant, self.info(), self.address())
+        Incoming::accept(&self.table.registry, grant, self.info(), self.address())
     }
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         async move {
-            let arena = self.shared.registry.arena();
+            let arena = self.table.registry.arena();
             let checked = check_ticket(ticket, &self.info(), arena)?;
             let address = String::from_utf8_lossy(&ticket.address).into_owned();
-            let connection = self.shared.connection_to(address).await?;
-            let answer = self.shared.pending.register(connection.peer(), checked.handoff)?;
+            let connection = self.table.connection_to(address).await?;
+            let answer = self.table.pending.register(connection.peer(), checked.handoff)?;
             // Lost between connecting and registering: nobody would tell this hand-off.
             if connection.is_closed() {
                 return Err(TransferError::peer_gone("the KV receiver hung up"));
             }
-            let link = TcpLink { connection, faults: self.shared.config.faults };
+            let link = TcpLink { connection, faults: self.table.config.faults };
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
         }
         .boxed()
-    }
-}
-
-impl Shared {
-    fn accept_loop(self: Arc<Self>, listener: &TcpListener) {
-        while !self.closing.load(Ordering::SeqCst) {
-            let Ok((stream, _)) = listener.accept() else {
-                // Out of descriptors, or shut down: the loop's condition tells; do not spin on the former.
-                std::thread::park_timeout(Duration::from_millis(10));
-                continue;
-            };
-            if self.accepted.fetch_add(1, Ordering::SeqCst) >= MAX_CONNECTIONS {
-                self.accepted.fetch_sub(1, Ordering::SeqCst);
-                self.registry.violation();
-                continue;
-            }
-            let place = Place(self.clone());
-            // No thread: the socket closes and the place is free, as both are dropped.
-            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || place.0.serve(stream));
-        }
-    }
-
-    /// Hello, then reads until the connection ends.
-    fn serve(self: &Arc<Self>, stream: TcpStream) {
-        match Connection::accept(stream, &self.config, self.new_peer(), self.registry.arena().clone()) {
-            Ok(connection) => self.attach(Arc::new(connection)).read(),
-            Err(error) => {
-                tracing::warn!("KV connection refused: {error}");
-                self.registry.violation();
-            }
-        }
-    }
-
-    fn attach(self: &Arc<Self>, connection: Arc<Connection>) -> Attached {
-        lock(&self.peers.0).insert(connection.peer(), connection.clone());
-        if self.closing.load(Ordering::SeqCst) {
-            connection.close();
-        }
-        Attached { shared: self.clone(), connection, ended: None }
-    }
-
-    async fn connection_to(self: &Arc<Self>, address: String) -> Result<Arc<Connection>, TransferError> {
-        if let Some(connection) = lock(&self.dialled).get(&address).filter(|connection| !connection.is_closed()) {
-            return Ok(connection.clone());
-        }
-        let (shared, to) = (self.clone(), address.clone());
-        let dialled = tokio::task::spawn_blocking(move || shared.dial(&to)).await;
-        let connection = dialled.unwrap_or_else(|_| Err(TransferError::peer_gone("connecting was interrupted")))?;
-        // Two hand-offs may have dialled at once: both connections work, later ones use the last.
-        lock(&self.dialled).insert(address, connection.clone());
-        Ok(connection)
-    }
-
-    fn dial(self: &Arc<Self>, address: &str) -> Result<Arc<Connection>, TransferError> {
-        let peer = self.new_peer();
-        let resolved = address.to_socket_addrs()?.next();
-        let resolved = resolved.ok_or_else(|| TransferError::new(TransferErrorKind::Io, "no such KV address"))?;
-        let stream = TcpStream::connect_timeout(&resolved, self.config.connect_timeout)?;
-        let connection = Arc::new(Connection::dial(stream, &self.config, peer, self.registry.arena().clone())?);
-        let attached = self.attach(connection.clone());
-        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read())?;
-        Ok(connection)
-    }
-
-    fn new_peer(&self) -> PeerId {
-        PeerId(self.last_peer.fetch_add(1, Ordering::Relaxed))
-    }
-}
-
-/// One of the places for accepted connections.
-struct Place(Arc<Shared>);
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.accepted.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// A connection that hand-offs may use, and what must happen when it ends, however its reading thread does: by the end
-/// of the connection, by a panic, or by never having started. Else hand-offs would go on using it, until their leases
-/// end.
-struct Attached {
-    shared: Arc<Shared>,
-    connection: Arc<Connection>,
-    ended: Option<TransferError>,
-}
-
-impl Attached {
-    /// Reads until the connection ends.
-    fn read(mut self) {
-        self.ended = Some(self.connection.read_loop(&self.shared));
-    }
-}
-
-impl Drop for Attached {
-    fn drop(&mut self) {
-        let (shared, peer) = (&self.shared, self.connection.peer());
-        self.connection.close();
-        lock(&shared.peers.0).remove(&peer);
-        lock(&shared.dialled).retain(|_, dialled| dialled.peer() != peer);
-        shared.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
-        // The reading thread alone writes for this peer, and it is done.
-        shared.registry.fence(peer);
-        let why = self.ended.as_ref().map_or("its reading thread has ended", |ended| &ended.message);
-        shared.pending.peer_gone(peer, &TransferError::peer_gone(format!("the KV peer is gone: {why}")));
-    }
-}
-
-impl PeerLink for Peers {
-    fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
-        let connection = lock(&self.0).get(&peer).cloned();
-        if let Some(connection) = connection {
-            connection.queue().send_now(Header::Answer(handoff, answer));
-        }
-    }
-
-    /// Its reading thread, which alone writes for it, ends at once: `Attached` fences.
-    fn cut_off(&self, peer: PeerId) {
-        let connection = lock(&self.0).get(&peer).cloned();
-        if let Some(connection) = connection {
-            connection.close();
-        }
     }
 }
 
@@ -334,10 +183,6 @@ fn build_id() -> String {
     format!("tcp/{PROTOCOL_VERSION}")
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
@@ -346,8 +191,9 @@ mod tests {
     use tandem_memory::HostMemory;
     use tandem_proto::Incarnation;
 
+    use super::table::lock;
     use super::*;
-    use crate::transport::Held;
+    use crate::terms::Held;
     use crate::wire::Units;
 
     const LEASE: Duration = Duration::from_secs(60);
@@ -378,14 +224,14 @@ mod tests {
         let incoming = receiver.accept(grant(1)).expect("accept");
         let ticket = incoming.ticket();
         let outgoing = sender.open(&ticket).await.expect("open");
-        let connection = lock(&sender.shared.dialled).values().next().cloned().expect("dialled");
+        let connection = lock(&sender.table.dialled).values().next().cloned().expect("dialled");
         // Blocks that are not in the arena: the common code checks them before a backend sees them.
         let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
         let run = Run { at: 99 * 64, bytes: 64 };
         let queued = connection.queue().send_data(range, vec![run], Arc::new(()), Faults::default()).await;
         assert_eq!(queued, Ok(()));
         let start = Instant::now();
-        let seal = crate::seal_for(&sender.shared.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
+        let seal = crate::seal_for(&sender.table.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
         let told = tokio::time::timeout(PROMPT, outgoing.seal(seal)).await.expect("before its lease");
         assert_eq!(told.map(|_| ()).map_err(|error| error.kind), Err(TransferErrorKind::PeerGone));
         assert!(connection.is_closed() && start.elapsed() < PROMPT);
@@ -394,7 +240,7 @@ mod tests {
         let ticket = incoming.ticket();
         let mut outgoing = sender.open(&ticket).await.expect("open");
         outgoing.push(0, &[0], Arc::new(())).await.expect("push");
-        let seal = crate::seal_for(&sender.shared.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
+        let seal = crate::seal_for(&sender.table.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
         let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
         let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
         assert_eq!(receipt.expect("receipt").blocks, verified.expect("verified").blocks);
@@ -403,10 +249,10 @@ mod tests {
     #[test]
     fn a_connection_that_nobody_reads_is_forgotten() {
         let (sender, receiver) = (bind(), bind());
-        let connection = sender.shared.dial(&receiver.address.to_string()).expect("dial");
-        let attached = sender.shared.attach(connection.clone());
+        let connection = sender.table.dial(&receiver.address.to_string()).expect("dial");
+        let attached = sender.table.attach(connection.clone());
         drop(attached);
         assert!(connection.is_closed());
-        assert!(!lock(&sender.shared.peers.0).contains_key(&connection.peer()));
+        assert!(!lock(&sender.table.peers.0).contains_key(&connection.peer()));
     }
 }

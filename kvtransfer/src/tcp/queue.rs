@@ -8,7 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::arena::Run;
 use crate::error::TransferError;
-use crate::transport::{BlockOwner, Faults};
+use crate::terms::{BlockOwner, Faults};
 use crate::wire::{DataHeader, Header};
 
 /// What may wait on one connection: enough that the sender sleeps long and the writer never.

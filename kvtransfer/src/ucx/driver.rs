@@ -1,37 +1,31 @@
 //! The thread that owns a UCX worker and makes every `ucp_*` call: commands from the process, events from the
 //! callbacks, deadlines of our own, and the close of endpoints. What frames mean stands in `sending.rs` and
-//! `receiving.rs`.
+//! `receiving.rs`, which share a `desk.rs`; when blocks are free is decided in `custody.rs`.
 //!
 //! Trust in UCX ends where measurements ended it: it does not notice a frozen peer, and it may lose the requests of a
 //! dead one. So every operation has a deadline; one that is late, or that failed, takes its endpoint with it; and
-//! blocks stay with their operation until its callback came or UCX has closed the endpoint.
+//! blocks stay with their operation until its callback came or nobody can write any more.
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tandem_proto::HandoffId;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
-use ucx_sys::{Api, UCS_OK};
+use ucx_sys::Api;
 
-use super::address::{AddressKey, CheckedAddress};
-use super::endpoints::{Closed, EndpointId, Endpoints, Loss};
+use super::commands::{Command, Shared};
+use super::custody::{Closed, Custody, Facts, Medium, Verdict};
+use super::desk::{Desk, End};
+use super::endpoints::Loss;
+use super::ids::EndpointId;
 use super::inbox::{self, Event};
-use super::one_copy::OneCopy;
-use super::operations::{Operation, OperationId, Operations, Work, Writes};
+use super::operations::Cargo;
+use super::origin::Origin;
 use super::owners::{Context, Region, Worker};
-use super::probe::Probe;
+use super::probe::Prober;
 use super::profile::{UcxConfig, UcxProfile};
-use super::queue::Queue;
 use super::receiving::Receiving;
-use super::result::{Posted, UcxError};
 use super::sending::{Sending, Way};
-use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::outgoing::{AnswerSlot, PendingAnswers};
-use crate::registry::Registry;
-use crate::transport::BlockOwner;
-use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
+use crate::wire::{HEADER_BYTES, Header};
 
 /// Commands in one turn.
 const COMMANDS_PER_TURN: usize = 64;
@@ -54,73 +48,15 @@ const SETTLED: Duration = Duration::from_millis(3);
 /// For the last answers to leave at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// What the rest of the process asks of the driver.
-pub(super) enum Command {
-    /// Connect, announce a hand-off, and reply when it is welcome.
-    Open { handoff: HandoffId, address: CheckedAddress, reply: oneshot::Sender<Result<Opened, TransferError>> },
-    /// Send a range.
-    Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
-    /// Tell the receiver that more is to come.
-    KeepAlive { endpoint: EndpointId, handoff: HandoffId },
-    /// Send the seal when all ranges are over.
-    Seal { handoff: HandoffId, payload: Vec<u8> },
-    /// Tell the receiver that nothing more comes.
-    Cancel { handoff: HandoffId },
-    /// Close a peer whose writes overstay.
-    CutOff { endpoint: EndpointId },
-    /// Tell the sender that a range was copied out of its memory.
-    Copied { endpoint: EndpointId, range: DataHeader },
-    /// Tell the sender how it ended.
-    Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
-}
-
-/// An announced hand-off.
-pub(super) struct Opened {
-    pub(super) endpoint: EndpointId,
-    pub(super) credit: Arc<Semaphore>,
-    pub(super) answer: AnswerSlot,
-}
-
-/// What driver and transport share.
-#[derive(Clone)]
-pub(super) struct Shared {
-    pub(super) arena: Arc<Arena>,
-    pub(super) registry: Arc<Registry>,
-    pub(super) pending: Arc<PendingAnswers>,
-    pub(super) queue: Arc<Queue<Command>>,
-    /// Of the worker, as it travels; written by the driver.
-    pub(super) address: Arc<Mutex<Vec<u8>>>,
-    /// Why the thread ended.
-    pub(super) failure: Arc<OnceLock<String>>,
-}
-
-impl Shared {
-    pub(super) fn address(&self) -> Vec<u8> {
-        self.address.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn set_address(&self, address: Vec<u8>) {
-        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
-    }
-}
-
 /// All state of the thread. `shut_down` takes it apart in the order that UCX needs.
 pub(super) struct Driver {
-    pub(super) probe: Option<Probe>,
-    /// Wait for the probe's end.
-    closed: Vec<Closed>,
-    pub(super) endpoints: Endpoints,
-    worker: Rc<Worker>,
-    pub(super) region: Region,
+    /// `None`: this profile has no queue that goes deaf, or UCX gives no second worker.
+    prober: Option<Prober>,
+    custody: Custody,
+    pub(super) desk: Desk,
     context: Rc<Context>,
-    pub(super) operations: Operations,
     pub(super) sending: Sending,
     pub(super) receiving: Receiving,
-    pub(super) one_copy: OneCopy,
-    pub(super) shared: Shared,
-    pub(super) config: UcxConfig,
-    pub(super) build_id: String,
-    pub(super) key: AddressKey,
     name: String,
     spare: Vec<Event>,
     ticked: Instant,
@@ -141,29 +77,26 @@ impl Driver {
         })?;
         let region = Region::register(&context, shared.arena.clone())?;
         let worker = Worker::create(&context)?;
-        let key = AddressKey::new(&config.address_key, &build_id);
-        let one_copy = OneCopy::start(&shared.arena, &config, reporter(&shared))?;
-        let name = if one_copy.is_possible() { format!("{name}, one copy") } else { name };
-        shared.set_address(worker.address()?.sealed(&key));
-        Ok(Self {
-            probe: None,
-            closed: Vec::new(),
-            endpoints: Endpoints::new(worker.clone(), config.credit_bytes),
-            worker,
-            region,
+        let medium = match config.profile {
+            UcxProfile::Shm => Medium::SharedMemory,
+            UcxProfile::Tcp | UcxProfile::Rdma => Medium::Connection,
+        };
+        let mut driver = Self {
+            prober: None,
+            custody: Custody::new(medium),
+            desk: Desk::new(worker, region, shared, config, build_id)?,
             context,
-            operations: Operations::default(),
             sending: Sending::default(),
             receiving: Receiving::default(),
-            one_copy,
-            shared,
-            config,
-            build_id,
-            key,
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
-        })
+        };
+        if driver.desk.one_copy.is_possible() {
+            driver.name.push_str(", one copy");
+        }
+        driver.make_known()?;
+        Ok(driver)
     }
 
     /// What UCX opened, for people.
@@ -175,7 +108,7 @@ impl Driver {
     pub(super) fn run(mut self) {
         let mut active = Instant::now();
         let mut idle_turns = 0u32;
-        while !self.shared.queue.is_closed() {
+        while !self.desk.shared.queue.is_closed() {
             let commanded = self.run_commands();
             let progressed = self.progress();
             let happened = self.handle_events();
@@ -187,7 +120,7 @@ impl Driver {
                 continue;
             }
             self.sending.return_credit();
-            if now.duration_since(active) < self.config.spin {
+            if now.duration_since(active) < self.desk.config.spin {
                 idle_turns += 1;
                 // Somebody else may need the core, the peer first of all.
                 if idle_turns.is_multiple_of(TURNS_TO_YIELD) {
@@ -208,66 +141,25 @@ impl Driver {
         self.tick(Instant::now());
     }
 
-    /// Posts a small frame; a failure takes the endpoint.
-    pub(super) fn post_frame(&mut self, to: EndpointId, header: Header, payload: Vec<u8>) {
-        let operation = self.operations.next_id();
-        let header = header.encode().to_vec();
-        let Some(entry) = self.endpoints.get(to) else { return };
-        // SAFETY: heap memory, kept in the table of operations until the callback came.
-        let posted = unsafe { entry.endpoint.send_frame(&header[..], &payload, operation) };
-        self.keep(to, operation, posted, Work::Frame { header, payload });
-    }
-
-    /// Keeps what was posted until it is over.
-    pub(super) fn keep(&mut self, on: EndpointId, id: OperationId, posted: Result<Posted, UcxError>, work: Work) {
-        match posted {
-            Ok(Posted::Done) => self.finished(on, work, true),
-            Ok(Posted::Pending(request)) => {
-                // UCX overlooks a death now and then, and a frozen peer always.
-                let deadline = Some(Instant::now() + self.config.stall_timeout);
-                self.operations.insert(id, Operation { endpoint: on, deadline, request: Some(request), work });
-            }
-            Err(error) => {
-                self.lose(
-                    on,
-                    Loss::of(error.status),
-                    TransferError::peer_gone(format!("the KV peer is gone: {error}")),
-                );
-                self.finished(on, work, false);
-            }
-        }
-    }
-
-    /// Gives up an endpoint and everything on it. The registry learns of it when UCX has let go of the memory.
-    pub(super) fn lose(&mut self, endpoint: EndpointId, loss: Loss, why: TransferError) {
-        if !self.endpoints.close(endpoint, loss, Instant::now()) {
-            return;
-        }
-        tracing::warn!(peer = endpoint.0, "KV peer lost: {why}");
-        self.shared.registry.counters().lost_peers.fetch_add(1, Relaxed);
-        self.shared.pending.peer_gone(endpoint.into(), &why);
-        self.sending.forget(endpoint, &why);
-    }
-
-    pub(super) fn receive(&mut self, from: EndpointId, descriptor: inbox::Descriptor, claim: crate::registry::Claim) {
-        let operation = self.operations.next_id();
-        let target = self.region.vector(claim.runs());
-        // SAFETY: the claim keeps the blocks, the table of operations keeps both until the callback came; the vector's
-        // heap memory stays in place when it moves there.
-        let posted = unsafe { self.worker.receive(descriptor, &self.region, &target, operation) };
-        self.keep(from, operation, posted, Work::Receive { claim, target });
-    }
-
-    pub(super) fn release(&mut self, descriptor: inbox::Descriptor) {
-        self.worker.release(descriptor);
+    /// The worker's address is what tickets and hellos say from now on.
+    fn make_known(&mut self) -> Result<(), TransferError> {
+        let address = self.desk.worker.address()?;
+        self.desk.shared.set_address(address.sealed(&self.desk.key));
+        self.prober = match self.desk.config.profile {
+            UcxProfile::Shm => Prober::new(&self.context, &address, Instant::now())
+                .inspect_err(|error| tracing::warn!(%error, "cannot probe the UCX worker"))
+                .ok(),
+            UcxProfile::Tcp | UcxProfile::Rdma => None,
+        };
+        Ok(())
     }
 
     /// One call moves a few KiB through shared memory, in less time than the rest of a turn takes: many calls a turn.
     fn progress(&self) -> bool {
-        let patience = if self.operations.is_idle() { 1 } else { MISSES_PER_TURN };
+        let patience = if self.desk.operations.is_idle() { 1 } else { MISSES_PER_TURN };
         let (mut hits, mut misses) = (0, 0);
         while hits < HITS_PER_TURN && misses < patience {
-            if self.worker.progress() {
+            if self.desk.worker.progress() {
                 (hits, misses) = (hits + 1, 0);
             } else {
                 misses += 1;
@@ -279,211 +171,259 @@ impl Driver {
     fn run_commands(&mut self) -> bool {
         let mut any = false;
         for _ in 0..COMMANDS_PER_TURN {
-            let Some(command) = self.shared.queue.pop() else { break };
+            let Some(command) = self.desk.shared.queue.pop() else { break };
             any = true;
-            match command {
-                Command::Open { handoff, address, reply } => self.open_handoff(handoff, &address, reply),
-                Command::Push { endpoint, range, runs, owner, credit } => {
-                    self.push(endpoint, range, &runs, owner, credit)
-                }
-                Command::KeepAlive { endpoint, handoff } => {
-                    self.post_frame(endpoint, Header::KeepAlive(handoff), Vec::new())
-                }
-                Command::Seal { handoff, payload } => self.seal(handoff, payload),
-                Command::Cancel { handoff } => self.cancel(handoff),
-                Command::CutOff { endpoint } => self.cut_off(endpoint),
-                Command::Copied { endpoint, range } => self.post_frame(endpoint, Header::Copied(range), Vec::new()),
-                Command::Answer { endpoint, handoff, answer } => self.answer(endpoint, handoff, answer),
-            }
+            self.run_command(command);
+            self.hand_out_ends();
         }
         any
+    }
+
+    fn run_command(&mut self, command: Command) {
+        let Self { desk, sending, receiving, .. } = self;
+        match command {
+            Command::Open { handoff, address, reply } => {
+                sending.open_handoff(desk, handoff, &address, reply, |id| receiving.uses(id));
+            }
+            Command::Push { endpoint, range, runs, owner, credit } => {
+                sending.push(desk, endpoint, range, &runs, (owner, credit));
+            }
+            Command::KeepAlive { endpoint, handoff } => {
+                desk.post_frame(endpoint, Header::KeepAlive(handoff), Vec::new());
+            }
+            Command::Seal { handoff, payload } => sending.seal(desk, handoff, payload),
+            Command::Cancel { handoff } => sending.cancel(desk, handoff),
+            Command::CutOff { endpoint } => self.cut_off(endpoint),
+            Command::Copied { endpoint, range } => desk.post_frame(endpoint, Header::Copied(range), Vec::new()),
+            Command::Answer { endpoint, handoff, answer } => receiving.answer(desk, endpoint, handoff, answer),
+        }
     }
 
     fn handle_events(&mut self) -> bool {
         let mut events = inbox::take(std::mem::take(&mut self.spare));
         let any = !events.is_empty();
         for event in events.drain(..) {
-            match event {
-                Event::Completed { operation, status } => self.completed(operation, status),
-                Event::EndpointFailed { endpoint, status } => {
-                    let text = self.worker.api().describe(status);
-                    let why = TransferError::peer_gone(format!("the KV peer is gone: {text}"));
-                    self.lose(endpoint, Loss::of(status), why);
-                }
-                Event::Frame { header, payload } => self.on_frame(&header, payload),
-                Event::Range { header, length, descriptor } => self.on_range(&header, length, descriptor),
-                Event::Garbage => self.shared.registry.violation(),
-            }
+            self.handle_event(event);
+            self.hand_out_ends();
         }
         self.spare = events;
-        self.shared.registry.counters().dropped_frames.fetch_add(inbox::take_dropped(), Relaxed);
+        self.desk.registry().counters().dropped_frames.fetch_add(inbox::take_dropped(), Relaxed);
         any
     }
 
-    fn on_frame(&mut self, header: &[u8; HEADER_BYTES], payload: Vec<u8>) {
+    fn handle_event(&mut self, event: Event) {
+        match event {
+            Event::Completed { operation, status } => self.desk.completed(operation, status),
+            Event::EndpointFailed { endpoint, status } => {
+                let text = self.desk.worker.api().describe(status);
+                let why = TransferError::peer_gone(format!("the KV peer is gone: {text}"));
+                self.desk.lose(endpoint, Loss::of(status), why);
+            }
+            Event::Frame { header, payload } => self.on_frame(&header, &payload),
+            Event::Range { header, length, descriptor } => {
+                self.receiving.on_range(&mut self.desk, &header, length, descriptor);
+            }
+            Event::Garbage => self.desk.registry().violation(),
+        }
+    }
+
+    fn on_frame(&mut self, header: &[u8; HEADER_BYTES], payload: &[u8]) {
+        let Self { desk, sending, receiving, prober, custody, .. } = self;
         match Header::parse(header) {
-            Some(Header::Hello { protocol }) => self.on_hello(protocol, &payload),
-            Some(Header::Seal(handoff)) => self.on_seal(handoff, &payload),
-            Some(Header::KeepAlive(handoff)) => self.on_keep_alive(handoff),
-            Some(Header::Cancel(handoff)) => self.on_cancel(handoff),
-            Some(Header::Answer(handoff, answer)) => self.on_answer(handoff, answer),
-            Some(Header::Welcome(handoff)) => self.on_welcome(handoff, Way::Rendezvous),
-            Some(Header::WillCopy(handoff)) => self.on_welcome(handoff, Way::OneCopy),
-            Some(Header::Ready(range)) => self.on_ready(range, &payload),
-            Some(Header::Copied(range)) => self.on_copied(range),
+            Some(Header::Hello { protocol }) => receiving.on_hello(desk, protocol, payload, |id| sending.uses(id)),
+            Some(Header::Seal(handoff)) => receiving.on_seal(desk, handoff, payload),
+            Some(Header::KeepAlive(handoff)) => receiving.on_keep_alive(desk, handoff),
+            Some(Header::Cancel(handoff)) if prober.as_ref().is_some_and(|prober| prober.is_own(handoff)) => {
+                prober.iter_mut().for_each(Prober::arrived);
+                custody.probe_back();
+            }
+            Some(Header::Cancel(handoff)) => receiving.on_cancel(desk, handoff),
+            Some(Header::Answer(handoff, answer)) => sending.on_answer(desk, handoff, answer),
+            Some(header @ (Header::Welcome(handoff) | Header::WillCopy(handoff))) => match Origin::parse(payload) {
+                Some((origin, [])) => sending.on_welcome(desk, handoff, &origin, Way::of(header)),
+                _ => desk.registry().violation(),
+            },
+            Some(Header::Ready(range)) => receiving.on_ready(desk, range, payload),
+            Some(Header::Copied(range)) => sending.on_copied(desk, range),
             // Data comes by rendezvous only.
-            Some(Header::Data(_)) | None => self.shared.registry.violation(),
+            Some(Header::Data(_)) | None => desk.registry().violation(),
         }
     }
 
-    fn completed(&mut self, id: OperationId, status: ucx_sys::ucs_status_t) {
-        let Some(operation) = self.operations.complete(id) else { return };
-        if let Some(request) = operation.request {
-            self.worker.free(request);
+    /// Tells the halves what is over. One may post more, which may be over at once.
+    fn hand_out_ends(&mut self) {
+        while let Some(end) = self.desk.next_end() {
+            match end {
+                End::Lost(endpoint, why) => self.sending.forget(endpoint, &why),
+                End::Finished { on, cargo, succeeded } => self.finished(on, cargo, succeeded),
+            }
         }
-        if status != UCS_OK {
-            let text = self.worker.api().describe(status);
-            let why = TransferError::peer_gone(format!("a KV transfer failed: {text}"));
-            self.lose(operation.endpoint, Loss::of(status), why);
-        } else if self.endpoints.has(operation.endpoint) {
-            // A slow peer is none that hangs.
-            self.operations.progressed(operation.endpoint, Instant::now() + self.config.stall_timeout);
-        }
-        self.finished(operation.endpoint, operation.work, status == UCS_OK);
     }
 
-    fn finished(&mut self, on: EndpointId, work: Work, succeeded: bool) {
-        match work {
-            Work::Send(send) => self.range_sent(*send),
-            Work::Receive { claim, .. } if succeeded => claim.written(),
+    fn finished(&mut self, on: EndpointId, cargo: Cargo, succeeded: bool) {
+        match cargo {
+            Cargo::Send(send) => self.sending.range_sent(&mut self.desk, *send),
+            Cargo::Receive { claim, .. } if succeeded => claim.written(),
             // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
-            Work::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
+            Cargo::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
             // That is past, and this was a receive that it had to leave quarantined: the blocks are free now.
-            Work::Receive { claim, .. } => drop(claim),
-            Work::Frame { .. } | Work::Lost { .. } => {}
+            Cargo::Receive { claim, .. } => drop(claim),
+            Cargo::Frame { .. } | Cargo::Lost { .. } => {}
         }
     }
 
     /// `let_go` is still to come, or at work.
     fn is_held(&self, endpoint: EndpointId) -> bool {
-        self.endpoints.has(endpoint) || self.closed.iter().any(|closed| closed.id == endpoint)
+        self.desk.endpoints.has(endpoint) || self.custody.is_waiting(endpoint)
     }
 
     /// Deadlines and closes. True when an endpoint is gone now.
     fn tick(&mut self, now: Instant) -> bool {
         if now.duration_since(self.ticked) >= TICK {
             self.ticked = now;
-            // A block may be so long that it needs what is kept back.
-            self.sending.return_credit();
-            (0..KEEPALIVE_TURNS).for_each(|_| _ = self.worker.progress());
-            self.receiving.sweep(now);
-            self.give_up_unwelcome(now);
-            for endpoint in self.operations.overdue(now).into_iter().chain(self.sending.overdue(now)) {
-                let message = "a KV transfer took too long; the peer is given up";
-                self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
-            }
+            self.tick_slowly(now);
         }
-        if self.probe.as_mut().is_some_and(|probe| !probe.progress(now)) {
+        for closed in self.desk.endpoints.take_closed(now) {
+            self.custody.closed(closed);
+        }
+        if !self.probe(now) {
             self.start_anew("a lost KV peer has jammed it");
             return true;
         }
-        let closed = self.endpoints.take_closed(now);
-        if !closed.is_empty() && self.config.profile == UcxProfile::Shm {
-            self.start_probe(now);
-        }
-        self.closed.extend(closed);
-        if self.closed.is_empty() || self.probe.is_some() {
+        if self.custody.due().is_none() {
             return false;
         }
         // Completions that came with the close.
         self.handle_events();
-        // Each stays listed while it is let go of: completions may still come (`is_held`).
-        while let Some(closed) = self.closed.last().copied() {
+        // Each counts as waiting while it is let go of: completions may still come (`is_held`).
+        while let Some(closed) = self.custody.due() {
             self.let_go(closed);
-            self.closed.pop();
+        }
+        self.hand_out_ends();
+        true
+    }
+
+    fn tick_slowly(&mut self, now: Instant) {
+        // A block may be so long that it needs what is kept back.
+        self.sending.return_credit();
+        (0..KEEPALIVE_TURNS).for_each(|_| _ = self.desk.worker.progress());
+        self.receiving.sweep(now);
+        self.sending.give_up_unwelcome(&mut self.desk, now);
+        self.desk.give_up_overdue(now);
+        self.sending.give_up_uncopied(&mut self.desk, now);
+        self.desk.give_up_ended();
+        self.hand_out_ends();
+        for endpoint in self.custody.quarantined() {
+            // A process that ends later, or whose receives did.
+            if self.look(endpoint).ended {
+                self.drain();
+            }
+            let facts = self.look(endpoint);
+            if self.custody.look_again(endpoint, facts) == Verdict::Free {
+                self.free(endpoint);
+            }
+        }
+    }
+
+    /// Sees to it that a probe flies when one is wanted. False: the last one did not come back.
+    fn probe(&mut self, now: Instant) -> bool {
+        let Some(prober) = &mut self.prober else {
+            self.custody.probe_sent();
+            self.custody.probe_back();
+            return true;
+        };
+        if prober.is_flying() {
+            if self.custody.wants_probe() {
+                prober.hurry(now);
+            }
+            return prober.progress(now);
+        }
+        let after_loss = self.custody.wants_probe();
+        if after_loss || (prober.is_due(now) && !self.desk.endpoints.is_empty()) {
+            let sent = prober.send(after_loss, now);
+            self.custody.probe_sent();
+            if !sent {
+                self.custody.probe_back();
+            }
         }
         true
     }
 
+    /// What we know of an endpoint that UCX has closed.
+    fn look(&self, endpoint: EndpointId) -> Facts {
+        Facts { receives: self.desk.operations.receives(endpoint), ended: self.desk.has_ended(endpoint) }
+    }
+
     /// UCX has closed an endpoint: its hand-offs end, and its blocks are free unless somebody may still write.
     fn let_go(&mut self, closed: Closed) {
-        let over = match self.config.profile {
-            // Shared memory takes what a living peer puts there.
-            UcxProfile::Shm => closed.loss == Loss::Dead,
-            // A closed connection brings nothing.
-            UcxProfile::Tcp | UcxProfile::Rdma => closed.confirmed,
-        };
-        let writes = if over { Writes::Over } else { Writes::Possible };
-        if writes == Writes::Over {
+        if self.desk.has_ended(closed.id) || closed.confirmed {
             self.drain();
         }
-        let kept = self.operations.abandon(closed.id, writes);
-        let mut held = self.receiving.forget(closed.id);
-        held.claims.extend(self.one_copy.stop(closed.id));
-        if kept == 0 {
-            self.shared.registry.fence(closed.id.into());
-        } else {
-            tracing::error!(peer = closed.id.0, kept, "a lost KV peer may still write: the blocks stay quarantined");
-            for handoff in held.handoffs {
-                self.shared.registry.lost_by(closed.id.into(), handoff);
+        let facts = self.look(closed.id);
+        match self.custody.decide(closed, facts) {
+            Verdict::Quarantine => {
+                let (peer, kept) = (closed.id.0, facts.receives);
+                tracing::error!(peer, kept, "a lost KV peer may still write: the blocks stay quarantined");
+                self.desk.operations.quarantine(closed.id);
+                let mut left = self.receiving.forget(closed.id);
+                left.claims.extend(self.desk.one_copy.stop(closed.id));
+                for handoff in left.handoffs {
+                    self.desk.registry().lost_by(closed.id.into(), handoff);
+                }
+                drop(left.claims);
             }
+            Verdict::Free | Verdict::CutOff | Verdict::Replace => self.free(closed.id),
         }
-        drop(held.claims);
+    }
+
+    /// Nobody can write for this endpoint any more.
+    fn free(&mut self, endpoint: EndpointId) {
+        self.desk.operations.abandon(endpoint);
+        let left = self.receiving.forget(endpoint);
+        self.desk.fence(endpoint);
+        drop(left);
     }
 
     /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts
-    /// as possible (`let_go` kept it in quarantine) ends with the worker.
+    /// as possible ends with its process, or with the worker.
     fn cut_off(&mut self, endpoint: EndpointId) {
-        let message = "its writes into abandoned KV blocks did not end";
-        if self.endpoints.has(endpoint) {
-            self.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, message));
-        } else if self.operations.is_busy(endpoint) {
-            self.start_anew(message);
-        } else {
-            let stopped = self.one_copy.stop(endpoint);
-            self.shared.registry.fence(endpoint.into());
-            drop(stopped);
+        let why = "its writes into abandoned KV blocks did not end";
+        let is_open = self.desk.endpoints.get(endpoint).is_some();
+        let others = self.sending.is_busy() || self.receiving.is_busy();
+        let facts = self.look(endpoint);
+        match self.custody.overstayed(endpoint, is_open, others, facts) {
+            Verdict::CutOff => {
+                self.desk.lose(endpoint, Loss::GivenUp, TransferError::new(TransferErrorKind::Timeout, why));
+            }
+            Verdict::Replace => self.start_anew(why),
+            Verdict::Free => self.free(endpoint),
+            Verdict::Quarantine => {}
         }
     }
 
-    fn start_probe(&mut self, now: Instant) {
-        if self.probe.is_none() {
-            let address = self.worker.address();
-            let probe = address.and_then(|address| Ok(Probe::start(&self.context, &address, now)?));
-            self.probe = probe.inspect_err(|error| tracing::warn!(%error, "cannot probe the UCX worker")).ok();
-        }
-    }
-
-    /// The worker is deaf: takes leave of every peer, and goes on with a new worker at a new address. Tickets of the
-    /// old one lead nowhere and fail at their senders.
+    /// The worker is deaf, or somebody may write through it: takes leave of every peer, and goes on with a new worker
+    /// at a new address. Tickets of the old one lead nowhere, so grants that nobody has opened end, too.
     fn start_anew(&mut self, why: &str) {
         tracing::error!("the UCX worker is replaced, and open KV hand-offs end: {why}");
-        self.probe = None;
-        self.cancel_all();
-        self.refuse_all();
+        self.prober = None;
+        self.sending.cancel_all(&mut self.desk);
+        self.receiving.refuse_all(&mut self.desk);
         self.flush();
-        let mut ids = self.endpoints.all();
-        ids.extend(std::mem::take(&mut self.closed).into_iter().map(|closed| closed.id));
+        self.hand_out_ends();
+        let mut ids = self.desk.endpoints.all();
+        ids.extend(self.custody.replaced());
         let why = TransferError::peer_gone(format!("the KV transport started anew: {why}"));
         for id in &ids {
-            self.shared.pending.peer_gone((*id).into(), &why);
+            self.desk.shared.pending.peer_gone((*id).into(), &why);
             self.sending.forget(*id, &why);
         }
-        let replaced = Worker::create(&self.context).map_err(TransferError::from);
-        let replaced = replaced.and_then(|worker| Ok((worker.address()?, worker)));
-        let (address, worker) = match replaced {
-            Ok(replaced) => replaced,
-            Err(error) => {
-                tracing::error!(%error, "UCX gives no new worker: KV transfers end");
-                self.shared.failure.get_or_init(|| format!("{why}, and it gave no new worker: {error}"));
-                self.shared.queue.close();
-                return;
-            }
+        let worker = match Worker::create(&self.context) {
+            Ok(worker) => worker,
+            Err(error) => return self.fail(&why, &error.into()),
         };
-        self.shared.set_address(address.sealed(&self.key));
-        let endpoints = self.endpoints.reset(worker.clone());
-        let old = std::mem::replace(&mut self.worker, worker);
-        if self.config.profile == UcxProfile::Tcp {
+        let endpoints = self.desk.endpoints.reset(worker.clone());
+        let old = std::mem::replace(&mut self.desk.worker, worker);
+        if self.desk.config.profile == UcxProfile::Tcp {
             // As in `shut_down`. Nobody calls its progress any more, and only that writes into the arena.
             std::mem::forget((endpoints, old));
         } else {
@@ -492,19 +432,25 @@ impl Driver {
             drop(old);
         }
         inbox::take(Vec::new());
-        self.operations.clear();
-        for id in ids {
-            let mut held = self.receiving.forget(id);
-            held.claims.extend(self.one_copy.stop(id));
-            self.shared.registry.fence(id.into());
-            drop(held);
+        self.desk.operations.clear();
+        ids.into_iter().for_each(|id| self.free(id));
+        if let Err(error) = self.make_known() {
+            self.fail(&why, &error);
         }
+        self.desk.registry().withdraw();
+    }
+
+    /// UCX gives no other worker: the node has to leave.
+    fn fail(&mut self, why: &TransferError, error: &TransferError) {
+        tracing::error!(%error, "UCX gives no new worker: KV transfers end");
+        self.desk.shared.failure.get_or_init(|| format!("{why}, and it gave no new worker: {error}"));
+        self.desk.shared.queue.close();
     }
 
     /// Lets UCX deliver what a dead peer had put into the worker's queues.
     fn drain(&mut self) {
         for _ in 0..DRAIN_TURNS {
-            if !self.worker.progress() {
+            if !self.desk.worker.progress() {
                 break;
             }
         }
@@ -512,27 +458,29 @@ impl Driver {
     }
 
     fn sleep(&mut self) {
-        if !self.shared.queue.prepare_sleep() {
+        let queue = self.desk.shared.queue.clone();
+        if !queue.prepare_sleep() {
             return;
         }
-        let hurry = self.endpoints.is_closing() || self.probe.is_some();
+        let flying = self.prober.as_ref().is_some_and(Prober::is_flying);
+        let hurry = self.desk.endpoints.is_closing() || self.custody.has_waiting() || flying;
         let timeout = if hurry { CLOSING_TICK } else { TICK };
-        match self.worker.arm() {
-            Ok(true) if inbox::is_empty() => poll([self.worker.event_fd(), self.shared.queue.event_fd()], timeout),
+        match self.desk.worker.arm() {
+            Ok(true) if inbox::is_empty() => poll([self.desk.worker.event_fd(), queue.event_fd()], timeout),
             Ok(_) => {}
             Err(error) => {
                 tracing::error!(%error, "UCX has no wake-up");
-                poll([self.shared.queue.event_fd(); 2], CLOSING_TICK);
+                poll([queue.event_fd(); 2], CLOSING_TICK);
             }
         }
-        self.shared.queue.woke();
+        queue.woke();
     }
 
     /// Lets what is under way arrive, so that its senders can be told.
     fn settle(&mut self) {
         let (start, mut active) = (Instant::now(), Instant::now());
         while active.elapsed() < SETTLED && start.elapsed() < FLUSH_TIMEOUT {
-            if self.worker.progress() | self.handle_events() {
+            if self.desk.worker.progress() | self.handle_events() {
                 active = Instant::now();
             }
             std::thread::yield_now();
@@ -542,8 +490,8 @@ impl Driver {
     /// Waits a little for what was posted.
     fn flush(&mut self) {
         let until = Instant::now() + FLUSH_TIMEOUT;
-        while !self.operations.is_idle() && Instant::now() < until {
-            self.worker.progress();
+        while !self.desk.operations.is_idle() && Instant::now() < until {
+            self.desk.worker.progress();
             self.handle_events();
         }
     }
@@ -552,41 +500,32 @@ impl Driver {
     fn shut_down(mut self) {
         while self.run_commands() {}
         self.settle();
-        self.cancel_all();
-        self.refuse_all();
+        self.sending.cancel_all(&mut self.desk);
+        self.receiving.refuse_all(&mut self.desk);
         self.flush();
+        self.hand_out_ends();
         let why = TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
-        let mut ids = self.endpoints.all();
-        ids.extend(std::mem::take(&mut self.closed).into_iter().map(|closed| closed.id));
-        ids.iter().for_each(|id| self.shared.pending.peer_gone((*id).into(), &why));
-        while self.shared.queue.pop().is_some() {}
-        let registry = self.shared.registry.clone();
-        let Self { probe, endpoints, worker, region, context, operations, mut one_copy, config, .. } = self;
-        let stopped: Vec<_> = ids.iter().flat_map(|id| one_copy.stop(*id)).collect();
-        drop((probe, one_copy));
-        if config.profile == UcxProfile::Tcp {
+        let mut ids = self.desk.endpoints.all();
+        ids.extend(self.custody.replaced());
+        let Self { prober, desk, context, receiving, .. } = self;
+        let shared = desk.shared.clone();
+        ids.iter().for_each(|id| shared.pending.peer_gone((*id).into(), &why));
+        while shared.queue.pop().is_some() {}
+        drop(prober);
+        if desk.config.profile == UcxProfile::Tcp {
             // UCX 1.13 aborts when a worker ends while a socket still connects. Without a thread it touches nothing
             // more, and the process closes its sockets.
+            let Desk { endpoints, worker, region, operations, .. } = desk;
             std::mem::forget((endpoints, worker, region, context));
+            drop(operations);
         } else {
             // Connections before the worker before the memory: here every write into the arena ends.
-            drop(endpoints);
-            drop(worker);
-            drop((region, context));
+            drop(desk);
+            drop(context);
         }
-        drop(operations);
-        ids.into_iter().for_each(|id| registry.fence(id.into()));
-        drop(stopped);
+        ids.into_iter().for_each(|id| shared.registry.fence(id.into()));
+        drop(receiving);
     }
-}
-
-/// Tells the driver of what was copied.
-fn reporter(shared: &Shared) -> Box<dyn Fn(EndpointId, DataHeader) + Send> {
-    let queue = shared.queue.clone();
-    Box::new(move |endpoint, range| {
-        // After shutdown there is nobody to tell.
-        let _ = queue.send_now(Command::Copied { endpoint, range });
-    })
 }
 
 fn poll(descriptors: [std::os::fd::RawFd; 2], timeout: Duration) {

@@ -1,17 +1,29 @@
 //! The driver with events in an order that UCX rarely gives. Each test's thread owns a worker; without UCX they skip.
+use std::sync::Arc;
+
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_memory::HostMemory;
-use tandem_proto::{Incarnation, v1};
+use tandem_proto::{HandoffId, Incarnation, v1};
+use tokio::sync::oneshot;
 
+use super::super::address::CheckedAddress;
+use super::super::commands::Opened;
 use super::super::hello::Hello;
+use super::super::ids::OperationId;
+use super::super::operations::Operation;
+use super::super::origin::{ORIGIN_BYTES, Origin};
+use super::super::presence::or_skip;
+use super::super::process::ProcessName;
+use super::super::queue::Queue;
 use super::*;
+use crate::arena::Arena;
 use crate::error::Refusal;
 use crate::incoming::Incoming;
-use crate::registry::{Claim, PeerLink};
-use crate::session::{DEFAULT_GRACE, PeerId};
-use crate::transport::{Grant, Held};
-use crate::wire::{Units, encode_seal};
+use crate::registry::{Claim, PeerLink, Registry};
+use crate::session::DEFAULT_GRACE;
+use crate::terms::{Grant, Held, PeerId};
+use crate::wire::{Answer, DataHeader, Units, encode_seal};
 
 /// Says nothing of whether the peer lives.
 const UCS_ERR_IO_ERROR: ucx_sys::ucs_status_t = -3;
@@ -31,7 +43,9 @@ fn driver() -> Option<Driver> {
 }
 
 fn driver_with(config: UcxConfig) -> Option<Driver> {
-    let api = Api::load(None).ok()?;
+    let loaded =
+        Api::load(None).map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()));
+    let api = or_skip(loaded)?;
     let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
     let shared = Shared {
         registry: Registry::new(arena.clone(), Arc::default(), Box::new(Nobody), DEFAULT_GRACE),
@@ -67,15 +81,15 @@ fn grant(handoff: HandoffId, owner: Arc<()>) -> Grant {
 /// A grant of one block that is out, and the block's owner.
 fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) {
     let owner = Arc::new(());
-    let incoming = registry.accept(grant(handoff, owner.clone()), Default::default(), Vec::new());
+    let incoming = Incoming::accept(registry, grant(handoff, owner.clone()), Default::default(), Vec::new());
     (incoming.expect("accept"), owner)
 }
 
 /// The same, with its only range claimed by `peer`.
 fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
-    let (incoming, owner) = granted(&driver.shared.registry, HandoffId([1; 16]));
+    let (incoming, owner) = granted(&driver.desk.shared.registry, HandoffId([1; 16]));
     let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
-    let claim = driver.shared.registry.claim(peer.into(), range, 64).expect("claim");
+    let claim = driver.desk.shared.registry.claim(peer.into(), range, 64).expect("claim");
     (incoming, claim, owner)
 }
 
@@ -85,10 +99,10 @@ fn a_receive_that_fails_after_its_endpoint_was_let_go_frees_its_blocks() {
     let _entered = runtime.enter();
     let gone = EndpointId(77);
     let (incoming, claim, owner) = claimed(&driver, gone);
-    driver.shared.registry.cancelled_by(gone.into(), HandoffId([1; 16]));
-    assert_eq!(driver.shared.registry.quarantined().handoffs, 1);
-    driver.finished(gone, Work::Receive { claim, target: Vec::new() }, false);
-    assert_eq!(driver.shared.registry.quarantined().handoffs, 0);
+    driver.desk.shared.registry.cancelled_by(gone.into(), HandoffId([1; 16]));
+    assert_eq!(driver.desk.registry().quarantined().handoffs, 1);
+    driver.finished(gone, Cargo::Receive { claim, target: Vec::new() }, false);
+    assert_eq!(driver.desk.registry().quarantined().handoffs, 0);
     assert_eq!(Arc::strong_count(&owner), 1);
     drop(incoming);
 }
@@ -99,10 +113,14 @@ fn a_receive_that_fails_before_that_waits_for_the_others_of_its_endpoint() {
     let _entered = runtime.enter();
     let closed = EndpointId(77);
     let (incoming, claim, owner) = claimed(&driver, closed);
-    driver.closed.push(Closed { id: closed, confirmed: true, loss: Loss::Dead });
-    driver.finished(closed, Work::Receive { claim, target: Vec::new() }, false);
+    driver.custody.closed(Closed { id: closed, confirmed: true });
+    driver.finished(closed, Cargo::Receive { claim, target: Vec::new() }, false);
     assert_eq!(Arc::strong_count(&owner), 2, "held");
-    driver.tick(Instant::now());
+    let until = Instant::now() + Duration::from_secs(4);
+    while driver.custody.has_waiting() {
+        driver.turn();
+        assert!(Instant::now() < until, "the probe does not come back");
+    }
     assert_eq!(Arc::strong_count(&owner), 1);
     drop(incoming);
 }
@@ -118,8 +136,8 @@ fn opening_of(
     handoff: HandoffId,
 ) -> oneshot::Receiver<Result<Opened, TransferError>> {
     let (reply, opened) = oneshot::channel();
-    let address = CheckedAddress::parse(&receiver.shared.address(), &driver.key).expect("an honest address");
-    driver.open_handoff(handoff, &address, reply);
+    let address = CheckedAddress::parse(&receiver.shared.address(), &driver.desk.key).expect("an honest address");
+    driver.run_command(Command::Open { handoff, address, reply });
     opened
 }
 
@@ -150,7 +168,7 @@ impl Receiver {
         let (known, told) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             let Some(driver) = driver() else { return };
-            let _ = known.send(driver.shared.clone());
+            let _ = known.send(driver.desk.shared.clone());
             let _ = start.recv();
             driver.run();
         });
@@ -197,21 +215,25 @@ fn an_answer_instead_of_a_welcome_reaches_whoever_opens() {
     let (go, start) = std::sync::mpsc::channel();
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
     let mut opened = opening(&mut sender, &receiver);
-    sender.on_answer(HandoffId([1; 16]), Answer::Refused(Refusal::WrongPeer));
+    sender.sending.on_answer(&sender.desk, HandoffId([1; 16]), Answer::Refused(Refusal::WrongPeer));
     let error = opened.try_recv().expect("told").err().expect("refused");
     assert_eq!(error.refusal, Some(Refusal::WrongPeer));
     drop(go);
     receiver.end();
 }
 
-/// What a stranger makes of an honest hello. The hand-off's id, in front, needs no check of this kind.
+fn on_hello(driver: &mut Driver, payload: &[u8]) {
+    driver.receiving.on_hello(&mut driver.desk, tandem_proto::PROTOCOL_VERSION, payload, |_| false);
+}
+
+/// What a stranger makes of an honest hello. The hand-off's id and the origin, in front, need no check of this kind.
 fn garbled(rng: &mut StdRng, honest: &[u8]) -> Vec<u8> {
     let mut bytes = honest.to_vec();
     match rng.random_range(0..4) {
         0 => bytes.truncate(rng.random_range(0..honest.len())),
-        1 => bytes[rng.random_range(16..honest.len())] ^= 1 << rng.random_range(0..8),
+        1 => bytes[rng.random_range(16 + ORIGIN_BYTES..honest.len())] ^= 1 << rng.random_range(0..8),
         // The build and the head of an address, with anything behind them.
-        2 => bytes[16 + 2 + 4 + 22..].iter_mut().for_each(|byte| *byte = rng.random()),
+        2 => bytes[16 + ORIGIN_BYTES + 2 + 4 + 22..].iter_mut().for_each(|byte| *byte = rng.random()),
         _ => bytes = (0..rng.random_range(0..4000)).map(|_| rng.random()).collect(),
     }
     bytes
@@ -231,10 +253,11 @@ fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome(
         let _granted = granted(&receiver.shared.registry, handoff);
         let mut opened = opening_of(&mut sender, &receiver, handoff);
         let opened = until_opened(&mut sender, &mut opened).expect("welcome");
-        let honest = Hello::encode(handoff, "test", None, &sender.shared.address());
+        let honest =
+            Hello::encode(handoff, "test", &sender.desk.origin(opened.endpoint), &sender.desk.shared.address());
         for _ in 0..HELLOS {
             let hello = garbled(&mut rng, &honest);
-            sender.post_frame(opened.endpoint, Header::hello(), hello);
+            sender.desk.post_frame(opened.endpoint, Header::hello(), hello);
             sender.turn();
         }
         let (all, until) = (u64::from(round + 1) * HELLOS, Instant::now() + Duration::from_secs(4));
@@ -261,10 +284,15 @@ fn a_hello_of_another_key_reaches_no_endpoint() {
     else {
         return;
     };
-    let hello = Hello::encode(HandoffId([1; 16]), "test", None, &stranger.shared.address());
-    receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
-    assert_eq!(receiver.endpoints.all(), vec![]);
-    assert_eq!(receiver.shared.registry.counters().rejected_hello_addresses.load(Relaxed), 1);
+    let hello = Hello::encode(
+        HandoffId([1; 16]),
+        "test",
+        &stranger.desk.origin(EndpointId(1)),
+        &stranger.desk.shared.address(),
+    );
+    on_hello(&mut receiver, &hello);
+    assert_eq!(receiver.desk.endpoints.all(), vec![]);
+    assert_eq!(receiver.desk.shared.registry.counters().rejected_hello_addresses.load(Relaxed), 1);
 }
 
 #[test]
@@ -281,7 +309,7 @@ fn a_hello_for_a_handoff_that_nobody_granted_is_refused_and_takes_no_place() {
     let (incoming, _) = granted(&registry, HandoffId([2; 16]));
     drop(incoming);
     assert_eq!(refusal(&mut sender, HandoffId([2; 16])), Some(Refusal::Used));
-    let _bound = registry.accept(grant(HandoffId([3; 16]), Arc::new(())), Default::default(), Vec::new());
+    let _bound = Incoming::accept(&registry, grant(HandoffId([3; 16]), Arc::new(())), Default::default(), Vec::new());
     registry.keep_alive(PeerId(u64::MAX), HandoffId([3; 16]));
     assert_eq!(refusal(&mut sender, HandoffId([3; 16])), Some(Refusal::WrongPeer));
     let counted = [Refusal::Unknown, Refusal::Used, Refusal::WrongPeer].map(|why| registry.counters().refused_for(why));
@@ -294,20 +322,21 @@ fn a_flood_of_hellos_for_nothing_leaves_room_for_honest_ones() {
     let (Some(mut receiver), Some(sender)) = (driver(), driver()) else { return };
     let runtime = runtime();
     let _entered = runtime.enter();
-    let address = sender.shared.address();
+    let address = sender.desk.shared.address();
+    let origin = sender.desk.origin(EndpointId(1));
     // More than the table of hand-offs holds.
     for number in 0..20_000u128 {
-        let hello = Hello::encode(HandoffId(number.to_le_bytes()), "test", None, &address);
-        receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &hello);
+        let hello = Hello::encode(HandoffId(number.to_le_bytes()), "test", &origin, &address);
+        on_hello(&mut receiver, &hello);
         receiver.progress();
         receiver.handle_events();
     }
     let honest = HandoffId([0xff; 16]);
-    let _granted = granted(&receiver.shared.registry, honest);
-    receiver.on_hello(tandem_proto::PROTOCOL_VERSION, &Hello::encode(honest, "test", None, &address));
-    assert_eq!(receiver.shared.registry.counters().refused_for(Refusal::Overloaded), 0);
-    assert_eq!(receiver.shared.registry.counters().refused_for(Refusal::Unknown), 20_000);
-    let endpoint = receiver.endpoints.all()[0];
+    let _granted = granted(&receiver.desk.shared.registry, honest);
+    on_hello(&mut receiver, &Hello::encode(honest, "test", &origin, &address));
+    assert_eq!(receiver.desk.shared.registry.counters().refused_for(Refusal::Overloaded), 0);
+    assert_eq!(receiver.desk.shared.registry.counters().refused_for(Refusal::Unknown), 20_000);
+    let endpoint = receiver.desk.endpoints.all()[0];
     assert!(receiver.receiving.uses(endpoint), "the honest one is listed");
 }
 
@@ -316,7 +345,7 @@ fn connected() -> Option<(Driver, EndpointId, Receiver)> {
     let (_, start) = std::sync::mpsc::channel();
     let (mut driver, peer) = (driver()?, Receiver::new(start)?);
     let _opening = opening(&mut driver, &peer);
-    let endpoint = driver.endpoints.all()[0];
+    let endpoint = driver.desk.endpoints.all()[0];
     Some((driver, endpoint, peer))
 }
 
@@ -326,7 +355,7 @@ fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_
     unsafe { inbox::on_endpoint_failed(endpoint.0 as usize as *mut std::ffi::c_void, std::ptr::null_mut(), status) };
     let until = Instant::now() + Duration::from_secs(10);
     driver.handle_events();
-    while driver.endpoints.has(endpoint) || driver.probe.is_some() || !driver.closed.is_empty() {
+    while driver.desk.endpoints.has(endpoint) || driver.custody.has_waiting() {
         driver.turn();
         assert!(Instant::now() < until, "the endpoint does not close");
     }
@@ -334,26 +363,118 @@ fn fails(driver: &mut Driver, endpoint: EndpointId, status: ucx_sys::ucs_status_
 
 /// UCX has not ended this receive.
 fn hangs(driver: &mut Driver, endpoint: EndpointId, claim: Claim) -> OperationId {
-    let operation = driver.operations.next_id();
-    let work = Work::Receive { claim, target: Vec::new() };
-    driver.operations.insert(operation, Operation { endpoint, deadline: None, request: None, work });
+    let operation = driver.desk.operations.next_id();
+    let cargo = Cargo::Receive { claim, target: Vec::new() };
+    driver.desk.operations.insert(operation, Operation { endpoint, deadline: None, request: None, cargo });
     operation
 }
 
 #[test]
-fn only_a_failure_that_proves_the_peer_dead_frees_blocks_under_its_writes() {
+fn no_word_of_ucx_frees_blocks_under_the_writes_of_a_peer_that_lives() {
     let runtime = runtime();
     let _entered = runtime.enter();
-    for (status, held) in [(UCS_ERR_IO_ERROR, 1), (ucx_sys::UCS_ERR_CONNECTION_RESET, 0)] {
+    for status in [UCS_ERR_IO_ERROR, ucx_sys::UCS_ERR_CONNECTION_RESET] {
         let Some((mut driver, endpoint, peer)) = connected() else { return };
         let (incoming, claim, owner) = claimed(&driver, endpoint);
-        hangs(&mut driver, endpoint, claim);
+        let operation = hangs(&mut driver, endpoint, claim);
         drop(incoming);
         fails(&mut driver, endpoint, status);
-        assert_eq!(Arc::strong_count(&owner) - 1, held, "status {status}");
-        assert_eq!(driver.shared.registry.quarantined().handoffs, held, "status {status}");
+        assert_eq!(Arc::strong_count(&owner), 2, "status {status}");
+        assert_eq!(driver.desk.registry().quarantined().handoffs, 1, "status {status}");
+        driver.desk.completed(operation, UCS_ERR_IO_ERROR);
+        driver.hand_out_ends();
+        assert_eq!(Arc::strong_count(&owner), 1, "status {status}");
         peer.end();
     }
+}
+
+#[test]
+fn blocks_come_back_when_the_process_behind_the_peer_has_ended() {
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    let Some((mut driver, endpoint, peer)) = connected() else { return };
+    let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().expect("cat");
+    let origin = Origin { process: ProcessName::of(child.id()).expect("it lives"), ..driver.desk.origin(endpoint) };
+    let address = driver.desk.endpoints.address(endpoint).expect("open");
+    assert_eq!(driver.desk.answer_to(&address, &origin, |_| false), Ok(endpoint));
+    let (incoming, claim, owner) = claimed(&driver, endpoint);
+    hangs(&mut driver, endpoint, claim);
+    drop(incoming);
+    fails(&mut driver, endpoint, ucx_sys::UCS_ERR_CONNECTION_RESET);
+    assert_eq!(Arc::strong_count(&owner), 2, "it lives");
+    child.kill().expect("it lives");
+    let until = Instant::now() + Duration::from_secs(10);
+    while Arc::strong_count(&owner) > 1 {
+        driver.turn();
+        assert!(Instant::now() < until, "the blocks do not come back");
+    }
+    child.wait().expect("killed");
+    assert_eq!(driver.desk.registry().counters().fenced_peers.load(Relaxed), 0, "nobody was cut off");
+    peer.end();
+}
+
+#[test]
+fn a_new_worker_ends_grants_that_nobody_has_opened() {
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    let Some(mut driver) = driver() else { return };
+    let before = driver.desk.shared.address();
+    let (incoming, owner) = granted(driver.desk.registry(), HandoffId([1; 16]));
+    driver.start_anew("a test");
+    assert_ne!(driver.desk.shared.address(), before);
+    assert_eq!(Arc::strong_count(&owner), 1);
+    let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
+    let error = runtime.block_on(incoming.verified(expected)).expect_err("its ticket leads nowhere");
+    assert_eq!(error.kind, TransferErrorKind::PeerGone);
+}
+
+/// One hand-off from its hello to the verdict. How long its welcome took.
+fn hand_off(sender: &mut Driver, receiver: &Receiver, runtime: &tokio::runtime::Runtime, id: u8) -> Duration {
+    let (handoff, start) = (HandoffId([id; 16]), Instant::now());
+    let (incoming, _owner) = granted(&receiver.shared.registry, handoff);
+    let ticket = incoming.ticket();
+    let mut opened = opening_of(sender, receiver, handoff);
+    let opened = until_opened(sender, &mut opened).expect("welcome");
+    let took = start.elapsed();
+    let range = DataHeader { handoff, first: 0, count: 1, units: Units::ALL };
+    let credit = opened.credit.clone().try_acquire_many_owned(64).expect("credit");
+    let runs = vec![crate::Run { at: 0, bytes: 64 }];
+    sender.run_command(Command::Push { endpoint: opened.endpoint, range, runs, owner: Arc::new(()), credit });
+    sender.hand_out_ends();
+    let seal = crate::seal_for(&sender.desk.shared.arena, &[0], &ticket, 1, vec![5]);
+    sender.run_command(Command::Seal { handoff, payload: encode_seal(&seal) });
+    let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
+    let verified = runtime.spawn(incoming.verified(expected));
+    let until = Instant::now() + Duration::from_secs(20);
+    while !verified.is_finished() {
+        sender.turn();
+        runtime.block_on(tokio::task::yield_now());
+        assert!(Instant::now() < until, "hand-off {id} does not arrive");
+    }
+    runtime.block_on(verified).expect("no panic").expect("verified");
+    took
+}
+
+#[test]
+fn a_peer_that_has_closed_its_side_is_met_again_without_a_wait() {
+    let (runtime, (go, start)) = (runtime(), std::sync::mpsc::channel());
+    let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
+    let _entered = runtime.enter();
+    go.send(()).expect("the receiver waits");
+    hand_off(&mut sender, &receiver, &runtime, 1);
+    // The sender has closed its side, and the receiver does not know.
+    let closed = sender.desk.endpoints.all()[0];
+    sender.desk.lose(closed, Loss::GivenUp, TransferError::peer_gone("a test"));
+    sender.hand_out_ends();
+    let took = hand_off(&mut sender, &receiver, &runtime, 2);
+    assert!(took < sender.desk.config.stall_timeout, "the welcome went to the side that is closed: {took:?}");
+    // The receiver has, and the sender does not know. Its first endpoint led to the one that is closed.
+    for endpoint in (1..20).map(EndpointId) {
+        let _ = receiver.shared.queue.send_now(Command::CutOff { endpoint });
+    }
+    let took = hand_off(&mut sender, &receiver, &runtime, 3);
+    assert!(took < sender.desk.config.stall_timeout, "its ranges went to the side that is closed: {took:?}");
+    receiver.end();
 }
 
 #[test]
@@ -365,7 +486,7 @@ fn a_handoff_that_is_here_in_whole_outlives_its_connection() {
         let Some((mut driver, endpoint, peer)) = connected() else { return };
         let (whole, claim, _) = claimed(&driver, endpoint);
         claim.written();
-        let registry = driver.shared.registry.clone();
+        let registry = driver.desk.shared.registry.clone();
         let seal = v1::Seal { handoff_id: vec![1; 16], ..v1::Seal::default() };
         registry.seal(endpoint.into(), HandoffId([1; 16]), &encode_seal(&seal));
         let other = HandoffId([2; 16]);
@@ -394,8 +515,9 @@ fn a_late_completion_leaves_nothing_of_its_endpoint() {
     let (incoming, claim, _owner) = claimed(&driver, endpoint);
     let operation = hangs(&mut driver, endpoint, claim);
     fails(&mut driver, endpoint, UCS_ERR_IO_ERROR);
-    driver.completed(operation, UCS_OK);
-    assert!(!driver.operations.is_extended(endpoint), "it is closed, and nothing would remove it");
+    driver.desk.completed(operation, ucx_sys::UCS_OK);
+    driver.hand_out_ends();
+    assert!(!driver.desk.operations.is_extended(endpoint), "it is closed, and nothing would remove it");
     drop(incoming);
     peer.end();
 }

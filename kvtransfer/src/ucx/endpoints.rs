@@ -9,9 +9,11 @@ use tokio::sync::Semaphore;
 use ucx_sys::{UCS_ERR_CONNECTION_RESET, UCS_ERR_FAILURES, UCS_ERR_NOT_CONNECTED, ucs_status_t};
 
 use super::address::CheckedAddress;
+use super::custody::Closed;
+use super::ids::EndpointId;
+use super::origin::{Generation, Origin};
 use super::owners::{Closing, Endpoint, Worker};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
 
 /// Peers connected at once.
 const MAX_ENDPOINTS: usize = 256;
@@ -20,43 +22,22 @@ const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(500);
 /// The same for a peer that may live.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Names an endpoint for the life of the transport; also the peer's name in the registry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct EndpointId(pub(super) u64);
-
-impl EndpointId {
-    /// Not in any table: its events are ignored.
-    pub(super) const NONE: Self = Self(0);
-}
-
-impl From<EndpointId> for PeerId {
-    fn from(id: EndpointId) -> Self {
-        Self(id.0)
-    }
-}
-
 /// An open endpoint.
 pub(super) struct Entry {
     pub(super) endpoint: Endpoint,
     /// Bytes that may still be put in flight.
     pub(super) credit: Arc<Semaphore>,
+    /// The peer's own end, when it has said which.
+    pub(super) paired: Option<Generation>,
     address: CheckedAddress,
     used: Instant,
-}
-
-/// A closed endpoint, or one that was given up on.
-#[derive(Clone, Copy)]
-pub(super) struct Closed {
-    pub(super) id: EndpointId,
-    /// UCX confirmed it.
-    pub(super) confirmed: bool,
-    pub(super) loss: Loss,
 }
 
 /// Why an endpoint is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Loss {
-    /// UCX found the peer's process or connection dead.
+    /// UCX found the peer's process or connection dead. It has been wrong: this says how long a close may take, and not
+    /// whether the peer still writes.
     Dead,
     /// We do not want it any more; the peer may live.
     GivenUp,
@@ -117,9 +98,34 @@ impl Endpoints {
         let id = EndpointId(self.last_id);
         let endpoint = Endpoint::connect(&self.worker, address, id)?;
         let credit = Arc::new(Semaphore::new(self.credit_bytes));
-        self.open.insert(id, Entry { endpoint, credit, address: address.clone(), used: now });
+        self.open.insert(id, Entry { endpoint, credit, paired: None, address: address.clone(), used: now });
         self.by_address.insert(address.clone(), id);
         Ok(id)
+    }
+
+    /// The endpoint to `address` that answers to one which the peer does not have any more. Not the one that the peer
+    /// has just replaced its own end for.
+    pub(super) fn stale(&self, address: &CheckedAddress, origin: &Origin) -> Option<EndpointId> {
+        let id = *self.by_address.get(address)?;
+        let paired = self.open.get(&id)?.paired?;
+        (paired != origin.generation && origin.paired != Some(Generation(id.0))).then_some(id)
+    }
+
+    /// The peer's end of an endpoint is this one.
+    pub(super) fn pair(&mut self, id: EndpointId, generation: Generation) {
+        if let Some(entry) = self.open.get_mut(&id) {
+            entry.paired = Some(generation);
+        }
+    }
+
+    /// The peer has replaced its end of an endpoint since it said which that is.
+    pub(super) fn is_outdated(&self, id: EndpointId, generation: Generation) -> bool {
+        self.open.get(&id).and_then(|entry| entry.paired).is_some_and(|paired| paired != generation)
+    }
+
+    /// Whom an endpoint leads to.
+    pub(super) fn address(&self, id: EndpointId) -> Option<CheckedAddress> {
+        self.open.get(&id).map(|entry| entry.address.clone())
     }
 
     /// Starts anew on another worker, and returns all that belongs to the old one. Ids go on, none is used twice.
@@ -151,6 +157,11 @@ impl Endpoints {
         true
     }
 
+    /// None is open.
+    pub(super) fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
     /// Something is still closing.
     pub(super) fn is_closing(&self) -> bool {
         !self.closing.is_empty()
@@ -163,7 +174,7 @@ impl Endpoints {
             let timeout = if leaving.loss == Loss::Dead { CLOSE_TIMEOUT_DEAD } else { CLOSE_TIMEOUT };
             let over = confirmed || now.duration_since(leaving.since) > timeout;
             if over {
-                closed.push(Closed { id: leaving.id, confirmed, loss: leaving.loss });
+                closed.push(Closed { id: leaving.id, confirmed });
             }
             !over
         });

@@ -10,8 +10,7 @@ use std::ptr::NonNull;
 
 use ucx_sys::{UCP_AM_RECV_ATTR_FLAG_RNDV, UCS_INPROGRESS, UCS_OK, ucp_am_recv_param, ucp_ep_h, ucs_status_t};
 
-use super::endpoints::EndpointId;
-use super::operations::OperationId;
+use super::ids::{EndpointId, OperationId};
 use crate::wire::{HEADER_BYTES, MAX_SEAL_BYTES};
 
 /// Events between two looks. What arrives beyond is dropped and counted: a range is refused, and a hand-off whose frame

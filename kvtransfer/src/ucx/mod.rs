@@ -5,25 +5,40 @@
 //! of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
-//! `driver`, makes every UCX call; `sending` and `receiving` are its two halves, `endpoints` and `operations` its
-//! tables, `address` what is checked before UCX reads it, `inbox` what callbacks leave, `queue` how the process reaches
-//! it, `ending` what is left when it is gone, `probe` how it finds out that it went deaf. `profile` picks UCX's
-//! transports, `one_copy` is how a receiver on the sender's host copies by itself, `hello` is the one frame that only this backend has, `survey` what UCX can open on a machine.
+//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `endpoints` and
+//! `operations` are the tables on it, `ids` their names. `custody` decides when the blocks of a lost peer are free,
+//! with what `process` and `probe` find out. `address` is what is checked before UCX reads it, `inbox` what callbacks
+//! leave; `commands` are what the process says to the driver, and `queue` is how; `ending` is what is left when it is
+//! gone. `profile` picks UCX's transports, `hello` is the one frame that only this backend has, `origin` says in it
+//! which endpoint it comes from, `survey` is what UCX can open on a machine.
+//!
+//! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
+//! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
+//! up its blocks, and keeps what UCX may look at). A hand-off is *answered*, *cancelled* by its sender, or *refused*. A
+//! peer is *fenced* in the registry when it is free.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
 //! which is compared before UCX is touched. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
 mod address;
+mod commands;
+mod custody;
+mod desk;
 mod driver;
 mod ending;
 mod endpoints;
 mod hello;
+mod ids;
 mod inbox;
 mod one_copy;
 mod operations;
+mod origin;
 mod owners;
+#[doc(hidden)]
+pub mod presence;
 mod probe;
+mod process;
 pub mod profile;
 mod queue;
 mod receiving;
@@ -44,9 +59,10 @@ use ucx_sys::Api;
 pub use ucx_sys::prepare_environment;
 
 use self::address::{AddressKey, CheckedAddress};
-use self::driver::{Command, Driver, Shared};
+use self::commands::{Command, Shared};
+use self::driver::Driver;
 use self::ending::Ending;
-use self::endpoints::EndpointId;
+use self::ids::EndpointId;
 pub use self::profile::{UcxConfig, UcxProfile};
 use self::queue::Queue;
 use crate::arena::{Arena, Run};
@@ -55,8 +71,8 @@ use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
 use crate::registry::{PeerLink, Registry};
-use crate::session::PeerId;
-use crate::transport::{BlockOwner, Grant, Transport, check_ticket};
+use crate::terms::{BlockOwner, Grant, PeerId};
+use crate::transport::{Transport, check_ticket};
 use crate::wire::{Answer, DataHeader};
 
 /// A node's UCX worker. Dropping it closes every connection and ends its thread.
@@ -123,7 +139,7 @@ impl Transport for UcxTransport {
         if let Some(reason) = self.failed() {
             return Err(TransferError::new(TransferErrorKind::Io, format!("the KV transport has failed: {reason}")));
         }
-        self.shared.registry.accept(grant, self.info(), self.address())
+        Incoming::accept(&self.shared.registry, grant, self.info(), self.address())
     }
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
@@ -162,14 +178,15 @@ impl Drop for UcxTransport {
 
 /// Equal on nodes that understand each other: UCX's version, its transports, and the form of addresses.
 fn build_id(api: &Api, config: &UcxConfig) -> String {
-    format!("ucx-{}/{}/{}/{}", api.version, config.profile, address::FORMAT, hello::FORMAT)
+    format!("ucx-{}/{}/{}", api.version, config.profile, address::FORMAT)
 }
 
 impl Shared {
     fn new(arena: Arc<Arena>, config: &UcxConfig) -> std::io::Result<Self> {
         let queue = Queue::new()?;
-        let link = Box::new(UcxPeerLink { queue: queue.clone() });
-        let registry = Registry::mutated(arena.clone(), Arc::default(), link, config.grace, config.mutation);
+        let counters = Arc::new(Counters::default());
+        let link = Box::new(UcxPeerLink { queue: queue.clone(), counters: counters.clone() });
+        let registry = Registry::new(arena.clone(), counters, link, config.grace);
         let (address, failure) = (Arc::default(), Arc::default());
         Ok(Self { arena, registry, pending: Arc::default(), queue, address, failure })
     }
@@ -181,12 +198,18 @@ fn shut_down() -> TransferError {
 
 struct UcxPeerLink {
     queue: Arc<Queue<Command>>,
+    counters: Arc<Counters>,
 }
 
 impl PeerLink for UcxPeerLink {
     fn answer(&self, peer: PeerId, handoff: HandoffId, answer: Answer) {
-        // After shutdown there is nobody to tell.
-        let _ = self.queue.send_now(Command::Answer { endpoint: EndpointId(peer.0), handoff, answer });
+        let command = Command::Answer { endpoint: EndpointId(peer.0), handoff, answer };
+        let sent = match answer {
+            Answer::Ack => self.queue.send_now(command),
+            Answer::Refused(_) => self.queue.send_refusal(command),
+        };
+        // Flooded, or after shutdown, where there is nobody to tell.
+        self.counters.dropped_frames.fetch_add(u64::from(sent.is_err()), Relaxed);
     }
 
     fn cut_off(&self, peer: PeerId) {

@@ -2,34 +2,16 @@
 //! callback came, or when its endpoint is closed; a request that UCX lost names an id that is no longer here, and harms
 //! nobody.
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::time::Instant;
 
 use tandem_proto::HandoffId;
 use tokio::sync::OwnedSemaphorePermit;
 use ucx_sys::ucp_dt_iov;
 
-use super::endpoints::EndpointId;
+use super::ids::{EndpointId, OperationId};
 use super::result::Request;
 use crate::registry::Claim;
-use crate::transport::BlockOwner;
-
-/// Names an operation for the life of the transport; travels through UCX as a number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct OperationId(u64);
-
-impl OperationId {
-    /// Not in any table: its completion is ignored.
-    pub(super) const NONE: Self = Self(0);
-
-    pub(super) fn to_user_data(self) -> *mut c_void {
-        self.0 as usize as *mut c_void
-    }
-
-    pub(super) fn from_user_data(user_data: *mut c_void) -> Self {
-        Self(user_data as usize as u64)
-    }
-}
+use crate::terms::BlockOwner;
 
 /// One send or receive in flight.
 pub(super) struct Operation {
@@ -37,33 +19,24 @@ pub(super) struct Operation {
     /// The endpoint is given up when it is not over by then; `None`: that has happened, and did not end it.
     pub(super) deadline: Option<Instant>,
     pub(super) request: Option<Request>,
-    pub(super) work: Work,
+    pub(super) cargo: Cargo,
 }
 
 /// What an operation does and what it keeps. Heap memory: it stays in place when the entry moves, and UCX may point to
 /// it all the while, as a `Vec` allows and a `Box`, which claims its content with each move, does not.
-pub(super) enum Work {
+pub(super) enum Cargo {
     /// A header with a small payload.
     Frame { header: Vec<u8>, payload: Vec<u8> },
     /// A range of blocks leaves.
-    Send(Box<SendWork>),
+    Send(Box<SendCargo>),
     /// A range of blocks arrives.
     Receive { claim: Claim, target: Vec<ucp_dt_iov> },
     /// UCX lost the request, and may one day look at the header; the blocks are free.
     Lost { _header: Vec<u8>, _payload: Vec<u8>, _target: Vec<ucp_dt_iov> },
 }
 
-/// What may still happen to the receives of a closed endpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Writes {
-    /// Nobody can write any more.
-    Over,
-    /// A peer that lives may still write into shared memory.
-    Possible,
-}
-
 /// A range on its way out.
-pub(super) struct SendWork {
+pub(super) struct SendCargo {
     pub(super) handoff: HandoffId,
     pub(super) header: Vec<u8>,
     pub(super) source: Vec<ucp_dt_iov>,
@@ -97,7 +70,7 @@ impl Operations {
     /// The callback came. `None`: it was given up before.
     pub(super) fn complete(&mut self, id: OperationId) -> Option<Operation> {
         let operation = self.table.remove(&id)?;
-        self.lost -= usize::from(matches!(operation.work, Work::Lost { .. }));
+        self.lost -= usize::from(matches!(operation.cargo, Cargo::Lost { .. }));
         Some(operation)
     }
 
@@ -131,22 +104,37 @@ impl Operations {
         late.map(|operation| operation.endpoint).collect()
     }
 
-    /// The endpoint is closed, but UCX did not complete these: they give up their blocks and keep what UCX might look
-    /// at. Reading blocks late harms nobody, writing does: receives stay whole while writes are possible. Returns how
-    /// many.
-    pub(super) fn abandon(&mut self, endpoint: EndpointId, writes: Writes) -> usize {
-        let mut kept = 0;
+    /// Receives of an endpoint that UCX has not ended.
+    pub(super) fn receives(&self, endpoint: EndpointId) -> usize {
+        let of =
+            |operation: &&Operation| operation.endpoint == endpoint && matches!(operation.cargo, Cargo::Receive { .. });
+        self.table.values().filter(of).count()
+    }
+
+    /// The endpoint is closed, but UCX did not complete these, and nobody can write into them: they give up their
+    /// blocks and keep what UCX might look at.
+    pub(super) fn abandon(&mut self, endpoint: EndpointId) {
+        self.extended.remove(&endpoint);
+        let of = self.table.values_mut().filter(|operation| operation.endpoint == endpoint);
+        for operation in of.filter(|operation| !matches!(operation.cargo, Cargo::Lost { .. })) {
+            self.lost += 1;
+            operation.cargo.lose();
+        }
+    }
+
+    /// As [`Operations::abandon`], while somebody may still write: receives stay whole. Reading late harms nobody.
+    pub(super) fn quarantine(&mut self, endpoint: EndpointId) {
         self.extended.remove(&endpoint);
         for operation in self.table.values_mut().filter(|operation| operation.endpoint == endpoint) {
-            if matches!(operation.work, Work::Receive { .. }) && writes == Writes::Possible {
-                operation.deadline = None;
-                kept += 1;
-            } else if !matches!(operation.work, Work::Lost { .. }) {
-                self.lost += 1;
-                operation.work.lose();
+            match operation.cargo {
+                Cargo::Receive { .. } => operation.deadline = None,
+                Cargo::Lost { .. } => {}
+                Cargo::Frame { .. } | Cargo::Send(_) => {
+                    self.lost += 1;
+                    operation.cargo.lose();
+                }
             }
         }
-        kept
     }
 
     #[cfg(test)]
@@ -155,11 +143,11 @@ impl Operations {
     }
 
     fn live(&self) -> impl Iterator<Item = &Operation> {
-        self.table.values().filter(|operation| !matches!(operation.work, Work::Lost { .. }))
+        self.table.values().filter(|operation| !matches!(operation.cargo, Cargo::Lost { .. }))
     }
 }
 
-impl Work {
+impl Cargo {
     /// Drops owner, credit and claim.
     fn lose(&mut self) {
         let (mut _header, mut _payload, mut _target) = Default::default();

@@ -9,9 +9,8 @@ use tandem_memory::Place;
 use ucx_sys::*;
 
 use super::address::CheckedAddress;
-use super::endpoints::EndpointId;
+use super::ids::{EndpointId, OperationId};
 use super::inbox;
-use super::operations::OperationId;
 use super::result::{Posted, Request, UcxError, check, posted};
 use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};

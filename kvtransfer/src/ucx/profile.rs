@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::mutation::Mutation;
 use crate::session::DEFAULT_GRACE;
-use crate::transport::Faults;
+use crate::terms::Faults;
 
 /// Shared memory without CMA is a ring: the sender copies in, the receiver copies out. UCX's own 64 fragments of 8 KiB
 /// take half of a core's second-level cache, so that the copies miss it; a quarter of that is half as fast again

@@ -9,12 +9,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Commands that wait for the driver at most, beside one cancel or answer per hand-off.
+/// Commands that wait for the driver at most, beside one cancel or verdict per hand-off.
 const CAPACITY: usize = 1024;
+/// Refusals that wait for the driver at most. One that finds no room is dropped: its hand-off ends by the lease.
+const REFUSALS: usize = 4096;
 
 /// Commands from any thread to one driver.
 pub(super) struct Queue<T> {
     room: Arc<Semaphore>,
+    refusals: Arc<Semaphore>,
     commands: Mutex<VecDeque<(T, Option<OwnedSemaphorePermit>)>>,
     asleep: AtomicBool,
     closed: AtomicBool,
@@ -32,6 +35,7 @@ impl<T> Queue<T> {
         let event = unsafe { File::from_raw_fd(fd) };
         Ok(Arc::new(Self {
             room: Arc::new(Semaphore::new(CAPACITY)),
+            refusals: Arc::new(Semaphore::new(REFUSALS)),
             commands: Mutex::default(),
             asleep: AtomicBool::new(false),
             closed: AtomicBool::new(false),
@@ -45,9 +49,18 @@ impl<T> Queue<T> {
         self.push(command, Some(permit))
     }
 
-    /// For what must not wait, from `Drop`: at most one per hand-off, which bounds it.
+    /// For what must not wait and comes at most once per hand-off, which bounds it.
     pub(super) fn send_now(&self, command: T) -> Result<(), T> {
         self.push(command, None)
+    }
+
+    /// For what must not wait, and what a peer can cause as often as it likes. Gives the command back when there is no
+    /// room, too.
+    pub(super) fn send_refusal(&self, command: T) -> Result<(), T> {
+        match self.refusals.clone().try_acquire_owned() {
+            Ok(room) => self.push(command, Some(room)),
+            Err(_) => Err(command),
+        }
     }
 
     /// The driver is to end: it may take what is queued, and nothing more comes.
@@ -157,6 +170,16 @@ mod tests {
         assert_eq!(queue.send(8).await, Err(8));
         assert_eq!(queue.send_now(9), Err(9));
         assert!(!queue.prepare_sleep());
+    }
+
+    #[test]
+    fn refusals_have_a_bound_of_their_own() {
+        let queue = Queue::new().expect("eventfd");
+        (0..REFUSALS).for_each(|refusal| queue.send_refusal(refusal).expect("room"));
+        assert_eq!(queue.send_refusal(7), Err(7));
+        queue.send_now(8).expect("a verdict has room");
+        assert_eq!(queue.pop(), Some(0));
+        assert_eq!(queue.send_refusal(9), Ok(()));
     }
 
     #[test]

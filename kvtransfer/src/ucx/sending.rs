@@ -2,24 +2,25 @@
 //! all, or the receiver has copied them all itself (`one_copy/`). UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
 //! opens a hand-off gets it when the receiver has answered the hello, and no range can overtake that.
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Instant;
 
 use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
-use ucx_sys::ucp_dt_iov;
 
 use super::address::CheckedAddress;
-use super::driver::{Driver, Opened};
-use super::endpoints::EndpointId;
+use super::commands::Opened;
+use super::desk::{Desk, Load};
+use super::endpoints::Loss;
 use super::hello::Hello;
+use super::ids::EndpointId;
 use super::one_copy::announcement;
-use super::operations::{SendWork, Work};
-use crate::arena::Run;
+use super::operations::SendCargo;
+use super::origin::Origin;
+use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
 use crate::mutation::Mutation;
-use crate::transport::{BlockOwner, Faults};
+use crate::terms::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
 /// Credit goes back when this part of it has come together, or when there is nothing else to do.
@@ -48,6 +49,13 @@ pub(super) enum Way {
     OneCopy,
 }
 
+impl Way {
+    /// That a welcome chooses.
+    pub(super) fn of(welcome: Header) -> Self {
+        if matches!(welcome, Header::WillCopy(_)) { Self::OneCopy } else { Self::Rendezvous }
+    }
+}
+
 struct Outbound {
     endpoint: EndpointId,
     way: Way,
@@ -63,7 +71,7 @@ struct Outbound {
 
 #[derive(Default)]
 struct Uncopied {
-    ranges: Vec<(DataHeader, SendWork)>,
+    ranges: Vec<(DataHeader, SendCargo)>,
     /// The receiver is given up when none of them is copied until then.
     due: Option<Instant>,
 }
@@ -83,6 +91,11 @@ impl Sending {
         self.handoffs.values().any(|outbound| outbound.endpoint == endpoint)
     }
 
+    /// Some hand-off is not over.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.handoffs.is_empty()
+    }
+
     pub(super) fn forget(&mut self, endpoint: EndpointId, why: &TransferError) {
         let of = |outbound: &Outbound| outbound.endpoint == endpoint;
         self.handoffs.extract_if(|_, outbound| of(outbound)).for_each(|(_, outbound)| outbound.fail(why));
@@ -93,15 +106,26 @@ impl Sending {
         self.returning = Returning::default();
     }
 
-    /// Endpoints whose receiver copies nothing of what was announced.
-    pub(super) fn overdue(&self, now: Instant) -> Vec<EndpointId> {
-        let late = |outbound: &&Outbound| outbound.uncopied.due.is_some_and(|due| now >= due);
-        self.handoffs.values().filter(late).map(|outbound| outbound.endpoint).collect()
-    }
-
     fn unwelcome(&self, now: Instant) -> Vec<HandoffId> {
         let late = |outbound: &Outbound| outbound.announced.as_ref().is_some_and(|announced| now >= announced.until);
         self.handoffs.iter().filter(|(_, outbound)| late(outbound)).map(|(handoff, _)| *handoff).collect()
+    }
+}
+
+impl Uncopied {
+    fn add(&mut self, range: DataHeader, _owner: BlockOwner, credit: OwnedSemaphorePermit, due: Instant) {
+        let (header, source, altered) = Default::default();
+        let cargo = SendCargo { handoff: range.handoff, header, source, altered, _owner, credit };
+        self.ranges.push((range, cargo));
+        self.due = Some(due);
+    }
+
+    /// The receiver has this one; `due` is for the others.
+    fn take(&mut self, range: DataHeader, due: Instant) -> Option<SendCargo> {
+        let at = self.ranges.iter().position(|(announced, _)| *announced == range)?;
+        let (_, cargo) = self.ranges.remove(at);
+        self.due = (!self.ranges.is_empty()).then_some(due);
+        Some(cargo)
     }
 }
 
@@ -115,146 +139,126 @@ impl Outbound {
     }
 }
 
-impl Driver {
-    pub(super) fn open_handoff(&mut self, handoff: HandoffId, address: &CheckedAddress, reply: Reply) {
-        let opened = match self.announce(handoff, address) {
-            Ok(opened) => opened,
+impl Sending {
+    /// Announces a hand-off. `busy`: other endpoints that the node needs.
+    pub(super) fn open_handoff(
+        &mut self,
+        desk: &mut Desk,
+        handoff: HandoffId,
+        address: &CheckedAddress,
+        reply: Reply,
+        busy: impl Fn(EndpointId) -> bool,
+    ) {
+        let endpoint = match desk.connect(address, |id| self.uses(id) || busy(id)) {
+            Ok(endpoint) => endpoint,
             Err(error) => {
                 // Somebody who does not wait any more need not know.
                 let _ = reply.send(Err(error));
                 return;
             }
         };
-        let endpoint = opened.endpoint;
-        let announced = Some(Announced { opened, reply, until: Instant::now() + self.config.stall_timeout });
-        let (way, uncopied) = (Way::Rendezvous, Uncopied::default());
-        let faults = self.config.faults;
-        let outbound = Outbound { endpoint, way, in_flight: 0, uncopied, seal: None, faults, announced };
-        self.sending.handoffs.insert(handoff, outbound);
-        let hello = Hello::encode(handoff, &self.build_id, self.one_copy.share(), &self.shared.address());
-        self.post_frame(endpoint, Header::hello(), hello);
+        self.announce(desk, handoff, endpoint, reply);
     }
 
-    pub(super) fn on_welcome(&mut self, handoff: HandoffId, way: Way) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&handoff) else { return };
+    /// The receiver knows the hand-off, and sends from this end of its own.
+    pub(super) fn on_welcome(&mut self, desk: &mut Desk, handoff: HandoffId, origin: &Origin, way: Way) {
+        let Some(outbound) = self.handoffs.get_mut(&handoff) else { return };
         let Some(announced) = outbound.announced.take() else { return };
         outbound.way = way;
+        let endpoint = outbound.endpoint;
+        if desk.endpoints.is_outdated(endpoint, origin.generation) {
+            return self.announce_again(desk, handoff, endpoint, announced, origin);
+        }
+        desk.meet(endpoint, origin);
         if let Err(Ok(unwanted)) = announced.reply.send(Ok(announced.opened)) {
             drop(unwanted);
-            self.cancel(handoff);
+            self.cancel(desk, handoff);
         }
     }
 
     /// The receiver may be frozen, or cannot read the hello. Other hand-offs have deadlines of their own.
-    pub(super) fn give_up_unwelcome(&mut self, now: Instant) {
-        for handoff in self.sending.unwelcome(now) {
+    pub(super) fn give_up_unwelcome(&mut self, desk: &mut Desk, now: Instant) {
+        for handoff in self.unwelcome(now) {
             let why = TransferError::new(TransferErrorKind::Timeout, "the KV receiver does not answer");
-            self.cancel_because(handoff, &why);
+            self.cancel_because(desk, handoff, &why);
+        }
+    }
+
+    /// Gives up receivers that copy nothing of what was announced: frozen ones keep no blocks.
+    pub(super) fn give_up_uncopied(&self, desk: &mut Desk, now: Instant) {
+        let late = |outbound: &&Outbound| outbound.uncopied.due.is_some_and(|due| now >= due);
+        for outbound in self.handoffs.values().filter(late) {
+            let message = "a KV transfer took too long; the peer is given up";
+            let why = TransferError::new(TransferErrorKind::Timeout, message);
+            desk.lose(outbound.endpoint, Loss::GivenUp, why);
         }
     }
 
     pub(super) fn push(
         &mut self,
+        desk: &mut Desk,
         to: EndpointId,
         range: DataHeader,
         runs: &[Run],
-        owner: BlockOwner,
-        credit: OwnedSemaphorePermit,
+        (owner, credit): (BlockOwner, OwnedSemaphorePermit),
     ) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
+        let Some(outbound) = self.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
         if outbound.way == Way::OneCopy {
-            return self.announce_range(to, range, &announcement::altered(runs, faults), owner, credit);
+            let is_planted = desk.config.mutation == Mutation::FreeAnnounced;
+            let _owner = if is_planted { Arc::new(()) } else { owner };
+            outbound.uncopied.add(range, _owner, credit, Instant::now() + desk.config.stall_timeout);
+            let payload = announcement::encode(&announcement::altered(runs, faults));
+            return desk.post_frame(to, Header::Ready(range), payload);
         }
-        let altered = self.altered(runs, faults);
-        let source = match altered.as_slice() {
-            [] => self.region.vector(runs),
-            bytes => vec![ucp_dt_iov { buffer: bytes.as_ptr().cast::<c_void>().cast_mut(), length: bytes.len() }],
-        };
-        let header = Header::Data(range).encode().to_vec();
-        let region = altered.is_empty().then_some(&self.region);
-        let operation = self.operations.next_id();
-        let Some(entry) = self.endpoints.get(to) else { return };
-        let send = Box::new(SendWork { handoff: range.handoff, header, source, altered, _owner: owner, credit });
-        // SAFETY: header, source and altered bytes are heap memory of `send`, the blocks are its owner's; the table of
-        // operations keeps it until the callback came or the endpoint is closed.
-        let posted = unsafe { entry.endpoint.send_range(&send.header[..], region, &send.source, operation) };
-        self.keep(to, operation, posted, Work::Send(send));
-    }
-
-    /// Tells the receiver where in our memory a range is.
-    fn announce_range(
-        &mut self,
-        to: EndpointId,
-        range: DataHeader,
-        runs: &[Run],
-        owner: BlockOwner,
-        credit: OwnedSemaphorePermit,
-    ) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
-        let _owner = if self.config.mutation == Mutation::FreeAnnounced { Arc::new(()) } else { owner };
-        let (header, source, altered) = Default::default();
-        let work = SendWork { handoff: range.handoff, header, source, altered, _owner, credit };
-        outbound.uncopied.ranges.push((range, work));
-        outbound.uncopied.due = Some(Instant::now() + self.config.stall_timeout);
-        self.post_frame(to, Header::Ready(range), announcement::encode(runs));
+        let altered = altered(&desk.shared.arena, runs, faults);
+        desk.post_range(to, range, runs, Load { altered, owner, credit });
     }
 
     /// Late ones (of a hand-off that was cancelled here) are normal.
-    pub(super) fn on_copied(&mut self, range: DataHeader) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&range.handoff) else { return };
-        let uncopied = &mut outbound.uncopied;
-        let Some(at) = uncopied.ranges.iter().position(|(announced, _)| *announced == range) else {
-            return self.shared.registry.violation();
-        };
-        let (_, work) = uncopied.ranges.remove(at);
-        let is_more = !uncopied.ranges.is_empty();
-        uncopied.due = is_more.then(|| Instant::now() + self.config.stall_timeout);
-        self.range_sent(work);
+    pub(super) fn on_copied(&mut self, desk: &mut Desk, range: DataHeader) {
+        let Some(outbound) = self.handoffs.get_mut(&range.handoff) else { return };
+        match outbound.uncopied.take(range, Instant::now() + desk.config.stall_timeout) {
+            Some(cargo) => self.range_sent(desk, cargo),
+            None => desk.registry().violation(),
+        }
     }
 
-    pub(super) fn seal(&mut self, handoff: HandoffId, payload: Vec<u8>) {
-        if let Some(outbound) = self.sending.handoffs.get_mut(&handoff) {
+    pub(super) fn seal(&mut self, desk: &mut Desk, handoff: HandoffId, payload: Vec<u8>) {
+        if let Some(outbound) = self.handoffs.get_mut(&handoff) {
             outbound.seal = Some(payload);
-            self.send_ready_seal(handoff);
+            self.send_ready_seal(desk, handoff);
         }
     }
 
-    pub(super) fn cancel(&mut self, handoff: HandoffId) {
-        self.cancel_because(handoff, &TransferError::peer_gone("the KV transport took leave of its peers"));
-    }
-
-    fn cancel_because(&mut self, handoff: HandoffId, why: &TransferError) {
-        if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
-            self.post_frame(outbound.endpoint, Header::Cancel(handoff), Vec::new());
-            outbound.fail(why);
-        }
+    pub(super) fn cancel(&mut self, desk: &mut Desk, handoff: HandoffId) {
+        self.cancel_because(desk, handoff, &TransferError::peer_gone("the KV transport took leave of its peers"));
     }
 
     /// At shutdown.
-    pub(super) fn cancel_all(&mut self) {
-        let handoffs: Vec<_> = self.sending.handoffs.keys().copied().collect();
-        handoffs.into_iter().for_each(|handoff| self.cancel(handoff));
+    pub(super) fn cancel_all(&mut self, desk: &mut Desk) {
+        let handoffs: Vec<_> = self.handoffs.keys().copied().collect();
+        handoffs.into_iter().for_each(|handoff| self.cancel(desk, handoff));
     }
 
-    pub(super) fn range_sent(&mut self, send: SendWork) {
-        let returning = &mut self.sending.returning;
+    pub(super) fn range_sent(&mut self, desk: &mut Desk, send: SendCargo) {
+        let returning = &mut self.returning;
         returning.bytes += send.credit.num_permits();
         returning.permits.push(send.credit);
-        if returning.bytes >= self.config.credit_bytes / CREDIT_SHARE {
-            self.sending.return_credit();
+        if returning.bytes >= desk.config.credit_bytes / CREDIT_SHARE {
+            self.return_credit();
         }
-        if let Some(outbound) = self.sending.handoffs.get_mut(&send.handoff) {
+        if let Some(outbound) = self.handoffs.get_mut(&send.handoff) {
             outbound.in_flight = outbound.in_flight.saturating_sub(1);
-            self.send_ready_seal(send.handoff);
+            self.send_ready_seal(desk, send.handoff);
         }
     }
 
     /// Late answers (of a hand-off that was cancelled here) are normal.
-    pub(super) fn on_answer(&mut self, handoff: HandoffId, answer: Answer) {
-        if let Some(outbound) = self.sending.handoffs.remove(&handoff) {
-            self.shared.pending.answer(outbound.endpoint.into(), handoff, answer);
+    pub(super) fn on_answer(&mut self, desk: &Desk, handoff: HandoffId, answer: Answer) {
+        if let Some(outbound) = self.handoffs.remove(&handoff) {
+            desk.shared.pending.answer(outbound.endpoint.into(), handoff, answer);
             outbound.fail(&match answer {
                 Answer::Refused(refusal) => refusal.into(),
                 Answer::Ack => TransferError::new(TransferErrorKind::Io, "the receiver answered before the seal"),
@@ -262,40 +266,92 @@ impl Driver {
         }
     }
 
-    fn announce(&mut self, handoff: HandoffId, address: &CheckedAddress) -> Result<Opened, TransferError> {
-        let (operations, sending, receiving) = (&self.operations, &self.sending, &self.receiving);
-        let busy = |id| operations.is_busy(id) || sending.uses(id) || receiving.uses(id);
-        let endpoint = self.endpoints.connect(address, Instant::now(), busy)?;
-        let credit = self.endpoints.get(endpoint).map(|entry| entry.credit.clone());
-        let credit = credit.ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))?;
-        let answer = self.shared.pending.register(endpoint.into(), handoff)?;
-        Ok(Opened { endpoint, credit, answer })
+    /// Says hello over `endpoint`.
+    fn announce(&mut self, desk: &mut Desk, handoff: HandoffId, endpoint: EndpointId, reply: Reply) {
+        let opened = match open(desk, handoff, endpoint) {
+            Ok(opened) => opened,
+            Err(error) => {
+                // As above.
+                let _ = reply.send(Err(error));
+                return;
+            }
+        };
+        let announced = Some(Announced { opened, reply, until: Instant::now() + desk.config.stall_timeout });
+        let (way, uncopied, faults) = (Way::Rendezvous, Uncopied::default(), desk.config.faults);
+        let outbound = Outbound { endpoint, way, in_flight: 0, uncopied, seal: None, faults, announced };
+        self.handoffs.insert(handoff, outbound);
+        let hello = Hello::encode(handoff, &desk.build_id, &desk.origin(endpoint), &desk.shared.address());
+        desk.post_frame(endpoint, Header::hello(), hello);
     }
 
-    fn send_ready_seal(&mut self, handoff: HandoffId) {
-        let Some(outbound) = self.sending.handoffs.get_mut(&handoff).filter(|outbound| outbound.in_flight == 0) else {
+    /// What this endpoint sends leads to an end that the receiver has closed: another one takes its place. The others
+    /// of its hand-offs are lost, and learn it now instead of by their deadlines.
+    fn announce_again(
+        &mut self,
+        desk: &mut Desk,
+        handoff: HandoffId,
+        endpoint: EndpointId,
+        announced: Announced,
+        origin: &Origin,
+    ) {
+        self.handoffs.remove(&handoff);
+        let Announced { opened, reply, .. } = announced;
+        // Gives its place among the pending answers back.
+        drop(opened);
+        let Some(address) = desk.endpoints.address(endpoint) else {
+            let _ = reply.send(Err(TransferError::peer_gone("the KV peer is gone")));
+            return;
+        };
+        desk.lose(endpoint, Loss::GivenUp, TransferError::peer_gone("the KV receiver has connected anew"));
+        match desk.connect(&address, |id| self.uses(id)) {
+            Ok(endpoint) => {
+                desk.meet(endpoint, origin);
+                self.announce(desk, handoff, endpoint, reply);
+            }
+            Err(error) => {
+                let _ = reply.send(Err(error));
+            }
+        }
+    }
+
+    fn cancel_because(&mut self, desk: &mut Desk, handoff: HandoffId, why: &TransferError) {
+        if let Some(outbound) = self.handoffs.remove(&handoff) {
+            desk.post_frame(outbound.endpoint, Header::Cancel(handoff), Vec::new());
+            outbound.fail(why);
+        }
+    }
+
+    fn send_ready_seal(&mut self, desk: &mut Desk, handoff: HandoffId) {
+        let Some(outbound) = self.handoffs.get_mut(&handoff).filter(|outbound| outbound.in_flight == 0) else {
             return;
         };
         if let Some(payload) = outbound.seal.take() {
             let endpoint = outbound.endpoint;
-            self.post_frame(endpoint, Header::Seal(handoff), payload);
+            desk.post_frame(endpoint, Header::Seal(handoff), payload);
         }
     }
+}
 
-    /// The runs' bytes with the faults applied; empty without faults.
-    fn altered(&self, runs: &[Run], faults: Faults) -> Vec<u8> {
-        if faults == Faults::default() {
-            return Vec::new();
-        }
-        let arena = &self.shared.arena;
-        let mut bytes = vec![0; runs.iter().map(|run| run.bytes).sum()];
-        arena.gather(runs, 0, &mut bytes);
-        if faults.flip_byte {
-            bytes[0] ^= 1;
-        }
-        if faults.truncate_push {
-            bytes.truncate(bytes.len().saturating_sub(8));
-        }
-        bytes
+/// Begins to wait for the answer of a hand-off.
+fn open(desk: &Desk, handoff: HandoffId, endpoint: EndpointId) -> Result<Opened, TransferError> {
+    let credit = desk.endpoints.get(endpoint).map(|entry| entry.credit.clone());
+    let credit = credit.ok_or_else(|| TransferError::peer_gone("the KV peer is gone"))?;
+    let answer = desk.shared.pending.register(endpoint.into(), handoff)?;
+    Ok(Opened { endpoint, credit, answer })
+}
+
+/// The runs' bytes with the faults applied; empty without faults.
+fn altered(arena: &Arena, runs: &[Run], faults: Faults) -> Vec<u8> {
+    if faults == Faults::default() {
+        return Vec::new();
     }
+    let mut bytes = vec![0; runs.iter().map(|run| run.bytes).sum()];
+    arena.gather(runs, 0, &mut bytes);
+    if faults.flip_byte {
+        bytes[0] ^= 1;
+    }
+    if faults.truncate_push {
+        bytes.truncate(bytes.len().saturating_sub(8));
+    }
+    bytes
 }

@@ -1,19 +1,19 @@
 //! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos and
 //! announcements, well made or not, to any node that it has an address of, or that has connected to it. Not a part of any node.
 use std::sync::Arc;
-use std::time::Instant;
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 use ucx_sys::Api;
 
 use super::address::CheckedAddress;
-use super::driver::{Driver, Shared};
-use super::endpoints::EndpointId;
+use super::commands::Shared;
+use super::driver::Driver;
 use super::hello::Hello;
+use super::ids::EndpointId;
 use super::{UcxConfig, build_id};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
-use crate::session::PeerId;
+use crate::terms::PeerId;
 use crate::wire::{DataHeader, Header};
 
 /// Stays on the thread that made it, which has to call [`Stranger::turn`] all the time.
@@ -36,7 +36,7 @@ impl Stranger {
 
     /// An honest address of its worker, as a ticket has it.
     pub fn address(&self) -> Vec<u8> {
-        self.driver.shared.address()
+        self.driver.desk.shared.address()
     }
 
     /// Connects to a node, by the honest address of a ticket of it.
@@ -44,29 +44,30 @@ impl Stranger {
     /// # Errors
     /// `BadAddress`, or what UCX says.
     pub fn connect(&mut self, address: &[u8]) -> Result<PeerId, TransferError> {
-        let address = CheckedAddress::parse(address, &self.driver.key)?;
-        Ok(self.driver.endpoints.connect(&address, Instant::now(), |_| true)?.into())
+        let address = CheckedAddress::parse(address, &self.driver.desk.key)?;
+        Ok(self.driver.desk.connect(&address, |_| true)?.into())
     }
 
     /// Those that it has connected to, and those that have said hello to it.
     pub fn peers(&self) -> Vec<PeerId> {
-        self.driver.endpoints.all().into_iter().map(PeerId::from).collect()
+        self.driver.desk.endpoints.all().into_iter().map(PeerId::from).collect()
     }
 
     /// The payload of an honest hello.
     pub fn hello(&self, handoff: HandoffId) -> Vec<u8> {
-        Hello::encode(handoff, &self.driver.build_id, self.driver.one_copy.share(), &self.address())
+        let desk = &self.driver.desk;
+        Hello::encode(handoff, &desk.build_id, &desk.origin(EndpointId::NONE), &self.address())
     }
 
     /// Sends a hello with this payload.
     pub fn say_hello(&mut self, to: PeerId, payload: Vec<u8>) {
-        self.driver.post_frame(EndpointId(to.0), Header::Hello { protocol: PROTOCOL_VERSION }, payload);
+        self.driver.desk.post_frame(EndpointId(to.0), Header::Hello { protocol: PROTOCOL_VERSION }, payload);
     }
 
     /// Announces a range that lies, it says, at these bytes of its memory (first byte, number of bytes).
     pub fn announce(&mut self, to: PeerId, range: DataHeader, runs: &[(u64, u64)]) {
         let payload = runs.iter().flat_map(|(at, bytes)| [*at, *bytes]).flat_map(u64::to_le_bytes).collect();
-        self.driver.post_frame(EndpointId(to.0), Header::Ready(range), payload);
+        self.driver.desk.post_frame(EndpointId(to.0), Header::Ready(range), payload);
     }
 
     /// Lets UCX work.

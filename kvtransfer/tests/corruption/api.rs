@@ -4,8 +4,9 @@ use std::sync::Arc;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Arena, Faults, Outgoing, TransferError, TransferErrorKind, Transport};
+use tandem_kvtransfer::{Arena, Faults, Outgoing, TransferError, Transport};
 use tandem_proto::{HandoffId, v1};
 
 use super::{Tally, Target, UNITS, counted, counts, noise, verdict};
@@ -71,16 +72,8 @@ pub async fn campaign(profile: UcxProfile, from: Arc<Arena>, count: u64) {
 
 impl Attackers {
     async fn start(profile: UcxProfile, from: Arc<Arena>) -> Option<Self> {
-        let start = |arena: &Arc<Arena>, faults| match UcxTransport::start(
-            arena.clone(),
-            UcxConfig { faults, ..UcxConfig::new(profile) },
-        ) {
-            Ok(transport) => Some(transport),
-            Err(error) if error.kind == TransferErrorKind::Incompatible => {
-                println!("skipped: {error}");
-                None
-            }
-            Err(error) => panic!("UCX is there and does not start: {error}"),
+        let start = |arena: &Arc<Arena>, faults| {
+            or_skip(UcxTransport::start(arena.clone(), UcxConfig { faults, ..UcxConfig::new(profile) }))
         };
         let to = noise(2);
         let (sender, stranger) = (start(&from, Faults::default())?, start(&from, Faults::default())?);

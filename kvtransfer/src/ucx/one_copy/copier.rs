@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 
 use tandem_memory::{Copy, PeerMemory, Run};
 
-use super::super::endpoints::EndpointId;
+use super::super::ids::EndpointId;
 use crate::mutation::Mutation;
 use crate::registry::Claim;
 use crate::wire::DataHeader;

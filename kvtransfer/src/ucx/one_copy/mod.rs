@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use tandem_memory::{PeerMemory, Run, Share};
 
 use self::copier::{Copier, Job};
-use super::endpoints::EndpointId;
+use super::ids::EndpointId;
 use super::profile::{UcxConfig, UcxProfile};
 use crate::arena::Arena;
 use crate::counters::Counters;
