@@ -7,8 +7,8 @@ use crate::error::EngineError;
 use crate::footprint::usable;
 use crate::memory::MemoryFiles;
 
-/// Zeroed KV memory, which other processes of this host may read (`HostMemory::shareable`), of `total_blocks` blocks of `block_bytes` bytes, on pages that whoever uses it should touch first
-/// ([`HostMemory::touch`]).
+/// Zeroed KV memory, which other processes of this host may read (`HostMemory::shareable`), of `total_blocks` blocks
+/// of `block_bytes` bytes, on pages that whoever uses it should touch first ([`HostMemory::touch`]).
 ///
 /// # Errors
 /// `InvalidArgument` when `block_bytes` is no multiple of 8, or the machine has not so much memory.

@@ -1,6 +1,7 @@
 //! How fast hand-offs move bytes, beside what bounds them, measured in turns so that a busy machine disturbs both
-//! alike: the receiver's one copy and UCX shared memory beside memcpy of equally cold memory, our tcp beside a plain blocking socket loop, and UCX
-//! on one hot buffer beside `ucx_perftest`; and how fast one core verifies. Prints markdown; medians.
+//! alike: the receiver's one copy and UCX shared memory beside memcpy of equally cold memory, our tcp beside a plain
+//! blocking socket loop, and UCX on one hot buffer beside `ucx_perftest`; and how fast one core verifies. Prints
+//! markdown; medians.
 //!
 //! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
 mod baseline;

@@ -1,9 +1,9 @@
 //! Main memory of another process of this host, mapped to be read: one copy instead of the two of a queue between
 //! processes, and by the one whose memory is written. Nobody writes into another's memory, so nobody has to be fenced.
 //!
-//! The other process names a descriptor of its own ([`Share`]), which is found under `/proc`. Why not a socket that hands
-//! it over: the kernel lets in who may read that process anyway (same user, same pid namespace, as UCX's own shared
-//! memory demands), nothing listens, and a frozen peer cannot keep anybody waiting.
+//! The other process names a descriptor of its own ([`Share`]), which is found under `/proc`. Why not a socket that
+//! hands it over: the kernel lets in who may read that process anyway (same user, same pid namespace, as UCX's own
+//! shared memory demands), nothing listens, and a frozen peer cannot keep anybody waiting.
 //!
 //! What the name leads to is not believed: it must be a file of our user with that inode, sealed against shrinking (a
 //! page beyond its end would kill the reader), and every offset is checked against the length that was mapped.

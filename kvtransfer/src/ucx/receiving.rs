@@ -162,7 +162,7 @@ impl Receiving {
     }
 
     /// A range is final in the memory of a sender that we map: it is copied on another thread.
-    pub(super) fn on_ready(&mut self, desk: &Desk, range: DataHeader, payload: &[u8]) {
+    pub(super) fn on_ready(&self, desk: &Desk, range: DataHeader, payload: &[u8]) {
         let registry = desk.registry();
         // As in `on_range`.
         let Some(endpoint) = self.endpoint(range.handoff) else { return registry.violation() };

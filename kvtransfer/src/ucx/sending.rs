@@ -1,6 +1,7 @@
 //! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them
-//! all, or the receiver has copied them all itself (`one_copy/`). UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
-//! opens a hand-off gets it when the receiver has answered the hello, and no range can overtake that.
+//! all, or the receiver has copied them all itself (`one_copy/`). UCX does not promise that messages arrive in order,
+//! so nothing may depend on what is still under way: whoever opens a hand-off gets it when the receiver has answered
+//! the hello, and no range can overtake that.
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -113,9 +114,9 @@ impl Sending {
 }
 
 impl Uncopied {
-    fn add(&mut self, range: DataHeader, _owner: BlockOwner, credit: OwnedSemaphorePermit, due: Instant) {
+    fn add(&mut self, range: DataHeader, owner: BlockOwner, credit: OwnedSemaphorePermit, due: Instant) {
         let (header, source, altered) = Default::default();
-        let cargo = SendCargo { handoff: range.handoff, header, source, altered, _owner, credit };
+        let cargo = SendCargo { handoff: range.handoff, header, source, altered, _owner: owner, credit };
         self.ranges.push((range, cargo));
         self.due = Some(due);
     }
@@ -207,8 +208,8 @@ impl Sending {
         outbound.in_flight += 1;
         if outbound.way == Way::OneCopy {
             let is_planted = desk.config.mutation == Mutation::FreeAnnounced;
-            let _owner = if is_planted { Arc::new(()) } else { owner };
-            outbound.uncopied.add(range, _owner, credit, Instant::now() + desk.config.stall_timeout);
+            let owner: BlockOwner = if is_planted { Arc::new(()) } else { owner };
+            outbound.uncopied.add(range, owner, credit, Instant::now() + desk.config.stall_timeout);
             let payload = announcement::encode(&announcement::altered(runs, faults));
             return desk.post_frame(to, Header::Ready(range), payload);
         }

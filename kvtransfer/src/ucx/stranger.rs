@@ -1,5 +1,6 @@
 //! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos and
-//! announcements, well made or not, to any node that it has an address of, or that has connected to it. Not a part of any node.
+//! announcements, well made or not, to any node that it has an address of, or that has connected to it. Not a part of
+//! any node.
 use std::sync::Arc;
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};

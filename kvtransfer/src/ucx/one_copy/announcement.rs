@@ -1,9 +1,9 @@
-//! The payload of a `Ready` frame: where the pieces of a range are in the sender's memory, one after the other. For each
-//! run 16 bytes: first byte, number of bytes (little endian). Numbers of a stranger: whoever uses them checks that the
-//! memory has them.
+//! The payload of a `Ready` frame: where the pieces of a range are in the sender's memory, one after the other. For
+//! each run 16 bytes: first byte, number of bytes (little endian). Numbers of a stranger: whoever uses them checks
+//! that the memory has them.
 use tandem_memory::{Run, WORD_BYTES};
 
-use crate::transport::Faults;
+use crate::terms::Faults;
 
 const RUN_BYTES: usize = 16;
 /// A frame has no more blocks.

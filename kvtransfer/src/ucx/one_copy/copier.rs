@@ -195,7 +195,8 @@ impl Drop for Worker {
     }
 }
 
-/// Where each leaf comes from. `None`: one would have to be put together out of two runs, or there are not enough bytes.
+/// Where each leaf comes from. `None`: one would have to be put together out of two runs, or there are not enough
+/// bytes.
 fn pieces(leaves: Vec<Run>, source: &[Run]) -> Option<Vec<Copy>> {
     let (mut runs, mut left) = (source.iter(), Run { at: 0, bytes: 0 });
     let piece = |to: Run| {

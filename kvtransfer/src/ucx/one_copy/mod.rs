@@ -5,8 +5,9 @@
 //!
 //! The sender's hello names its memory; `WillCopy` instead of `Welcome` says that the receiver has mapped it. `Ready`
 //! announces a range (`announcement.rs`), `Copied` lets the sender's blocks go; everything else of a hand-off is as
-//! ever, and on UCX. The leaves of the checksums are hashed in the same pass (`copier.rs`): what was hashed is what was
-//! written, whatever the sender's memory holds by then. A receiver that cannot map is a receiver as any other, and counted.
+//! ever, and on UCX. The leaves of the checksums are hashed in the same pass (`copier.rs`): what was hashed is what
+//! was written, whatever the sender's memory holds by then. A receiver that cannot map is a receiver as any other, and
+//! counted.
 //!
 //! Why not UCX's own `ucp_rkey_ptr`: its mapping can be written, its memory lies on small pages, which copies more
 //! slowly, and its key is read by a parser that knows no length (docs/benchmarks/transfer.md).
