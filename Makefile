@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube
+.PHONY: help setup build dist demo up test lint cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -136,6 +136,9 @@ test-page: setup build ## The live page in Chromium: nodes, a waterfall, a kille
 # As root. TANDEM_TEST_BUILD=dist: the programs are built in the image, from source, as users build them.
 test-compose: setup build ## The compose file as shipped, in a docker engine of its own
 	cluster-tests/compose/run.sh
+
+test-garbage: ## 10,000 garbled tickets and hellos against each KV backend, under AddressSanitizer and valgrind
+	kvtransfer/tests/garbage.sh
 
 test-kube: ## The Helm chart against a real API server; builds helm and kube-apiserver once
 	cluster-tests/kube/run.sh

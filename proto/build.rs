@@ -10,6 +10,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(files, ["proto"])?;
     let out = PathBuf::from(env::var("OUT_DIR")?).join("tandem_descriptor.bin");
     fs::write(out, descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().codec_path("crate::codec::Codec").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .codec_path("crate::codec::Codec")
+        // They hold secrets: `src/secrets.rs` prints them without.
+        .skip_debug(["tandem.v1.HandoffKey", "tandem.v1.Deliver", "tandem.v1.Reserved"])
+        .compile_fds(descriptors)?;
     Ok(())
 }

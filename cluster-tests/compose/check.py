@@ -290,7 +290,8 @@ def check_files():
         nodes_of = sorted(name for name in host if re.fullmatch(r"(prefill|decode)-\d+", name))
         assert nodes_of == ["decode-0", "decode-1", "decode-2", "prefill-0"], nodes_of
         assert sorted(devices(host[node])[0] for node in nodes_of) == ["0", "1", "2", "3"]
-        assert host["decode-2"]["environment"] == {"ROLE": "decode", "NODE": "decode-2", "NUMBER": "04", "MODEL": "llama.gguf"}
+        own = {"ROLE": "decode", "NODE": "decode-2", "NUMBER": "04", "MODEL": "llama.gguf"}
+        assert host["decode-2"]["environment"] == own | {"DEVICE": "cpu", "XDG_CACHE_HOME": "/tmp"}, host["decode-2"]
         assert host["decode-2"]["network_mode"] == "service:nodes" and host["decode-2"]["cpuset"] == "16-31"
         assert host["router"]["volumes"][0]["source"] == folder and "decode-2" in host["router"]["depends_on"]
         pairs = written("--gpus", "0-3", "--prefill", "2")

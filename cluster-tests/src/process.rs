@@ -61,9 +61,24 @@ impl Process {
         args: &[String],
         logs: &Path,
     ) -> anyhow::Result<Self> {
+        Self::start_through(&["ip", "netns", "exec", namespace], name, program, args, logs).await
+    }
+
+    /// As [`Process::start`], by another program, which takes the program and its arguments as its last ones.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_through(
+        by: &[&str],
+        name: &str,
+        program: &str,
+        args: &[String],
+        logs: &Path,
+    ) -> anyhow::Result<Self> {
         let inside = command(program)?;
-        let mut command = Command::new("ip");
-        command.args(["netns", "exec", namespace]).arg(inside.get_program()).args(inside.get_args());
+        let [first, others @ ..] = by else { bail!("no program to start {name} by") };
+        let mut command = Command::new(first);
+        command.args(others).arg(inside.get_program()).args(inside.get_args());
         Self::start_as(name, command, args, logs).await
     }
 

@@ -137,7 +137,12 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         model_digest: 9,
         model_name: "m".into(),
         endpoint: "http://127.0.0.1:9".into(),
-        transport: Some(v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() }),
+        transports: vec![v1::TransportInfo {
+            backend: "mem".into(),
+            name: "mem".into(),
+            build_id: "1".into(),
+            reach: None,
+        }],
         total_blocks: 64,
         block_tokens: 16,
         max_context_tokens: 1024,

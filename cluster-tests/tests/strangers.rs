@@ -13,16 +13,17 @@ use tandem_cluster_tests::process::Process;
 use tandem_cluster_tests::{Cluster, Options};
 use tandem_kvtransfer::Arena;
 use tandem_kvtransfer::PeerId;
+use tandem_kvtransfer::handshake::HELLO_HEAD_BYTES;
 use tandem_kvtransfer::ucx::stranger::Stranger;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
 use tandem_memory::HostMemory;
+use tandem_proto::v1;
 use tandem_proto::v1::decode_client::DecodeClient;
 use tandem_proto::v1::decode_command::Command as DecodeCommand;
 use tandem_proto::v1::decode_event::Event as DecodeEvent;
 use tandem_proto::v1::prefill_client::PrefillClient;
 use tandem_proto::v1::prefill_command::Command as PrefillCommand;
 use tandem_proto::v1::prefill_event::Event as PrefillEvent;
-use tandem_proto::{HandoffId, v1};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep};
 use tokio_stream::wrappers::ReceiverStream;
@@ -267,12 +268,12 @@ impl Hellos {
     async fn garbled(&self, to: PeerId, count: u64, seed: u64) -> anyhow::Result<()> {
         self.with(move |stranger| {
             let mut rng = StdRng::seed_from_u64(seed);
-            let honest = stranger.hello(HandoffId(rng.random()));
-            // Behind the hand-off's id and the origin, which need no check of this kind.
-            let build_at = 16 + 52;
-            let build_bytes = usize::from(u16::from_le_bytes([honest[build_at], honest[build_at + 1]]));
+            let key = v1::HandoffKey { secret: (0..32).map(|_| rng.random()).collect() };
+            let ticket =
+                v1::Ticket { handoff_id: rng.random::<[u8; 16]>().to_vec(), key: Some(key), ..Default::default() };
+            let honest = stranger.hello(&ticket).expect("a whole key");
             for _ in 0..count {
-                let hello = garbled(&mut rng, &honest, build_at + 2 + build_bytes + HEAD_BYTES, build_at);
+                let hello = garbled(&mut rng, &honest, HELLO_HEAD_BYTES, 0);
                 stranger.say_hello(to, hello);
                 stranger.turn();
             }

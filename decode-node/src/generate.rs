@@ -17,7 +17,7 @@ use tandem_proto::{Error, ErrorKind, Incarnation, TraceContext};
 use tandem_telemetry::{Kind, clock};
 use tracing::Instrument;
 
-use crate::handoff::{self, Received};
+use crate::handoff::{self, Received, Terms};
 use crate::stop::Stop;
 
 /// A sender lets go of a hand-off that nobody needs; the router, which knows, says so over another connection.
@@ -44,7 +44,8 @@ pub async fn serve(
         match start.local {
             Some(local) => generate.local(&local.traceparent, &mut stop, &mut trace).await,
             None => {
-                let terms = GrantTerms { prefill: Incarnation(start.prefill_incarnation), lease };
+                let prefill = Incarnation(start.prefill_incarnation);
+                let terms = Terms { prefill, transport: start.transport, lease };
                 generate.disaggregated(terms, &start.request_traceparent, &mut stop, &mut trace).await
             }
         }
@@ -69,11 +70,6 @@ struct Generate<'a> {
     accepted: Instant,
 }
 
-struct GrantTerms {
-    prefill: Incarnation,
-    lease: Duration,
-}
-
 /// An answer whose first token is here.
 #[derive(Clone, Copy)]
 struct Begun {
@@ -83,13 +79,7 @@ struct Begun {
 }
 
 impl Generate<'_> {
-    async fn disaggregated(
-        &self,
-        terms: GrantTerms,
-        route: &str,
-        stop: &mut Stop,
-        trace: &mut Trace,
-    ) -> Result<(), Error> {
+    async fn disaggregated(&self, terms: Terms, route: &str, stop: &mut Stop, trace: &mut Trace) -> Result<(), Error> {
         let route = self.parent(route);
         trace.open("kv.reserve", Kind::Internal, route, self.accepted);
         let lease = tokio::select! {
@@ -97,7 +87,7 @@ impl Generate<'_> {
             lease = self.reserve() => lease?,
             () = stop.without_handoff() => return self.finish(v1::FinishReason::Stop, clock::now(), trace).await,
         };
-        let incoming = handoff::grant(self.node, self.request, terms.prefill, &lease, terms.lease)?;
+        let incoming = handoff::grant(self.node, self.request, &terms, &lease)?;
         self.node.figures.awaited(self.request.prompt.len().saturating_sub(lease.cached_tokens()));
         let (ticket, granted) = (incoming.ticket(), clock::now());
         trace.attr("tandem.kv.blocks", lease.blocks().len());
@@ -113,7 +103,7 @@ impl Generate<'_> {
         };
         let verified_at = received.verified.verified_at;
         trace.close(verified_at);
-        self.send(Event::Verified(received.event(self.node, transfer))).await?;
+        self.send(Event::Verified(received.event(transfer))).await?;
         let came = self.request.prompt.len().saturating_sub(lease.cached_tokens());
         self.node.figures.received(&Copied {
             tokens: came,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tandem_engine::KvLease;
 use tandem_kvtransfer::{Expected, Grant, Held, Incoming, Landed, Verified};
 use tandem_node::{CheckedRequest, Node, Trace};
-use tandem_proto::v1::Seal;
+use tandem_proto::v1::{Seal, Ticket};
 use tandem_proto::{Error, ErrorKind, HandoffId, Incarnation, TraceContext, v1};
 use tandem_telemetry::{Value, clock};
 
@@ -16,34 +16,38 @@ pub fn held_blocks(node: &Node, lease: &KvLease) -> usize {
     lease.cached_tokens() / node.engine.spec().block_tokens
 }
 
-/// Lets `prefill` fill those of the prompt's blocks in `lease` that are not held already. They return to the pool when
-/// the request and every writer have let go of them.
+/// Who fills a prompt's blocks, and how.
+pub struct Terms {
+    /// Who sends.
+    pub prefill: Incarnation,
+    /// Build id of the transport, as the router chose it for the two nodes.
+    pub transport: String,
+    /// Longest silence of the sender.
+    pub lease: Duration,
+}
+
+/// Lets another node fill those of the prompt's blocks in `lease` that are not held already. They return to the pool
+/// when the request and every writer have let go of them.
 ///
 /// # Errors
-/// `Overloaded` when too many hand-offs are out.
-pub fn grant(
-    node: &Node,
-    request: &CheckedRequest,
-    prefill: Incarnation,
-    lease: &Arc<KvLease>,
-    longest: Duration,
-) -> Result<Incoming, Error> {
+/// `Overloaded` when too many hand-offs are out, `Incompatible` for a transport that this node does not have.
+pub fn grant(node: &Node, request: &CheckedRequest, terms: &Terms, lease: &Arc<KvLease>) -> Result<Incoming, Error> {
     let (held, hashes) = (held_blocks(node, lease), request.hashes(node.engine.spec()));
     let missing = lease.blocks().get(held..hashes.len());
     let missing = missing.ok_or_else(|| internal("the lease is shorter than the prompt"))?;
     let last_held = held.checked_sub(1).and_then(|last| hashes.get(last)).copied();
     let grant = Grant {
         handoff: HandoffId::random(&mut rand::rng()),
-        prefill_incarnation: prefill,
+        prefill_incarnation: terms.prefill,
         decode_incarnation: node.incarnation(),
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: missing.to_vec(),
         units: node.arena.units(),
         held: Held { blocks: u32::try_from(held).unwrap_or(u32::MAX), hash: last_held.unwrap_or_default() },
         owner: lease.clone(),
-        lease: longest.min(request.deadline.saturating_duration_since(clock::now())),
+        lease: terms.lease.min(request.deadline.saturating_duration_since(clock::now())),
     };
-    Ok(node.transport.accept(grant)?)
+    Ok(node.transport.accept(&terms.transport, grant)?)
 }
 
 /// Verified KV of a prompt.
@@ -56,6 +60,8 @@ pub struct Received {
     pub computed: Instant,
     /// Blocks of the prompt that did not travel.
     pub held_blocks: u32,
+    /// Name of the transport by which the others came.
+    pub transport: String,
 }
 
 /// Waits for the KV, verifies it, and tells the open `kv.transfer` phase of `trace` about it. `granted` is when the
@@ -71,14 +77,15 @@ pub async fn receive(
     trace: &mut Trace,
 ) -> Result<Received, Error> {
     let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-    let held_blocks = incoming.ticket().held_blocks;
+    let Ticket { held_blocks, transport, .. } = incoming.ticket();
+    let transport = transport.map(|transport| transport.name).unwrap_or_default();
     let sequence_hashes = request.hashes(node.engine.spec()).split_off(held_blocks as usize);
     let verified = incoming.verified(Expected { prompt_tokens, sequence_hashes }).await?;
     node.handoffs.reused_blocks.fetch_add(held_blocks.into(), Relaxed);
     check_seal(&verified.seal, prompt_tokens, node.engine.spec().vocab_size)?;
     let start = copy_start(&verified, granted);
     let computed = computed(&verified, start);
-    let received = Received { verified, start, computed, held_blocks };
+    let received = Received { verified, start, computed, held_blocks, transport };
     let parent = received.verified.seal.traceparent.parse::<TraceContext>();
     // The seal's word is taken for the trace only within the request's own trace.
     if let Some(parent) = parent.ok().filter(|parent| parent.trace_id == request.parent.trace_id) {
@@ -90,7 +97,7 @@ pub async fn receive(
     trace.attr("tandem.kv.hidden_ms", ms(received.hidden()));
     trace.attr("tandem.kv.exposed_ms", ms(received.exposed()));
     trace.attr("tandem.kv.gbps", received.gbps());
-    trace.attr("tandem.kv.transport", node.transport.info().name);
+    trace.attr("tandem.kv.transport", received.transport.as_str());
     trace.attr("tandem.kv.verify_ms", ms(received.verify()));
     for Landed { units: (first, count), blocks, bytes, at } in &received.verified.landed {
         let landed = [
@@ -131,7 +138,7 @@ impl Received {
     }
 
     /// What the router is told; `span` is that of the copy.
-    pub fn event(&self, node: &Node, span: TraceContext) -> v1::Verified {
+    pub fn event(&self, span: TraceContext) -> v1::Verified {
         v1::Verified {
             bytes: self.verified.bytes,
             blocks: self.verified.blocks,
@@ -140,7 +147,7 @@ impl Received {
             verify_ms: ms(self.verify()),
             held_blocks: self.held_blocks,
             copying_ms: ms(self.verified.copying),
-            transport: node.transport.info().name,
+            transport: self.transport.clone(),
             span_id: span.span_id.to_vec(),
         }
     }

@@ -43,7 +43,7 @@ fn main() -> Result<(), String> {
     let bench = Bench { isa, ceilings, names };
     let exact = [("f32", 32.0), ("f16", 16.0)];
     let exact = exact.into_iter().filter(|_| !isa.rounds());
-    let quantized = [("q4_1", 5.0), ("q5_1", 6.0), ("q8_0", 8.5), ("q4_k", 5.5), ("q5_k", 6.5), ("q6_k", 7.0)];
+    let quantized = [("q4_1", 5.0), ("q5_1", 6.0), ("q8_0", 8.5), ("q4_k", 4.625), ("q5_k", 5.625), ("q6_k", 6.5625)];
     for (format, bits) in quantized.into_iter().chain([("bf16", 16.0)]).chain(exact) {
         for rows in [1, 8, 32, 512] {
             bench.matmul(format, bits, rows);

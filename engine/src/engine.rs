@@ -192,8 +192,8 @@ impl Engine {
     pub fn submit(&self, request: SequenceRequest) -> Result<SequenceStream, EngineError> {
         let Inner { inbox, shared, spec, pool, .. } = &*self.0;
         request.validate(spec, pool)?;
-        if let Some(reason) = shared.stopped.get() {
-            return Err(EngineError::Stopped(reason.clone()));
+        if let Some(reason) = self.stopped() {
+            return Err(EngineError::Stopped(reason.to_owned()));
         }
         let overloaded = || EngineError::Overloaded(format!("{} sequences wait already", shared.queue_limit));
         let place = Arc::clone(&shared.queue).try_acquire_owned().map_err(|_| overloaded())?;
@@ -240,9 +240,10 @@ impl Engine {
         began.map(|began| began.elapsed())
     }
 
-    /// Why the engine takes no more work, when it does not: it was shut down, or a step panicked.
+    /// Why the engine takes no more work, when it does not: it was shut down, a step panicked, or its device is gone,
+    /// which a step or a transfer of KV finds out.
     pub fn stopped(&self) -> Option<&str> {
-        self.0.shared.stopped.get().map(String::as_str)
+        self.0.shared.stopped.get().map(String::as_str).or_else(|| self.0.memory.lost())
     }
 
     /// Ends the worker after its present step, and waits for its thread to do so if it has one; sequences that are not

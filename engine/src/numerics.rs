@@ -48,6 +48,15 @@ pub enum KvDtype {
 }
 
 impl KvDtype {
+    /// As `--kv-dtype` writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
+        }
+    }
+
     /// Bytes of one token's K or V of one head.
     pub fn head_bytes(self, head_dim: usize) -> usize {
         match self {

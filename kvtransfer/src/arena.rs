@@ -142,6 +142,23 @@ impl Arena {
         assert!(out.is_empty(), "the runs are shorter");
     }
 
+    /// Copies `bytes` in, `offset` bytes after the start of `runs` taken as one piece; the mirror of [`Arena::gather`].
+    ///
+    /// # Panics
+    /// As there.
+    pub fn scatter(&self, runs: &[Run], mut offset: usize, mut bytes: &[u8]) {
+        for run in runs {
+            if offset >= run.bytes {
+                offset -= run.bytes;
+                continue;
+            }
+            let (now, later) = bytes.split_at(bytes.len().min(run.bytes - offset));
+            self.write(run.at + offset, now);
+            (offset, bytes) = (0, later);
+        }
+        assert!(bytes.is_empty(), "the runs are shorter");
+    }
+
     /// The checksum of a block, as [`tandem_proto::hash::block_checksum`] defines it.
     pub fn checksum(&self, block: u32) -> u64 {
         let pieces: Vec<Run> = self.leaves(block, 0..self.layers).collect();

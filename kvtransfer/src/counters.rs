@@ -30,20 +30,73 @@ pub struct Counters {
     pub protocol_errors: AtomicU64,
     /// Frames and ranges for which there was no room: a peer sends more than this node reads.
     pub dropped_frames: AtomicU64,
-    /// Tickets whose address was refused before it was used.
-    pub rejected_ticket_addresses: AtomicU64,
-    /// Hellos that were refused before their address was used.
-    pub rejected_hello_addresses: AtomicU64,
     /// Bytes that this node copied out of a peer's memory itself; part of the received ones.
     pub copied_bytes: AtomicU64,
     /// Senders on this host whose memory could not be mapped: their ranges come through UCX's queues.
     pub unmapped_peers: AtomicU64,
+    /// Tickets that were refused before anything was sent.
+    pub rejected_tickets: AtomicU64,
+    /// Hellos that were refused before anything that they say was used: without their hand-off's key, or with an
+    /// address that is none.
+    pub rejected_hellos: AtomicU64,
     /// Peers lost.
     pub lost_peers: AtomicU64,
     refused: [AtomicU64; REFUSAL_LABELS.len()],
 }
 
 impl Counters {
+    /// What several transports of one node counted together, as it is now.
+    pub fn sum<'a>(all: impl IntoIterator<Item = &'a Self>) -> Self {
+        let total = Self::default();
+        for Self {
+            sent_bytes,
+            received_bytes,
+            sent_handoffs,
+            verified_handoffs,
+            aborted_handoffs,
+            released_handoffs,
+            quarantined_handoffs,
+            quarantined_blocks,
+            open_writes,
+            fenced_peers,
+            protocol_errors,
+            dropped_frames,
+            copied_bytes,
+            unmapped_peers,
+            rejected_tickets,
+            rejected_hellos,
+            lost_peers,
+            refused,
+        } in all
+        {
+            for (sum, count) in [
+                (&total.sent_bytes, sent_bytes),
+                (&total.received_bytes, received_bytes),
+                (&total.sent_handoffs, sent_handoffs),
+                (&total.verified_handoffs, verified_handoffs),
+                (&total.aborted_handoffs, aborted_handoffs),
+                (&total.released_handoffs, released_handoffs),
+                (&total.quarantined_handoffs, quarantined_handoffs),
+                (&total.quarantined_blocks, quarantined_blocks),
+                (&total.open_writes, open_writes),
+                (&total.fenced_peers, fenced_peers),
+                (&total.protocol_errors, protocol_errors),
+                (&total.dropped_frames, dropped_frames),
+                (&total.copied_bytes, copied_bytes),
+                (&total.unmapped_peers, unmapped_peers),
+                (&total.rejected_tickets, rejected_tickets),
+                (&total.rejected_hellos, rejected_hellos),
+                (&total.lost_peers, lost_peers),
+            ]
+            .into_iter()
+            .chain(total.refused.iter().zip(refused))
+            {
+                sum.fetch_add(count.load(Relaxed), Relaxed);
+            }
+        }
+        total
+    }
+
     /// Counts a refusal that this node spoke.
     pub fn count_refusal(&self, refusal: Refusal) {
         self.refused[refusal.code() as usize].fetch_add(1, Relaxed);

@@ -46,7 +46,7 @@ pub enum State {
 pub struct FrameLimits {
     /// Bytes, though at least one block's.
     pub bytes: usize,
-    /// Pieces of the arena.
+    /// Pieces of the arena, of the sender's and of the receiver's alike: with 1 a frame is contiguous at both ends.
     pub runs: usize,
 }
 
@@ -157,9 +157,11 @@ impl Delivery {
         Ok(Push { units, slice, first, blocks, limits })
     }
 
-    /// The next frame of `push`; `None` when all are out. As many blocks as fit, from wherever in the arena they are.
+    /// The next frame of `push`; `None` when all are out. As many blocks as fit, from wherever in the arena they are,
+    /// cut at the joints of both ends where there are more than the backend takes.
     pub fn next_frame(&self, push: &mut Push<'_>) -> Option<RangeFrame> {
-        let most = (push.limits.bytes / push.slice.bytes).clamp(1, MAX_FRAME_BLOCKS);
+        let there = self.ticket.joints.within(push.first, push.limits.runs) as usize;
+        let most = (push.limits.bytes / push.slice.bytes).clamp(1, MAX_FRAME_BLOCKS).min(there);
         let mut runs = self.arena.runs(&push.blocks[..push.blocks.len().min(most)], push.slice);
         runs.truncate(push.limits.runs);
         let count = runs.iter().map(|run| run.bytes).sum::<usize>() / push.slice.bytes;
@@ -307,14 +309,22 @@ mod tests {
     use tandem_memory::HostMemory;
 
     use super::*;
+    use crate::joints::{self, Joints};
 
     const LEASE: Duration = Duration::from_secs(30);
     const ANY: FrameLimits = FrameLimits { bytes: 256, runs: usize::MAX };
 
+    /// To a receiver whose blocks lie in runs of these lengths.
+    fn ticket(runs: &[u32], units: u8) -> CheckedTicket {
+        let blocks = runs.iter().sum();
+        let joints = Joints::parse(runs, blocks).expect("their sum");
+        CheckedTicket { handoff: HandoffId([1; 16]), blocks, units, joints, lease: LEASE }
+    }
+
     fn opened(blocks: u32, units: u8) -> (Delivery, Instant) {
         let arena = Arena::new(HostMemory::zeroed(16 * 64).expect("little"), 64, 1);
         let now = Instant::now();
-        (Delivery::new(CheckedTicket { handoff: HandoffId([1; 16]), blocks, units, lease: LEASE }, arena, now), now)
+        (Delivery::new(ticket(&[blocks], units), arena, now), now)
     }
 
     #[test]
@@ -365,24 +375,44 @@ mod tests {
         assert_eq!(delivery.state(), State::Opened);
     }
 
+    /// Blocks that lie side by side now and then, none twice, as a pool gives them.
+    fn table(blocks: u32) -> impl Strategy<Value = Vec<u32>> {
+        prop::collection::vec((0u32..blocks, 1u32..6), 1..40).prop_map(move |runs| {
+            let mut table: Vec<u32> = Vec::new();
+            for block in runs.into_iter().flat_map(|(at, length)| at..(at + length).min(blocks)) {
+                if !table.contains(&block) {
+                    table.push(block);
+                }
+            }
+            table
+        })
+    }
+
     proptest! {
-        /// The frames of a push name its blocks in order, once each, within the backend's limits.
+        /// The frames of a push name its blocks in order, once each, within the backend's limits, and none of them has
+        /// more pieces at either end than the backend takes: with 1, each is contiguous at both.
         #[test]
         fn frames_cover_a_push(
-            blocks in prop::collection::vec(0u32..16, 1..40), first in 0u32..9, cut in (0u8..4, 1u8..5),
+            from in table(64), to in table(64), first in any::<prop::sample::Index>(), cut in (0u8..4, 1u8..5),
             bytes in 1usize..600, runs in 1usize..4,
         ) {
             let units = cut.0.min(cut.1 - 1)..cut.1;
-            let (mut delivery, now) = opened(64, 4);
+            let arena = Arena::new(HostMemory::zeroed(64 * 64).expect("little"), 64, 1);
+            let (ticket, now) = (ticket(&joints::of(&to), 4), Instant::now());
+            let mut delivery = Delivery::new(ticket, arena.clone(), now);
+            let first = first.index(to.len());
+            let blocks = &from[..from.len().min(to.len() - first)];
             let limits = FrameLimits { bytes, runs };
-            let mut push = delivery.push(units.clone(), first, &blocks, limits, now).unwrap();
+            let mut push = delivery.push(units.clone(), first as u32, blocks, limits, now).unwrap();
             let (mut next, mut pieces) = (first, Vec::new());
             while let Some(frame) = delivery.next_frame(&mut push) {
-                prop_assert_eq!(frame.header.first, next);
+                let count = frame.header.count as usize;
+                prop_assert_eq!(frame.header.first as usize, next);
                 prop_assert_eq!(frame.header.units.of(4), Some(units.clone()));
-                prop_assert!(frame.header.count > 0 && frame.runs.len() <= runs);
-                prop_assert!(frame.header.count == 1 || frame.bytes() <= bytes as u64);
-                next += frame.header.count;
+                prop_assert!(count > 0 && frame.runs.len() <= runs);
+                prop_assert!(arena.runs(&to[next..next + count], arena.slice(4, &units)).len() <= runs);
+                prop_assert!(count == 1 || frame.bytes() <= bytes as u64);
+                next += count;
                 let unit = usize::from(units.start) * 16;
                 let step = units.len() * 16;
                 pieces.extend(frame.runs.iter().flat_map(|run| (run.at..run.at + run.bytes).step_by(step)).map(|at| (at - unit) / 64));

@@ -42,10 +42,14 @@ pub enum Refusal {
     Overloaded,
     /// The peer's connection ended, or was ended by force, before its hand-off did.
     PeerLost,
+    /// The peer has not proved that it has the hand-off's key.
+    Unauthenticated,
+    /// The seal is of another layout or model than the grant.
+    WrongLayout,
 }
 
 /// Labels of all reasons, indexed by `Refusal::code`; for metrics.
-pub const REFUSAL_LABELS: [&str; 18] = [
+pub const REFUSAL_LABELS: [&str; 20] = [
     "unknown",
     "used",
     "expired",
@@ -64,6 +68,8 @@ pub const REFUSAL_LABELS: [&str; 18] = [
     "out_of_order",
     "overloaded",
     "peer_lost",
+    "unauthenticated",
+    "wrong_layout",
 ];
 
 impl Refusal {
@@ -88,6 +94,8 @@ impl Refusal {
             Self::OutOfOrder => 15,
             Self::Overloaded => 16,
             Self::PeerLost => 17,
+            Self::Unauthenticated => 18,
+            Self::WrongLayout => 19,
         }
     }
 
@@ -124,6 +132,8 @@ impl Refusal {
             15 => Self::OutOfOrder,
             16 => Self::Overloaded,
             17 => Self::PeerLost,
+            18 => Self::Unauthenticated,
+            19 => Self::WrongLayout,
             _ => Self::Malformed,
         }
     }
@@ -150,6 +160,8 @@ impl fmt::Display for Refusal {
             Self::OutOfOrder => f.write_str("a unit of a block came before the one that precedes it"),
             Self::Overloaded => f.write_str("the receiver has too many hand-offs at once"),
             Self::PeerLost => f.write_str("the peer's connection ended before its hand-off did"),
+            Self::Unauthenticated => f.write_str("the peer has not proved that it has the hand-off's key"),
+            Self::WrongLayout => f.write_str("the seal is of another KV layout or model than the grant"),
         }
     }
 }

@@ -15,6 +15,7 @@ use tandem_proto::{HandoffId, v1};
 use crate::arena::{Arena, Run};
 use crate::delivery::{self, Delivery, FrameLimits};
 use crate::error::{Refusal, TransferError};
+use crate::joints::{self, Joints};
 use crate::seal::{self, Manifest};
 use crate::session::{Arrived, Offer, Sessions, State};
 use crate::terms::{CheckedTicket, Expected, PeerId};
@@ -163,7 +164,9 @@ impl World {
         let block_bytes = BLOCK_BYTES as u64;
         let offer = Offer { blocks: to_blocks.clone(), block_bytes, units: UNITS, owner: owner.clone(), lease: LEASE };
         sessions.offer(ID, offer, now).expect("fresh");
-        let ticket = CheckedTicket { handoff: ID, blocks: BLOCKS, units: UNITS, lease: LEASE };
+        sessions.open(PeerId(1), ID, now).expect("it has the key");
+        let joints = Joints::parse(&joints::of(&to_blocks), BLOCKS).expect("its own");
+        let ticket = CheckedTicket { handoff: ID, blocks: BLOCKS, units: UNITS, joints, lease: LEASE };
         let script = script(&mut rng, &from_blocks).into_iter();
         let manifest = Some(Manifest::new(to.clone(), to_blocks.clone(), UNITS));
         let mut world = Self {

@@ -9,11 +9,12 @@
 //! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has
 //!   landed (`landing`) while the rest is on its way.
 //! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one; [`hashing`]: on which thread.
-//! - [`wire`]: the 32-byte header that every frame of every backend starts with.
+//! - [`handshake`]: how both ends prove that they have the key of a hand-off's ticket.
+//! - [`wire`]: the 32-byte header that every frame of every backend starts with; [`joints`]: where frames are cut.
 //! - [`arena`]: KV memory (`tandem-memory`) as blocks.
 //! - [`error`], [`counters`]: what went wrong, and how often.
 //! - Backends: [`mem`] (in one process, with fault knobs), [`tcp`] (plain sockets), [`ucx`] (UCX active messages);
-//!   [`mod@select`] chooses one.
+//!   [`mod@select`] starts them, [`transports`] is what a node has of them.
 //!
 //! Only `ucx` holds `unsafe`. Read next: `transport.rs`.
 #![deny(unsafe_code)]
@@ -23,8 +24,10 @@ mod clock;
 pub mod counters;
 pub mod delivery;
 pub mod error;
+pub mod handshake;
 pub mod hashing;
 pub mod incoming;
+pub mod joints;
 mod landing;
 pub mod mem;
 #[doc(hidden)]
@@ -37,6 +40,7 @@ pub mod session;
 pub mod tcp;
 pub mod terms;
 pub mod transport;
+pub mod transports;
 pub mod ucx;
 pub mod wire;
 
@@ -52,3 +56,4 @@ pub use seal::{Manifest, seal_for};
 pub use tandem_memory::Run;
 pub use terms::{BlockOwner, Expected, Faults, Grant, Held, Landed, PeerId, Receipt, Verified};
 pub use transport::Transport;
+pub use transports::Transports;

@@ -18,14 +18,15 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 
 use crate::arena::Arena;
 use crate::counters::Counters;
-use crate::error::TransferError;
+use crate::error::{Refusal, TransferError};
+use crate::handshake::{Hello, Nonces, Secret, Welcome};
 use crate::incoming::Incoming;
 use crate::mutation::Mutation;
 use crate::outgoing::{Outgoing, PendingAnswers};
 use crate::registry::{Claim, PeerLink, Registry};
 use crate::session::DEFAULT_GRACE;
 use crate::terms::{Faults, Grant, PeerId};
-use crate::transport::{Transport, check_ticket};
+use crate::transport::{Transport, read_ticket};
 use crate::wire::Answer;
 use link::MemLink;
 pub use raw::RawLink;
@@ -134,6 +135,16 @@ impl MemTransport {
         Ok(RawLink { network: self.network.clone(), peer: self.network.connect(&self.node, address)? })
     }
 
+    /// One that has said the ticket's hello, and was welcomed.
+    ///
+    /// # Errors
+    /// As [`Transport::open`].
+    pub fn opened_link(&self, ticket: &v1::Ticket) -> Result<RawLink, TransferError> {
+        let link = self.raw_link(&ticket.address)?;
+        self.network.introduce(link.peer, &Secret::of(ticket)?)?;
+        Ok(link)
+    }
+
     /// The process dies: nothing of it is heard again.
     pub fn kill(&self) {
         self.node.dead.store(true, Ordering::SeqCst);
@@ -157,7 +168,7 @@ impl Drop for MemTransport {
 impl Transport for MemTransport {
     fn info(&self) -> v1::TransportInfo {
         let build_id = format!("mem/{PROTOCOL_VERSION}");
-        v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id }
+        v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id, reach: None }
     }
 
     fn address(&self) -> Vec<u8> {
@@ -179,10 +190,12 @@ impl Transport for MemTransport {
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         async move {
             let arena = self.node.registry.arena();
-            let checked = check_ticket(ticket, &self.info(), arena)?;
-            let peer = self.network.connect(&self.node, &ticket.address)?;
+            let address = |bytes: &[u8]| Ok(bytes.to_vec());
+            let (checked, secret, address) = read_ticket(ticket, &self.info(), arena, &self.counters(), address)?;
+            let peer = self.network.connect(&self.node, &address)?;
             // From here on the link's end disconnects.
             let link = MemLink::open(self.network.clone(), peer, arena.clone(), self.faults);
+            self.network.introduce(peer, &secret)?;
             let answer = self.node.pending.register(peer, checked.handoff)?;
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
         }
@@ -219,6 +232,27 @@ impl MemNetwork {
         let peer = PeerId(state.last_id);
         state.links.insert(peer, Link { sender: sender.clone(), receiver, cut: Arc::default() });
         Ok(peer)
+    }
+
+    /// Hello and welcome over a new connection; they are subject to no weather.
+    fn introduce(&self, peer: PeerId, secret: &Secret) -> Result<(), TransferError> {
+        let nonce = rand::random();
+        let welcome = self.hello(peer, &secret.hello(nonce, &[]))?;
+        let welcome = Welcome::parse(&welcome).filter(|welcome| secret.welcomed(welcome, nonce, &[]));
+        welcome.map(|_| ()).ok_or_else(|| Refusal::Unauthenticated.into())
+    }
+
+    /// The receiver's half: reads a hello, and answers with the welcome.
+    fn hello(&self, peer: PeerId, payload: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let registry = self.link(peer).map_err(|_| Refusal::PeerLost)?.receiver.registry.clone();
+        let Some(hello) = Hello::parse(payload) else {
+            registry.violation();
+            return Err(Refusal::Malformed);
+        };
+        let authenticated = registry.authenticate(&hello)?;
+        registry.open(peer, &authenticated)?;
+        let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
+        Ok(authenticated.secret().welcome(nonces, hello.about, &[]))
     }
 
     fn link(&self, peer: PeerId) -> Result<Link, TransferError> {

@@ -28,7 +28,7 @@ pub trait SendLink: Send {
     /// Longest range that the backend wants in one frame.
     fn max_range_bytes(&self) -> usize;
 
-    /// Most pieces of the arena in one frame.
+    /// Most pieces of the arena in one frame, at either end.
     fn max_runs(&self) -> usize {
         usize::MAX
     }

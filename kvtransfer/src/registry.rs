@@ -1,7 +1,8 @@
 //! The grants of a node with a lock, a clock, and somebody who waits: the shell around `session.rs` that every backend
-//! receives through. Knows no socket; speaks to peers through the backend's [`PeerLink`].
+//! receives through. It draws each hand-off's key, and lets open a hand-off whoever proves to have it
+//! (`handshake.rs`). Knows no socket; speaks to peers through the backend's [`PeerLink`].
 use crate::clock;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,7 +14,9 @@ use tokio::sync::{Notify, Semaphore, oneshot};
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
+use crate::handshake::{self, KEY_BYTES, Nonces, Proof, Secret};
 use crate::hashing;
+use crate::joints;
 use crate::landing::{Arrival, Landing, Piece};
 use crate::mutation::Mutation;
 use crate::session::{Arrived, Ended, Offer, Pieces, Quarantined, Rejected, Sessions, State};
@@ -22,6 +25,8 @@ use crate::wire::{Answer, DataHeader, parse_seal};
 
 /// Hand-offs whose landed blocks are hashed at once: the cores are there for the engine.
 const MAX_HASHING: usize = 2;
+/// Keys remembered, those of hand-offs that are over included: their senders are still told so.
+const KNOWN_KEYS: usize = 16 * 1024;
 
 /// How the registry reaches a peer.
 pub trait PeerLink: Send + Sync {
@@ -48,7 +53,40 @@ pub struct Registry {
 struct Table {
     sessions: Sessions,
     waiters: HashMap<HandoffId, Waiter>,
+    secrets: Secrets,
     has_timer: bool,
+}
+
+/// The last [`KNOWN_KEYS`] keys.
+#[derive(Default)]
+struct Secrets {
+    order: VecDeque<HandoffId>,
+    by_handoff: HashMap<HandoffId, Arc<Secret>>,
+}
+
+impl Secrets {
+    fn insert(&mut self, handoff: HandoffId, secret: Secret) {
+        self.by_handoff.insert(handoff, Arc::new(secret));
+        self.order.push_back(handoff);
+        if self.order.len() > KNOWN_KEYS
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.by_handoff.remove(&oldest);
+        }
+    }
+}
+
+/// That a peer has the key of a hand-off. Opens it ([`Registry::open`]).
+pub struct Authenticated {
+    handoff: HandoffId,
+    secret: Arc<Secret>,
+}
+
+impl Authenticated {
+    /// What answers the peer, and protects what it sends.
+    pub fn secret(&self) -> &Secret {
+        &self.secret
+    }
 }
 
 /// Who waits for a hand-off.
@@ -72,7 +110,8 @@ impl Registry {
         grace: Duration,
         mutation: Mutation,
     ) -> Arc<Self> {
-        let table = Table { sessions: Sessions::mutated(grace, mutation), waiters: HashMap::new(), has_timer: false };
+        let sessions = Sessions::mutated(grace, mutation);
+        let table = Table { sessions, waiters: HashMap::new(), secrets: Secrets::default(), has_timer: false };
         let (rearm, hashing) = (Arc::default(), Arc::new(Semaphore::new(MAX_HASHING)));
         Arc::new(Self { arena, counters, link, table: table.into(), rearm, hashing, mutation })
     }
@@ -115,14 +154,6 @@ impl Registry {
             let message = format!("a KV block of {block_bytes} bytes comes whole or in {layers} units, not in {units}");
             return Err(TransferError::new(TransferErrorKind::Io, message));
         }
-        let (sender, arrival) = oneshot::channel();
-        let landing = Arc::new(Landing::default());
-        let mut table = self.lock();
-        let offer = Offer { blocks: grant.blocks.clone(), block_bytes, units, owner: grant.owner, lease: grant.lease };
-        table.sessions.offer(grant.handoff, offer, clock::now())?;
-        table.waiters.insert(grant.handoff, Waiter { arrival: sender, landing: landing.clone() });
-        drop(table);
-        self.keep_time();
         let ticket = v1::Ticket {
             handoff_id: grant.handoff.0.to_vec(),
             decode_incarnation: grant.decode_incarnation.0,
@@ -136,7 +167,19 @@ impl Registry {
             held_blocks: grant.held.blocks,
             held_hash: grant.held.hash,
             units: units.into(),
+            key: Some(v1::HandoffKey { secret: rand::random::<[u8; KEY_BYTES]>().to_vec() }),
+            joints: joints::of(&grant.blocks),
         };
+        let secret = Secret::of(&ticket)?;
+        let (sender, arrival) = oneshot::channel();
+        let landing = Arc::new(Landing::default());
+        let mut table = self.lock();
+        let offer = Offer { blocks: grant.blocks.clone(), block_bytes, units, owner: grant.owner, lease: grant.lease };
+        table.sessions.offer(grant.handoff, offer, clock::now())?;
+        table.waiters.insert(grant.handoff, Waiter { arrival: sender, landing: landing.clone() });
+        table.secrets.insert(grant.handoff, secret);
+        drop(table);
+        self.keep_time();
         Ok((ticket, Arrival { landing, whole: arrival }))
     }
 
@@ -157,14 +200,46 @@ impl Registry {
         }
     }
 
-    /// Whether `peer` may open a hand-off, for backends whose senders announce it. A refusal is counted here, and
-    /// answered by the backend: the hand-off is not this peer's, so there may be nobody else to tell.
+    /// Whether a hello was made with its hand-off's key. Nothing has happened yet, whatever it said; a refusal is
+    /// counted.
     ///
     /// # Errors
-    /// `Unknown`, `Used`, `WrongPeer` or `Expired`.
-    pub fn admits(&self, peer: PeerId, handoff: HandoffId) -> Result<(), Refusal> {
-        let admitted = self.lock().sessions.admits(peer, handoff, clock::now());
-        admitted.inspect_err(|refusal| self.counters.count_refusal(*refusal))
+    /// `Unknown` or `Unauthenticated`: answer it where that costs nothing.
+    pub fn authenticate(&self, hello: &handshake::Hello<'_>) -> Result<Authenticated, Refusal> {
+        self.authenticated(hello.handoff, |secret| secret.made(hello))
+    }
+
+    /// The same for a hand-off that joins a connection, which another one opened with these nonces.
+    ///
+    /// # Errors
+    /// As [`Registry::authenticate`].
+    pub fn authenticate_join(&self, handoff: HandoffId, proof: &Proof, on: Nonces) -> Result<Authenticated, Refusal> {
+        self.authenticated(handoff, |secret| secret.joins(proof, on))
+    }
+
+    /// Lets `peer`, and nobody else, fill a hand-off. A refusal is counted here, and answered by the backend: the
+    /// hand-off is not this peer's, so there may be nobody else to tell.
+    ///
+    /// # Errors
+    /// `Used`, `WrongPeer` or `Expired`.
+    pub fn open(&self, peer: PeerId, authenticated: &Authenticated) -> Result<(), Refusal> {
+        let opened = self.lock().sessions.open(peer, authenticated.handoff, clock::now());
+        opened.inspect_err(|refusal| self.counters.count_refusal(*refusal))
+    }
+
+    fn authenticated(
+        &self,
+        handoff: HandoffId,
+        has_key: impl FnOnce(&Secret) -> bool,
+    ) -> Result<Authenticated, Refusal> {
+        let secret = self.lock().secrets.by_handoff.get(&handoff).cloned();
+        let refused = match secret {
+            None => Refusal::Unknown,
+            Some(secret) if has_key(&secret) => return Ok(Authenticated { handoff, secret }),
+            Some(_) => Refusal::Unauthenticated,
+        };
+        self.counters.count_refusal(refused);
+        Err(refused)
     }
 
     /// A seal frame arrived. Refusals go to the peer from here.

@@ -147,9 +147,10 @@ impl Manifest {
     }
 }
 
-/// A seal over `blocks` of the sender's arena, in hand-off order, answering `ticket`. The caller adds first token,
-/// sampler position, traceparent and post time. Hashes all bytes at once ([`Manifest`] does it piece by piece): call it
-/// where blocking is allowed, and before or while pushing, never after the blocks were given back.
+/// A seal over `blocks` of the sender's arena, in hand-off order, answering `ticket`, whose layout must be the sender's
+/// (`check_identity`). The caller adds first token, sampler position, traceparent and post time. Hashes all bytes at
+/// once ([`Manifest`] does it piece by piece): call it where blocking is allowed, and before or while pushing, never
+/// after the blocks were given back.
 pub fn seal_for(
     arena: &Arena,
     blocks: &[u32],
@@ -161,6 +162,7 @@ pub fn seal_for(
         handoff_id: ticket.handoff_id.clone(),
         prefill_incarnation: ticket.prefill_incarnation,
         decode_incarnation: ticket.decode_incarnation,
+        compatibility_digest: ticket.compatibility_digest,
         prompt_tokens,
         sequence_hashes,
         checksums: blocks.iter().map(|block| arena.checksum(*block)).collect(),
@@ -184,6 +186,9 @@ pub(crate) fn verify(
     let incarnations = |s: (u64, u64)| s == (ticket.prefill_incarnation, ticket.decode_incarnation);
     if !incarnations((seal.prefill_incarnation, seal.decode_incarnation)) {
         return Err(Refusal::WrongIncarnation);
+    }
+    if seal.compatibility_digest != ticket.compatibility_digest {
+        return Err(Refusal::WrongLayout);
     }
     if seal.prompt_tokens != expected.prompt_tokens {
         return Err(Refusal::WrongPrompt);

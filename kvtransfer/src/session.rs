@@ -5,10 +5,10 @@
 //! Offered ──open──► Reserved ──claim──► Writing ──seal, all blocks──► Sealed ──checked──► Verified
 //!    └─────────────────┴───────────────────┴────── any violation, cancel, expiry ──────► Aborted
 //! ```
-//! `Offered`: the ticket is out. `Reserved`: a peer opened it, and only that peer may write from now on. A peer that
-//! knows the 128-bit id and breaks a rule aborts the hand-off (fail closed); one that does not know it can do nothing.
-//! The lease is how long that peer may be silent: whatever it does right, and each of its writes that ends, begins it
-//! anew.
+//! `Offered`: the ticket is out. `Reserved`: a peer opened it, and only that peer may write from now on. Who may open
+//! it is decided before (`registry.rs`: by the key in the ticket). The peer that opened it and breaks a rule aborts the
+//! hand-off (fail closed); any other can do nothing. The lease is how long that peer may be silent: whatever it does
+//! right, and each of its writes that ends, begins it anew.
 //!
 //! A block consists of units. Each is claimed once, in ascending order and without gaps, and all are written before a
 //! seal counts.
@@ -199,28 +199,28 @@ impl Sessions {
         Ok(())
     }
 
-    /// Whether `peer` may act on a hand-off: what a backend asks before it welcomes a sender. Binds nobody.
+    /// `peer` has proved that the hand-off is its own: it, and nobody else, may act on it from now on. Counts as
+    /// progress.
     ///
     /// # Errors
     /// `Unknown`, `Used` (over, or in quarantine), `WrongPeer` or `Expired`.
-    pub fn admits(&self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<(), Refusal> {
-        let Some(session) = self.live.get(&handoff) else {
-            return Err(if self.used.contains(handoff) { Refusal::Used } else { Refusal::Unknown });
-        };
-        if session.state == State::Aborted {
-            return Err(Refusal::Used);
+    pub fn open(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<(), Refusal> {
+        let session = self.live.get(&handoff).ok_or_else(|| self.unknown(handoff))?;
+        session.admits(session.peer.unwrap_or(peer) == peer, now)?;
+        if let Some(session) = self.live.get_mut(&handoff) {
+            session.extend(now);
+            if session.state == State::Offered {
+                (session.state, session.peer) = (State::Reserved, Some(peer));
+            }
         }
-        if session.peer.is_some_and(|bound| bound != peer) {
-            return Err(Refusal::WrongPeer);
-        }
-        if now >= session.deadline && session.state != State::Sealed { Err(Refusal::Expired) } else { Ok(()) }
+        Ok(())
     }
 
     /// Asks to write `len` bytes to a range. On success the caller may write to the returned pieces, and owes one
     /// [`Sessions::written`] or [`Sessions::failed`].
     ///
     /// # Errors
-    /// Known, not expired, opened by this peer, exact length, in range, not yet written, in order: whichever does not
+    /// Known, opened by this peer, not expired, exact length, in range, not yet written, in order: whichever does not
     /// hold.
     pub fn claim(&mut self, peer: PeerId, range: DataHeader, len: u64, now: Instant) -> Result<Pieces, Rejected> {
         let session = self.admit(peer, range.handoff, now)?;
@@ -295,11 +295,8 @@ impl Sessions {
 
     /// The sender gives up.
     pub fn cancelled_by(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Option<Ended> {
-        let session = self.live.get(&handoff)?;
-        if session.peer.is_some_and(|bound| bound != peer) {
-            return None;
-        }
-        self.abort(handoff, now)
+        let theirs = self.live.get(&handoff).is_some_and(|session| session.peer == Some(peer));
+        if theirs { self.abort(handoff, now) } else { None }
     }
 
     /// Verification succeeded. `None`: the hand-off was aborted meanwhile, so it does not count.
@@ -314,7 +311,7 @@ impl Sessions {
     /// Ends a hand-off from this side. `None` when it is already over.
     pub fn abort(&mut self, handoff: HandoffId, now: Instant) -> Option<Ended> {
         let session = self.live.get_mut(&handoff).filter(|session| session.state != State::Aborted)?;
-        if self.mutation != Mutation::None && session.mutate(self.mutation, now) {
+        if session.mutate(self.mutation, now) {
             return Some(Ended { peer: session.peer, quarantined: false });
         }
         session.state = State::Aborted;
@@ -413,21 +410,23 @@ impl Sessions {
         ids.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// Finds a hand-off that `peer` may act on, and binds it to its first peer.
+    /// Finds a hand-off that `peer` has opened.
     fn admit(&mut self, peer: PeerId, handoff: HandoffId, now: Instant) -> Result<&mut Session, Rejected> {
         let foreign = |refusal| Rejected { refusal, aborted: false };
-        match self.admits(peer, handoff, now) {
+        let session = self.live.get(&handoff).ok_or_else(|| foreign(self.unknown(handoff)))?;
+        match session.admits(session.peer == Some(peer), now) {
             Ok(()) => {}
             Err(Refusal::Expired) => return Err(self.reject(handoff, Refusal::Expired, now)),
             Err(refusal) => return Err(foreign(refusal)),
         }
         let session = self.live.get_mut(&handoff).ok_or(foreign(Refusal::Unknown))?;
         session.extend(now);
-        if session.state == State::Offered {
-            session.state = State::Reserved;
-            session.peer = Some(peer);
-        }
         Ok(session)
+    }
+
+    /// Why there is nothing of this id.
+    fn unknown(&self, handoff: HandoffId) -> Refusal {
+        if self.used.contains(handoff) { Refusal::Used } else { Refusal::Unknown }
     }
 
     fn reject(&mut self, handoff: HandoffId, refusal: Refusal, now: Instant) -> Rejected {
@@ -460,11 +459,21 @@ pub struct Pieces {
 }
 
 impl Session {
+    /// Whether the peer may act on it; `theirs`: it is the one that opened it.
+    fn admits(&self, theirs: bool, now: Instant) -> Result<(), Refusal> {
+        if self.state == State::Aborted {
+            return Err(Refusal::Used);
+        }
+        if !theirs {
+            return Err(if self.peer.is_some() { Refusal::WrongPeer } else { Refusal::Unauthenticated });
+        }
+        if now >= self.deadline && self.state != State::Sealed { Err(Refusal::Expired) } else { Ok(()) }
+    }
+
     /// What a bug does instead of, or before, an abort. Whether it is instead.
-    #[cold]
     fn mutate(&mut self, mutation: Mutation, now: Instant) -> bool {
-        let forgets = mutation == Mutation::ForgetFence && self.peer.is_some();
-        if forgets || mutation == Mutation::FreeEarly {
+        let forgets = mutation.forgets_fence() && self.peer.is_some();
+        if forgets || mutation.frees_early() {
             self.offer.owner = Arc::new(());
         }
         if forgets {

@@ -25,6 +25,13 @@ fn offered(blocks: u32) -> Setup {
     Setup { sessions, owner, now }
 }
 
+/// The same, and [`PEER`] has opened it.
+fn opened(blocks: u32) -> Setup {
+    let mut setup = offered(blocks);
+    setup.sessions.open(PEER, ID, setup.now).unwrap();
+    setup
+}
+
 fn offer(blocks: Vec<u32>, units: u8, owner: Arc<()>) -> Offer {
     Offer { blocks, block_bytes: 64, units, owner, lease: LEASE }
 }
@@ -41,6 +48,8 @@ fn refusal(result: Result<Pieces, Rejected>) -> Refusal {
 fn the_whole_way() {
     let Setup { mut sessions, owner, now } = offered(3);
     assert_eq!(sessions.state(ID), Some(State::Offered));
+    assert_eq!(sessions.open(PEER, ID, now), Ok(()));
+    assert_eq!(sessions.state(ID), Some(State::Reserved));
     assert_eq!(sessions.claim(PEER, range(1, 2), 128, now), Ok(Pieces { blocks: vec![101, 102], units: 0..1, of: 1 }));
     assert_eq!(sessions.state(ID), Some(State::Writing));
     assert_eq!(sessions.written(range(1, 2), now), None);
@@ -68,7 +77,7 @@ fn every_broken_rule_ends_the_handoff() {
         (Refusal::Incomplete, |s, now| s.seal(PEER, ID, v1::Seal::default(), now).unwrap_err()),
     ];
     for (expected, break_rule) in cases {
-        let Setup { mut sessions, owner, now } = offered(3);
+        let Setup { mut sessions, owner, now } = opened(3);
         assert_eq!(break_rule(&mut sessions, now), Rejected { refusal: expected, aborted: true });
         assert_eq!(Arc::strong_count(&owner), 1, "{expected:?}");
         assert_eq!(refusal(sessions.claim(PEER, range(0, 1), 64, now)), Refusal::Used);
@@ -77,7 +86,7 @@ fn every_broken_rule_ends_the_handoff() {
 
 #[test]
 fn exactly_once() {
-    let Setup { mut sessions, now, .. } = offered(3);
+    let Setup { mut sessions, now, .. } = opened(3);
     sessions.claim(PEER, range(0, 2), 128, now).unwrap();
     assert_eq!(refusal(sessions.claim(PEER, range(1, 1), 64, now)), Refusal::AlreadyWritten);
 }
@@ -86,6 +95,7 @@ fn exactly_once() {
 fn units_come_once_in_order_and_all() {
     let (mut sessions, owner, now) = (Sessions::new(GRACE), Arc::new(()), Instant::now());
     sessions.offer(ID, offer(vec![100, 101], 4, owner.clone()), now).unwrap();
+    sessions.open(PEER, ID, now).unwrap();
     let units = |units: Range<u8>, first, count| DataHeader { units: Units::new(units, 4), ..range(first, count) };
     let pieces = sessions.claim(PEER, units(0..2, 0, 1), 32, now);
     assert_eq!(pieces, Ok(Pieces { blocks: vec![100], units: 0..2, of: 4 }));
@@ -109,11 +119,13 @@ fn units_come_once_in_order_and_all() {
     for (expected, range, len) in broken {
         let (mut sessions, owner) = (Sessions::new(GRACE), Arc::new(()));
         sessions.offer(ID, offer(vec![100, 101], 4, owner.clone()), now).unwrap();
+        sessions.open(PEER, ID, now).unwrap();
         assert_eq!(refusal(sessions.claim(PEER, range, len, now)), expected);
         assert_eq!(Arc::strong_count(&owner), 1);
     }
     let (mut sessions, owner) = (Sessions::new(GRACE), Arc::new(()));
     sessions.offer(ID, offer(vec![100], 4, owner), now).unwrap();
+    sessions.open(PEER, ID, now).unwrap();
     sessions.claim(PEER, units(0..3, 0, 1), 48, now).unwrap();
     assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap_err().refusal, Refusal::Incomplete);
     assert_eq!(refusal(sessions.claim(PEER, units(2..4, 0, 1), 32, now)), Refusal::Used);
@@ -121,7 +133,7 @@ fn units_come_once_in_order_and_all() {
 
 #[test]
 fn whatever_the_peer_does_right_begins_the_lease_anew() {
-    let Setup { mut sessions, now, .. } = offered(2);
+    let Setup { mut sessions, now, .. } = opened(2);
     let after = |leases: u32| now + LEASE * leases / 4;
     sessions.claim(PEER, range(0, 1), 64, after(3)).unwrap();
     assert_eq!(sessions.next_timeout(), Some(after(7)));
@@ -135,7 +147,7 @@ fn whatever_the_peer_does_right_begins_the_lease_anew() {
 
 #[test]
 fn strangers_can_do_nothing() {
-    let Setup { mut sessions, now, .. } = offered(1);
+    let Setup { mut sessions, now, .. } = opened(1);
     let unknown = DataHeader { handoff: HandoffId([8; 16]), first: 0, count: 1, units: Units::ALL };
     assert_eq!(sessions.claim(PEER, unknown, 64, now), Err(Rejected { refusal: Refusal::Unknown, aborted: false }));
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
@@ -150,14 +162,14 @@ fn strangers_can_do_nothing() {
 
 #[test]
 fn an_id_is_single_use() {
-    let Setup { mut sessions, now, owner } = offered(1);
+    let Setup { mut sessions, now, owner } = opened(1);
     sessions.abort(ID, now).unwrap();
     assert_eq!(sessions.offer(ID, offer(vec![1], 1, owner), now), Err(Refusal::Used));
 }
 
 #[test]
 fn quarantine_keeps_the_owner_until_the_writer_is_done() {
-    let Setup { mut sessions, owner, now } = offered(2);
+    let Setup { mut sessions, owner, now } = opened(2);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     assert_eq!(sessions.abort(ID, now), Some(Ended { peer: Some(PEER), quarantined: true }));
     assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (2, 1));
@@ -167,7 +179,7 @@ fn quarantine_keeps_the_owner_until_the_writer_is_done() {
 
 #[test]
 fn a_writer_that_overstays_its_grace_is_to_be_cut_off_until_it_is_fenced() {
-    let Setup { mut sessions, owner, now } = offered(3);
+    let Setup { mut sessions, owner, now } = opened(3);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     sessions.abort(ID, now).unwrap();
     assert_eq!(sessions.quarantined(), Quarantined { handoffs: 1, blocks: 3 });
@@ -184,7 +196,7 @@ fn a_writer_that_overstays_its_grace_is_to_be_cut_off_until_it_is_fenced() {
 
 #[test]
 fn what_cannot_be_read_ends_its_own_handoff_only() {
-    let Setup { mut sessions, now, .. } = offered(1);
+    let Setup { mut sessions, now, .. } = opened(1);
     assert_eq!(sessions.unreadable(PEER, HandoffId([8; 16]), now).refusal, Refusal::Unknown);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     assert_eq!(sessions.unreadable(PeerId(2), ID, now), Rejected { refusal: Refusal::WrongPeer, aborted: false });
@@ -194,7 +206,7 @@ fn what_cannot_be_read_ends_its_own_handoff_only() {
 
 #[test]
 fn fencing_a_peer_ends_its_handoffs_and_quarantine() {
-    let Setup { mut sessions, owner, now } = offered(2);
+    let Setup { mut sessions, owner, now } = opened(2);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     sessions.abort(ID, now).unwrap();
     assert_eq!(sessions.fence(PeerId(2), now), vec![]);
@@ -203,7 +215,7 @@ fn fencing_a_peer_ends_its_handoffs_and_quarantine() {
     assert_eq!((Arc::strong_count(&owner), sessions.quarantined().handoffs), (1, 0));
     assert_eq!(sessions.written(range(0, 1), now), None, "a late completion is harmless");
 
-    let Setup { mut sessions, owner, now } = offered(2);
+    let Setup { mut sessions, owner, now } = opened(2);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     assert_eq!(sessions.fence(PEER, now), vec![ID]);
     assert_eq!(Arc::strong_count(&owner), 1);
@@ -222,7 +234,7 @@ fn withdrawn_tickets_end_what_nobody_has_opened() {
 
 #[test]
 fn a_sealed_handoff_needs_its_peer_no_more() {
-    let Setup { mut sessions, owner, now } = offered(1);
+    let Setup { mut sessions, owner, now } = opened(1);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     sessions.written(range(0, 1), now);
     sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap().expect("whole");
@@ -231,7 +243,7 @@ fn a_sealed_handoff_needs_its_peer_no_more() {
     assert_eq!((sessions.state(ID), Arc::strong_count(&owner)), (Some(State::Sealed), 2));
     assert_eq!(sessions.verified(ID), Some(PEER));
 
-    let Setup { mut sessions, owner, now } = offered(1);
+    let Setup { mut sessions, owner, now } = opened(1);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     assert_eq!(sessions.lost_by(PeerId(2), ID, now), None);
     assert_eq!(sessions.lost_by(PEER, ID, now), Some(Ended { peer: Some(PEER), quarantined: true }));
@@ -240,12 +252,12 @@ fn a_sealed_handoff_needs_its_peer_no_more() {
 
 #[test]
 fn expiry_ends_what_is_late_but_not_what_is_being_verified() {
-    let Setup { mut sessions, owner, now } = offered(1);
+    let Setup { mut sessions, owner, now } = opened(1);
     assert!(sessions.expire(now).is_empty());
     assert_eq!(sessions.expire(now + LEASE).len(), 1);
     assert_eq!(Arc::strong_count(&owner), 1);
 
-    let Setup { mut sessions, now, .. } = offered(1);
+    let Setup { mut sessions, now, .. } = opened(1);
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
     sessions.written(range(0, 1), now);
     sessions.seal(PEER, ID, v1::Seal::default(), now).unwrap().expect("complete");
@@ -281,7 +293,7 @@ proptest! {
     /// arrival means that all blocks were written.
     #[test]
     fn random_schedules_keep_the_invariants(steps in prop::collection::vec(any_step(), 0..60)) {
-        let Setup { mut sessions, owner, now } = offered(5);
+        let Setup { mut sessions, owner, now } = opened(5);
         let (mut claimed, mut writing, mut written) = (HashSet::new(), Vec::new(), 0);
         for step in steps {
             let mut arrived = None;
@@ -336,17 +348,23 @@ proptest! {
 }
 
 #[test]
-fn who_may_open_a_handoff_is_known_before_its_first_frame() {
+fn only_who_opened_a_handoff_may_act_on_it() {
     let Setup { mut sessions, now, .. } = offered(2);
-    assert_eq!(sessions.admits(PEER, HandoffId([8; 16]), now), Err(Refusal::Unknown));
-    assert_eq!(sessions.admits(PEER, ID, now), Ok(()));
-    assert_eq!(sessions.state(ID), Some(State::Offered), "it binds nobody");
-    assert_eq!(sessions.admits(PEER, ID, now + LEASE), Err(Refusal::Expired));
+    let foreign = |refusal| Rejected { refusal, aborted: false };
+    assert_eq!(sessions.claim(PEER, range(0, 1), 64, now), Err(foreign(Refusal::Unauthenticated)));
+    assert_eq!(sessions.keep_alive(PEER, ID, now), Err(foreign(Refusal::Unauthenticated)));
+    assert_eq!(sessions.seal(PEER, ID, v1::Seal::default(), now), Err(foreign(Refusal::Unauthenticated)));
+    assert_eq!(sessions.cancelled_by(PEER, ID, now), None);
+    assert_eq!(sessions.state(ID), Some(State::Offered), "none of it counts");
+    assert_eq!(sessions.next_timeout(), Some(now + LEASE));
+    assert_eq!(sessions.open(PEER, HandoffId([8; 16]), now), Err(Refusal::Unknown));
+    assert_eq!(sessions.open(PEER, ID, now + LEASE), Err(Refusal::Expired));
+    assert_eq!(sessions.open(PEER, ID, now), Ok(()));
+    assert_eq!(sessions.open(PEER, ID, now), Ok(()), "again");
+    assert_eq!(sessions.open(PeerId(2), ID, now), Err(Refusal::WrongPeer));
     sessions.claim(PEER, range(0, 1), 64, now).unwrap();
-    assert_eq!(sessions.admits(PeerId(2), ID, now), Err(Refusal::WrongPeer));
-    assert_eq!(sessions.admits(PEER, ID, now), Ok(()));
     sessions.abort(ID, now).unwrap();
-    assert_eq!(sessions.admits(PEER, ID, now), Err(Refusal::Used), "in quarantine");
+    assert_eq!(sessions.open(PEER, ID, now), Err(Refusal::Used), "in quarantine");
     sessions.written(range(0, 1), now);
-    assert_eq!(sessions.admits(PEER, ID, now), Err(Refusal::Used), "over");
+    assert_eq!(sessions.open(PEER, ID, now), Err(Refusal::Used), "over");
 }

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, Incarnation, v1};
 
+use crate::joints::Joints;
+
 /// One connection or endpoint of a backend; a reconnected peer is another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
@@ -15,7 +17,7 @@ pub type BlockOwner = Arc<dyn Any + Send + Sync>;
 
 /// Permission to fill blocks, once.
 pub struct Grant {
-    /// Random, single use: knowing it is the permission.
+    /// Random, single use. The permission is the key that the ticket has beside it.
     pub handoff: HandoffId,
     /// Who will send.
     pub prefill_incarnation: Incarnation,
@@ -123,6 +125,8 @@ pub struct CheckedTicket {
     pub blocks: u32,
     /// Pieces that a block may be sent in.
     pub units: u8,
+    /// Of the receiver's blocks.
+    pub joints: Joints,
     /// From now on, and from each frame on.
     pub lease: Duration,
 }

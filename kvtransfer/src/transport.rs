@@ -6,7 +6,9 @@
 //!
 //! **Receiving.** The backend owns an [`Arc<Registry>`](crate::registry::Registry), made with an
 //! [`PeerLink`](crate::registry::PeerLink) that can send a header to a peer without blocking, and end its connection.
-//! `Transport::accept` is `Incoming::accept(registry, grant, info, address)`. For each frame of a peer (a
+//! `Transport::accept` is `Incoming::accept(registry, grant, info, address)`. A sender opens its hand-off by a hello
+//! (`handshake.rs`): `registry.authenticate(hello)` first, which costs nobody anything, then whatever the backend needs
+//! to know the peer, then `registry.open(peer, authenticated)`; answer with the welcome. For each frame of a peer (a
 //! [`PeerId`](crate::terms::PeerId) of the backend's choice, one per connection or endpoint, never reused):
 //!
 //! - data: `registry.claim(peer, header, payload_len)`. `Ok(claim)`: write the payload to `claim.runs()` of the arena,
@@ -22,7 +24,8 @@
 //! While a `Claim` lives, its blocks stay out of the pool, whatever happens to the hand-off.
 //!
 //! **Sending.** The backend owns an [`Arc<PendingAnswers>`](crate::outgoing::PendingAnswers). `Transport::open` checks
-//! the ticket with [`check_ticket`], finds or makes the connection, and returns
+//! the ticket with [`read_ticket`], finds or makes the connection, says hello with the ticket's [`Secret`], checks the
+//! welcome, and returns
 //! `Outgoing::new(link, pending.register(peer, handoff)?, ..)` where `link` is its
 //! [`SendLink`](crate::outgoing::SendLink). An answer frame goes to `pending.answer(peer, handoff, answer)`, a lost
 //! peer to `pending.peer_gone(peer, why)` (a peer lost before `register` is the backend's to notice).
@@ -31,6 +34,7 @@
 //! Everything else (waiting, deadlines, verification, coalescing, counters, cancellation by `Drop`) is common.
 //! A backend joins the conformance suite by one constructor in `tests/conformance.rs`.
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -39,7 +43,9 @@ use tandem_proto::{HandoffId, Incarnation, v1};
 use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::Secret;
 use crate::incoming::Incoming;
+use crate::joints::Joints;
 use crate::outgoing::Outgoing;
 use crate::terms::{CheckedTicket, Grant};
 
@@ -70,7 +76,25 @@ pub trait Transport: Send + Sync {
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>>;
 }
 
-/// Checks of a ticket that every backend's `open` makes before it connects.
+/// What every backend's `open` does with a ticket before it connects: a refused one is counted.
+///
+/// # Errors
+/// Those of [`check_ticket`] and [`Secret::of`], and of `address`, which reads the backend's own part.
+pub fn read_ticket<A>(
+    ticket: &v1::Ticket,
+    ours: &v1::TransportInfo,
+    arena: &Arena,
+    counters: &Counters,
+    address: impl FnOnce(&[u8]) -> Result<A, TransferError>,
+) -> Result<(CheckedTicket, Secret, A), TransferError> {
+    let read = || {
+        let checked = check_ticket(ticket, ours, arena)?;
+        Ok((checked, Secret::of(ticket)?, address(&ticket.address)?))
+    };
+    read().inspect_err(|_| _ = counters.rejected_tickets.fetch_add(1, Relaxed))
+}
+
+/// Checks of a ticket that do not depend on the backend.
 ///
 /// # Errors
 /// `Incompatible` when transport builds or block sizes differ, `Io` for a ticket that cannot be one.
@@ -104,7 +128,8 @@ pub fn check_ticket(
     let handoff = HandoffId::from_wire(&ticket.handoff_id)
         .map_err(|error| TransferError::new(TransferErrorKind::Io, error.message))?;
     let lease = Duration::from_millis(u64::from(ticket.lease_ms));
-    Ok(CheckedTicket { handoff, blocks: ticket.blocks, units, lease })
+    let joints = Joints::parse(&ticket.joints, ticket.blocks)?;
+    Ok(CheckedTicket { handoff, blocks: ticket.blocks, units, joints, lease })
 }
 
 /// Checks of a ticket that the sending node makes, which alone knows who it is.

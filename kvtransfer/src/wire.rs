@@ -34,7 +34,7 @@ const COPIED: u8 = 9;
 /// A frame without its payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Header {
-    /// First frame of a connection; payload: build id.
+    /// First frame of a connection, or of a hand-off; payload: `handshake.rs`.
     Hello {
         /// Must equal ours.
         protocol: u32,
@@ -47,9 +47,11 @@ pub enum Header {
     Cancel(HandoffId),
     /// The receiver's answer; no payload.
     Answer(HandoffId, Answer),
-    /// The receiver knows where the frames of a hand-off come from: they may be sent now; no payload. Only backends
-    /// whose frames may overtake each other have it.
+    /// The receiver knows whose the frames of a hand-off are: they may be sent now; payload: its proof of that.
     Welcome(HandoffId),
+    /// Another hand-off is this connection's, too; payload: the sender's proof of that. Of the tcp backend, whose
+    /// connections are of many hand-offs.
+    Join(HandoffId),
     /// The sender is still there: the lease begins anew; no payload.
     KeepAlive(HandoffId),
     /// A welcome of a receiver that copies out of the sender's memory itself: announce instead of sending; no payload.
@@ -138,6 +140,7 @@ impl Header {
             Self::Welcome(handoff) => (6, handoff, 0, 0),
             Self::KeepAlive(handoff) => (7, handoff, 0, 0),
             Self::WillCopy(handoff) => (10, handoff, 0, 0),
+            Self::Join(handoff) => (11, handoff, 0, 0),
         };
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -168,7 +171,7 @@ impl Header {
         }
         let range = DataHeader { handoff, first: a, count: b, units };
         let header = match kind {
-            0 if b == 0 => Self::Hello { protocol: a },
+            0 if b == 0 && handoff == HandoffId([0; 16]) => Self::Hello { protocol: a },
             DATA => Self::Data(range),
             2 => Self::Seal(handoff),
             3 => Self::Cancel(handoff),
@@ -179,6 +182,7 @@ impl Header {
             READY => Self::Ready(range),
             COPIED => Self::Copied(range),
             10 => Self::WillCopy(handoff),
+            11 => Self::Join(handoff),
             _ => return None,
         };
         Some(header)
@@ -236,8 +240,9 @@ mod tests {
             id.clone().prop_map(Header::Cancel),
             id.clone().prop_map(Header::Welcome),
             id.clone().prop_map(Header::KeepAlive),
+            id.clone().prop_map(Header::Join),
             id.clone().prop_map(|id| Header::Answer(id, Answer::Ack)),
-            (id, 0u32..18, any::<u32>())
+            (id, 0u32..20, any::<u32>())
                 .prop_map(|(id, code, detail)| Header::Answer(id, Answer::Refused(Refusal::from_wire(code, detail)))),
         ]
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use suite::{Pair, arena, shareable_arena};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
-use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::tcp::{Protection, TcpConfig, TcpTransport};
 use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{Arena, Faults, Transport};
@@ -25,9 +25,17 @@ fn mem(block_bytes: usize, send: Faults) -> Option<Pair> {
 }
 
 fn tcp(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    sockets(Protection::Bound, block_bytes, faults)
+}
+
+fn tcp_encrypted(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    sockets(Protection::Encrypted, block_bytes, faults)
+}
+
+fn sockets(protection: Protection, block_bytes: usize, faults: Faults) -> Option<Pair> {
     let bind = |arena, faults| {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        TcpTransport::bind(address, arena, TcpConfig { faults, ..TcpConfig::default() }).expect("bind")
+        TcpTransport::bind(address, arena, TcpConfig { faults, protection, ..TcpConfig::default() }).expect("bind")
     };
     let (from, to) = (arena(block_bytes), arena(block_bytes));
     let sender = bind(from.clone(), faults);
@@ -101,4 +109,4 @@ macro_rules! conformance {
     };
 }
 
-conformance!(mem tcp ucx_shm ucx_one_copy ucx_tcp);
+conformance!(mem tcp tcp_encrypted ucx_shm ucx_one_copy ucx_tcp);

@@ -1,7 +1,7 @@
 //! Writes that do not end: the blocks of an abandoned hand-off stay away from everybody until the writer has ended, and
 //! a writer that overstays its grace is cut off. Processes that are stopped in the middle are in `ucx_fault.rs`.
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use tandem_kvtransfer::mem::{Fate, Frame, MemFaults, MemNetwork, MemTransport, Weather, Window};
+use tandem_kvtransfer::tcp::stranger::Stranger;
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::wire::{DataHeader, Header, Units};
 use tandem_kvtransfer::{Arena, Counters, Grant, Held, Incoming, TransferErrorKind, Transport};
@@ -95,17 +96,12 @@ async fn a_stalled_copy_over_mem() {
 async fn a_range_that_trickles_in_over_tcp() {
     let config = TcpConfig { grace: GRACE, ..TcpConfig::default() };
     let receiver = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena(), config).expect("bind");
-    let address: SocketAddr = String::from_utf8(receiver.address()).expect("text").parse().expect("address");
     let counters = receiver.counters();
     let (incoming, freed) = accept(&*receiver);
-    let mut stream = TcpStream::connect(address).expect("connect");
-    let build = receiver.info().build_id.into_bytes();
+    let mut stranger = Stranger::connect(&incoming.ticket(), PROMPT).expect("welcome");
     let range = DataHeader { handoff: ID, first: 0, count: 2, units: Units::ALL };
-    let mut said = [Header::hello().encode().as_slice(), &(build.len() as u64).to_le_bytes(), &build].concat();
-    said.extend_from_slice(&Header::Data(range).encode());
-    said.extend_from_slice(&(2 * BLOCK_BYTES as u64).to_le_bytes());
-    stream.write_all(&said).expect("it reads");
-    stream.read_exact(&mut vec![0; 40 + build.len()]).expect("its hello");
+    stranger.send_head(&Header::Data(range).encode(), 2 * BLOCK_BYTES as u64).expect("it reads");
+    let mut stream = stranger.into_socket();
     // Until it hangs up: every 50 ms, paced by the wait for an answer that does not come.
     stream.set_read_timeout(Some(Duration::from_millis(50))).expect("timeout");
     let trickling = std::thread::spawn(move || {

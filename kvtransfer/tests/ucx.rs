@@ -97,7 +97,7 @@ async fn an_address_of_another_key_is_refused_before_ucx_sees_it() {
     let ticket = receiver.accept(grant(1, vec![0])).expect("accept").ticket();
     let refused = sender.open(&ticket).await.err().expect("refused");
     assert_eq!(refused.kind, TransferErrorKind::BadAddress(AddressError::Tag));
-    assert_eq!(sender.counters().rejected_ticket_addresses.load(Relaxed), 1);
+    assert_eq!(sender.counters().rejected_tickets.load(Relaxed), 1);
 }
 
 /// What a stranger who knows an honest address, and not the key, makes of it.
@@ -134,6 +134,6 @@ async fn five_thousand_garbled_tickets_are_refused_and_honest_ones_beside_them_s
         let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
         assert_eq!((receipt.expect("receipt").blocks, verified.expect("verified").blocks), (2, 2));
     }
-    assert_eq!(sender.counters().rejected_ticket_addresses.load(Relaxed), 5000);
+    assert_eq!(sender.counters().rejected_tickets.load(Relaxed), 5000);
     assert_eq!(sender.counters().lost_peers.load(Relaxed), 0);
 }

@@ -253,7 +253,7 @@ fn report(who: &str, way: Way, mut notices: Vec<Duration>) {
     notices.sort();
     let (kills, worst) = (notices.len(), notices.last().copied().unwrap_or_default());
     let median = notices.get(kills / 2).copied().unwrap_or_default();
-    println!("{way}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst); 0 canaries touched");
+    println!("{way}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst)");
 }
 
 /// Of each fault.
@@ -290,7 +290,8 @@ async fn received(transport: &UcxTransport, bytes: u64) {
             tokio::task::yield_now().await;
         }
     };
-    assert!(tokio::time::timeout(BOUND, some).await.is_ok(), "stuck: {counters:?}");
+    // Not what is bounded here: a machine that is busy with other things moves little.
+    assert!(tokio::time::timeout(LEASE, some).await.is_ok(), "stuck: {counters:?}");
 }
 
 /// The other process.

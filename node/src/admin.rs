@@ -101,9 +101,10 @@ fn requests(text: &mut Text, node: &Node) {
 
 fn handoffs(text: &mut Text, node: &Node) {
     let counters = node.transport.counters();
-    let info = node.transport.info();
-    text.family("tandem_kv_transport_info", "gauge", "The KV transport in use.");
-    text.sample(&[("backend", &info.backend), ("name", &info.name)], 1.0);
+    text.family("tandem_kv_transport_info", "gauge", "The KV transports that this node offers.");
+    for info in node.transport.infos() {
+        text.sample(&[("backend", &info.backend), ("name", &info.name)], 1.0);
+    }
     text.family("tandem_handoffs_total", "counter", "KV hand-offs, by what became of them.");
     for (state, count) in [
         ("sent", &counters.sent_handoffs),
@@ -145,10 +146,10 @@ fn handoffs(text: &mut Text, node: &Node) {
     text.family(
         "tandem_kv_rejected_addresses_total",
         "counter",
-        "KV addresses refused before they were used, by where they came from.",
+        "Tickets and hellos refused before anything that they say was used.",
     );
-    text.sample(&[("from", "ticket")], counters.rejected_ticket_addresses.load(Relaxed) as f64);
-    text.sample(&[("from", "hello")], counters.rejected_hello_addresses.load(Relaxed) as f64);
+    text.sample(&[("from", "ticket")], counters.rejected_tickets.load(Relaxed) as f64);
+    text.sample(&[("from", "hello")], counters.rejected_hellos.load(Relaxed) as f64);
     text.family("tandem_kv_dropped_frames_total", "counter", "KV frames for which there was no room.");
     text.sample(&[], counters.dropped_frames.load(Relaxed) as f64);
     text.family("tandem_kv_lost_peers_total", "counter", "KV peers lost.");

@@ -1,5 +1,5 @@
 //! The command line of a node, resolved once. Nothing else in a node reads flags or the environment.
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use tandem_telemetry::{Collector, LogFormat};
 use tonic::transport::Endpoint;
 
 use crate::kv_memory::KvMemory;
+use crate::kv_transport::{KvTransportArgs, KvTransportConfig, address_toward};
 use crate::processor;
 
 /// Flags that both roles have.
@@ -27,9 +28,10 @@ pub struct NodeArgs {
     /// File with the cluster's secret, the same on router and nodes: only calls that carry it are answered.
     #[arg(long, value_name = "FILE")]
     pub join_token_file: Option<PathBuf>,
-    /// Where to serve gRPC; port 0 takes a free one.
-    #[arg(long, default_value = "127.0.0.1:0")]
-    pub listen: SocketAddr,
+    /// Where to serve gRPC; port 0 takes a free one [default: a free port of the address from which the router is
+    /// reached]
+    #[arg(long)]
+    pub listen: Option<SocketAddr>,
     /// Host, or host:port, under which the router reaches --listen, when that listens on all interfaces or behind
     /// another port.
     #[arg(long, value_name = "HOST[:PORT]")]
@@ -99,35 +101,15 @@ pub struct NodeArgs {
     /// machines share f32.
     #[arg(long, value_enum, default_value_t = ArithmeticArg::Auto)]
     pub arithmetic: ArithmeticArg,
-    /// How KV travels between nodes. That of a GPU is staged through main memory, and takes tcp unless ucx is asked
-    /// for.
-    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
-    pub transport: TransportArg,
-    /// What UCX may use.
-    #[arg(long, value_enum, default_value_t = UcxProfileArg::Shm)]
-    pub ucx_profile: UcxProfileArg,
-    /// Folder of libucp.so.0, instead of the system's.
-    #[arg(long)]
-    pub ucx_lib_dir: Option<PathBuf>,
+    /// How KV travels.
+    #[command(flatten)]
+    pub kv_transport: KvTransportArgs,
     /// A step of the engine that takes longer hangs: the node ends, and its supervisor starts it again.
     #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_step_ms: u32,
     /// How long running requests may take to end after SIGTERM.
     #[arg(long, default_value_t = 30_000)]
     pub drain_ms: u32,
-    /// A peer that neither takes nor sends anything for so long in the middle of a KV transfer is lost.
-    #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(100..=600_000))]
-    pub kv_stall_ms: u32,
-    /// A peer whose hand-off was aborted may write for so long before it is fenced by force; until then the blocks are
-    /// in quarantine.
-    #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(10..=600_000))]
-    pub kv_grace_ms: u32,
-    /// Where the tcp transport listens.
-    #[arg(long, default_value = "127.0.0.1:0")]
-    pub kv_listen: SocketAddr,
-    /// Address under which other nodes reach --kv-listen, when that listens on all interfaces or behind another port.
-    #[arg(long, value_name = "HOST:PORT")]
-    pub kv_advertise: Option<String>,
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
     pub log_format: LogFormat,
@@ -200,28 +182,6 @@ pub enum ArithmeticArg {
     Bf16,
 }
 
-/// `--transport`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum TransportArg {
-    /// UCX where its library is, else tcp with a warning.
-    Auto,
-    /// UCX, or fail.
-    Ucx,
-    /// Plain sockets.
-    Tcp,
-}
-
-/// `--ucx-profile`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum UcxProfileArg {
-    /// Shared memory of one host.
-    Shm,
-    /// For development only: whoever reaches the port can write into memory.
-    Tcp,
-    /// RDMA network cards.
-    Rdma,
-}
-
 /// Resolved configuration.
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
@@ -270,21 +230,9 @@ pub struct NodeConfig {
     /// In which numbers they compute.
     pub arithmetic: ArithmeticChoice,
     /// How KV travels.
-    pub transport: TransportArg,
-    /// What UCX may use.
-    pub ucx_profile: UcxProfileArg,
-    /// Where libucp is.
-    pub ucx_lib_dir: Option<PathBuf>,
+    pub kv_transport: KvTransportConfig,
     /// For running requests after SIGTERM.
     pub drain_timeout: Duration,
-    /// A peer that is silent for so long in mid-transfer is lost.
-    pub kv_stall: Duration,
-    /// A peer may write so long into an aborted hand-off.
-    pub kv_grace: Duration,
-    /// Where the tcp transport listens.
-    pub kv_listen: SocketAddr,
-    /// Replaces `kv_listen` in tickets.
-    pub kv_advertise: Option<String>,
     /// Who gets spans, log lines and metrics.
     pub collector: Collector,
     /// Given name.
@@ -320,16 +268,19 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, a join token that cannot be read, or `--listen` on all interfaces without
-    /// `--advertise-host`.
+    /// A router address that is none, a join token that cannot be read, `--listen` on all interfaces without
+    /// `--advertise-host`, or flags of the KV transports that do not go together.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let router = endpoint(&self.router)?;
-        if self.listen.ip().is_unspecified() && self.advertise_host.is_none() {
-            bail!(
-                "--listen {} is on all interfaces: say by --advertise-host under which name it is reached",
-                self.listen
-            );
+        let toward_router = match router.uri().host() {
+            Some(host) => address_toward(host, router.uri().port_u16().unwrap_or(80)),
+            None => Ipv4Addr::LOCALHOST.into(),
+        };
+        let listen = self.listen.unwrap_or(SocketAddr::new(toward_router, 0));
+        if listen.ip().is_unspecified() && self.advertise_host.is_none() {
+            bail!("--listen {listen} is on all interfaces: say by --advertise-host under which name it is reached");
         }
+        let kv_transport = self.kv_transport.resolve(toward_router, std::env::vars())?;
         let model = match self.model {
             Some(path) if !self.simulated => ModelSource::File(path),
             in_place_of => ModelSource::Simulated {
@@ -350,7 +301,7 @@ impl NodeArgs {
             role,
             router,
             join: self.join_token_file.as_deref().map(JoinToken::load).transpose()?,
-            listen: self.listen,
+            listen,
             advertise_host: self.advertise_host,
             admin: self.admin,
             model,
@@ -386,14 +337,8 @@ impl NodeArgs {
                 ArithmeticArg::F32 => ArithmeticChoice::F32,
                 ArithmeticArg::Bf16 => ArithmeticChoice::Bf16,
             },
-            transport: self.transport,
-            ucx_profile: self.ucx_profile,
-            ucx_lib_dir: self.ucx_lib_dir,
+            kv_transport,
             drain_timeout: Duration::from_millis(self.drain_ms.into()),
-            kv_stall: Duration::from_millis(self.kv_stall_ms.into()),
-            kv_grace: Duration::from_millis(self.kv_grace_ms.into()),
-            kv_listen: self.kv_listen,
-            kv_advertise: self.kv_advertise,
             collector: self.collector,
             node_id: self.node_id,
             clock_offset_ms: self.debug_clock_offset_ms,

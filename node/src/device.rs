@@ -109,7 +109,10 @@ impl Beside {
     /// Which of them does not go with a GPU.
     fn obstacle(self) -> Option<String> {
         if self.kv_dtype != KvDtype::Bf16 {
-            return Some("on a GPU the KV arena is bf16; leave --kv-dtype out".to_owned());
+            let name = self.kv_dtype.name();
+            return Some(format!(
+                "on a GPU there is no {name} KV, only bf16; leave --kv-dtype out or use --device cpu"
+            ));
         }
         if self.isa != IsaChoice::Auto || self.arithmetic != ArithmeticChoice::Auto {
             return Some("--isa and --arithmetic choose the kernels of the processor; leave them out".to_owned());
@@ -178,7 +181,8 @@ mod tests {
     #[test]
     fn flags_of_the_processors_kernels_do_not_go_with_a_gpu() {
         let int8 = Beside { kv_dtype: KvDtype::Int8, ..USUAL };
-        assert!(refused(Cuda(None), int8, &three).contains("--kv-dtype"));
+        let why = refused(Cuda(None), int8, &three);
+        assert!(why.contains("no int8 KV") && why.contains("--kv-dtype") && why.contains("--device cpu"), "{why}");
         let isa = Beside { isa: IsaChoice::Portable, ..USUAL };
         let f32 = Beside { arithmetic: ArithmeticChoice::F32, ..USUAL };
         for beside in [isa, f32] {

@@ -1,7 +1,8 @@
 //! What every node process does whatever its role. The roles' own work (prefill, decode) is in their binaries; the
 //! `main.rs` there is the life of a process and names these parts in order:
 //!
-//! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena.
+//! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena;
+//!   [`kv_transport`]: how KV travels; [`reach`]: to whom.
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work;
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
 //!   that share a core warm up in turns.
@@ -27,9 +28,11 @@ pub mod figures;
 pub mod handoffs;
 pub mod kv_feed;
 pub mod kv_memory;
+pub mod kv_transport;
 pub mod membership;
 pub mod node;
 pub mod processor;
+pub mod reach;
 pub mod request;
 pub mod serve;
 pub mod tasks;

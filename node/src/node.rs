@@ -12,17 +12,13 @@ use tandem_engine::memory::MemoryFiles;
 use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, SimulatedExecutor, StepCost};
 use tandem_kvtransfer::Faults;
 use tandem_kvtransfer::error::TransferError;
-use tandem_kvtransfer::select::{TransportConfig, TransportKind, select};
-use tandem_kvtransfer::tcp::TcpConfig;
-use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile};
-use tandem_kvtransfer::{Arena, Transport};
-use tandem_memory::Place;
+use tandem_kvtransfer::{Arena, Transports};
 use tandem_ports::JoinGuard;
 use tandem_proto::v1::{self, Role};
 use tandem_proto::{Incarnation, TraceState};
 use tandem_telemetry::{Exporter, clock};
 
-use crate::config::{ModelSource, NodeConfig, TransportArg, UcxProfileArg};
+use crate::config::{ModelSource, NodeConfig};
 use crate::device::{self, Beside, Target};
 use crate::figures::Figures;
 use crate::handoffs::Handoffs;
@@ -42,7 +38,7 @@ pub struct Node {
     /// The engine's KV memory, as the transport sees it.
     pub arena: Arc<Arena>,
     /// Moves KV.
-    pub transport: Arc<dyn Transport>,
+    pub transport: Transports,
     /// Where spans go.
     pub spans: SpanSink,
     /// Calls in flight.
@@ -78,7 +74,7 @@ pub struct Parts {
     /// The engine's.
     pub arena: Arc<Arena>,
     /// Over `arena`.
-    pub transport: Arc<dyn Transport>,
+    pub transport: Transports,
     /// Where spans go.
     pub exporter: Exporter,
     /// With the limit of calls, and where they run.
@@ -129,16 +125,17 @@ impl Node {
     /// # Errors
     /// The model cannot be served, the asked-for transport is not there, or the OTLP endpoint is no URL.
     pub async fn start(config: &NodeConfig, faults: Faults) -> anyhow::Result<Arc<Self>> {
-        Self::start_with(config, |arena| select(transport(config, faults, arena.memory().place()), arena)).await
+        let open = |arena| config.kv_transport.start(&arena, config.join.as_ref(), faults);
+        Self::start_with(config, open).await
     }
 
     /// As [`Node::start`], over the transport that `open` gives: nodes of one process can share a `MemNetwork`.
     ///
     /// # Errors
     /// The model cannot be served, `open` fails, or the OTLP endpoint is no URL.
-    pub async fn start_with(
+    pub async fn start_with<T: Into<Transports>>(
         config: &NodeConfig,
-        open: impl FnOnce(Arc<Arena>) -> Result<Arc<dyn Transport>, TransferError>,
+        open: impl FnOnce(Arc<Arena>) -> Result<T, TransferError>,
     ) -> anyhow::Result<Arc<Self>> {
         if config.clock_offset_ms != 0 {
             clock::shift(i64::from(config.clock_offset_ms) * 1_000_000);
@@ -176,7 +173,7 @@ impl Node {
         );
         warm_up(&engine, config, target).await?;
         let arena = Arena::new(engine.memory(), engine.spec().block_bytes, engine.spec().layers);
-        let transport = open(arena.clone()).context("no KV transport")?;
+        let transport = open(arena.clone()).context("no KV transport")?.into();
         Ok(Self::of(Parts {
             role: config.role,
             node_id,
@@ -244,7 +241,7 @@ impl Node {
             model_digest: spec.model_digest,
             model_name: spec.model_name.clone(),
             endpoint,
-            transport: Some(self.transport.info()),
+            transports: self.transport.infos(),
             total_blocks: count(spec.total_blocks),
             block_tokens: count(spec.block_tokens),
             max_context_tokens: count(spec.max_context_tokens),
@@ -381,32 +378,4 @@ fn scheduler(config: &NodeConfig) -> SchedulerConfig {
         prefix_caching: config.prefix_caching,
         speculate: config.speculate,
     }
-}
-
-fn transport(config: &NodeConfig, faults: Faults, kv: Place<'_>) -> TransportConfig {
-    let kind = match (config.transport, kv) {
-        (TransportArg::Auto, Place::Host(_)) => TransportKind::Auto,
-        (TransportArg::Auto, Place::Cuda { .. }) => {
-            tracing::info!(
-                "KV of a GPU is staged through main memory and travels over tcp: the ucx transport of this \
-                            version moves main memory only"
-            );
-            TransportKind::Tcp
-        }
-        (TransportArg::Ucx, _) => TransportKind::Ucx,
-        (TransportArg::Tcp, _) => TransportKind::Tcp,
-    };
-    let profile = match config.ucx_profile {
-        UcxProfileArg::Shm => UcxProfile::Shm,
-        UcxProfileArg::Tcp => UcxProfile::Tcp,
-        UcxProfileArg::Rdma => UcxProfile::Rdma,
-    };
-    let (stall_timeout, grace) = (config.kv_stall, config.kv_grace);
-    let lib_dir = config.ucx_lib_dir.clone();
-    // Addresses that nodes of this cluster made, and nobody else: without a token anybody could have.
-    let address_key = config.join.as_ref().map_or([0; 32], |join| join.derive("tandem kv addresses"));
-    let ucx = UcxConfig { lib_dir, stall_timeout, grace, faults, address_key, ..UcxConfig::new(profile) };
-    let advertise = config.kv_advertise.clone();
-    let tcp = TcpConfig { stall_timeout, grace, faults, advertise, ..TcpConfig::default() };
-    TransportConfig { kind, ucx, tcp_listen: config.kv_listen, tcp }
 }

@@ -140,7 +140,7 @@ impl Running {
             std::io::stdout(),
             "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",
             role_name(node.role),
-            node.transport.info().name,
+            node.transport.names(),
             node.target,
             node.incarnation()
         )

@@ -297,6 +297,7 @@ impl Pushing<'_> {
         };
         let prompt_tokens = index(self.sender.request.prompt.len());
         let seal = Seal {
+            compatibility_digest: self.sender.node.engine.spec().compatibility_digest,
             handoff_id: self.ticket.handoff_id.clone(),
             prefill_incarnation: self.ticket.prefill_incarnation,
             decode_incarnation: self.ticket.decode_incarnation,
@@ -316,7 +317,8 @@ impl Pushing<'_> {
         self.trace.attr("tandem.kv.blocks_reused", self.held);
         self.trace.attr("tandem.kv.bytes", receipt.bytes);
         self.trace.attr("tandem.kv.descriptors", receipt.descriptors);
-        self.trace.attr("tandem.kv.transport", self.sender.node.transport.info().name);
+        let transport = self.ticket.transport.as_ref();
+        self.trace.attr("tandem.kv.transport", transport.map_or("", |transport| &transport.name));
         self.trace.attr("tandem.kv.post_ms", ms(receipt.post));
         self.trace.attr("tandem.kv.hidden_ms", ms(receipt.elapsed.saturating_sub(exposed)));
         self.trace.attr("tandem.kv.exposed_ms", ms(exposed));

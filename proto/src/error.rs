@@ -1,5 +1,6 @@
 //! One error for what crosses a process border, shaped by what the caller does next, and its one mapping to gRPC.
 //! HTTP's mapping stands in the router's `http` module.
+use std::collections::HashMap;
 use std::time::Duration;
 
 use tonic::{Code, Status};
@@ -50,6 +51,27 @@ pub const ERROR_KINDS: [ErrorKind; 12] = [
     ErrorKind::Internal,
 ];
 
+/// What programs tell apart within a kind, by the names that OpenAI's API has for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorCode {
+    /// Prompt and answer have more tokens than the model's context: a shorter request may pass.
+    ContextLengthExceeded,
+    /// The key's own rate, not the cluster's load.
+    RateLimitExceeded,
+}
+
+impl ErrorCode {
+    const ALL: [Self; 2] = [Self::ContextLengthExceeded, Self::RateLimitExceeded];
+
+    /// As HTTP's `error.code` and gRPC's `google.rpc.ErrorInfo.reason` have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ContextLengthExceeded => "context_length_exceeded",
+            Self::RateLimitExceeded => "rate_limit_exceeded",
+        }
+    }
+}
+
 /// An error that a client or another process sees. `message` says what happened, to what, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -60,6 +82,8 @@ pub struct Error {
     pub message: String,
     /// The request field that is wrong, where there is one.
     pub param: Option<&'static str>,
+    /// For programs, where the kind does not say enough.
+    pub code: Option<ErrorCode>,
     /// Of `Overloaded`: when it is worth another try; [`RETRY_AFTER`] where nobody can tell.
     pub retry_after: Option<Duration>,
 }
@@ -68,18 +92,44 @@ pub struct Error {
 /// `google.rpc.PreconditionFailure` violation.
 const DECLARED_DEAD: &str = "INCARNATION_DECLARED_DEAD";
 
+/// Whose [`ErrorCode`] an `ErrorInfo` holds.
+const DOMAIN: &str = "tandem";
+
 /// Told to clients that are refused for load when it is not known how long that lasts.
 pub const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl Error {
     /// An error without a field.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), param: None, retry_after: None }
+        Self { kind, message: message.into(), param: None, code: None, retry_after: None }
     }
 
     /// A wrong request field.
     pub fn invalid(param: &'static str, message: impl Into<String>) -> Self {
         Self { param: Some(param), ..Self::new(ErrorKind::InvalidArgument, message) }
+    }
+
+    /// The same error, with a code for programs.
+    pub fn with_code(self, code: ErrorCode) -> Self {
+        Self { code: Some(code), ..self }
+    }
+
+    /// What goes beside the message on gRPC.
+    fn details(&self) -> ErrorDetails {
+        let mut details = ErrorDetails::new();
+        match self.kind {
+            ErrorKind::Overloaded => {
+                details.set_retry_info(Some(self.retry_after.unwrap_or(RETRY_AFTER)));
+            }
+            ErrorKind::DeclaredDead => {
+                details.add_precondition_failure_violation(DECLARED_DEAD, "incarnation", "");
+            }
+            _ => {}
+        }
+        if let Some(code) = self.code {
+            details.set_error_info(code.name(), DOMAIN, HashMap::new());
+        }
+        details
     }
 }
 
@@ -88,24 +138,21 @@ impl From<Error> for Status {
         let code = match error.kind {
             ErrorKind::InvalidArgument => Code::InvalidArgument,
             ErrorKind::NotFound => Code::NotFound,
-            ErrorKind::Overloaded => {
-                let details = ErrorDetails::with_retry_info(Some(error.retry_after.unwrap_or(RETRY_AFTER)));
-                return Status::with_error_details(Code::ResourceExhausted, error.message, details);
-            }
-            ErrorKind::DeclaredDead => {
-                let details = ErrorDetails::with_precondition_failure_violation(DECLARED_DEAD, "incarnation", "");
-                return Status::with_error_details(Code::FailedPrecondition, error.message, details);
-            }
+            ErrorKind::Overloaded => Code::ResourceExhausted,
             ErrorKind::Unavailable => Code::Unavailable,
             ErrorKind::Aborted => Code::Aborted,
             ErrorKind::DeadlineExceeded => Code::DeadlineExceeded,
             ErrorKind::Cancelled => Code::Cancelled,
             ErrorKind::Unauthenticated => Code::Unauthenticated,
-            ErrorKind::Incompatible => Code::FailedPrecondition,
+            ErrorKind::DeclaredDead | ErrorKind::Incompatible => Code::FailedPrecondition,
             ErrorKind::Corrupt => Code::DataLoss,
             ErrorKind::Internal => Code::Internal,
         };
-        Status::new(code, error.message)
+        let detailed = matches!(error.kind, ErrorKind::Overloaded | ErrorKind::DeclaredDead) || error.code.is_some();
+        match detailed {
+            true => Status::with_error_details(code, error.message.clone(), error.details()),
+            false => Status::new(code, error.message),
+        }
     }
 }
 
@@ -127,8 +174,13 @@ impl From<Status> for Error {
             _ => ErrorKind::Unavailable,
         };
         let retry_after = status.get_details_retry_info().and_then(|info| info.retry_delay);
-        Self { retry_after, ..Self::new(kind, status.message()) }
+        Self { retry_after, code: code(&status), ..Self::new(kind, status.message()) }
     }
+}
+
+fn code(status: &Status) -> Option<ErrorCode> {
+    let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN)?;
+    ErrorCode::ALL.into_iter().find(|code| code.name() == info.reason)
 }
 
 fn declared_dead(status: &Status) -> bool {
@@ -170,5 +222,21 @@ mod tests {
         let told =
             Error { retry_after: Some(Duration::from_millis(2500)), ..Error::new(ErrorKind::Overloaded, "full") };
         assert_eq!(Error::from(Status::from(told.clone())), told);
+    }
+
+    #[test]
+    fn codes_survive_the_wire_beside_the_time_to_retry() {
+        for code in ErrorCode::ALL {
+            let kind = match code {
+                ErrorCode::ContextLengthExceeded => ErrorKind::InvalidArgument,
+                ErrorCode::RateLimitExceeded => ErrorKind::Overloaded,
+            };
+            let error = Error::new(kind, "why").with_code(code);
+            let status = Status::from(error.clone());
+            assert_eq!(status.get_details_retry_info().is_some(), kind == ErrorKind::Overloaded);
+            let back = Error::from(status);
+            assert_eq!((back.kind, back.code), (kind, Some(code)));
+        }
+        assert_eq!(Error::from(Status::from(Error::new(ErrorKind::Overloaded, "full"))).code, None);
     }
 }

@@ -6,7 +6,9 @@
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
 //! - [`trace`]: W3C trace context; [`tracestate`]: what others say of a trace. [`spans`]: how spans travel.
+//! - [`ways`]: by which way KV gets from one node to another.
 //! - [`codec`]: messages to bytes on a call. [`device`]: on what a node computes, as people write it.
+//! - `secrets`: how messages with a secret are printed.
 //! - [`v1`]: the generated gRPC messages (`proto/tandem/v1/*.proto`): `inference.proto` is the public API,
 //!   `cluster.proto` the control plane.
 #![forbid(unsafe_code)]
@@ -18,9 +20,11 @@ pub mod hash;
 pub mod ids;
 pub mod model;
 pub mod sampling;
+mod secrets;
 pub mod spans;
 pub mod trace;
 pub mod tracestate;
+pub mod ways;
 
 /// Generated from `proto/tandem/v1/*.proto`.
 #[allow(missing_docs, clippy::all, clippy::unwrap_used)]
@@ -33,7 +37,7 @@ pub mod v1 {
 
 use std::time::Duration;
 
-pub use error::{ERROR_KINDS, Error, ErrorKind};
+pub use error::{ERROR_KINDS, Error, ErrorCode, ErrorKind};
 pub use hash::SequenceHash;
 pub use ids::{HandoffId, Incarnation};
 pub use trace::TraceContext;
@@ -51,7 +55,7 @@ pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// A node ends a call that has not said by then what it is for.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);

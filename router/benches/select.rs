@@ -15,6 +15,7 @@ use tandem_router::select::coming::Coming;
 use tandem_router::select::cost::StepCost;
 use tandem_router::select::policy::Policy;
 use tandem_router::select::processor::Processor;
+use tandem_router::select::ways::Ways;
 use tandem_router::select::{Cluster, LocalPrefill, Need, NodeView, Role, Settings, Wish, Work, select};
 
 const NEED: Need<'static> =
@@ -101,7 +102,8 @@ fn table(count: usize) -> Membership {
     for index in 0..count {
         let view = node(index, &mut rng);
         let role = if view.role == Role::Prefill { v1::Role::Prefill } else { v1::Role::Decode };
-        let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() };
+        let transport =
+            v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into(), reach: None };
         let registered = membership.register(
             v1::Register {
                 node_id: view.node_id.to_string(),
@@ -110,7 +112,7 @@ fn table(count: usize) -> Membership {
                 compatibility_digest: 1,
                 model_digest: 1,
                 endpoint: "http://127.0.0.1:1".into(),
-                transport: Some(transport),
+                transports: vec![transport],
                 total_blocks: view.total_blocks,
                 block_tokens: NEED.block_tokens,
                 max_context_tokens: view.max_context_tokens,
@@ -146,7 +148,9 @@ fn table(count: usize) -> Membership {
 fn measure(count: usize, settings: &Settings) -> (Duration, Duration) {
     let mut rng = StdRng::seed_from_u64(count as u64);
     let mut nodes: Vec<NodeView> = (0..count).map(|index| node(index, &mut rng)).collect();
-    let links = links(count, &mut rng);
+    let (links, mut ways) = (links(count, &mut rng), Ways::default());
+    let mem = v1::TransportInfo { backend: "mem".into(), ..v1::TransportInfo::default() };
+    ways.enter(Role::Prefill, &v1::Register { transports: vec![mem], ..v1::Register::default() });
     let wish = Wish::default();
     let mut times = Vec::with_capacity(ROUNDS);
     for turn in 0..ROUNDS as u64 {
@@ -154,7 +158,7 @@ fn measure(count: usize, settings: &Settings) -> (Duration, Duration) {
         let changed = rng.random_range(0..count);
         nodes[changed].backlog_ms = rng.random_range(0.0..500.0);
         let start = Instant::now();
-        let plan = select(&Cluster { nodes: &nodes, links: &links }, &NEED, &wish, settings, turn);
+        let plan = select(&Cluster { nodes: &nodes, links: &links, ways: &ways }, &NEED, &wish, settings, turn);
         times.push(start.elapsed());
         assert!(black_box(plan).is_ok(), "every node can take the request");
     }
@@ -170,7 +174,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         session: index as u64 + 1,
         node_id: format!("{}-{index}", role.as_str()).into(),
         role,
-        group: 0,
+        domains: [0].into(),
         total_blocks: 8_192,
         free_blocks: rng.random_range(1_024..8_192),
         max_context_tokens: 8_192,

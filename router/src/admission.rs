@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::{Error, ErrorCode, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::{Notify, oneshot, watch};
 
@@ -505,7 +505,7 @@ fn too_fast(tenant: &str, exceeded: Exceeded) -> Refusal {
     let message =
         format!("tenant {tenant:?} may have {per_minute} {what} a minute: try again in {} ms", retry_after.as_millis());
     let error = Error { retry_after: Some(retry_after), ..Error::new(ErrorKind::Overloaded, message) };
-    Refusal { reason: Reason::RateLimit, error }
+    Refusal { reason: Reason::RateLimit, error: error.with_code(ErrorCode::RateLimitExceeded) }
 }
 
 #[cfg(test)]

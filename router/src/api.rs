@@ -9,7 +9,7 @@ use std::time::Instant;
 use futures::future::Either;
 use futures::stream::{Stream, StreamExt, select_all};
 use tandem_ports::Places;
-use tandem_proto::{Error, ErrorKind, TraceContext, v1};
+use tandem_proto::{Error, ErrorCode, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -341,12 +341,12 @@ impl Service {
         let left = context.saturating_sub(prompt);
         match asked {
             Some(0) => Err(Error::invalid("max_tokens", "max_tokens must be at least 1")),
-            Some(asked) if asked > left => Err(Error::invalid(
-                "max_tokens",
-                format!(
+            Some(asked) if asked > left => {
+                let message = format!(
                     "the context holds {context} tokens: {prompt_tokens} of the prompt leave {left}, {asked} were asked for"
-                ),
-            )),
+                );
+                Err(Error::invalid("max_tokens", message).with_code(ErrorCode::ContextLengthExceeded))
+            }
             Some(asked) => Ok(asked),
             None => {
                 let most = self.flow.membership.most_tokens().map_or(u32::MAX, |most| most.saturating_sub(prompt));
@@ -421,6 +421,7 @@ impl Service {
             strangers: flow.membership.strangers().refused(),
             index: flow.membership.index(),
             ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
+            way_fallbacks: flow.membership.way_fallbacks(),
         };
         flow.metrics.text(accept, &seen)
     }

@@ -310,6 +310,7 @@ impl Run {
         self.record.chosen = Some(Chosen {
             nodes: Names::of(route),
             candidates: route.candidates.clone(),
+            apart: Arc::clone(&route.apart),
             choice: *self.shared.membership.choice(),
             at,
         });
@@ -549,7 +550,9 @@ async fn send(shared: &Shared, client: &Client, event: Result<GenerationEvent, E
 
 fn refusal(why: &NoPair) -> Error {
     let kind = match why {
-        NoPair::NoNode(_) | NoPair::Incompatible | NoPair::OtherNumerics { .. } => ErrorKind::Unavailable,
+        NoPair::NoNode(_) | NoPair::Incompatible | NoPair::NoWay(_) | NoPair::OtherNumerics { .. } => {
+            ErrorKind::Unavailable
+        }
         NoPair::TooLarge { .. } => ErrorKind::InvalidArgument,
     };
     Error::new(kind, why.to_string())

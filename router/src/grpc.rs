@@ -11,6 +11,7 @@ use tandem_telemetry::clock;
 use futures::{Stream, StreamExt};
 use prost::Message;
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES, TraceContext, v1};
+use tonic::codec::CompressionEncoding;
 use tonic::metadata::{BinaryMetadataValue, MetadataMap, MetadataValue};
 use tonic::server::NamedService;
 use tonic::service::{Routes, RoutesBuilder};
@@ -85,7 +86,11 @@ fn for_clients(mut routes: RoutesBuilder, service: &Service, health: HealthRepor
 }
 
 fn inference(service: &Service) -> Inference {
-    Inference::new(Edge { service: service.clone() }).max_decoding_message_size(MAX_MESSAGE_BYTES)
+    Inference::new(Edge { service: service.clone() })
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        // Prompts may be long. Answers go out token by token, which no compression makes smaller.
+        .accept_compressed(CompressionEncoding::Gzip)
+        .accept_compressed(CompressionEncoding::Zstd)
 }
 
 /// Keeps the health of `Inference` in step with the cluster: serving while the nodes of a plan are there. Ends never.

@@ -14,6 +14,7 @@ pub mod fence;
 pub mod join;
 pub mod now;
 mod reach;
+mod registration;
 mod room;
 mod table;
 mod wire;
@@ -22,17 +23,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
-use http::Uri;
-use http::uri::{Authority, Scheme};
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken};
-use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, Incarnation, SequenceHash, v1};
+use tandem_proto::{Error, Incarnation, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
+use crate::select::ways::{Apart, Fallback, Fallbacks, PairWay};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
 use breaker::Circuit;
 use entry::Share;
@@ -48,10 +48,6 @@ pub const MAX_NODES: usize = MOST_NODES;
 pub const DEFAULT_INDEX_BLOCKS: usize = 4_000_000;
 /// How often a node reports.
 pub const REPORT_INTERVAL: Duration = Duration::from_millis(500);
-
-const MAX_NODE_ID_BYTES: usize = 128;
-/// Of the names by which nodes are compared.
-const MAX_NAME_BYTES: usize = 64;
 
 /// What every node must agree on with this router.
 #[derive(Clone, Debug)]
@@ -153,6 +149,8 @@ pub struct Route {
     pub decode: Arc<Node>,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
+    /// Pairs that are none, because KV does not get from the one to the other.
+    pub apart: Arc<[Apart]>,
     prefill_share: Option<Share>,
     decode_share: Share,
     table: Arc<Mutex<Table>>,
@@ -233,9 +231,24 @@ impl Route {
 
     /// Decode has verified the prefill node's KV.
     pub fn handed_off(&self, kv: &v1::Verified) {
-        if let (Some(prefill), decode) = self.sessions() {
-            lock(&self.table).handed_off((prefill, decode), kv);
+        if let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) {
+            lock(&self.table).handed_off((prefill, decode), way.domain, kv);
         }
+    }
+
+    /// The prefill node's KV did not get to decode. Where the two have another way, they take that for a time.
+    pub fn handoff_failed(&self, why: &str, now: Instant) {
+        let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) else { return };
+        let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
+        if let Some(Fallback { from, to, cool_down }) = fallback {
+            let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
+            tracing::warn!(prefill, decode, "KV goes by {to} instead of {from} for {cool_down:?}, which failed: {why}");
+        }
+    }
+
+    /// How the KV travels; `None` in a local plan.
+    pub fn way(&self) -> Option<&PairWay> {
+        self.candidates.first()?.way.as_ref()
     }
 
     /// The first token is here: so many tokens of the prompt were computed for it.
@@ -401,7 +414,7 @@ impl Membership {
     /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the
     /// other nodes'; `DeclaredDead` for an incarnation that was; `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
-        let (role, endpoint) = check(&info, &self.expected)?;
+        let (role, endpoint) = registration::check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
         self.changed.notify_waiters();
@@ -471,12 +484,12 @@ impl Membership {
     pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
         let mut table = lock(&self.table);
         let need = ask.need(&table);
-        let Booked { prefill, decode, candidates } = table.route(&need, wish, &self.choice, now)?;
+        let Booked { prefill, decode, candidates, apart } = table.route(&need, wish, &self.choice, now)?;
         drop(table);
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
         let (decode, decode_share) = (decode.node, decode.share);
         let (table, freed) = (Arc::clone(&self.table), self.freed.clone());
-        Ok(Route { prefill, decode, candidates, prefill_share, decode_share, table, freed })
+        Ok(Route { prefill, decode, candidates, apart, prefill_share, decode_share, table, freed })
     }
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
@@ -567,6 +580,11 @@ impl Membership {
         lock(&self.table).breakers(now)
     }
 
+    /// How often pairs of nodes went over from one way for their KV to another, by their names.
+    pub fn way_fallbacks(&self) -> Fallbacks {
+        lock(&self.table).fallbacks()
+    }
+
     /// The nodes, their links, and who left, for people.
     pub fn now(&self) -> ClusterNow {
         lock(&self.table).now(clock::now())
@@ -588,62 +606,6 @@ impl Membership {
 /// The table has no invariant that a panicking holder could break half-way: go on with it.
 fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), Error> {
-    let refuse = |why: String| Error::new(ErrorKind::Incompatible, format!("node `{}`: {why}", info.node_id));
-    let printable = info.node_id.chars().all(|c| c.is_ascii_graphic());
-    if info.node_id.is_empty() || info.node_id.len() > MAX_NODE_ID_BYTES || !printable {
-        let why = format!("a node id has 1 to {MAX_NODE_ID_BYTES} visible ASCII characters");
-        return Err(Error::new(ErrorKind::Incompatible, why));
-    }
-    let role = match info.role() {
-        v1::Role::Prefill => Role::Prefill,
-        v1::Role::Decode => Role::Decode,
-        v1::Role::Unspecified => return Err(refuse("no role".into())),
-    };
-    let transport = info.transport.as_ref().ok_or_else(|| refuse("no transport".into()))?;
-    for (field, name) in [("arithmetic", &info.arithmetic), ("kv_order", &info.kv_order)] {
-        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(|c| c.is_ascii_graphic()) {
-            return Err(refuse(format!("{field} is no name of 1 to {MAX_NAME_BYTES} visible ASCII characters")));
-        }
-    }
-    for (name, missing) in [
-        ("incarnation", info.incarnation == 0),
-        ("compatibility_digest", info.compatibility_digest == 0),
-        ("total_blocks", info.total_blocks == 0),
-        ("max_context_tokens", info.max_context_tokens == 0),
-        ("max_running", info.max_running == 0),
-        ("transport.backend", transport.backend.is_empty()),
-        ("transport.build_id", transport.build_id.is_empty()),
-    ] {
-        if missing {
-            return Err(refuse(format!("{name} is empty")));
-        }
-    }
-    if !BLOCK_TOKENS.contains(&(info.block_tokens as usize)) {
-        return Err(refuse(format!("blocks of {} tokens; a block holds {BLOCK_TOKENS:?}", info.block_tokens)));
-    }
-    if info.model_digest != expected.model_digest {
-        return Err(refuse(format!(
-            "its model file has digest {:016x}, the router's has {:016x}: start both with the same --model",
-            info.model_digest, expected.model_digest
-        )));
-    }
-    if info.eos_token_id != expected.eos_token_id {
-        let (node, router) = (info.eos_token_id, expected.eos_token_id);
-        return Err(refuse(format!("its end-of-sequence token is {node}, the router's {router}")));
-    }
-    let endpoint = endpoint(&info.endpoint)
-        .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port", info.endpoint)))?;
-    Ok((role, endpoint))
-}
-
-/// Host and port of `http://host:port`.
-fn endpoint(url: &str) -> Option<Authority> {
-    let parts = url.parse::<Uri>().ok()?.into_parts();
-    let authority = parts.authority.filter(|authority| authority.port().is_some());
-    authority.filter(|_| parts.scheme == Some(Scheme::HTTP))
 }
 
 #[cfg(test)]

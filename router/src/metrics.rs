@@ -6,6 +6,7 @@ mod admission;
 mod cache;
 mod ports;
 mod vllm;
+mod ways;
 
 use std::fmt::Write;
 use std::sync::atomic::Ordering;
@@ -32,10 +33,12 @@ use crate::index::IndexTotals;
 use crate::intake::Load;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, DEATHS, Totals};
+use crate::select::ways::Fallbacks;
 use crate::select::{PLANS, Plan, Role};
 use admission::AdmissionMetrics;
 use ports::PortMetrics;
 use vllm::Vllm;
+use ways::WayMetrics;
 
 /// Down to 0.5 ms, up to two minutes.
 const SECONDS: [f64; 18] =
@@ -143,6 +146,7 @@ pub struct Metrics {
     own: Own,
     admission: AdmissionMetrics,
     ports: PortMetrics,
+    ways: WayMetrics,
     vllm: Vllm,
     /// What is looked at is set and written by one scraper after the other: some of it is cleared first.
     scraping: Arc<Mutex<()>>,
@@ -212,6 +216,8 @@ pub struct Seen {
     pub strangers: u64,
     /// The ports by name.
     pub ports: Vec<(&'static str, Occupancy)>,
+    /// Pairs that took another way.
+    pub way_fallbacks: Fallbacks,
 }
 
 impl Metrics {
@@ -222,9 +228,10 @@ impl Metrics {
         let registered = registry.sub_registry_with_labels(who.into_iter());
         let (own, admission) = (Own::register(registered), AdmissionMetrics::register(registered));
         let ports = PortMetrics::register(registered);
+        let ways = WayMetrics::register(registered);
         let model = ("model_name".into(), model_name.to_owned().into());
         let vllm = Vllm::register(registered.sub_registry_with_label(model));
-        Self { registry: Arc::new(registry), own, admission, ports, vllm, scraping: Arc::default() }
+        Self { registry: Arc::new(registry), own, admission, ports, ways, vllm, scraping: Arc::default() }
     }
 
     /// A request that was refused before it started.
@@ -308,6 +315,7 @@ impl Metrics {
         self.own.set(seen);
         self.admission.set(seen);
         self.ports.set(&seen.ports);
+        self.ways.set(&seen.way_fallbacks);
         let seeking = usize::try_from(self.own.waiting_for_node.get()).unwrap_or(0);
         self.vllm.set(&seen.nodes, seen.requests, seeking);
         let mut text = String::new();
@@ -580,7 +588,8 @@ mod tests {
         let depths = vec![("team".into(), 7)];
         let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
         let ports = vec![("http", Occupancy { open: 6, evicted: 4, refused: 2 })];
-        metrics.text(accept, &Seen { breakers, index, depths, ports, ..Seen::default() }).1
+        let way_fallbacks = [(("ucx/shm".into(), "tcp".into()), 7)].into();
+        metrics.text(accept, &Seen { breakers, index, depths, ports, way_fallbacks, ..Seen::default() }).1
     }
 
     #[test]
@@ -596,6 +605,7 @@ mod tests {
             "# TYPE tandem_ttft_seconds histogram",
             "tandem_breaker_state{role=\"router\",instance=\"r0\",node_role=\"decode\",node_instance=\"d0\"} 2",
             "tandem_breaker_opened_total{role=\"router\",instance=\"r0\",node_role=\"decode\"} 3",
+            "tandem_kv_way_fallbacks_total{role=\"router\",instance=\"r0\",from=\"ucx/shm\",to=\"tcp\"} 7",
             "tandem_replan_exhausted_total{role=\"router\",instance=\"r0\",bound=\"time\"} 1",
             "tandem_index_blocks{role=\"router\",instance=\"r0\"} 5",
             "tandem_index_evicted_total{role=\"router\",instance=\"r0\"} 2",

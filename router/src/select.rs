@@ -22,7 +22,8 @@
 //! Plans within [`Settings::near_optimal`] of the best are as good as equal: [`policy::of_two`] picks among them, among
 //! the pairs if there are any whose nodes do not share their cores: a prompt beside a decode node's streams is also in
 //! the way of those who come after it; else among the local plans: nothing has to travel. [`prune`] keeps the cost of
-//! all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort.
+//! all this linear in nodes; [`policy`] has the baselines, to which a local plan is a last resort. Only nodes pair that
+//! have a way for the KV in common: [`ways`].
 pub mod backlog;
 pub mod calibrate;
 pub mod coming;
@@ -31,6 +32,7 @@ pub mod numerics;
 pub mod policy;
 pub mod processor;
 pub mod prune;
+pub mod ways;
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -42,6 +44,7 @@ use numerics::Numerics;
 use policy::{Policy, of_two};
 use processor::Processor;
 use prune::{Field, Scored, Scorer};
+use ways::{PairWay, Ways};
 
 use tandem_proto::SequenceHash;
 
@@ -113,8 +116,8 @@ pub struct NodeView {
     pub node_id: Arc<str>,
     /// What it does.
     pub role: Role,
-    /// Nodes pair within a group: their compatibility digest, transport backend and build are the same. Small numbers.
-    pub group: u32,
+    /// Nodes pair within domains, see [`ways`]: numbers of those it is in, the fastest way first.
+    pub domains: Arc<[u32]>,
     /// Blocks of its arena.
     pub total_blocks: u32,
     /// Blocks free at its last report.
@@ -260,8 +263,10 @@ impl Settings {
 pub struct Cluster<'a> {
     /// All nodes.
     pub nodes: &'a [NodeView],
-    /// The ways between them.
+    /// How fast KV moves between them.
     pub links: &'a Links,
+    /// By which ways.
+    pub ways: &'a Ways,
 }
 
 /// What a request needs.
@@ -349,6 +354,8 @@ pub struct Candidate {
     pub prefill_id: Option<Arc<str>>,
     /// Name of the decode node.
     pub decode_id: Arc<str>,
+    /// How the KV of a pair travels.
+    pub way: Option<PairWay>,
     /// What it is predicted to cost.
     pub terms: Terms,
     /// All terms by the objectives' weights, milliseconds.
@@ -387,8 +394,10 @@ impl Candidate {
         prefill_ms + if self.prefill.is_some() { wait_prefill_ms } else { wait_decode_ms }
     }
 
-    fn of(plan: &Scored<'_>, settings: &Settings) -> Self {
+    fn of(plan: &Scored<'_>, settings: &Settings, ways: &Ways) -> Self {
+        let way = plan.prefill.zip(plan.way);
         Self {
+            way: way.and_then(|(prefill, way)| ways.told(prefill, plan.decode, way)),
             prefill: plan.prefill.map(|node| node.session),
             decode: plan.decode.session,
             prefill_id: plan.prefill.map(|node| Arc::clone(&node.node_id)),
@@ -413,8 +422,11 @@ pub enum NoPair {
     #[error("no {} node is available", .0.as_str())]
     NoNode(Role),
     /// There are nodes of both roles, but none that fit together.
-    #[error("no prefill and decode node with the same compatibility digest and transport build are available")]
+    #[error("no prefill and decode node with the same compatibility digest are available")]
     Incompatible,
+    /// There are two that fit together, and KV cannot get from the one to the other.
+    #[error("{0}; start them with a KV transport by which they reach each other (--transport, --kv-listen)")]
+    NoWay(Arc<str>),
     /// The answer began in another arithmetic than the nodes have that are there now.
     #[error("the answer began in {began}, the available nodes compute in {now}")]
     OtherNumerics {
@@ -454,14 +466,18 @@ pub fn select(
         LocalPrefill::Never => None,
         LocalPrefill::Always | LocalPrefill::Auto => mean(cluster.nodes, Role::Prefill),
     };
-    let scorer = Scorer { need, wish, settings, links: cluster.links, turn, unmeasured, prompts };
+    let Cluster { links, ways, .. } = *cluster;
+    let scorer = Scorer { need, wish, settings, links, ways, turn, unmeasured, prompts };
     let Field { mut plans, available, compatible } = scorer.field(cluster.nodes);
     if plans.is_empty() {
         let missing = |role: Role| !available[role as usize];
         return Err(match settings.local {
             LocalPrefill::Never if missing(Role::Prefill) => NoPair::NoNode(Role::Prefill),
             _ if missing(Role::Decode) => NoPair::NoNode(Role::Decode),
-            LocalPrefill::Never if !compatible => NoPair::Incompatible,
+            LocalPrefill::Never if !compatible => match cluster.ways.apart().first() {
+                Some(apart) => NoPair::NoWay(Arc::clone(&apart.why)),
+                None => NoPair::Incompatible,
+            },
             _ => NoPair::TooLarge { blocks: need.prompt_blocks(), tokens: need.total_tokens },
         });
     }
@@ -474,7 +490,7 @@ pub fn select(
     plans.sort_by(order);
     let chosen = near_best(&plans, settings, turn);
     plans[..=chosen].rotate_right(1);
-    Ok(plans.iter().map(|plan| Candidate::of(plan, settings)).collect())
+    Ok(plans.iter().map(|plan| Candidate::of(plan, settings, cluster.ways)).collect())
 }
 
 /// Of these candidates, the best one first, the one whose first token would come soonest, among those against which no
@@ -490,10 +506,10 @@ pub fn is_served(nodes: &[NodeView], local: LocalPrefill) -> bool {
     let of = |role| nodes.iter().filter(move |node| node.role == role && !node.draining);
     match local {
         LocalPrefill::Never => {
-            let mut groups: Vec<u32> = of(Role::Prefill).map(|node| node.group).collect();
-            groups.sort_unstable();
-            groups.dedup();
-            of(Role::Decode).any(|node| groups.binary_search(&node.group).is_ok())
+            let mut domains: Vec<u32> = of(Role::Prefill).flat_map(|node| node.domains.iter().copied()).collect();
+            domains.sort_unstable();
+            domains.dedup();
+            of(Role::Decode).any(|node| node.domains.iter().any(|domain| domains.binary_search(domain).is_ok()))
         }
         LocalPrefill::Always | LocalPrefill::Auto => of(Role::Decode).next().is_some(),
     }

@@ -4,14 +4,18 @@
 mod encoder;
 mod gguf;
 mod json;
+mod specials;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::{Error, ErrorCode, ErrorKind};
 
 use encoder::Encoder;
 pub(crate) use json::SpecialNames;
+use specials::{Found, Specials};
+
+use crate::text::ModelTextError;
 
 /// What text that spells a control token (`<|im_end|>`) becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,21 +76,24 @@ enum Spelling {
 
 impl Tokenizer {
     /// `max_tokens` bounds what [`Self::encode`] accepts.
-    fn new(parts: Parts, max_tokens: u32) -> Self {
+    fn new(parts: Parts, max_tokens: u32) -> Result<Self, ModelTextError> {
         let Parts { bpe, inner, vocabulary, spelling, prefix, eos } = parts;
         let (bpe, inner) = (Encoder::new(bpe), inner.map(Encoder::new));
         let pieces = Pieces::new(&vocabulary, spelling);
         // A normalizer composes characters: at most three become one.
         let per_token = pieces.longest() * if bpe.normalizes() { 3 } else { 1 };
-        Self {
+        Ok(Self {
             bpe,
             inner,
             pieces: Arc::new(pieces),
-            specials: Specials::new(vocabulary),
+            specials: Specials::new(vocabulary).map_err(|error| ModelTextError::Metadata {
+                key: "special tokens".to_owned(),
+                reason: error.to_string(),
+            })?,
             prefix,
             eos,
             max_text_bytes: (max_tokens as usize).saturating_mul(per_token),
-        }
+        })
     }
 
     /// Token ids of `text`, with the beginning-of-sequence token where the model wants one.
@@ -113,10 +120,11 @@ impl Tokenizer {
     /// `content` with `guard` put into everything that spells a control token, or that could spell one together with
     /// the text behind it.
     pub(crate) fn guarded(&self, content: &str, guard: char) -> String {
+        let starts = self.specials.control_starts(content);
         let mut guarded = String::with_capacity(content.len() + 16);
         for (at, character) in content.char_indices() {
             guarded.push(character);
-            if self.specials.may_begin(&content[at..]) {
+            if starts[at] {
                 guarded.push(guard);
             }
         }
@@ -135,12 +143,12 @@ impl Tokenizer {
 
     /// The text of a token as the vocabulary writes it, for templates that print it.
     pub(crate) fn special_text(&self, id: u32) -> Option<&str> {
-        self.specials.tokens.iter().find(|token| token.id == id).map(|token| token.text.as_str())
+        self.specials.text(id)
     }
 
     /// The id of the special token that is written so.
     pub(crate) fn special_id(&self, text: &str) -> Option<u32> {
-        self.specials.tokens.iter().find(|token| token.text == text).map(|token| token.id)
+        self.specials.id(text)
     }
 
     /// The bytes of every token.
@@ -161,20 +169,14 @@ impl Tokenizer {
                 text.len(),
                 self.max_text_bytes
             );
-            return Err(Error::new(ErrorKind::InvalidArgument, message));
+            let error = Error::new(ErrorKind::InvalidArgument, message);
+            return Err(error.with_code(ErrorCode::ContextLengthExceeded));
         }
         let mut plain_from = 0;
-        let mut at = 0;
-        while at < text.len() {
-            match self.specials.longest_match(&text.as_bytes()[at..], specials) {
-                Some(token) => {
-                    self.encode_plain(&text[plain_from..at], plain_from == 0, guard, ids)?;
-                    ids.push(token.id);
-                    at += token.text.len();
-                    plain_from = at;
-                }
-                None => at += 1,
-            }
+        for Found { place, id } in self.specials.find(text, specials) {
+            self.encode_plain(&text[plain_from..place.start], plain_from == 0, guard, ids)?;
+            ids.push(id);
+            plain_from = place.end;
         }
         self.encode_plain(&text[plain_from..], plain_from == 0, guard, ids)
     }
@@ -246,52 +248,6 @@ impl Pieces {
     fn longest(&self) -> usize {
         // Control tokens have no bytes here but are spelled in prompts: 64 covers them.
         self.starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0).max(64)
-    }
-}
-
-struct SpecialToken {
-    text: String,
-    id: u32,
-    control: bool,
-}
-
-/// Tokens that are found in text before the BPE sees it.
-struct Specials {
-    /// Longest first.
-    tokens: Vec<SpecialToken>,
-    first_byte: [bool; 256],
-}
-
-impl Specials {
-    fn new(vocabulary: Vec<Token>) -> Self {
-        let mut found: Vec<SpecialToken> = (0u32..)
-            .zip(vocabulary)
-            .filter(|(_, token)| !token.text.is_empty() && token.kind != TokenKind::Plain)
-            .map(|(id, Token { text, kind })| SpecialToken { text, id, control: kind == TokenKind::Control })
-            .collect();
-        found.sort_by_key(|token| std::cmp::Reverse(token.text.len()));
-        let mut first_byte = [false; 256];
-        for token in &found {
-            first_byte[usize::from(token.text.as_bytes()[0])] = true;
-        }
-        Self { tokens: found, first_byte }
-    }
-
-    fn longest_match(&self, text: &[u8], specials: SpecialTokens) -> Option<&SpecialToken> {
-        if !self.first_byte[usize::from(*text.first()?)] {
-            return None;
-        }
-        let visible = |token: &&SpecialToken| specials == SpecialTokens::Parse || !token.control;
-        self.tokens.iter().filter(visible).find(|token| text.starts_with(token.text.as_bytes()))
-    }
-
-    /// Whether a control token stands at the start of `text`, or would if the right text followed.
-    fn may_begin(&self, text: &str) -> bool {
-        text.as_bytes().first().is_some_and(|byte| self.first_byte[usize::from(*byte)])
-            && self
-                .tokens
-                .iter()
-                .any(|token| token.control && (text.starts_with(&token.text) || token.text.starts_with(text)))
     }
 }
 

@@ -16,7 +16,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use prost::Message;
 use serde_json::{Value, json};
-use tandem_proto::v1::{self, node_report::Report};
+use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
 use tandem_router::api::Service;
 use tandem_router::flow::Limits;
 use tandem_router::membership::{Expected, MAX_NODES, Membership};
@@ -400,15 +400,34 @@ fn reports() -> impl Strategy<Value = Report> {
     ]
 }
 
+fn any_transport(build: impl Strategy<Value = String>) -> impl Strategy<Value = v1::TransportInfo> {
+    let host = (0..3_u64, 0..2_u32).prop_map(|(ipc_namespace, uid)| {
+        Reach::Host(v1::HostReach { boot_id: "a".into(), ipc_namespace, pid_namespace: 1, net_namespace: 1, uid })
+    });
+    let network = (any::<bool>(), texts(), 0..3_u64).prop_map(|(loopback, address, net_namespace)| {
+        Reach::Network(v1::NetworkReach { loopback, boot_id: "a".into(), net_namespace, address })
+    });
+    let subnets = vec(prop_oneof![Just("ib:1".to_owned()), texts()], 0..70);
+    let fabric = subnets.prop_map(|subnets| Reach::Fabric(v1::FabricReach { subnets }));
+    let reach = prop::option::of(prop_oneof![host, network, fabric]);
+    (build, reach).prop_map(|(build, reach)| v1::TransportInfo {
+        backend: "tcp".into(),
+        name: build.clone(),
+        build_id: format!("b{build}"),
+        reach,
+    })
+}
+
 fn registers() -> impl Strategy<Value = v1::Register> {
     let processor = (0..3_u64, 0..4_u32, any::<u32>());
     let processor = prop::option::of(processor.prop_map(|(id, cores, threads)| v1::Processor { id, cores, threads }));
     let numbers = (0..3_i32, 0..50_u64, any::<u64>(), 0..3_u32, any::<u32>(), processor);
-    let texts = (0..2000_u32, prop_oneof![Just("http://127.0.0.1:1".to_owned()), texts()], texts());
+    let transports = prop_oneof![9 => vec(any_transport((0..9_u32).prop_map(|n| n.to_string())), 1..3), 1 => vec(any_transport(texts()), 0..10)];
+    let texts = (0..2000_u32, prop_oneof![Just("http://127.0.0.1:1".to_owned()), texts()], transports);
     // Most nodes of one arithmetic: a table that refuses all but the first would test little.
     let arithmetic = prop_oneof![8 => Just(0_usize), 1 => Just(1), 1 => Just(2)];
     (numbers, texts, prop::bool::weighted(0.9), arithmetic).prop_map(
-        |((role, incarnation, digest, block, blocks, processor), (name, endpoint, build), ours, arithmetic)| {
+        |((role, incarnation, digest, block, blocks, processor), (name, endpoint, transports), ours, arithmetic)| {
             v1::Register {
                 node_id: format!("n{name}"),
                 role,
@@ -416,11 +435,7 @@ fn registers() -> impl Strategy<Value = v1::Register> {
                 compatibility_digest: digest,
                 model_digest: if ours { OURS } else { digest },
                 endpoint,
-                transport: Some(v1::TransportInfo {
-                    backend: "tcp".into(),
-                    name: build.clone(),
-                    build_id: format!("b{build}"),
-                }),
+                transports,
                 total_blocks: blocks,
                 block_tokens: [16, 32, 7][block as usize],
                 max_context_tokens: blocks,

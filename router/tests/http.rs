@@ -395,7 +395,7 @@ async fn the_page_is_whole_talks_to_nobody_else_and_streams() {
 
 /// A prefill node, as it registers.
 fn node(model: &ModelText) -> v1::Register {
-    let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() };
+    let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into(), reach: None };
     v1::Register {
         node_id: "p0".into(),
         role: v1::Role::Prefill.into(),
@@ -403,7 +403,7 @@ fn node(model: &ModelText) -> v1::Register {
         compatibility_digest: 5,
         model_digest: model.digest,
         endpoint: "http://127.0.0.1:1".into(),
-        transport: Some(transport),
+        transports: vec![transport],
         total_blocks: 64,
         block_tokens: 16,
         max_context_tokens: 1024,

@@ -90,12 +90,22 @@ impl<'a> Request<'a> {
         let policy = self.root.and_then(|root| text(root, "tandem.route.policy")).unwrap_or("unknown");
         let _ = writeln!(out, "policy {policy}, candidates in predicted milliseconds\n");
         table(out, &candidates);
+        self.pairs_that_are_none(out);
         verdict(out, &candidates, chosen, self.route);
         if let Some(root) = self.root {
             self.attempts(out, &candidates[chosen], root);
             self.compare(out, &candidates[chosen], root);
         }
         Ok(())
+    }
+
+    /// Nodes that understand each other's KV, which does not get from the one to the other.
+    fn pairs_that_are_none(&self, out: &mut String) {
+        for event in self.route.events.iter().filter(|event| event.name == "no_way") {
+            let told = |name: &str| event.attributes.get(name).and_then(Value::as_str).unwrap_or("?");
+            let name = plan_name(false, told("tandem.prefill.instance"), told("tandem.decode.instance"));
+            let _ = writeln!(out, "not a pair: {name}: {}", told("tandem.route.why"));
+        }
     }
 
     /// Where the request went on after failures, in order; nothing where it did not.
@@ -153,12 +163,14 @@ struct Candidate {
     computes: String,
     chosen: bool,
     local: bool,
+    /// How the KV travels; of a local plan it does not.
+    way: Option<String>,
     terms: [f64; TERMS.len()],
     ttft_ms: f64,
     total_ms: f64,
     cached_tokens: f64,
     /// What speaks against it beside its cost.
-    remarks: Vec<&'static str>,
+    remarks: Vec<String>,
 }
 
 impl Candidate {
@@ -173,6 +185,8 @@ impl Candidate {
         let local = attribute("plan").and_then(Value::as_str) == Some("local");
         let decode = node("decode")?;
         let computes = if local { decode } else { node("prefill")? };
+        let words = |name: &str| attribute(name).and_then(Value::as_str).map(str::to_owned);
+        let failed_way = words("way_instead_of").map(|way| format!("{way} failed there lately"));
         let remarks = [
             (flag("breaker_shut"), "breaker open"),
             (flag("avoided"), "failed this request before"),
@@ -184,11 +198,16 @@ impl Candidate {
             computes: computes.to_owned(),
             chosen: flag("chosen"),
             local,
+            way: words("way"),
             terms: TERMS.map(|(_, name)| number(name).unwrap_or(0.0)),
             ttft_ms: number("ttft_ms")?,
             total_ms: number("total_ms")?,
             cached_tokens: number("cached_tokens").unwrap_or(0.0),
-            remarks: remarks.into_iter().filter_map(|(holds, remark)| holds.then_some(remark)).collect(),
+            remarks: remarks
+                .into_iter()
+                .filter_map(|(holds, remark)| holds.then(|| remark.to_owned()))
+                .chain(failed_way)
+                .collect(),
         })
     }
 
@@ -200,7 +219,10 @@ impl Candidate {
 fn table(out: &mut String, candidates: &[Candidate]) {
     let width = candidates.iter().map(|candidate| candidate.name.chars().count()).max().unwrap_or(0);
     let width = width.clamp("plan".len(), WIDEST_PLAN);
-    let _ = write!(out, "  {:width$}", "plan");
+    // A router that tells no ways leaves no column of them.
+    let ways = candidates.iter().filter_map(|candidate| candidate.way.as_ref()).map(|way| way.chars().count());
+    let way_width = ways.max().map_or(0, |widest| widest.clamp("way".len(), WIDEST_PLAN) + 2);
+    let _ = write!(out, "  {:width$}{:>way_width$}", "plan", if way_width > 0 { "way" } else { "" });
     TERMS.iter().for_each(|(heading, _)| {
         let _ = write!(out, " {heading:>9}");
     });
@@ -208,7 +230,11 @@ fn table(out: &mut String, candidates: &[Candidate]) {
     for candidate in candidates {
         let mark = if candidate.chosen { '*' } else { ' ' };
         let name: String = candidate.name.chars().take(width).collect();
-        let _ = write!(out, "{mark} {name:width$}");
+        let way = match way_width {
+            0 => "",
+            _ => candidate.way.as_deref().unwrap_or("-"),
+        };
+        let _ = write!(out, "{mark} {name:width$}{way:>way_width$}");
         candidate.terms.iter().for_each(|ms| {
             let _ = write!(out, " {ms:>9.2}");
         });
@@ -348,6 +374,23 @@ mod tests {
         assert_eq!(line("exposed transfer"), "exposed transfer 0.00 ms 1.00 ms");
         assert_eq!(line("time per further"), "time per further token 2.50 ms 3.00 ms");
         assert!(line("the prediction").ends_with("off by -12.00 ms (-20.0 %)"));
+    }
+
+    #[test]
+    fn ways_are_told_and_pairs_that_have_none() {
+        let mut fast = event("p0", "d0", true, 45.0, 73.0);
+        fast["attributes"]["tandem.route.way"] = json!("ucx/shm");
+        let mut slow = event("p2", "d0", false, 45.0, 80.3);
+        slow["attributes"]["tandem.route.way"] = json!("tcp");
+        slow["attributes"]["tandem.route.way_instead_of"] = json!("ucx/shm");
+        let apart = json!({ "name": "no_way", "attributes": { "tandem.prefill.instance": "p3",
+            "tandem.decode.instance": "d0", "tandem.route.why": "no common way: p3 offers nothing; d0 takes tcp" } });
+        let text = render(&trace(vec![fast, slow, event("d0", "d0", false, 45.0, 140.0), apart])).unwrap();
+        let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains("plan way wait p"), "{text}");
+        assert!(words.contains("* p0 → d0 ucx/shm 3.00") && words.contains("p2 → d0 tcp 3.00"), "{text}");
+        assert!(words.contains("80.30 ucx/shm failed there lately") && words.contains("d0 alone - 3.00"), "{text}");
+        assert!(text.contains("\nnot a pair: p3 → d0: no common way: p3 offers nothing; d0 takes tcp\n"), "{text}");
     }
 
     #[test]

@@ -176,10 +176,11 @@ impl<'a> Cluster<'a> {
 
     /// The nodes warn, too, but into their logs.
     fn warn_of_fallback(&self) -> anyhow::Result<()> {
-        let asked = self.config.node_args.windows(2).any(|pair| pair == ["--transport", "tcp"]);
+        let transport = |pair: &[String]| pair[0] == "--transport" && pair[1] != "auto";
+        let asked = self.config.node_args.windows(2).any(transport);
         // KV of a GPU is staged, and travels over tcp for now.
         let fallen = |node: &Member| {
-            anyhow::Ok(node.ready.get("device")? == "cpu" && !node.ready.get("transport")?.starts_with("ucx/"))
+            anyhow::Ok(node.ready.get("device")? == "cpu" && !node.ready.get("transport")?.contains("ucx/"))
         };
         if !asked && self.members[1..].iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
             let line = "=".repeat(78);

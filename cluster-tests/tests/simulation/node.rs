@@ -95,7 +95,7 @@ impl NodeProcess {
             incarnation: incarnation(schedule.seed, name, life),
             engine,
             arena,
-            transport: transport.clone(),
+            transport: transport.clone().into(),
             exporter: Exporter::disabled(),
             work: Work::on(tasks, MAX_CALLS),
             max_step_tokens: schedule.max_step_tokens,

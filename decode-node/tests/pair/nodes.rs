@@ -72,6 +72,7 @@ impl Pair {
             prefill_incarnation: self.prefill.incarnation().0,
             request_traceparent: TRACEPARENT.to_owned(),
             local: None,
+            transport: String::new(),
         };
         DecodeCommand { command: Some(DecodeCommandKind::Start(start)) }
     }

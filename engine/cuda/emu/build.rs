@@ -143,7 +143,11 @@ impl Build {
     }
 
     fn objects(&self, library: &str, sources: &[PathBuf], flags: &[&str]) -> Vec<String> {
-        let headers = [files("runtime", "h"), files("driver", "h"), files("../kernels", "cuh")].concat();
+        let mut headers = [files("runtime", "h"), files("driver", "h"), files("../kernels", "cuh")].concat();
+        if library.starts_with("libplanted") {
+            // They include the product's kernels, of which they are wrong variants.
+            headers.extend(files("../kernels", "cu"));
+        }
         let compile = |source: &PathBuf| {
             let stem = source.file_stem().expect("a file").to_string_lossy().into_owned();
             let object = self.path(&format!("{library}-{stem}.o"));

@@ -2,10 +2,11 @@
 //! for RDMA. And the copies between it and the host.
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use crate::context::Context;
-use crate::error::{CudaError, check, failed};
+use crate::driver::{self, Status};
+use crate::error::CudaError;
 use crate::kernels::launch::Mem;
 use crate::pinned::Pinned;
 use crate::stream::Stream;
@@ -26,13 +27,14 @@ impl Buffer {
     pub fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
         context.bind()?;
         // The driver refuses to allocate nothing.
-        // SAFETY: allocates; what it holds is read by kernels that were told what to read.
-        let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|error| match error.0 {
-            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                let (free, total) = context.memory().unwrap_or_default();
-                CudaError::OutOfMemory { what, wanted: bytes as u64, free, total }
+        let mut address = 0;
+        // SAFETY: allocates; what it holds is read by kernels that were told what to read. Writes the one address.
+        unsafe { driver::cuMemAlloc_v2(&mut address, bytes.max(1)) }.map_err(|failure| {
+            if !failure.is(Status::OUT_OF_MEMORY) {
+                return failure.into();
             }
-            _ => failed("cuMemAlloc", error),
+            let (free, total) = context.memory().unwrap_or_default();
+            CudaError::OutOfMemory { what, wanted: bytes as u64, free, total }
         })?;
         Ok(Self { context: Arc::clone(context), address, bytes })
     }
@@ -44,10 +46,9 @@ impl Buffer {
     pub fn zeroed(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
         let buffer = Self::new(context, what, bytes)?;
         // SAFETY: the range is the buffer.
-        unsafe { result::memset_d8_sync(buffer.address, 0, bytes.max(1)) }
-            .map_err(|error| failed("cuMemsetD8", error))?;
+        unsafe { driver::cuMemsetD8_v2(buffer.address, 0, bytes.max(1)) }?;
         // Such a fill is asynchronous to the host, and to streams that do not wait for the default one.
-        result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
+        context.synchronize()?;
         Ok(buffer)
     }
 
@@ -58,7 +59,7 @@ impl Buffer {
     pub fn holding<T: Copy>(context: &Arc<Context>, what: &'static str, values: &[T]) -> Result<Self, CudaError> {
         let buffer = Self::new(context, what, size_of_val(values))?;
         // SAFETY: the buffer is as long as the values, which the call has copied when it returns.
-        unsafe { result::memcpy_htod_sync(buffer.address, values) }.map_err(|error| failed("cuMemcpyHtoD", error))?;
+        unsafe { driver::cuMemcpyHtoD_v2(buffer.address, values.as_ptr().cast(), size_of_val(values)) }?;
         Ok(buffer)
     }
 
@@ -98,11 +99,11 @@ impl Buffer {
     ) -> Result<(), CudaError> {
         self.check(at, bytes, from, from_at);
         // SAFETY: both ranges are inside their owners, who wait for the stream before they free.
-        let status = unsafe {
+        unsafe {
             let (to, from) = (self.address + at as u64, from.as_ptr().add(from_at));
-            sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream.handle())
-        };
-        check("cuMemcpyHtoDAsync", status)
+            driver::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream.handle())
+        }
+        .map_err(CudaError::from)
     }
 
     /// Queues a copy of `bytes` to byte `to_at` of `to` on. Whoever reads `to` waits for the stream first.
@@ -122,11 +123,11 @@ impl Buffer {
     ) -> Result<(), CudaError> {
         self.check(at, bytes, to, to_at);
         // SAFETY: as in `upload`.
-        let status = unsafe {
+        unsafe {
             let (to, from) = (to.as_ptr().add(to_at), self.address + at as u64);
-            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.handle())
-        };
-        check("cuMemcpyDtoHAsync", status)
+            driver::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.handle())
+        }
+        .map_err(CudaError::from)
     }
 
     fn check(&self, at: usize, bytes: usize, pinned: &Pinned, pinned_at: usize) {
@@ -144,12 +145,11 @@ impl Buffer {
     pub fn read<T: Copy>(&self, at: usize, out: &mut [T]) -> Result<(), CudaError> {
         let bytes = size_of_val(out);
         assert!(at <= self.bytes && bytes <= self.bytes - at, "a copy out of range");
-        self.context.bind()?;
         // Streams here do not wait for the default one, nor does it for them.
-        result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
+        self.context.synchronize()?;
         // SAFETY: the range is inside; what `T` makes of the bytes is the caller's, who knows what was written there.
-        unsafe { result::memcpy_dtoh_sync(out, self.address + at as u64) }
-            .map_err(|error| failed("cuMemcpyDtoH", error))
+        unsafe { driver::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), self.address + at as u64, bytes) }
+            .map_err(CudaError::from)
     }
 }
 
@@ -157,6 +157,6 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         let _ = self.context.bind();
         // SAFETY: allocated by `new` and freed once; the driver waits for work that is queued.
-        let _ = unsafe { result::free_sync(self.address) };
+        let _ = unsafe { driver::cuMemFree_v2(self.address) };
     }
 }

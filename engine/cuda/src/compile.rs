@@ -7,14 +7,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cudarc::nvrtc::sys::{self, nvrtcResult};
+use cudarc::nvrtc::sys::nvrtcProgram;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::context::Context;
+use crate::driver::{self, Failure, Status};
 use crate::error::CudaError;
 use crate::kernels::{HEADER, Source};
 use crate::module::Module;
-use crate::nvrtc::nvrtc_version;
+use crate::nvrtc::{compiler_failed, nvrtc_version};
 
 /// Begins each kept file; another number where their form changes.
 const MAGIC: &[u8; 8] = b"tndmcub1";
@@ -103,18 +104,18 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
         OPTIONS.into_iter().map(text).chain([text(&format!("--gpu-architecture={arch}"))]).collect::<Result<_, _>>()?;
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     // SAFETY: the program is there, and the options are strings that outlive the call.
-    let status = unsafe { sys::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
-    if status == nvrtcResult::NVRTC_ERROR_BUILTIN_OPERATION_FAILURE {
-        let why = "NVRTC does not find its libnvrtc-builtins: put the folder that has both into LD_LIBRARY_PATH";
-        return Err(CudaError::Kernels(why.into()));
-    }
-    if status != nvrtcResult::NVRTC_SUCCESS {
-        let log = program.log();
-        return Err(CudaError::Kernels(format!(
-            "NVRTC does not compile {} for {arch}: {status:?}\n{log}",
-            source.name
-        )));
-    }
+    let compiled = unsafe { driver::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
+    compiled.map_err(|failure| {
+        CudaError::Kernels(match failure.is(Status::NVRTC_BUILTIN_OPERATION_FAILURE) {
+            true => {
+                "NVRTC does not find its libnvrtc-builtins: put the folder that has both into LD_LIBRARY_PATH".into()
+            }
+            false => {
+                let (name, log) = (source.name, program.log());
+                format!("NVRTC does not compile {name} for {arch}: {}\n{log}", compiler_failed(failure))
+            }
+        })
+    })?;
     let image = program.image()?;
     let took_ms = began.elapsed().as_millis() as u64;
     tracing::info!(kernels = source.name, arch, took_ms, image_bytes = image.len(), "kernels compiled");
@@ -122,55 +123,48 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
 }
 
 /// A program of the compiler.
-struct Program(sys::nvrtcProgram);
+struct Program(nvrtcProgram);
 
 impl Program {
     fn new(code: &CStr, name: &CStr, header: &CStr, header_name: &CStr) -> Result<Self, CudaError> {
         let (mut program, headers, names) = (std::ptr::null_mut(), [header.as_ptr()], [header_name.as_ptr()]);
         // SAFETY: strings and arrays of one string each, which the call copies; it writes the handle.
-        let status = unsafe {
+        let created = unsafe {
             let (code, name) = (code.as_ptr(), name.as_ptr());
-            sys::nvrtcCreateProgram(&mut program, code, name, 1, headers.as_ptr(), names.as_ptr())
+            driver::nvrtcCreateProgram(&mut program, code, name, 1, headers.as_ptr(), names.as_ptr())
         };
-        answered("nvrtcCreateProgram", status).map(|()| Self(program))
+        created.map(|()| Self(program)).map_err(compiler_failed)
     }
 
     fn image(&self) -> Result<Vec<u8>, CudaError> {
         let mut bytes = 0;
         // SAFETY: the program is there; writes one number.
-        answered("nvrtcGetCUBINSize", unsafe { sys::nvrtcGetCUBINSize(self.0, &mut bytes) })?;
+        unsafe { driver::nvrtcGetCUBINSize(self.0, &mut bytes) }.map_err(compiler_failed)?;
         let mut image = vec![0u8; bytes];
         // SAFETY: writes as many bytes as the call before said.
-        answered("nvrtcGetCUBIN", unsafe { sys::nvrtcGetCUBIN(self.0, image.as_mut_ptr().cast()) })?;
+        unsafe { driver::nvrtcGetCUBIN(self.0, image.as_mut_ptr().cast()) }.map_err(compiler_failed)?;
         Ok(image)
     }
 
     /// What the compiler says of the source.
     fn log(&self) -> String {
-        let mut bytes = 0;
-        // SAFETY: the program is there; writes one number.
-        if unsafe { sys::nvrtcGetProgramLogSize(self.0, &mut bytes) } != nvrtcResult::NVRTC_SUCCESS {
-            return String::new();
-        }
-        let mut log = vec![0u8; bytes];
-        // SAFETY: writes as many bytes as the call before said.
-        let status = unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
-        let log = if status == nvrtcResult::NVRTC_SUCCESS { String::from_utf8_lossy(&log) } else { "".into() };
-        log.trim_end_matches(['\0', '\n']).to_owned()
+        let read = || -> Result<Vec<u8>, Failure> {
+            let mut bytes = 0;
+            // SAFETY: the program is there; writes one number.
+            unsafe { driver::nvrtcGetProgramLogSize(self.0, &mut bytes) }?;
+            let mut log = vec![0u8; bytes];
+            // SAFETY: writes as many bytes as the call before said.
+            unsafe { driver::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) }?;
+            Ok(log)
+        };
+        String::from_utf8_lossy(&read().unwrap_or_default()).trim_end_matches(['\0', '\n']).to_owned()
     }
 }
 
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: created by `new` and destroyed once.
-        let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
-    }
-}
-
-fn answered(call: &str, status: nvrtcResult) -> Result<(), CudaError> {
-    match status {
-        nvrtcResult::NVRTC_SUCCESS => Ok(()),
-        status => Err(CudaError::Kernels(format!("{call} failed: {status:?}"))),
+        let _ = unsafe { driver::nvrtcDestroyProgram(&mut self.0) };
     }
 }
 

@@ -2,10 +2,11 @@
 //! share it. The driver has a current context for each thread, so whoever works on a thread binds it there first.
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use crate::device::Device;
-use crate::error::{CudaError, failed};
+use crate::driver;
+use crate::error::CudaError;
 
 /// The primary context of a device, held until the last of its owners is dropped.
 #[derive(Debug)]
@@ -25,9 +26,9 @@ impl Context {
     /// # Errors
     /// Whatever the driver answers: the card's memory may be full, or another process has it for itself.
     pub fn of(device: &Device) -> Result<Arc<Self>, CudaError> {
-        // SAFETY: the handle came from `cuDeviceGet`.
-        let handle = unsafe { result::primary_ctx::retain(device.handle) }
-            .map_err(|error| failed("cuDevicePrimaryCtxRetain", error))?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the handle came from `cuDeviceGet`; writes the one pointer.
+        unsafe { driver::cuDevicePrimaryCtxRetain(&mut handle, device.handle) }?;
         let context = Arc::new(Self { device: device.clone(), handle });
         context.bind()?;
         Ok(context)
@@ -39,12 +40,22 @@ impl Context {
     /// When the driver has given the context up.
     pub fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: retained until `self` is dropped.
-        unsafe { result::ctx::set_current(self.handle) }.map_err(|error| failed("cuCtxSetCurrent", error))
+        unsafe { driver::cuCtxSetCurrent(self.handle) }.map_err(CudaError::from)
     }
 
     /// Whose it is.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Waits for all of its work.
+    ///
+    /// # Errors
+    /// What a kernel or copy of this context came to.
+    pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
+        self.bind()?;
+        // SAFETY: of the context that is bound.
+        unsafe { driver::cuCtxSynchronize() }.map_err(CudaError::from)
     }
 
     /// Bytes of the device that are free, and all.
@@ -53,7 +64,9 @@ impl Context {
     /// Whatever the driver answers.
     pub fn memory(&self) -> Result<(u64, u64), CudaError> {
         self.bind()?;
-        let (free, total) = result::mem_get_info().map_err(|error| failed("cuMemGetInfo", error))?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes the two numbers.
+        unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) }?;
         Ok((free as u64, total as u64))
     }
 }
@@ -62,6 +75,6 @@ impl Drop for Context {
     fn drop(&mut self) {
         // What is refused here cannot be mended: the process ends, or the context is lost already.
         // SAFETY: retained once by `of`; owners of things in it hold it, so none is left.
-        let _ = unsafe { result::primary_ctx::release(self.device.handle) };
+        let _ = unsafe { driver::cuDevicePrimaryCtxRelease_v2(self.device.handle) };
     }
 }

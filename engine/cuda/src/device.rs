@@ -3,15 +3,18 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 
-use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
-use cudarc::driver::{result, sys::CUdevice};
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
 
-use crate::error::{CudaError, check, failed, gib};
+use crate::driver::{self, Failure, Status};
+use crate::error::{CudaError, gib};
 
 /// The oldest driver that works: the first whose functions tell their parameters' sizes (CUDA 12.4).
 const OLDEST_DRIVER: i32 = 12_040;
 /// The oldest architecture: the first with bf16 tensor cores and asynchronous copies (A100).
 const OLDEST_ARCH: (i32, i32) = (8, 0);
+
+/// Room for a card's name.
+const NAME_BYTES: usize = 256;
 
 /// A card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,15 +57,16 @@ pub fn driver() -> Result<DriverVersion, CudaError> {
                    --gpus all)";
         return Err(CudaError::Unavailable(why.into()));
     }
-    result::init().map_err(|error| match error.0 {
-        sys::CUresult::CUDA_ERROR_NO_DEVICE => {
-            CudaError::Unavailable("the NVIDIA driver finds no GPU (is CUDA_VISIBLE_DEVICES empty?)".into())
-        }
-        _ => CudaError::Unavailable(format!("the NVIDIA driver does not start: {}", failed("cuInit", error))),
+    // SAFETY: takes no flag but 0, and may be called again.
+    unsafe { driver::cuInit(0) }.map_err(|failure| {
+        CudaError::Unavailable(match failure.is(Status::NO_DEVICE) {
+            true => "the NVIDIA driver finds no GPU (is CUDA_VISIBLE_DEVICES empty?)".into(),
+            false => format!("the NVIDIA driver does not start: {}", CudaError::from(failure)),
+        })
     })?;
     let mut version = 0;
     // SAFETY: writes the one integer.
-    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
+    unsafe { driver::cuDriverGetVersion(&mut version) }?;
     let (version, oldest) = (DriverVersion(version), DriverVersion(OLDEST_DRIVER));
     match version < oldest {
         true => Err(CudaError::Unavailable(format!(
@@ -79,7 +83,9 @@ impl Device {
     /// As [`driver`].
     pub fn all() -> Result<Vec<Self>, CudaError> {
         driver()?;
-        let count = result::device::get_count().map_err(|error| failed("cuDeviceGetCount", error))?;
+        let mut count = 0;
+        // SAFETY: writes the one integer.
+        unsafe { driver::cuDeviceGetCount(&mut count) }?;
         (0..u32::try_from(count).unwrap_or(0)).map(Self::read).collect()
     }
 
@@ -119,25 +125,28 @@ impl Device {
 
     fn read(number: u32) -> Result<Self, CudaError> {
         let ordinal = c_int::try_from(number).unwrap_or(c_int::MAX);
-        let handle = result::device::get(ordinal).map_err(|error| failed("cuDeviceGet", error))?;
+        let mut handle = 0;
+        // SAFETY: writes the one handle.
+        unsafe { driver::cuDeviceGet(&mut handle, ordinal) }?;
         let attribute = |attribute| {
-            // SAFETY: the handle is one that `cuDeviceGet` gave.
-            unsafe { result::device::get_attribute(handle, attribute) }
-                .map_err(|error| failed("cuDeviceGetAttribute", error))
+            let mut value = 0;
+            // SAFETY: the handle is one that `cuDeviceGet` gave; writes the one integer.
+            unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, handle) }.map(|()| value)
         };
-        let name = result::device::get_name(handle).map_err(|error| failed("cuDeviceGetName", error))?;
+        let mut memory = 0;
         // SAFETY: as above.
-        let memory = unsafe { result::device::total_mem(handle) };
-        let memory = memory.map_err(|error| failed("cuDeviceTotalMem", error))?;
+        unsafe { driver::cuDeviceTotalMem_v2(&mut memory, handle) }?;
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(Self {
             number,
-            name,
+            // SAFETY: writes at most so many bytes of it, and a zero behind.
+            name: text::<NAME_BYTES>(|text, length| unsafe { driver::cuDeviceGetName(text, length, handle) })?,
             capability: (
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             ),
-            pci_id: pci_id(handle)?,
+            // SAFETY: as above.
+            pci_id: text::<16>(|text, length| unsafe { driver::cuDeviceGetPCIBusId(text, length, handle) })?,
             memory_bytes: memory as u64,
             multiprocessors: u32::try_from(multiprocessors).unwrap_or(1),
             handle,
@@ -152,12 +161,11 @@ impl fmt::Display for Device {
     }
 }
 
-fn pci_id(handle: CUdevice) -> Result<String, CudaError> {
-    // `dddd:bb:dd.f` and a zero, by the driver's reference.
-    let mut text: [c_char; 16] = [0; 16];
-    let length = text.len() as c_int - 1;
-    // SAFETY: writes at most `length` bytes, so that the last stays zero.
-    check("cuDeviceGetPCIBusId", unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), length, handle) })?;
+/// A text of at most `BYTES - 1` bytes that the driver writes.
+fn text<const BYTES: usize>(write: impl Fn(*mut c_char, c_int) -> Result<(), Failure>) -> Result<String, CudaError> {
+    let mut text: [c_char; BYTES] = [0; BYTES];
+    // The last byte stays zero.
+    write(text.as_mut_ptr(), BYTES as c_int - 1)?;
     // SAFETY: the array ends in a zero, and lives until the text is copied.
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }

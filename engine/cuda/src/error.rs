@@ -1,8 +1,8 @@
 //! The crate's one error: what the driver or the compiler answered, sorted by what the caller does next. A status that
 //! the context does not survive ([`CudaError::Lost`]) ends the process; everything else fails the one call.
-use cudarc::driver::result::DriverError;
-use cudarc::driver::sys::CUresult;
 use tandem_engine::EngineError;
+
+use crate::driver::{Failure, Status};
 
 /// Why something on a device did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -64,45 +64,25 @@ impl From<CudaError> for EngineError {
     }
 }
 
-/// Success, or the error that `status` of the driver's function `call` means.
-pub(crate) fn check(call: &'static str, status: CUresult) -> Result<(), CudaError> {
-    match status {
-        CUresult::CUDA_SUCCESS => Ok(()),
-        status => Err(failed(call, DriverError(status))),
+impl From<Failure> for CudaError {
+    fn from(Failure { call, status }: Failure) -> Self {
+        let call = call.trim_end_matches("_v2");
+        let Some(status) = status else {
+            return Self::Unavailable(format!("the NVIDIA driver has no {call}: update the driver"));
+        };
+        let (name, meaning) = status.explained();
+        match status.is_sticky() {
+            true => Self::Lost { call, status: name, meaning },
+            false => Self::Driver { call, status: name, meaning },
+        }
     }
 }
 
-/// The error that a failed call of the driver means.
-pub(crate) fn failed(call: &'static str, error: DriverError) -> CudaError {
-    let status = format!("{:?}", error.0);
-    let meaning = error.error_string().map_or_else(|_| "no description".into(), |text| text.to_string_lossy().into());
-    match is_sticky(error.0) {
-        true => CudaError::Lost { call, status, meaning },
-        false => CudaError::Driver { call, status, meaning },
+impl Failure {
+    /// Whether it is this status.
+    pub fn is(&self, status: Status) -> bool {
+        self.status == Some(status)
     }
-}
-
-/// Statuses that leave the context "in an inconsistent state" by the driver's reference: all further work answers the
-/// same, until the process is launched again.
-fn is_sticky(status: CUresult) -> bool {
-    use CUresult as Status;
-    matches!(
-        status,
-        Status::CUDA_ERROR_ECC_UNCORRECTABLE
-            | Status::CUDA_ERROR_NVLINK_UNCORRECTABLE
-            | Status::CUDA_ERROR_ILLEGAL_ADDRESS
-            | Status::CUDA_ERROR_LAUNCH_TIMEOUT
-            | Status::CUDA_ERROR_CONTEXT_IS_DESTROYED
-            | Status::CUDA_ERROR_ASSERT
-            | Status::CUDA_ERROR_HARDWARE_STACK_ERROR
-            | Status::CUDA_ERROR_ILLEGAL_INSTRUCTION
-            | Status::CUDA_ERROR_MISALIGNED_ADDRESS
-            | Status::CUDA_ERROR_INVALID_ADDRESS_SPACE
-            | Status::CUDA_ERROR_INVALID_PC
-            | Status::CUDA_ERROR_LAUNCH_FAILED
-            | Status::CUDA_ERROR_DEINITIALIZED
-            | Status::CUDA_ERROR_UNKNOWN
-    )
 }
 
 /// `12.50 GiB`.
@@ -123,13 +103,5 @@ mod tests {
         assert!(!full.is_lost());
         assert_eq!(full.to_string(), "the GPU has no 1.50 GiB for weights: 1.00 GiB of its 4.00 GiB are free");
         assert!(matches!(EngineError::from(full), EngineError::Executor(_)));
-    }
-
-    #[test]
-    fn statuses_that_a_context_does_not_survive_are_known() {
-        assert!(is_sticky(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS) && is_sticky(CUresult::CUDA_ERROR_LAUNCH_FAILED));
-        for survived in [CUresult::CUDA_ERROR_OUT_OF_MEMORY, CUresult::CUDA_ERROR_INVALID_VALUE] {
-            assert!(!is_sticky(survived));
-        }
     }
 }

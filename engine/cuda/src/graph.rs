@@ -1,10 +1,11 @@
 //! A stretch of a stream's work, recorded once and then launched as a whole: hundreds of launches for the price of one.
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use crate::context::Context;
-use crate::error::{CudaError, failed};
+use crate::driver;
+use crate::error::CudaError;
 use crate::stream::Stream;
 
 /// Recorded work. What its kernels point to must outlive it: see who captures.
@@ -26,18 +27,16 @@ impl Graph {
         // Of this thread only: KV transfers may allocate and copy on others meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is there, and captures nothing yet: this is the only place that does.
-        unsafe { result::stream::begin_capture(stream.handle(), mode) }
-            .map_err(|error| failed("cuStreamBeginCapture", error))?;
+        unsafe { driver::cuStreamBeginCapture_v2(stream.handle(), mode) }?;
         let outcome = work();
-        // SAFETY: the capture that began above. It must end whatever became of the work.
-        let graph = unsafe { result::stream::end_capture(stream.handle()) }
-            .map_err(|error| failed("cuStreamEndCapture", error))
-            .map(Recorded);
+        let mut graph = Recorded(std::ptr::null_mut());
+        // SAFETY: the capture that began above. It must end whatever became of the work. Writes the one pointer.
+        let ended = unsafe { driver::cuStreamEndCapture(stream.handle(), &mut graph.0) };
         outcome?;
-        let graph = graph?;
-        // SAFETY: the graph was made above and is whole.
-        let executable = unsafe { result::graph::instantiate(graph.0, sys::CUgraphInstantiate_flags(0)) }
-            .map_err(|error| failed("cuGraphInstantiate", error))?;
+        ended?;
+        let mut executable = std::ptr::null_mut();
+        // SAFETY: the graph was made above and is whole; writes the one pointer.
+        unsafe { driver::cuGraphInstantiateWithFlags(&mut executable, graph.0, 0) }?;
         Ok(Self { context: Arc::clone(stream.context()), executable })
     }
 
@@ -47,8 +46,7 @@ impl Graph {
     /// Whatever the driver answers.
     pub fn launch(&mut self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: both are there; memory is as it was at the capture, see the type.
-        unsafe { result::graph::launch(self.executable, stream.handle()) }
-            .map_err(|error| failed("cuGraphLaunch", error))
+        unsafe { driver::cuGraphLaunch(self.executable, stream.handle()) }.map_err(CudaError::from)
     }
 }
 
@@ -56,7 +54,7 @@ impl Drop for Graph {
     fn drop(&mut self) {
         let _ = self.context.bind();
         // SAFETY: instantiated by `capture` and destroyed once; a launch under way ends first.
-        let _ = unsafe { result::graph::exec_destroy(self.executable) };
+        let _ = unsafe { driver::cuGraphExecDestroy(self.executable) };
     }
 }
 
@@ -67,7 +65,7 @@ impl Drop for Recorded {
     fn drop(&mut self) {
         if !self.0.is_null() {
             // SAFETY: the graph of an ended capture, destroyed once.
-            let _ = unsafe { result::graph::destroy(self.0) };
+            let _ = unsafe { driver::cuGraphDestroy(self.0) };
         }
     }
 }

@@ -9,7 +9,8 @@
 //! - `weights` and `plan`: a model's tensors, and where they lie; [`memory`]: the KV arena.
 //! - [`kernels`]: launches as checked values; [`compile`] and [`loaded`]: their texts, compiled and loaded.
 //! - Owners over the driver, each of one kind of thing: [`device`], [`context`], [`stream`] (and events), [`buffer`],
-//!   [`pinned`], [`module`], [`graph`]. Every status is a [`CudaError`]; dropping an owner frees and never panics.
+//!   [`pinned`], [`module`], [`graph`]. They call the functions of `driver`; every status is a [`CudaError`]; dropping
+//!   an owner frees and never panics.
 //!
 //! # What holds
 //!
@@ -24,6 +25,7 @@ pub mod buffer;
 pub mod compile;
 pub mod context;
 pub mod device;
+mod driver;
 pub mod error;
 pub mod executor;
 pub mod graph;

@@ -86,7 +86,7 @@ impl CudaLoader {
             return Err(EngineError::InvalidArgument(why));
         }
         if kv_dtype != KvDtype::Bf16 {
-            let why = format!("on a GPU the KV arena is bf16 (--kv-dtype bf16), not {kv_dtype:?}");
+            let why = format!("on a GPU there is no {} KV, only bf16 (--kv-dtype bf16)", kv_dtype.name());
             return Err(EngineError::InvalidArgument(why));
         }
         let checkpoint = Checkpoint::open(&config.path)?;

@@ -2,10 +2,12 @@
 //! threads. Copies go through pinned memory in pieces of a bounded size, on streams of their own beside the
 //! computation; digests are computed where the bytes are.
 //!
-//! The trait that transports use knows no errors, as main memory has none. A device that fails a copy is lost or about
-//! to be: the caller's thread panics with the reason instead of going on with bytes that are none, which fails the
-//! transfer, and the engine's next step says what the process ends of.
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+//! The trait that transports use knows no errors, as main memory has none. A copy or a hash that fails is logged. What
+//! it should have read is anything then, and a digest is a random number: the checksums of the hand-off do not match,
+//! it is refused, and the router plans anew. Where the device is lost, [`KvMemory::lost`] says why, and the process
+//! ends.
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use tandem_memory::{KvMemory, Place, Run, WORD_BYTES};
 
@@ -19,8 +21,8 @@ use crate::stream::Stream;
 
 /// Bytes of pinned memory of a lane.
 const LANE_BYTES: usize = 4 << 20;
-/// Lanes at most: copies of so many threads run side by side, others wait.
-const MOST_LANES: usize = 4;
+/// Copies of so many threads run side by side, others wait.
+const LANES: usize = 4;
 /// Pieces that are hashed by one launch.
 const LANE_PIECES: usize = 4096;
 
@@ -31,14 +33,10 @@ pub struct CudaMemory {
     arena: Buffer,
     /// Without what lies behind the blocks: see [`CudaMemory::new`].
     bytes: usize,
-    lanes: Mutex<Lanes>,
+    idle: Mutex<Vec<Lane>>,
     returned: Condvar,
-}
-
-#[derive(Default)]
-struct Lanes {
-    idle: Vec<Lane>,
-    made: usize,
+    /// Why the device is lost.
+    lost: OnceLock<String>,
 }
 
 /// What one copy or hash at a time needs.
@@ -54,7 +52,7 @@ impl CudaMemory {
     /// have their K and V.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`] when the device has not so much.
+    /// [`CudaError::OutOfMemory`] when the device has not so much, and as [`Pinned::new`].
     pub fn new(
         context: &Arc<Context>,
         kernels: &Arc<Kernels>,
@@ -68,8 +66,9 @@ impl CudaMemory {
             kernels: Arc::clone(kernels),
             arena,
             bytes,
-            lanes: Mutex::default(),
+            idle: Mutex::new((0..LANES).map(|_| Lane::new(context)).collect::<Result<_, _>>()?),
             returned: Condvar::new(),
+            lost: OnceLock::new(),
         }))
     }
 
@@ -78,36 +77,30 @@ impl CudaMemory {
         &self.arena
     }
 
-    fn with_lane(&self, what: &str, work: impl FnOnce(&mut Lane) -> Result<(), CudaError>) {
-        let outcome = self.take_lane().and_then(|mut lane| {
-            let outcome = self.context.bind().and_then(|()| work(&mut lane));
-            // A copy may be under way after an error: nobody else may have the lane's memory before it has ended.
-            let ended = lane.stream.synchronize();
-            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).idle.push(lane);
-            self.returned.notify_one();
-            outcome.and(ended)
-        });
-        if let Err(error) = outcome {
-            tracing::error!(%error, "KV memory of the GPU: {what} failed");
-            panic!("KV memory of the GPU: {what} failed: {error}");
+    /// Whether `work` succeeds.
+    fn with_lane(&self, what: &str, work: impl FnOnce(&mut Lane) -> Result<(), CudaError>) -> bool {
+        let mut lane = self.take_lane();
+        let outcome = self.context.bind().and_then(|()| work(&mut lane));
+        // A copy may be under way after an error: nobody else may have the lane's memory before it has ended.
+        let ended = lane.stream.synchronize();
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
+        self.returned.notify_one();
+        let Err(error) = outcome.and(ended) else { return true };
+        tracing::error!(%error, "KV memory of the GPU: {what} failed");
+        if error.is_lost() {
+            // The first reason is the one that counts.
+            let _ = self.lost.set(error.to_string());
         }
+        false
     }
 
-    fn take_lane(&self) -> Result<Lane, CudaError> {
-        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+    fn take_lane(&self) -> Lane {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(lane) = lanes.idle.pop() {
-                return Ok(lane);
+            match idle.pop() {
+                Some(lane) => return lane,
+                None => idle = self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner),
             }
-            if lanes.made < MOST_LANES {
-                lanes.made += 1;
-                drop(lanes);
-                return Lane::new(&self.context).inspect_err(|_| {
-                    self.lanes.lock().unwrap_or_else(PoisonError::into_inner).made -= 1;
-                    self.returned.notify_one();
-                });
-            }
-            lanes = self.returned.wait(lanes).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -190,9 +183,17 @@ impl KvMemory for CudaMemory {
     fn digests(&self, pieces: &[Run], out: &mut [u64]) {
         assert_eq!(pieces.len(), out.len(), "a digest for each piece");
         pieces.iter().for_each(|piece| self.check(piece.at, piece.bytes));
-        self.with_lane("a hash", |lane| {
-            let parts = pieces.chunks(LANE_PIECES).zip(out.chunks_mut(LANE_PIECES));
-            parts.into_iter().try_for_each(|(pieces, out)| lane.digests(&self.arena, &self.kernels, pieces, out))
+        let hashed = self.with_lane("a hash", |lane| {
+            let mut parts = pieces.chunks(LANE_PIECES).zip(out.chunks_mut(LANE_PIECES));
+            parts.try_for_each(|(pieces, out)| lane.digests(&self.arena, &self.kernels, pieces, out))
         });
+        if !hashed {
+            let random = RandomState::new();
+            out.iter_mut().enumerate().for_each(|(at, digest)| *digest = random.hash_one(at));
+        }
+    }
+
+    fn lost(&self) -> Option<&str> {
+        self.lost.get().map(String::as_str)
     }
 }

@@ -3,10 +3,11 @@
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use crate::context::Context;
-use crate::error::{CudaError, check, failed};
+use crate::driver::{self, Status};
+use crate::error::CudaError;
 use crate::kernels::launch::{Launch, MOST_ARGUMENTS};
 use crate::stream::Stream;
 
@@ -34,9 +35,9 @@ impl Module {
         context.bind()?;
         // Text images end in a zero by the driver's rule; to others it does no harm.
         let image = [image, &[0]].concat();
-        // SAFETY: the image is there until the call returns, and its formats tell their lengths.
-        let handle = unsafe { result::module::load_data(image.as_ptr().cast()) }
-            .map_err(|error| failed("cuModuleLoadData", error))?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the image is there until the call returns, its formats tell their lengths; writes the one pointer.
+        unsafe { driver::cuModuleLoadData(&mut handle, image.as_ptr().cast()) }?;
         Ok(Arc::new(Self { context: Arc::clone(context), handle }))
     }
 
@@ -46,11 +47,14 @@ impl Module {
     /// [`CudaError::Kernels`] when there is none.
     pub fn function(self: &Arc<Self>, name: &'static str) -> Result<Function, CudaError> {
         let text = CString::new(name).map_err(|_| CudaError::Kernels(format!("{name:?} is no kernel's name")))?;
-        // SAFETY: the module is loaded until `self` is dropped.
-        let handle = unsafe { result::module::get_function(self.handle, text) }.map_err(|error| match error.0 {
-            sys::CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Kernels(format!("there is no kernel {name}")),
-            _ => failed("cuModuleGetFunction", error),
-        })?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the module is loaded until `self` is dropped, the text outlives the call; writes the one pointer.
+        unsafe { driver::cuModuleGetFunction(&mut handle, self.handle, text.as_ptr()) }.map_err(
+            |failure| match failure.is(Status::NOT_FOUND) {
+                true => CudaError::Kernels(format!("there is no kernel {name}")),
+                false => failure.into(),
+            },
+        )?;
         let function = Function { module: Arc::clone(self), handle, name, parameters: parameters(handle) };
         Ok(function)
     }
@@ -60,7 +64,7 @@ impl Drop for Module {
     fn drop(&mut self) {
         let _ = self.context.bind();
         // SAFETY: loaded by `load` and unloaded once; functions hold the module.
-        let _ = unsafe { result::module::unload(self.handle) };
+        let _ = unsafe { driver::cuModuleUnload(self.handle) };
     }
 }
 
@@ -92,8 +96,7 @@ impl Function {
         self.module.context.bind()?;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function is loaded; the attribute takes any number and answers.
-        let status = unsafe { sys::cuFuncSetAttribute(self.handle, attribute, bytes.cast_signed()) };
-        check("cuFuncSetAttribute", status)
+        unsafe { driver::cuFuncSetAttribute(self.handle, attribute, bytes.cast_signed()) }.map_err(CudaError::from)
     }
 
     /// Its name.
@@ -128,8 +131,8 @@ impl Function {
         let (function, stream) = (self.handle, stream.handle());
         // SAFETY: the function is loaded; each argument is a readable value of the size that the kernel says, which the
         // driver copies before it returns; what they point to is the caller's promise.
-        let status = unsafe { sys::cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, params, none) };
-        check("cuLaunchKernel", status)
+        unsafe { driver::cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, params, none) }
+            .map_err(CudaError::from)
     }
 }
 
@@ -138,8 +141,7 @@ fn parameters(function: sys::CUfunction) -> Vec<usize> {
     let size = |index| {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function is loaded; beyond its last parameter the driver answers that there is none.
-        let status = unsafe { sys::cuFuncGetParamInfo(function, index, &mut offset, &mut size) };
-        (status == sys::CUresult::CUDA_SUCCESS).then_some(size)
+        unsafe { driver::cuFuncGetParamInfo(function, index, &mut offset, &mut size) }.ok().map(|()| size)
     };
     (0..=MOST_ARGUMENTS).map_while(size).collect()
 }

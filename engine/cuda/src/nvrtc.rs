@@ -4,6 +4,7 @@ use std::ffi::c_int;
 
 use cudarc::nvrtc::sys;
 
+use crate::driver::{self, Failure, Status};
 use crate::error::CudaError;
 
 /// Its version: "13.0".
@@ -19,8 +20,14 @@ pub fn nvrtc_version() -> Result<String, CudaError> {
     }
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
     // SAFETY: writes the two integers.
-    match unsafe { sys::nvrtcVersion(&mut major, &mut minor) } {
-        sys::nvrtcResult::NVRTC_SUCCESS => Ok(format!("{major}.{minor}")),
-        status => Err(CudaError::Kernels(format!("NVRTC does not tell its version: {status:?}"))),
-    }
+    unsafe { driver::nvrtcVersion(&mut major, &mut minor) }.map_err(compiler_failed)?;
+    Ok(format!("{major}.{minor}"))
+}
+
+/// The error that a failed call of the compiler means.
+pub(crate) fn compiler_failed(Failure { call, status }: Failure) -> CudaError {
+    CudaError::Kernels(match status {
+        Some(Status(status)) => format!("{call} failed with status {status} of NVRTC"),
+        None => format!("this NVRTC has no {call}: CUDA 12 or newer is needed"),
+    })
 }

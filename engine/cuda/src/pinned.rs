@@ -4,10 +4,11 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use crate::context::Context;
-use crate::error::{CudaError, failed};
+use crate::driver;
+use crate::error::CudaError;
 use crate::kernels::attention::Tile;
 use crate::kernels::choose::{Choice, Outcome};
 
@@ -51,9 +52,9 @@ impl Pinned {
     /// Whatever the driver answers, such as that the system lets no more memory be locked.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, CudaError> {
         context.bind()?;
-        // SAFETY: allocates, readable by every context (flag portable).
-        let start = unsafe { result::malloc_host(bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) }
-            .map_err(|error| failed("cuMemHostAlloc", error))?;
+        let mut start = std::ptr::null_mut();
+        // SAFETY: allocates, readable by every context (flag portable); writes the one pointer.
+        unsafe { driver::cuMemHostAlloc(&mut start, bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) }?;
         let refused = || CudaError::Kernels("cuMemHostAlloc gave no memory".into());
         let start: NonNull<u8> = NonNull::new(start.cast()).ok_or_else(refused)?;
         // SAFETY: `bytes` bytes were allocated, page-aligned.
@@ -108,6 +109,6 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let _ = self.context.bind();
         // SAFETY: allocated by `new` and freed once; users wait for the streams that copy it before they let it go.
-        let _ = unsafe { result::free_host(self.start.as_ptr().cast::<c_void>()) };
+        let _ = unsafe { driver::cuMemFreeHost(self.start.as_ptr().cast::<c_void>()) };
     }
 }

@@ -2,10 +2,11 @@
 //! events only.
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use crate::context::Context;
-use crate::error::{CudaError, failed};
+use crate::driver;
+use crate::error::CudaError;
 
 /// A queue of work on the device.
 #[derive(Debug)]
@@ -26,8 +27,9 @@ impl Stream {
     /// Whatever the driver answers.
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         context.bind()?;
-        let handle = result::stream::create(result::stream::StreamKind::NonBlocking)
-            .map_err(|error| failed("cuStreamCreate", error))?;
+        let (mut handle, kind) = (std::ptr::null_mut(), sys::CUstream_flags::CU_STREAM_NON_BLOCKING);
+        // SAFETY: writes the one pointer.
+        unsafe { driver::cuStreamCreate(&mut handle, kind as u32) }?;
         Ok(Self { context: Arc::clone(context), handle })
     }
 
@@ -47,7 +49,7 @@ impl Stream {
     /// What a kernel or copy of this context came to, of whichever stream.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: the stream is there until `self` is dropped.
-        unsafe { result::stream::synchronize(self.handle) }.map_err(|error| failed("cuStreamSynchronize", error))
+        unsafe { driver::cuStreamSynchronize(self.handle) }.map_err(CudaError::from)
     }
 
     /// What is queued from now on runs after `event`, of another stream.
@@ -57,8 +59,7 @@ impl Stream {
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are there; the driver keeps what it needs of the event.
-        unsafe { result::stream::wait_event(self.handle, event.handle, flags) }
-            .map_err(|error| failed("cuStreamWaitEvent", error))
+        unsafe { driver::cuStreamWaitEvent(self.handle, event.handle, flags as u32) }.map_err(CudaError::from)
     }
 }
 
@@ -67,7 +68,7 @@ impl Drop for Stream {
         // The driver lets work finish that is queued; its memory is the caller's matter. An error has nobody to go to.
         let _ = self.context.bind();
         // SAFETY: created by `new` and destroyed once.
-        let _ = unsafe { result::stream::destroy(self.handle) };
+        let _ = unsafe { driver::cuStreamDestroy_v2(self.handle) };
     }
 }
 
@@ -90,8 +91,9 @@ impl Event {
     /// Whatever the driver answers.
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         context.bind()?;
-        let handle = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-            .map_err(|error| failed("cuEventCreate", error))?;
+        let (mut handle, kind) = (std::ptr::null_mut(), sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        // SAFETY: writes the one pointer.
+        unsafe { driver::cuEventCreate(&mut handle, kind as u32) }?;
         Ok(Self { context: Arc::clone(context), handle })
     }
 
@@ -101,7 +103,7 @@ impl Event {
     /// Whatever the driver answers.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: both are there and of one context.
-        unsafe { result::event::record(self.handle, stream.handle) }.map_err(|error| failed("cuEventRecord", error))
+        unsafe { driver::cuEventRecord(self.handle, stream.handle) }.map_err(CudaError::from)
     }
 
     /// Waits until the stream has come to it.
@@ -110,7 +112,7 @@ impl Event {
     /// As [`Stream::synchronize`].
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: the event is there until `self` is dropped.
-        unsafe { result::event::synchronize(self.handle) }.map_err(|error| failed("cuEventSynchronize", error))
+        unsafe { driver::cuEventSynchronize(self.handle) }.map_err(CudaError::from)
     }
 }
 
@@ -118,6 +120,6 @@ impl Drop for Event {
     fn drop(&mut self) {
         let _ = self.context.bind();
         // SAFETY: created by `new` and destroyed once; streams that wait for it have what they need.
-        let _ = unsafe { result::event::destroy(self.handle) };
+        let _ = unsafe { driver::cuEventDestroy_v2(self.handle) };
     }
 }

@@ -84,7 +84,9 @@ struct Block {
 
 impl<'a> Upload<'a> {
     fn new(context: &Arc<Context>, buffer: &'a Buffer, weights: &'a dyn Weights) -> Result<Self, CudaError> {
-        let block = || Ok(Block { memory: Pinned::new(context, BLOCK_BYTES)?, copied: Event::new(context)? });
+        let block = || -> Result<Block, CudaError> {
+            Ok(Block { memory: Pinned::new(context, BLOCK_BYTES)?, copied: Event::new(context)? })
+        };
         let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS);
         let (stream, blocks) = (Stream::new(context)?, [block()?, block()?]);
         Ok(Self { weights, buffer, stream, blocks, next: 0, threads })

@@ -10,7 +10,7 @@ use tandem_cuda::kernels::launch::Mem;
 use tandem_cuda::kernels::rows::{Embed, embed};
 use tandem_cuda::kernels::{SOURCES, Source};
 use tandem_cuda::{Buffer, Context, CudaError, Device, Event, Graph, Module, Pinned, Stream, compile};
-use tandem_cuda_emu::{Count, Fault, count, fail_nth, seen};
+use tandem_cuda_emu::{Count, Fault, Setting, count, fail_nth, seen, set};
 
 /// `None` where there is no device.
 fn turn() -> Option<MutexGuard<'static, ()>> {
@@ -208,6 +208,19 @@ fn launches_are_checked_against_the_kernel() {
         unsafe { embedding.launch(&stream, &good) }.expect("the next one runs");
         stream.synchronize().expect("done");
     }
+    // Numbers that neither this version nor the driver itself has a name for; of the second nobody can say more.
+    for (status, lost) in [(4242, false), (777, true)] {
+        if set(Setting::SubmitStatus(status)) && fail(Fault::Submit) {
+            // SAFETY: as above.
+            let error = unsafe { embedding.launch(&stream, &good) }.expect_err("planned");
+            assert_eq!(
+                (error.is_lost(), error.to_string().contains(&format!("status {status}"))),
+                (lost, true),
+                "{error}"
+            );
+        }
+    }
+    set(Setting::SubmitStatus(701));
     assert!(Module::load(&context, b"").is_err());
     drop((embedding, norm, module, hidden, table, tokens, stream));
     assert_eq!(alive(), before);

@@ -6,30 +6,35 @@
 //! Of Q6_K, which has two scales a group and no offset: the sum of 8 pairs times the first, then of 8 times the second.
 //! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
 //!
-//! Three ways through a panel, in the same order of operations:
+//! Rows are multiplied in tiles of up to eight: their sums stay in registers over a group, and nothing is put down
+//! between groups. Up to eight rows decode weights as they go, straight from the panel: the units that look numbers up
+//! and shift have nothing else to do. More rows share weights that were expanded to bf16 once, a slice of the panel at
+//! a time.
 //!
-//! | rows of the chunk | function | weights |
-//! |---|---|---|
-//! | 1 to 4 | `tile` | straight from the panel, once: all rows' sums stay in registers over all of `k` |
-//! | 5 and more | `add_group`, then `group_tile` | a group's are expanded once, then serve tiles of up to 12 rows |
-//! | 5 and more, on AMX | `tiles.rs` | not here, and in another order |
-//!
-//! `weight_format.rs` has the pictures of what [`Format`] reads.
+//! `bf16_gemm/formats.rs` decodes the weights.
+mod formats;
+#[cfg(test)]
+mod tests;
+
 use std::arch::x86_64::*;
 use std::cell::RefCell;
+use std::marker::PhantomData;
+use std::ops::Range;
 
+use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
 use super::Shared;
-use super::block_lanes;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
 
-/// Rows that a task works on at a time: their `x` of one group and their sums stay in the L1 cache.
+/// Rows that a task works on at a time: their `x` of a slice stays in the L2 cache.
 const ROW_CHUNK: usize = 96;
-/// Rows of a tile: 24 sums, two vectors of weights and a broadcast fit the registers.
-const TILE_ROWS: usize = 12;
-/// Pairs of a block.
-const PAIRS: usize = BLOCK / 2;
+/// Rows of a tile: 16 sums, two vectors of weights, a broadcast, and what decodes weights fit the registers.
+const TILE_ROWS: usize = 8;
+/// Rows up to which weights are decoded for each tile.
+const DIRECT_ROWS: usize = 8;
+/// Groups of `k` that are expanded at a time: 144 KiB with their scales, which stay in the L2 cache beside `x`.
+const SLICE: usize = 64;
 
 /// See [`super::matmul::matmul`], which checks the lengths.
 pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Output) {
@@ -73,12 +78,14 @@ struct Scratch {
     holds: Option<ChunkId>,
     rows: usize,
     groups: usize,
-    /// Pairs of bf16, groups × rows × 16: a group's rows lie together.
+    /// Pairs of bf16, of each tile groups × rows × 16: in the order in which they are read.
     x: Vec<u32>,
-    /// Sums of `x`, groups × rows.
+    /// Sums of `x`, of each tile groups × rows.
     x_sums: Vec<f32>,
     /// rows × 32.
     totals: Vec<f32>,
+    /// A slice's.
+    expanded: Vec<ExpandedBlock>,
 }
 
 impl Scratch {
@@ -91,401 +98,255 @@ impl Scratch {
         self.x_sums.resize(self.groups * self.rows, 0.0);
         self.totals.resize(self.rows * PANEL, 0.0);
         let ones = bf16(_mm512_set1_epi32(0x3f80_3f80));
-        for (r, row) in x.chunks_exact(k).enumerate() {
-            for (g, group) in row.chunks(BLOCK).enumerate() {
-                let at = g * self.rows + r;
-                // SAFETY: at most 32 elements; the buffers have room for all rows and groups.
-                unsafe {
-                    let pairs = rounded_pairs(group);
-                    self.x_sums[at] = _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), pairs, ones));
-                    _mm512_storeu_si512(self.x.as_mut_ptr().add(at * PAIRS).cast(), bits(pairs));
+        let mut first = 0;
+        while first < self.rows {
+            let height = tile_height(self.rows - first);
+            for (r, row) in x[first * k..][..height * k].chunks_exact(k).enumerate() {
+                for (g, group) in row.chunks(BLOCK).enumerate() {
+                    let at = first * self.groups + g * height + r;
+                    // SAFETY: at most 32 elements; the buffers have room for all rows and groups.
+                    unsafe {
+                        let pairs = rounded_pairs(group);
+                        self.x_sums[at] = _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), pairs, ones));
+                        _mm512_storeu_si512(self.x.as_mut_ptr().add(at * PAIRS).cast(), bits(pairs));
+                    }
                 }
             }
+            first += height;
         }
     }
 }
-
-/// How a block of 32 columns × 32 `k` yields its weights, see `weight_format.rs` for the layouts.
-///
-/// # Safety
-/// Of both methods: `block` is a whole block of this format, [`WeightFormat::block_bytes`] long; `half` is 0 or 1;
-/// `pair` is even and below 16; the caller has the features enabled. All loads are unaligned ones.
-trait Format {
-    const KIND: WeightFormat;
-    /// Scales of a column: one, and an offset; or two and none, of the first and the last 16 `k`.
-    const SCALES: usize = 1;
-    /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2];
-    /// See [`block_lanes::scales`].
-    #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512; 2] {
-        // SAFETY: as the caller says.
-        unsafe { block_lanes::scales(Self::KIND, block, half) }
-    }
-}
-
-/// 16 columns of the two pairs of rows from `row` on, rounded to bf16. `load` reads 16 values of a row as f32.
-///
-/// # Safety
-/// `load` may be called for `row` and the three rows of [`PANEL`] values behind it; the caller has the features
-/// enabled.
-#[inline(always)]
-unsafe fn two_rounded_pairs<T>(row: *const T, load: impl Fn(*const T) -> __m512) -> [__m512i; 2] {
-    // SAFETY: the rows are those that the caller vouches for. The two types of the transmutation are 32 bytes each, in
-    // which every bit pattern is a value.
-    unsafe {
-        let round = |row: *const T| {
-            let half: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(load(row)));
-            _mm512_cvtepu16_epi32(half)
-        };
-        let pair = |row: *const T| _mm512_or_si512(round(row), _mm512_slli_epi32::<16>(round(row.add(PANEL))));
-        [pair(row), pair(row.add(2 * PANEL))]
-    }
-}
-
-struct F32;
-struct F16;
-struct Bf16;
-#[allow(non_camel_case_types, reason = "the format's name")]
-struct Q4_1;
-#[allow(non_camel_case_types, reason = "the format's name")]
-struct Q5_1;
-#[allow(non_camel_case_types, reason = "the format's name")]
-struct Q8_0;
-struct Q4K;
-struct Q5K;
-struct Q6K;
-
-impl Format for F32 {
-    const KIND: WeightFormat = WeightFormat::F32;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: a block is 32 rows of 32 f32. Read are 16 of each of the rows `2 * pair` to `2 * pair + 3`, from
-        // column 0 or 16 on: with an even `pair` below 16 the last is row 31, and the last column 31.
-        unsafe {
-            let row = block.cast::<f32>().add(pair * 2 * PANEL + half * LANES);
-            two_rounded_pairs(row, |row| _mm512_loadu_ps(row))
-        }
-    }
-}
-
-impl Format for F16 {
-    const KIND: WeightFormat = WeightFormat::F16;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: a block is 32 rows of 32 f16. With an even `pair` below 16 and a `half` below 2, rows up to 31 and
-        // columns up to 31 are read.
-        unsafe {
-            let row = block.cast::<u16>().add(pair * 2 * PANEL + half * LANES);
-            two_rounded_pairs(row, |row| _mm512_cvtph_ps(_mm256_loadu_si256(row.cast())))
-        }
-    }
-}
-
-impl Format for Bf16 {
-    const KIND: WeightFormat = WeightFormat::Bf16;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: a block is two halves of 16 vectors of 64 bytes. Read are those at `pair` and `pair + 1`, at most 15,
-        // of one half.
-        unsafe {
-            let first = block.add((half * PAIRS + pair) * 64);
-            [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
-        }
-    }
-}
-
-/// bf16 of 0 to 15, twice, because the permutation looks at five bits of its index.
-static FOUR_BITS: [u16; 32] = integers(16, 0);
-/// bf16 of 0 to 31.
-static FIVE_BITS: [u16; 32] = integers(32, 0);
-/// bf16 of -32 to 31.
-static SIX_BITS: [u16; 64] = integers(64, 32);
-
-/// bf16 of the integers below `end` less `centre`, as often as there is room.
-const fn integers<const N: usize>(end: usize, centre: i32) -> [u16; N] {
-    let mut table = [0; N];
-    let mut i = 0;
-    while i < N {
-        table[i] = (((i % end) as i32 - centre) as f32).to_bits().wrapping_shr(16) as u16;
-        i += 1;
-    }
-    table
-}
-
-impl Format for Q4_1 {
-    const KIND: WeightFormat = WeightFormat::Q4_1;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { looked_up(&FOUR_BITS, two_integers(Self::KIND, block, half, pair)) }
-    }
-}
-
-impl Format for Q4K {
-    const KIND: WeightFormat = WeightFormat::Q4K;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { looked_up(&FOUR_BITS, two_integers(Self::KIND, block, half, pair)) }
-    }
-}
-
-impl Format for Q5_1 {
-    const KIND: WeightFormat = WeightFormat::Q5_1;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { looked_up(&FIVE_BITS, two_integers(Self::KIND, block, half, pair)) }
-    }
-}
-
-impl Format for Q5K {
-    const KIND: WeightFormat = WeightFormat::Q5K;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { looked_up(&FIVE_BITS, two_integers(Self::KIND, block, half, pair)) }
-    }
-}
-
-impl Format for Q6K {
-    const KIND: WeightFormat = WeightFormat::Q6K;
-    const SCALES: usize = 2;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: as the caller says; `pair / 4` is at most 3.
-        unsafe { six_bits(two_integers(Self::KIND, block, half, pair)) }
-    }
-}
-
-/// The integers of the pairs `pair` and `pair + 1`, each in the lowest bits of its 16.
-///
-/// # Safety
-/// As for [`Format::two_pairs`] of a format of nibbles.
-#[inline(always)]
-unsafe fn two_integers(format: WeightFormat, block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-    // SAFETY: as the caller says; `pair / 4` is at most 3.
-    unsafe {
-        let [first, second] = block_lanes::integers(format, block, half, pair / 4);
-        match pair.is_multiple_of(4) {
-            true => [first, second],
-            false => [_mm512_srli_epi16::<8>(first), _mm512_srli_epi16::<8>(second)],
-        }
-    }
-}
-
-/// The numbers that integers of up to five bits stand for.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn looked_up(table: &[u16; 32], pairs: [__m512i; 2]) -> [__m512i; 2] {
-    // SAFETY: the table has 64 bytes, and a permutation takes its indices modulo the table's length.
-    unsafe {
-        let table = _mm512_loadu_si512(table.as_ptr().cast());
-        [_mm512_permutexvar_epi16(pairs[0], table), _mm512_permutexvar_epi16(pairs[1], table)]
-    }
-}
-
-/// The same of six bits.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn six_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
-    // SAFETY: the table has twice 64 bytes, and a permutation takes its indices modulo the table's length.
-    unsafe {
-        let low = _mm512_loadu_si512(SIX_BITS.as_ptr().cast());
-        let high = _mm512_loadu_si512(SIX_BITS.as_ptr().add(32).cast());
-        [_mm512_permutex2var_epi16(low, pairs[0], high), _mm512_permutex2var_epi16(low, pairs[1], high)]
-    }
-}
-
-/// bf16 of 0 to 127: the low bytes of the first 64, of the others, and the high bytes likewise.
-static MAGNITUDES: [[u8; 64]; 4] = {
-    let mut tables = [[0; 64]; 4];
-    let mut i = 0;
-    while i < 128 {
-        let [_, _, low, high] = (i as f32).to_bits().to_le_bytes();
-        tables[i / 64][i % 64] = low;
-        tables[2 + i / 64][i % 64] = high;
-        i += 1;
-    }
-    tables
-};
-
-impl Format for Q8_0 {
-    const KIND: WeightFormat = WeightFormat::Q8_0;
-    #[inline(always)]
-    unsafe fn two_pairs(block: *const u8, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes. Read are 64 bytes, of
-        // the pairs `pair` and `pair + 1`, at most 15, of one half. Each of the four tables has 64 bytes, and a
-        // permutation takes its indices modulo the tables' length.
-        unsafe {
-            let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
-            let bytes = _mm512_loadu_si512(block.add(PANEL * 2 + (half * PAIRS + pair) * 32).cast());
-            let magnitude = _mm512_abs_epi8(bytes);
-            let low = _mm512_permutex2var_epi8(table(0), magnitude, table(1));
-            let high = _mm512_permutex2var_epi8(table(2), magnitude, table(3));
-            // high | (bytes & sign)
-            let high = _mm512_ternarylogic_epi32::<0xf8>(high, bytes, _mm512_set1_epi8(i8::MIN));
-            // Within each quarter: columns 0..4 and 8..12 of either pair, and columns 4..8 and 12..16.
-            let (left, right) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
-            let first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-            let second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-            [_mm512_permutex2var_epi64(left, first, right), _mm512_permutex2var_epi64(left, second, right)]
-        }
-    }
-}
-
-/// Rows up to which a tile reads the panel itself. It costs more instructions for each weight and fewer for all.
-const DIRECT_ROWS: usize = 4;
 
 /// # Safety
 /// `panel` is a panel of the format with the scratch's groups; `target` has the scratch's rows; the machine has the
 /// features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
-    // SAFETY: a way is chosen by the scratch's rows, and so `tile` has as many as it is tall. `group` stays below the
-    // scratch's groups, as many blocks as the panel has; `two` below 8, so that pairs are even and below 16. What is
-    // asked for ahead may lie behind the panel: its address is computed by wrapping addition and only hinted at. Row
-    // `row` of the totals is 32 f32, since `round` made room for all rows, and `target` has the row.
+    let groups = scratch.groups;
+    // SAFETY: as the caller says. Slices end where the groups do, and are expanded before they are multiplied.
     unsafe {
-        match scratch.rows {
-            1 => return tile::<F, 1>(scratch, panel, target),
-            2 => return tile::<F, 2>(scratch, panel, target),
-            3 => return tile::<F, 3>(scratch, panel, target),
-            DIRECT_ROWS => return tile::<F, DIRECT_ROWS>(scratch, panel, target),
-            _ => {}
+        if scratch.rows <= DIRECT_ROWS || matches!(F::KIND, WeightFormat::Bf16) {
+            return tiles(scratch, Packed::<F>(panel, PhantomData), 0..groups, target);
         }
-        let mut weights = [[_mm512_setzero_si512(); 2]; PAIRS];
-        for group in 0..scratch.groups {
-            let block = panel.add(group * F::KIND.block_bytes());
-            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
-            for (two, weights) in weights.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                let (left, right) = (F::two_pairs(block, 0, 2 * two), F::two_pairs(block, 1, 2 * two));
-                *weights = [[left[0], right[0]], [left[1], right[1]]];
-            }
-            let scales = [F::scales(block, 0), F::scales(block, 1)];
+        for first in (0..groups).step_by(SLICE) {
+            let slice = first..groups.min(first + SLICE);
+            expand::<F>(&mut scratch.expanded, panel, slice.clone());
+            let (blocks, next) = (scratch.expanded.as_ptr(), F::KIND.block(panel, slice.end).scales);
+            let bytes = F::KIND.panel_bytes(SLICE * BLOCK) / SLICE;
             match F::SCALES {
-                1 => add_group::<1>(scratch, group, &weights, &scales),
-                _ => add_group::<2>(scratch, group, &weights, &scales),
+                1 => tiles(scratch, Expanded::<1> { first, blocks, next, bytes }, slice, target),
+                _ => tiles(scratch, Expanded::<2> { first, blocks, next, bytes }, slice, target),
             }
-        }
-        for row in 0..scratch.rows {
-            let sums = scratch.totals.as_ptr().add(row * PANEL);
-            target.put(row, [_mm512_loadu_ps(sums), _mm512_loadu_ps(sums.add(LANES))]);
         }
     }
 }
 
-/// All rows' products with one group of weights, in tiles as tall as the registers allow.
+/// Where tiles get a panel's weights from.
 ///
 /// # Safety
-/// As for [`panel_of`].
+/// Of all methods: the panel has the group; and as for [`Format`].
+trait Weights: Copy {
+    /// As [`Format::SCALES`].
+    const SCALES: usize;
+    /// Asks memory for what is needed later.
+    unsafe fn ask_ahead(self, group: usize);
+    /// As [`Format::two_pairs`].
+    unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2];
+    /// As [`Format::scales`].
+    unsafe fn scales(self, group: usize, half: usize) -> [__m512; 2];
+}
+
+/// From the panel.
+struct Packed<F>(*const u8, PhantomData<F>);
+
+impl<F> Clone for Packed<F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F> Copy for Packed<F> {}
+
+impl<F: Format> Weights for Packed<F> {
+    const SCALES: usize = F::SCALES;
+    #[inline(always)]
+    unsafe fn ask_ahead(self, group: usize) {
+        F::KIND.ask_for(self.0, group + AHEAD);
+    }
+    #[inline(always)]
+    unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says.
+        unsafe { F::two_pairs(F::KIND.block(self.0, group), half, pair) }
+    }
+    #[inline(always)]
+    unsafe fn scales(self, group: usize, half: usize) -> [__m512; 2] {
+        // SAFETY: as the caller says.
+        unsafe { F::scales(F::KIND.block(self.0, group), half) }
+    }
+}
+
+/// A block in bf16, and its scales.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct ExpandedBlock {
+    /// Pair by pair the left and the right columns.
+    weights: [[[u32; LANES]; 2]; PAIRS],
+    /// Of the left and the right columns what [`Format::scales`] says.
+    scales: [[[f32; LANES]; 2]; 2],
+}
+
+impl ExpandedBlock {
+    const ZERO: Self = Self { weights: [[[0; LANES]; 2]; PAIRS], scales: [[[0.0; LANES]; 2]; 2] };
+}
+
+/// From a slice of the panel that was expanded; meanwhile the next one is asked for.
+#[derive(Clone, Copy)]
+struct Expanded<const SCALES: usize> {
+    /// Group.
+    first: usize,
+    blocks: *const ExpandedBlock,
+    /// The next slice, packed, and how much of it is asked for with each group. It may lie behind the matrix.
+    next: *const u8,
+    bytes: usize,
+}
+
+impl<const SCALES: usize> Weights for Expanded<SCALES> {
+    const SCALES: usize = SCALES;
+    #[inline(always)]
+    unsafe fn ask_ahead(self, group: usize) {
+        prefetch(self.next.wrapping_add((group - self.first) * self.bytes), self.bytes);
+    }
+    #[inline(always)]
+    unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: the group's block was expanded; an even pair below 16 has one behind it.
+        unsafe {
+            let weights = &(*self.blocks.add(group - self.first)).weights;
+            let [first, second] = [&weights[pair][half], &weights[pair + 1][half]];
+            [_mm512_loadu_si512(first.as_ptr().cast()), _mm512_loadu_si512(second.as_ptr().cast())]
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(self, group: usize, half: usize) -> [__m512; 2] {
+        // SAFETY: the group's block was expanded.
+        unsafe {
+            let [first, second] = &(*self.blocks.add(group - self.first)).scales[half];
+            [_mm512_loadu_ps(first.as_ptr()), _mm512_loadu_ps(second.as_ptr())]
+        }
+    }
+}
+
+/// # Safety
+/// The panel of the format has the groups; the caller has the features enabled.
+#[inline(always)]
+unsafe fn expand<F: Format>(to: &mut Vec<ExpandedBlock>, panel: *const u8, groups: Range<usize>) {
+    to.resize(SLICE, ExpandedBlock::ZERO);
+    for (to, group) in to.iter_mut().zip(groups) {
+        F::KIND.ask_for(panel, group + AHEAD);
+        let block = F::KIND.block(panel, group);
+        // SAFETY: a group of the panel; pairs are even and below 16; each row of lanes is a vector.
+        unsafe {
+            for half in 0..2 {
+                for pair in (0..PAIRS).step_by(2) {
+                    let [first, second] = F::two_pairs(block, half, pair);
+                    _mm512_storeu_si512(to.weights[pair][half].as_mut_ptr().cast(), first);
+                    _mm512_storeu_si512(to.weights[pair + 1][half].as_mut_ptr().cast(), second);
+                }
+                let [first, second] = F::scales(block, half);
+                _mm512_storeu_ps(to.scales[half][0].as_mut_ptr(), first);
+                _mm512_storeu_ps(to.scales[half][1].as_mut_ptr(), second);
+            }
+        }
+    }
+}
+
+/// Of the first of the tiles of nearly equal height that have so many rows.
+fn tile_height(rows: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(TILE_ROWS))
+}
+
+/// All rows.
+///
+/// # Safety
+/// `weights` has the groups, the scratch too; `target` has the scratch's rows; the machine has the features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn add_group<const SCALES: usize>(
-    scratch: &mut Scratch,
-    group: usize,
-    weights: &[[__m512i; 2]; PAIRS],
-    scales: &[[__m512; 2]; 2],
-) {
+unsafe fn tiles<W: Weights>(scratch: &mut Scratch, weights: W, groups: Range<usize>, target: Target) {
     let mut row = 0;
     while row < scratch.rows {
+        let groups = groups.clone();
         // SAFETY: no tile is taller than the rows that are left.
         unsafe {
-            row += match scratch.rows - row {
-                // Two of equal height rather than a tall one and a stump, whose few sums wait for one another.
-                14..=16 => group_tile::<8, SCALES>(scratch, group, row, weights, scales),
-                TILE_ROWS.. => group_tile::<TILE_ROWS, SCALES>(scratch, group, row, weights, scales),
-                8.. => group_tile::<8, SCALES>(scratch, group, row, weights, scales),
-                6.. => group_tile::<6, SCALES>(scratch, group, row, weights, scales),
-                4.. => group_tile::<4, SCALES>(scratch, group, row, weights, scales),
-                2.. => group_tile::<2, SCALES>(scratch, group, row, weights, scales),
-                _ => group_tile::<1, SCALES>(scratch, group, row, weights, scales),
+            row += match tile_height(scratch.rows - row) {
+                1 => tile::<W, 1>(scratch, weights, groups, row, target),
+                2 => tile::<W, 2>(scratch, weights, groups, row, target),
+                3 => tile::<W, 3>(scratch, weights, groups, row, target),
+                4 => tile::<W, 4>(scratch, weights, groups, row, target),
+                5 => tile::<W, 5>(scratch, weights, groups, row, target),
+                6 => tile::<W, 6>(scratch, weights, groups, row, target),
+                7 => tile::<W, 7>(scratch, weights, groups, row, target),
+                _ => tile::<W, TILE_ROWS>(scratch, weights, groups, row, target),
             };
         }
     }
 }
 
-/// All groups of `M` rows, weights straight from the panel: the way of small batches.
+/// `M` rows from `first` on. Totals are taken up where the groups before left them, and put down for those behind.
+/// Returns `M`.
 ///
 /// # Safety
-/// As for [`panel_of`]; the scratch has `M` rows.
+/// As for [`tiles`]; the scratch has the `M` rows.
 #[inline(always)]
-unsafe fn tile<F: Format, const M: usize>(scratch: &Scratch, panel: *const u8, target: Target) {
-    // SAFETY: the panel has the scratch's groups, and pairs are even and below 16. `round` made `x` groups × rows × 16
-    // words and `x_sums` groups × rows, with `M` rows: group and row index both. `target` has the `M` rows.
+unsafe fn tile<W: Weights, const M: usize>(
+    scratch: &mut Scratch,
+    weights: W,
+    groups: Range<usize>,
+    first: usize,
+    target: Target,
+) -> usize {
+    // SAFETY: pairs are even and below 16. `round` made `x` rows × groups × 16 words, `x_sums` rows × groups, and
+    // totals rows × 32. Of the first two, tiles before this one have `first * groups`, and it has `M * groups`: `row`
+    // and the `M - 1` behind it are among these. `first + m` is a row, of the target, too.
     unsafe {
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
-        for group in 0..scratch.groups {
-            let block = panel.add(group * F::KIND.block_bytes());
-            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
-            let x = scratch.x.as_ptr().add(group * M * PAIRS);
-            let scales = [F::scales(block, 0), F::scales(block, 1)];
-            for part in 0..F::SCALES {
+        if groups.start > 0 {
+            for (m, totals) in totals.iter_mut().enumerate() {
+                let from = scratch.totals.as_ptr().add((first + m) * PANEL);
+                *totals = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(LANES))];
+            }
+        }
+        for group in groups.clone() {
+            weights.ask_ahead(group);
+            let row = first * scratch.groups + group * M;
+            let x = scratch.x.as_ptr().add(row * PAIRS);
+            let scales = [weights.scales(group, 0), weights.scales(group, 1)];
+            for part in 0..W::SCALES {
                 let mut sums = [[_mm512_setzero_ps(); 2]; M];
-                for pair in (part * PAIRS / F::SCALES..(part + 1) * PAIRS / F::SCALES).step_by(2) {
-                    let (left, right) = (F::two_pairs(block, 0, pair), F::two_pairs(block, 1, pair));
-                    step(&mut sums, [bf16(left[0]), bf16(right[0])], x.add(pair));
-                    step(&mut sums, [bf16(left[1]), bf16(right[1])], x.add(pair + 1));
+                // Four pairs are decoded from the same vectors.
+                for four in (part * PAIRS / W::SCALES..(part + 1) * PAIRS / W::SCALES).step_by(4) {
+                    for pair in [four, four + 2] {
+                        let (left, right) = (weights.two_pairs(group, 0, pair), weights.two_pairs(group, 1, pair));
+                        step(&mut sums, [bf16(left[0]), bf16(right[0])], x.add(pair));
+                        step(&mut sums, [bf16(left[1]), bf16(right[1])], x.add(pair + 1));
+                    }
                 }
                 for (totals, sums) in totals.iter_mut().zip(sums) {
                     *totals = with_sums(*totals, sums, &scales, part);
                 }
             }
-            if F::SCALES == 1 {
+            if W::SCALES == 1 {
                 for (m, totals) in totals.iter_mut().enumerate() {
-                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(group * M + m));
+                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
                     *totals = with_offset(*totals, &scales, x_sum);
                 }
             }
         }
         for (m, totals) in totals.into_iter().enumerate() {
-            target.put(m, totals);
-        }
-    }
-}
-
-/// One group of `M` rows from `first` on, weights expanded beforehand: the way of prompts and large batches. Returns
-/// `M`.
-///
-/// # Safety
-/// `group` is one of the scratch's, which has the `M` rows from `first` on; the caller has the features enabled.
-#[inline(always)]
-unsafe fn group_tile<const M: usize, const SCALES: usize>(
-    scratch: &mut Scratch,
-    group: usize,
-    first: usize,
-    weights: &[[__m512i; 2]; PAIRS],
-    scales: &[[__m512; 2]; 2],
-) -> usize {
-    let row = group * scratch.rows + first;
-    // SAFETY: `round` made `x` groups × rows × 16 words, `x_sums` groups × rows, and totals rows × 32: `row` and the
-    // `M - 1` behind it index the first two, `first + m` the last.
-    unsafe {
-        let x = scratch.x.as_ptr().add(row * PAIRS);
-        for part in 0..SCALES {
-            let mut sums = [[_mm512_setzero_ps(); 2]; M];
-            let x = x.add(part * PAIRS / SCALES);
-            for (pair, [left, right]) in weights[part * PAIRS / SCALES..][..PAIRS / SCALES].iter().enumerate() {
-                step(&mut sums, [bf16(*left), bf16(*right)], x.add(pair));
+            if groups.end == scratch.groups {
+                target.put(first + m, totals);
+                continue;
             }
-            for (m, sums) in sums.into_iter().enumerate() {
-                let to = scratch.totals.as_mut_ptr().add((first + m) * PANEL);
-                let totals = match (group, part) {
-                    (0, 0) => [_mm512_setzero_ps(); 2],
-                    _ => [_mm512_loadu_ps(to), _mm512_loadu_ps(to.add(LANES))],
-                };
-                let mut totals = with_sums(totals, sums, scales, part);
-                if SCALES == 1 {
-                    let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
-                    totals = with_offset(totals, scales, x_sum);
-                }
-                _mm512_storeu_ps(to, totals[0]);
-                _mm512_storeu_ps(to.add(LANES), totals[1]);
-            }
+            let to = scratch.totals.as_mut_ptr().add((first + m) * PANEL);
+            _mm512_storeu_ps(to, totals[0]);
+            _mm512_storeu_ps(to.add(LANES), totals[1]);
         }
     }
     M

@@ -22,7 +22,8 @@ use half::f16;
 
 use super::block_lanes;
 use super::packed::{BLOCK, PANEL, TINY, WeightFormat};
-use super::simd::{LANES, bits, prefetch, rounded_pairs};
+use super::simd::{LANES, bits, rounded_pairs};
+use super::weight_format::Block;
 
 /// Pairs of `k` of a block.
 pub(super) const PAIRS: usize = BLOCK / 2;
@@ -77,9 +78,9 @@ pub(super) unsafe fn pairs_of(group: &[f32], lift: i32) -> __m512i {
 trait Format {
     const KIND: WeightFormat;
     /// Scale and offset; of Q6_K the scales of the first and of the last 16 `k`.
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2];
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2];
     /// The weights of four pairs of `k`, from `8 * four` on.
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4];
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4];
 }
 
 #[allow(non_camel_case_types, reason = "the format's name")]
@@ -95,12 +96,12 @@ struct Q6K;
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
-        // SAFETY: a block begins with 32 scales and 32 offsets.
-        unsafe { [twice(block, half), twice(block.add(PANEL * 2), half)] }
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2] {
+        // SAFETY: 32 scales and 32 offsets.
+        unsafe { [twice(block.scales, half), twice(block.scales.add(PANEL * 2), half)] }
     }
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has four bits.
         unsafe { of_five_bits(&FOUR_BITS, integers(Self::KIND, block, half, four), scales) }
     }
@@ -109,12 +110,12 @@ impl Format for Q4_1 {
 impl Format for Q5_1 {
     const KIND: WeightFormat = WeightFormat::Q5_1;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
-        // SAFETY: as the caller says; a block begins like one of Q4_1.
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; scales lie like those of Q4_1.
         unsafe { Q4_1::scales(block, half) }
     }
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has five bits.
         unsafe { of_five_bits(&FIVE_BITS, integers(Self::KIND, block, half, four), scales) }
     }
@@ -123,16 +124,16 @@ impl Format for Q5_1 {
 impl Format for Q4K {
     const KIND: WeightFormat = WeightFormat::Q4K;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
-        // SAFETY: as the caller says; behind scales and offsets stand their factors.
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; a block begins with the factors of scales and offsets.
         unsafe {
             let [scale, offset] = Q4_1::scales(block, half);
-            let [of_scale, of_offset] = factors(block.add(PANEL * 4), half);
+            let [of_scale, of_offset] = factors(block.numbers, half);
             [_mm512_mul_ph(scale, of_scale), _mm512_mul_ph(offset, of_offset)]
         }
     }
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has four bits.
         unsafe { of_five_bits(&FOUR_BITS, integers(Self::KIND, block, half, four), scales) }
     }
@@ -141,12 +142,12 @@ impl Format for Q4K {
 impl Format for Q5K {
     const KIND: WeightFormat = WeightFormat::Q5K;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
-        // SAFETY: as the caller says; a block begins like one of Q4_K.
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; scales and factors lie like those of Q4_K.
         unsafe { Q4K::scales(block, half) }
     }
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has five bits.
         unsafe { of_five_bits(&FIVE_BITS, integers(Self::KIND, block, half, four), scales) }
     }
@@ -155,15 +156,15 @@ impl Format for Q5K {
 impl Format for Q6K {
     const KIND: WeightFormat = WeightFormat::Q6K;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
-        // SAFETY: as the caller says; behind the scales stand two factors a column.
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2] {
+        // SAFETY: as the caller says; a block begins with two factors a column.
         unsafe {
-            let (scale, [first, last]) = (twice(block, half), factors(block.add(PANEL * 2), half));
+            let (scale, [first, last]) = (twice(block.scales, half), factors(block.numbers, half));
             [_mm512_mul_ph(scale, first), _mm512_mul_ph(scale, last)]
         }
     }
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
         // SAFETY: as the caller says; the format has six bits.
         unsafe { of_six_bits(integers(Self::KIND, block, half, four), scales[four / 2]) }
     }
@@ -172,16 +173,15 @@ impl Format for Q6K {
 impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
-    unsafe fn scales(block: *const u8, half: usize) -> [__m512h; 2] {
-        // SAFETY: a block begins with 32 scales.
-        unsafe { [twice(block, half), _mm512_setzero_ph()] }
+    unsafe fn scales(block: Block, half: usize) -> [__m512h; 2] {
+        // SAFETY: 32 scales.
+        unsafe { [twice(block.scales, half), _mm512_setzero_ph()] }
     }
     #[inline(always)]
-    unsafe fn four_pairs(block: *const u8, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
-        // SAFETY: behind 2 bytes for each of 32 columns stand two halves of 16 pairs of 32 bytes, of which four are
-        // read from `4 * four`, at most 12.
+    unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
+        // SAFETY: a block is two halves of 16 pairs of 32 bytes, of which four are read from `4 * four`, at most 12.
         unsafe {
-            let at = block.add(Self::KIND.header_bytes() + (half * PAIRS + 4 * four) * 32);
+            let at = block.numbers.add((half * PAIRS + 4 * four) * 32);
             let mut pairs = [_mm512_setzero_ph(); 4];
             for (i, pair) in pairs.iter_mut().enumerate() {
                 *pair = _mm512_mul_ph(of_bytes(at.add(i * 32)), scales[0]);
@@ -265,7 +265,7 @@ const fn numbers(mask: usize) -> [f16; 32] {
 /// # Safety
 /// As for [`Format::four_pairs`] of a format of nibbles.
 #[inline(always)]
-unsafe fn integers(format: WeightFormat, block: *const u8, half: usize, four: usize) -> [__m512i; 4] {
+unsafe fn integers(format: WeightFormat, block: Block, half: usize, four: usize) -> [__m512i; 4] {
     // SAFETY: as the caller says; for the rest arithmetic in lanes.
     unsafe {
         let [first, second] = block_lanes::integers(format, block, half, four);
@@ -334,7 +334,7 @@ unsafe fn rounded(pairs: __m512h) -> __m512i {
 /// # Safety
 /// The function's `block` is a whole block of the format; two tiles may be written, which begin at a line of cache; the
 /// machine has the features.
-pub(super) type ToTiles = unsafe fn(block: *const u8, tiles: *mut u32);
+pub(super) type ToTiles = unsafe fn(block: Block, tiles: *mut u32);
 
 /// How blocks of a format become tiles; `None` where they are tiles already.
 ///
@@ -358,11 +358,9 @@ pub(super) fn to_tiles(format: WeightFormat) -> Option<ToTiles> {
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512fp16,avx2,fma,f16c")]
-unsafe fn block_to_tiles<F: Format>(block: *const u8, tiles: *mut u32) {
-    // SAFETY: two halves of four times four pairs are the rows of two tiles. What is asked for ahead may lie behind the
-    // matrix: its address is computed by wrapping addition and only hinted at.
+unsafe fn block_to_tiles<F: Format>(block: Block, tiles: *mut u32) {
+    // SAFETY: two halves of four times four pairs are the rows of two tiles.
     unsafe {
-        prefetch(block.wrapping_add(super::product::AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
         for half in 0..2 {
             let scales = F::scales(block, half);
             for four in 0..4 {

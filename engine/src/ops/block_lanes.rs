@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::simd::LANES;
-use super::weight_format::{NIBBLES_BYTES, PANEL, WeightFormat};
+use super::weight_format::{Block, NIBBLES_BYTES, WeightFormat};
 
 /// Scale and offset of the columns, one and zero where weights are no quantized ones; of Q6_K the scales of the first
 /// and of the last 16 `k`.
@@ -13,20 +13,21 @@ use super::weight_format::{NIBBLES_BYTES, PANEL, WeightFormat};
 /// # Safety
 /// `block` is a whole block of the format; `half` is 0 or 1; the caller has the features of AVX-512 with BF16 enabled.
 #[inline(always)]
-pub(super) unsafe fn scales(format: WeightFormat, block: *const u8, half: usize) -> [__m512; 2] {
-    // SAFETY: a block begins with runs of 32 f16, two of Q4_1, Q5_1, Q4_K and Q5_K, one of Q8_0 and Q6_K; behind those
-    // of a format with factors are 32 pairs of bytes. Read are 16 columns' of each.
+pub(super) unsafe fn scales(format: WeightFormat, block: Block, half: usize) -> [__m512; 2] {
+    let Block { scales, numbers } = block;
+    // SAFETY: a block's scales are runs of 32 f16, two of Q4_1, Q5_1, Q4_K and Q5_K, one of Q8_0 and Q6_K; a block of a
+    // format with factors begins with 32 pairs of bytes. Read are 16 columns' of each.
     unsafe {
         match format {
             WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => [_mm512_set1_ps(1.0), _mm512_setzero_ps()],
-            WeightFormat::Q8_0 => [halves(block, half), _mm512_setzero_ps()],
-            WeightFormat::Q4_1 | WeightFormat::Q5_1 => [halves(block, half), halves(block, 2 + half)],
+            WeightFormat::Q8_0 => [halves(scales, half), _mm512_setzero_ps()],
+            WeightFormat::Q4_1 | WeightFormat::Q5_1 => [halves(scales, half), halves(scales, 2 + half)],
             WeightFormat::Q4K | WeightFormat::Q5K => {
-                let [scale, offset] = bytes(_mm256_loadu_si256(block.add(PANEL * 4 + half * 2 * LANES).cast()));
-                [_mm512_mul_ps(halves(block, half), scale), _mm512_mul_ps(halves(block, 2 + half), offset)]
+                let [scale, offset] = bytes(_mm256_loadu_si256(numbers.add(half * 2 * LANES).cast()));
+                [_mm512_mul_ps(halves(scales, half), scale), _mm512_mul_ps(halves(scales, 2 + half), offset)]
             }
             WeightFormat::Q6K => {
-                let (scale, factors) = (halves(block, half), block.add(PANEL * 2 + half * 2 * LANES));
+                let (scale, factors) = (halves(scales, half), numbers.add(half * 2 * LANES));
                 let [first, last] = bytes(_mm256_loadu_si256(factors.cast()));
                 [_mm512_mul_ps(scale, first), _mm512_mul_ps(scale, last)]
             }
@@ -39,9 +40,9 @@ pub(super) unsafe fn scales(format: WeightFormat, block: *const u8, half: usize)
 /// # Safety
 /// They are readable; the caller has the features enabled.
 #[inline(always)]
-unsafe fn halves(block: *const u8, which: usize) -> __m512 {
+unsafe fn halves(scales: *const u8, which: usize) -> __m512 {
     // SAFETY: as the caller says.
-    unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(block.add(which * 2 * LANES).cast())) }
+    unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(scales.add(which * 2 * LANES).cast())) }
 }
 
 /// Of 16 pairs of i8 the first and the second ones.
@@ -72,11 +73,11 @@ pub(super) unsafe fn bytes(pairs: __m256i) -> [__m512; 2] {
 /// `block` is a whole block of the format, one of nibbles; `half` is 0 or 1; `four` is below 4; the caller has the
 /// features enabled.
 #[inline(always)]
-pub(super) unsafe fn integers(format: WeightFormat, block: *const u8, half: usize, four: usize) -> [__m512i; 2] {
-    // SAFETY: behind the header stand two halves of 4 vectors of nibbles; then, of five bits, a vector for each half,
+pub(super) unsafe fn integers(format: WeightFormat, block: Block, half: usize, four: usize) -> [__m512i; 2] {
+    // SAFETY: behind the factors stand two halves of 4 vectors of nibbles; then, of five bits, a vector for each half,
     // of six bits two.
     unsafe {
-        let integers = block.add(format.header_bytes());
+        let integers = block.numbers.add(format.factors_bytes());
         let nibbles = _mm512_loadu_si512(integers.add((half * 4 + four) * 64).cast());
         let upper = integers.add(NIBBLES_BYTES);
         match format {

@@ -45,33 +45,32 @@ pub(super) fn put_bf16(panel: &mut [u8], column: usize, values: &[f32]) {
     }
 }
 
-/// The weights of a block's column, or the first of them.
-pub(super) fn read_column(format: WeightFormat, block: &[u8], column: usize, out: &mut [f32]) {
-    let f16_at = |at: usize| f16::from_ne_bytes([block[at], block[at + 1]]).to_f32();
-    let (scale, offset) = (|| f16_at(column * 2), || f16_at((PANEL + column) * 2));
-    let factor = |at: usize, which: usize| f32::from(block[at + column * 2 + which] as i8);
+/// The weights of a column of a panel's block, or the first of them.
+pub(super) fn read_column(format: WeightFormat, panel: &[u8], block: usize, column: usize, out: &mut [f32]) {
+    let [scales, block] = format.places(block).map(|at| &panel[at..]);
+    let f16_at = |from: &[u8], at: usize| f16::from_ne_bytes([from[at], from[at + 1]]).to_f32();
+    let (scale, offset) = (|| f16_at(scales, column * 2), || f16_at(scales, (PANEL + column) * 2));
+    let factor = |which: usize| f32::from(block[column * 2 + which] as i8);
     let q = |k: usize| f32::from(integer(format, block, column, k));
     let weight: &dyn Fn(usize) -> f32 = match format {
         WeightFormat::F32 => &|k| {
             let at = (k * PANEL + column) * 4;
             f32::from_ne_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
         },
-        WeightFormat::F16 => &|k| f16_at((k * PANEL + column) * 2),
+        WeightFormat::F16 => &|k| f16_at(block, (k * PANEL + column) * 2),
         WeightFormat::Bf16 => &|k| {
             let at = pair_at(column, k) * 2;
             half::bf16::from_ne_bytes([block[at], block[at + 1]]).to_f32()
         },
         WeightFormat::Q4_1 | WeightFormat::Q5_1 => &|k| q(k) * scale() + offset(),
-        WeightFormat::Q8_0 => &|k| f32::from(block[PANEL * 2 + pair_at(column, k)] as i8) * scale(),
-        WeightFormat::Q4K | WeightFormat::Q5K => {
-            &|k| scale() * factor(PANEL * 4, 0) * q(k) + offset() * factor(PANEL * 4, 1)
-        }
-        WeightFormat::Q6K => &|k| scale() * factor(PANEL * 2, k / 16) * (q(k) - 32.0),
+        WeightFormat::Q8_0 => &|k| f32::from(block[pair_at(column, k)] as i8) * scale(),
+        WeightFormat::Q4K | WeightFormat::Q5K => &|k| scale() * factor(0) * q(k) + offset() * factor(1),
+        WeightFormat::Q6K => &|k| scale() * factor(k / 16) * (q(k) - 32.0),
     };
     out.iter_mut().enumerate().for_each(|(k, out)| *out = weight(k));
 }
 
-/// What no weight of a block of a quantized format is greater than; no number if a scale or an offset is none.
+/// What no weight of a super-block of a quantized format is greater than; no number if a scale or an offset is none.
 pub(super) fn greatest_possible(format: WeightFormat, block: &[u8]) -> f32 {
     let (of_scale, of_offset) = match format {
         WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => panic!("{format:?} has no scales"),
@@ -83,7 +82,7 @@ pub(super) fn greatest_possible(format: WeightFormat, block: &[u8]) -> f32 {
         WeightFormat::Q6K => (32.0 * 128.0, 0.0),
     };
     let magnitude = |half: &[u8; 2]| f16::from_ne_bytes(*half).to_f32().abs();
-    let (scales, offsets) = block[..scales_bytes(format)].as_chunks::<2>().0.split_at(PANEL);
+    let (scales, offsets) = block[..format.scales_bytes()].as_chunks::<2>().0.split_at(PANEL);
     let greatest = (0..PANEL).map(|column| {
         let offset = offsets.get(column).map_or(0.0, magnitude);
         // The bits of magnitudes have their order; those of no numbers are greater.
@@ -92,19 +91,10 @@ pub(super) fn greatest_possible(format: WeightFormat, block: &[u8]) -> f32 {
     f32::from_bits(greatest.max().unwrap_or(0))
 }
 
-/// Multiplies a block's scales and offsets by a power of two that keeps them in f16.
+/// Multiplies a super-block's scales and offsets by a power of two that keeps them in f16.
 pub(super) fn multiply_scales(format: WeightFormat, block: &mut [u8], factor: f32) {
-    for half in block[..scales_bytes(format)].as_chunks_mut::<2>().0 {
+    for half in block[..format.scales_bytes()].as_chunks_mut::<2>().0 {
         *half = f16::from_f32(f16::from_ne_bytes(*half).to_f32() * factor).to_ne_bytes();
-    }
-}
-
-/// Of a block's scales and offsets, with which it begins.
-fn scales_bytes(format: WeightFormat) -> usize {
-    match format {
-        WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => 0,
-        WeightFormat::Q8_0 | WeightFormat::Q6K => PANEL * 2,
-        WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K | WeightFormat::Q5K => PANEL * 4,
     }
 }
 
@@ -178,10 +168,10 @@ impl Column<'_> {
         let column = self.column;
         let mut in_range = true;
         for (index, group) in groups.iter().enumerate() {
-            let block = self.header(index, &[f16::from_le_bytes([group[0], group[1]])]);
+            let block = self.with_scales(index, &[f16::from_le_bytes([group[0], group[1]])]);
             for (k, &q) in group[2..].iter().enumerate() {
                 in_range &= q != 0x80;
-                block[PANEL * 2 + pair_at(column, k)] = q;
+                block[pair_at(column, k)] = q;
             }
         }
         in_range
@@ -202,7 +192,7 @@ impl Column<'_> {
     fn put_q6_k(&mut self, groups: &[[u8; 210]]) {
         for (index, part, group) in parts(groups) {
             self.put_group(index, &[f16::from_le_bytes([group[208], group[209]])], q6_k_integers(group, part));
-            self.put_factors(index, PANEL * 2, q6_k_scales(group, part));
+            self.put_factors(index, q6_k_scales(group, part));
         }
     }
 
@@ -211,7 +201,7 @@ impl Column<'_> {
         let halves = [[group[0], group[1]], [group[2], group[3]]].map(f16::from_le_bytes);
         self.put_group(index, &[halves[0], -halves[1]], qs);
         let (scale, minimum) = scale_and_minimum(part, group);
-        self.put_factors(index, PANEL * 4, [scale as i8, minimum as i8]);
+        self.put_factors(index, [scale as i8, minimum as i8]);
     }
 
     /// `d * (q - centre)` as `d * q + m`. False when there is no such `m` or `d`.
@@ -226,8 +216,8 @@ impl Column<'_> {
     /// Scale, offset, and integers of 32 weights.
     fn put_group(&mut self, index: usize, halves: &[f16], qs: [u8; BLOCK]) {
         let (format, column) = (self.format, self.column);
-        let block = self.header(index, halves);
-        let integers = &mut block[format.header_bytes()..];
+        let block = self.with_scales(index, halves);
+        let integers = &mut block[format.factors_bytes()..];
         let mut put = |(byte, shift): (usize, u32), bits: u8| integers[byte] |= bits << shift;
         for (k, q) in qs.into_iter().enumerate() {
             put(nibble_at(column, k), q & 15);
@@ -239,20 +229,19 @@ impl Column<'_> {
         }
     }
 
-    /// Puts the f16 that a block begins with. Of NaNs only one: of another, rounded to bf16 by its bits, an
+    /// A block, its scale and offset put before it. Of NaNs only one: of another, rounded to bf16 by its bits, an
     /// infinity could be left.
-    fn header(&mut self, index: usize, halves: &[f16]) -> &mut [u8] {
-        let bytes = self.format.block_bytes();
-        let block = &mut self.panel[index * bytes..][..bytes];
+    fn with_scales(&mut self, index: usize, halves: &[f16]) -> &mut [u8] {
+        let [scales, block] = self.format.places(index);
         for (which, half) in halves.iter().enumerate() {
             let half = if half.is_nan() { f16::NAN } else { *half };
-            block[(which * PANEL + self.column) * 2..][..2].copy_from_slice(&half.to_ne_bytes());
+            self.panel[scales + (which * PANEL + self.column) * 2..][..2].copy_from_slice(&half.to_ne_bytes());
         }
-        block
+        &mut self.panel[block..][..self.format.block_bytes()]
     }
 
-    fn put_factors(&mut self, index: usize, at: usize, factors: [i8; 2]) {
-        let at = index * self.format.block_bytes() + at + self.column * 2;
+    fn put_factors(&mut self, index: usize, factors: [i8; 2]) {
+        let at = self.format.places(index)[1] + self.column * 2;
         self.panel[at..at + 2].copy_from_slice(&factors.map(|factor| factor as u8));
     }
 }
@@ -264,7 +253,7 @@ fn parts<const N: usize>(groups: &[[u8; N]]) -> impl Iterator<Item = (usize, usi
 
 /// A weight's integer of up to six bits, as the file has it.
 fn integer(format: WeightFormat, block: &[u8], column: usize, k: usize) -> u8 {
-    let integers = &block[format.header_bytes()..];
+    let integers = &block[format.factors_bytes()..];
     let bits = |(byte, shift): (usize, u32)| integers[byte] >> shift;
     let upper = match format {
         WeightFormat::Q5_1 | WeightFormat::Q5K => bits(fifth_at(column, k)) & 1,
@@ -279,7 +268,7 @@ fn pair_at(column: usize, k: usize) -> usize {
     ((column / LANES * BLOCK / 2 + k / 2) * LANES + column % LANES) * 2 + k % 2
 }
 
-/// Byte and shift of a nibble behind the block's header.
+/// Byte and shift of a nibble behind the block's factors.
 fn nibble_at(column: usize, k: usize) -> (usize, u32) {
     in_lane(column / LANES * 4 + k / 8, column, nibble_shift(k))
 }

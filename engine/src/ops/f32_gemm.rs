@@ -10,8 +10,8 @@ use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, Output, Target, for_each_task};
-use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
-use super::weight_format::NIBBLES_BYTES;
+use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::weight_format::{Block, NIBBLES_BYTES};
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
@@ -99,17 +99,17 @@ trait Format {
     const IN_MEMORY: bool = true;
     /// Whether rows have whole blocks only. Then eight `k` are one piece of code with constant shifts: a row times a
     /// matrix of Q4_1 or Q6_K that lies in a cache took 0.7 of the time.
-    const BY_EIGHT: bool = Self::KIND.header_bytes() > 0;
+    const BY_EIGHT: bool = Self::KIND.scales_bytes() > 0;
 
     /// Scale and offset of the two halves of the panel, if the format has them.
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(_block: *const u8) -> [[L; 2]; 2] {
+    unsafe fn scales<L: Lanes>(_block: Block) -> [[L; 2]; 2] {
         // SAFETY: no memory involved.
         unsafe { [[L::splat(0.0); 2]; 2] }
     }
 
     /// The 32 columns' weights at the block's `k`.
-    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2];
+    unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2];
 }
 
 struct F32;
@@ -119,10 +119,10 @@ impl Format for F32 {
     const IN_MEMORY: bool = false;
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+    unsafe fn weights<L: Lanes>(block: Block, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
         // SAFETY: row `k` of the block is 32 f32.
         unsafe {
-            let row = block.cast::<f32>().add(k * PANEL);
+            let row = block.numbers.cast::<f32>().add(k * PANEL);
             [L::load(row), L::load(row.add(LANES))]
         }
     }
@@ -134,10 +134,10 @@ impl Format for F16 {
     const KIND: WeightFormat = WeightFormat::F16;
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+    unsafe fn weights<L: Lanes>(block: Block, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
         // SAFETY: row `k` of the block is 32 f16.
         unsafe {
-            let row = block.cast::<u16>().add(k * PANEL);
+            let row = block.numbers.cast::<u16>().add(k * PANEL);
             [L::load_f16(row), L::load_f16(row.add(LANES))]
         }
     }
@@ -149,11 +149,11 @@ impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+    unsafe fn weights<L: Lanes>(block: Block, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
         // SAFETY: each half of the block is 16 pairs of 16 columns.
         unsafe {
             let half = |h: usize| {
-                let pair = L::load_bf16_pairs(block.cast::<u16>().add((h * BLOCK / 2 + k / 2) * PANEL));
+                let pair = L::load_bf16_pairs(block.numbers.cast::<u16>().add((h * BLOCK / 2 + k / 2) * PANEL));
                 if k.is_multiple_of(2) { pair.0 } else { pair.1 }
             };
             [half(0), half(1)]
@@ -168,15 +168,15 @@ impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
 
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+    unsafe fn scales<L: Lanes>(block: Block) -> [[L; 2]; 2] {
         // SAFETY: as the caller says.
         unsafe { of_halves(block) }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's header.
-        unsafe { scaled(nibbles(block.add(Self::KIND.header_bytes()), k), scales) }
+    unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's factors.
+        unsafe { scaled(nibbles(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
     }
 }
 
@@ -187,15 +187,15 @@ impl Format for Q5_1 {
     const KIND: WeightFormat = WeightFormat::Q5_1;
 
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+    unsafe fn scales<L: Lanes>(block: Block) -> [[L; 2]; 2] {
         // SAFETY: as the caller says.
         unsafe { of_halves(block) }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's header.
-        unsafe { scaled(five_bits(block.add(Self::KIND.header_bytes()), k), scales) }
+    unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's factors.
+        unsafe { scaled(five_bits(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
     }
 }
 
@@ -205,15 +205,15 @@ impl Format for Q4K {
     const KIND: WeightFormat = WeightFormat::Q4K;
 
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+    unsafe fn scales<L: Lanes>(block: Block) -> [[L; 2]; 2] {
         // SAFETY: as the caller says.
         unsafe { of_factors(block) }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's header.
-        unsafe { scaled(nibbles(block.add(Self::KIND.header_bytes()), k), scales) }
+    unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's factors.
+        unsafe { scaled(nibbles(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
     }
 }
 
@@ -223,15 +223,15 @@ impl Format for Q5K {
     const KIND: WeightFormat = WeightFormat::Q5K;
 
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
+    unsafe fn scales<L: Lanes>(block: Block) -> [[L; 2]; 2] {
         // SAFETY: as the caller says.
         unsafe { of_factors(block) }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's header.
-        unsafe { scaled(five_bits(block.add(Self::KIND.header_bytes()), k), scales) }
+    unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: as the caller says: the integers stand behind the block's factors.
+        unsafe { scaled(five_bits(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
     }
 }
 
@@ -242,20 +242,20 @@ impl Format for Q6K {
 
     /// Those of the first and of the last 16 `k`.
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
-        // SAFETY: the block starts with 32 scales in f16, then 32 pairs of factors.
+    unsafe fn scales<L: Lanes>(block: Block) -> [[L; 2]; 2] {
+        // SAFETY: 32 scales in f16; the block begins with 32 pairs of factors.
         unsafe {
-            let (d, factors) = (halves::<L>(block, 0), factors::<L>(block.add(PANEL * 2)));
+            let (d, factors) = (halves::<L>(block, 0), factors::<L>(block.numbers));
             [[d[0].mul(factors[0].0), d[1].mul(factors[1].0)], [d[0].mul(factors[0].1), d[1].mul(factors[1].1)]]
         }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: behind the header stand the nibbles, then 2 × 16 lanes of 16 times two bits for each half.
+    unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: behind the factors stand the nibbles, then 2 × 16 lanes of 16 times two bits for each half.
         unsafe {
-            let nibbles = block.add(Self::KIND.header_bytes()).add(k / 8 * LANES * 4);
-            let upper = block.add(Self::KIND.header_bytes() + NIBBLES_BYTES).add(k / 16 * LANES * 4);
+            let nibbles = block.numbers.add(Self::KIND.factors_bytes()).add(k / 8 * LANES * 4);
+            let upper = block.numbers.add(Self::KIND.factors_bytes() + NIBBLES_BYTES).add(k / 16 * LANES * 4);
             let (shift, at) = (nibble_shift(k), upper_shift(k));
             let low = L::load_more_bits(nibbles.cast(), shift, upper.cast(), at, 3);
             let (nibbles, upper) = (nibbles.add(NIBBLES_BYTES / 2), upper.add(2 * LANES * 4));
@@ -273,17 +273,17 @@ impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
 
     #[inline(always)]
-    unsafe fn scales<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
-        // SAFETY: the block starts with 32 f16.
+    unsafe fn scales<L: Lanes>(block: Block) -> [[L; 2]; 2] {
+        // SAFETY: the scales are 32 f16.
         unsafe { [halves(block, 0), [L::splat(0.0); 2]] }
     }
 
     #[inline(always)]
-    unsafe fn weights<L: Lanes>(block: *const u8, [scale, _]: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: after the scales stand 16 pairs of 16 columns for each half of the panel.
+    unsafe fn weights<L: Lanes>(block: Block, [scale, _]: [[L; 2]; 2], k: usize) -> [L; 2] {
+        // SAFETY: 16 pairs of 16 columns for each half of the panel.
         unsafe {
             let half = |h: usize| {
-                let pair = L::load_i8_pairs(block.add(PANEL * 2 + (h * BLOCK / 2 + k / 2) * PANEL).cast());
+                let pair = L::load_i8_pairs(block.numbers.add((h * BLOCK / 2 + k / 2) * PANEL).cast());
                 if k.is_multiple_of(2) { pair.0 } else { pair.1 }
             };
             [half(0).mul(scale[0]), half(1).mul(scale[1])]
@@ -295,27 +295,27 @@ impl Format for Q8_0 {
 
 /// Scales and offsets, as Q4_1 has them.
 #[inline(always)]
-unsafe fn of_halves<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
-    // SAFETY: the block starts with 32 scales and 32 offsets, all f16.
+unsafe fn of_halves<L: Lanes>(block: Block) -> [[L; 2]; 2] {
+    // SAFETY: 32 scales and 32 offsets, all f16.
     unsafe { [halves(block, 0), halves(block, 1)] }
 }
 
 /// Scales and offsets, as Q4_K has them.
 #[inline(always)]
-unsafe fn of_factors<L: Lanes>(block: *const u8) -> [[L; 2]; 2] {
-    // SAFETY: the block starts with 32 scales and 32 offsets, all f16, and 32 pairs of factors.
+unsafe fn of_factors<L: Lanes>(block: Block) -> [[L; 2]; 2] {
+    // SAFETY: 32 scales and 32 offsets, all f16; the block begins with 32 pairs of factors.
     unsafe {
-        let ([d, e], factors) = (of_halves::<L>(block), factors::<L>(block.add(PANEL * 4)));
+        let ([d, e], factors) = (of_halves::<L>(block), factors::<L>(block.numbers));
         [[d[0].mul(factors[0].0), d[1].mul(factors[1].0)], [e[0].mul(factors[0].1), e[1].mul(factors[1].1)]]
     }
 }
 
-/// 32 f16 of the block, the `which`th of the runs that it starts with.
+/// 32 f16, the `which`th of the runs in front of the block.
 #[inline(always)]
-unsafe fn halves<L: Lanes>(block: *const u8, which: usize) -> [L; 2] {
+unsafe fn halves<L: Lanes>(block: Block, which: usize) -> [L; 2] {
     // SAFETY: as the caller says.
     unsafe {
-        let first = block.cast::<u16>().add(which * PANEL);
+        let first = block.scales.cast::<u16>().add(which * PANEL);
         [L::load_f16(first), L::load_f16(first.add(LANES))]
     }
 }
@@ -367,8 +367,8 @@ unsafe fn expanded<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f3
     for first in (0..k).step_by(BLOCK) {
         // SAFETY: block by block inside the panel, row by row inside `out`.
         unsafe {
-            let block = panel.add(first / BLOCK * F::KIND.block_bytes());
-            prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
+            F::KIND.ask_for(panel, first / BLOCK + AHEAD);
+            let block = F::KIND.block(panel, first / BLOCK);
             let scales = F::scales::<L>(block);
             for eight in (0..BLOCK).step_by(8) {
                 for inner in eight..eight + 8 {
@@ -426,10 +426,10 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     unsafe {
         let mut sums = [[L::splat(0.0); 2]; M];
         for first in (0..k).step_by(BLOCK) {
-            let block = panel.add(first / BLOCK * F::KIND.block_bytes());
             if F::IN_MEMORY {
-                prefetch(block.wrapping_add(AHEAD * F::KIND.block_bytes()), F::KIND.block_bytes());
+                F::KIND.ask_for(panel, first / BLOCK + AHEAD);
             }
+            let block = F::KIND.block(panel, first / BLOCK);
             let scales = F::scales::<L>(block);
             if F::BY_EIGHT {
                 for eight in (0..BLOCK).step_by(8) {

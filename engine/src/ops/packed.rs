@@ -94,7 +94,7 @@ impl PackedMatrix {
 
     /// Of bf16, with zeros for what is below 2⁻⁵⁰.
     fn without_tiny(mut self) -> Self {
-        self.for_each_block(|block| {
+        self.for_each_super_block(|block| {
             for weight in block.as_chunks_mut::<2>().0 {
                 if u16::from_ne_bytes(*weight) & 0x7fff < TINY {
                     *weight = [0; 2];
@@ -108,7 +108,7 @@ impl PackedMatrix {
     /// are such already, or scales that are no numbers.
     fn lifted_up(mut self) -> Self {
         let (format, greatest) = (self.format, AtomicU32::new(0));
-        self.for_each_block(|block| {
+        self.for_each_super_block(|block| {
             // By bits, as there.
             greatest.fetch_max(greatest_possible(format, block).to_bits(), Ordering::Relaxed);
         });
@@ -120,16 +120,15 @@ impl PackedMatrix {
         let exponent = if greatest == 0.0 { 0 } else { greatest.log2().floor() as i32 };
         self.lifted = (14 - exponent).max(0);
         let factor = 2f32.powi(self.lifted);
-        self.for_each_block(|block| multiply_scales(format, block, factor));
+        self.for_each_super_block(|block| multiply_scales(format, block, factor));
         self
     }
 
     /// On all threads.
-    fn for_each_block(&mut self, f: impl Fn(&mut [u8]) + Sync) {
-        let block_bytes = self.format.block_bytes();
-        let panel_bytes = self.k.div_ceil(BLOCK) * block_bytes;
-        let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
-        pool::for_each_of(&mut panels, |_, panel| panel.chunks_exact_mut(block_bytes).for_each(&f));
+    fn for_each_super_block(&mut self, f: impl Fn(&mut [u8]) + Sync) {
+        let bytes = self.format.super_block_bytes();
+        let mut panels: Vec<&mut [u8]> = self.bytes.chunks_exact_mut(self.format.panel_bytes(self.k).max(1)).collect();
+        pool::for_each_of(&mut panels, |_, panel| panel.chunks_exact_mut(bytes).for_each(&f));
     }
 
     /// The same matrix with f32 and f16 weights rounded to bf16; other formats stay.
@@ -153,8 +152,7 @@ impl PackedMatrix {
         put: impl Fn(&mut [u8], usize, usize, &mut [f32]) + Sync,
     ) -> Self {
         let mut bytes = WeightMemory::zeroed(packed_bytes(format, columns as u64, k as u64) as usize);
-        let panel_bytes = k.div_ceil(BLOCK) * format.block_bytes();
-        let mut panels: Vec<&mut [u8]> = bytes.chunks_exact_mut(panel_bytes.max(1)).collect();
+        let mut panels: Vec<&mut [u8]> = bytes.chunks_exact_mut(format.panel_bytes(k).max(1)).collect();
         pool::for_each_of(&mut panels, |index, panel| {
             let mut values = vec![0.0; k];
             for (column, n) in (index * PANEL..columns.min((index + 1) * PANEL)).enumerate() {
@@ -195,9 +193,8 @@ impl PackedMatrix {
     /// If `n` is no column or `out` is not `k` long.
     pub fn column(&self, n: usize, out: &mut [f32]) {
         assert!(n < self.columns && out.len() == self.k);
-        let blocks = self.panel(n / PANEL).chunks_exact(self.format.block_bytes());
-        for (block, out) in blocks.zip(out.chunks_mut(BLOCK)) {
-            read_column(self.format, block, n % PANEL, out);
+        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
+            read_column(self.format, self.panel(n / PANEL), block, n % PANEL, out);
         }
         if self.lifted != 0 {
             let factor = 2f32.powi(-self.lifted);
@@ -206,7 +203,7 @@ impl PackedMatrix {
     }
 
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
-        let bytes = self.k.div_ceil(BLOCK) * self.format.block_bytes();
+        let bytes = self.format.panel_bytes(self.k);
         &self.bytes[panel * bytes..][..bytes]
     }
 }

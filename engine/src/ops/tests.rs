@@ -90,7 +90,7 @@ const QUANTIZED: [TensorType; 8] = [
 ];
 
 /// Rows of a quantized type, and the length of each.
-fn quantized_rows(dtype: TensorType, seed: u32, columns: usize, groups: usize) -> (Vec<u8>, usize) {
+pub(super) fn quantized_rows(dtype: TensorType, seed: u32, columns: usize, groups: usize) -> (Vec<u8>, usize) {
     let group = dtype.group().expect("sizes");
     let k = (groups * 32).next_multiple_of(group.values as usize);
     let halves = match dtype {

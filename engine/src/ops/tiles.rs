@@ -24,9 +24,9 @@ use std::cell::RefCell;
 use self::amx::{ROW_BYTES, Shapes, TILE_ROWS, Tile, Tiles, WHOLE};
 pub(super) use self::trial::fault;
 use super::bf16_k32::{ToTiles, from_sums, pairs_of, to_tiles, x_lift};
-use super::packed::{BLOCK, PackedMatrix};
+use super::packed::{BLOCK, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, Output, Target, for_each_task};
-use super::simd::prefetch;
+use super::weight_format::Block;
 use super::{Shared, pool};
 
 /// Rows that a task works on at a time: a byte of weights serves as many operations, and the more, the less often all
@@ -49,7 +49,7 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
         static ROUNDED: RefCell<Rounded> = RefCell::new(Rounded::default());
         static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
     }
-    let (to_tiles, block_bytes) = (to_tiles(w.format()), w.format().block_bytes());
+    let to_tiles = to_tiles(w.format());
     let factor = from_sums(w.format(), w.lifted());
     let (rows, out) = (x.len() / w.k(), Shared(out.as_mut_ptr()));
     let row_chunk = (X_BYTES / (2 * w.k())).clamp(*ROW_CHUNKS.start(), *ROW_CHUNKS.end());
@@ -67,7 +67,7 @@ pub(super) unsafe fn matmul<T: Tiles>(x: &[f32], w: &PackedMatrix, out: &mut [f3
                     let row_tiles = task.rows.len().div_ceil(TILE_ROWS);
                     let x = Rows { row_tiles, order: rounded.order, first: rounded.from(task.rows.start) };
                     for panel in task.panels {
-                        let blocks = Blocks { first: w.panel(panel).as_ptr(), block_bytes };
+                        let blocks = Blocks { format: w.format(), panel: w.panel(panel).as_ptr(), first: 0 };
                         scratch.multiply(&mut tiles, x, blocks, to_tiles);
                         let target = Target::new(out.get(), w, task.rows.start, panel, output);
                         scratch.put(task.rows.len(), factor, target);
@@ -200,14 +200,25 @@ struct Scratch {
 /// A panel's blocks, from a group on.
 #[derive(Clone, Copy)]
 struct Blocks {
-    first: *const u8,
-    block_bytes: usize,
+    format: WeightFormat,
+    panel: *const u8,
+    first: usize,
 }
 
 impl Blocks {
     /// Those from `group` on, counted from the first one.
     fn from(self, group: usize) -> Self {
-        Self { first: self.first.wrapping_add(group * self.block_bytes), ..self }
+        Self { first: self.first + group, ..self }
+    }
+
+    /// That of `group`, counted from the first one.
+    fn block(self, group: usize) -> Block {
+        self.format.block(self.panel, self.first + group)
+    }
+
+    /// Asks memory for the block some groups behind that of `group`.
+    fn ask_ahead(self, group: usize) {
+        self.format.ask_for(self.panel, self.first + group + AHEAD);
     }
 }
 
@@ -317,22 +328,23 @@ impl Step {
                 }
             }
             if let Source::Encoded { blocks, to_tiles, room } = self.weights {
-                to_tiles(blocks.first, room.cast());
+                blocks.ask_ahead(0);
+                to_tiles(blocks.block(0), room.cast());
             }
             let (stride, to_second) = (self.order.to_next_row * ROW_BYTES, self.order.lines());
             let mut x = self.x;
             for group in 0..self.groups {
                 let weights = match self.weights {
                     Source::Blocks(blocks) => {
-                        // What is asked for ahead may lie behind the matrix: it is only hinted at.
-                        prefetch(blocks.from(group + AHEAD).first, blocks.block_bytes);
-                        blocks.from(group).first.cast()
+                        blocks.ask_ahead(group);
+                        blocks.block(group).numbers.cast()
                     }
                     Source::Decoded(tiles) => tiles.add(2 * group),
                     Source::Encoded { blocks, to_tiles, room } => {
                         let place = |group: usize| room.add(2 * (group % SLICE));
                         if group + 1 < self.groups {
-                            to_tiles(blocks.from(group + 1).first, place(group + 1).cast());
+                            blocks.ask_ahead(group + 1);
+                            to_tiles(blocks.block(group + 1), place(group + 1).cast());
                         }
                         place(group).cast_const()
                     }

@@ -1,18 +1,20 @@
 //! Number formats of packed weights, and how they lie.
 //!
 //! ```text
-//! matrix   | panel: columns 0 .. 32 | panel: columns 32 .. 64 | ...        the last one filled up with zeros
-//! panel    | block: k 0 .. 32 | block: k 32 .. 64 | ...                    likewise
+//! matrix        | panel: columns 0 .. 32 | panel: columns 32 .. 64 | ...       the last one filled up with zeros
+//! panel         | super-block | super-block | ...
+//! super-block   | scales and offsets | block | ...         one block, or of K-quants eight, which share the scales
+//! block         32 k of the 32 columns                                             the last one likewise filled up
 //!
-//! block of                                                                                              bytes
-//! f32, f16   k 0: c0 c1 ... c31 | k 1: c0 c1 ... c31 | ... | k 31: c0 c1 ... c31
-//! bf16       left half | right half                                                                     2,048
-//! Q8_0       32 scales | left half | right half                                                    64 + 1,024
-//! Q4_1       32 scales | 32 offsets | nibbles                                                       128 + 512
-//! Q5_1       32 scales | 32 offsets | nibbles | fifth bits                                    128 + 512 + 128
-//! Q4_K       32 scales | 32 offsets | 32 pairs of factors | nibbles                            128 + 64 + 512
-//! Q5_K       32 scales | 32 offsets | 32 pairs of factors | nibbles | fifth bits         128 + 64 + 512 + 128
-//! Q6_K       32 scales | 32 pairs of factors | nibbles | upper bits                       64 + 64 + 512 + 256
+//!            scales and offsets        block                                                            bytes
+//! f32, f16                             k 0: c0 c1 ... c31 | k 1: c0 c1 ... c31 | ... | k 31: c0 c1 ... c31
+//! bf16                                 left half | right half                                           2,048
+//! Q8_0       32 scales                 left half | right half                                      64 + 1,024
+//! Q4_1       32 scales | 32 offsets    nibbles                                                      128 + 512
+//! Q5_1       32 scales | 32 offsets    nibbles | fifth bits                                   128 + 512 + 128
+//! Q4_K       32 scales | 32 offsets    32 pairs of factors | nibbles                     128 + 8 × (64 + 512)
+//! Q5_K       32 scales | 32 offsets    32 pairs of factors | nibbles | fifth bits  128 + 8 × (64 + 512 + 128)
+//! Q6_K       32 scales                 32 pairs of factors | nibbles | upper bits   64 + 8 × (64 + 512 + 256)
 //!
 //! a half of bf16, Q8_0   16 columns (the panel's left or right ones), a pair of k in each lane: 16 rows of 16 lanes
 //!
@@ -42,12 +44,12 @@
 //!
 //! Scales and offsets are f16, one a column. A weight is `scale * q + offset`; of Q4_K and Q5_K scale and offset have
 //! factors below 64 (GGML subtracts minimums: the offset is negated); a weight of Q6_K is
-//! `scale * factor * (q - 32)`, its factors those of the first and the last 16 `k`. GGML has scales and offsets of
-//! 256 `k` where these blocks have them again every 32: Q4_K, Q5_K and Q6_K take 5.5, 6.5 and 7 bits a weight, not
-//! 4.5, 5.5 and 6.56. Q4_0 and Q5_0 are kept as Q4_1 and Q5_1.
+//! `scale * factor * (q - 32)`, its factors those of the first and the last 16 `k`. Factors take a byte each: Q4_K,
+//! Q5_K and Q6_K have 4.63, 5.63 and 6.56 bits a weight, in GGML's files 4.5, 5.5 and 6.56. Q4_0 and Q5_0 are kept as
+//! Q4_1 and Q5_1.
 use tandem_gguf::TensorType;
 
-use super::simd::{Isa, LANES};
+use super::simd::{Isa, LANES, prefetch};
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;
@@ -97,8 +99,9 @@ impl WeightFormat {
         }
     }
 
+    /// Of a block, without the scales and offsets in front of it.
     pub(super) const fn block_bytes(self) -> usize {
-        self.header_bytes()
+        self.factors_bytes()
             + match self {
                 Self::F32 => BLOCK * PANEL * 4,
                 Self::F16 | Self::Bf16 => BLOCK * PANEL * 2,
@@ -109,15 +112,66 @@ impl WeightFormat {
             }
     }
 
-    /// Of scales, offsets and factors: where a block's integers begin.
-    pub(super) const fn header_bytes(self) -> usize {
+    /// Of a block's factors: where its integers begin.
+    pub(super) const fn factors_bytes(self) -> usize {
+        if self.blocks_together() > 1 { PANEL * 2 } else { 0 }
+    }
+
+    /// Of the scales and offsets that a super-block begins with.
+    pub(super) const fn scales_bytes(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 0,
-            Self::Q8_0 => PANEL * 2,
-            Self::Q4_1 | Self::Q5_1 | Self::Q6K => PANEL * 4,
-            Self::Q4K | Self::Q5K => PANEL * 6,
+            Self::Q8_0 | Self::Q6K => PANEL * 2,
+            Self::Q4_1 | Self::Q5_1 | Self::Q4K | Self::Q5K => PANEL * 4,
         }
     }
+
+    /// Blocks of a super-block.
+    const fn blocks_together(self) -> usize {
+        if matches!(self, Self::Q4K | Self::Q5K | Self::Q6K) { 8 } else { 1 }
+    }
+
+    pub(super) const fn super_block_bytes(self) -> usize {
+        self.scales_bytes() + self.blocks_together() * self.block_bytes()
+    }
+
+    /// Of a panel of so many `k`.
+    pub(super) const fn panel_bytes(self, k: usize) -> usize {
+        k.div_ceil(BLOCK).div_ceil(self.blocks_together()) * self.super_block_bytes()
+    }
+
+    /// Where in a panel the scales of a block begin, and where the block does.
+    pub(super) const fn places(self, block: usize) -> [usize; 2] {
+        let (before, inside) = (block / self.blocks_together(), block % self.blocks_together());
+        let scales = before * self.super_block_bytes();
+        [scales, scales + self.scales_bytes() + inside * self.block_bytes()]
+    }
+
+    /// A block of the panel; one that may lie behind it if nobody reads it.
+    #[inline(always)]
+    pub(super) const fn block(self, panel: *const u8, block: usize) -> Block {
+        let [scales, numbers] = self.places(block);
+        Block { scales: panel.wrapping_add(scales), numbers: panel.wrapping_add(numbers) }
+    }
+
+    /// Asks memory for a block, which may lie behind the panel, and with the first of a super-block for its scales.
+    #[inline(always)]
+    pub(super) fn ask_for(self, panel: *const u8, block: usize) {
+        let Block { scales, numbers } = self.block(panel, block);
+        if block.is_multiple_of(self.blocks_together()) {
+            prefetch(scales, self.scales_bytes());
+        }
+        prefetch(numbers, self.block_bytes());
+    }
+}
+
+/// A block of a panel.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    /// Scales and offsets, as far as the format has them.
+    pub scales: *const u8,
+    /// Factors, where the format has them, and integers; or plain numbers.
+    pub numbers: *const u8,
 }
 
 /// Of a block's nibbles: fifth and upper bits stand behind them.
@@ -125,8 +179,8 @@ pub(super) const NIBBLES_BYTES: usize = BLOCK * PANEL / 2;
 
 /// Bytes of a packed matrix; the largest number where that is more than there are.
 pub fn packed_bytes(format: WeightFormat, columns: u64, k: u64) -> u64 {
-    let blocks = columns.div_ceil(PANEL as u64).saturating_mul(k.div_ceil(BLOCK as u64));
-    blocks.saturating_mul(format.block_bytes() as u64)
+    let super_blocks = k.div_ceil((BLOCK * format.blocks_together()) as u64);
+    columns.div_ceil(PANEL as u64).saturating_mul(super_blocks).saturating_mul(format.super_block_bytes() as u64)
 }
 
 /// A row of a tensor, as its file has it: an output column of the product.

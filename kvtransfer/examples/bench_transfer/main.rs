@@ -1,7 +1,7 @@
 //! How fast hand-offs move bytes, beside what bounds them, measured in turns so that a busy machine disturbs both
-//! alike: the receiver's one copy and UCX shared memory beside memcpy of equally cold memory, our tcp beside a plain
-//! blocking socket loop, and UCX on one hot buffer beside `ucx_perftest`; and how fast one core verifies. Prints
-//! markdown; medians.
+//! alike: the receiver's one copy and UCX shared memory beside memcpy of equally cold memory, our tcp, plain and
+//! encrypted, beside a plain blocking socket loop, and UCX on one hot buffer beside `ucx_perftest`; and how fast one
+//! core verifies. Prints markdown; medians.
 //!
 //! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
 mod baseline;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use clap::Parser;
 use cores::on_core;
 use handoffs::{Bench, noise};
-use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
+use tandem_kvtransfer::tcp::{Protection, TcpConfig, TcpTransport};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{Arena, Transport};
 
@@ -76,7 +76,16 @@ fn ucx(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
 }
 
 fn tcp_node(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
-    Ok(TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena.clone(), TcpConfig::default())?)
+    tcp_with(arena, Protection::Bound)
+}
+
+fn encrypted_node(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
+    tcp_with(arena, Protection::Encrypted)
+}
+
+fn tcp_with(arena: &Arc<Arena>, protection: Protection) -> anyhow::Result<Arc<dyn Transport>> {
+    let config = TcpConfig { protection, ..TcpConfig::default() };
+    Ok(TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena.clone(), config)?)
 }
 
 /// Hand-offs before the first that counts: while a guest's memory is touched for the first times, its host gives it the
@@ -125,20 +134,26 @@ async fn tcp(args: &Args) -> anyhow::Result<()> {
     let (from, to) = (noise(args.arena_mib << 20)?, noise(args.arena_mib << 20)?);
     let mut plain = baseline::Sockets::new(args.arena_mib << 20)?;
     println!("\n### Our tcp beside a plain blocking socket (cold {} MiB arenas, loopback, GB/s)\n", args.arena_mib);
-    println!("| range | plain socket | tcp push | ratio | tcp with verification |\n|---|---|---|---|---|");
+    println!("| range | plain socket | tcp push | ratio | tcp with verification | tcp encrypted push | of tcp |");
+    println!("|---|---|---|---|---|---|---|");
     for Cell { range_bytes, samples, counts } in cells(args) {
         let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, tcp_node)?;
-        let (mut streamed, mut pushed, mut verified) = (vec![], vec![], vec![]);
+        let mut encrypted = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, encrypted_node)?;
+        let (mut streamed, mut pushed, mut verified, mut sealed) = (vec![], vec![], vec![], vec![]);
         for _ in 0..samples {
             streamed.push(plain.stream(range_bytes, bench.bytes())?);
             let sample = bench.hand_off().await?;
             pushed.push(sample.push);
             verified.push(sample.verified);
+            sealed.push(encrypted.hand_off().await?.push);
         }
-        let [streamed, pushed, verified] = [streamed, pushed, verified].map(median);
+        let [streamed, pushed, verified, sealed] = [streamed, pushed, verified, sealed].map(median);
         if counts {
-            let ratio = pushed / streamed;
-            println!("| {} | {streamed:.2} | {pushed:.2} | {ratio:.2} | {verified:.2} |", kib(range_bytes));
+            let (ratio, of_tcp) = (pushed / streamed, sealed / pushed);
+            println!(
+                "| {} | {streamed:.2} | {pushed:.2} | {ratio:.2} | {verified:.2} | {sealed:.2} | {of_tcp:.2} |",
+                kib(range_bytes)
+            );
         }
     }
     Ok(())

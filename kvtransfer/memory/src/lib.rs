@@ -18,6 +18,9 @@ pub use peer::{Copy, PeerMemory, Share};
 pub const WORD_BYTES: usize = 8;
 
 /// The KV memory of one engine, alive until its last owner lets go.
+///
+/// Copies to and from a device can fail, those of main memory cannot; so the methods have no errors. After a failure
+/// the bytes are anything, and digests are random numbers. Checksums then do not match: whoever verifies refuses them.
 pub trait KvMemory: Send + Sync {
     /// Its size, a multiple of [`WORD_BYTES`].
     fn bytes(&self) -> usize;
@@ -47,6 +50,11 @@ pub trait KvMemory: Send + Sync {
     /// # Panics
     /// As [`KvMemory::read`], and when `out` has another length than `pieces`.
     fn digests(&self, pieces: &[Run], out: &mut [u64]);
+
+    /// Why nothing can be done with it any more, when its device is gone: the process has to end.
+    fn lost(&self) -> Option<&str> {
+        None
+    }
 }
 
 /// Where KV memory lies.

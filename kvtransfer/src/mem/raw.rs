@@ -2,7 +2,7 @@
 use std::sync::PoisonError;
 
 use super::{Link, MemNetwork};
-use crate::error::TransferError;
+use crate::error::{Refusal, TransferError};
 use crate::registry::PeerLink;
 use crate::terms::PeerId;
 use crate::wire::Header;
@@ -14,6 +14,11 @@ pub struct RawLink {
 }
 
 impl RawLink {
+    /// The receiver reads the payload of a hello. Whether it took it.
+    pub fn hello(&self, payload: &[u8]) -> Result<(), Refusal> {
+        self.network.hello(self.peer, payload).map(|_| ())
+    }
+
     /// The receiver reads a frame.
     ///
     /// # Errors

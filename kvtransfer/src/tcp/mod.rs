@@ -1,65 +1,54 @@
 //! The backend for hosts without UCX: one TCP connection per pair of nodes, shared by all their hand-offs, with two
-//! blocking threads each (`connection.rs`; `table.rs` has all of them). Blocking threads, because a KV stream is a long
-//! copy: a reactor would add a wake-up to every buffer.
+//! blocking threads each (`connection.rs`). Blocking threads, because a KV stream is a long copy: a reactor would add a
+//! wake-up to every buffer.
 //!
-//! On the socket a frame is the 32-byte header of `wire.rs`, the payload's length (u64, little endian) and the payload.
-//! The first frame each way is the hello; whatever cannot be read closes the connection and is counted.
-//! Peers are not authenticated: a hand-off id is a capability, and the data network belongs to the cluster.
+//! On the socket a frame is its head, the head's tag (16 bytes) and the payload. The head is the 32-byte header of
+//! `wire.rs` and the payload's length (u64, little endian). The first frames are the hello and the welcome, without
+//! tags (`greeting`): they prove that both ends have the key of the hand-off that the connection is dialled for. Keys
+//! for the tags come from it, and other hand-offs join by a proof of their own. So each frame is bound to its
+//! connection, and each hand-off to a holder of its key (`sealing`); with [`Protection::Encrypted`] nothing but heads
+//! can be read on the way. Whatever cannot be read closes the connection and is counted.
+//!
+//! `table` has all connections, `connection` is one socket, `reader` and `writer` are its halves, `queue` is what waits
+//! to leave, `stranger` speaks for tests.
+mod config;
 mod connection;
+mod frame;
+mod greeting;
 mod queue;
+mod reader;
+mod sealing;
+#[doc(hidden)]
+pub mod stranger;
 mod table;
+mod writer;
 
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
+use tandem_proto::{HandoffId, v1};
 
+pub use self::config::TcpConfig;
 use self::connection::Connection;
+pub use self::sealing::Protection;
 use self::table::Table;
 use crate::arena::{Arena, Run};
 use crate::counters::Counters;
-use crate::error::{TransferError, TransferErrorKind};
+use crate::error::{AddressError, TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
-use crate::session::DEFAULT_GRACE;
 use crate::terms::{BlockOwner, Faults, Grant};
-use crate::transport::{Transport, check_ticket};
+use crate::transport::{Transport, read_ticket};
 use crate::wire::{DataHeader, Header};
 
+/// Of `host:port`: a name has up to 253 bytes.
+const MAX_ADDRESS_BYTES: usize = 260;
 /// Longer pushes are cut, so that hand-offs on one connection take turns.
 const MAX_RANGE_BYTES: usize = 4 << 20;
-
-/// How the tcp backend behaves.
-#[derive(Clone, Debug)]
-pub struct TcpConfig {
-    /// For connecting and for the hello.
-    pub connect_timeout: Duration,
-    /// A peer that takes or sends nothing for so long in the middle of a frame is dead.
-    pub stall_timeout: Duration,
-    /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its connection is.
-    pub grace: Duration,
-    /// Faults of what this node sends.
-    pub faults: Faults,
-    /// Where peers connect to, as host:port, when that is not where this node listens (a published container port).
-    pub advertise: Option<String>,
-}
-
-impl Default for TcpConfig {
-    fn default() -> Self {
-        Self {
-            connect_timeout: Duration::from_secs(2),
-            stall_timeout: Duration::from_secs(5),
-            grace: DEFAULT_GRACE,
-            faults: Faults::default(),
-            advertise: None,
-        }
-    }
-}
 
 /// A listening node.
 pub struct TcpTransport {
@@ -102,7 +91,8 @@ impl Drop for TcpTransport {
 
 impl Transport for TcpTransport {
     fn info(&self) -> v1::TransportInfo {
-        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id: build_id() }
+        let build_id = self.table.config.build_id();
+        v1::TransportInfo { backend: "tcp".into(), name: "tcp".into(), build_id, reach: None }
     }
 
     fn address(&self) -> Vec<u8> {
@@ -123,11 +113,16 @@ impl Transport for TcpTransport {
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         async move {
-            let arena = self.table.registry.arena();
-            let checked = check_ticket(ticket, &self.info(), arena)?;
-            let address = String::from_utf8_lossy(&ticket.address).into_owned();
-            let connection = self.table.connection_to(address).await?;
+            let (arena, counters) = (self.table.registry.arena(), self.counters());
+            let encryption = check_encryption(ticket, self.table.config.protection);
+            encryption.inspect_err(|_| _ = counters.rejected_tickets.fetch_add(1, Ordering::Relaxed))?;
+            let (checked, secret, address) = read_ticket(ticket, &self.info(), arena, &counters, socket_address)?;
+            let secret = Arc::new(secret);
+            let (connection, is_dialled) = self.table.connection_to(address, &secret).await?;
             let answer = self.table.pending.register(connection.peer(), checked.handoff)?;
+            if !is_dialled {
+                connection.join(checked.handoff, &secret);
+            }
             // Lost between connecting and registering: nobody would tell this hand-off.
             if connection.is_closed() {
                 return Err(TransferError::peer_gone("the KV receiver hung up"));
@@ -179,20 +174,44 @@ impl SendLink for TcpLink {
     }
 }
 
-fn build_id() -> String {
-    format!("tcp/{PROTOCOL_VERSION}")
+/// Both ends encrypt, or none: said before the builds are compared, in words that name the flag.
+fn check_encryption(ticket: &v1::Ticket, ours: Protection) -> Result<(), TransferError> {
+    let theirs = ticket.transport.as_ref().is_some_and(|transport| transport.build_id.ends_with(config::ENCRYPTED));
+    let message = match (theirs, ours) {
+        (true, Protection::Bound) => "the receiver encrypts KV and this node does not: start it with --kv-encrypt, too",
+        (false, Protection::Encrypted) => {
+            "this node encrypts KV (--kv-encrypt) and the receiver does not: start that one with --kv-encrypt, too"
+        }
+        _ => return Ok(()),
+    };
+    Err(TransferError::new(TransferErrorKind::Incompatible, message))
+}
+
+/// Host and port of a ticket. Names are looked up, so nothing else is.
+fn socket_address(bytes: &[u8]) -> Result<String, TransferError> {
+    let most = MAX_ADDRESS_BYTES;
+    let refused = match std::str::from_utf8(bytes) {
+        Ok("") => AddressError::Empty,
+        _ if bytes.len() > most => AddressError::TooLong { bytes: bytes.len(), most },
+        Ok(text) if text.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) => {
+            return Ok(text.to_owned());
+        }
+        _ => AddressError::Magic,
+    };
+    Err(refused.into())
 }
 
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
 
     use tandem_memory::HostMemory;
     use tandem_proto::Incarnation;
 
     use super::table::lock;
     use super::*;
+    use crate::handshake::Secret;
     use crate::terms::Held;
     use crate::wire::Units;
 
@@ -224,7 +243,7 @@ mod tests {
         let incoming = receiver.accept(grant(1)).expect("accept");
         let ticket = incoming.ticket();
         let outgoing = sender.open(&ticket).await.expect("open");
-        let connection = lock(&sender.table.dialled).values().next().cloned().expect("dialled");
+        let connection = lock(&sender.table.peers.0).values().next().cloned().expect("dialled");
         // Blocks that are not in the arena: the common code checks them before a backend sees them.
         let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
         let run = Run { at: 99 * 64, bytes: 64 };
@@ -246,10 +265,12 @@ mod tests {
         assert_eq!(receipt.expect("receipt").blocks, verified.expect("verified").blocks);
     }
 
-    #[test]
-    fn a_connection_that_nobody_reads_is_forgotten() {
+    #[tokio::test]
+    async fn a_connection_that_nobody_reads_is_forgotten() {
         let (sender, receiver) = (bind(), bind());
-        let connection = sender.table.dial(&receiver.address.to_string()).expect("dial");
+        let incoming = receiver.accept(grant(1)).expect("accept");
+        let secret = Secret::of(&incoming.ticket()).expect("key");
+        let connection = sender.table.dial(&receiver.address.to_string(), &secret).expect("dial");
         let attached = sender.table.attach(connection.clone());
         drop(attached);
         assert!(connection.is_closed());

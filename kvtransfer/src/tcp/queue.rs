@@ -8,6 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::arena::Run;
 use crate::error::TransferError;
+use crate::handshake::Proof;
 use crate::terms::{BlockOwner, Faults};
 use crate::wire::{DataHeader, Header};
 
@@ -22,6 +23,8 @@ const MAX_URGENT: usize = 16 * 1024;
 pub(super) enum Frame {
     /// A header alone.
     Bare(Header),
+    /// A hand-off that is not the connection's first, and the proof that it is the sender's.
+    Join { handoff: HandoffId, proof: Proof },
     /// A header and its payload.
     Seal { handoff: HandoffId, payload: Vec<u8>, _credit: OwnedSemaphorePermit },
     /// A range, read from the arena when its turn comes.
@@ -53,7 +56,7 @@ pub(super) struct FrameQueue {
 
 #[derive(Default)]
 struct State {
-    urgent: VecDeque<Header>,
+    urgent: VecDeque<Frame>,
     ordered: VecDeque<Frame>,
     closed: bool,
     writer_waits: bool,
@@ -86,13 +89,22 @@ impl FrameQueue {
 
     /// Queues an answer, a keep-alive or a cancel before everything that waits.
     pub fn send_now(&self, header: Header) {
+        self.hurry(Frame::Bare(header));
+    }
+
+    /// Queues a join before everything that waits: before any frame of its hand-off.
+    pub fn join(&self, handoff: HandoffId, proof: Proof) {
+        self.hurry(Frame::Join { handoff, proof });
+    }
+
+    fn hurry(&self, frame: Frame) {
         let mut state = self.lock();
         if state.urgent.len() >= MAX_URGENT {
             drop(state);
             return self.close();
         }
         if !state.closed {
-            state.urgent.push_back(header);
+            state.urgent.push_back(frame);
             self.wake(&state);
         }
     }
@@ -115,10 +127,8 @@ impl FrameQueue {
             if state.closed {
                 return None;
             }
-            if let Some(header) = state.urgent.pop_front() {
-                return Some(Frame::Bare(header));
-            }
-            if let Some(frame) = state.ordered.pop_front() {
+            let frame = state.urgent.pop_front();
+            if let Some(frame) = frame.or_else(|| state.ordered.pop_front()) {
                 return Some(frame);
             }
             state.writer_waits = true;
@@ -173,7 +183,7 @@ impl FrameQueue {
 impl Frame {
     fn handoff(&self) -> Option<HandoffId> {
         match self {
-            Self::Bare(_) => None,
+            Self::Bare(_) | Self::Join { .. } => None,
             Self::Seal { handoff, .. } => Some(*handoff),
             Self::Data(data) => Some(data.range.handoff),
         }

@@ -1,17 +1,22 @@
 //! All connections of a node: who may come, who was dialled, and what must happen when one ends. `connection.rs` moves
 //! the frames.
-use std::collections::HashMap;
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared};
 use tandem_proto::HandoffId;
 
-use super::TcpConfig;
+use super::config::TcpConfig;
 use super::connection::Connection;
+use super::sealing::Opener;
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::Secret;
 use crate::outgoing::PendingAnswers;
 use crate::registry::{PeerLink, Registry};
 use crate::terms::PeerId;
@@ -19,6 +24,9 @@ use crate::wire::{Answer, Header};
 
 /// Accepted connections at once, those without a hello included.
 const MAX_CONNECTIONS: usize = 256;
+/// Of them without a hello: a newcomer ends the oldest one. A hello takes a round trip, so this many flood no honest
+/// one out unless they come within it.
+const MAX_HALF_OPEN: usize = 64;
 
 /// What the threads share.
 pub(super) struct Table {
@@ -26,12 +34,17 @@ pub(super) struct Table {
     pub(super) registry: Arc<Registry>,
     pub(super) pending: Arc<PendingAnswers>,
     pub(super) peers: Peers,
-    /// Dialled connections by address.
-    pub(super) dialled: Mutex<HashMap<String, Arc<Connection>>>,
+    /// Connections by the address that was, or is being, dialled.
+    pub(super) dialled: Mutex<HashMap<String, Dial>>,
     accepted: AtomicUsize,
+    /// Accepted and without a hello, the oldest first.
+    half_open: Mutex<VecDeque<(PeerId, TcpStream)>>,
     last_peer: AtomicU64,
     pub(super) closing: AtomicBool,
 }
+
+/// One for all who want the same address meanwhile.
+pub(super) type Dial = Shared<BoxFuture<'static, Result<Arc<Connection>, TransferError>>>;
 
 #[derive(Clone, Default)]
 pub(super) struct Peers(pub(super) Arc<Mutex<HashMap<PeerId, Arc<Connection>>>>);
@@ -47,6 +60,7 @@ impl Table {
             peers,
             dialled: Mutex::default(),
             accepted: AtomicUsize::new(0),
+            half_open: Mutex::default(),
             last_peer: AtomicU64::new(0),
             closing: AtomicBool::new(false),
         })
@@ -70,20 +84,41 @@ impl Table {
                 continue;
             }
             let place = Place(self.clone());
-            // No thread: the socket closes and the place is free, as both are dropped.
-            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || place.0.serve(stream));
+            let Ok(half_open) = self.enter_half_open(&stream) else { continue };
+            // No thread: the socket closes and the places are free, as all are dropped.
+            let serve = move || place.0.serve(stream, half_open);
+            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve);
         }
     }
 
     /// Hello, then reads until the connection ends.
-    fn serve(self: &Arc<Self>, stream: TcpStream) {
-        match Connection::accept(stream, &self.config, self.new_peer(), self.registry.arena().clone()) {
-            Ok(connection) => self.attach(Arc::new(connection)).read(),
+    fn serve(self: &Arc<Self>, stream: TcpStream, half_open: HalfOpen) {
+        let peer = half_open.peer;
+        // Out of the way of newcomers before the peer is told: from then on it is not half-open.
+        match Connection::accept(stream, &self.config, peer, &self.registry, || drop(half_open)) {
+            Ok((connection, opener)) => self.attach(Arc::new(connection)).read(opener),
             Err(error) => {
                 tracing::warn!("KV connection refused: {error}");
-                self.registry.violation();
+                // A refusal was counted by its reason.
+                if error.refusal.is_none() {
+                    self.registry.violation();
+                }
             }
         }
+    }
+
+    /// A place among the connections without a hello; the oldest one makes room.
+    fn enter_half_open(self: &Arc<Self>, stream: &TcpStream) -> io::Result<HalfOpen> {
+        let (peer, stream) = (self.new_peer(), stream.try_clone()?);
+        let mut half_open = lock(&self.half_open);
+        half_open.push_back((peer, stream));
+        if half_open.len() > MAX_HALF_OPEN
+            && let Some((_, oldest)) = half_open.pop_front()
+        {
+            // Its thread reads the end, and counts.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        Ok(HalfOpen { table: self.clone(), peer })
     }
 
     pub(super) fn attach(self: &Arc<Self>, connection: Arc<Connection>) -> Attached {
@@ -94,26 +129,56 @@ impl Table {
         Attached { table: self.clone(), connection, ended: None }
     }
 
-    pub(super) async fn connection_to(self: &Arc<Self>, address: String) -> Result<Arc<Connection>, TransferError> {
-        if let Some(connection) = lock(&self.dialled).get(&address).filter(|connection| !connection.is_closed()) {
-            return Ok(connection.clone());
+    /// A connection on which the hand-off of `secret` may be opened; whether it was dialled for it, and so is its own.
+    /// Whoever comes while another hand-off dials waits for that connection.
+    pub(super) async fn connection_to(
+        self: &Arc<Self>,
+        address: String,
+        secret: &Arc<Secret>,
+    ) -> Result<(Arc<Connection>, bool), TransferError> {
+        loop {
+            let (dial, is_ours) = self.dial_of(&address, secret);
+            match dial.await {
+                // A refusal is of the hand-off that dialled, and says nothing of this one.
+                Err(error) if !is_ours && error.refusal.is_some() => {}
+                outcome => return Ok((outcome?, is_ours)),
+            }
         }
-        let (table, to) = (self.clone(), address.clone());
-        let dialled = tokio::task::spawn_blocking(move || table.dial(&to)).await;
-        let connection = dialled.unwrap_or_else(|_| Err(TransferError::peer_gone("connecting was interrupted")))?;
-        // Two hand-offs may have dialled at once: both connections work, later ones use the last.
-        lock(&self.dialled).insert(address, connection.clone());
-        Ok(connection)
     }
 
-    pub(super) fn dial(self: &Arc<Self>, address: &str) -> Result<Arc<Connection>, TransferError> {
-        let peer = self.new_peer();
+    /// What there is for an address, or is on its way; else dials. Whether it does.
+    fn dial_of(self: &Arc<Self>, address: &str, secret: &Arc<Secret>) -> (Dial, bool) {
+        let mut dialled = lock(&self.dialled);
+        dialled.retain(|_, dial| match dial.peek() {
+            Some(Ok(connection)) => !connection.is_closed(),
+            Some(Err(_)) => false,
+            None => true,
+        });
+        if let Some(dial) = dialled.get(address) {
+            return (dial.clone(), false);
+        }
+        let (table, to, secret) = (self.clone(), address.to_owned(), secret.clone());
+        let dialling = tokio::task::spawn_blocking(move || table.dial(&to, &secret));
+        let dial = dialling
+            .map(|dialled| dialled.unwrap_or_else(|_| Err(TransferError::peer_gone("connecting was interrupted"))))
+            .boxed()
+            .shared();
+        dialled.insert(address.to_owned(), dial.clone());
+        drop(dialled);
+        // To its end, though all who wait for it should leave.
+        tokio::spawn(dial.clone());
+        (dial, true)
+    }
+
+    pub(super) fn dial(self: &Arc<Self>, address: &str, secret: &Secret) -> Result<Arc<Connection>, TransferError> {
         let resolved = address.to_socket_addrs()?.next();
         let resolved = resolved.ok_or_else(|| TransferError::new(TransferErrorKind::Io, "no such KV address"))?;
         let stream = TcpStream::connect_timeout(&resolved, self.config.connect_timeout)?;
-        let connection = Arc::new(Connection::dial(stream, &self.config, peer, self.registry.arena().clone())?);
-        let attached = self.attach(connection.clone());
-        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read())?;
+        let arena = self.registry.arena().clone();
+        let (connection, opener) = Connection::dial(stream, &self.config, self.new_peer(), arena, secret)?;
+        let attached = self.attach(Arc::new(connection));
+        let connection = attached.connection.clone();
+        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read(opener))?;
         Ok(connection)
     }
 
@@ -131,6 +196,18 @@ impl Drop for Place {
     }
 }
 
+/// One of the places for connections without a hello.
+struct HalfOpen {
+    table: Arc<Table>,
+    peer: PeerId,
+}
+
+impl Drop for HalfOpen {
+    fn drop(&mut self) {
+        lock(&self.table.half_open).retain(|(peer, _)| *peer != self.peer);
+    }
+}
+
 /// A connection that hand-offs may use, and what must happen when it ends, however its reading thread does: by the end
 /// of the connection, by a panic, or by never having started. Else hand-offs would go on using it, until their leases
 /// end.
@@ -142,8 +219,8 @@ pub(super) struct Attached {
 
 impl Attached {
     /// Reads until the connection ends.
-    fn read(mut self) {
-        self.ended = Some(self.connection.read_loop(&self.table.registry, &self.table.pending));
+    fn read(mut self, opener: Opener) {
+        self.ended = Some(self.connection.read_loop(opener, &self.table.registry, &self.table.pending));
     }
 }
 
@@ -152,7 +229,9 @@ impl Drop for Attached {
         let (table, peer) = (&self.table, self.connection.peer());
         self.connection.close();
         lock(&table.peers.0).remove(&peer);
-        lock(&table.dialled).retain(|_, dialled| dialled.peer() != peer);
+        let leads_here =
+            |dial: &Dial| dial.peek().is_some_and(|dialled| matches!(dialled, Ok(it) if it.peer() == peer));
+        lock(&table.dialled).retain(|_, dial| !leads_here(dial));
         table.registry.counters().lost_peers.fetch_add(1, Ordering::Relaxed);
         // The reading thread alone writes for this peer, and it is done.
         table.registry.fence(peer);

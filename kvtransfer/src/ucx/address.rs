@@ -13,9 +13,8 @@
 //! The tag's key comes from [`UcxConfig::address_key`](super::UcxConfig::address_key) and from the build id, so that a
 //! UCX reads addresses of its own version and profile only. It says who made an address, not that its worker still
 //! lives. Knows no UCX call. Read next: `owners.rs`.
-use sha2::{Digest, Sha256};
-
 use crate::error::AddressError;
+use crate::handshake::hmac_sha256;
 
 /// A worker address has some hundred bytes; one with many network devices a few thousand.
 pub(super) const MAX_ADDRESS_BYTES: usize = 4096;
@@ -27,8 +26,6 @@ pub(super) const FORMAT: &str = "tka1";
 const MAGIC: [u8; 4] = *b"TKA1";
 const TAG_AT: usize = 6;
 const TAG_BYTES: usize = 16;
-/// SHA-256's block.
-const HMAC_BLOCK_BYTES: usize = 64;
 
 /// Makes and checks the tags of one cluster and one build. Has no `Debug`: it is a secret.
 #[derive(Clone)]
@@ -36,12 +33,12 @@ pub(super) struct AddressKey([u8; 32]);
 
 impl AddressKey {
     pub(super) fn new(secret: &[u8; 32], build_id: &str) -> Self {
-        Self(hmac(secret, &[b"tandem kv address ", build_id.as_bytes()]))
+        Self(hmac_sha256(secret, &[b"tandem kv address ", build_id.as_bytes()]))
     }
 
     fn tag(&self, head: &[u8], address: &[u8]) -> [u8; TAG_BYTES] {
         let mut tag = [0; TAG_BYTES];
-        tag.copy_from_slice(&hmac(&self.0, &[head, address])[..TAG_BYTES]);
+        tag.copy_from_slice(&hmac_sha256(&self.0, &[head, address])[..TAG_BYTES]);
         tag
     }
 }
@@ -131,22 +128,6 @@ fn same(ours: &[u8; TAG_BYTES], theirs: &[u8; TAG_BYTES]) -> bool {
     std::hint::black_box(ours.iter().zip(theirs).fold(0, |difference, (a, b)| difference | (a ^ b))) == 0
 }
 
-/// RFC 2104 with SHA-256, of the parts one after the other.
-fn hmac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
-    let pad = |byte: u8| {
-        let mut block = [byte; HMAC_BLOCK_BYTES];
-        block.iter_mut().zip(key).for_each(|(block, key)| *block ^= key);
-        block
-    };
-    let mut inner = Sha256::new();
-    inner.update(pad(0x36));
-    parts.iter().for_each(|part| inner.update(part));
-    let mut outer = Sha256::new();
-    outer.update(pad(0x5c));
-    outer.update(inner.finalize());
-    outer.finalize().into()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -155,20 +136,6 @@ mod tests {
 
     fn key(byte: u8) -> AddressKey {
         AddressKey::new(&[byte; 32], "ucx-1.13.1/shm/tka1")
-    }
-
-    /// RFC 4231, test cases 1 and 2; HMAC pads keys with zeros, as the tests do.
-    #[test]
-    fn the_tag_is_hmac_sha256() {
-        let hex = |bytes: [u8; 32]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let mut first = [0; 32];
-        first[..20].fill(0x0b);
-        let expected = "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7";
-        assert_eq!(hex(hmac(&first, &[b"Hi ", b"There"])), expected);
-        let mut second = [0; 32];
-        second[..4].copy_from_slice(b"Jefe");
-        let expected = "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843";
-        assert_eq!(hex(hmac(&second, &[b"what do ya want ", b"for nothing?"])), expected);
     }
 
     #[test]

@@ -10,6 +10,7 @@ use super::ids::EndpointId;
 use super::queue::Queue;
 use crate::arena::{Arena, Run};
 use crate::error::TransferError;
+use crate::handshake::Secret;
 use crate::outgoing::{AnswerSlot, PendingAnswers};
 use crate::registry::Registry;
 use crate::terms::BlockOwner;
@@ -18,7 +19,12 @@ use crate::wire::{Answer, DataHeader};
 /// What the rest of the process asks of the driver.
 pub(super) enum Command {
     /// Connect, announce a hand-off, and reply when it is welcome.
-    Open { handoff: HandoffId, address: CheckedAddress, reply: oneshot::Sender<Result<Opened, TransferError>> },
+    Open {
+        handoff: HandoffId,
+        address: CheckedAddress,
+        secret: Secret,
+        reply: oneshot::Sender<Result<Opened, TransferError>>,
+    },
     /// Send a range.
     Push { endpoint: EndpointId, range: DataHeader, runs: Vec<Run>, owner: BlockOwner, credit: OwnedSemaphorePermit },
     /// Tell the receiver that more is to come.

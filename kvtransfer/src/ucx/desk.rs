@@ -15,6 +15,7 @@ use ucx_sys::{UCS_OK, ucp_dt_iov, ucs_status_t};
 use super::address::{AddressKey, CheckedAddress};
 use super::commands::{Command, Shared};
 use super::endpoints::{Endpoints, Loss};
+use super::hello::About;
 use super::ids::{EndpointId, OperationId};
 use super::inbox;
 use super::one_copy::OneCopy;
@@ -72,7 +73,7 @@ impl Desk {
         };
         Ok(Self {
             one_copy: OneCopy::start(&shared.arena, &config, Box::new(report))?,
-            endpoints: Endpoints::new(worker.clone(), config.credit_bytes),
+            endpoints: Endpoints::new(worker.clone(), config.credit_bytes, config.max_peers),
             worker,
             region,
             operations: Operations::default(),
@@ -124,10 +125,15 @@ impl Desk {
         self.watches.entry(endpoint).or_insert_with(|| Watch::on(&origin.process));
     }
 
-    /// What a hello over this endpoint says of us.
+    /// Which end of ours, and which process, an endpoint is.
     pub(super) fn origin(&self, endpoint: EndpointId) -> Origin {
         let paired = self.endpoints.get(endpoint).and_then(|entry| entry.paired);
         Origin { generation: Generation(endpoint.0), paired, process: self.process, memory: self.one_copy.share() }
+    }
+
+    /// All that a hello over this endpoint says of us.
+    pub(super) fn about(&self, endpoint: EndpointId) -> Vec<u8> {
+        About::encode(&self.origin(endpoint), &self.build_id, &self.shared.address())
     }
 
     /// The process behind an endpoint has ended, by our kernel's word.

@@ -18,7 +18,6 @@ use super::endpoints::Loss;
 use super::ids::EndpointId;
 use super::inbox::{self, Event};
 use super::operations::Cargo;
-use super::origin::Origin;
 use super::owners::{Context, Region, Worker};
 use super::probe::Prober;
 use super::profile::{UcxConfig, UcxProfile};
@@ -84,10 +83,10 @@ impl Driver {
         let mut driver = Self {
             prober: None,
             custody: Custody::new(medium),
+            receiving: Receiving::new(config.landing_bytes),
             desk: Desk::new(worker, region, shared, config, build_id)?,
             context,
             sending: Sending::default(),
-            receiving: Receiving::default(),
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
@@ -182,8 +181,8 @@ impl Driver {
     fn run_command(&mut self, command: Command) {
         let Self { desk, sending, receiving, .. } = self;
         match command {
-            Command::Open { handoff, address, reply } => {
-                sending.open_handoff(desk, handoff, &address, reply, |id| receiving.uses(id));
+            Command::Open { handoff, address, secret, reply } => {
+                sending.open_handoff(desk, handoff, &address, (secret, reply), |id| receiving.uses(id));
             }
             Command::Push { endpoint, range, runs, owner, credit } => {
                 sending.push(desk, endpoint, range, &runs, (owner, credit));
@@ -239,14 +238,13 @@ impl Driver {
             }
             Some(Header::Cancel(handoff)) => receiving.on_cancel(desk, handoff),
             Some(Header::Answer(handoff, answer)) => sending.on_answer(desk, handoff, answer),
-            Some(header @ (Header::Welcome(handoff) | Header::WillCopy(handoff))) => match Origin::parse(payload) {
-                Some((origin, [])) => sending.on_welcome(desk, handoff, &origin, Way::of(header)),
-                _ => desk.registry().violation(),
-            },
+            Some(header @ (Header::Welcome(handoff) | Header::WillCopy(handoff))) => {
+                sending.on_welcome(desk, handoff, payload, Way::of(header));
+            }
             Some(Header::Ready(range)) => receiving.on_ready(desk, range, payload),
             Some(Header::Copied(range)) => sending.on_copied(desk, range),
-            // Data comes by rendezvous only.
-            Some(Header::Data(_)) | None => desk.registry().violation(),
+            // Data comes by rendezvous only, and each hand-off says hello.
+            Some(Header::Data(_) | Header::Join(_)) | None => desk.registry().violation(),
         }
     }
 
@@ -261,6 +259,10 @@ impl Driver {
     }
 
     fn finished(&mut self, on: EndpointId, cargo: Cargo, succeeded: bool) {
+        if let Cargo::Receive { claim, .. } = &cargo {
+            self.receiving.ended(on, claim);
+            self.receiving.land(&mut self.desk);
+        }
         match cargo {
             Cargo::Send(send) => self.sending.range_sent(&mut self.desk, *send),
             Cargo::Receive { claim, .. } if succeeded => claim.written(),
@@ -370,6 +372,7 @@ impl Driver {
                 for handoff in left.handoffs {
                     self.desk.registry().lost_by(closed.id.into(), handoff);
                 }
+                left.descriptors.into_iter().for_each(|descriptor| self.desk.release(descriptor));
                 drop(left.claims);
             }
             Verdict::Free | Verdict::CutOff | Verdict::Replace => self.free(closed.id),
@@ -381,7 +384,10 @@ impl Driver {
         self.desk.operations.abandon(endpoint);
         let left = self.receiving.forget(endpoint);
         self.desk.fence(endpoint);
-        drop(left);
+        left.descriptors.into_iter().for_each(|descriptor| self.desk.release(descriptor));
+        drop(left.claims);
+        // Its room is another one's.
+        self.receiving.land(&mut self.desk);
     }
 
     /// Writes of a peer do not end by themselves. Closing its endpoint ends what UCX knows of; what then still counts
@@ -410,6 +416,7 @@ impl Driver {
         self.receiving.refuse_all(&mut self.desk);
         self.flush();
         self.hand_out_ends();
+        self.receiving.dismiss_all(&mut self.desk);
         let mut ids = self.desk.endpoints.all();
         ids.extend(self.custody.replaced());
         let why = TransferError::peer_gone(format!("the KV transport started anew: {why}"));
@@ -505,6 +512,7 @@ impl Driver {
         self.flush();
         self.hand_out_ends();
         let why = TransferError::new(TransferErrorKind::Cancelled, "the KV transport shut down");
+        self.receiving.dismiss_all(&mut self.desk);
         let mut ids = self.desk.endpoints.all();
         ids.extend(self.custody.replaced());
         let Self { prober, desk, context, receiving, .. } = self;

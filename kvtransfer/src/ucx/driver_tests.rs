@@ -9,16 +9,16 @@ use tokio::sync::oneshot;
 
 use super::super::address::CheckedAddress;
 use super::super::commands::Opened;
-use super::super::hello::Hello;
 use super::super::ids::OperationId;
 use super::super::operations::Operation;
-use super::super::origin::{ORIGIN_BYTES, Origin};
+use super::super::origin::Origin;
 use super::super::presence::or_skip;
 use super::super::process::ProcessName;
 use super::super::queue::Queue;
 use super::*;
 use crate::arena::Arena;
 use crate::error::Refusal;
+use crate::handshake::{HELLO_HEAD_BYTES, Hello, Secret};
 use crate::incoming::Incoming;
 use crate::registry::{Claim, PeerLink, Registry};
 use crate::session::DEFAULT_GRACE;
@@ -85,9 +85,32 @@ fn granted(registry: &Arc<Registry>, handoff: HandoffId) -> (Incoming, Arc<()>) 
     (incoming.expect("accept"), owner)
 }
 
+/// `peer` has said hello, and is welcome.
+fn opened_by(registry: &Registry, ticket: &v1::Ticket, peer: PeerId) {
+    open_as(registry, ticket, peer).expect("open");
+}
+
+fn open_as(registry: &Registry, ticket: &v1::Ticket, peer: PeerId) -> Result<(), Refusal> {
+    let payload = Secret::of(ticket).expect("a key").hello([1; 16], &[]);
+    let authenticated = registry.authenticate(&Hello::parse(&payload).expect("whole"))?;
+    registry.open(peer, &authenticated)
+}
+
+/// The hello of `sender` for a ticket.
+fn hello(sender: &Driver, ticket: &v1::Ticket) -> Vec<u8> {
+    Secret::of(ticket).expect("a key").hello([1; 16], &sender.desk.about(EndpointId(1)))
+}
+
+/// A ticket of nobody.
+fn invented(handoff: HandoffId) -> v1::Ticket {
+    let key = Some(v1::HandoffKey { secret: vec![1; 32] });
+    v1::Ticket { handoff_id: handoff.0.to_vec(), key, ..v1::Ticket::default() }
+}
+
 /// The same, with its only range claimed by `peer`.
 fn claimed(driver: &Driver, peer: EndpointId) -> (Incoming, Claim, Arc<()>) {
     let (incoming, owner) = granted(&driver.desk.shared.registry, HandoffId([1; 16]));
+    opened_by(driver.desk.registry(), &incoming.ticket(), peer.into());
     let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
     let claim = driver.desk.shared.registry.claim(peer.into(), range, 64).expect("claim");
     (incoming, claim, owner)
@@ -127,17 +150,19 @@ fn a_receive_that_fails_before_that_waits_for_the_others_of_its_endpoint() {
 
 /// An open hand-off of a driver, as the transport asks for it.
 fn opening(driver: &mut Driver, receiver: &Receiver) -> oneshot::Receiver<Result<Opened, TransferError>> {
-    opening_of(driver, receiver, HandoffId([1; 16]))
+    opening_of(driver, receiver, &invented(HandoffId([1; 16])))
 }
 
 fn opening_of(
     driver: &mut Driver,
     receiver: &Receiver,
-    handoff: HandoffId,
+    ticket: &v1::Ticket,
 ) -> oneshot::Receiver<Result<Opened, TransferError>> {
     let (reply, opened) = oneshot::channel();
     let address = CheckedAddress::parse(&receiver.shared.address(), &driver.desk.key).expect("an honest address");
-    driver.run_command(Command::Open { handoff, address, reply });
+    let handoff = HandoffId::from_wire(&ticket.handoff_id).expect("16 bytes");
+    let secret = Secret::of(ticket).expect("a key");
+    driver.run_command(Command::Open { handoff, address, secret, reply });
     opened
 }
 
@@ -187,8 +212,8 @@ fn no_range_can_be_sent_before_the_receiver_has_read_the_hello() {
     let (runtime, (go, start)) = (runtime(), std::sync::mpsc::channel());
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
     let _entered = runtime.enter();
-    let _granted = granted(&receiver.shared.registry, HandoffId([1; 16]));
-    let mut opened = opening(&mut sender, &receiver);
+    let granted = granted(&receiver.shared.registry, HandoffId([1; 16]));
+    let mut opened = opening_of(&mut sender, &receiver, &granted.0.ticket());
     for _ in 0..1000 {
         sender.turn();
     }
@@ -226,14 +251,14 @@ fn on_hello(driver: &mut Driver, payload: &[u8]) {
     driver.receiving.on_hello(&mut driver.desk, tandem_proto::PROTOCOL_VERSION, payload, |_| false);
 }
 
-/// What a stranger makes of an honest hello. The hand-off's id and the origin, in front, need no check of this kind.
+/// What a stranger makes of an honest hello.
 fn garbled(rng: &mut StdRng, honest: &[u8]) -> Vec<u8> {
     let mut bytes = honest.to_vec();
     match rng.random_range(0..4) {
         0 => bytes.truncate(rng.random_range(0..honest.len())),
-        1 => bytes[rng.random_range(16 + ORIGIN_BYTES..honest.len())] ^= 1 << rng.random_range(0..8),
-        // The build and the head of an address, with anything behind them.
-        2 => bytes[16 + ORIGIN_BYTES + 2 + 4 + 22..].iter_mut().for_each(|byte| *byte = rng.random()),
+        1 => bytes[rng.random_range(0..honest.len())] ^= 1 << rng.random_range(0..8),
+        // The head with anything behind it.
+        2 => bytes[HELLO_HEAD_BYTES..].iter_mut().for_each(|byte| *byte = rng.random()),
         _ => bytes = (0..rng.random_range(0..4000)).map(|_| rng.random()).collect(),
     }
     bytes
@@ -250,28 +275,23 @@ fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome(
     let mut rng = StdRng::seed_from_u64(1);
     for round in 0..ROUNDS {
         let handoff = HandoffId([round; 16]);
-        let _granted = granted(&receiver.shared.registry, handoff);
-        let mut opened = opening_of(&mut sender, &receiver, handoff);
+        let granted = granted(&receiver.shared.registry, handoff);
+        let mut opened = opening_of(&mut sender, &receiver, &granted.0.ticket());
         let opened = until_opened(&mut sender, &mut opened).expect("welcome");
-        let honest =
-            Hello::encode(handoff, "test", &sender.desk.origin(opened.endpoint), &sender.desk.shared.address());
+        let honest = hello(&sender, &granted.0.ticket());
         for _ in 0..HELLOS {
             let hello = garbled(&mut rng, &honest);
             sender.desk.post_frame(opened.endpoint, Header::hello(), hello);
             sender.turn();
         }
         let (all, until) = (u64::from(round + 1) * HELLOS, Instant::now() + Duration::from_secs(4));
-        while counters.rejected_hello_addresses.load(Relaxed) < all {
+        while counters.rejected_hellos.load(Relaxed) < all {
             sender.turn();
-            assert!(
-                Instant::now() < until,
-                "{} of {all} were refused",
-                counters.rejected_hello_addresses.load(Relaxed)
-            );
+            assert!(Instant::now() < until, "{} of {all} were refused", counters.rejected_hellos.load(Relaxed));
         }
     }
     let all = u64::from(ROUNDS) * HELLOS;
-    let counted = (counters.rejected_hello_addresses.load(Relaxed), counters.protocol_errors.load(Relaxed));
+    let counted = (counters.rejected_hellos.load(Relaxed), counters.protocol_errors.load(Relaxed));
     assert_eq!(counted, (all, all));
     assert_eq!(counters.lost_peers.load(Relaxed), 0);
     receiver.end();
@@ -279,39 +299,62 @@ fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome(
 
 #[test]
 fn a_hello_of_another_key_reaches_no_endpoint() {
-    let (Some(mut receiver), Some(stranger)) =
-        (driver(), driver_with(UcxConfig { address_key: [1; 32], ..UcxConfig::new(UcxProfile::Shm) }))
+    let runtime = runtime();
+    let _entered = runtime.enter();
+    let (Some(mut receiver), Some(sender), Some(stranger)) =
+        (driver(), driver(), driver_with(UcxConfig { address_key: [1; 32], ..UcxConfig::new(UcxProfile::Shm) }))
     else {
         return;
     };
-    let hello = Hello::encode(
-        HandoffId([1; 16]),
-        "test",
-        &stranger.desk.origin(EndpointId(1)),
-        &stranger.desk.shared.address(),
-    );
-    on_hello(&mut receiver, &hello);
-    assert_eq!(receiver.desk.endpoints.all(), vec![]);
-    assert_eq!(receiver.desk.shared.registry.counters().rejected_hello_addresses.load(Relaxed), 1);
+    let (incoming, _owner) = granted(receiver.desk.registry(), HandoffId([1; 16]));
+    let ticket = incoming.ticket();
+    // The hand-off's key and not the cluster's; the cluster's and not the hand-off's; a replay with another nonce.
+    let mut replayed = hello(&sender, &ticket);
+    replayed[16] ^= 1;
+    let hellos = [hello(&stranger, &ticket), hello(&sender, &invented(HandoffId([1; 16]))), replayed];
+    for (said, payload) in hellos.iter().enumerate() {
+        on_hello(&mut receiver, payload);
+        assert_eq!(receiver.desk.endpoints.all(), vec![]);
+        assert_eq!(receiver.desk.registry().counters().rejected_hellos.load(Relaxed), said as u64 + 1);
+    }
+    assert_eq!(receiver.desk.registry().counters().refused_for(Refusal::Unauthenticated), 2);
+    on_hello(&mut receiver, &hello(&sender, &ticket));
+    assert_eq!(receiver.desk.endpoints.all().len(), 1, "the right one, at last");
 }
 
 #[test]
-fn a_hello_for_a_handoff_that_nobody_granted_is_refused_and_takes_no_place() {
+fn a_welcome_without_the_key_is_none() {
+    let (go, start) = std::sync::mpsc::channel();
+    let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
+    let mut opened = opening(&mut sender, &receiver);
+    for payload in [vec![], vec![0; 48], vec![0; 4000]] {
+        sender.sending.on_welcome(&mut sender.desk, HandoffId([1; 16]), &payload);
+        assert!(opened.try_recv().is_err(), "it still waits");
+    }
+    assert_eq!(sender.desk.registry().counters().protocol_errors.load(Relaxed), 3);
+    drop(go);
+    receiver.end();
+}
+
+#[test]
+fn a_hello_for_a_handoff_that_is_not_the_senders_is_refused_and_takes_no_place() {
     let (runtime, (go, start)) = (runtime(), std::sync::mpsc::channel());
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
     let (_entered, registry) = (runtime.enter(), receiver.shared.registry.clone());
     go.send(()).expect("the receiver waits");
-    let refusal = |sender: &mut Driver, handoff| {
-        let mut opened = opening_of(sender, &receiver, handoff);
+    let refusal = |sender: &mut Driver, ticket: &v1::Ticket| {
+        let mut opened = opening_of(sender, &receiver, ticket);
         until_opened(sender, &mut opened).err().expect("refused").refusal
     };
-    assert_eq!(refusal(&mut sender, HandoffId([1; 16])), Some(Refusal::Unknown));
     let (incoming, _) = granted(&registry, HandoffId([2; 16]));
+    let ticket = incoming.ticket();
     drop(incoming);
-    assert_eq!(refusal(&mut sender, HandoffId([2; 16])), Some(Refusal::Used));
-    let _bound = Incoming::accept(&registry, grant(HandoffId([3; 16]), Arc::new(())), Default::default(), Vec::new());
-    registry.keep_alive(PeerId(u64::MAX), HandoffId([3; 16]));
-    assert_eq!(refusal(&mut sender, HandoffId([3; 16])), Some(Refusal::WrongPeer));
+    assert_eq!(refusal(&mut sender, &ticket), Some(Refusal::Used));
+    let (bound, _) = granted(&registry, HandoffId([3; 16]));
+    opened_by(&registry, &bound.ticket(), PeerId(u64::MAX));
+    assert_eq!(refusal(&mut sender, &bound.ticket()), Some(Refusal::WrongPeer));
+    // Without a key it is told because it has been here before.
+    assert_eq!(refusal(&mut sender, &invented(HandoffId([1; 16]))), Some(Refusal::Unknown));
     let counted = [Refusal::Unknown, Refusal::Used, Refusal::WrongPeer].map(|why| registry.counters().refused_for(why));
     assert_eq!(counted, [1, 1, 1]);
     receiver.end();
@@ -322,20 +365,18 @@ fn a_flood_of_hellos_for_nothing_leaves_room_for_honest_ones() {
     let (Some(mut receiver), Some(sender)) = (driver(), driver()) else { return };
     let runtime = runtime();
     let _entered = runtime.enter();
-    let address = sender.desk.shared.address();
-    let origin = sender.desk.origin(EndpointId(1));
     // More than the table of hand-offs holds.
     for number in 0..20_000u128 {
-        let hello = Hello::encode(HandoffId(number.to_le_bytes()), "test", &origin, &address);
+        let hello = hello(&sender, &invented(HandoffId(number.to_le_bytes())));
         on_hello(&mut receiver, &hello);
         receiver.progress();
         receiver.handle_events();
     }
     let honest = HandoffId([0xff; 16]);
-    let _granted = granted(&receiver.desk.shared.registry, honest);
-    on_hello(&mut receiver, &Hello::encode(honest, "test", &origin, &address));
-    assert_eq!(receiver.desk.shared.registry.counters().refused_for(Refusal::Overloaded), 0);
-    assert_eq!(receiver.desk.shared.registry.counters().refused_for(Refusal::Unknown), 20_000);
+    let granted = granted(receiver.desk.registry(), honest);
+    on_hello(&mut receiver, &hello(&sender, &granted.0.ticket()));
+    assert_eq!(receiver.desk.registry().counters().refused_for(Refusal::Overloaded), 0);
+    assert_eq!(receiver.desk.registry().counters().refused_for(Refusal::Unknown), 20_000);
     let endpoint = receiver.desk.endpoints.all()[0];
     assert!(receiver.receiving.uses(endpoint), "the honest one is listed");
 }
@@ -433,7 +474,7 @@ fn hand_off(sender: &mut Driver, receiver: &Receiver, runtime: &tokio::runtime::
     let (handoff, start) = (HandoffId([id; 16]), Instant::now());
     let (incoming, _owner) = granted(&receiver.shared.registry, handoff);
     let ticket = incoming.ticket();
-    let mut opened = opening_of(sender, receiver, handoff);
+    let mut opened = opening_of(sender, receiver, &ticket);
     let opened = until_opened(sender, &mut opened).expect("welcome");
     let took = start.elapsed();
     let range = DataHeader { handoff, first: 0, count: 1, units: Units::ALL };
@@ -490,7 +531,8 @@ fn a_handoff_that_is_here_in_whole_outlives_its_connection() {
         let seal = v1::Seal { handoff_id: vec![1; 16], ..v1::Seal::default() };
         registry.seal(endpoint.into(), HandoffId([1; 16]), &encode_seal(&seal));
         let other = HandoffId([2; 16]);
-        let (_half, _owner) = granted(&registry, other);
+        let (half, _owner) = granted(&registry, other);
+        opened_by(&registry, &half.ticket(), endpoint.into());
         let range = DataHeader { handoff: other, first: 0, count: 1, units: Units::ALL };
         let claim = registry.claim(endpoint.into(), range, 64).expect("claim");
         [HandoffId([1; 16]), other].into_iter().for_each(|handoff| driver.receiving.list(handoff, endpoint));
@@ -500,8 +542,9 @@ fn a_handoff_that_is_here_in_whole_outlives_its_connection() {
             drop(claim);
         }
         fails(&mut driver, endpoint, UCS_ERR_IO_ERROR);
-        assert_eq!(registry.admits(endpoint.into(), other), Err(Refusal::Used), "half of it was here");
-        assert_eq!(registry.admits(endpoint.into(), HandoffId([1; 16])), Ok(()), "it is being verified");
+        let reopened = |incoming: &Incoming| open_as(&registry, &incoming.ticket(), endpoint.into());
+        assert_eq!(reopened(&half), Err(Refusal::Used), "half of it was here");
+        assert_eq!(reopened(&whole), Ok(()), "it is being verified");
         drop(whole);
         peer.end();
     }

@@ -22,7 +22,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use tandem_proto::{HandoffId, Incarnation};
+    use tandem_proto::{HandoffId, Incarnation, v1};
     use tokio::sync::oneshot;
 
     use super::super::address::CheckedAddress;
@@ -35,6 +35,7 @@ mod tests {
 
     use crate::arena::Arena;
     use crate::error::TransferErrorKind;
+    use crate::handshake::Secret;
     use crate::registry::{PeerLink, Registry};
     use crate::session::DEFAULT_GRACE;
     use crate::terms::{Grant, Held, PeerId};
@@ -53,6 +54,11 @@ mod tests {
         Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1)
     }
 
+    fn secret() -> Secret {
+        let key = Some(v1::HandoffKey { secret: vec![1; 32] });
+        Secret::of(&v1::Ticket { handoff_id: vec![1; 16], key, ..v1::Ticket::default() }).expect("whole")
+    }
+
     #[tokio::test]
     async fn a_panic_of_the_driver_ends_every_wait_for_it() {
         let shared = Shared {
@@ -65,7 +71,7 @@ mod tests {
         };
         let (reply, opened) = oneshot::channel();
         let address = CheckedAddress::own(&[1]).expect("short");
-        let command = Command::Open { handoff: HandoffId([1; 16]), address: address.clone(), reply };
+        let command = Command::Open { handoff: HandoffId([1; 16]), address: address.clone(), secret: secret(), reply };
         assert!(shared.queue.send(command).await.is_ok());
         let ending = Ending(shared.clone());
         let driver = std::thread::spawn(move || {
@@ -76,7 +82,7 @@ mod tests {
         assert!(opened.await.is_err(), "the reply was dropped with its command");
         assert_eq!(shared.failure.get().map(String::as_str), Some("its thread panicked"));
         let (reply, _opened) = oneshot::channel();
-        let late = Command::Open { handoff: HandoffId([2; 16]), address, reply };
+        let late = Command::Open { handoff: HandoffId([2; 16]), address, secret: secret(), reply };
         assert!(shared.queue.send(late).await.is_err());
     }
 

@@ -15,8 +15,6 @@ use super::origin::{Generation, Origin};
 use super::owners::{Closing, Endpoint, Worker};
 use crate::error::{TransferError, TransferErrorKind};
 
-/// Peers connected at once.
-const MAX_ENDPOINTS: usize = 256;
 /// UCX closes within milliseconds, or not at all when it lost a request to a dead peer.
 const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(500);
 /// The same for a peer that may live.
@@ -66,12 +64,15 @@ pub(super) struct Endpoints {
     by_address: HashMap<CheckedAddress, EndpointId>,
     closing: Vec<Leaving>,
     credit_bytes: usize,
+    /// Open at once.
+    most: usize,
     last_id: u64,
 }
 
 impl Endpoints {
-    pub(super) fn new(worker: Rc<Worker>, credit_bytes: usize) -> Self {
-        Self { worker, open: HashMap::new(), by_address: HashMap::new(), closing: Vec::new(), credit_bytes, last_id: 0 }
+    pub(super) fn new(worker: Rc<Worker>, credit_bytes: usize, most: usize) -> Self {
+        let (open, by_address, closing) = (HashMap::new(), HashMap::new(), Vec::new());
+        Self { worker, open, by_address, closing, credit_bytes, most, last_id: 0 }
     }
 
     /// The endpoint to `address`, new if there is none. When all places are taken, the longest unused one that is not
@@ -88,7 +89,7 @@ impl Endpoints {
             entry.used = now;
             return Ok(*id);
         }
-        if self.open.len() >= MAX_ENDPOINTS {
+        if self.open.len() >= self.most {
             let idle = self.open.iter().filter(|(id, _)| !busy(**id)).min_by_key(|(_, entry)| entry.used);
             let idle = idle.map(|(id, _)| *id);
             let full = || TransferError::new(TransferErrorKind::Overloaded, "too many KV peers at once");
@@ -101,6 +102,11 @@ impl Endpoints {
         self.open.insert(id, Entry { endpoint, credit, paired: None, address: address.clone(), used: now });
         self.by_address.insert(address.clone(), id);
         Ok(id)
+    }
+
+    /// The open endpoint to `address`, if there is one.
+    pub(super) fn known(&self, address: &CheckedAddress) -> Option<EndpointId> {
+        self.by_address.get(address).copied()
     }
 
     /// The endpoint to `address` that answers to one which the peer does not have any more. Not the one that the peer
@@ -130,8 +136,8 @@ impl Endpoints {
 
     /// Starts anew on another worker, and returns all that belongs to the old one. Ids go on, none is used twice.
     pub(super) fn reset(&mut self, worker: Rc<Worker>) -> Self {
-        let (credit_bytes, last_id) = (self.credit_bytes, self.last_id);
-        std::mem::replace(self, Self { last_id, ..Self::new(worker, credit_bytes) })
+        let (credit_bytes, most, last_id) = (self.credit_bytes, self.most, self.last_id);
+        std::mem::replace(self, Self { last_id, ..Self::new(worker, credit_bytes, most) })
     }
 
     /// Open and closing ones.

@@ -5,13 +5,13 @@
 //! of a node's KV.
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
-//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `endpoints` and
-//! `operations` are the tables on it, `ids` their names. `custody` decides when the blocks of a lost peer are free,
-//! with what `process` and `probe` find out. `address` is what is checked before UCX reads it, `inbox` what callbacks
-//! leave; `commands` are what the process says to the driver, and `queue` is how; `ending` is what is left when it is
-//! gone. `profile` picks UCX's transports, `hello` is the one frame that only this backend has, `origin` says in it
-//! which endpoint it comes from, `survey` is what UCX can open on a machine. `one_copy` takes the place of UCX's
-//! rendezvous where the receiver can map the sender's memory.
+//! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `turns` says
+//! whose payload lands next. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
+//! decides when the blocks of a lost peer are free, with what `process` and `probe` find out. `address` is what is
+//! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
+//! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
+//! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
+//! `one_copy` takes the place of UCX's rendezvous where the receiver can map the sender's memory.
 //!
 //! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
 //! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
@@ -48,6 +48,7 @@ mod sending;
 #[doc(hidden)]
 pub mod stranger;
 pub mod survey;
+mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -57,7 +58,7 @@ use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
-pub use ucx_sys::prepare_environment;
+pub use ucx_sys::{SETTINGS, prepare_environment};
 
 use self::address::{AddressKey, CheckedAddress};
 use self::commands::{Command, Shared};
@@ -73,7 +74,7 @@ use crate::incoming::Incoming;
 use crate::outgoing::{Outgoing, SendLink};
 use crate::registry::{PeerLink, Registry};
 use crate::terms::{BlockOwner, Grant, PeerId};
-use crate::transport::{Transport, check_ticket};
+use crate::transport::{Transport, read_ticket};
 use crate::wire::{Answer, DataHeader};
 
 /// A node's UCX worker. Dropping it closes every connection and ends its thread.
@@ -114,7 +115,13 @@ impl UcxTransport {
         })?;
         let died = |_| Err(TransferError::new(TransferErrorKind::Io, "the UCX thread died at its start"));
         let name = outcome.recv().unwrap_or_else(died)?;
-        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id };
+        if config.profile != UcxProfile::Shm {
+            tracing::warn!(
+                "KV over UCX is not encrypted, and whoever reaches its port or fabric can read and write this node's KV \
+                 memory: keep that network closed to all but the nodes"
+            );
+        }
+        let info = v1::TransportInfo { backend: "ucx".to_owned(), name, build_id, reach: None };
         Ok(Arc::new(Self { info, shared, config, key, thread: Some(thread) }))
     }
 }
@@ -145,12 +152,11 @@ impl Transport for UcxTransport {
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         Box::pin(async move {
-            let checked = check_ticket(ticket, &self.info, &self.shared.arena)?;
-            let address = CheckedAddress::parse(&ticket.address, &self.key).inspect_err(|_| {
-                self.counters().rejected_ticket_addresses.fetch_add(1, Relaxed);
-            })?;
+            let address = |bytes: &[u8]| Ok(CheckedAddress::parse(bytes, &self.key)?);
+            let (arena, counters) = (&self.shared.arena, self.counters());
+            let (checked, secret, address) = read_ticket(ticket, &self.info, arena, &counters, address)?;
             let (reply, opened) = oneshot::channel();
-            let command = Command::Open { handoff: checked.handoff, address, reply };
+            let command = Command::Open { handoff: checked.handoff, address, secret, reply };
             self.shared.queue.send(command).await.map_err(|_| shut_down())?;
             let opened = opened.await.map_err(|_| shut_down())??;
             let link = UcxSendLink {
@@ -233,9 +239,9 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    /// A vector of pieces names no registered memory, so on a fabric UCX copies it, piece by piece, on the driver's
-    /// thread. This bounds the sender's side alone: where the receiver's blocks of a range lie scattered, UCX copies
-    /// there.
+    /// On a fabric only what is contiguous at both ends moves without a copy: a vector of pieces names no registered
+    /// memory, so UCX copies it, piece by piece, on the driver's thread, and into a scattered receive it fetches by
+    /// active messages, which its thread copies too.
     fn max_runs(&self) -> usize {
         if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
     }

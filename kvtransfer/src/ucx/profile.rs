@@ -15,7 +15,7 @@ const RING_FRAGMENTS: usize = 8;
 const RING_FRAGMENT_BYTES: usize = (16 << 10) + 64;
 
 /// Where the peers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UcxProfile {
     /// On this host: System V and POSIX shared memory.
     Shm,
@@ -35,6 +35,16 @@ impl fmt::Display for UcxProfile {
     }
 }
 
+impl UcxProfile {
+    /// Devices where nobody names any. UCX over sockets lets peers write any memory, so it stays on this host then.
+    pub fn usual_devices(self) -> &'static str {
+        match self {
+            Self::Tcp => "lo",
+            Self::Shm | Self::Rdma => "all",
+        }
+    }
+}
+
 /// Settings of a [`super::UcxTransport`].
 #[derive(Clone)]
 pub struct UcxConfig {
@@ -42,8 +52,12 @@ pub struct UcxConfig {
     pub profile: UcxProfile,
     /// Directory of the UCX libraries; `None`: where the dynamic linker finds them.
     pub lib_dir: Option<PathBuf>,
-    /// Network devices as UCX names them (`lo`, `mlx5_0:1`), separated by commas; `all` for every one.
+    /// Network devices as UCX names them (`eth0`, `mlx5_0:1`), separated by commas; `all` for every one.
     pub net_devices: String,
+    /// UCX's own transports instead of those of the profile, as `UCX_TLS` has them.
+    pub tls: Option<String>,
+    /// The operator's variables, without `UCX_`: UCX reads them itself, and none of them is set here.
+    pub operators: Vec<String>,
     /// How long the driver looks for work before it sleeps. Waking costs some 45 µs; spinning costs a core.
     pub spin: Duration,
     /// Longest range of one message.
@@ -60,6 +74,10 @@ pub struct UcxConfig {
     pub address_key: [u8; 32],
     /// Shared memory only: the receiver copies out of the sender's memory, where it can map that (`one_copy/`).
     pub one_copy: bool,
+    /// Announced payloads wait at their senders while so many bytes are under way to this node.
+    pub landing_bytes: usize,
+    /// Peers connected at once, in both directions together.
+    pub max_peers: usize,
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,
     /// A bug on purpose.
@@ -76,14 +94,16 @@ impl fmt::Debug for UcxConfig {
 }
 
 impl UcxConfig {
-    /// Settings that suit a profile on this machine.
+    /// Settings that suit a profile on this machine. Over sockets only its own processes are reached, unless other
+    /// devices are named.
     pub fn new(profile: UcxProfile) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let net_devices = if profile == UcxProfile::Rdma { "all" } else { "lo" };
         Self {
             profile,
             lib_dir: None,
-            net_devices: net_devices.to_owned(),
+            net_devices: profile.usual_devices().to_owned(),
+            tls: None,
+            operators: Vec::new(),
             // It yields at every turn; still, on two cores the engine needs both.
             spin: Duration::from_micros(if cores < 4 { 100 } else { 200 }),
             max_range_bytes: 1 << 20,
@@ -92,18 +112,26 @@ impl UcxConfig {
             grace: DEFAULT_GRACE,
             address_key: [0; 32],
             one_copy: profile == UcxProfile::Shm,
+            landing_bytes: 64 << 20,
+            max_peers: 256,
             faults: Faults::default(),
             mutation: Mutation::None,
         }
     }
 
-    /// UCX's variables, without `UCX_`, and their values.
+    /// UCX's variables, without `UCX_`, and their values, but for those that the operator has set.
     pub fn settings(&self) -> Vec<(&'static str, String)> {
-        let tls = match self.profile {
+        let mut settings = self.own_settings();
+        settings.retain(|(name, _)| !self.operators.iter().any(|operators| operators == name));
+        settings
+    }
+
+    fn own_settings(&self) -> Vec<(&'static str, String)> {
+        let tls = self.tls.as_deref().unwrap_or(match self.profile {
             UcxProfile::Shm => "sysv,posix,self",
             UcxProfile::Tcp => "tcp,self",
             UcxProfile::Rdma => "rc,ud,self",
-        };
+        });
         // Found dead within one interval; UCX's default is 20 s.
         let mut settings = vec![("TLS", tls.to_owned()), ("KEEPALIVE_INTERVAL", "1s".to_owned())];
         match self.profile {
@@ -146,6 +174,21 @@ pub(super) fn opened_transports(description: &str) -> Vec<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_operators_variables_win_and_flags_replace_the_profiles() {
+        let of = |config: &UcxConfig, name: &str| {
+            config.settings().into_iter().find(|(set, _)| *set == name).map(|(_, value)| value)
+        };
+        let plain = UcxConfig::new(UcxProfile::Rdma);
+        assert_eq!(of(&plain, "TLS").as_deref(), Some("rc,ud,self"));
+        let flags = UcxConfig { tls: Some("dc,self".into()), net_devices: "mlx5_0:1".into(), ..plain.clone() };
+        assert_eq!(of(&flags, "TLS").as_deref(), Some("dc,self"));
+        assert_eq!(of(&flags, "NET_DEVICES").as_deref(), Some("mlx5_0:1"));
+        let operators = UcxConfig { operators: vec!["TLS".into(), "KEEPALIVE_INTERVAL".into()], ..plain };
+        assert_eq!((of(&operators, "TLS"), of(&operators, "KEEPALIVE_INTERVAL")), (None, None));
+        assert_eq!(of(&operators, "NET_DEVICES").as_deref(), Some("all"));
+    }
 
     #[test]
     fn the_name_is_what_ucx_opened() {

@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
 use super::desk::Desk;
-use super::hello::{Hello, HelloError};
+use super::hello::{self, About, AboutError};
 use super::ids::EndpointId;
 use super::inbox::Descriptor;
 use super::one_copy::announcement;
+use super::turns::Turns;
 use crate::error::Refusal;
-use crate::registry::Claim;
+use crate::handshake::{Hello, Nonces};
+use crate::registry::{Authenticated, Claim};
 use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
 
 /// Hand-offs announced and not yet forgotten.
@@ -21,9 +23,10 @@ const MAX_HANDOFFS: usize = 16 * 1024;
 const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
 
 /// Hand-offs that come to this node.
-#[derive(Default)]
 pub(super) struct Receiving {
     handoffs: HashMap<HandoffId, Inbound>,
+    /// Payloads that were announced, and may be written where their claims say.
+    turns: Turns<(Descriptor, Claim)>,
     /// Of receives that failed; dropped with their endpoint.
     failed: Vec<(EndpointId, Claim)>,
 }
@@ -37,9 +40,16 @@ struct Inbound {
 pub(super) struct Leftovers {
     pub(super) handoffs: Vec<HandoffId>,
     pub(super) claims: Vec<Claim>,
+    /// Payloads that nobody will receive.
+    pub(super) descriptors: Vec<Descriptor>,
 }
 
 impl Receiving {
+    /// With at most `landing_bytes` under way at once.
+    pub(super) fn new(landing_bytes: usize) -> Self {
+        Self { handoffs: HashMap::new(), turns: Turns::new(landing_bytes), failed: Vec::new() }
+    }
+
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
         self.handoffs.values().any(|inbound| inbound.endpoint == endpoint && inbound.forget_at.is_none())
     }
@@ -56,8 +66,10 @@ impl Receiving {
     pub(super) fn forget(&mut self, endpoint: EndpointId) -> Leftovers {
         let of = |inbound: &Inbound| inbound.endpoint == endpoint;
         let handoffs = self.handoffs.extract_if(|_, inbound| of(inbound)).map(|(handoff, _)| handoff).collect();
-        let claims = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim).collect();
-        Leftovers { handoffs, claims }
+        let failed = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim);
+        let (descriptors, mut claims): (_, Vec<Claim>) = self.turns.forget(endpoint).into_iter().unzip();
+        claims.extend(failed);
+        Leftovers { handoffs, claims, descriptors }
     }
 
     pub(super) fn sweep(&mut self, now: Instant) {
@@ -89,7 +101,8 @@ impl Receiving {
 }
 
 impl Receiving {
-    /// Somebody announces a hand-off. `busy`: other endpoints that the node needs.
+    /// Somebody announces a hand-off. The hello reaches nothing before its hand-off's key was proved: no endpoint is
+    /// made for anybody else. `busy`: other endpoints that the node needs.
     pub(super) fn on_hello(
         &mut self,
         desk: &mut Desk,
@@ -97,18 +110,28 @@ impl Receiving {
         payload: &[u8],
         busy: impl Fn(EndpointId) -> bool,
     ) {
-        let hello = Hello::parse(payload, &desk.build_id, &desk.key);
-        let build = if protocol == PROTOCOL_VERSION { Ok(()) } else { Err(HelloError::Build) };
-        let hello = match build.and(hello) {
-            Ok(hello) => hello,
-            Err(error) => {
-                tracing::debug!("KV hello refused: {error}");
-                desk.registry().counters().rejected_hello_addresses.fetch_add(1, Relaxed);
-                desk.registry().violation();
+        let hello = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES);
+        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
+            return refuse_hello(desk, &AboutError::Malformed);
+        };
+        let about = About::parse(hello.about, &desk.build_id, &desk.key);
+        let authenticated = match desk.registry().authenticate(&hello) {
+            Ok(authenticated) => authenticated,
+            Err(refusal) => {
+                refuse_hello(desk, &refusal);
+                // Told if there is an endpoint to it anyway.
+                if let Some(known) = about.ok().and_then(|about| desk.endpoints.known(&about.address)) {
+                    let answer = Header::Answer(hello.handoff, Answer::Refused(refusal));
+                    desk.post_frame(known, answer, Vec::new());
+                }
                 return;
             }
         };
-        let endpoint = match desk.answer_to(&hello.address, &hello.origin, |id| self.uses(id) || busy(id)) {
+        let about = match about {
+            Ok(about) => about,
+            Err(error) => return refuse_hello(desk, &error),
+        };
+        let endpoint = match desk.answer_to(&about.address, &about.origin, |id| self.uses(id) || busy(id)) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 tracing::warn!(handoff = %hello.handoff, "cannot connect back to the KV sender: {error}");
@@ -117,16 +140,18 @@ impl Receiving {
             }
         };
         // Refused hand-offs are not listed: a flood of hellos for nothing takes no room from others.
-        match self.welcomes(desk, endpoint, hello.handoff) {
+        match self.welcomes(desk, endpoint, hello.handoff, &authenticated) {
             Ok(()) => {
                 self.list(hello.handoff, endpoint);
-                let origin = desk.origin(endpoint).encode().to_vec();
-                let counters = desk.shared.registry.counters().clone();
-                let welcome = match desk.one_copy.map(endpoint, hello.origin.memory, &counters) {
+                let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
+                let origin = desk.origin(endpoint).encode();
+                let welcome = authenticated.secret().welcome(nonces, hello.about, &origin);
+                let counters = desk.registry().counters().clone();
+                let header = match desk.one_copy.map(endpoint, about.origin.memory, &counters) {
                     true => Header::WillCopy(hello.handoff),
                     false => Header::Welcome(hello.handoff),
                 };
-                desk.post_frame(endpoint, welcome, origin);
+                desk.post_frame(endpoint, header, welcome);
             }
             // Told, or it would wait for its lease.
             Err(refusal) => {
@@ -155,7 +180,10 @@ impl Receiving {
             return;
         };
         match desk.registry().claim(endpoint.into(), range, length as u64) {
-            Ok(claim) => desk.receive(endpoint, descriptor, claim),
+            Ok(claim) => {
+                self.turns.announce(endpoint, length, (descriptor, claim));
+                self.land(desk);
+            }
             // The registry has answered.
             Err(_) => desk.release(descriptor),
         }
@@ -174,6 +202,33 @@ impl Receiving {
         // The registry has answered what it refuses.
         if let Ok(claim) = registry.claim(endpoint.into(), range, bytes) {
             desk.one_copy.copy(endpoint, claim, memory, source);
+        }
+    }
+
+    /// Posts the payloads whose turn it is. Their deadlines begin here.
+    pub(super) fn land(&mut self, desk: &mut Desk) {
+        while let Some((endpoint, (descriptor, claim))) = self.turns.next() {
+            if desk.endpoints.get(endpoint).is_some() {
+                desk.receive(endpoint, descriptor, claim);
+            } else {
+                // It is closing: what would land now would have to be waited for.
+                self.ended(endpoint, &claim);
+                desk.release(descriptor);
+                self.hold(endpoint, claim);
+            }
+        }
+    }
+
+    /// A payload is here, or will not come: another one may have its turn.
+    pub(super) fn ended(&mut self, from: EndpointId, claim: &Claim) {
+        self.turns.ended(from, usize::try_from(claim.bytes()).unwrap_or(usize::MAX));
+    }
+
+    /// The worker ends: nothing of what waits will be posted.
+    pub(super) fn dismiss_all(&mut self, desk: &mut Desk) {
+        for (endpoint, (descriptor, claim)) in self.turns.forget_all() {
+            desk.release(descriptor);
+            self.hold(endpoint, claim);
         }
     }
 
@@ -212,15 +267,26 @@ impl Receiving {
         self.forget_later(handoff);
     }
 
-    /// Whether a hand-off may come from `endpoint`. Refusals are counted.
-    fn welcomes(&mut self, desk: &Desk, endpoint: EndpointId, handoff: HandoffId) -> Result<(), Refusal> {
-        desk.registry().admits(endpoint.into(), handoff)?;
+    /// Opens a hand-off for `endpoint`. Refusals are counted.
+    fn welcomes(
+        &mut self,
+        desk: &Desk,
+        endpoint: EndpointId,
+        handoff: HandoffId,
+        authenticated: &Authenticated,
+    ) -> Result<(), Refusal> {
         let refusal = match self.endpoint(handoff) {
             Some(known) if known != endpoint => Refusal::WrongPeer,
-            _ if self.has_room() => return Ok(()),
+            _ if self.has_room() => return desk.registry().open(endpoint.into(), authenticated),
             _ => Refusal::Overloaded,
         };
         desk.registry().counters().count_refusal(refusal);
         Err(refusal)
     }
+}
+
+fn refuse_hello(desk: &Desk, why: &dyn std::fmt::Display) {
+    tracing::debug!("KV hello refused: {why}");
+    desk.registry().counters().rejected_hellos.fetch_add(1, Relaxed);
+    desk.registry().violation();
 }

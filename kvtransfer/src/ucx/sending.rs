@@ -13,14 +13,13 @@ use super::address::CheckedAddress;
 use super::commands::Opened;
 use super::desk::{Desk, Load};
 use super::endpoints::Loss;
-use super::hello::Hello;
 use super::ids::EndpointId;
 use super::one_copy::announcement;
 use super::operations::SendCargo;
 use super::origin::Origin;
 use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::mutation::Mutation;
+use crate::handshake::{Nonce, Secret, Welcome};
 use crate::terms::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
@@ -81,8 +80,25 @@ struct Uncopied {
 struct Announced {
     opened: Opened,
     reply: Reply,
+    introduction: Introduction,
     /// Given up then.
     until: Instant,
+}
+
+/// What this end has said of itself in a hello: the welcome answers it.
+struct Introduction {
+    secret: Secret,
+    nonce: Nonce,
+    about: Vec<u8>,
+}
+
+impl Introduction {
+    /// Where a welcome comes from, if it was made with the key, for this hello.
+    fn origin_of(&self, welcome: &[u8]) -> Option<Origin> {
+        let welcome = Welcome::parse(welcome)?;
+        let (origin, rest) = Origin::parse(welcome.about)?;
+        (rest.is_empty() && self.secret.welcomed(&welcome, self.nonce, &self.about)).then_some(origin)
+    }
 }
 
 type Reply = oneshot::Sender<Result<Opened, TransferError>>;
@@ -147,7 +163,7 @@ impl Sending {
         desk: &mut Desk,
         handoff: HandoffId,
         address: &CheckedAddress,
-        reply: Reply,
+        (secret, reply): (Secret, Reply),
         busy: impl Fn(EndpointId) -> bool,
     ) {
         let endpoint = match desk.connect(address, |id| self.uses(id) || busy(id)) {
@@ -158,19 +174,22 @@ impl Sending {
                 return;
             }
         };
-        self.announce(desk, handoff, endpoint, reply);
+        self.announce(desk, handoff, endpoint, secret, reply);
     }
 
-    /// The receiver knows the hand-off, and sends from this end of its own.
-    pub(super) fn on_welcome(&mut self, desk: &mut Desk, handoff: HandoffId, origin: &Origin, way: Way) {
+    /// The receiver knows the hand-off, and sends from this end of its own. A welcome that was not made with the
+    /// hand-off's key is garbage: the receiver's own may still come.
+    pub(super) fn on_welcome(&mut self, desk: &mut Desk, handoff: HandoffId, payload: &[u8], way: Way) {
         let Some(outbound) = self.handoffs.get_mut(&handoff) else { return };
+        let endpoint = outbound.endpoint;
+        let Some(announced) = &outbound.announced else { return };
+        let Some(origin) = announced.introduction.origin_of(payload) else { return desk.registry().violation() };
         let Some(announced) = outbound.announced.take() else { return };
         outbound.way = way;
-        let endpoint = outbound.endpoint;
         if desk.endpoints.is_outdated(endpoint, origin.generation) {
-            return self.announce_again(desk, handoff, endpoint, announced, origin);
+            return self.announce_again(desk, handoff, endpoint, announced, &origin);
         }
-        desk.meet(endpoint, origin);
+        desk.meet(endpoint, &origin);
         if let Err(Ok(unwanted)) = announced.reply.send(Ok(announced.opened)) {
             drop(unwanted);
             self.cancel(desk, handoff);
@@ -207,8 +226,7 @@ impl Sending {
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
         if outbound.way == Way::OneCopy {
-            let is_planted = desk.config.mutation == Mutation::FreeAnnounced;
-            let owner: BlockOwner = if is_planted { Arc::new(()) } else { owner };
+            let owner: BlockOwner = if desk.config.mutation.frees_announced() { Arc::new(()) } else { owner };
             outbound.uncopied.add(range, owner, credit, Instant::now() + desk.config.stall_timeout);
             let payload = announcement::encode(&announcement::altered(runs, faults));
             return desk.post_frame(to, Header::Ready(range), payload);
@@ -268,7 +286,7 @@ impl Sending {
     }
 
     /// Says hello over `endpoint`.
-    fn announce(&mut self, desk: &mut Desk, handoff: HandoffId, endpoint: EndpointId, reply: Reply) {
+    fn announce(&mut self, desk: &mut Desk, handoff: HandoffId, endpoint: EndpointId, secret: Secret, reply: Reply) {
         let opened = match open(desk, handoff, endpoint) {
             Ok(opened) => opened,
             Err(error) => {
@@ -277,11 +295,13 @@ impl Sending {
                 return;
             }
         };
-        let announced = Some(Announced { opened, reply, until: Instant::now() + desk.config.stall_timeout });
+        let introduction = Introduction { secret, nonce: rand::random(), about: desk.about(endpoint) };
+        let hello = introduction.secret.hello(introduction.nonce, &introduction.about);
+        let until = Instant::now() + desk.config.stall_timeout;
+        let announced = Some(Announced { opened, reply, introduction, until });
         let (way, uncopied, faults) = (Way::Rendezvous, Uncopied::default(), desk.config.faults);
         let outbound = Outbound { endpoint, way, in_flight: 0, uncopied, seal: None, faults, announced };
         self.handoffs.insert(handoff, outbound);
-        let hello = Hello::encode(handoff, &desk.build_id, &desk.origin(endpoint), &desk.shared.address());
         desk.post_frame(endpoint, Header::hello(), hello);
     }
 
@@ -296,7 +316,7 @@ impl Sending {
         origin: &Origin,
     ) {
         self.handoffs.remove(&handoff);
-        let Announced { opened, reply, .. } = announced;
+        let Announced { opened, reply, introduction, .. } = announced;
         // Gives its place among the pending answers back.
         drop(opened);
         let Some(address) = desk.endpoints.address(endpoint) else {
@@ -307,7 +327,7 @@ impl Sending {
         match desk.connect(&address, |id| self.uses(id)) {
             Ok(endpoint) => {
                 desk.meet(endpoint, origin);
-                self.announce(desk, handoff, endpoint, reply);
+                self.announce(desk, handoff, endpoint, introduction.secret, reply);
             }
             Err(error) => {
                 let _ = reply.send(Err(error));

@@ -3,17 +3,17 @@
 //! any node.
 use std::sync::Arc;
 
-use tandem_proto::{HandoffId, PROTOCOL_VERSION};
+use tandem_proto::{PROTOCOL_VERSION, v1};
 use ucx_sys::Api;
 
 use super::address::CheckedAddress;
 use super::commands::Shared;
 use super::driver::Driver;
-use super::hello::Hello;
 use super::ids::EndpointId;
 use super::{UcxConfig, build_id};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::Secret;
 use crate::terms::PeerId;
 use crate::wire::{DataHeader, Header};
 
@@ -54,10 +54,12 @@ impl Stranger {
         self.driver.desk.endpoints.all().into_iter().map(PeerId::from).collect()
     }
 
-    /// The payload of an honest hello.
-    pub fn hello(&self, handoff: HandoffId) -> Vec<u8> {
-        let desk = &self.driver.desk;
-        Hello::encode(handoff, &desk.build_id, &desk.origin(EndpointId::NONE), &self.address())
+    /// The payload of an honest hello to whoever gave the ticket.
+    ///
+    /// # Errors
+    /// As [`Secret::of`].
+    pub fn hello(&self, ticket: &v1::Ticket) -> Result<Vec<u8>, TransferError> {
+        Ok(Secret::of(ticket)?.hello(rand::random(), &self.driver.desk.about(EndpointId::NONE)))
     }
 
     /// Sends a hello with this payload.

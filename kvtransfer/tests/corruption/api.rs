@@ -1,5 +1,6 @@
 //! Attacks by what an open hand-off lets its sender do, over UCX, whose frames nobody else can make.
 use std::sync::Arc;
+use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -14,12 +15,14 @@ use super::{Tally, Target, UNITS, counted, counts, noise, verdict};
 /// What the receiver must say. The second: the hand-off goes on.
 type Attack = (&'static str, &'static str, bool);
 
-const ATTACKS: [Attack; 17] = [
+const ATTACKS: [Attack; 19] = [
     ("payload bit flipped", "corrupt", false),
     ("payload truncated", "length", false),
     ("an id never granted", "unknown", true),
     ("old ticket replayed", "used", true),
     ("another peer with the right id", "wrong_peer", true),
+    ("another peer with another key", "unauthenticated", true),
+    ("seal of another layout", "wrong_layout", false),
     ("index outside the grant", "out_of_range", false),
     ("unit outside the block", "length", false),
     ("unit out of order", "out_of_order", false),
@@ -76,7 +79,10 @@ impl Attackers {
             or_skip(UcxTransport::start(arena.clone(), UcxConfig { faults, ..UcxConfig::new(profile) }))
         };
         let to = noise(2);
-        let (sender, stranger) = (start(&from, Faults::default())?, start(&from, Faults::default())?);
+        let sender = start(&from, Faults::default())?;
+        // Whoever has no key is not answered, and waits for so long.
+        let impatient = UcxConfig { stall_timeout: Duration::from_millis(300), ..UcxConfig::new(profile) };
+        let stranger = UcxTransport::start(from.clone(), impatient).expect("the first one started");
         let flipping = start(&from, Faults { flip_byte: true, ..Faults::default() })?;
         let truncating = start(&from, Faults { truncate_push: true, ..Faults::default() })?;
         let receiver = start(&to, Faults::default())?;
@@ -118,8 +124,14 @@ impl Attackers {
                 hand_off(&self.stranger, ticket, blocks, seal.clone()).await.expect_err("it is bound");
                 return outgoing.seal(seal).await.map(|_| ());
             }
+            "another peer with another key" => {
+                let secret = (0..32).map(|_| rng.random()).collect();
+                let foreign = v1::Ticket { key: Some(v1::HandoffKey { secret }), ..ticket.clone() };
+                hand_off(&self.stranger, &foreign, blocks, seal.clone()).await.expect_err("it has no key of ours");
+            }
             "index outside the grant" => {
-                let wider = v1::Ticket { blocks: ticket.blocks + 1, ..ticket.clone() };
+                let joints = [&ticket.joints[..], &[1]].concat();
+                let wider = v1::Ticket { blocks: ticket.blocks + 1, joints, ..ticket.clone() };
                 let mut outgoing = sender.open(&wider).await?;
                 outgoing.push(1, blocks, Arc::new(())).await?;
                 return outgoing.seal(seal).await.map(|_| ());
@@ -133,6 +145,7 @@ impl Attackers {
             "block twice" => return in_units(sender, ticket, &[0..UNITS, 0..UNITS], blocks, seal).await,
             "seal before its blocks" => return in_units(sender, ticket, &[0..1, 1..UNITS - 1], blocks, seal).await,
             "seal of another hand-off" => seal.handoff_id = self.old.handoff_id.clone(),
+            "seal of another layout" => seal.compatibility_digest += 1,
             "stale prefill incarnation" => seal.prefill_incarnation = rng.random(),
             "stale decode incarnation" => seal.decode_incarnation = rng.random(),
             "other prompt length" => seal.prompt_tokens += 1,

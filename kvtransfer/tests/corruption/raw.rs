@@ -1,7 +1,5 @@
 //! Attacks by frames that are made by hand.
-use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -9,9 +7,10 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport, RawLink};
+use tandem_kvtransfer::tcp::stranger::Stranger;
 use tandem_kvtransfer::tcp::{TcpConfig, TcpTransport};
 use tandem_kvtransfer::wire::{DataHeader, Header, Units, encode_seal};
-use tandem_kvtransfer::{Arena, Counters, Transport};
+use tandem_kvtransfer::{Arena, Counters, Refusal, TransferError};
 use tandem_proto::{HandoffId, v1};
 
 use super::{PROMPT, Tally, Target, UNITS, Victim, counted, counts, noise, verdict};
@@ -27,7 +26,8 @@ struct Frame {
     payload: Vec<u8>,
 }
 
-type Connect = Box<dyn Fn() -> Box<dyn Link> + Send>;
+/// By the hello of a ticket.
+type Connect = Box<dyn Fn(&v1::Ticket) -> Result<Box<dyn Link>, TransferError> + Send>;
 
 pub struct Raw {
     target: Target,
@@ -39,8 +39,8 @@ pub fn mem() -> Raw {
     let (network, from, to) = (MemNetwork::default(), noise(1), noise(2));
     let sender = MemTransport::new(&network, from.clone(), MemFaults::default());
     let receiver = MemTransport::new(&network, to.clone(), MemFaults::default());
-    let (attacker, address) = (sender.clone(), receiver.address());
-    let connect = Box::new(move || Box::new(attacker.raw_link(&address).expect("connect")) as Box<dyn Link>);
+    let attacker = sender.clone();
+    let connect: Connect = Box::new(move |ticket| Ok(Box::new(attacker.opened_link(ticket)?)));
     Raw { target: Target { receiver, sender, from, to }, connect, name: "mem" }
 }
 
@@ -51,9 +51,7 @@ pub fn tcp() -> Raw {
     };
     let (from, to) = (noise(1), noise(2));
     let (sender, receiver) = (bind(&from), bind(&to));
-    let address: SocketAddr = String::from_utf8(receiver.address()).expect("text").parse().expect("address");
-    let build = receiver.info().build_id;
-    let connect = Box::new(move || Box::new(connect(address, &build)) as Box<dyn Link>);
+    let connect: Connect = Box::new(|ticket| Ok(Box::new(Stranger::connect(ticket, PROMPT)?)));
     Raw { target: Target { receiver, sender, from, to }, connect, name: "tcp" }
 }
 
@@ -64,23 +62,12 @@ impl Link for RawLink {
     }
 }
 
-impl Link for TcpStream {
+impl Link for Stranger {
     fn send(&mut self, frame: &Frame) {
-        let mut bytes = frame.header.to_vec();
-        bytes.extend_from_slice(&(frame.payload.len() as u64).to_le_bytes());
-        bytes.extend_from_slice(&frame.payload);
+        let is_data = matches!(Header::parse(&frame.header), Some(Header::Data(_)));
         // As above.
-        let _ = self.write_all(&bytes);
+        let _ = Stranger::send(self, &frame.header, &frame.payload, is_data);
     }
-}
-
-fn connect(address: SocketAddr, build: &str) -> TcpStream {
-    let mut stream = TcpStream::connect(address).expect("connect");
-    stream.set_nodelay(true).expect("nodelay");
-    stream.set_read_timeout(Some(PROMPT)).expect("timeout");
-    Link::send(&mut stream, &Frame { header: Header::hello().encode(), payload: build.as_bytes().to_vec() });
-    stream.read_exact(&mut vec![0; 40 + build.len()]).expect("its hello");
-    stream
 }
 
 /// What an attack must lead to.
@@ -103,14 +90,13 @@ struct Scene<'a> {
     victim: &'a Victim,
     frames: Vec<Frame>,
     seal: v1::Seal,
-    /// Said by another peer when the right one has begun.
-    foreign: Vec<Frame>,
+    /// Another peer says hello by this ticket when the right one has begun.
+    foreign: Option<v1::Ticket>,
     /// Of a hand-off that was verified.
-    old: &'a [Frame],
-    old_seal: &'a v1::Seal,
+    old: &'a Old,
 }
 
-const ATTACKS: [Attack; 28] = [
+const ATTACKS: [Attack; 30] = [
     ("payload bit flipped", |scene| {
         let frame = scene.data();
         flip(scene.rng, &mut scene.frames[frame].payload);
@@ -162,11 +148,11 @@ const ATTACKS: [Attack; 28] = [
     }),
     ("old seal replayed", |scene| {
         let last = scene.frames.len() - 1;
-        scene.frames[last].payload = scene.old.last().expect("seal").payload.clone();
+        scene.frames[last].payload = scene.old.frames.last().expect("seal").payload.clone();
         Refused(&["malformed"])
     }),
     ("old seal under the new id", |scene| {
-        let mut seal = scene.old_seal.clone();
+        let mut seal = scene.old.seal.clone();
         seal.handoff_id = scene.victim.id.0.to_vec();
         scene.reseal(seal);
         Refused(&["wrong_incarnation"])
@@ -174,17 +160,22 @@ const ATTACKS: [Attack; 28] = [
     ("old checksums under the new identity", |scene| {
         let mut seal = scene.seal.clone();
         let n = seal.checksums.len();
-        seal.checksums = scene.old_seal.checksums.iter().copied().cycle().take(n).collect();
+        seal.checksums = scene.old.seal.checksums.iter().copied().cycle().take(n).collect();
         scene.reseal(seal);
         Refused(&["corrupt"])
     }),
     ("old data replayed", |scene| {
         let at = scene.rng.random_range(0..scene.frames.len());
-        scene.frames.insert(at, scene.old[0].clone());
+        scene.frames.insert(at, scene.old.frames[0].clone());
         Unharmed("used")
     }),
-    ("old hand-off replayed whole", |scene| {
-        scene.foreign = scene.old.to_vec();
+    ("old ticket replayed", |scene| {
+        scene.foreign = Some(scene.old.ticket.clone());
+        Unharmed("used")
+    }),
+    ("old frames under the new ticket", |scene| {
+        let at = scene.rng.random_range(0..scene.frames.len());
+        scene.frames.splice(at..at, scene.old.frames.iter().cloned());
         Unharmed("used")
     }),
     ("stale prefill incarnation", |scene| {
@@ -215,18 +206,24 @@ const ATTACKS: [Attack; 28] = [
         scene.reseal(seal);
         Refused(&["wrong_prompt"])
     }),
-    ("foreign data under the right id", |scene| {
-        let data = scene.data();
-        scene.foreign = vec![scene.frames[data].clone()];
+    ("the right ticket in other hands", |scene| {
+        scene.foreign = Some(scene.victim.ticket.clone());
         Unharmed("wrong_peer")
     }),
-    ("foreign seal under the right id", |scene| {
-        scene.foreign = vec![scene.frames.last().expect("seal").clone()];
-        Unharmed("wrong_peer")
+    ("a hello with another key", |scene| {
+        let secret = (0..32).map(|_| scene.rng.random()).collect();
+        let key = Some(v1::HandoffKey { secret });
+        scene.foreign = Some(v1::Ticket { key, ..scene.victim.ticket.clone() });
+        Unharmed("unauthenticated")
     }),
-    ("foreign keep-alive under the right id", |scene| {
-        scene.foreign = vec![bare(Header::KeepAlive(scene.victim.id))];
-        Unharmed("wrong_peer")
+    ("a hello for another incarnation", |scene| {
+        let decode_incarnation = scene.rng.random();
+        scene.foreign = Some(v1::Ticket { decode_incarnation, ..scene.victim.ticket.clone() });
+        Unharmed("unauthenticated")
+    }),
+    ("a seal of another layout", |scene| {
+        scene.reseal(v1::Seal { compatibility_digest: 4, ..scene.seal.clone() });
+        Refused(&["wrong_layout"])
     }),
     ("index outside the grant", |scene| {
         let frame = scene.data();
@@ -272,7 +269,7 @@ pub async fn campaign(raw: Raw, count: u64) {
     let Raw { target, connect, name } = raw;
     let counters = target.receiver.counters();
     let mut tally = Tally::new(name);
-    let (old, old_seal) = recorded(&target, &connect).await;
+    let old = recorded(&target, &connect).await;
     for seed in 0..count {
         let mut rng = StdRng::seed_from_u64(seed);
         let (attack, make) = *ATTACKS.choose(&mut rng).expect("some");
@@ -280,19 +277,16 @@ pub async fn campaign(raw: Raw, count: u64) {
         let victim = target.victim(&mut rng);
         let frames = frames(&target, &victim, &mut rng);
         let seal = target.seal(&victim);
-        let mut scene =
-            Scene { rng: &mut rng, victim: &victim, frames, seal, foreign: vec![], old: &old, old_seal: &old_seal };
+        let mut scene = Scene { rng: &mut rng, victim: &victim, frames, seal, foreign: None, old: &old };
         let expect = make(&mut scene);
-        let Scene { mut frames, foreign, .. } = scene;
+        let Scene { frames, foreign, .. } = scene;
         // A changed header may leave the hand-off open: then the end of the connection, which is bound to it, ends it.
         let is_open = attack.starts_with("header");
-        if is_open {
-            frames.insert(0, bare(Header::KeepAlive(victim.id)));
-        }
         let before = counts(&counters);
         let (from, to, expected) = (victim.from.clone(), victim.to.clone(), victim.expected());
-        let links = say(&connect, &counters, &before, &frames, &foreign, &expect).await;
-        let kept = (!is_open).then_some(links);
+        let link = connect(&victim.ticket).expect("it has the key");
+        let link = say(link, &connect, &counters, &frames, foreign).await;
+        let kept = (!is_open).then_some(link);
         let verdict = verdict(victim.incoming, expected).await;
         let case = format!("{name}, seed {seed}: {attack}: {verdict:?}");
         drop(kept);
@@ -328,43 +322,48 @@ const ANY: [&str; 10] = [
     "corrupt",
 ];
 
-/// Says `frames`, and `foreign` from another connection once the first of them has bound the hand-off.
+/// Says `frames`; once the first of them is here, another peer says hello, and is refused.
 async fn say(
+    mut link: Box<dyn Link>,
     connect: &Connect,
     counters: &Counters,
-    before: &BTreeMap<&'static str, u64>,
     frames: &[Frame],
-    foreign: &[Frame],
-    expect: &Expect,
-) -> Vec<Box<dyn Link>> {
-    let mut link = connect();
+    foreign: Option<v1::Ticket>,
+) -> Box<dyn Link> {
     let (first, rest) = frames.split_at(1);
     let received = counters.received_bytes.load(Relaxed);
     first.iter().for_each(|frame| link.send(frame));
-    let mut links = Vec::new();
-    if let (false, Unharmed(reason)) = (foreign.is_empty(), expect) {
+    if let Some(ticket) = foreign {
         while counters.received_bytes.load(Relaxed) == received {
             tokio::task::yield_now().await;
         }
-        let mut stranger = connect();
-        foreign.iter().for_each(|frame| stranger.send(frame));
-        assert!(counted(counters, &[reason], before).await, "strangers are not refused: {:?}", counts(counters));
-        links.push(stranger);
+        let refused = connect(&ticket).err().and_then(|error| error.refusal);
+        assert!(
+            matches!(refused, Some(Refusal::Used | Refusal::WrongPeer | Refusal::Unauthenticated)),
+            "a stranger is welcome: {refused:?}"
+        );
     }
     rest.iter().for_each(|frame| link.send(frame));
-    links.push(link);
-    links
+    link
+}
+
+/// A hand-off that was verified.
+struct Old {
+    ticket: v1::Ticket,
+    frames: Vec<Frame>,
+    seal: v1::Seal,
 }
 
 /// An honest hand-off made of frames, which is verified.
-async fn recorded(target: &Target, connect: &Connect) -> (Vec<Frame>, v1::Seal) {
+async fn recorded(target: &Target, connect: &Connect) -> Old {
     let mut rng = StdRng::seed_from_u64(u64::MAX);
     let victim = target.victim(&mut rng);
     let (frames, seal, expected) = (frames(target, &victim, &mut rng), target.seal(&victim), victim.expected());
-    let mut link = connect();
+    let mut link = connect(&victim.ticket).expect("it has the key");
     frames.iter().for_each(|frame| link.send(frame));
+    let ticket = victim.ticket.clone();
     verdict(victim.incoming, expected).await.expect("these are the right frames");
-    (frames, seal)
+    Old { ticket, frames, seal }
 }
 
 /// Data in chunks of blocks and units, then the seal.

@@ -25,7 +25,7 @@ pub use types::*;
 ///   frames go through UCX's own buffers, so there is nothing to watch. What it costs: a range that lands in several
 ///   places on a fabric (`owners.rs::place`) has no registration of its own, and UCX does not remember the one it
 ///   makes. Not measured: no fabric here.
-const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
+pub const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
 
 /// The process already has several threads, so the environment may no longer be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

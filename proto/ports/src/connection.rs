@@ -15,8 +15,8 @@ use crate::gathering::Gathering;
 use crate::places::{Calls, Place};
 use crate::stream::Stream;
 
-/// Bytes of HTTP/2's preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
-const PREFACE_BYTES: usize = 24;
+/// What every HTTP/2 connection begins with (RFC 9113, 3.4).
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// How long a close drains a body that no handler read. Closing a socket with unread bytes resets the connection, and a
 /// reset discards an answer that the client has not read yet.
@@ -46,10 +46,25 @@ enum Lingers {
     Until(Pin<Box<Sleep>>),
 }
 
-/// What must still come, and until when.
+/// The first bytes, until they are HTTP/2's preface or cannot become it any more, and until when that must be.
 struct Greeting {
-    missing: usize,
+    /// Bytes of the preface that came.
+    met: usize,
     late: Pin<Box<Sleep>>,
+}
+
+impl Greeting {
+    fn within(silence: Duration) -> Self {
+        Self { met: 0, late: Box::pin(sleep(silence)) }
+    }
+
+    /// Whether it is over after these bytes. What is no preface is up to the protocol's own deadlines.
+    fn ends_with(&mut self, bytes: &[u8]) -> bool {
+        let expected = &PREFACE[self.met..];
+        let met = bytes.iter().zip(expected).take_while(|(byte, expected)| byte == expected).count();
+        self.met += met;
+        self.met == PREFACE.len() || met < bytes.len()
+    }
 }
 
 impl Connection {
@@ -62,15 +77,15 @@ impl Connection {
         self.place.calls()
     }
 
-    /// The same for HTTP/2.
+    /// The same for HTTP/2 alone.
     pub(crate) fn greeted_within(self, silence: Duration) -> Self {
-        let greeting = Greeting { missing: PREFACE_BYTES, late: Box::pin(sleep(silence)) };
-        Self { greeting: Some(greeting), gathering: Some(Gathering::default()), ..self }
+        Self { greeting: Some(Greeting::within(silence)), gathering: Some(Gathering::default()), ..self }
     }
 
-    /// The same for HTTP/1, where a request may be answered before its body was read.
-    pub(crate) fn lingering(self) -> Self {
-        Self { lingers: Lingers::WhenUnread, ..self }
+    /// The same for HTTP/1 and HTTP/2, told apart by their first bytes. A request may be answered before its body was
+    /// read.
+    pub(crate) fn of_either_within(self, silence: Duration) -> Self {
+        Self { greeting: Some(Greeting::within(silence)), lingers: Lingers::WhenUnread, ..self }
     }
 
     /// Ready when the client has ended, the place went to another, or the time is up.
@@ -113,8 +128,7 @@ impl AsyncRead for Connection {
             ready!(greeting.late.as_mut().poll(cx));
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
-        greeting.missing = greeting.missing.saturating_sub(buf.filled().len() - before);
-        if greeting.missing == 0 {
+        if greeting.ends_with(&buf.filled()[before..]) {
             self.greeting = None;
         }
         polled

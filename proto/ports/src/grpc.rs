@@ -24,9 +24,9 @@ pub const NODE_STREAMS: u32 = 4096;
 const PUBLIC: &str = "/grpc.";
 /// Calls that may be reset before the server has looked at them. More end the connection ("enhance your calm"), and all
 /// calls with it: those of h2's default, 20, are given up in a second of standstill with many clients.
-const RESETS: usize = 64;
+pub(crate) const RESETS: usize = 64;
 /// Bytes of a call's metadata, names and values, at most; more are refused with 431.
-const HEADER_LIST_BYTES: u32 = 32 << 10;
+pub(crate) const HEADER_LIST_BYTES: u32 = 32 << 10;
 
 /// How the dead are found: a ping so often, and an answer to it so soon.
 #[derive(Clone, Copy, Debug)]

@@ -1,42 +1,48 @@
-//! HTTP/1.1 on a port, by hyper's own server: axum's would wait for the head of a request for ever.
+//! HTTP/1.1 and HTTP/2 on a port, by hyper's own server: axum's would wait for the head of a request for ever. TLS
+//! chooses by ALPN; in the clear an HTTP/2 client must know beforehand ("prior knowledge"), as the upgrade is gone.
 //!
-//! A client that closes its side for writing after a request is taken for one that went away, though RFC 9112 (9.6)
-//! lets a server answer it. hyper's `half_close` would answer, but both look alike until something is written: the work
+//! A client of HTTP/1.1 that closes its side for writing after a request is taken for one that went away, though RFC
+//! 9112 (9.6) lets a server answer it. hyper's `half_close` would answer, but both look alike until something is written: the work
 //! for a client that gave up on a whole answer would go on to its end. That is the more frequent case, and the dearer
 //! one.
 use std::convert::Infallible;
+use std::time::Duration;
 
 use axum::body::Body;
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HOST, HeaderValue};
-use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode, Version};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use crate::Port;
+use crate::grpc::{CLIENT_STREAMS, HEADER_LIST_BYTES, RESETS};
 use crate::held::{Exchange, Held};
 use crate::places::Calls;
 
 const NO_HOST: &str = "an HTTP/1.1 request names its host: exactly one Host header is needed\n";
 
+/// Bytes of an answer that wait for a slow reader of an HTTP/2 stream, at most.
+const STREAM_BUFFER_BYTES: usize = 64 << 10;
+
 /// Serves `app` until `stop`; then nobody new is let in, idle and half-open connections close, and it returns when the
 /// requests under way were answered. A response may take as long as it takes: only silence of the client is bounded.
 pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) {
-    let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(port.limits.silence);
-    let (connections, tls) = (GracefulShutdown::new(), port.speaking("http/1.1"));
+    let silence = port.limits.silence;
+    let http = bounded(silence);
+    let (connections, tls) = (GracefulShutdown::new(), port.speaking(&["h2", "http/1.1"]));
     loop {
         let connection = tokio::select! {
-            connection = port.accept(&tls) => connection.lingering(),
+            connection = port.accept(&tls) => connection.of_either_within(silence),
             () = stop.cancelled() => break,
         };
         let (calls, app) = (connection.calls(), app.clone());
         let service = service_fn(move |request| answer(app.clone(), &calls, request));
-        let serving = connections.watch(http.serve_connection(TokioIo::new(connection), service));
+        let serving = connections.watch(http.serve_connection(TokioIo::new(connection), service).into_owned());
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 tracing::debug!(%error, "HTTP connection");
@@ -46,6 +52,21 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
     port.places.close();
     drop(port);
     connections.shutdown().await;
+}
+
+/// A server whose clients may be silent for so long, where a request's head or an answer to a ping is due.
+fn bounded(silence: Duration) -> auto::Builder<TokioExecutor> {
+    let mut http = auto::Builder::new(TokioExecutor::new());
+    http.http1().timer(TokioTimer::new()).header_read_timeout(silence);
+    http.http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(silence)
+        .keep_alive_timeout(silence)
+        .max_concurrent_streams(CLIENT_STREAMS)
+        .max_header_list_size(HEADER_LIST_BYTES)
+        .max_pending_accept_reset_streams(RESETS)
+        .max_send_buf_size(STREAM_BUFFER_BYTES);
+    http
 }
 
 /// Its connection is busy from when the request is whole until the answer is out.

@@ -2,7 +2,7 @@
 //! socket costs a descriptor, and a process without descriptors serves nobody. Knows no route and no message.
 //!
 //! - [`Port`]: a listener within its limits. [`Places`]: who of its connections goes when there are too many.
-//! - [`serve_http`]: HTTP/1.1 on a port. [`serve_grpc`]: gRPC on one.
+//! - [`serve_http`]: HTTP/1.1 and HTTP/2 on a port. [`serve_grpc`]: gRPC on one.
 //! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it.
 //! - [`Tls`]: certificates of a port; a handshake is part of a connection's first bytes.
 #![forbid(unsafe_code)]
@@ -50,7 +50,8 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 pub struct Limits {
     /// Open at once, at least 1. Who comes later takes the place of one that is idle or half-open; see [`Places`].
     pub connections: usize,
-    /// For the first bytes of a gRPC connection, for the head of every HTTP request, and between two of them.
+    /// For the first bytes of a connection, for the head of every HTTP/1.1 request, between two of them, and for the
+    /// answer to a ping over HTTP/2.
     pub silence: Duration,
 }
 
@@ -89,7 +90,7 @@ impl Port {
     /// What a tonic server accepts from: every connection must begin with HTTP/2's preface in time. After that the
     /// server's own keep-alive pings find the dead.
     fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
-        let tls = self.speaking("h2");
+        let tls = self.speaking(&["h2"]);
         unfold((self, tls), |(port, tls)| async move {
             let connection = port.accept(&tls).await.greeted_within(port.limits.silence);
             Some((Ok(connection), (port, tls)))
@@ -97,8 +98,8 @@ impl Port {
     }
 
     /// What its connections are secured with.
-    fn speaking(&self, protocol: &str) -> Secured {
-        self.tls.clone().map(|tls| tls.speaking(protocol))
+    fn speaking(&self, protocols: &[&str]) -> Secured {
+        self.tls.clone().map(|tls| tls.speaking(protocols))
     }
 
     /// The next connection that gets a place.

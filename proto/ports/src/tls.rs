@@ -99,9 +99,9 @@ impl Tls {
         Ok(Self(builder.with_single_cert(certs, key).map_err(pair)?))
     }
 
-    /// For connections that speak `protocol` (`h2`, `http/1.1`).
-    pub(crate) fn speaking(mut self, protocol: &str) -> Arc<ServerConfig> {
-        self.0.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+    /// For connections that speak one of `protocols` (`h2`, `http/1.1`), the first that the client knows.
+    pub(crate) fn speaking(mut self, protocols: &[&str]) -> Arc<ServerConfig> {
+        self.0.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Arc::new(self.0)
     }
 }

@@ -67,6 +67,52 @@ async fn silence_ends_a_connection_wherever_it_begins() {
 }
 
 #[tokio::test]
+async fn silence_within_http2_s_preface_ends_a_connection() {
+    let (address, ..) = http(8).await;
+    for said in ["P", "PRI * HTTP/2.0\r\n\r\nSM"] {
+        let start = Instant::now();
+        assert_eq!(rest(connect(address, said).await).await, "", "{said:?}");
+        assert!(start.elapsed() >= SILENCE, "{said:?}");
+    }
+    // Not HTTP/2's after all.
+    let answer = rest(connect(address, "PRI * HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await).await;
+    assert!(answer.starts_with("HTTP/1.1 404") || answer.starts_with("HTTP/1.1 405"), "{answer}");
+}
+
+#[tokio::test]
+async fn http2_answers_a_request_while_another_one_of_its_connection_is_slow() {
+    let (address, stop, server) = http(8).await;
+    let stream = TcpStream::connect(address).await.expect("connect");
+    let (mut client, connection) = h2::client::handshake(stream).await.expect("HTTP/2");
+    let connection = tokio::spawn(connection);
+    let mut ask = |path: &str| {
+        let request = http::Request::get(format!("http://test{path}")).body(()).expect("a request");
+        client.send_request(request, true).expect("sent").0
+    };
+    let (slow, quick) = (ask("/slow"), ask("/"));
+    let slow = tokio::spawn(body(slow));
+    assert_eq!(body(quick).await, "well");
+    assert!(!slow.is_finished());
+    // The end waits for it.
+    stop.cancel();
+    assert_eq!(slow.await.expect("no panic").matches("piece").count(), PIECES);
+    drop(client);
+    tokio::time::timeout(BOUND, connection).await.expect("closed").expect("no panic").expect("in order");
+    tokio::time::timeout(BOUND, server).await.expect("ended").expect("no panic");
+}
+
+async fn body(response: h2::client::ResponseFuture) -> String {
+    let mut body = response.await.expect("an answer").into_body();
+    let mut said = Vec::new();
+    while let Some(data) = body.data().await {
+        let data = data.expect("data");
+        body.flow_control().release_capacity(data.len()).expect("capacity");
+        said.extend_from_slice(&data);
+    }
+    String::from_utf8(said).expect("text")
+}
+
+#[tokio::test]
 async fn a_slow_answer_is_not_silence_of_its_client() {
     let (address, ..) = http(8).await;
     let answer = rest(connect(address, &request("/slow")).await).await;

@@ -107,6 +107,13 @@ async fn clients_are_answered_within_tls_and_strangers_are_not() {
     let ours = Authority::new();
     let address = serve(&ours.server(None)).await;
     assert!(ask(address, &ours.client(None, "http/1.1")).await.expect("answer").ends_with("well"));
+    let speaks_both = TcpStream::connect(address).await.expect("connect");
+    let name = ServerName::try_from("localhost").expect("a name");
+    let stream = ours.client(None, "h2").connect(name, speaks_both).await.expect("TLS");
+    let (mut client, connection) = h2::client::handshake(stream).await.expect("HTTP/2");
+    tokio::spawn(connection);
+    let request = http::Request::get("https://localhost/").body(()).expect("a request");
+    assert_eq!(client.send_request(request, true).expect("sent").0.await.expect("an answer").status(), 200);
     assert!(ask(address, &Authority::new().client(None, "http/1.1")).await.is_err(), "another authority is trusted");
     let mut plain = TcpStream::connect(address).await.expect("connect");
     plain.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n").await.expect("sent");

@@ -30,6 +30,19 @@ pub struct Exceeded {
     pub retry_after: Duration,
 }
 
+/// What is left of one rate now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allowance {
+    /// "requests" or "tokens".
+    pub what: &'static str,
+    /// The limit.
+    pub per_minute: u32,
+    /// May be asked for at once; a bucket in debt has none.
+    pub remaining: u32,
+    /// Then all of it is left again, if nothing is asked for meanwhile.
+    pub full_in: Duration,
+}
+
 #[derive(Clone, Debug)]
 struct Bucket {
     per_minute: u32,
@@ -67,6 +80,18 @@ impl Limiter {
         }
         taken.into_iter().for_each(|(bucket, amount)| bucket.level -= amount);
         Ok(())
+    }
+
+    /// What is left of each rate that has a limit.
+    pub fn allowances(&mut self, now: Instant) -> Vec<Allowance> {
+        let buckets = [("requests", &mut self.requests), ("tokens", &mut self.tokens)];
+        let allowance = |(what, bucket): (&'static str, &mut Option<Bucket>)| {
+            let bucket = bucket.as_mut()?;
+            bucket.fill(now);
+            let (per_minute, full_in) = (bucket.per_minute, bucket.time_to(bucket.full()));
+            Some(Allowance { what, per_minute, remaining: bucket.level.max(0.0) as u32, full_in })
+        };
+        buckets.into_iter().filter_map(allowance).collect()
     }
 
     /// Gives back what was not used.
@@ -144,6 +169,20 @@ mod tests {
         assert_eq!(limiter.take(1, 120, now), Ok(()));
         assert_eq!(limiter.take(1, 120, now).unwrap_err().retry_after, Duration::from_secs(120));
         assert_eq!(self::limiter(None, None, now).take(1, u64::MAX, now), Ok(()));
+    }
+
+    #[test]
+    fn what_is_left_is_told_with_when_it_is_full_again() {
+        let now = Instant::now();
+        let mut limiter = limiter(Some(60), Some(600), now);
+        assert_eq!(limiter.take(2, 900, now), Ok(()), "more than a bucket");
+        let [requests, tokens] = limiter.allowances(now)[..] else { panic!("two rates") };
+        let full_in = Duration::from_secs;
+        assert_eq!(requests, Allowance { what: "requests", per_minute: 60, remaining: 58, full_in: full_in(2) });
+        assert_eq!(tokens, Allowance { what: "tokens", per_minute: 600, remaining: 0, full_in: full_in(90) });
+        let later = limiter.allowances(now + Duration::from_secs(60));
+        assert_eq!((later[0].remaining, later[1].remaining), (60, 300));
+        assert!(self::limiter(None, None, now).allowances(now).is_empty());
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use tandem_proto::{Error, MAX_PRIORITY};
 
-use super::limiter::{Exceeded, Limiter, Rates};
+use super::limiter::{Allowance, Exceeded, Limiter, Rates};
 
 /// Who says nothing is this one.
 pub const DEFAULT_TENANT: &str = "default";
@@ -88,6 +88,11 @@ impl Tenant {
     pub fn could_take(&self, now: Instant) -> Result<(), Exceeded> {
         // On a copy.
         self.limiter(|limiter| limiter.clone().take(1, 1, now)).unwrap_or(Ok(()))
+    }
+
+    /// What is left of its rates; empty without any.
+    pub fn allowances(&self, now: Instant) -> Vec<Allowance> {
+        self.limiter(|limiter| limiter.allowances(now)).unwrap_or_default()
     }
 
     /// Gives back what was taken and not used.

@@ -40,6 +40,9 @@ impl Run {
         let failure = failure.judged(now >= self.deadline);
         self.shared.metrics.failed(&failure);
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
+        if failure.of_handoff() {
+            attempt.route.handoff_failed(&failure.error.message, now);
+        }
         let verdict = self.replan.failed(&failure, attempt.route.sessions(), now);
         let keep = attempt.route.sessions().0.filter(|_| attempt.keeps_prefill(&failure));
         let setback = Setback { node: attempt.route.node(failure.role).clone(), failure, at: now, phase };
@@ -146,6 +149,7 @@ impl Run {
             prefill_incarnation: route.prefill.as_ref().map_or(0, |prefill| prefill.info.incarnation),
             request_traceparent: self.record.identities.root.to_string(),
             local: route.prefill.is_none().then(local),
+            transport: route.way().map_or_else(String::new, |way| way.build_id.to_string()),
         }
     }
 

@@ -1,5 +1,5 @@
 //! What a request must be before it takes a place in the queue. Pure.
-use tandem_proto::{Error, MAX_PRIORITY};
+use tandem_proto::{Error, ErrorCode, MAX_PRIORITY};
 
 use crate::api::{self, GenerationRequest};
 use crate::text::ModelText;
@@ -28,7 +28,8 @@ pub fn prompt(ids: &[u32], model: &ModelText) -> Result<(), Error> {
 /// What a prompt without room for an answer is told.
 pub fn too_long(tokens: usize, model: &ModelText) -> Error {
     let (name, context) = (&model.model_name, model.context_len);
-    Error::invalid("prompt", format!("the prompt has {tokens} tokens, the context of {name} holds {context}"))
+    let message = format!("the prompt has {tokens} tokens, the context of {name} holds {context}");
+    Error::invalid("prompt", message).with_code(ErrorCode::ContextLengthExceeded)
 }
 
 /// Checks every field against the model.
@@ -41,7 +42,8 @@ pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error
     if request.max_tokens == 0 || prompt + request.max_tokens as usize > context {
         let message =
             format!("max_tokens must be 1 to {}: the prompt has {prompt} of {context} tokens", context - prompt);
-        return Err(Error::invalid("max_tokens", message));
+        let error = Error::invalid("max_tokens", message);
+        return Err(if request.max_tokens == 0 { error } else { error.with_code(ErrorCode::ContextLengthExceeded) });
     }
     let most = request.tenant.terms().max_priority;
     if request.priority < -MAX_PRIORITY || request.priority > most {

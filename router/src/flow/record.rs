@@ -1,5 +1,6 @@
 //! Everything that is known about one request when it ends, and what is told of it: its timings for the client, its
 //! spans for the trace. Pure but for span identities, which the caller draws at the start.
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, TraceContext, TraceState, v1};
@@ -10,6 +11,7 @@ use super::exchange::Drafts;
 use super::pace::Pace;
 use super::timeline::{Phase, Timeline};
 use crate::membership::Route;
+use crate::select::ways::Apart;
 use crate::select::{self, Candidate, Plan, Role};
 
 /// This service's name in traces.
@@ -76,6 +78,8 @@ pub struct Chosen {
     pub nodes: Names,
     /// All candidates, the chosen one first.
     pub candidates: Vec<Candidate>,
+    /// Pairs that are none, some of them.
+    pub apart: Arc<[Apart]>,
     /// The rule by which it was chosen.
     pub choice: select::Settings,
     /// When.
@@ -444,12 +448,28 @@ fn routed(mut span: SpanBuilder, chosen: &Chosen) -> SpanBuilder {
                 ("tandem.route.measured", Value::from(candidate.measured)),
                 ("tandem.route.breaker_shut", Value::from(candidate.shut)),
                 ("tandem.route.avoided", Value::from(candidate.avoided)),
-            ],
+            ]
+            .into_iter()
+            .chain(way(candidate)),
         );
+    }
+    for Apart { prefill_id, decode_id, why } in chosen.apart.iter() {
+        let names = [("tandem.prefill.instance", prefill_id), ("tandem.decode.instance", decode_id)];
+        let told = names.into_iter().chain([("tandem.route.why", why)]);
+        span = span.event("no_way", chosen.at, told.map(|(name, text)| (name, Value::from(&**text))));
     }
     span.attr("tandem.route.candidates", chosen.candidates.len())
         .attr("tandem.route.policy", chosen.choice.policy.as_str())
         .attr("tandem.route.step_weight", chosen.choice.step_weight())
+}
+
+/// How the KV of a pair would travel, and the faster way that failed there lately.
+fn way(candidate: &Candidate) -> impl Iterator<Item = (&'static str, Value)> {
+    let told = candidate.way.iter().flat_map(|way| {
+        let failed = way.instead_of.as_ref().map(|name| ("tandem.route.way_instead_of", name));
+        [("tandem.route.way", &way.name)].into_iter().chain(failed)
+    });
+    told.map(|(name, way)| (name, Value::from(&**way)))
 }
 
 fn replanned(span: SpanBuilder, replan: &Replanned) -> SpanBuilder {

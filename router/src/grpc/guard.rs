@@ -32,6 +32,8 @@ const READ_LIMIT: Duration = Duration::from_secs(60);
 const PREFIX_BYTES: usize = 5;
 /// A decoded message is larger than its bytes: a token id of one byte becomes four, in a list that grows by doubling.
 const DECODED: usize = 8;
+/// Of a byte of deflate come so many bytes at most (<https://www.zlib.net/zlib_tech.html>).
+const DEFLATED: usize = 1032;
 /// Messages from this size on are decoded beside the reactor.
 const LARGE_BYTES: usize = 1 << 20;
 
@@ -97,20 +99,21 @@ impl tower::Service<http::Request<Body>> for Guarded {
         request.extensions_mut().insert(room.clone());
         let intake = self.service.intake().clone();
         let (head, body) = request.into_parts();
-        let mut frames = Box::pin(bounded(body, intake, room));
+        let packing = Packing::of(&head.headers);
+        let mut frames = Box::pin(bounded(body, packing, intake, room));
         let mut inner = self.inner.clone();
         Box::pin(async move {
             // The first frames say how long the message is.
             let mut first = Vec::new();
-            let bytes = loop {
+            let prefix = loop {
                 match announced(&first) {
                     None if first.len() < PREFIX_BYTES => {}
-                    bytes => break bytes,
+                    prefix => break prefix,
                 }
                 let Some(frame) = frames.next().await else { break None };
                 first.push(frame);
             };
-            if bytes.is_none_or(|bytes| bytes < LARGE_BYTES) {
+            if prefix.is_none_or(|prefix| prefix.unpacked(packing) < LARGE_BYTES) {
                 let all = futures::stream::iter(first).chain(frames);
                 return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
             }
@@ -141,23 +144,29 @@ async fn decode_elsewhere(
 /// The frames of one message, and nothing behind it: a second one would be read without room. Its length stands at its
 /// beginning; for a long one, room is asked before more of it is read, and HTTP/2's flow control holds the client back
 /// meanwhile.
-fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
+fn bounded(
+    mut body: Body,
+    packing: Packing,
+    intake: Intake,
+    room: Room,
+) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
     let deadline = Instant::now() + READ_LIMIT;
     async_stream::try_stream! {
-        let (mut prefix, mut arrived) = (Vec::with_capacity(PREFIX_BYTES), 0_usize);
+        let (mut start, mut arrived) = (Vec::with_capacity(PREFIX_BYTES), 0_usize);
         while !body.is_end_stream() {
             let slow = |_| Status::deadline_exceeded(format!("the message did not arrive within {READ_LIMIT:?}"));
             let Some(frame) = timeout_at(deadline, body.frame()).await.map_err(slow)? else { break };
             let frame = frame?;
             arrived = arrived.saturating_add(frame.data_ref().map_or(0, Bytes::len));
-            if let Some(data) = frame.data_ref().filter(|_| prefix.len() < PREFIX_BYTES) {
-                prefix.extend(data.iter().take(PREFIX_BYTES - prefix.len()));
+            if let Some(data) = frame.data_ref().filter(|_| start.len() < PREFIX_BYTES) {
+                start.extend(data.iter().take(PREFIX_BYTES - start.len()));
                 // What is longer than a message may be, tonic refuses by the same prefix.
-                if let Some(bytes) = length(&prefix).filter(|bytes| (FREE_BYTES..=MAX_MESSAGE_BYTES).contains(bytes)) {
+                let prefix = Prefix::read(&start).filter(|prefix| prefix.bytes <= MAX_MESSAGE_BYTES);
+                if let Some(bytes) = prefix.map(|prefix| prefix.unpacked(packing)).filter(|bytes| *bytes >= FREE_BYTES) {
                     room.keep(intake.reserve(bytes * DECODED).await.map_err(Status::from)?);
                 }
             }
-            if length(&prefix).is_some_and(|bytes| arrived > bytes.saturating_add(PREFIX_BYTES)) {
+            if Prefix::read(&start).is_some_and(|prefix| arrived > prefix.bytes.saturating_add(PREFIX_BYTES)) {
                 Err(Status::invalid_argument("a call of Generate has one message"))?;
             }
             yield frame;
@@ -165,19 +174,55 @@ fn bounded(mut body: Body, intake: Intake, room: Room) -> impl Stream<Item = Res
     }
 }
 
-/// The message's length, once the frames that say so are here.
-fn announced(frames: &[Result<Frame<Bytes>, Status>]) -> Option<usize> {
+/// What stands before the message, once the frames that say it are here.
+fn announced(frames: &[Result<Frame<Bytes>, Status>]) -> Option<Prefix> {
     let data = frames.iter().flatten().filter_map(Frame::data_ref);
-    length(&data.flatten().take(PREFIX_BYTES).copied().collect::<Vec<u8>>())
+    Prefix::read(&data.flatten().take(PREFIX_BYTES).copied().collect::<Vec<u8>>())
 }
 
-fn length(prefix: &[u8]) -> Option<usize> {
-    let bytes: [u8; 4] = prefix.get(1..PREFIX_BYTES)?.try_into().ok()?;
-    usize::try_from(u32::from_be_bytes(bytes)).ok()
+/// How a call's message is compressed, if it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Packing {
+    Gzip,
+    /// One that has no bound: of a few bytes may come a message of the largest size.
+    Other,
+}
+
+impl Packing {
+    fn of(headers: &http::HeaderMap) -> Self {
+        let gzip = headers.get("grpc-encoding").is_some_and(|encoding| encoding == "gzip");
+        if gzip { Self::Gzip } else { Self::Other }
+    }
+}
+
+/// What stands before each message.
+#[derive(Clone, Copy, Debug)]
+struct Prefix {
+    compressed: bool,
+    /// As they come, compressed or not.
+    bytes: usize,
+}
+
+impl Prefix {
+    fn read(start: &[u8]) -> Option<Self> {
+        let bytes: [u8; 4] = start.get(1..PREFIX_BYTES)?.try_into().ok()?;
+        Some(Self { compressed: start[0] != 0, bytes: usize::try_from(u32::from_be_bytes(bytes)).ok()? })
+    }
+
+    /// The message's bytes once it is unpacked, at most. tonic stops unpacking at the largest size.
+    fn unpacked(self, packing: Packing) -> usize {
+        match (self.compressed, packing) {
+            (false, _) => self.bytes,
+            (true, Packing::Gzip) => self.bytes.saturating_mul(DEFLATED).min(MAX_MESSAGE_BYTES),
+            (true, Packing::Other) => MAX_MESSAGE_BYTES,
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use prost::Message as _;
+    use tandem_proto::v1;
     use tonic::Code;
 
     use super::*;
@@ -267,5 +312,39 @@ mod tests {
         held.abort();
         let _ = held.await;
         assert_eq!(service.intake().load().body_bytes, 0, "a call that is gone leaves its room");
+    }
+
+    fn gzipped(message: &[u8]) -> http::Request<Body> {
+        let mut packer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+        std::io::Write::write_all(&mut packer, message).unwrap();
+        let packed = packer.finish().unwrap();
+        let bytes = [&[1][..], &u32::try_from(packed.len()).unwrap().to_be_bytes(), &packed].concat();
+        let frames = futures::stream::iter([Ok::<_, Status>(Frame::data(Bytes::from(bytes)))]);
+        request(Body::new(StreamBody::new(frames)), &[("grpc-encoding", "gzip")])
+    }
+
+    #[tokio::test]
+    async fn compressed_messages_are_read_as_far_as_a_message_may_go() {
+        let service = fakes::router(Limits::default());
+        let prompt = v1::GenerateRequest {
+            prompt: Some(v1::generate_request::Prompt::Text(String::new())),
+            ..Default::default()
+        };
+        let answered = guarded(&service).call(gzipped(&prompt.encode_to_vec())).await.unwrap();
+        let status = Status::from_header_map(answered.headers()).expect("refused");
+        assert_eq!((status.code(), status.message()), (Code::InvalidArgument, "the prompt is empty"));
+        let bomb = guarded(&service).call(gzipped(&vec![0; 8 * MAX_MESSAGE_BYTES])).await.unwrap();
+        assert_eq!(code(&bomb), Some(Code::OutOfRange));
+        assert_eq!(service.intake().load().body_bytes, 0);
+    }
+
+    #[test]
+    fn room_is_asked_for_what_a_message_may_become() {
+        let unpacked = |start: &[u8], packing| Prefix::read(start).unwrap().unpacked(packing);
+        assert_eq!(unpacked(&[0, 0, 0, 1, 0], Packing::Gzip), 256);
+        assert_eq!(unpacked(&[1, 0, 0, 1, 0], Packing::Gzip), 256 * DEFLATED);
+        assert_eq!(unpacked(&[1, 0, 255, 0, 0], Packing::Gzip), MAX_MESSAGE_BYTES);
+        assert_eq!(unpacked(&[1, 0, 0, 0, 9], Packing::Other), MAX_MESSAGE_BYTES);
+        assert!(Prefix::read(&[0, 0, 0, 0]).is_none());
     }
 }

@@ -1,12 +1,14 @@
 //! Whose request it is: asked before its body is read, of every route that computes.
+use std::time::Instant;
+
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use http::{HeaderMap, header};
 use tandem_proto::Error;
 
-use super::Caller;
 use super::error::ApiError;
+use super::{Caller, rates};
 use crate::admission::Tenant;
 use crate::api::Service;
 
@@ -27,6 +29,7 @@ pub(super) async fn identify(
         caller.tenant = tenant.clone();
     }
     let mut response = next.run(request).await;
+    response.headers_mut().extend(rates::headers(&tenant.allowances(Instant::now())));
     // For the trace of a request that is refused.
     response.extensions_mut().insert(tenant);
     Ok(response)

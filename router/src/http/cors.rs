@@ -46,7 +46,18 @@ pub fn with_cors(router: axum::Router, origins: &[Origin]) -> axum::Router {
     if origins.is_empty() {
         return router;
     }
-    let told = ["x-request-id", "traceparent", "retry-after"].map(HeaderName::from_static);
+    let told = [
+        "x-request-id",
+        "traceparent",
+        "retry-after",
+        "x-ratelimit-limit-requests",
+        "x-ratelimit-limit-tokens",
+        "x-ratelimit-remaining-requests",
+        "x-ratelimit-remaining-tokens",
+        "x-ratelimit-reset-requests",
+        "x-ratelimit-reset-tokens",
+    ]
+    .map(HeaderName::from_static);
     router.layer(
         CorsLayer::new()
             .allow_origin(allowed)

@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde_json::{Value, json};
 use tandem_proto::error::RETRY_AFTER;
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::{Error, ErrorCode, ErrorKind};
 
 /// An error with its place in HTTP.
 #[derive(Debug)]
@@ -100,6 +100,7 @@ impl From<Error> for ApiError {
             ErrorKind::Corrupt => (StatusCode::BAD_GATEWAY, "server_error", Some("corrupt_kv")),
             ErrorKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error")),
         };
+        let code = error.code.map(ErrorCode::name).or(code);
         let retry_after = error.retry_after.unwrap_or(RETRY_AFTER);
         Self { kind: error.kind, status, error_type, code, message: error.message, param: error.param, retry_after }
     }
@@ -170,5 +171,15 @@ mod tests {
             error.json(),
             json!({"error": {"message": "only 1", "type": "invalid_request_error", "param": "n", "code": null}})
         );
+    }
+
+    #[test]
+    fn a_code_of_the_error_goes_before_that_of_its_kind() {
+        let code = |error: Error| ApiError::from(error).json()["error"]["code"].clone();
+        let overloaded = || Error::new(ErrorKind::Overloaded, "why");
+        assert_eq!(code(overloaded()), "overloaded");
+        assert_eq!(code(overloaded().with_code(ErrorCode::RateLimitExceeded)), "rate_limit_exceeded");
+        let long = Error::invalid("prompt", "long").with_code(ErrorCode::ContextLengthExceeded);
+        assert_eq!(code(long), "context_length_exceeded");
     }
 }

@@ -19,6 +19,7 @@ mod logprobs;
 mod media;
 mod options;
 mod page;
+mod rates;
 mod sse;
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use http::header::CONTENT_TYPE;
 use serde::ser::SerializeSeq;
 use serde::{Serialize, Serializer};
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::{Error, ErrorCode, ErrorKind};
 
 use super::error::ApiError;
 use super::fields::{Fields, Neutral, seeded};
@@ -101,7 +101,7 @@ fn text_of(model: &ModelText, json: &str) -> Result<Response, ApiError> {
     }
     if ids.given > ids.kept.len() {
         let message = format!("{} tokens are more than the model's context of {}", ids.given, model.context_len);
-        return Err(Error::invalid("tokens", message).into());
+        return Err(Error::invalid("tokens", message).with_code(ErrorCode::ContextLengthExceeded).into());
     }
     answer(&Detokenized { prompt: model.decode(&ids.kept) })
 }

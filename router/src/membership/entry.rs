@@ -91,13 +91,13 @@ impl Entry {
     }
 
     /// The view of a node that has just registered.
-    pub fn view(&self, group: u32) -> NodeView {
+    pub fn view(&self, domains: Arc<[u32]>) -> NodeView {
         let info = &self.node.info;
         NodeView {
             session: self.node.session,
             node_id: info.node_id.as_str().into(),
             role: self.node.role,
-            group,
+            domains,
             total_blocks: info.total_blocks,
             free_blocks: info.total_blocks,
             max_context_tokens: info.max_context_tokens,

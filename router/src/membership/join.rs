@@ -8,6 +8,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::now::transport_names;
 use super::{Membership, Node, REPORT_INTERVAL};
 
 /// That wait for a node to read them: the acceptance or a wish for a snapshot, its end, and readings of the clock.
@@ -29,7 +30,7 @@ impl v1::membership_server::Membership for Membership {
             return Err(Status::invalid_argument("the first message of Join is a Register"));
         };
         let node = self.register(info, clock::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
-        let (role, transport) = (node.role.as_str(), node.info.transport.as_ref().map_or("", |t| &t.name));
+        let (role, transport) = (node.role.as_str(), transport_names(&node.info));
         let (incarnation, v1::Register { node_id, arithmetic, kv_order, .. }) = (node.incarnation(), &node.info);
         tracing::info!(node = node_id, role, transport, arithmetic, kv_order, %incarnation, "node joined");
         let (replies, receiver) = mpsc::channel(REPLIES);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tandem_proto::v1;
+use tandem_proto::ways::Offer;
 
 use super::Node;
 use super::breaker::Circuit;
@@ -106,8 +107,14 @@ impl NodeNow {
             "silent_ms": self.silent.as_millis() as u64,
             "incarnation": self.node.incarnation().to_string(),
             "endpoint": info.endpoint,
-            "transport": info.transport.as_ref().map_or("", |transport| &transport.name),
-            "transport_build": info.transport.as_ref().map_or("", |transport| &transport.build_id),
+            "transport": transport_names(info),
+            "transports": info.transports.iter().map(|transport| {
+                json!({
+                    "name": transport.name,
+                    "build": transport.build_id,
+                    "reach": Offer(transport).to_string(),
+                })
+            }).collect::<Value>(),
             "compatibility_digest": format!("{:016x}", info.compatibility_digest),
             "arithmetic": info.arithmetic,
             "kv_order": info.kv_order,
@@ -139,6 +146,11 @@ impl NodeNow {
             }),
         })
     }
+}
+
+/// The ways that it offers, the fastest first, for people.
+pub fn transport_names(info: &v1::Register) -> String {
+    info.transports.iter().map(|transport| transport.name.as_str()).collect::<Vec<_>>().join(",")
 }
 
 /// A node that was there.

@@ -68,15 +68,15 @@ impl Wanted {
     }
 }
 
-/// The room of all nodes, by groups that pair. Each node is told once.
+/// The room of all nodes. Each node is told once.
 #[derive(Debug)]
 pub struct Rooms {
     wanted: Wanted,
     local: LocalPrefill,
-    /// Of nodes against which nothing but load speaks, by the groups' numbers.
-    sound: Vec<Group>,
+    /// Of nodes against which nothing but load speaks.
+    sound: Nodes,
     /// Of all: they count where those make no plan.
-    all: Vec<Group>,
+    all: Nodes,
 }
 
 /// What room there is, the best last.
@@ -90,21 +90,28 @@ pub enum Room {
     Yes,
 }
 
-/// What the nodes of one group could do, and have room to do.
+/// What nodes could do, and have room to do.
+#[derive(Clone, Debug, Default)]
+struct Nodes {
+    /// By the domains' numbers: those of one domain pair.
+    domains: Vec<Domain>,
+    decodes: bool,
+    /// A decode node has room for the prompt's computation, too.
+    local_room: bool,
+}
+
 #[derive(Clone, Copy, Debug, Default)]
-struct Group {
+struct Domain {
     prefills: bool,
     decodes: bool,
     prefill_room: bool,
     decode_room: bool,
-    /// A decode node has room for the prompt's computation, too.
-    local_room: bool,
 }
 
 impl Rooms {
     /// Of no nodes.
     pub fn new(wanted: Wanted, local: LocalPrefill) -> Self {
-        Self { wanted, local, sound: Vec::new(), all: Vec::new() }
+        Self { wanted, local, sound: Nodes::default(), all: Nodes::default() }
     }
 
     /// Counts a node in. True once the others cannot change the answer: there is room.
@@ -112,58 +119,63 @@ impl Rooms {
         if !self.wanted.fits(view) {
             return false;
         }
-        let number = view.group as usize;
-        let groups = if sound { [Some(&mut self.all), Some(&mut self.sound)] } else { [Some(&mut self.all), None] };
-        for groups in groups.into_iter().flatten() {
-            if groups.len() <= number {
-                groups.resize(number + 1, Group::default());
-            }
-            groups[number].tell(view.role, node, &self.wanted);
+        self.all.tell(view, node, &self.wanted);
+        if !sound {
+            return false;
         }
-        sound && self.sound[number].has_room_for_sure(self.local)
+        self.sound.tell(view, node, &self.wanted);
+        match self.local {
+            LocalPrefill::Always => self.sound.local_room,
+            LocalPrefill::Never | LocalPrefill::Auto => self.sound.has_room_for_pairs(&view.domains),
+        }
     }
 
     /// Whether there is room. A request that nobody could ever take finds it: its refusal is the flow's matter.
     pub fn answer(&self) -> Room {
-        let of = |groups: &[Group]| groups.iter().filter_map(|group| group.room(self.local)).max();
-        of(&self.sound).or_else(|| of(&self.all)).unwrap_or(Room::Yes)
+        self.sound.room(self.local).or_else(|| self.all.room(self.local)).unwrap_or(Room::Yes)
     }
 }
 
-impl Group {
-    fn tell(&mut self, role: Role, node: &Occupied<'_>, wanted: &Wanted) {
-        match role {
-            Role::Prefill => {
-                self.prefills = true;
-                self.prefill_room |= node.prefills(wanted);
+impl Nodes {
+    fn tell(&mut self, view: &NodeView, node: &Occupied<'_>, wanted: &Wanted) {
+        let room = match view.role {
+            Role::Prefill => node.prefills(wanted),
+            Role::Decode => node.decodes(wanted),
+        };
+        if view.role == Role::Decode {
+            self.decodes = true;
+            self.local_room |= room && node.computes(wanted);
+        }
+        for number in view.domains.iter().map(|number| *number as usize) {
+            if self.domains.len() <= number {
+                self.domains.resize(number + 1, Domain::default());
             }
-            Role::Decode => {
-                let room = node.decodes(wanted);
-                self.decodes = true;
-                self.decode_room |= room;
-                self.local_room |= room && node.computes(wanted);
+            let domain = &mut self.domains[number];
+            match view.role {
+                Role::Prefill => (domain.prefills, domain.prefill_room) = (true, domain.prefill_room || room),
+                Role::Decode => (domain.decodes, domain.decode_room) = (true, domain.decode_room || room),
             }
         }
     }
 
-    /// `None`: its nodes make no plan.
+    /// In one of these domains.
+    fn has_room_for_pairs(&self, domains: &[u32]) -> bool {
+        let has_room = |domain: &Domain| domain.prefill_room && domain.decode_room;
+        domains.iter().filter_map(|number| self.domains.get(*number as usize)).any(has_room)
+    }
+
+    /// `None`: they make no plan.
     fn room(&self, local: LocalPrefill) -> Option<Room> {
-        let pairs = self.prefills && self.decodes && local != LocalPrefill::Always;
+        let mut pairing = self.domains.iter().filter(|domain| domain.prefills && domain.decodes).peekable();
+        let pairs = pairing.peek().is_some() && local != LocalPrefill::Always;
         let alone = self.decodes && local != LocalPrefill::Never;
-        let room = match (self.prefill_room && self.decode_room, self.local_room) {
-            (true, _) if pairs => Room::Yes,
-            (_, true) if alone && pairs => Room::Local,
-            (_, true) if alone => Room::Yes,
-            _ => Room::No,
+        let room = match self.local_room && alone {
+            _ if pairs && pairing.any(|domain| domain.prefill_room && domain.decode_room) => Room::Yes,
+            true if pairs => Room::Local,
+            true => Room::Yes,
+            false => Room::No,
         };
         (pairs || alone).then_some(room)
-    }
-
-    fn has_room_for_sure(&self, local: LocalPrefill) -> bool {
-        match local {
-            LocalPrefill::Always => self.local_room,
-            LocalPrefill::Never | LocalPrefill::Auto => self.prefill_room && self.decode_room,
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The table's state machine: who is there, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the
 //! lock around it is in [`super`]. What is known of one node is [`super::entry`]'s.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::numerics::Numerics;
+use crate::select::ways::{self, Apart, Fallback, Fallbacks, Ways};
 use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
 
 /// A plan with its work booked: what becomes a [`super::Route`].
@@ -25,6 +26,8 @@ pub(super) struct Booked {
     pub decode: Booking,
     /// The chosen one first.
     pub candidates: Vec<Candidate>,
+    /// Pairs that are none.
+    pub apart: Arc<[Apart]>,
 }
 
 /// A node of a plan, and what is booked on it.
@@ -40,6 +43,7 @@ pub(super) struct Table {
     /// What the choice sees of each entry, in the same order: by session.
     views: Vec<NodeView>,
     links: Links,
+    ways: Ways,
     pub(super) answers: Answers,
     last_session: u64,
     /// Requests routed so far: the choice's only chance, so that a run can be repeated.
@@ -70,6 +74,7 @@ impl Table {
             views: Vec::new(),
             answers: Answers::default(),
             links: Links::default(),
+            ways: Ways::default(),
             last_session: 0,
             turn: 0,
             watched: None,
@@ -114,27 +119,23 @@ impl Table {
             None => {}
         }
         self.last_session = node.session;
-        let group = self.group(&node.info);
+        let domains = self.ways.enter(node.role, &node.info);
         let entry = Entry::new(Arc::clone(&node), Breaker::new(self.breakers), now);
         // Sessions only grow: the last one stays the last.
-        self.views.push(entry.view(group));
+        self.views.push(entry.view(domains));
         self.entries.insert(node.session, entry);
+        self.look_for_gaps();
+        if self.views.last().is_some_and(|view| ways::is_alone(view, &self.views)) {
+            let why = self.ways.apart().iter().find(|apart| apart.is_of(&node.info.node_id));
+            let why = why.map_or("no other node has its model, arithmetic and KV layout", |apart| &apart.why);
+            tracing::warn!(node = node.info.node_id, "no node of the other role can share a request with it: {why}");
+        }
         Ok(node)
     }
 
-    /// The number of those with which such a node pairs: that of another one like it, or the smallest that is free.
-    fn group(&self, info: &v1::Register) -> u32 {
-        let kind = |info: &v1::Register| {
-            let transport = info.transport.as_ref().map(|t| (t.backend.clone(), t.build_id.clone()));
-            (info.compatibility_digest, transport)
-        };
-        let wanted = kind(info);
-        let mut nodes = self.entries.values().zip(&self.views);
-        if let Some((_, view)) = nodes.find(|(entry, _)| kind(&entry.node.info) == wanted) {
-            return view.group;
-        }
-        let taken: BTreeSet<u32> = self.views.iter().map(|view| view.group).collect();
-        (0..).find(|group| !taken.contains(group)).unwrap_or_default()
+    fn look_for_gaps(&mut self) {
+        let infos = self.entries.values().map(|entry| &entry.node.info);
+        self.ways.look_for_gaps(self.views.iter().zip(infos));
     }
 
     fn of(&mut self, session: u64) -> Option<(&mut Entry, &mut NodeView)> {
@@ -148,9 +149,10 @@ impl Table {
         let entry = self.entries.remove(&session)?;
         self.index.remove(session);
         if let Ok(place) = self.views.binary_search_by_key(&session, |view| view.session) {
-            let group = self.views.remove(place).group;
-            let last = self.views.iter().all(|view| view.group != group);
-            self.links.remove(session, last.then_some(group));
+            let domains = self.views.remove(place).domains;
+            let emptied = self.ways.leave(session, &domains);
+            self.links.remove(session, &emptied);
+            self.look_for_gaps();
         }
         Some(entry)
     }
@@ -235,7 +237,10 @@ impl Table {
     }
 
     pub fn clear(&mut self, why: &str) {
-        self.views.clear();
+        for view in std::mem::take(&mut self.views) {
+            self.ways.leave(view.session, &view.domains);
+        }
+        self.look_for_gaps();
         for (session, entry) in std::mem::take(&mut self.entries) {
             self.index.remove(session);
             entry.node.end(why);
@@ -291,7 +296,7 @@ impl Table {
             }
             _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, part, now)?),
         };
-        Ok(Booked { prefill, decode, candidates })
+        Ok(Booked { prefill, decode, candidates, apart: Arc::clone(self.ways.apart()) })
     }
 
     /// The plan whose first token would come soonest, without anything booked; `None` where nobody can tell.
@@ -304,6 +309,7 @@ impl Table {
     fn refresh(&mut self, now: Instant) {
         let nodes = self.entries.values().zip(&mut self.views);
         nodes.for_each(|(entry, view)| entry.refresh(view, now, self.suspicion));
+        self.ways.refresh(now);
     }
 
     /// What each node holds of the prompt with these blocks.
@@ -340,12 +346,26 @@ impl Table {
         }
     }
 
-    /// Decode has verified the KV that came from `pair`.
-    pub fn handed_off(&mut self, pair: (u64, u64), kv: &v1::Verified) {
-        if let Some((_, view)) = self.of(pair.1) {
-            let group = view.group;
-            self.links.observe(pair, group, kv.bytes, kv.blocks, kv.copying_ms);
+    /// Decode has verified the KV that came from `pair` by the way of this domain.
+    pub fn handed_off(&mut self, pair: (u64, u64), domain: u32, kv: &v1::Verified) {
+        if self.of(pair.1).is_some() {
+            self.links.observe(pair, domain, kv.bytes, kv.blocks, kv.copying_ms);
+            self.ways.succeeded(pair, domain);
         }
+    }
+
+    /// The KV of `pair` did not get there by the way of this domain.
+    pub fn handoff_failed(&mut self, pair: (u64, u64), domain: u32, now: Instant) -> Option<Fallback> {
+        let view = |session: u64| {
+            let place = self.views.binary_search_by_key(&session, |view| view.session).ok()?;
+            self.views.get(place)
+        };
+        self.ways.failed(view(pair.0)?, view(pair.1)?, domain, now)
+    }
+
+    /// From which way to which pairs went over.
+    pub fn fallbacks(&self) -> Fallbacks {
+        self.ways.fallbacks().clone()
     }
 
     /// The node did its part for this request.
@@ -409,7 +429,7 @@ impl Table {
     ) -> Result<Vec<Candidate>, NoPair> {
         self.refresh(now);
         self.look_up(need.hashes);
-        let cluster = Cluster { nodes: &self.views, links: &self.links };
+        let cluster = Cluster { nodes: &self.views, links: &self.links, ways: &self.ways };
         select::select(&cluster, need, wish, settings, self.turn)
     }
 

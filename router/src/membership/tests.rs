@@ -1,4 +1,8 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
+mod ways;
+
+use tandem_proto::ErrorKind;
+
 use super::*;
 use crate::select::Avoid;
 use crate::select::numerics::Numerics;
@@ -18,7 +22,12 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         model_digest: 9,
         model_name: "m".into(),
         endpoint: "http://127.0.0.1:1".into(),
-        transport: Some(v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() }),
+        transports: vec![v1::TransportInfo {
+            backend: "mem".into(),
+            name: "mem".into(),
+            build_id: "1".into(),
+            reach: None,
+        }],
         total_blocks: 64,
         block_tokens: 16,
         max_context_tokens: 1024,
@@ -126,13 +135,16 @@ fn requests_on_nodes_wait_beyond_the_places_of_a_batch() {
 #[test]
 fn what_does_not_match_is_refused_in_words() {
     type Change = fn(&mut v1::Register);
-    let cases: [(Change, &str); 11] = [
+    let cases: [(Change, &str); 14] = [
         (|r| r.model_digest = 1, "digest"),
         (|r| r.compatibility_digest = 0, "compatibility_digest"),
         (|r| r.incarnation = 0, "incarnation"),
         (|r| r.node_id = "a b".into(), "visible ASCII"),
         (|r| r.role = 77, "no role"),
-        (|r| r.transport = None, "no transport"),
+        (|r| r.transports.clear(), "0 transports; a node has 1 to 8"),
+        (|r| r.transports[0].build_id.clear(), "lacks its backend, name or build id"),
+        (|r| r.transports[0].name = "x".repeat(129), "printable bytes"),
+        (|r| r.transports.push(r.transports[0].clone()), "transport 1 twice"),
         (|r| r.endpoint = "ftp://x".into(), "http://host:port"),
         (|r| r.block_tokens = 48, "blocks of 48 tokens"),
         (|r| r.arithmetic = String::new(), "arithmetic is no name"),
@@ -427,21 +439,6 @@ fn who_waits_for_its_kv_is_less_in_the_way_of_a_local_prompt_until_it_begins() {
     assert!(harm_ms(start) < 2.0 * runs);
     drop(second);
     assert_eq!(harm_ms(start), runs, "given up");
-}
-
-#[test]
-fn verified_hand_offs_teach_the_speed_of_a_way() {
-    let start = Instant::now();
-    let (membership, ..) = measured_pair(start);
-    let route = |now| membership.route(ask(96, 10), &Wish::default(), now).unwrap();
-    let first = route(start);
-    assert_eq!(first.candidates[0].terms.exposed_ms, 0.0, "nothing is known");
-    let kv = v1::Verified { bytes: 6_000, blocks: 6, copying_ms: 600.0, ..v1::Verified::default() };
-    first.handed_off(&kv);
-    drop(first);
-    let next = route(start);
-    let terms = next.candidates[0].terms;
-    assert!((terms.exposed_ms - (600.0 - terms.prefill_ms)).abs() < 1e-6, "{terms:?}");
 }
 
 #[test]

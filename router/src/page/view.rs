@@ -9,7 +9,7 @@ use super::rate::Rate;
 use super::row::Row;
 use super::tail::Tail;
 use crate::admission::Counts;
-use crate::membership::now::{ClusterNow, NodeNow, State};
+use crate::membership::now::{ClusterNow, NodeNow, State, transport_names};
 use crate::select::calibrate::Link;
 
 /// Requests that are kept.
@@ -234,7 +234,7 @@ impl Rates {
             ("silent_ms", json!(silent_ms)),
             ("incarnation", json!(now.node.incarnation().to_string())),
             ("endpoint", json!(info.endpoint)),
-            ("transport", json!(info.transport.as_ref().map_or("", |transport| &transport.name))),
+            ("transport", json!(transport_names(info))),
             ("total_blocks", json!(info.total_blocks)),
             ("free_blocks", json!(load.free_blocks)),
             ("cached_blocks", json!(load.cached_blocks)),

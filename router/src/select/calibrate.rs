@@ -1,13 +1,13 @@
 //! What predictions learn from what then happened. Pure: measurements in, estimates out.
 //!
-//! - [`Links`]: how fast KV moves from one node to another, from each verified hand-off; for pairs that had none, the
-//!   mean of the pairs of the same kind. At most [`MAX_PAIRS`]; those not seen for longest go first.
+//! - [`Links`]: how fast KV moves from one node to another by one way, from each verified hand-off; for pairs that had
+//!   none, the mean of the pairs of the same domain. At most [`MAX_PAIRS`]; those not seen for longest go first.
 //! - [`Factor`]: by how much a node's prompts take longer than its step model says: what the model does not see (calls,
 //!   queues inside, a neighbour on the machine). Robust: one wild value moves it little, and it stays within bounds.
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Pairs of nodes kept at most.
+/// Pairs of nodes kept at most, each once for each way.
 pub const MAX_PAIRS: usize = 4096;
 /// Of a sum, what the next measurement leaves of it.
 const KEEP: f64 = 0.8;
@@ -39,7 +39,7 @@ impl Rate {
     }
 }
 
-/// A kind of pairs: the same digest, transport and build on both ends.
+/// The pairs of a domain, see [`super::ways`].
 #[derive(Clone, Copy, Debug, Default)]
 struct Kind {
     rate: Rate,
@@ -71,56 +71,65 @@ pub struct Link {
 /// See the head of this file.
 #[derive(Debug, Default)]
 pub struct Links {
-    pairs: HashMap<(u64, u64), Pair>,
+    /// By prefill node, decode node and domain.
+    pairs: HashMap<(u64, u64, u32), Pair>,
+    /// By domain.
     kinds: HashMap<u32, Kind>,
     clock: u64,
 }
 
 impl Links {
-    /// A hand-off from `prefill` to `decode` (table keys), nodes of this `group`, moved `blocks` of `bytes` in all
+    /// A hand-off from `prefill` to `decode` (table keys) by the way of this `domain` moved `blocks` of `bytes` in all
     /// while `copying_ms` passed. What moved nothing says nothing.
-    pub fn observe(&mut self, (prefill, decode): (u64, u64), group: u32, bytes: u64, blocks: u32, copying_ms: f64) {
+    pub fn observe(&mut self, (prefill, decode): (u64, u64), domain: u32, bytes: u64, blocks: u32, copying_ms: f64) {
         if bytes == 0 || blocks == 0 || !copying_ms.is_finite() || copying_ms <= 0.0 {
             return;
         }
         self.clock += 1;
-        if self.pairs.len() >= MAX_PAIRS && !self.pairs.contains_key(&(prefill, decode)) {
+        let key = (prefill, decode, domain);
+        if self.pairs.len() >= MAX_PAIRS && !self.pairs.contains_key(&key) {
             self.forget_older_half();
         }
         let seen = self.clock;
-        let pair = self.pairs.entry((prefill, decode)).or_default();
+        let pair = self.pairs.entry(key).or_default();
         pair.rate.observe(bytes as f64, copying_ms);
         pair.seen = seen;
         pair.handoffs += 1;
         pair.bytes = pair.bytes.saturating_add(bytes);
-        let kind = self.kinds.entry(group).or_default();
+        let kind = self.kinds.entry(domain).or_default();
         kind.rate.observe(bytes as f64, copying_ms);
         kind.block_bytes = bytes as f64 / f64::from(blocks);
     }
 
-    /// Milliseconds in which so many blocks travel. 0 before anything of this kind was measured: then nothing is known
-    /// against any pair.
-    pub fn transfer_ms(&self, pair: (u64, u64), group: u32, blocks: u32) -> f64 {
-        let Some(kind) = self.kinds.get(&group) else { return 0.0 };
-        let own = self.pairs.get(&pair).and_then(|pair| pair.rate.bytes_per_ms());
+    /// Milliseconds in which so many blocks travel by the way of this domain. 0 before anything of it was measured:
+    /// then nothing is known against any of its pairs.
+    pub fn transfer_ms(&self, pair: (u64, u64), domain: u32, blocks: u32) -> f64 {
+        let Some(kind) = self.kinds.get(&domain) else { return 0.0 };
+        let own = self.pairs.get(&(pair.0, pair.1, domain)).and_then(|pair| pair.rate.bytes_per_ms());
         let speed = own.or_else(|| kind.rate.bytes_per_ms());
         speed.map_or(0.0, |bytes_per_ms| f64::from(blocks) * kind.block_bytes / bytes_per_ms)
     }
 
-    /// All pairs, in no order.
+    /// All pairs, in no order: of one that took several ways the sum, with the speed of the last.
     pub fn all(&self) -> impl Iterator<Item = Link> {
-        self.pairs.iter().map(|(pair, of)| {
-            let Pair { rate, handoffs, bytes, .. } = *of;
-            Link { pair: *pair, bytes_per_ms: rate.bytes_per_ms().unwrap_or(0.0), handoffs, bytes }
-        })
+        let mut links: HashMap<(u64, u64), (u64, Link)> = HashMap::new();
+        for (&(prefill, decode, _), &Pair { rate, seen, handoffs, bytes }) in &self.pairs {
+            let (pair, bytes_per_ms) = ((prefill, decode), rate.bytes_per_ms().unwrap_or(0.0));
+            let none = (0, Link { pair, bytes_per_ms, handoffs: 0, bytes: 0 });
+            let (last, link) = links.entry(pair).or_insert(none);
+            link.handoffs += handoffs;
+            link.bytes = link.bytes.saturating_add(bytes);
+            if seen > *last {
+                (*last, link.bytes_per_ms) = (seen, bytes_per_ms);
+            }
+        }
+        links.into_values().map(|(_, link)| link)
     }
 
-    /// A node is gone; its `group` too, if no other node is of it.
-    pub fn remove(&mut self, session: u64, last_of_group: Option<u32>) {
-        self.pairs.retain(|(prefill, decode), _| *prefill != session && *decode != session);
-        if let Some(group) = last_of_group {
-            self.kinds.remove(&group);
-        }
+    /// A node is gone, and these domains with it.
+    pub fn remove(&mut self, session: u64, domains: &[u32]) {
+        self.pairs.retain(|(prefill, decode, _), _| *prefill != session && *decode != session);
+        self.kinds.retain(|domain, _| !domains.contains(domain));
     }
 
     /// Pairs that are known.
@@ -219,7 +228,15 @@ mod tests {
         assert!((links.transfer_ms((1, 3), 0, 20) - 60.0).abs() < 1e-6);
         let stranger = links.transfer_ms((9, 9), 0, 20);
         assert!((35.0..50.0).contains(&stranger), "{stranger}");
-        assert_eq!(links.transfer_ms((1, 2), 1, 20), 0.0, "another kind");
+        assert_eq!(links.transfer_ms((1, 2), 1, 20), 0.0, "another way");
+        links.observe((1, 2), 1, 1_000_000, 10, 100.0);
+        assert!((links.transfer_ms((1, 2), 0, 20) - 20.0).abs() < 1e-6, "each way has its own speed");
+        let link = links.all().find(|link| link.pair == (1, 2)).expect("the pair");
+        assert_eq!(
+            (link.handoffs, link.bytes, link.bytes_per_ms),
+            (21, 21_000_000, 1e4),
+            "of both, as fast as the last"
+        );
     }
 
     #[test]
@@ -252,8 +269,8 @@ mod tests {
             links.observe((u64::MAX, 0), 0, 1_000, 1, 1.0);
             assert!(links.len() <= MAX_PAIRS);
         }
-        assert!(links.pairs.contains_key(&(u64::MAX, 0)), "seen all the time");
-        links.remove(0, Some(0));
+        assert!(links.pairs.contains_key(&(u64::MAX, 0, 0)), "seen all the time");
+        links.remove(0, &[0]);
         assert!(links.is_empty() && links.kinds.is_empty());
     }
 

@@ -1,16 +1,19 @@
 //! From a thousand nodes to a short list without looking at each pair. Pure. A pair costs what its prefill node costs,
 //! what its decode node costs, and what lies between them (the transfer, and a wait for decode that the prefill hides).
-//! The first two are computed once for each node; of each role and group the best [`SHORT`] stay, and beside them the
-//! [`CACHED`] that hold most of the prompt. Pairs are scored exactly, but only of these. So the cost is linear in
-//! nodes.
+//! The first two are computed once for each node; of each role and domain ([`super::ways`]) the best [`SHORT`] stay,
+//! and beside them the [`CACHED`] that hold most of the prompt. Pairs are scored exactly, but only of these, and within
+//! domains, so that none is without a way. So the cost is linear in nodes.
 //!
 //! What that can miss: a pair of two nodes that are both beyond the best few by themselves, with a much faster way
-//! between them than all others, or with cores of their own where all better ones share theirs. Where ways are equal,
-//! no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share
+//! between them than others of its domain, or with cores of their own where all better ones share theirs. Where ways are
+//! equal, no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes that share
 //! their cores only the two of a pair are seen: not the streams of a third one there.
+use std::collections::HashSet;
+
 use super::calibrate::Links;
 use super::cost::{self, DecodeTerms, LocalTerms, PrefillTerms, StepCost};
 use super::policy::{Policy, draw};
+use super::ways::Ways;
 use super::{LocalPrefill, Need, NodeView, Role, Settings, Terms, Wish};
 
 /// Nodes of a role that stay for their cost.
@@ -24,7 +27,7 @@ pub struct Field<'a> {
     pub plans: Vec<Scored<'a>>,
     /// By role: a node is there that takes work.
     pub available: [bool; 2],
-    /// There are two that fit together.
+    /// There are two that fit together, and have a way.
     pub compatible: bool,
 }
 
@@ -34,6 +37,8 @@ pub struct Scored<'a> {
     pub prefill: Option<&'a NodeView>,
     /// Generates.
     pub decode: &'a NodeView,
+    /// Of a pair: the domain by whose way its KV travels.
+    pub way: Option<u32>,
     /// In milliseconds.
     pub terms: Terms,
     /// Prompt tokens that are not computed.
@@ -97,7 +102,7 @@ struct Best<'a, T> {
 
 impl<'a, T: Copy> Best<'a, T> {
     fn of(limit: usize) -> Self {
-        Self { best: Vec::with_capacity(limit + 1), limit, cached: Vec::new() }
+        Self { best: Vec::new(), limit, cached: Vec::new() }
     }
 
     fn offer(&mut self, side: Side<'a, T>) {
@@ -132,7 +137,7 @@ fn insert<T>(list: &mut Vec<T>, item: T, limit: usize, worse: impl Fn(&T, &T) ->
     list.truncate(limit);
 }
 
-/// Nodes of one group: those of both roles pair with each other.
+/// Nodes of one domain: those of both roles pair with each other.
 struct Group<'a> {
     prefills: Best<'a, PrefillTerms>,
     decodes: Best<'a, DecodeTerms>,
@@ -154,8 +159,10 @@ pub struct Scorer<'a> {
     pub wish: &'a Wish,
     /// The operator's.
     pub settings: &'a Settings,
-    /// Ways between nodes.
+    /// How fast KV moves between nodes.
     pub links: &'a Links,
+    /// By which ways.
+    pub ways: &'a Ways,
     /// Counts requests.
     pub turn: u64,
     /// Of nodes that have measured no step, by role.
@@ -170,49 +177,57 @@ impl<'a> Scorer<'a> {
     pub fn field(&self, nodes: &'a [NodeView]) -> Field<'a> {
         let limit = SHORT + self.wish.avoid.nodes.len() + self.wish.avoid.pairs.len();
         let mut groups: Vec<Group<'a>> = Vec::new();
-        let mut locals = Best::of(limit);
+        let (mut locals, mut available) = (Best::of(limit), [false; 2]);
         let places = self.places(nodes);
         for role in [Role::Prefill, Role::Decode] {
             let of_role = |node: &&NodeView| node.role == role && self.takes(node);
             let nodes = in_turn(nodes, self.settings.policy, self.turn).filter(of_role);
             for (place, node) in nodes.enumerate() {
-                let number = node.group as usize;
-                if groups.len() <= number {
-                    groups.resize_with(number + 1, || Group::of(limit));
+                available[role as usize] = true;
+                for number in node.domains.iter().map(|number| *number as usize) {
+                    if groups.len() <= number {
+                        groups.resize_with(number + 1, || Group::of(limit));
+                    }
+                    groups[number].has[role as usize] = true;
                 }
-                let group = &mut groups[number];
-                group.has[role as usize] = true;
                 if self.fits(node) {
-                    self.offer(node, (place, places[role as usize]), group, &mut locals);
+                    self.offer(node, (place, places[role as usize]), &mut groups, &mut locals);
                 }
             }
         }
         let mut plans = Vec::with_capacity(256);
         if self.settings.local != LocalPrefill::Always {
-            groups.iter().for_each(|group| self.pairs(group, &mut plans));
+            self.pairs(&groups, &mut plans);
         }
         plans.extend(locals.all().map(|side| self.local_plan(side)));
-        let available = [Role::Prefill, Role::Decode].map(|role| groups.iter().any(|group| group.has[role as usize]));
         Field { plans, available, compatible: groups.iter().any(|group| group.has == [true; 2]) }
     }
 
-    /// Puts the node on its group's short list, and on that of those who may compute prompts themselves. Decode nodes
-    /// come behind all prefill nodes, whose best then says how long a wait is hidden.
+    /// Puts the node on the short lists of its domains, and on that of those who may compute prompts themselves. Decode
+    /// nodes come behind all prefill nodes, whose best then says how long a wait is hidden.
     fn offer(
         &self,
         node: &'a NodeView,
         place: (usize, usize),
-        group: &mut Group<'a>,
+        groups: &mut [Group<'a>],
         locals: &mut Best<'a, (DecodeTerms, LocalTerms)>,
     ) {
+        let domains = || node.domains.iter().map(|number| *number as usize);
         match node.role {
-            Role::Prefill => group.prefills.offer(self.prefill(node, place)),
+            Role::Prefill => {
+                let side = self.prefill(node, place);
+                domains().for_each(|number| groups[number].prefills.offer(side));
+            }
             Role::Decode => {
-                let hidden_ms = group.prefills.best.first().map_or(0.0, |best| best.terms.first_ms());
-                let side = self.decode(node, place, hidden_ms);
-                group.decodes.offer(side);
+                let terms = cost::decode(node, self.cost(node), self.need);
+                for number in domains() {
+                    let group = &mut groups[number];
+                    let hidden_ms = group.prefills.best.first().map_or(0.0, |best| best.terms.first_ms());
+                    group.decodes.offer(self.decode(node, terms, place, hidden_ms));
+                }
                 if self.settings.local != LocalPrefill::Never {
-                    locals.offer(self.local(side, group.prefills.some()));
+                    let side = self.decode(node, terms, place, 0.0);
+                    locals.offer(self.local(side, domains().flat_map(|number| groups[number].prefills.some())));
                 }
             }
         }
@@ -260,8 +275,13 @@ impl<'a> Scorer<'a> {
     }
 
     /// A wait up to `hidden_ms` passes beside the prefill of any pair.
-    fn decode(&self, node: &'a NodeView, place: (usize, usize), hidden_ms: f64) -> Side<'a, DecodeTerms> {
-        let terms = cost::decode(node, self.cost(node), self.need);
+    fn decode(
+        &self,
+        node: &'a NodeView,
+        terms: DecodeTerms,
+        place: (usize, usize),
+        hidden_ms: f64,
+    ) -> Side<'a, DecodeTerms> {
         let cost_ms = (terms.wait_ms - hidden_ms).max(0.0) + self.settings.step_weight() * terms.step_ms;
         let score = self.settings.policy.score(node, self.need.usual_blocks(), place, self.turn);
         self.side(node, terms, score.unwrap_or(cost_ms))
@@ -304,6 +324,7 @@ impl<'a> Scorer<'a> {
         Scored {
             prefill: None,
             decode: side.node,
+            way: None,
             terms: self.local_terms(side.node, decode, local),
             cached_tokens: local.cached_tokens,
             blocks_short: decode.short_blocks,
@@ -315,15 +336,25 @@ impl<'a> Scorer<'a> {
         }
     }
 
-    fn pairs(&self, group: &Group<'a>, plans: &mut Vec<Scored<'a>>) {
-        for prefill in group.prefills.all() {
-            plans.extend(group.decodes.all().map(|decode| self.pair(prefill, decode)));
+    /// Each pair once, by the best of its ways, in however many domains the two are.
+    fn pairs(&self, groups: &[Group<'a>], plans: &mut Vec<Scored<'a>>) {
+        let several = groups.iter().filter(|group| group.has == [true; 2]).nth(1).is_some();
+        let mut seen = HashSet::new();
+        for group in groups {
+            for prefill in group.prefills.all() {
+                for decode in group.decodes.all() {
+                    if !several || seen.insert((prefill.node.session, decode.node.session)) {
+                        let way = self.ways.between(prefill.node, decode.node);
+                        plans.extend(way.map(|way| self.pair(prefill, decode, way)));
+                    }
+                }
+            }
         }
     }
 
-    fn pair(&self, prefill: &Side<'a, PrefillTerms>, decode: &Side<'a, DecodeTerms>) -> Scored<'a> {
+    fn pair(&self, prefill: &Side<'a, PrefillTerms>, decode: &Side<'a, DecodeTerms>, way: u32) -> Scored<'a> {
         let pair = (prefill.node.session, decode.node.session);
-        let transfer_ms = self.links.transfer_ms(pair, prefill.node.group, decode.terms.missing_blocks);
+        let transfer_ms = self.links.transfer_ms(pair, way, decode.terms.missing_blocks);
         let step_ms = decode.terms.step_ms;
         let crowd = cost::crowd(prefill.node, prefill.terms.prefill_ms, decode.node, step_ms, self.need);
         let prefill_ms = prefill.terms.prefill_ms + crowd.prefill_ms;
@@ -343,6 +374,7 @@ impl<'a> Scorer<'a> {
         Scored {
             prefill: Some(prefill.node),
             decode: decode.node,
+            way: Some(way),
             terms,
             cached_tokens: prefill.terms.cached_tokens,
             blocks_short: decode.terms.short_blocks,

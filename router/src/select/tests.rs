@@ -14,7 +14,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         session,
         node_id: format!("{}{session}", role.as_str()).into(),
         role,
-        group: 0,
+        domains: [0].into(),
         total_blocks: 64,
         free_blocks: 64,
         max_context_tokens: 8192,
@@ -45,7 +45,7 @@ fn with(local: LocalPrefill) -> Settings {
 }
 
 fn candidates(nodes: &[NodeView], wish: &Wish, local: LocalPrefill) -> Result<Vec<Candidate>, NoPair> {
-    select(&Cluster { nodes, links: &Links::default() }, &NEED, wish, &with(local), 0)
+    select(&Cluster { nodes, links: &Links::default(), ways: &Ways::default() }, &NEED, wish, &with(local), 0)
 }
 
 fn first(nodes: &[NodeView], wish: &Wish) -> (u64, u64) {
@@ -117,7 +117,10 @@ fn a_slow_way_is_not_taken_where_it_shows() {
     for (pair, ms) in [((1, 3), 500.0), ((1, 4), 500.0), ((2, 3), 500.0), ((2, 4), 5.0)] {
         links.observe(pair, 0, 70_000, 7, ms);
     }
-    let choose = |links: &Links| select(&Cluster { nodes: &nodes, links }, &NEED, &Wish::default(), &with(Never), 0);
+    let choose = |links: &Links| {
+        let cluster = Cluster { nodes: &nodes, links, ways: &Ways::default() };
+        select(&cluster, &NEED, &Wish::default(), &with(Never), 0)
+    };
     let told = choose(&links).unwrap();
     assert_eq!((told[0].prefill, told[0].decode), (Some(2), 4));
     assert_eq!(told[0].terms.exposed_ms, 0.0, "hidden behind the prefill");
@@ -145,7 +148,7 @@ fn objectives_weigh_steps_against_first_tokens() {
     nodes[2].backlog_ms = 100.0;
     let choose = |ttft_objective_ms, tpot_objective_ms| {
         let settings = Settings { ttft_objective_ms, tpot_objective_ms, ..with(Never) };
-        let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+        let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
         select(&cluster, &NEED, &Wish::default(), &settings, 0).unwrap()[0].decode
     };
     assert_eq!(choose(1000.0, 1000.0), 3, "its steps are slow, and it takes the request at once");
@@ -156,7 +159,7 @@ fn objectives_weigh_steps_against_first_tokens() {
 fn equal_plans_spread() {
     let nodes = cluster();
     let choose = |turn| {
-        let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+        let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
         let best = &select(&cluster, &NEED, &Wish::default(), &with(Never), turn).unwrap()[0];
         (best.prefill.unwrap(), best.decode)
     };
@@ -172,7 +175,7 @@ fn of_plans_near_the_best_the_emptier_is_likelier() {
     // Two percent worse, and with nothing else to do.
     (nodes[0].reported.requests, nodes[1].backlog_ms) = (4, 1.0);
     for turn in 0..50 {
-        let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+        let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
         let told = select(&cluster, &NEED, &Wish::default(), &with(Never), turn).unwrap();
         assert_eq!(told[0].prefill, Some(2));
         assert!(told[0].total_ms > told[1].total_ms);
@@ -184,10 +187,10 @@ fn of_plans_near_the_best_the_emptier_is_likelier() {
 #[test]
 fn never_pairs_what_does_not_fit_together() {
     let mut nodes = vec![node(1, Role::Prefill), node(3, Role::Decode)];
-    nodes[0].group = 1;
+    nodes[0].domains = [1].into();
     assert_eq!(candidates(&nodes, &Wish::default(), Never), Err(NoPair::Incompatible));
     nodes.push(node(4, Role::Decode));
-    nodes[2].group = 1;
+    nodes[2].domains = [2, 1].into();
     assert_eq!(plans(&nodes, &Wish::default(), Never), [(Some(1), 4)]);
 }
 
@@ -239,7 +242,7 @@ fn says_which_role_is_missing() {
 fn a_request_that_fits_nowhere_is_told_so() {
     let need = Need { prompt_tokens: 64 * 16 + 1, total_tokens: 65 * 16, ..NEED };
     let nodes = cluster();
-    let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+    let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
     let refusal = select(&cluster, &need, &Wish::default(), &with(Never), 0).unwrap_err();
     assert_eq!(refusal, NoPair::TooLarge { blocks: 65, tokens: 1040 });
     assert!(refusal.to_string().contains("65 KV blocks"));
@@ -302,7 +305,7 @@ fn objectives_that_nobody_can_keep_choose_nodes_all_the_same() {
         [(1000.0, 0.0), (0.0, 100.0), (0.0, 0.0), (f64::MAX, f64::MIN_POSITIVE)]
     {
         let settings = Settings { ttft_objective_ms, tpot_objective_ms, ..with(Auto) };
-        let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+        let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
         assert!(select(&cluster, &NEED, &Wish::default(), &settings, 0).is_ok());
     }
 }
@@ -348,7 +351,7 @@ fn a_local_plan_is_taken_where_no_pair_is_sound() {
     nodes[0].draining = true;
     assert_eq!(plans(&nodes, &Wish::default(), Auto), [local]);
     assert_eq!(plans(&nodes, &Wish { keep: Some(1), ..Wish::default() }, Auto), [pair, local]);
-    (nodes[0].draining, nodes[0].group) = (false, 1);
+    (nodes[0].draining, nodes[0].domains) = (false, [1].into());
     assert_eq!(plans(&nodes, &Wish::default(), Auto), [local]);
 }
 
@@ -394,7 +397,7 @@ fn baselines_choose_by_their_own_rule_and_tell_the_same_terms() {
     nodes[0].cached_blocks_of_prompt = 6;
     let choose = |policy, turn| {
         let settings = Settings { policy, ..with(Auto) };
-        let cluster = Cluster { nodes: &nodes, links: &Links::default() };
+        let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
         select(&cluster, &NEED, &Wish::default(), &settings, turn).unwrap()
     };
     let pair = |policy, turn| (choose(policy, turn)[0].prefill, choose(policy, turn)[0].decode);
@@ -416,9 +419,10 @@ fn best_of_all(nodes: &[NodeView], links: &Links, need: &Need, settings: &Settin
     };
     for d in of(Role::Decode) {
         let decode = cost::decode(d, &d.step_cost, need);
-        for p in of(Role::Prefill).filter(|p| p.group == d.group) {
+        for p in of(Role::Prefill) {
+            let Some(way) = Ways::default().between(p, d) else { continue };
             let prefill = cost::prefill(p, &p.step_cost, need);
-            let transfer_ms = links.transfer_ms((p.session, d.session), p.group, decode.missing_blocks);
+            let transfer_ms = links.transfer_ms((p.session, d.session), way, decode.missing_blocks);
             let exposed_ms = (transfer_ms - prefill.prefill_ms).max(0.0);
             let wait_ms = (decode.wait_ms - prefill.first_ms()).max(0.0);
             offer(p.shut || d.shut, prefill.first_ms() + exposed_ms + wait_ms + weight * decode.step_ms);
@@ -435,14 +439,14 @@ fn best_of_all(nodes: &[NodeView], links: &Links, need: &Need, settings: &Settin
 prop_compose! {
     fn any_node()(
         role in prop_oneof![Just(Role::Prefill), Just(Role::Decode)],
-        group in 0u32..2,
+        domains in prop::sample::subsequence(vec![0u32, 1, 2], 0..=3).prop_shuffle(),
         (requests, context, blocks) in (0u32..12, 0u64..4_000, 0u32..64),
         (backlog_ms, speed, cached) in (0.0f64..500.0, 0.5f64..2.0, prop_oneof![3 => Just(0u32), 1 => 0u32..7]),
         shut in prop::bool::weighted(0.1),
     ) -> NodeView {
         let StepCost { base_ms, token_ms, decode_token_ms, .. } = COST;
         NodeView {
-            group,
+            domains: domains.into(),
             backlog_ms,
             shut,
             running: requests,
@@ -479,7 +483,7 @@ proptest! {
         }
         let settings = Settings { near_optimal: 0.0, ..with(local) };
         let links = Links::default();
-        let told = select(&Cluster { nodes: &nodes, links: &links }, &NEED, &Wish::default(), &settings, turn);
+        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &NEED, &Wish::default(), &settings, turn);
         match best_of_all(&nodes, &links, &NEED, &settings) {
             Some(best_ms) => {
                 let chosen_ms = told.unwrap()[0].total_ms;
@@ -502,7 +506,7 @@ proptest! {
             links.observe((p, d), 0, 70_000, 7, ms);
         }
         let settings = Settings { near_optimal: 0.0, ..with(Auto) };
-        let told = select(&Cluster { nodes: &nodes, links: &links }, &NEED, &Wish::default(), &settings, turn);
+        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &NEED, &Wish::default(), &settings, turn);
         if let Some(best_ms) = best_of_all(&nodes, &links, &NEED, &settings) {
             let chosen_ms = told.unwrap()[0].total_ms;
             prop_assert!(chosen_ms <= best_ms * 1.10 + SAME_MS, "{chosen_ms} {best_ms}");
@@ -520,10 +524,10 @@ proptest! {
         let sound = |node: &NodeView| !node.shut && !wish.avoid.nodes.contains(&node.session);
         let of = |role| nodes.iter().filter(move |node| node.role == role && sound(node));
         let there = of(Role::Prefill).any(|p| of(Role::Decode).any(|d| {
-            p.group == d.group && !wish.avoid.pairs.contains(&(p.session, d.session))
+            ways::common(&p.domains, &d.domains).next().is_some() && !wish.avoid.pairs.contains(&(p.session, d.session))
         }));
         let links = Links::default();
-        let told = select(&Cluster { nodes: &nodes, links: &links }, &NEED, &wish, &with(Never), turn);
+        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &NEED, &wish, &with(Never), turn);
         prop_assert_eq!(told.is_ok_and(|told| told[0].is_sound()), there);
     }
 }

@@ -118,7 +118,7 @@ impl Tokenizer {
         let vocabulary = vocabulary.map(|(text, number)| Token { text: (*text).to_owned(), kind: kind(text, *number) });
         let eos = known("tokenizer.ggml.eos_token_id")?;
         let parts = Parts { bpe, inner: None, vocabulary: vocabulary.collect(), spelling, prefix, eos };
-        Ok(Self::new(parts, max_tokens))
+        Self::new(parts, max_tokens)
     }
 
     /// The tokens whose names say that they end an answer.

@@ -45,7 +45,7 @@ impl Tokenizer {
         let (bpe, inner) = plain(&whole).map_err(|error| damaged(error.to_string()))?;
         let prefix = prefix(&whole, names)?;
         let parts = Parts { bpe, inner, vocabulary, spelling: spelling(&whole)?, prefix, eos: names.eos };
-        Ok(Self::new(parts, max_tokens))
+        Self::new(parts, max_tokens)
     }
 }
 

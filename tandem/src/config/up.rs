@@ -174,12 +174,18 @@ struct PassThrough {
     /// Threads of a node [default: its cores]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
-    /// KV transport
-    #[arg(long, value_name = "auto|ucx|tcp")]
+    /// KV transports, the preferred one first [default: all that work here]
+    #[arg(long, value_name = "auto|ucx|ucx/shm|ucx/rdma|ucx/tcp|tcp,…")]
     transport: Option<String>,
     /// What UCX may use
     #[arg(long, value_name = "shm|tcp|rdma")]
     ucx_profile: Option<String>,
+    /// Network devices for KV over UCX, as UCX names them: mlx5_0:1 or eth0
+    #[arg(long, value_name = "DEVICE,…")]
+    kv_device: Option<String>,
+    /// UCX's own transports instead of its profile's: rc,ud,self
+    #[arg(long, value_name = "TLS,…")]
+    ucx_tls: Option<String>,
     /// Directory of libucp.so.0 [default: the system's]
     #[arg(long, value_name = "DIR")]
     ucx_lib_dir: Option<PathBuf>,
@@ -314,6 +320,8 @@ impl PassThrough {
             ("--max-num-batched-tokens", number(&self.max_num_batched_tokens)),
             ("--transport", self.transport.clone()),
             ("--ucx-profile", self.ucx_profile.clone()),
+            ("--kv-device", self.kv_device.clone()),
+            ("--ucx-tls", self.ucx_tls.clone()),
             ("--ucx-lib-dir", lib_dir),
         ];
         let given = pairs.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));

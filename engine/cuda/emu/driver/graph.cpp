@@ -240,7 +240,7 @@ EMU_API int cuGraphLaunch(void* handle, void* stream_handle) {
         return fail(INVALID_VALUE, "cuGraphLaunch: graph and stream are of different devices");
     if (stream->capture)
         return invalidate(stream, STREAM_CAPTURE_UNSUPPORTED, "cuGraphLaunch in a capture: not emulated");
-    if (is_due(Fault::Submit)) return fail(LAUNCH_OUT_OF_RESOURCES, "planned fault: launch of a graph refused");
+    if (is_due(Fault::Submit)) return fail(static_cast<Status>(settings.submit_status), "planned fault: launch of a graph refused");
     Operation operation;
     operation.run = [nodes = graph->nodes] { return run_nodes(*nodes); };
     return enqueue(stream, std::move(operation));

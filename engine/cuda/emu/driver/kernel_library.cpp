@@ -1,5 +1,7 @@
 // Libraries of kernels beside this one: libkernels.so is the product's, libplanted.so has the wrong kernels of tests.
 //
+// With EMU_PLANTED=prefix a wrong kernel prefix_name takes the place of the product's kernel of that name.
+//
 // Each exists twice, plain and with the checker's callbacks (EMU_CHECK). They are opened at the first look-up of a name
 // and never closed: a module is a list of names.
 #include "kernel_library.h"
@@ -51,7 +53,7 @@ static KernelLibrary* open_library(const std::string& path) {
     return library;
 }
 
-KernelEntry find_kernel(const std::string& name) {
+static KernelEntry look_up(const std::string& name) {
     static auto& opened = forever<std::map<std::string, KernelLibrary*>>();
     for (const char* stem : STEMS) {
         std::string path = folder() + "/" + stem + (settings.is_checked ? "-checked.so" : ".so");
@@ -63,6 +65,11 @@ KernelEntry find_kernel(const std::string& name) {
         if (kernel) return {kernel, library};
     }
     return {};
+}
+
+KernelEntry find_kernel(const std::string& name) {
+    KernelEntry planted = settings.planted.empty() ? KernelEntry{} : look_up(settings.planted + "_" + name);
+    return planted.kernel ? planted : look_up(name);
 }
 
 // For the emulated NVRTC.

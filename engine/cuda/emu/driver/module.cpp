@@ -275,7 +275,7 @@ static Status launch(void* handle, const LaunchShape& shape, void* stream_handle
     REQUIRE(check_shape(function, shape));
     auto copy = std::make_shared<ArgumentCopy>();
     REQUIRE(copy_arguments(function->entry.kernel, arguments, copy.get()));
-    if (is_due(Fault::Submit)) return fail(LAUNCH_OUT_OF_RESOURCES, "planned fault: launch refused");
+    if (is_due(Fault::Submit)) return fail(static_cast<Status>(settings.submit_status), "planned fault: launch refused");
     Context* context = stream->context;
     Launch description{function->entry.kernel, function->entry.library, shape.grid, shape.block,
                        shape.dynamic_bytes,    context->device,         nullptr};

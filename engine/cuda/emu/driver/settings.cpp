@@ -96,6 +96,7 @@ void read_settings() {
         settings.visible_devices = visible;
         settings.has_visible_devices = true;
     }
+    if (const char* planted = getenv("EMU_PLANTED")) settings.planted = planted;
     launch_options.seed = static_cast<std::uint64_t>(number("EMU_SEED", 0));
     launch_options.threads = static_cast<unsigned>(number("EMU_THREADS", 1));
     launch_options.watchdog_s = static_cast<unsigned>(number("EMU_WATCHDOG_S", launch_options.watchdog_s));
@@ -127,6 +128,8 @@ static bool set(const std::string& key, long long value) {
         settings.order = static_cast<Order>(value);
     } else if (key == "strict") {
         set_strict(value != 0);
+    } else if (key == "submit_status") {
+        settings.submit_status = static_cast<int>(value);
     } else if (key == "memory_bytes") {
         settings.memory_bytes = static_cast<std::size_t>(value);
     } else {

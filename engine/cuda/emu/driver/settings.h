@@ -25,6 +25,8 @@ struct Settings {
     bool is_verbose = false;                  // EMU_LOG: calls that fail are printed
     std::string visible_devices;              // CUDA_VISIBLE_DEVICES
     bool has_visible_devices = false;
+    std::string planted;      // EMU_PLANTED: kernel <planted>_<name> of libplanted.so takes the place of <name>
+    int submit_status = 701;  // what a planned fault of kind submit answers: out of resources
 };
 extern Settings& settings;
 void read_settings();

@@ -35,6 +35,7 @@
 //! | `EMU_WATCHDOG_S` | seconds of processor time a launch may take (60; 0: any) |
 //! | `EMU_POISON_MB` | larger allocations begin as zeros (256; 0: all) |
 //! | `EMU_FAIL` | planned faults, `alloc:7,copy:2`: see [`Fault`] |
+//! | `EMU_PLANTED` | `unordered`, `reversed`: wrong kernels (`tests/unordered.cu`) in place of the product's |
 //! | `EMU_LOG=1` | print each call that fails |
 //!
 //! Sticky errors, settings and counts are the process's: a test of an error runs in a process of its own.
@@ -153,6 +154,8 @@ pub enum Setting {
     MemoryBytes(u64),
     /// Seconds of processor time a launch may take; 0: any.
     WatchdogSeconds(u32),
+    /// What [`Fault::Submit`] answers; any number, as later drivers have further ones.
+    SubmitStatus(u32),
 }
 
 /// Changes a setting. False where there is no emulated driver.
@@ -165,6 +168,7 @@ pub fn set(setting: Setting) -> bool {
         Setting::Poison(is_poison) => ("poison", i64::from(is_poison)),
         Setting::MemoryBytes(bytes) => ("memory_bytes", i64::try_from(bytes).unwrap_or(i64::MAX)),
         Setting::WatchdogSeconds(seconds) => ("watchdog_s", i64::from(seconds)),
+        Setting::SubmitStatus(status) => ("submit_status", i64::from(status)),
     };
     write(key, value)
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde_json::{Value, json};
 use tandem_cuda::{CudaConfig, CudaExecutor, CudaLoader};
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::ArithmeticChoice;
@@ -47,6 +48,83 @@ pub fn load_cpu(path: &Path) -> CpuExecutor {
         ..ModelConfig::default()
     };
     CpuExecutor::load(&config).expect("loads")
+}
+
+/// Width of the hidden rows of [`wide`]: three segments of a product's `k`, the last a part.
+pub const WIDE: usize = 2112;
+
+/// Copies the checkpoint `from` with another configuration, but not its weights.
+fn configured(from: &Path, to: &Path, change: impl FnOnce(&mut Value)) -> Value {
+    for entry in std::fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+        if !name.contains("safetensors") {
+            std::fs::copy(&path, to.join(name)).expect("copied");
+        }
+    }
+    let file = to.join("config.json");
+    let mut config = serde_json::from_slice(&std::fs::read(&file).expect("a configuration")).expect("JSON");
+    change(&mut config);
+    std::fs::write(&file, config.to_string()).expect("written");
+    config
+}
+
+/// The checkpoint `from` once more, for sequences of `context` tokens.
+pub fn longer(from: &Path, to: &Path, context: usize) {
+    configured(from, to, |config| config["max_position_embeddings"] = context.into());
+    for entry in std::fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+        if name.contains("safetensors") {
+            std::fs::copy(&path, to.join(name)).expect("copied");
+        }
+    }
+}
+
+/// A checkpoint of the shape of the family's llama with random weights, but with rows as wide as those of real models,
+/// in one layer: products over several segments. That of the head is one of them: its sums are the logits. Others are
+/// rounded to bf16 before they come so far, which hides nearly every other order of additions.
+pub fn wide(to: &Path) {
+    let config = configured(&family("llama"), to, |config| {
+        config["hidden_size"] = WIDE.into();
+        config["num_hidden_layers"] = 1.into();
+    });
+    let size = |name: &str| config[name].as_u64().expect("a number") as usize;
+    let (hidden, heads, vocabulary) = (size("hidden_size"), size("head_dim"), size("vocab_size"));
+    let between = size("intermediate_size");
+    let (q, kv) = (size("num_attention_heads") * heads, size("num_key_value_heads") * heads);
+    let mut tensors: Vec<(String, Vec<usize>)> = vec![
+        ("model.embed_tokens.weight".into(), vec![vocabulary, hidden]),
+        ("lm_head.weight".into(), vec![vocabulary, hidden]),
+        ("model.norm.weight".into(), vec![hidden]),
+    ];
+    let layer = [
+        ("input_layernorm", vec![hidden]),
+        ("self_attn.q_proj", vec![q, hidden]),
+        ("self_attn.k_proj", vec![kv, hidden]),
+        ("self_attn.v_proj", vec![kv, hidden]),
+        ("self_attn.o_proj", vec![hidden, q]),
+        ("post_attention_layernorm", vec![hidden]),
+        ("mlp.gate_proj", vec![between, hidden]),
+        ("mlp.up_proj", vec![between, hidden]),
+        ("mlp.down_proj", vec![hidden, between]),
+    ];
+    tensors.extend(layer.map(|(name, shape)| (format!("model.layers.0.{name}.weight"), shape)));
+    let (mut header, mut bytes) = (serde_json::Map::new(), Vec::new());
+    for (name, shape) in tensors {
+        let (begin, count) = (bytes.len(), shape.iter().product::<usize>());
+        for index in 0..count {
+            let word = xxhash_rust::xxh3::xxh3_64(format!("{name} {index}").as_bytes());
+            let share = (word >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+            // A sum over `k` of them has about the size of one of its factors.
+            let value = shape.get(1).map_or(1.0 + share / 4.0, |&k| share * (3.0 / k as f32).sqrt() * 1.5);
+            bytes.extend(half::bf16::from_f32(value).to_le_bytes());
+        }
+        header.insert(name, json!({"dtype": "BF16", "shape": shape, "data_offsets": [begin, bytes.len()]}));
+    }
+    let header = Value::Object(header).to_string();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat();
+    std::fs::write(to.join("model.safetensors"), file).expect("written");
 }
 
 /// An executor whose logits can be looked at.

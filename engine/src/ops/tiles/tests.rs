@@ -51,9 +51,9 @@ fn operands(w: &PackedMatrix) -> Option<Vec<f32>> {
     let mut tiles = [Tile::ZERO; 2];
     for (i, weight) in weights.iter_mut().enumerate() {
         let (n, k) = (i / w.k(), i % w.k());
-        let block = &w.panel(n / 32)[k / 32 * w.format().block_bytes()..];
+        let block = w.format().block(w.panel(n / 32).as_ptr(), k / 32);
         // SAFETY: the machine has AVX-512 with BF16 and FP16; the panel has the block.
-        unsafe { to_tiles(block.as_ptr(), tiles.as_mut_ptr().cast()) };
+        unsafe { to_tiles(block, tiles.as_mut_ptr().cast()) };
         *weight = pair(tiles[n % 32 / 16].0[k % 32 / 2][n % 16])[k % 2];
     }
     Some(weights)

@@ -165,7 +165,7 @@ impl Worker {
             return None;
         };
         let mut digests = vec![0; pieces.len()];
-        let uncopied = self.mutation == Mutation::AcknowledgeUncopied;
+        let uncopied = self.mutation.acknowledges_uncopied();
         for (pieces, digests) in pieces.chunks(LEAVES_AT_ONCE).zip(digests.chunks_mut(LEAVES_AT_ONCE)) {
             if self.desk.stopping.load(Relaxed) == from.0 {
                 return Some(claim);

@@ -221,7 +221,10 @@ pub fn router_with_keys(limits: Limits, keys: Keys) -> Service {
 }
 
 pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
-    let transport = v1::TransportInfo { backend: "mem".into(), name: "mem".into(), build_id: "1".into() };
+    let transport = |name: &str| {
+        let (name, build_id) = (name.to_owned(), format!("{name}/1"));
+        v1::TransportInfo { backend: "mem".into(), name, build_id, reach: None }
+    };
     v1::Register {
         node_id: node_id.into(),
         role: role.into(),
@@ -229,7 +232,7 @@ pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
         compatibility_digest: 5,
         model_digest: model().digest,
         endpoint: endpoint.into(),
-        transport: Some(transport),
+        transports: ["fast", "slow"].map(transport).into(),
         total_blocks: 64,
         block_tokens: 16,
         max_context_tokens: 256,

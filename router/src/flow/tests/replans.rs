@@ -107,6 +107,48 @@ async fn what_could_not_be_delivered_goes_to_another_decode() {
 }
 
 #[tokio::test]
+async fn what_one_way_did_not_deliver_goes_by_the_next() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, _, decode, start) = cluster.legs().await;
+    assert_eq!(start.transport, "fast/1");
+    decode.send(reserved()).await;
+    assert_eq!(told(&mut prefill).await, deliver("d0"));
+    prefill.send(first_token(id('a'), None)).await;
+    prefill.send(undelivered("d0", ErrorKind::Unavailable)).await;
+    decode.cancelled().await;
+    // The same two nodes, as there are no others.
+    let (decode, start) = cluster.decode.call().await;
+    assert_eq!(start.transport, "slow/1");
+    decode.send(reserved_by("again")).await;
+    assert_eq!(told(&mut prefill).await, deliver("again"));
+    decode.send(verified()).await;
+    decode.send(token(id('b'))).await;
+    decode.send(finished(Length, vec![])).await;
+    prefill.send(delivered_to("again", vec![])).await;
+    let (_, tokens, end) = read(stream).await;
+    assert_eq!(tokens, ids("ab"));
+    check_replanned(&cluster, end, "undelivered", ["p0", "d0"]);
+    let counted = ["tandem_kv_way_fallbacks_total", "from=\"fast\",to=\"slow\""];
+    assert_eq!(metric(&cluster.service, &counted), 1);
+    // The next request knows it from the beginning, and says so.
+    let stream = cluster.service.generate(request()).unwrap();
+    let (prefill, _, decode, start) = cluster.legs().await;
+    assert_eq!(start.transport, "slow/1");
+    prefill.send(first_token(id('a'), Some(Stop))).await;
+    let (_, _, end) = read(stream).await;
+    drop((prefill, decode));
+    let Ok(GenerationEvent::Finish { trace_id, .. }) = end else { panic!("{end:?}") };
+    let trace = cluster.service.trace_json(&trace_id).unwrap();
+    let route = spans(&trace).find(|span| span["name"] == "route").unwrap();
+    let candidate = &route["events"][0]["attributes"];
+    assert_eq!(
+        (&candidate["tandem.route.way"], &candidate["tandem.route.way_instead_of"]),
+        (&"slow".into(), &"fast".into())
+    );
+}
+
+#[tokio::test]
 async fn a_refused_seal_takes_another_pair_even_if_only_prefill_can_be_another() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let stream = cluster.service.generate(request()).unwrap();

@@ -1,0 +1,123 @@
+//! The first words on a socket: the caller's hello with the key of the hand-off that it dials for, and the welcome, or
+//! the refusal. Both within a time, and not a byte of what follows is read. Knows no frame after them.
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::time::Instant;
+
+use tandem_proto::PROTOCOL_VERSION;
+
+use super::frame::{PRELUDE_BYTES, garbage, is_timeout, parse_prelude, prelude};
+use super::sealing::{Opener, Sealer};
+use crate::error::{Refusal, TransferError, TransferErrorKind};
+use crate::handshake::{Direction, HELLO_HEAD_BYTES, Hello, Nonces, Secret, WELCOME_HEAD_BYTES, Welcome};
+use crate::registry::Registry;
+use crate::terms::PeerId;
+use crate::wire::{Answer, Header, MAX_HELLO_BYTES};
+
+/// What both ends have agreed upon.
+pub(super) struct Greeted {
+    pub(super) nonces: Nonces,
+    pub(super) sealer: Sealer,
+    pub(super) opener: Opener,
+}
+
+impl Greeted {
+    fn new(secret: &Secret, nonces: Nonces, out: Direction, back: Direction) -> Self {
+        let sealer = Sealer::new(secret.session(nonces, out));
+        Self { nonces, sealer, opener: Opener::new(secret.session(nonces, back)) }
+    }
+}
+
+/// Says hello for a hand-off, and waits for the welcome.
+///
+/// # Errors
+/// The receiver's refusal; `Refused(Unauthenticated)` for a receiver that does not know the key.
+pub(super) fn call(
+    mut stream: &TcpStream,
+    build_id: &str,
+    secret: &Secret,
+    until: Instant,
+) -> Result<Greeted, TransferError> {
+    let sender = rand::random();
+    let hello = secret.hello(sender, build_id.as_bytes());
+    stream.write_all(&[&prelude(&Header::hello(), hello.len() as u64)[..], &hello].concat())?;
+    let mut head = [0; PRELUDE_BYTES];
+    read_until(stream, &mut head, until)?;
+    match parse_prelude(&head) {
+        Some((Header::Welcome(_), len)) if len == WELCOME_HEAD_BYTES as u64 => {}
+        Some((Header::Answer(_, Answer::Refused(refusal)), 0)) => return Err(refusal.into()),
+        _ => return Err(garbage()),
+    }
+    let mut payload = [0; WELCOME_HEAD_BYTES];
+    read_until(stream, &mut payload, until)?;
+    let welcome = Welcome::parse(&payload).filter(|it| secret.welcomed(it, sender, build_id.as_bytes()));
+    let nonces = Nonces { sender, receiver: welcome.ok_or(Refusal::Unauthenticated)?.nonce };
+    Ok(Greeted::new(secret, nonces, Direction::ToReceiver, Direction::ToSender))
+}
+
+/// Waits for a hello, opens its hand-off for `peer`, and welcomes it. `proved` is called in between.
+///
+/// # Errors
+/// `Incompatible` for another build, the refusal, `Corrupt` for what is no hello.
+pub(super) fn answer(
+    mut stream: &TcpStream,
+    build_id: &str,
+    registry: &Registry,
+    peer: PeerId,
+    until: Instant,
+    proved: impl FnOnce(),
+) -> Result<Greeted, TransferError> {
+    let mut head = [0; PRELUDE_BYTES];
+    read_until(stream, &mut head, until)?;
+    let Some((Header::Hello { protocol }, len)) = parse_prelude(&head) else { return Err(garbage()) };
+    if len > (HELLO_HEAD_BYTES + MAX_HELLO_BYTES) as u64 {
+        return Err(garbage());
+    }
+    let mut payload = vec![0; len as usize];
+    read_until(stream, &mut payload, until)?;
+    let hello = Hello::parse(&payload).ok_or_else(garbage)?;
+    if protocol != PROTOCOL_VERSION || hello.about != build_id.as_bytes() {
+        let theirs = String::from_utf8_lossy(hello.about).escape_default().to_string();
+        let message = format!(
+            "the KV peer speaks protocol {protocol} build {theirs}, we speak {build_id} (\"encrypted\" is --kv-encrypt: \
+             give it to all nodes or to none)"
+        );
+        return Err(TransferError::new(TransferErrorKind::Incompatible, message));
+    }
+    let opened = registry.authenticate(&hello).and_then(|authenticated| {
+        registry.open(peer, &authenticated)?;
+        Ok(authenticated)
+    });
+    let authenticated = match opened {
+        Ok(authenticated) => authenticated,
+        Err(refusal) => {
+            // Who is gone by now need not know.
+            let _ = stream.write_all(&prelude(&Header::Answer(hello.handoff, Answer::Refused(refusal)), 0));
+            return Err(refusal.into());
+        }
+    };
+    proved();
+    let (secret, nonces) = (authenticated.secret(), Nonces { sender: hello.nonce, receiver: rand::random() });
+    let welcome = secret.welcome(nonces, hello.about, &[]);
+    stream.write_all(&[&prelude(&Header::Welcome(hello.handoff), welcome.len() as u64)[..], &welcome].concat())?;
+    Ok(Greeted::new(secret, nonces, Direction::ToSender, Direction::ToReceiver))
+}
+
+/// Fills `bytes` by a time: a read timeout alone lets a peer hold its place by a byte now and then.
+fn read_until(mut stream: &TcpStream, bytes: &mut [u8], until: Instant) -> io::Result<()> {
+    let mut filled = 0;
+    while filled < bytes.len() {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(&mut bytes[filled..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted || is_timeout(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
