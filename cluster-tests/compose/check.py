@@ -29,7 +29,7 @@ GRAFANA = f"http://127.0.0.1:{os.environ['GRAFANA_PORT']}"
 NODES = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 SERVICES = ["router", *NODES, "nodes"]
 # What compose.yaml makes of TANDEM_TRANSPORT.
-TRANSPORT = {"ucx": "ucx/shm", "tcp": "tcp"}[os.environ.get("TANDEM_TRANSPORT", "ucx")]
+TRANSPORT = {"auto": "ucx/shm", "ucx": "ucx/shm", "tcp": "tcp"}[os.environ.get("TANDEM_TRANSPORT", "auto")]
 PROMPTS = [f"{number} + {number + 1} is what? Explain it to a child who likes {thing}."
            for number, thing in enumerate(["ships", "cats", "maps", "trains", "birds", "stars", "bread", "rivers"])]
 TOKENS = 160
@@ -264,6 +264,7 @@ def check_files():
     gpus = config(shipped, "compose.gpu.yaml")
     assert [devices(gpus[node]) for node in NODES] == [["0"], ["1"], ["2"], ["3"]]
     assert all(gpus[node][kind] == "service:nodes" for node in NODES for kind in ("ipc", "pid"))
+    assert "--transport=auto" in gpus["decode-0"]["command"], "KV of a GPU travels over tcp, whatever else may"
     assert gpus["decode-0"]["ulimits"]["memlock"] == -1 and int(gpus["nodes"]["shm_size"]) == 16 << 30
     rdma = config(shipped, "compose.rdma.yaml", "compose.gpu.yaml")
     assert all(rdma[service]["network_mode"] == "host" for service in ("nodes", "router", "jaeger", "prometheus", "grafana"))

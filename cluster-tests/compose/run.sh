@@ -68,4 +68,6 @@ compose up --detach --wait "${services[@]}"
 compose ps
 python3 cluster-tests/compose/check.py "$@"
 compose down --volumes --remove-orphans
-say "all passed"
+left=$(docker ps --all --quiet; docker volume ls --quiet; docker network ls --quiet --filter type=custom)
+[ -z "$left" ] || die "docker compose down left something behind: $left"
+say "all passed, and nothing is left"

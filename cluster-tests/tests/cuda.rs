@@ -1,6 +1,8 @@
 //! Nodes that compute on GPUs, as real processes. The GPUs are emulated (`engine/cuda/emu`), the programs do not know:
 //! they find the emulated driver in `LD_LIBRARY_PATH`, as they find a real one in the system's folders. The model is a
-//! tiny one, so that an emulated step takes milliseconds.
+//! tiny one, so that an emulated step takes milliseconds; but for the golden prompts, which are SmolLM2's. Of these a
+//! step takes half a second: few short ones run, and more, with the death of either node, where `TANDEM_GPU_GOLDEN`
+//! asks for them.
 //!
 //! Without a C++ compiler there is no emulated driver, and these tests are skipped with a word; with
 //! `TANDEM_REQUIRE_EMU=1` they fail.
@@ -10,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde_json::Value;
-use tandem_cluster_tests::client::{ask, rest, token_ids};
+use tandem_cluster_tests::client::{ask, metric, rest, token_ids};
 use tandem_cluster_tests::cluster::words;
 use tandem_cluster_tests::process::{Process, program};
 use tandem_cluster_tests::{Cluster, Options};
@@ -22,6 +24,10 @@ use tokio::time::timeout;
 const LONG: Duration = Duration::from_secs(120);
 /// From the end of a request to free blocks everywhere.
 const BACK: Duration = Duration::from_secs(10);
+/// Golden prompts and tokens of each in every run.
+const GOLDEN: (usize, usize) = (2, 4);
+/// Gaps between the two best logits in which rounding to bf16 may choose either.
+const TIE: f64 = 0.1;
 /// The model's vocabulary, without its control tokens.
 const TOKENS: std::ops::Range<u32> = 3..320;
 
@@ -59,17 +65,24 @@ impl Machine {
         self.environment.push((name.to_owned(), value.into()));
     }
 
+    /// A prefill and a decode node with these flags, and the tiny model.
     async fn cluster(&self, prefill: &str, decode: &str) -> anyhow::Result<Cluster> {
         Cluster::start(Options {
-            transport: "auto",
             model: Some(tiny_model()?),
-            node_args: words("--threads 1 --kv-blocks 128 --max-num-batched-tokens 64 --max-num-seqs 8"),
+            node_args: words("--threads 1 --kv-blocks 128 --max-num-batched-tokens 32 --max-num-seqs 8"),
+            ..self.options(prefill, decode)
+        })
+        .await
+    }
+
+    fn options(&self, prefill: &str, decode: &str) -> Options {
+        Options {
+            transport: "auto",
             node_environment: self.environment.clone(),
             prefill_args: words(prefill),
             decode_args: words(decode),
             ..Options::default()
-        })
-        .await
+        }
     }
 
     /// Runs a program to its end.
@@ -123,22 +136,113 @@ async fn two_gpus_answer_as_one_and_survive_the_death_of_either_node() -> anyhow
         assert_eq!(cluster.local_tokens(spec).await?, answer.tokens, "a prompt of {length} tokens on one GPU alone");
     }
 
-    let expected = cluster.answer(request(40, 64)).await?;
-    let mut stream = cluster.open(request(40, 64)).await?;
+    let expected = cluster.answer(request(40, 64)).await?.tokens;
+    assert_eq!(over_death_of_decode(&mut cluster, request(40, 64)).await?, expected);
+    // Fifteen steps of a prompt, of some 30 ms each.
+    let expected = cluster.answer(request(480, 16)).await?.tokens;
+    cluster.restart_prefill().await?;
+    assert_eq!(over_death_of_prefill(&mut cluster, request(480, 16)).await?, expected);
+    cluster.idle(BACK).await?;
+    Ok(())
+}
+
+/// The tokens of an answer whose decode node is killed once the client has the first of them.
+async fn over_death_of_decode(cluster: &mut Cluster, request: v1::GenerateRequest) -> anyhow::Result<Vec<u32>> {
+    let mut stream = cluster.open(request).await?;
     let first = stream.message().await?.context("no first token")?;
     cluster.restart_decode().await?;
     let after = timeout(LONG, rest(stream)).await??;
     let Some(v1::generate_response::Event::Token(first)) = first.event else { panic!("the first message is no token") };
-    assert_eq!([vec![first.token_id], after.tokens].concat(), expected.tokens, "over the death of the decode node");
-    assert!(after.finish.timings.unwrap_or_default().replans >= 1);
+    ensure!(after.finish.timings.unwrap_or_default().replans >= 1, "the answer was complete before");
+    Ok([vec![first.token_id], after.tokens].concat())
+}
 
-    // While it computes: 320 tokens are five steps.
-    let expected = cluster.answer(request(320, 16)).await?;
-    let stream = cluster.open(request(321, 16)).await?;
+/// The tokens of an answer whose prefill node is killed while it computes the prompt.
+async fn over_death_of_prefill(cluster: &mut Cluster, request: v1::GenerateRequest) -> anyhow::Result<Vec<u32>> {
+    let stream = cluster.open(request).await?;
+    // Asked of the node itself: its reports to the router come too late.
+    let begun = async |cluster: &Cluster| {
+        let running = metric(&cluster.prefill, "vllm:num_requests_running").await;
+        running.is_ok_and(|running| running == 1.0)
+    };
+    cluster.wait_until(LONG, "the prompt is in a step", begun).await?;
     cluster.restart_prefill().await?;
-    let over_death = timeout(LONG, rest(stream)).await??;
-    assert_eq!(over_death.tokens, cluster.answer(request(321, 16)).await?.tokens, "over the death of the prefill node");
-    assert_eq!(cluster.answer(request(320, 16)).await?.tokens, expected.tokens, "with another prefill node");
+    let answer = timeout(LONG, rest(stream)).await??;
+    ensure!(answer.finish.timings.unwrap_or_default().replans >= 1, "the prompt was computed before");
+    Ok(answer.tokens)
+}
+
+/// Greedy tokens of SmolLM2 by an independent engine, and how sure it was of each.
+#[derive(Debug)]
+struct Golden {
+    name: String,
+    prompt: Vec<u32>,
+    /// As far as no choice is a tie for weights and activations in bf16.
+    tokens: Vec<u32>,
+}
+
+impl Golden {
+    /// The `prompts` shortest whose first token is sure, up to `tokens` tokens of each.
+    fn shortest(prompts: usize, tokens: usize) -> anyhow::Result<Vec<Self>> {
+        let file: Value = serde_json::from_str(include_str!("../../engine/tests/data/smollm2-135m-golden.json"))?;
+        let prompt = |one: &Value| -> Option<Self> {
+            let numbers = |list: &Value| -> Option<Vec<u32>> {
+                list.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
+            };
+            let answer = &one["out"]["f32"];
+            let gaps = answer["gap"].as_array()?.iter().map_while(Value::as_f64);
+            let sure = gaps.take_while(|&gap| gap >= TIE).count().min(tokens);
+            let mut tokens = numbers(&answer["tokens"])?;
+            tokens.truncate(sure);
+            Some(Self { name: one["name"].as_str()?.to_owned(), prompt: numbers(&one["ids"])?, tokens })
+        };
+        let all = file["prompts"].as_array().context("no prompts")?;
+        let mut all: Vec<Self> = all.iter().map(prompt).collect::<Option<_>>().context("another form")?;
+        all.retain(|golden| !golden.tokens.is_empty());
+        all.sort_by_key(|golden| golden.prompt.len());
+        all.truncate(prompts);
+        Ok(all)
+    }
+
+    fn request(&self) -> v1::GenerateRequest {
+        let mut request = ask(token_ids(self.prompt.clone()), self.tokens.len() as u32);
+        request.ignore_eos = true;
+        request
+    }
+}
+
+#[tokio::test]
+async fn golden_prompts_are_answered_over_two_gpus() -> anyhow::Result<()> {
+    let Some(machine) = Machine::with(2)? else { return Ok(()) };
+    let wanted = std::env::var_os("TANDEM_GPU_GOLDEN");
+    let (prompts, tokens) = match wanted.as_ref().map(|text| text.to_string_lossy()) {
+        None => GOLDEN,
+        Some(text) => {
+            let (prompts, tokens) = text.split_once(',').context("TANDEM_GPU_GOLDEN=prompts,tokens")?;
+            (prompts.parse()?, tokens.parse()?)
+        }
+    };
+    // Small steps and few blocks: most of a start is its warm-up.
+    let mut cluster = Cluster::start(Options {
+        node_args: words("--threads 1 --kv-blocks 24 --max-num-batched-tokens 16 --max-num-seqs 1"),
+        ..machine.options("--device cuda:0", "--device cuda:1")
+    })
+    .await?;
+    let all = Golden::shortest(prompts, tokens)?;
+    ensure!(all.len() == prompts, "there are {} such prompts", all.len());
+    for golden in &all {
+        let answer = cluster.answer(golden.request()).await?;
+        let timings = answer.finish.timings.unwrap_or_default();
+        println!("{}: {} tokens, {} bytes of KV", golden.name, answer.tokens.len(), timings.kv_bytes);
+        assert_eq!(answer.tokens, golden.tokens, "{}", golden.name);
+        assert!(timings.kv_bytes > 0, "{}: computed on one node", golden.name);
+    }
+    if wanted.is_some() {
+        let longest = all.last().context("no prompt")?;
+        assert_eq!(over_death_of_decode(&mut cluster, longest.request()).await?, longest.tokens);
+        cluster.restart_prefill().await?;
+        assert_eq!(over_death_of_prefill(&mut cluster, longest.request()).await?, longest.tokens);
+    }
     cluster.idle(BACK).await?;
     Ok(())
 }
@@ -186,7 +290,7 @@ async fn what_is_wrong_with_a_gpu_is_one_sentence() -> anyhow::Result<()> {
         (&[("EMU_ARCH", "75")], "--device cuda", "compute capability 7.5"),
         (&[("EMU_DRIVER_VERSION", "12020")], "--device cuda", "CUDA 12.2"),
         (&[("LD_LIBRARY_PATH", no_nvrtc.as_str())], "--device cuda", "no NVRTC"),
-        (&[], "--device cuda --kv-dtype int8", "bf16"),
+        (&[], "--device cuda --kv-dtype int8", "no int8 KV, only bf16"),
         (&[], "--device cuda --kv-blocks 100000000", "GiB"),
     ];
     let usual = machine.environment.clone();

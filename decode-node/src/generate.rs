@@ -10,7 +10,6 @@ use tandem_node::call::Events;
 use tandem_node::figures::{Answer, Copied};
 use tandem_node::request::{context, top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
-use tandem_proto::spans::pack;
 use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, FirstToken, Reserved, Token};
 use tandem_proto::{Error, ErrorKind, Incarnation, TraceContext};
@@ -305,7 +304,7 @@ impl Generate<'_> {
     }
 
     async fn finish(&self, reason: v1::FinishReason, at: Instant, trace: &mut Trace) -> Result<(), Error> {
-        let spans = pack(trace.finish(at));
+        let spans = trace.finish(at);
         self.send(Event::Finished(Finished { reason: reason.into(), spans })).await
     }
 

@@ -226,7 +226,7 @@ fn withdrawn_tickets_end_what_nobody_has_opened() {
     let Setup { mut sessions, owner, now } = offered(1);
     let (opened, of_opened) = (HandoffId([8; 16]), Arc::new(()));
     sessions.offer(opened, offer(vec![1], 1, of_opened.clone()), now).unwrap();
-    sessions.keep_alive(PEER, opened, now).unwrap();
+    sessions.open(PEER, opened, now).unwrap();
     assert_eq!(sessions.withdraw(now), vec![ID]);
     assert_eq!((Arc::strong_count(&owner), Arc::strong_count(&of_opened)), (1, 2));
     assert_eq!(sessions.state(opened), Some(State::Reserved));

@@ -14,7 +14,7 @@ use rand::{Rng, SeedableRng};
 use tandem_kvtransfer::handshake::{HELLO_HEAD_BYTES, Secret};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_kvtransfer::tcp::{Protection, TcpConfig, TcpTransport};
-use tandem_kvtransfer::ucx::stranger::Stranger;
+use tandem_kvtransfer::ucx::stranger::{BUILD_AT, Stranger};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::wire::Header;
 use tandem_kvtransfer::{
@@ -330,7 +330,10 @@ fn hellos(ticket: &v1::Ticket, seed: u64, counters: &Counters, expected: u64) {
     for _ in 0..ROUND {
         let hello = match rng.random_range(0..2) {
             0 => garbled(&mut rng, &honest),
-            _ => secret.hello(rng.random(), &garbled(&mut rng, &honest[HELLO_HEAD_BYTES..])),
+            _ => {
+                let about = [&honest[HELLO_HEAD_BYTES..BUILD_AT], &garbled(&mut rng, &honest[BUILD_AT..])].concat();
+                secret.hello(rng.random(), &about)
+            }
         };
         stranger.say_hello(node, hello);
         stranger.turn();

@@ -257,6 +257,7 @@ fn report(who: &str, way: Way, mut notices: Vec<Duration>) {
 }
 
 /// Of each fault.
+#[allow(clippy::disallowed_methods, reason = "a test has no command line to be told by")]
 fn rounds() -> u32 {
     let told = std::env::var("TANDEM_FAULT_ROUNDS").ok();
     told.map_or(ROUNDS, |rounds| rounds.parse().expect("TANDEM_FAULT_ROUNDS is a number"))

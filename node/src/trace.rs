@@ -7,8 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use tandem_proto::spans::{pack, unpack};
-use tandem_proto::{TraceContext, TraceState, v1};
+use tandem_proto::{TraceContext, TraceState};
 use tandem_telemetry::notes::{Note, Notes};
 use tandem_telemetry::{Exporter, Kind, Phase, Value, clock, request_span};
 use tokio::sync::Notify;
@@ -30,18 +29,14 @@ impl SpanSink {
     /// Spans that no last message takes along.
     fn stray(&self, packed: Vec<u8>) {
         if let Some(packed) = self.strays.push(packed) {
-            self.export(&packed);
+            self.exporter.export(packed);
         }
-    }
-
-    fn export(&self, packed: &[u8]) {
-        self.exporter.export(unpack(packed).collect());
     }
 
     /// No router will come: what waits for one goes to the collector.
     pub fn give_up(&self) {
         while let Some(packed) = self.strays.pop() {
-            self.export(&packed);
+            self.exporter.export(packed);
         }
     }
 }
@@ -108,9 +103,9 @@ impl Finished {
         Self { sink, packed: Vec::new() }
     }
 
-    /// Adds some.
-    pub fn add(&mut self, spans: Vec<v1::Span>) {
-        self.packed.extend(pack(spans));
+    /// Adds some, packed.
+    pub fn add(&mut self, packed: &[u8]) {
+        self.packed.extend_from_slice(packed);
     }
 
     /// For the last message, packed.
@@ -133,7 +128,8 @@ impl Drop for Finished {
 pub struct Trace {
     sink: SpanSink,
     state: TraceState,
-    done: Vec<v1::Span>,
+    /// Packed.
+    done: Vec<u8>,
     open: Vec<Open>,
     /// What is logged of the request.
     notes: Option<Notes>,
@@ -175,12 +171,7 @@ impl Trace {
     }
 
     /// Adds an event to the innermost open phase.
-    pub fn event(
-        &mut self,
-        name: impl Into<String>,
-        at: Instant,
-        attributes: impl IntoIterator<Item = (&'static str, Value)>,
-    ) {
+    pub fn event(&mut self, name: &str, at: Instant, attributes: impl IntoIterator<Item = (&'static str, Value)>) {
         self.edit(|phase| match phase.events() < MAX_EVENTS {
             true => phase.event(name, at, attributes),
             false => phase,
@@ -200,11 +191,11 @@ impl Trace {
         if self.open.len() == 1 {
             let notes = self.notes.as_ref().map(Notes::take).unwrap_or_default();
             for Note { message, level, at, fields } in notes {
-                self.event(message, at, fields.into_iter().chain([("level", level.into())]));
+                self.event(&message, at, fields.into_iter().chain([("level", level.into())]));
             }
         }
         if let Some(open) = self.open.pop() {
-            self.done.push(open.phase.end(self.sink.service, self.sink.instance.clone(), open.start, end));
+            self.done.extend(open.phase.end(self.sink.service, &self.sink.instance, open.start, end));
         }
     }
 
@@ -222,8 +213,8 @@ impl Trace {
         }
     }
 
-    /// Closes what is open; returns all spans, for the last message of the call.
-    pub fn finish(&mut self, end: Instant) -> Vec<v1::Span> {
+    /// Closes what is open; returns all spans, packed, for the last message of the call.
+    pub fn finish(&mut self, end: Instant) -> Vec<u8> {
         while !self.open.is_empty() {
             self.close(end);
         }
@@ -241,13 +232,14 @@ impl Drop for Trace {
     fn drop(&mut self) {
         self.fail("cancelled");
         if !self.done.is_empty() {
-            self.sink.stray(pack(std::mem::take(&mut self.done)));
+            self.sink.stray(std::mem::take(&mut self.done));
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use tandem_proto::spans::unpack;
     use tandem_telemetry::Collector;
 
     use super::*;
@@ -269,7 +261,7 @@ mod tests {
         let middle = Instant::now();
         trace.close(middle);
         trace.open("prefill.forward", Kind::Internal, outer, middle);
-        let spans = trace.finish(Instant::now());
+        let spans: Vec<_> = unpack(&trace.finish(Instant::now())).collect();
         let names: Vec<_> = spans.iter().map(|span| span.name.as_str()).collect();
         assert_eq!(names, ["prefill.queue", "prefill.forward", "prefill"]);
         assert_eq!(spans[0].end_unix_ns, spans[1].start_unix_ns);
@@ -290,7 +282,7 @@ mod tests {
         let mut good = Trace::new(sink.clone(), TraceState::default());
         begin(&mut good);
         let mut finished = Finished::new(sink.clone());
-        finished.add(good.finish(Instant::now()));
+        finished.add(&good.finish(Instant::now()));
         assert_eq!(unpack(&finished.take()).count(), 2);
         drop((good, finished));
         assert_eq!(sink.strays.pop(), None);
@@ -298,11 +290,11 @@ mod tests {
         let mut cut = Trace::new(sink.clone(), TraceState::default());
         begin(&mut cut);
         let mut untold = Finished::new(sink.clone());
-        untold.add(cut.finish(Instant::now()));
+        untold.add(&cut.finish(Instant::now()));
         begin(&mut cut);
         drop((cut, untold));
         let spans: Vec<_> = unpack(&sink.strays.next().await).collect();
-        let errors: Vec<_> = spans.iter().map(|span| (&*span.name, &*span.error)).collect();
+        let errors: Vec<_> = spans.iter().map(|span| (&*span.name, span.error())).collect();
         let expected = [("prefill.queue", ""), ("prefill", "cancelled"), ("prefill.queue", ""), ("prefill", "")];
         assert_eq!(errors, expected, "in one message");
         assert_eq!(sink.strays.pop(), None);
@@ -332,7 +324,7 @@ mod tests {
         let outer = trace.open("decode", Kind::Server, root, Instant::now());
         trace.open("decode.queue", Kind::Internal, outer, Instant::now());
         trace.fail("gone");
-        let spans = trace.finish(Instant::now());
-        assert!(spans.len() == 2 && spans.iter().all(|span| span.error == "gone"));
+        let spans: Vec<_> = unpack(&trace.finish(Instant::now())).collect();
+        assert!(spans.len() == 2 && spans.iter().all(|span| span.error() == "gone"));
     }
 }

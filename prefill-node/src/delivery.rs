@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tandem_node::call::Events;
 use tandem_node::trace::Finished;
 use tandem_proto::v1::prefill_event::Event;
-use tandem_proto::v1::{Delivered, PrefillEvent, Span, Ticket, Undelivered};
+use tandem_proto::v1::{Delivered, PrefillEvent, Ticket, Undelivered};
 use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::watch;
@@ -31,12 +31,12 @@ pub struct Deliveries<'a> {
     failed: Option<(Error, Instant)>,
 }
 
-/// A hand-off under way, and the spans that it leaves.
+/// A hand-off under way, and the spans that it leaves, packed.
 type Running<'a> = Pin<Box<dyn Future<Output = Ended> + Send + 'a>>;
 
 struct Ended {
     outcome: Result<Delivered, Failed>,
-    spans: Vec<Span>,
+    spans: Vec<u8>,
     handoff_id: Vec<u8>,
 }
 
@@ -75,7 +75,7 @@ impl<'a> Deliveries<'a> {
                 },
                 ended = end_of(&mut running) => {
                     running = None;
-                    self.spans.add(ended.spans);
+                    self.spans.add(&ended.spans);
                     match ended.outcome {
                         Ok(delivered) => return Ok(Delivered { spans: self.spans.take(), ..delivered }),
                         Err(Failed::Here(error)) => return Err(error),

@@ -9,7 +9,7 @@ use tandem_kvtransfer::hashing::{self, Hashing};
 use tandem_kvtransfer::transport::check_identity;
 use tandem_kvtransfer::{Manifest, Outgoing, Receipt, TransferError};
 use tandem_node::{CheckedRequest, Node, Trace};
-use tandem_proto::v1::{Delivered, Seal, Span, Ticket};
+use tandem_proto::v1::{Delivered, Seal, Ticket};
 use tandem_proto::{Error, ErrorKind, SequenceHash, TraceContext};
 use tandem_telemetry::{Kind, clock};
 use tokio::sync::watch;
@@ -77,7 +77,7 @@ pub struct Sender<'a> {
 
 impl Sender<'_> {
     /// Sends the prompt's KV to whoever granted `ticket`, as `kv` tells of it, and waits until it is verified there.
-    /// Spans go to `spans` in any case. Dropping the future cancels the hand-off at the receiver.
+    /// Spans go to `spans`, packed, in any case. Dropping the future cancels the hand-off at the receiver.
     ///
     /// # Errors
     /// `There` with `Incompatible` for a ticket for another node, model, layout or prompt, `Unavailable` or the
@@ -86,7 +86,7 @@ impl Sender<'_> {
         &self,
         ticket: &Ticket,
         kv: watch::Receiver<Kv>,
-        spans: &mut Vec<Span>,
+        spans: &mut Vec<u8>,
     ) -> Result<Delivered, Failed> {
         let mut trace = self.node.trace(&self.request.state);
         let outcome = self.deliver(ticket, kv, &mut trace).await;

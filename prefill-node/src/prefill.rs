@@ -10,7 +10,6 @@ use tandem_engine::{KvLease, SequenceEvent, SequenceRequest, StepShape, TokenLog
 use tandem_node::call::Events;
 use tandem_node::request::{top_logprobs, until_deadline};
 use tandem_node::{CheckedRequest, Node, Trace};
-use tandem_proto::spans::pack;
 use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent, RequestSpec};
 use tandem_proto::{Error, ErrorKind, TraceContext};
@@ -104,7 +103,7 @@ impl Prefill<'_> {
             }
             delivered = delivery.run(commands) => delivered,
         }?;
-        delivered.spans.extend(pack(trace.finish(clock::now())));
+        delivered.spans.extend(trace.finish(clock::now()));
         events.send(event(Event::Delivered(delivered))).await
     }
 

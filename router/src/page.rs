@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
 use serde_json::{Value, json};
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::spans::write::{self, number};
+use tandem_proto::spans::{raw, unpack};
+use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::clock::{self, clock};
 use tokio::sync::{Mutex, Notify, OwnedSemaphorePermit, Semaphore, broadcast};
 
@@ -130,7 +132,7 @@ impl Page {
             let turn = service.traces().turn().await;
             let read = move || {
                 let _turn = turn;
-                Row::read(since.traces.iter().flatten().map(|own| own()), MAX_READ_FIRST)
+                Row::read(since.traces.iter().flatten().map(|own| without_events(&own())), MAX_READ_FIRST)
             };
             beside("the traces cannot be read", read).await.unwrap_or_default()
         };
@@ -180,6 +182,15 @@ impl Subscription {
             }
         }
     }
+}
+
+/// The spans of a pack but for their events, of which a route has many and a row tells nothing.
+fn without_events(packed: &[u8]) -> Vec<v1::Span> {
+    let mut rest = Vec::with_capacity(packed.len());
+    for span in raw(packed) {
+        write::message(&mut rest, number::SPAN, |to| span.without(&[number::EVENT], to));
+    }
+    unpack(&rest).collect()
 }
 
 /// A server-sent event that says itself what it is: `whole`, `older` or `delta`. JSON has no line breaks of its own.

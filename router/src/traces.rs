@@ -1,7 +1,7 @@
 //! The recent traces, so that `tandem trace` and `/api/traces` work without a collector. Bounded in traces, spans and
-//! bytes; `ring` says which stay. Spans come about when somebody looks: the router's are told by the request's record,
-//! nodes' are read from what came, and `nesting` puts them into the router's. Knows nothing of what they mean. `jaeger`
-//! tells them as Jaeger does.
+//! bytes; `ring` says which stay. Spans come about when somebody looks or a collector gets them: the router's are told
+//! by the request's record, nodes' stay the bytes that came, and `nesting` puts them into the router's. Only who looks
+//! decodes them. Knows nothing of what they mean. `jaeger` tells them as Jaeger does.
 mod jaeger;
 mod jaeger_ui;
 mod nesting;
@@ -12,9 +12,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Map, Value, json};
-use tandem_proto::spans::{pack, unpack};
+use tandem_proto::spans::{raw, unpack};
 use tandem_proto::trace::hex;
-use tandem_proto::v1::{self, attribute};
+use tandem_proto::v1::{self, any_value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub use jaeger_ui::JaegerUi;
@@ -32,8 +32,8 @@ const MAX_NODE_BYTES: usize = 256 << 10;
 /// Traces in one answer at most.
 const MAX_FOUND: usize = 100;
 
-/// Tells the router's spans of one request. What it holds has a bound.
-pub type Own = Arc<dyn Fn() -> Vec<v1::Span> + Send + Sync>;
+/// Tells the router's spans of one request, packed. What it holds has a bound.
+pub type Own = Arc<dyn Fn() -> Vec<u8> + Send + Sync>;
 
 /// In which words traces are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,18 +95,16 @@ impl Kept {
     }
 
     fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
-        nested(trace_id, &self.own, &self.of_nodes)
+        unpack(&nested(trace_id, &self.own, &self.of_nodes)).collect()
     }
 }
 
-/// The router's spans of a trace, then the nodes', each within its parent.
-pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> Vec<v1::Span> {
-    let of_nodes = unpack(of_nodes).filter(|span| span.trace_id == trace_id);
-    let mut spans: Vec<_> = own.iter().flat_map(|own| own()).take(MAX_SPANS).collect();
-    let count = spans.len();
-    spans.extend(of_nodes.take(MAX_SPANS));
-    nest(&mut spans, count);
-    spans
+/// The router's spans of a trace, then the nodes', each within its parent, packed.
+pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> Vec<u8> {
+    let own = own.iter().map(|own| own()).collect::<Vec<_>>().concat();
+    let own: Vec<_> = raw(&own).take(MAX_SPANS).collect();
+    let of_nodes: Vec<_> = raw(of_nodes).filter(|span| span.trace_id == trace_id).take(MAX_SPANS).collect();
+    nest(&own, &of_nodes)
 }
 
 /// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of
@@ -156,29 +154,34 @@ impl Traces {
 
     /// Takes packed spans of calls that ended without a last message. What belongs to a request that has ended is
     /// added, and given back where a collector gets it; the rest waits for the end of its request, within bounds.
-    pub fn stray(&self, packed: &[u8]) -> Vec<v1::Span> {
-        let mut traces: HashMap<TraceId, Vec<v1::Span>> = HashMap::new();
-        for span in unpack(packed) {
-            if let Ok(trace_id) = TraceId::try_from(span.trace_id.as_slice()) {
-                traces.entry(trace_id).or_default().push(span);
+    pub fn stray(&self, packed: &[u8]) -> Vec<u8> {
+        let mut traces: HashMap<TraceId, (BTreeSet<&[u8]>, Vec<u8>)> = HashMap::new();
+        for span in raw(packed) {
+            if let Ok(trace_id) = TraceId::try_from(span.trace_id) {
+                let (ids, packed) = traces.entry(trace_id).or_default();
+                ids.insert(span.span_id);
+                span.pass(packed);
             }
         }
-        let of_exported = |(trace_id, spans): (TraceId, Vec<v1::Span>)| {
-            let ids: BTreeSet<_> = spans.iter().map(|span| span.span_id.clone()).collect();
-            let packed = pack(spans);
-            let mut held = self.lock();
-            let Held { kept, early, .. } = &mut *held;
-            let Some(kept) = kept.get_mut(&trace_id) else {
-                join(early.entry(trace_id), &packed);
-                return Vec::new();
-            };
-            join(&mut Arc::make_mut(kept).of_nodes, &packed);
-            let kept = kept.exported.then(|| Arc::clone(kept));
-            drop(held);
-            let all = kept.map(|kept| kept.spans(trace_id)).unwrap_or_default();
-            all.into_iter().filter(|span| ids.contains(&span.span_id)).collect()
+        let mut of_exported = Vec::new();
+        for (trace_id, (ids, packed)) in traces {
+            let all = self.add_stray(trace_id, &packed).map(|kept| nested(trace_id, &kept.own, &kept.of_nodes));
+            let all = all.unwrap_or_default();
+            raw(&all).filter(|span| ids.contains(span.span_id)).for_each(|span| span.pass(&mut of_exported));
+        }
+        of_exported
+    }
+
+    /// The trace that they were added to, where a collector gets it.
+    fn add_stray(&self, trace_id: TraceId, packed: &[u8]) -> Option<Arc<Kept>> {
+        let mut held = self.lock();
+        let Held { kept, early, .. } = &mut *held;
+        let Some(kept) = kept.get_mut(&trace_id) else {
+            join(early.entry(trace_id), packed);
+            return None;
         };
-        traces.into_iter().flat_map(of_exported).collect()
+        join(&mut Arc::make_mut(kept).of_nodes, packed);
+        kept.exported.then(|| Arc::clone(kept))
     }
 
     /// A trace by its 32 hexadecimal digits, or the "last" one that ended.
@@ -218,13 +221,13 @@ impl Traces {
 
     /// The services that have spans here. Reads all traces.
     pub fn services(&self) -> BTreeSet<String> {
-        self.newest_first().flat_map(|(_, spans)| spans).map(|span| span.service).collect()
+        self.newest_first().flat_map(|(_, spans)| spans).map(|span| span.service().to_owned()).collect()
     }
 
     /// The names of the spans of `service`, each with its kind. Reads all traces.
     pub fn operations(&self, service: &str) -> BTreeSet<(String, String)> {
-        let spans = self.newest_first().flat_map(|(_, spans)| spans).filter(|span| span.service == service);
-        spans.map(|span| (span.name, span.kind)).collect()
+        let spans = self.newest_first().flat_map(|(_, spans)| spans).filter(|span| span.service() == service);
+        spans.map(|span| (span.name.clone(), span.kind_name().to_owned())).collect()
     }
 
     /// Waits until nobody else reads. `None`: never, and it does not happen.
@@ -273,9 +276,9 @@ fn span_json(span: &v1::Span) -> Value {
     let links = span.links.iter().map(|link| json!({ "trace_id": hex(&link.trace_id), "span_id": hex(&link.span_id) }));
     json!({
         "name": span.name,
-        "kind": span.kind,
-        "service": span.service,
-        "instance": span.instance,
+        "kind": span.kind_name(),
+        "service": span.service(),
+        "instance": span.instance(),
         "span_id": hex(&span.span_id),
         "parent_span_id": hex(&span.parent_span_id),
         "start_unix_ns": span.start_unix_ns,
@@ -283,7 +286,7 @@ fn span_json(span: &v1::Span) -> Value {
         "attributes": attributes_json(&span.attributes),
         "events": events.collect::<Vec<_>>(),
         "links": links.collect::<Vec<_>>(),
-        "error": span.error,
+        "error": span.error(),
         "tracestate": span.tracestate,
     })
 }
@@ -294,18 +297,19 @@ fn attributes_json(attributes: &[v1::Attribute]) -> Value {
 }
 
 fn value_json(attribute: &v1::Attribute) -> Option<Value> {
-    Some(match attribute.value.as_ref()? {
-        attribute::Value::Text(text) => json!(text),
-        attribute::Value::Texts(list) => json!(list.items),
-        attribute::Value::Integer(integer) => json!(integer),
-        attribute::Value::Number(number) => json!(number),
-        attribute::Value::Flag(flag) => json!(flag),
+    Some(match attribute.said()? {
+        any_value::Value::Text(text) => json!(text),
+        any_value::Value::Texts(list) => json!(list.texts()),
+        any_value::Value::Integer(integer) => json!(integer),
+        any_value::Value::Number(number) => json!(number),
+        any_value::Value::Flag(flag) => json!(flag),
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use tandem_proto::spans::pack;
+    use prost::Message;
+    use tandem_proto::spans::FAILED;
 
     use super::*;
 
@@ -316,11 +320,19 @@ mod tests {
     const USUAL: Ended = Ended { class: Class::Usual, exported: false };
 
     fn span(trace_id: TraceId, name: &str) -> v1::Span {
-        v1::Span { trace_id: trace_id.to_vec(), name: name.into(), ..v1::Span::default() }
+        v1::Span { trace_id: trace_id.to_vec(), span_id: vec![8; 8], name: name.into(), ..v1::Span::default() }
+    }
+
+    fn pack(spans: Vec<v1::Span>) -> Vec<u8> {
+        v1::Spans { spans }.encode_to_vec()
     }
 
     fn own(spans: Vec<v1::Span>) -> Own {
-        Arc::new(move || spans.clone())
+        Arc::new(move || pack(spans.clone()))
+    }
+
+    fn process(service: &str, instance: &str) -> Option<v1::Process> {
+        Some(v1::Process { service: service.into(), instance: instance.into() })
     }
 
     #[test]
@@ -339,7 +351,13 @@ mod tests {
     fn who_looks_again_gets_what_ended_since() {
         let traces = Traces::default();
         let names = |since: &Since| {
-            since.traces.iter().flatten().flat_map(|own| own()).map(|span| span.name).collect::<Vec<_>>()
+            since
+                .traces
+                .iter()
+                .flatten()
+                .flat_map(|own| unpack(&own()).collect::<Vec<_>>())
+                .map(|span| span.name)
+                .collect::<Vec<_>>()
         };
         let finish = |number, name: &str| {
             traces.finish(id(number), own(vec![span(id(number), name)]), &[], USUAL);
@@ -407,6 +425,7 @@ mod tests {
         assert!(traces.finish(id(3), own(vec![numbered(3, "chat", 9)]), &[], USUAL).is_empty());
         // What comes later goes where the trace went.
         let late = traces.stray(&pack(vec![numbered(1, "late", 3), numbered(3, "late", 4)]));
+        let late: Vec<_> = unpack(&late).collect();
         let told: Vec<_> = late.iter().map(|span| (&*span.name, &*span.parent_span_id)).collect();
         assert_eq!(told, [("late", [9; 8].as_slice())]);
         assert_eq!(traces.json(&hex(&id(3))).unwrap()["spans"].as_array().unwrap().len(), 2);
@@ -418,21 +437,23 @@ mod tests {
         for number in 0..130 {
             let root = v1::Span {
                 span_id: vec![1; 8],
-                service: "tandem-router".into(),
-                instance: "r0".into(),
-                kind: "server".into(),
+                process: process("tandem-router", "r0"),
+                kind: v1::SpanKind::Server.into(),
                 start_unix_ns: 5_000,
                 end_unix_ns: 25_000,
-                attributes: vec![v1::Attribute { key: "n".into(), value: Some(attribute::Value::Integer(7)) }],
+                attributes: vec![v1::Attribute {
+                    key: "n".into(),
+                    value: Some(v1::AnyValue { value: Some(any_value::Value::Integer(7)) }),
+                }],
                 ..span(id(number), "chat m")
             };
             let child = v1::Span {
                 span_id: vec![2; 8],
                 parent_span_id: vec![1; 8],
-                service: "tandem-decode".into(),
+                process: process("tandem-decode", ""),
                 start_unix_ns: 6_000,
                 end_unix_ns: 7_000,
-                error: "no".into(),
+                status: Some(v1::SpanStatus { message: "no".into(), code: FAILED }),
                 ..span(id(number), if number == 3 { "rare" } else { "decode" })
             };
             traces.finish(id(number), own(vec![root]), &pack(vec![child]), USUAL);

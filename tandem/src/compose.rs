@@ -27,8 +27,7 @@ pub fn run(config: &Compose) -> anyhow::Result<()> {
         Some(gpus) => {
             let topology = topology(&mut notes);
             notes.push(
-                "Nodes have their GPU and compute on the CPU, unless TANDEM_DEVICE=cuda TANDEM_TRANSPORT=tcp: docs/gpu.md."
-                    .to_owned(),
+                "Nodes have their GPU and compute on the CPU, unless TANDEM_DEVICE=cuda: docs/gpu.md.".to_owned(),
             );
             let nodes = plan::on_gpus(gpus, config.prefill, topology.as_ref());
             notes.extend(topology.as_ref().and_then(|topology| links(topology, &nodes)));

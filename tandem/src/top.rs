@@ -18,8 +18,9 @@ use tokio::sync::mpsc;
 use tokio::time::interval;
 
 use crate::config;
-use model::Model;
-use screen::{Opened, Screen};
+use crate::trace::Trace;
+use model::{Model, Row};
+use screen::Screen;
 use stream::{Router, Said};
 
 /// What the router says faster than it is drawn waits, and then holds the connection up.
@@ -42,6 +43,9 @@ pub async fn run(config: config::Top) -> anyhow::Result<()> {
     shown
 }
 
+/// The trace of a row, by the row's id.
+type Fetched = (String, anyhow::Result<Trace>);
+
 struct Top {
     router: Router,
     model: Model,
@@ -57,6 +61,7 @@ impl Top {
     async fn show(mut self, mut terminal: DefaultTerminal) -> anyhow::Result<()> {
         let (sender, mut words) = mpsc::channel(MAX_WAITING);
         tokio::spawn(self.router.clone().follow(sender));
+        let (fetching, mut fetched) = mpsc::channel(MAX_WAITING);
         let (mut keys, mut redraw) = (EventStream::new(), interval(REDRAW));
         loop {
             terminal.draw(|frame| self.screen.draw(frame, &self.model))?;
@@ -71,12 +76,13 @@ impl Top {
                         if is_end(key) {
                             return Ok(());
                         }
-                        self.press(key).await;
+                        self.press(key, &fetching);
                     }
                     Some(Ok(_)) => {}
                     Some(Err(error)) => return Err(error.into()),
                     None => return Ok(()),
                 },
+                Some((id, trace)) = fetched.recv() => self.screen.fetched(&id, trace),
                 _ = redraw.tick() => {}
             }
         }
@@ -89,16 +95,23 @@ impl Top {
         }
     }
 
-    async fn press(&mut self, key: KeyEvent) {
+    fn press(&mut self, key: KeyEvent, fetching: &mpsc::Sender<Fetched>) {
         if let KeyCode::Enter = key.code
             && let Some(row) = self.screen.chosen(&self.model)
         {
-            let fetched = self.router.trace(&row.trace).await;
-            self.screen.open(Opened::new(row.request, fetched));
+            self.screen.open(&row);
+            tokio::spawn(fetch(self.router.clone(), row, fetching.clone()));
             return;
         }
         self.screen.press(key.code, &self.model);
     }
+}
+
+/// Beside the screen, which a router that does not answer must not hold up.
+async fn fetch(router: Router, row: Row, fetching: mpsc::Sender<Fetched>) {
+    let trace = router.trace(&row.trace).await;
+    // Who has left misses nothing.
+    let _ = fetching.send((row.id, trace)).await;
 }
 
 fn waiting(words: &mut mpsc::Receiver<Said>) -> impl Iterator<Item = Said> {

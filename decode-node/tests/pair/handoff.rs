@@ -267,7 +267,7 @@ async fn after_a_damaged_push_a_second_ticket_on_the_same_node_works() {
     assert_eq!(answer.tokens, pair.local(&spec).await.unwrap().tokens);
     assert_eq!(delivered.blocks, 500, "nothing of the damaged hand-off is held");
     let posts = unpack(&delivered.spans).filter(|span| span.name == "kv.post");
-    assert_eq!(posts.map(|span| span.error.is_empty()).collect::<Vec<_>>(), [false, true]);
+    assert_eq!(posts.map(|span| span.error().is_empty()).collect::<Vec<_>>(), [false, true]);
     assert!(pair.prefill.handoffs.undelivered().any(|cause| cause == ("corrupt", 1)));
     pair.all_blocks_back().await;
 }
@@ -388,6 +388,6 @@ async fn kv_that_gave_way_and_is_not_wanted_any_more_ends_well() {
     commands.send(PrefillCommand { command: Some(Command::Stop(v1::PrefillStop {})) }).await.unwrap();
     let end = tokio::time::timeout(Duration::from_secs(10), delivered(&mut prefill)).await.unwrap().unwrap();
     assert_eq!(end.blocks, 0);
-    assert!(unpack(&end.spans).all(|span| span.error.is_empty()));
+    assert!(unpack(&end.spans).all(|span| span.error().is_empty()));
     pair.all_blocks_back().await;
 }

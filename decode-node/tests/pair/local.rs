@@ -36,7 +36,7 @@ async fn the_spans_are_those_of_a_prefill_and_a_decode_node() {
     }
     assert_eq!(answer.span("prefill.forward").end_unix_ns, answer.span("prefill").end_unix_ns);
     assert!(answer.span("prefill.forward").events.len() >= 2, "a chunk a step");
-    assert!(answer.spans.len() == 4 && answer.spans.iter().all(|span| span.error.is_empty()), "{:?}", answer.spans);
+    assert!(answer.spans.len() == 4 && answer.spans.iter().all(|span| span.error().is_empty()), "{:?}", answer.spans);
     pair.all_blocks_back().await;
 }
 
@@ -81,7 +81,7 @@ async fn a_stop_ends_it_well_at_any_point() {
     waiting.send(stop(false)).await.unwrap();
     let Some(Event::Finished(finished)) = next(&mut stream).await else { panic!("it waits for blocks") };
     assert_eq!(finished.reason(), FinishReason::Stop);
-    assert!(unpack(&finished.spans).all(|span| span.error.is_empty()));
+    assert!(unpack(&finished.spans).all(|span| span.error().is_empty()));
     drop(all);
     let (_held, mut running) = pair.open_local(&endless(1, 100, 900)).await.unwrap();
     assert!(matches!(next(&mut running).await, Some(Event::FirstToken(_))));

@@ -57,14 +57,14 @@ async fn the_spans_are_one_tree() {
     for root in ["kv.reserve", "prefill", "decode"] {
         assert_eq!(answer.span(root).parent_span_id, [0x00, 0xf0, 0x67, 0xaa, 0x0b, 0xa9, 0x02, 0xb7], "{root}");
     }
-    assert!(answer.spans.iter().all(|span| span.error.is_empty() && span.start_unix_ns <= span.end_unix_ns));
+    assert!(answer.spans.iter().all(|span| span.error().is_empty() && span.start_unix_ns <= span.end_unix_ns));
     let transfer: Vec<_> = answer.span("kv.transfer").attributes.iter().map(|a| a.key.as_str()).collect();
     for key in ["bytes", "blocks", "gbps", "transport", "verify_ms"] {
         assert!(transfer.contains(&format!("tandem.kv.{key}").as_str()), "{transfer:?}");
     }
     let count = |event: &v1::SpanEvent, key: &str| {
-        let attribute = event.attributes.iter().find(|attribute| attribute.key == key).and_then(|a| a.value.clone());
-        let Some(v1::attribute::Value::Integer(count)) = attribute else { panic!("{key} of {event:?}") };
+        let attribute = event.attributes.iter().find(|attribute| attribute.key == key).and_then(|a| a.said().cloned());
+        let Some(v1::any_value::Value::Integer(count)) = attribute else { panic!("{key} of {event:?}") };
         count
     };
     let events = &answer.span("kv.transfer").events;
@@ -91,9 +91,9 @@ async fn a_gap_that_a_reader_notices_is_in_the_trace() {
     let stalls: Vec<_> = answer.span("decode").events.iter().filter(|event| event.name == "stall").collect();
     assert_eq!(stalls.len(), 2, "each of the two tokens after the first");
     for stall in stalls {
-        let of = |key: &str| stall.attributes.iter().find(|a| a.key == key).and_then(|a| a.value.clone());
-        assert!(matches!(of("gap_ms"), Some(v1::attribute::Value::Number(ms)) if ms > 100.0), "{stall:?}");
-        assert_eq!(of("cause"), Some(v1::attribute::Value::Text("engine".into())));
+        let of = |key: &str| stall.attributes.iter().find(|a| a.key == key).and_then(|a| a.said().cloned());
+        assert!(matches!(of("gap_ms"), Some(v1::any_value::Value::Number(ms)) if ms > 100.0), "{stall:?}");
+        assert_eq!(of("cause"), Some(v1::any_value::Value::Text("engine".into())));
     }
 }
 
@@ -175,7 +175,7 @@ async fn a_stopped_answer_ends_well_at_any_point() {
         assert_eq!(answer.reason, i32::from(v1::FinishReason::Stop));
         assert!(answer.tokens.len() < 500, "{} more tokens", answer.tokens.len());
         for name in ["kv.reserve", "kv.transfer", "decode"] {
-            assert_eq!(answer.span(name).error, "", "{name}");
+            assert_eq!(answer.span(name).error(), "", "{name}");
         }
         assert!(matches!(
             prefill.message().await.unwrap().and_then(|event| event.event),
@@ -204,7 +204,7 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
     collect(&mut decode, &mut Answer::default()).await.unwrap();
     match prefill.message().await.unwrap().and_then(|event| event.event) {
         Some(PrefillEventKind::Delivered(delivered)) => {
-            assert!(unpack(&delivered.spans).all(|s| s.error.is_empty()))
+            assert!(unpack(&delivered.spans).all(|s| s.error().is_empty()))
         }
         other => panic!("expected delivered, got {other:?}"),
     }
@@ -231,7 +231,7 @@ async fn a_reservation_that_nobody_needs_is_let_go() {
         stopping.send(stop(true)).await.unwrap();
         let mut answer = Answer::default();
         collect(&mut decode, &mut answer).await.unwrap();
-        let names: Vec<_> = answer.spans.iter().map(|span| (span.name.as_str(), span.error.as_str())).collect();
+        let names: Vec<_> = answer.spans.iter().map(|span| (span.name.as_str(), span.error())).collect();
         assert_eq!(names, [("kv.reserve", "")], "there was no transfer");
         pair.all_blocks_back().await;
     }

@@ -1,5 +1,7 @@
 //! For tests that need UCX: a machine without it may skip them, and only such a one. `TANDEM_REQUIRE_UCX=1` says that
 //! this machine has it; a UCX that is there and does not work is a failure in any case.
+#![allow(clippy::disallowed_methods, reason = "a test has no command line to be told by")]
+
 use ucx_sys::Api;
 
 use crate::error::{TransferError, TransferErrorKind};

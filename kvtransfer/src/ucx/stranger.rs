@@ -10,12 +10,16 @@ use super::address::CheckedAddress;
 use super::commands::Shared;
 use super::driver::Driver;
 use super::ids::EndpointId;
+use super::origin::ORIGIN_BYTES;
 use super::{UcxConfig, build_id};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
-use crate::handshake::Secret;
+use crate::handshake::{HELLO_HEAD_BYTES, Secret};
 use crate::terms::PeerId;
 use crate::wire::{DataHeader, Header};
+
+/// Where the build and the address begin in a hello: whoever has the key may say of its origin what it likes.
+pub const BUILD_AT: usize = HELLO_HEAD_BYTES + ORIGIN_BYTES;
 
 /// Stays on the thread that made it, which has to call [`Stranger::turn`] all the time.
 pub struct Stranger {

@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
+
+use crate::headers::Headers;
 
 /// OpenTelemetry's.
 const METRICS_EVERY_MS: &str = "60000";
@@ -19,6 +22,19 @@ pub struct Collector {
     /// The collector for metrics, where it is another one
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")]
     otlp_metrics_endpoint: Option<String>,
+    /// Headers of every call to it, percent-encoded. Prefer the variable: all users of a machine can read flags
+    #[arg(
+        long,
+        value_name = "KEY=VALUE,…",
+        env = "OTEL_EXPORTER_OTLP_HEADERS",
+        hide_env_values = true,
+        default_value = "",
+        hide_default_value = true
+    )]
+    otlp_headers: Headers,
+    /// Those of calls with metrics, where they are others
+    #[arg(long, value_name = "KEY=VALUE,…", env = "OTEL_EXPORTER_OTLP_METRICS_HEADERS", hide_env_values = true)]
+    otlp_metrics_headers: Option<Headers>,
     /// Milliseconds from one export of metrics to the next
     #[arg(
         long,
@@ -32,7 +48,13 @@ pub struct Collector {
 
 impl Default for Collector {
     fn default() -> Self {
-        Self { otlp_endpoint: None, otlp_metrics_endpoint: None, otlp_metrics_ms: Duration::from_secs(60) }
+        Self {
+            otlp_endpoint: None,
+            otlp_metrics_endpoint: None,
+            otlp_headers: Headers::default(),
+            otlp_metrics_headers: None,
+            otlp_metrics_ms: Duration::from_secs(60),
+        }
     }
 }
 
@@ -48,6 +70,14 @@ impl Collector {
         Self { otlp_metrics_ms: interval, ..self }
     }
 
+    /// The same, which wants headers.
+    ///
+    /// # Errors
+    /// Not `key=value,key=value`.
+    pub fn with_headers(self, headers: &str) -> Result<Self, String> {
+        Ok(Self { otlp_headers: headers.parse()?, ..self })
+    }
+
     /// For spans and log lines.
     pub fn endpoint(&self) -> Option<&str> {
         given(&self.otlp_endpoint)
@@ -58,20 +88,34 @@ impl Collector {
         given(&self.otlp_metrics_endpoint).or(self.endpoint())
     }
 
+    /// For spans and log lines.
+    pub(crate) fn headers(&self) -> &Headers {
+        &self.otlp_headers
+    }
+
+    /// For metrics.
+    pub(crate) fn metrics_headers(&self) -> &Headers {
+        self.otlp_metrics_headers.as_ref().unwrap_or(&self.otlp_headers)
+    }
+
     /// From one export of metrics to the next.
     pub fn metrics_every(&self) -> Duration {
         self.otlp_metrics_ms
     }
 }
 
+/// To a collector, with its headers.
+pub(crate) type Connection = InterceptedService<Channel, Headers>;
+
 /// A connection that is made when it is used, to a collector that has `limit` to answer.
 ///
 /// # Errors
 /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
-pub(crate) fn connect(endpoint: &str, limit: Duration) -> anyhow::Result<Channel> {
+pub(crate) fn connect(endpoint: &str, headers: &Headers, limit: Duration) -> anyhow::Result<Connection> {
     let endpoint = Endpoint::from_shared(endpoint.to_owned())
         .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?;
-    Ok(endpoint.timeout(limit).connect_timeout(limit).connect_lazy())
+    let channel = endpoint.timeout(limit).connect_timeout(limit).connect_lazy();
+    Ok(InterceptedService::new(channel, headers.clone()))
 }
 
 /// An empty variable is none.
@@ -111,6 +155,17 @@ mod tests {
         assert_eq!((two.endpoint(), two.metrics_endpoint()), (Some("http://c:1"), Some("http://m:2")));
         let metrics = parse("--otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((metrics.endpoint(), metrics.metrics_endpoint()), (None, Some("http://m:2")));
+    }
+
+    #[test]
+    fn metrics_have_the_headers_of_the_rest_unless_they_have_some_of_their_own() {
+        let of = |headers: &Headers| headers.metadata().into_headers();
+        let one = parse("--otlp-headers a=1").unwrap();
+        assert_eq!((of(one.headers()).len(), one.metrics_headers()), (1, one.headers()));
+        let two = parse("--otlp-headers a=1 --otlp-metrics-headers b=2").unwrap();
+        assert!(of(two.headers()).contains_key("a") && !of(two.metrics_headers()).contains_key("a"));
+        assert!(of(two.metrics_headers()).contains_key("b"));
+        assert!(parse("--otlp-headers a").is_err() && parse("--otlp-headers=").is_ok());
     }
 
     #[test]

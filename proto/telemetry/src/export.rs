@@ -1,22 +1,26 @@
 //! Spans to an OTLP/gRPC collector. A dead collector must cost a request nothing: `export` only counts and queues, one
 //! task sends what came together, and every span that does not arrive is counted as dropped. Spans of several processes
-//! go in one call, each in the name of the one that it is of: a router sends those that its nodes told of.
+//! go in one call, each in the name of the one that it is of: a router sends those that its nodes told of. They are in
+//! OTLP's form already; a call puts their bytes beside each other.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_client::TraceServiceClient;
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceResponse;
 use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
-use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
-use tandem_proto::v1;
+use opentelemetry_proto::tonic::resource::v1::Resource;
+use prost::Message;
+use tandem_proto::codec::Codec;
+use tandem_proto::spans::write::number;
+use tandem_proto::{spans, v1};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
-use tonic::Status;
-use tonic::transport::Channel;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::{Request, Status};
 
-use crate::collector::{Collector, connect};
+use crate::collector::{Collector, Connection, connect};
 use crate::log_export;
 use crate::otlp;
 
@@ -26,6 +30,8 @@ const QUEUE_SPANS: usize = 4096;
 const BATCH_SPANS: usize = 512;
 /// A trace is in the collector this long after its request ended.
 const SEND_EVERY: Duration = Duration::from_millis(250);
+/// OTLP's one call for spans.
+const EXPORT: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 /// The collector's time to answer one call.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -42,10 +48,33 @@ struct Queue {
     counts: Arc<Counts>,
 }
 
-/// Spans that came together; or the wish to know when all before it are sent.
+/// Spans that came together, packed; or the wish to know when all before it are sent.
 enum Queued {
-    Spans(Vec<v1::Span>),
+    Spans(Vec<u8>),
     Flush(oneshot::Sender<()>),
+}
+
+/// OTLP's `ExportTraceServiceRequest`, whose spans are written already.
+#[derive(Clone, PartialEq, Message)]
+struct Export {
+    #[prost(message, repeated, tag = "1")]
+    resource_spans: Vec<ResourceSpans>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct ResourceSpans {
+    #[prost(message, optional, tag = "1")]
+    resource: Option<Resource>,
+    #[prost(message, optional, tag = "2")]
+    scope_spans: Option<ScopeSpans>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct ScopeSpans {
+    #[prost(message, optional, tag = "1")]
+    scope: Option<InstrumentationScope>,
+    #[prost(bytes = "vec", repeated, tag = "2")]
+    spans: Vec<Vec<u8>>,
 }
 
 /// Bounds the queue, which has none of its own, by spans.
@@ -63,12 +92,12 @@ impl Exporter {
     /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
     pub fn start(service: &str, instance: &str, collector: &Collector) -> anyhow::Result<Self> {
         let Some(endpoint) = collector.endpoint() else { return Ok(Self::disabled()) };
-        let channel = connect(endpoint, SEND_TIMEOUT)?;
-        log_export::start(endpoint, service, instance)?;
+        let connection = connect(endpoint, collector.headers(), SEND_TIMEOUT)?;
+        log_export::start(endpoint, collector.headers(), service, instance)?;
         let counts = Arc::new(Counts::default());
         let (sender, spans) = mpsc::unbounded_channel();
         let sending = Sending {
-            client: TraceServiceClient::new(channel),
+            client: Grpc::new(connection),
             endpoint: endpoint.to_owned(),
             own: (service.to_owned(), instance.to_owned()),
             counts: Arc::clone(&counts),
@@ -88,17 +117,17 @@ impl Exporter {
         self.queue.is_some()
     }
 
-    /// Queues spans, each of which arrives in the name of its `service` and `instance`. Never blocks; spans for which
-    /// there is no room, and malformed ones, are counted as dropped.
-    pub fn export(&self, spans: Vec<v1::Span>) {
+    /// Queues packed spans (`tandem_proto::spans`), each of which arrives in the name of its process. Never blocks;
+    /// spans for which there is no room, and malformed ones, are counted as dropped.
+    pub fn export(&self, packed: Vec<u8>) {
         let Some(Queue { sender, counts }) = &self.queue else { return };
-        let count = spans.len() as u64;
+        let count = spans::each(&packed).count() as u64;
         let room = counts.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| {
             Some(waiting + count).filter(|&waiting| waiting <= QUEUE_SPANS as u64)
         });
         if room.is_err() {
             counts.dropped.fetch_add(count, Ordering::Relaxed);
-        } else if sender.send(Queued::Spans(spans)).is_err() {
+        } else if sender.send(Queued::Spans(packed)).is_err() {
             counts.settle(count, false);
         }
     }
@@ -132,7 +161,7 @@ impl Counts {
 
 /// The task that sends.
 struct Sending {
-    client: TraceServiceClient<Channel>,
+    client: Grpc<Connection>,
     endpoint: String,
     /// Service and instance of this process.
     own: (String, String),
@@ -143,9 +172,9 @@ struct Sending {
 impl Sending {
     async fn run(mut self, mut queue: mpsc::UnboundedReceiver<Queued>) {
         loop {
-            let (spans, flushed, open) = receive(&mut queue).await;
-            if !spans.is_empty() {
-                self.send(spans).await;
+            let (packed, flushed, open) = receive(&mut queue).await;
+            if !packed.is_empty() {
+                self.send(&packed).await;
             }
             if let Some(done) = flushed {
                 let _ = done.send(());
@@ -157,33 +186,37 @@ impl Sending {
     }
 
     /// One call. A batch that does not arrive is dropped and counted; the next one is the retry.
-    async fn send(&mut self, spans: Vec<v1::Span>) {
-        let all = spans.len() as u64;
-        let (request, count) = self.request(spans);
+    async fn send(&mut self, packed: &[u8]) {
+        let all = spans::each(packed).count() as u64;
+        let (request, count) = self.request(packed);
         self.counts.settle(all - count, false);
-        let result = self.client.export(request).await;
+        let result = self.call(request).await;
         self.counts.settle(count, result.is_ok());
         self.tell(result.err());
     }
 
+    async fn call(&mut self, request: Export) -> Result<(), Status> {
+        self.client.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
+        let codec = Codec::<Export, ExportTraceServiceResponse>::default();
+        self.client.unary(Request::new(request), PathAndQuery::from_static(EXPORT), codec).await.map(drop)
+    }
+
     /// The call, and how many spans are in it: those that have a place in a trace.
-    fn request(&self, spans: Vec<v1::Span>) -> (ExportTraceServiceRequest, u64) {
-        let (mut processes, mut count) = (BTreeMap::<_, Vec<Span>>::new(), 0);
-        for mut span in spans {
-            let process = (std::mem::take(&mut span.service), std::mem::take(&mut span.instance));
-            if let Some(span) = otlp::span(span) {
-                processes.entry(process).or_default().push(span);
-                count += 1;
-            }
+    fn request(&self, packed: &[u8]) -> (Export, u64) {
+        let (mut processes, mut count) = (BTreeMap::<_, Vec<Vec<u8>>>::new(), 0);
+        for raw in spans::raw(packed) {
+            let mut span = Vec::new();
+            raw.without(&[number::PROCESS], &mut span);
+            processes.entry(raw.process).or_default().push(span);
+            count += 1;
         }
         let resource_spans = processes.into_iter().map(|(process, spans)| {
-            let version = (process == self.own).then_some(env!("CARGO_PKG_VERSION"));
-            let resource = Some(otlp::resource(&process.0, &process.1, version));
-            let scope = Some(InstrumentationScope { name: "tandem".to_owned(), ..InstrumentationScope::default() });
-            let scope_spans = vec![ScopeSpans { scope, spans, ..ScopeSpans::default() }];
-            ResourceSpans { resource, scope_spans, ..ResourceSpans::default() }
+            let v1::Process { service, instance } = v1::Process::decode(process).unwrap_or_default();
+            let version = ((&service, &instance) == (&self.own.0, &self.own.1)).then_some(env!("CARGO_PKG_VERSION"));
+            let resource = Some(otlp::resource(&service, &instance, version));
+            ResourceSpans { resource, scope_spans: Some(ScopeSpans { scope: Some(otlp::scope()), spans }) }
         });
-        (ExportTraceServiceRequest { resource_spans: resource_spans.collect() }, count)
+        (Export { resource_spans: resource_spans.collect() }, count)
     }
 
     /// Logs once when the collector goes away and once when it is back.
@@ -200,16 +233,20 @@ impl Sending {
 
 /// What comes together goes together: a call to the collector costs more than its spans. Gives the spans, who waits for
 /// them to be sent, and whether there can be more.
-async fn receive(queue: &mut mpsc::UnboundedReceiver<Queued>) -> (Vec<v1::Span>, Option<oneshot::Sender<()>>, bool) {
-    let mut spans = match queue.recv().await {
-        Some(Queued::Spans(spans)) => spans,
+async fn receive(queue: &mut mpsc::UnboundedReceiver<Queued>) -> (Vec<u8>, Option<oneshot::Sender<()>>, bool) {
+    let mut packed = match queue.recv().await {
+        Some(Queued::Spans(packed)) => packed,
         Some(Queued::Flush(done)) => return (Vec::new(), Some(done), true),
         None => return (Vec::new(), None, false),
     };
+    let mut count = spans::each(&packed).count();
     let more = async {
-        while spans.len() < BATCH_SPANS {
+        while count < BATCH_SPANS {
             match queue.recv().await {
-                Some(Queued::Spans(more)) => spans.extend(more),
+                Some(Queued::Spans(more)) => {
+                    count += spans::each(&more).count();
+                    packed.extend(more);
+                }
                 Some(Queued::Flush(done)) => return (Some(done), true),
                 None => return (None, false),
             }
@@ -217,5 +254,5 @@ async fn receive(queue: &mut mpsc::UnboundedReceiver<Queued>) -> (Vec<v1::Span>,
         (None, true)
     };
     let (flushed, open) = timeout(SEND_EVERY, more).await.unwrap_or((None, true));
-    (spans, flushed, open)
+    (packed, flushed, open)
 }

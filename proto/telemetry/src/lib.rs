@@ -1,10 +1,10 @@
 //! How every Tandem process tells what it did: times, spans, their export, and the log.
 //!
 //! - [`clock`]: one (wall clock, monotonic clock) pair per process, so that phases tile exactly.
-//! - [`phase`]: a finished phase of a request as a `v1::Span`, built from exact start and end times.
-//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; `otlp` is the conversion.
+//! - [`phase`]: a finished phase of a request as the bytes of a `v1::Span`, built from exact start and end times.
+//! - [`export`]: those spans to an OTLP/gRPC collector, in the background; `otlp` says of whom they are.
 //! - [`metrics_export`]: the figures of `/metrics` to the collector; `openmetrics` reads their text, `convert` makes
-//!   OTLP's messages of it. [`collector`]: the flags that say where all this goes.
+//!   OTLP's messages of it. [`collector`]: the flags that say where all this goes, `headers` with what.
 //! - [`logging`]: the lines on stderr, for people or programs, and the ids of the request that they are about;
 //!   [`notes`]: those that become events of its span; `traced` is the layer that tells them apart, `log_export` sends
 //!   lines to the collector; [`budget`]: how much of it, where it could be any amount; `stderr` keeps its reader from
@@ -19,6 +19,7 @@ pub mod collector;
 mod convert;
 pub mod export;
 mod fields;
+mod headers;
 mod log_export;
 pub mod logging;
 pub mod metrics_export;

@@ -14,6 +14,7 @@ use tandem_proto::TraceContext;
 use tracing::{Level, Metadata};
 
 use crate::fields::Fields;
+use crate::headers::Headers;
 use crate::phase::Value;
 
 /// Lines that may wait for the collector.
@@ -42,10 +43,11 @@ pub(crate) fn queue() -> Option<&'static Queue> {
 ///
 /// # Errors
 /// The endpoint is no URL.
-pub(crate) fn start(endpoint: &str, service: &str, instance: &str) -> anyhow::Result<()> {
+pub(crate) fn start(endpoint: &str, headers: &Headers, service: &str, instance: &str) -> anyhow::Result<()> {
     let exporter = opentelemetry_otlp::LogExporter::builder()
         .with_tonic()
         .with_endpoint(endpoint)
+        .with_metadata(headers.metadata())
         .with_timeout(SEND_TIMEOUT)
         .with_retry_policy(RetryPolicy::disabled())
         .build()

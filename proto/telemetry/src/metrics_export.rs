@@ -6,16 +6,14 @@ use std::time::Duration;
 
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
 use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_client::MetricsServiceClient;
-use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::metrics::v1::{Metric, ResourceMetrics, ScopeMetrics};
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{MissedTickBehavior, interval_at, timeout};
 use tonic::Code;
-use tonic::transport::Channel;
 
 use crate::clock::{clock, now};
-use crate::collector::{Collector, connect};
+use crate::collector::{Collector, Connection, connect};
 use crate::convert::metrics;
 use crate::otlp;
 
@@ -40,9 +38,9 @@ impl MetricsExport {
     /// The endpoint is no URL. One that does not answer is no error.
     pub fn start(service: &str, instance: &str, collector: &Collector, text: Text) -> anyhow::Result<Self> {
         let Some(endpoint) = collector.metrics_endpoint() else { return Ok(Self::default()) };
-        let channel = connect(endpoint, SEND_TIMEOUT)?;
+        let connection = connect(endpoint, collector.metrics_headers(), SEND_TIMEOUT)?;
         let sender = Sender {
-            client: MetricsServiceClient::new(channel),
+            client: MetricsServiceClient::new(connection),
             endpoint: endpoint.to_owned(),
             resource: otlp::resource(service, instance, Some(env!("CARGO_PKG_VERSION"))),
             start_unix_ns: clock().unix_ns(now()),
@@ -65,7 +63,7 @@ impl MetricsExport {
 }
 
 struct Sender {
-    client: MetricsServiceClient<Channel>,
+    client: MetricsServiceClient<Connection>,
     endpoint: String,
     resource: Resource,
     start_unix_ns: u64,
@@ -119,8 +117,7 @@ impl Sender {
     }
 
     fn request(&self, metrics: Vec<Metric>) -> ExportMetricsServiceRequest {
-        let scope = InstrumentationScope { name: "tandem".to_owned(), ..InstrumentationScope::default() };
-        let scope_metrics = vec![ScopeMetrics { scope: Some(scope), metrics, ..ScopeMetrics::default() }];
+        let scope_metrics = vec![ScopeMetrics { scope: Some(otlp::scope()), metrics, ..ScopeMetrics::default() }];
         let resource = Some(self.resource.clone());
         let resource_metrics = vec![ResourceMetrics { resource, scope_metrics, ..ResourceMetrics::default() }];
         ExportMetricsServiceRequest { resource_metrics }

@@ -6,13 +6,15 @@ use std::time::{Duration, Instant};
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value;
-use tandem_proto::{TraceContext, v1};
+use tandem_proto::TraceContext;
+use tandem_proto::spans::unpack;
 use tandem_telemetry::{Collector, Exporter, Kind, MetricsExport, Phase, Value};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::TcpListenerStream;
 
-struct Traces(mpsc::Sender<ExportTraceServiceRequest>);
+/// The header that it wants, and what comes.
+struct Traces(Option<&'static str>, mpsc::Sender<ExportTraceServiceRequest>);
 
 #[tonic::async_trait]
 impl TraceService for Traces {
@@ -20,21 +22,24 @@ impl TraceService for Traces {
         &self,
         request: tonic::Request<ExportTraceServiceRequest>,
     ) -> Result<tonic::Response<ExportTraceServiceResponse>, tonic::Status> {
-        self.0.send(request.into_inner()).await.map_err(|_| tonic::Status::unavailable("closed"))?;
+        if self.0.is_some_and(|key| request.metadata().get(key).is_none_or(|value| value != "let me in")) {
+            return Err(tonic::Status::unauthenticated("who is it?"));
+        }
+        self.1.send(request.into_inner()).await.map_err(|_| tonic::Status::unavailable("closed"))?;
         Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
     }
 }
 
-async fn collector() -> (String, mpsc::Receiver<ExportTraceServiceRequest>) {
+async fn collector(header: Option<&'static str>) -> (String, mpsc::Receiver<ExportTraceServiceRequest>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
     let (sender, receiver) = mpsc::channel(64);
-    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Traces(sender)));
+    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Traces(header, sender)));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     (endpoint, receiver)
 }
 
-fn span(number: u64) -> v1::Span {
+fn span(number: u64, service: &str, instance: &str) -> Vec<u8> {
     let mut context = TraceContext { trace_id: [7; 16], span_id: [0; 8], sampled: true };
     context.span_id = (number + 1).to_be_bytes();
     let start = Instant::now();
@@ -45,15 +50,16 @@ fn span(number: u64) -> v1::Span {
         .event("landed", start, [("index", Value::from(number))])
         .link(TraceContext { span_id: [8; 8], ..context })
         .error("cut")
-        .end("tandem-decode", "d0", start, start + Duration::from_millis(3))
+        .end(service, instance, start, start + Duration::from_millis(3))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_span_arrives_whole() {
-    let (endpoint, mut received) = collector().await;
+    let (endpoint, mut received) = collector(None).await;
     let exporter = Exporter::start("tandem-decode", "d0", &Collector::at(endpoint)).unwrap();
-    let sent = span(0);
-    exporter.export(vec![sent.clone()]);
+    let packed = span(0, "tandem-decode", "d0");
+    let sent = unpack(&packed).next().unwrap();
+    exporter.export(packed);
     exporter.shutdown().await;
     let request = received.recv().await.unwrap();
     let resource = &request.resource_spans[0];
@@ -68,18 +74,17 @@ async fn a_span_arrives_whole() {
     assert!(matches!(reasons, Some(any_value::Value::ArrayValue(list)) if list.values.len() == 1), "{reasons:?}");
     let linked: Vec<_> = got.links.iter().map(|link| (link.trace_id.clone(), link.span_id.clone())).collect();
     assert_eq!(linked, [(vec![7; 16], vec![8; 8])]);
-    assert_eq!(got.status.as_ref().unwrap().message, "cut");
+    let status = got.status.as_ref().unwrap();
+    assert_eq!((status.message.as_str(), status.code, got.flags), ("cut", 2, 0x301));
     assert_eq!(exporter.dropped(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn spans_are_passed_on_in_the_name_of_their_process() {
-    let (endpoint, mut received) = collector().await;
+    let (endpoint, mut received) = collector(None).await;
     let exporter = Exporter::start("tandem-router", "r0", &Collector::at(endpoint)).unwrap();
-    let of_router = v1::Span { service: "tandem-router".into(), instance: "r0".into(), ..span(0) };
-    let of_nodes = [(1, "d0"), (2, "d1"), (3, "d0")];
-    let of_nodes = of_nodes.map(|(number, instance)| v1::Span { instance: instance.into(), ..span(number) });
-    exporter.export(of_nodes.into_iter().chain([of_router]).collect());
+    let of_nodes = [(1, "d0"), (2, "d1"), (3, "d0")].map(|(number, of)| span(number, "tandem-decode", of)).concat();
+    exporter.export([of_nodes, span(0, "tandem-router", "r0")].concat());
     exporter.shutdown().await;
     let mut told = Vec::new();
     while let Ok(request) = received.try_recv() {
@@ -100,13 +105,26 @@ async fn spans_are_passed_on_in_the_name_of_their_process() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_collector_gets_the_headers_that_it_wants() {
+    for (headers, expected) in [("x-key=let%20me%20in", 0), ("x-key=other", 1)] {
+        let (endpoint, mut received) = collector(Some("x-key")).await;
+        let to = Collector::at(endpoint).with_headers(headers).unwrap();
+        let exporter = Exporter::start("tandem-decode", "d0", &to).unwrap();
+        exporter.export(span(0, "tandem-decode", "d0"));
+        exporter.shutdown().await;
+        assert_eq!((exporter.dropped(), received.try_recv().is_err()), (expected, expected == 1), "{headers}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_dead_collector_drops_and_counts() {
     let exporter = Exporter::start("tandem-decode", "d0", &Collector::at("http://127.0.0.1:1")).unwrap();
     for number in 0..10_000 {
-        exporter.export(vec![span(number)]);
+        exporter.export(span(number, "tandem-decode", "d0"));
     }
     exporter.export(Vec::new());
-    exporter.export(vec![v1::Span::default()]);
+    // A span without a trace.
+    exporter.export(vec![10, 0]);
     exporter.shutdown().await;
     assert_eq!(exporter.dropped(), 10_001);
 }
@@ -129,7 +147,7 @@ fn asked() -> (Arc<dyn Fn() -> String + Send + Sync>, mpsc::UnboundedReceiver<()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_collector_that_takes_no_metrics_is_asked_once() {
-    let (endpoint, _received) = collector().await;
+    let (endpoint, _received) = collector(None).await;
     let (text, mut told) = asked();
     let often = Collector::at(endpoint).with_metrics_every(Duration::from_millis(5));
     let export = MetricsExport::start("tandem-router", "r0", &often, text).unwrap();

@@ -250,7 +250,8 @@ fn disorder(what: &str) -> Error {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use tandem_proto::spans::{pack, unpack};
+    use prost::Message;
+    use tandem_proto::spans::unpack;
 
     use super::*;
 
@@ -277,7 +278,7 @@ pub(super) mod tests {
             blocks: 2,
             descriptors: 1,
             transfer_ms: 1.5,
-            spans: pack(spans),
+            spans: v1::Spans { spans }.encode_to_vec(),
             handoff_id,
             ..v1::Delivered::default()
         };
@@ -330,7 +331,10 @@ pub(super) mod tests {
     }
 
     pub fn finished(reason: FinishReason, spans: Vec<v1::Span>) -> v1::DecodeEvent {
-        decode(decode_event::Event::Finished(v1::Finished { reason: reason.into(), spans: pack(spans) }))
+        decode(decode_event::Event::Finished(v1::Finished {
+            reason: reason.into(),
+            spans: v1::Spans { spans }.encode_to_vec(),
+        }))
     }
 
     pub fn local_first(token_id: u32, cached_tokens: u32) -> v1::DecodeEvent {

@@ -14,6 +14,9 @@ use crate::membership::Route;
 use crate::select::ways::Apart;
 use crate::select::{self, Candidate, Plan, Role};
 
+/// Room for the spans of a request that went well.
+const SPANS_BYTES: usize = 8 << 10;
+
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
 
@@ -282,21 +285,20 @@ impl Record {
         }
     }
 
-    /// The router's spans: the phases, then the root. The phase in which a request failed ends with the error.
-    pub fn spans(&self, instance: &str, outcome: Result<v1::FinishReason, &Error>) -> Vec<v1::Span> {
-        let mut spans: Vec<v1::Span> = self
-            .timeline
-            .spans()
-            .map(|(phase, start, end)| self.phase(phase).end(SERVICE, instance, start, end))
-            .collect();
+    /// The router's spans, packed: the phases, then the root. The phase in which a request failed ends with the error.
+    pub fn spans(&self, instance: &str, outcome: Result<v1::FinishReason, &Error>) -> Vec<u8> {
+        let mut spans = Vec::with_capacity(SPANS_BYTES);
+        for (phase, start, end) in self.timeline.spans() {
+            spans.extend(self.phase(phase).end(SERVICE, instance, start, end));
+        }
         if let (Err(error), None) = (outcome, self.timeline.end_of(Phase::Decode)) {
             let open = self.phase(self.timeline.phase()).error(&error.message);
             let start = if spans.is_empty() { self.timeline.received() } else { after(self.timeline.last()) };
-            spans.push(open.end(SERVICE, instance, start, self.ended));
+            spans.extend(open.end(SERVICE, instance, start, self.ended));
         }
         // A phase that ended a microsecond after an immediate failure must not outlive its parent.
         let end = self.ended.max(after(self.timeline.last()));
-        spans.push(self.root(outcome).end(SERVICE, instance, self.timeline.received(), end));
+        spans.extend(self.root(outcome).end(SERVICE, instance, self.timeline.received(), end));
         spans
     }
 
@@ -354,7 +356,7 @@ impl Record {
         span = self.replans.iter().fold(span, replanned);
         for Note { message, level, at, fields } in &self.notes {
             let level = ("level", Value::from(*level));
-            span = span.event(message.as_str(), *at, fields.iter().cloned().chain([level]));
+            span = span.event(message, *at, fields.iter().cloned().chain([level]));
         }
         if let Some(kv) = &self.verified {
             let exposed_ms = ms(self.timeline.length(Phase::Transfer));

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::{Error, TraceContext, v1};
+use tandem_proto::{Error, TraceContext};
 use tandem_telemetry::{ACCESS, Budget, Kind, Phase, clock, request_span};
 
 use super::Shared;
@@ -51,14 +51,14 @@ pub fn tell(shared: &Shared, refused: &Refused<'_>, error: &Error) {
         span = span.attr("tandem.param", param);
     }
     let now = clock::now();
-    let span: v1::Span = span.end(SERVICE, &*shared.instance, received, now.max(received + Duration::from_nanos(1)));
+    let packed = span.end(SERVICE, &shared.instance, received, now.max(received + Duration::from_nanos(1)));
     // The client hears by its status that nothing went wrong here: nobody looks for its trace but by its id.
     let exported = shared.exporter.is_on() && root.sampled;
     if exported {
-        shared.exporter.export(vec![span.clone()]);
+        shared.exporter.export(packed.clone());
     }
     let ended = Ended { class: Class::Refused, exported };
-    shared.traces.finish(root.trace_id, Arc::new(move || vec![span.clone()]), &[], ended);
+    shared.traces.finish(root.trace_id, Arc::new(move || packed.clone()), &[], ended);
     if let Some(untold) = LINES_LEFT.take(now) {
         let (tenant, kind, error) = (tenant.unwrap_or("-"), error.kind, &error.message);
         let line = request_span(root);

@@ -97,7 +97,7 @@ fn node_span(traceparent: &str, name: &str) -> v1::Span {
         name: name.into(),
         // Whenever its parent was.
         end_unix_ns: u64::MAX / 2,
-        service: "tandem-node".into(),
+        process: Some(v1::Process { service: "tandem-node".into(), instance: String::new() }),
         ..v1::Span::default()
     }
 }

@@ -1,7 +1,7 @@
 //! One request in one line, out of the router's own spans of it. Pure: a row says no more than the trace does.
 use serde::Serialize;
 use tandem_proto::trace::hex;
-use tandem_proto::v1::{self, attribute};
+use tandem_proto::v1::{self, any_value};
 
 /// Milliseconds are written with so many parts.
 const PARTS: f64 = 1e3;
@@ -91,7 +91,7 @@ impl Row {
             prompt_tokens: count("gen_ai.usage.input_tokens"),
             output_tokens: count("gen_ai.usage.output_tokens"),
             outcome: outcome.unwrap_or("ended").to_owned(),
-            error: root.error.clone(),
+            error: root.error().to_owned(),
             replans: count("tandem.replans"),
             ttft_ms: number(root, "tandem.ttft_ms").map(parts),
             tpot_ms: number(root, "tandem.tpot_ms").map(parts),
@@ -114,34 +114,36 @@ fn parts(ms: f64) -> f64 {
     (ms * PARTS).round() / PARTS
 }
 
-fn value<'a>(span: &'a v1::Span, key: &str) -> Option<&'a attribute::Value> {
-    span.attributes.iter().find(|attribute| attribute.key == key)?.value.as_ref()
+fn value<'a>(span: &'a v1::Span, key: &str) -> Option<&'a any_value::Value> {
+    span.attributes.iter().find(|attribute| attribute.key == key)?.said()
 }
 
 fn text<'a>(span: &'a v1::Span, key: &str) -> Option<&'a str> {
     match value(span, key)? {
-        attribute::Value::Text(text) => Some(text),
-        attribute::Value::Texts(list) => list.items.first().map(String::as_str),
+        any_value::Value::Text(text) => Some(text),
+        any_value::Value::Texts(list) => Some(&list.items.first()?.text),
         _ => None,
     }
 }
 
 fn number(span: &v1::Span, key: &str) -> Option<f64> {
     match value(span, key)? {
-        attribute::Value::Integer(integer) => Some(*integer as f64),
-        attribute::Value::Number(number) => Some(*number),
+        any_value::Value::Integer(integer) => Some(*integer as f64),
+        any_value::Value::Number(number) => Some(*number),
         _ => None,
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use tandem_proto::spans::FAILED;
+
     use super::*;
 
     const START_NS: u64 = 1_790_000_000_000_000_000;
 
-    fn attribute(key: &str, value: attribute::Value) -> v1::Attribute {
-        v1::Attribute { key: key.into(), value: Some(value) }
+    fn attribute(key: &str, value: any_value::Value) -> v1::Attribute {
+        v1::Attribute { key: key.into(), value: Some(v1::AnyValue { value: Some(value) }) }
     }
 
     /// A span `from_ms` to `to_ms` after the start.
@@ -158,7 +160,7 @@ mod tests {
     }
 
     fn request() -> Vec<v1::Span> {
-        use attribute::Value::{Integer, Number, Text, Texts};
+        use any_value::Value::{Integer, Number, Text, Texts};
         let mut root = span("chat m", 1, 9, 0, 100);
         root.attributes = vec![
             attribute("tandem.request_id", Text("req-1".into())),
@@ -167,7 +169,10 @@ mod tests {
             attribute("tandem.ttft_ms", Number(40.000_04)),
             attribute("tandem.kv.hidden_ms", Number(1.5)),
             attribute("gen_ai.usage.input_tokens", Integer(12)),
-            attribute("gen_ai.response.finish_reasons", Texts(v1::TextList { items: vec!["stop".into()] })),
+            attribute(
+                "gen_ai.response.finish_reasons",
+                Texts(v1::TextList { items: vec![v1::Text { text: "stop".into() }] }),
+            ),
         ];
         vec![
             span("queue", 2, 1, 0, 3),
@@ -209,10 +214,10 @@ mod tests {
     fn requests_of_one_trace_are_several_and_the_last_ones_count() {
         let mut failed = span("chat m", 8, 9, 200, 210);
         failed.attributes = vec![
-            attribute("tandem.request_id", attribute::Value::Text("req-2".into())),
-            attribute("error.type", attribute::Value::Text("Overloaded".into())),
+            attribute("tandem.request_id", any_value::Value::Text("req-2".into())),
+            attribute("error.type", any_value::Value::Text("Overloaded".into())),
         ];
-        failed.error = "too many".into();
+        failed.status = Some(v1::SpanStatus { message: "too many".into(), code: FAILED });
         let spans = || [request(), vec![failed.clone(), span("queue", 10, 8, 200, 210)]].concat();
         let rows = Row::read([spans()].into_iter(), 10);
         assert_eq!((rows.len(), rows[1].outcome.as_str(), rows[1].queue_ms), (2, "Overloaded", 10.0));

@@ -4,21 +4,19 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
+use tandem_proto::spans::FAILED;
 use tandem_proto::trace::hex;
-use tandem_proto::v1::{self, attribute};
-
-/// OTLP's numbers of `SpanKind` and our words for it.
-const KINDS: [(&str, u8); 5] = [("internal", 1), ("server", 2), ("client", 3), ("producer", 4), ("consumer", 5)];
+use tandem_proto::v1::{self, any_value};
 
 /// One trace of `data` in the classic form. Times are microseconds.
 pub(super) fn classic(trace_id: &str, spans: &[v1::Span]) -> Value {
     let mut processes: BTreeMap<(&str, &str), String> = BTreeMap::new();
     for span in spans {
         let number = processes.len() + 1;
-        processes.entry((&span.service, &span.instance)).or_insert_with(|| format!("p{number}"));
+        processes.entry((span.service(), span.instance())).or_insert_with(|| format!("p{number}"));
     }
     let spans: Vec<Value> =
-        spans.iter().map(|span| classic_span(span, &processes[&(&*span.service, &*span.instance)])).collect();
+        spans.iter().map(|span| classic_span(span, &processes[&(span.service(), span.instance())])).collect();
     let processes = processes.into_iter().map(|((service, instance), name)| {
         (name, json!({"serviceName": service, "tags": [tag("service.instance.id", json!(instance))]}))
     });
@@ -31,9 +29,9 @@ fn classic_span(span: &v1::Span, process: &str) -> Value {
     let parent = (!span.parent_span_id.is_empty()).then(|| reference("CHILD_OF", &span.trace_id, &span.parent_span_id));
     let links = span.links.iter().map(|link| reference("FOLLOWS_FROM", &link.trace_id, &link.span_id));
     let mut tags = tags(&span.attributes);
-    tags.push(tag("span.kind", json!(span.kind)));
-    if !span.error.is_empty() {
-        tags.extend([tag("error", json!(true)), tag("otel.status_description", json!(span.error))]);
+    tags.push(tag("span.kind", json!(span.kind_name())));
+    if !span.error().is_empty() {
+        tags.extend([tag("error", json!(true)), tag("otel.status_description", json!(span.error()))]);
     }
     let logs = span.events.iter().map(|event| {
         let mut fields = tags_of_event(event);
@@ -77,7 +75,7 @@ fn tag(key: &str, value: Value) -> Value {
 pub(super) fn otlp<'a>(spans: impl Iterator<Item = &'a v1::Span>) -> Value {
     let mut resources: BTreeMap<(&str, &str), Vec<Value>> = BTreeMap::new();
     for span in spans {
-        resources.entry((&span.service, &span.instance)).or_default().push(otlp_span(span));
+        resources.entry((span.service(), span.instance())).or_default().push(otlp_span(span));
     }
     let resources = resources.into_iter().map(|((service, instance), spans)| {
         let pair = |key: &str, value: &str| json!({"key": key, "value": {"stringValue": value}});
@@ -90,21 +88,20 @@ pub(super) fn otlp<'a>(spans: impl Iterator<Item = &'a v1::Span>) -> Value {
 }
 
 fn otlp_span(span: &v1::Span) -> Value {
-    let kind = KINDS.iter().find(|(name, _)| *name == span.kind).map_or(0, |(_, number)| *number);
     let events = span.events.iter().map(|event| {
         let attributes = otlp_attributes(&event.attributes);
         // 64-bit integers are strings in protobuf's JSON.
         json!({"name": event.name, "timeUnixNano": event.unix_ns.to_string(), "attributes": attributes})
     });
     let links = span.links.iter().map(|link| json!({"traceId": hex(&link.trace_id), "spanId": hex(&link.span_id)}));
-    let status = if span.error.is_empty() { json!({}) } else { json!({"code": 2, "message": span.error}) };
+    let status = if span.error().is_empty() { json!({}) } else { json!({"code": FAILED, "message": span.error()}) };
     json!({
         "traceId": hex(&span.trace_id),
         "spanId": hex(&span.span_id),
         "parentSpanId": hex(&span.parent_span_id),
         "traceState": span.tracestate,
         "name": span.name,
-        "kind": kind,
+        "kind": span.kind,
         "startTimeUnixNano": span.start_unix_ns.to_string(),
         "endTimeUnixNano": span.end_unix_ns.to_string(),
         "attributes": otlp_attributes(&span.attributes),
@@ -115,18 +112,17 @@ fn otlp_span(span: &v1::Span) -> Value {
 }
 
 fn otlp_attributes(attributes: &[v1::Attribute]) -> Vec<Value> {
-    let value = |value: &attribute::Value| match value {
-        attribute::Value::Text(text) => json!({"stringValue": text}),
-        attribute::Value::Integer(integer) => json!({"intValue": integer.to_string()}),
-        attribute::Value::Number(number) => json!({"doubleValue": number}),
-        attribute::Value::Flag(flag) => json!({"boolValue": flag}),
-        attribute::Value::Texts(list) => {
-            let texts: Vec<Value> = list.items.iter().map(|text| json!({"stringValue": text})).collect();
+    let value = |value: &any_value::Value| match value {
+        any_value::Value::Text(text) => json!({"stringValue": text}),
+        any_value::Value::Integer(integer) => json!({"intValue": integer.to_string()}),
+        any_value::Value::Number(number) => json!({"doubleValue": number}),
+        any_value::Value::Flag(flag) => json!({"boolValue": flag}),
+        any_value::Value::Texts(list) => {
+            let texts: Vec<Value> = list.texts().iter().map(|text| json!({"stringValue": text})).collect();
             json!({"arrayValue": {"values": texts}})
         }
     };
-    let pair =
-        |attribute: &v1::Attribute| Some(json!({"key": attribute.key, "value": value(attribute.value.as_ref()?)}));
+    let pair = |attribute: &v1::Attribute| Some(json!({"key": attribute.key, "value": value(attribute.said()?)}));
     attributes.iter().filter_map(pair).collect()
 }
 
@@ -138,9 +134,9 @@ pub(super) fn summary(trace_id: &str, spans: &[v1::Span]) -> Value {
     let end = spans.iter().map(|span| span.end_unix_ns).max().unwrap_or(0);
     let mut services: BTreeMap<&str, [u32; 2]> = BTreeMap::new();
     for span in spans {
-        let counts = services.entry(&span.service).or_default();
+        let counts = services.entry(span.service()).or_default();
         counts[0] += 1;
-        counts[1] += u32::from(!span.error.is_empty());
+        counts[1] += u32::from(!span.error().is_empty());
     }
     let errors: u32 = services.values().map(|counts| counts[1]).sum();
     let services = services
@@ -148,7 +144,7 @@ pub(super) fn summary(trace_id: &str, spans: &[v1::Span]) -> Value {
         .map(|(name, [spans, errors])| json!({"name": name, "spanCount": spans, "errorSpanCount": errors}));
     json!({
         "traceId": trace_id,
-        "rootServiceName": root.map_or("", |root| &root.service),
+        "rootServiceName": root.map_or("", |root| root.service()),
         "rootSpanName": root.map_or("", |root| &root.name),
         "startTimeUnixNano": start.to_string(),
         "durationNano": end.saturating_sub(start).to_string(),

@@ -9,16 +9,90 @@
 //! `kv.post` and ends within the request.
 use std::collections::HashMap;
 
-use tandem_proto::v1::{self, attribute};
+use tandem_proto::spans::Raw;
+use tandem_proto::spans::write::{self, number};
+use tandem_proto::v1::SpanKind;
+use tandem_telemetry::{Value, phase};
 
 /// What is a child of the request itself ends so long before it: Jaeger's critical path goes from the end of a span to
 /// the child that ended last, which shall be a phase.
 const BEFORE_END_NS: u64 = 2_000;
 
-/// Puts the spans behind the first `own` ones, which are the router's and stay as they are, into their parents.
-pub fn nest(spans: &mut [v1::Span], own: usize) {
-    let mut nest = Nest::of(spans, own.min(spans.len()));
-    (own..nest.spans.len()).for_each(|index| nest.place(index));
+/// The router's spans as they are, and behind them the nodes' in their parents, packed.
+pub fn nest(own: &[Raw<'_>], of_nodes: &[Raw<'_>]) -> Vec<u8> {
+    let mut nest = Nest::of(own, of_nodes);
+    (own.len()..nest.places.len()).for_each(|index| nest.place(index));
+    let mut packed = Vec::new();
+    own.iter().for_each(|span| span.pass(&mut packed));
+    for (span, place) in of_nodes.iter().zip(&nest.places[own.len()..]) {
+        place.write(span, &mut packed);
+    }
+    packed
+}
+
+/// Where a span is.
+#[derive(Clone, Copy, PartialEq)]
+struct Place {
+    id: u64,
+    parent: Option<u64>,
+    kind: SpanKind,
+    start_ns: u64,
+    end_ns: u64,
+    /// What was cut of it.
+    before_ns: u64,
+    behind_ns: u64,
+}
+
+impl Place {
+    /// As it came.
+    fn of(span: &Raw<'_>) -> Self {
+        Self {
+            id: id(span.span_id).unwrap_or_default(),
+            parent: id(span.parent_span_id),
+            kind: span.kind,
+            start_ns: span.start_unix_ns,
+            end_ns: span.end_unix_ns,
+            before_ns: 0,
+            behind_ns: 0,
+        }
+    }
+
+    fn meets(&self, other: &Self) -> bool {
+        self.start_ns <= other.end_ns && self.end_ns >= other.start_ns
+    }
+
+    /// Leaves of a span what lies within these times.
+    fn cut(&mut self, from: u64, to: u64) {
+        let to = to.max(from);
+        let (mut start, mut end) = (self.start_ns.clamp(from, to), self.end_ns.clamp(from, to));
+        (self.before_ns, self.behind_ns) = (start.saturating_sub(self.start_ns), self.end_ns.saturating_sub(end));
+        // Jaeger takes a span without length for one that ends before it starts.
+        if end <= start {
+            (start, end) =
+                if start < to { (start, start + 1) } else { (to.saturating_sub(1).max(from), to.max(from + 1)) };
+        }
+        (self.start_ns, self.end_ns) = (start, end);
+    }
+
+    /// Writes the span where it is now, behind those of `packed`.
+    fn write(&self, span: &Raw<'_>, packed: &mut Vec<u8>) {
+        if *self == Self::of(span) {
+            return span.pass(packed);
+        }
+        write::message(packed, number::SPAN, |to| {
+            span.without(&[number::PARENT_SPAN_ID, number::START, number::END], to);
+            if let Some(parent) = self.parent {
+                write::bytes(to, number::PARENT_SPAN_ID, &parent.to_be_bytes());
+            }
+            write::fixed64(to, number::START, self.start_ns);
+            write::fixed64(to, number::END, self.end_ns);
+            for (key, ns) in [("tandem.cut_start_ms", self.before_ns), ("tandem.cut_end_ms", self.behind_ns)] {
+                if ns > 0 {
+                    phase::attribute(to, number::ATTRIBUTE, key, &Value::Number(ns as f64 / 1e6));
+                }
+            }
+        });
+    }
 }
 
 /// Whether a span's parent is known.
@@ -30,8 +104,9 @@ enum State {
     Placed,
 }
 
-struct Nest<'a> {
-    spans: &'a mut [v1::Span],
+struct Nest {
+    /// The router's first.
+    places: Vec<Place>,
     own: usize,
     ids: HashMap<u64, usize>,
     states: Vec<State>,
@@ -39,21 +114,23 @@ struct Nest<'a> {
     parents: Vec<Option<usize>>,
 }
 
-impl<'a> Nest<'a> {
-    fn of(spans: &'a mut [v1::Span], own: usize) -> Self {
-        let mut ids = HashMap::with_capacity(spans.len());
-        for (index, id) in spans.iter().enumerate().filter_map(|(index, span)| Some((index, id(&span.span_id)?))) {
+impl Nest {
+    fn of(own: &[Raw<'_>], of_nodes: &[Raw<'_>]) -> Self {
+        let places: Vec<_> = own.iter().chain(of_nodes).map(Place::of).collect();
+        let own = own.len();
+        let mut ids = HashMap::with_capacity(places.len());
+        for (index, place) in places.iter().enumerate() {
             // The router's ids are no node's to take.
-            ids.entry(id).or_insert(index);
+            ids.entry(place.id).or_insert(index);
         }
-        let states = (0..spans.len()).map(|index| if index < own { State::Placed } else { State::Open }).collect();
-        let parent = |span: &v1::Span| ids.get(&id(&span.parent_span_id)?).copied().filter(|parent| *parent < own);
-        let parents = spans.iter().map(parent).collect();
-        Self { spans, own, ids, states, parents }
+        let states = (0..places.len()).map(|index| if index < own { State::Placed } else { State::Open }).collect();
+        let parent = |place: &Place| ids.get(&place.parent?).copied().filter(|parent| *parent < own);
+        let parents = places.iter().map(parent).collect();
+        Self { places, own, ids, states, parents }
     }
 
     fn named_parent(&self, at: usize) -> Option<usize> {
-        self.ids.get(&id(&self.spans[at].parent_span_id)?).copied()
+        self.ids.get(&self.places[at].parent?).copied()
     }
 
     /// Places a span, and before it those above it.
@@ -80,12 +157,11 @@ impl<'a> Nest<'a> {
     }
 
     fn meet(&self, at: usize, other: usize) -> bool {
-        let (span, other) = (&self.spans[at], &self.spans[other]);
-        span.start_unix_ns <= other.end_unix_ns && span.end_unix_ns >= other.start_unix_ns
+        self.places[at].meets(&self.places[other])
     }
 
     fn put(&mut self, at: usize, named: usize) {
-        let consumes = self.spans[at].kind == "consumer" && self.spans[named].kind == "producer";
+        let consumes = self.places[at].kind == SpanKind::Consumer && self.places[named].kind == SpanKind::Producer;
         let mut parent = named;
         while !consumes
             && !self.meet(at, parent)
@@ -94,28 +170,27 @@ impl<'a> Nest<'a> {
             parent = above;
         }
         self.parents[at] = Some(parent);
-        let v1::Span { ref span_id, start_unix_ns, end_unix_ns, .. } = self.spans[parent];
-        let parent_id = span_id.clone();
+        let Place { id, start_ns, end_ns, .. } = self.places[parent];
         let of_request = self.parents[parent].is_none();
         let end = match (consumes, of_request) {
             (true, _) => self.end_of_request(parent).saturating_sub(BEFORE_END_NS),
-            (false, true) => end_unix_ns.saturating_sub(BEFORE_END_NS),
-            (false, false) => end_unix_ns,
+            (false, true) => end_ns.saturating_sub(BEFORE_END_NS),
+            (false, false) => end_ns,
         };
-        let span = &mut self.spans[at];
-        span.parent_span_id = parent_id;
+        let place = &mut self.places[at];
+        place.parent = Some(id);
         if consumes {
             // It has that time by another host's clock.
-            span.start_unix_ns = start_unix_ns;
+            place.start_ns = start_ns;
         }
-        cut(span, start_unix_ns, end);
+        place.cut(start_ns, end);
     }
 
     fn end_of_request(&self, mut at: usize) -> u64 {
         while let Some(above) = self.parents[at] {
             at = above;
         }
-        self.spans[at].end_unix_ns
+        self.places[at].end_ns
     }
 }
 
@@ -123,27 +198,12 @@ fn id(bytes: &[u8]) -> Option<u64> {
     bytes.try_into().ok().map(u64::from_be_bytes)
 }
 
-/// Leaves of a span what lies within these times.
-fn cut(span: &mut v1::Span, from: u64, to: u64) {
-    let to = to.max(from);
-    let (mut start, mut end) = (span.start_unix_ns.clamp(from, to), span.end_unix_ns.clamp(from, to));
-    let (before, behind) = (start.saturating_sub(span.start_unix_ns), span.end_unix_ns.saturating_sub(end));
-    for (key, ns) in [("tandem.cut_start_ms", before), ("tandem.cut_end_ms", behind)] {
-        if ns > 0 {
-            let value = Some(attribute::Value::Number(ns as f64 / 1e6));
-            span.attributes.push(v1::Attribute { key: key.to_owned(), value });
-        }
-    }
-    // Jaeger takes a span without length for one that ends before it starts.
-    if end <= start {
-        (start, end) = if start < to { (start, start + 1) } else { (to.saturating_sub(1).max(from), to.max(from + 1)) };
-    }
-    (span.start_unix_ns, span.end_unix_ns) = (start, end);
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use prost::Message;
+    use tandem_proto::spans::{raw, unpack};
+    use tandem_proto::v1::{self, any_value};
 
     use super::*;
 
@@ -152,11 +212,12 @@ mod tests {
 
     fn span(name: &str, number: u64, parent: u64, (start, end): (u64, u64)) -> v1::Span {
         let kind = match name {
-            "kv.post" => "producer",
-            "kv.transfer" => "consumer",
-            _ => "internal",
+            "kv.post" => SpanKind::Producer,
+            "kv.transfer" => SpanKind::Consumer,
+            _ => SpanKind::Internal,
         };
         v1::Span {
+            trace_id: vec![7; 16],
             span_id: number.to_be_bytes().to_vec(),
             parent_span_id: if parent == 0 { Vec::new() } else { parent.to_be_bytes().to_vec() },
             name: name.into(),
@@ -178,11 +239,16 @@ mod tests {
         ]
     }
 
+    /// All of them, the first `own` ones the router's.
+    fn nested_in(spans: &[v1::Span], own: usize) -> Vec<v1::Span> {
+        let packed = v1::Spans { spans: spans.to_vec() }.encode_to_vec();
+        let raw: Vec<_> = raw(&packed).collect();
+        unpack(&nest(&raw[..own], &raw[own..])).collect()
+    }
+
     /// Name, parent and times of the nodes' spans.
     fn nested(of_nodes: Vec<v1::Span>) -> Vec<(String, u64, (u64, u64))> {
-        let mut spans = own();
-        spans.extend(of_nodes);
-        nest(&mut spans, 5);
+        let spans = nested_in(&[own(), of_nodes].concat(), 5);
         let told = |span: v1::Span| {
             let times = (span.start_unix_ns.div_ceil(UNIT), span.end_unix_ns.div_ceil(UNIT));
             (span.name, id(&span.parent_span_id).unwrap_or_default(), times)
@@ -198,20 +264,17 @@ mod tests {
     #[test]
     fn what_lies_inside_stays_as_it_is() {
         assert_eq!(one(span("prefill", 10, 3, (11, 98))), (3, (11, 98)));
-        let mut spans = own();
-        nest(&mut spans, 5);
-        assert_eq!(spans, own());
+        assert_eq!(nested_in(&own(), 5), own());
     }
 
     #[test]
     fn what_sticks_out_is_cut_and_tells_so() {
-        let mut spans = own();
-        spans.push(span("decode", 10, 5, (105, 300)));
-        nest(&mut spans, 5);
+        let spans = nested_in(&[own(), vec![span("decode", 10, 5, (105, 300))]].concat(), 5);
         let decode = &spans[5];
         assert_eq!((decode.start_unix_ns, decode.end_unix_ns), (110 * UNIT, 200 * UNIT));
-        let told: Vec<_> = decode.attributes.iter().map(|cut| (cut.key.as_str(), cut.value.clone().unwrap())).collect();
-        let number = attribute::Value::Number;
+        let told: Vec<_> =
+            decode.attributes.iter().map(|cut| (cut.key.as_str(), cut.said().unwrap().clone())).collect();
+        let number = any_value::Value::Number;
         assert_eq!(told, [("tandem.cut_start_ms", number(0.05)), ("tandem.cut_end_ms", number(1.0))]);
     }
 
@@ -252,7 +315,7 @@ mod tests {
         });
         let mut spans: Vec<v1::Span> = own().into_iter().chain(second).collect();
         spans.extend([span("kv.reserve", 20, 99, (20, 30)), span("kv.reserve", 21, 99, (1_020, 1_030))]);
-        nest(&mut spans, 10);
+        let spans = nested_in(&spans, 10);
         let parents: Vec<_> = spans[10..].iter().map(|span| span.parent_span_id[0]).collect();
         assert_eq!(parents, [0, 1]);
     }
@@ -270,7 +333,7 @@ mod tests {
             // Nobody draws an id twice.
             let mut seen = std::collections::HashSet::new();
             spans.retain(|span| seen.insert(span.span_id.clone()));
-            nest(&mut spans, 5);
+            let spans = nested_in(&spans, 5);
             let requests = spans.iter().filter(|span| id(&span.parent_span_id) == Some(77)).count();
             prop_assert_eq!(requests, 1);
             for child in spans.iter().filter(|span| id(&span.parent_span_id) != Some(77)) {

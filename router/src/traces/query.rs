@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use prost_types::Timestamp;
-use tandem_proto::v1::{self, attribute};
+use tandem_proto::v1::{self, any_value};
 use tandem_proto::{Error, ErrorKind};
 
 /// Tags of one question at most.
@@ -73,7 +73,7 @@ impl Query {
     /// Whether all of it holds of this span.
     pub fn matches(&self, span: &v1::Span) -> bool {
         let length = Duration::from_nanos(span.end_unix_ns.saturating_sub(span.start_unix_ns));
-        (self.service.is_empty() || span.service == self.service)
+        (self.service.is_empty() || span.service() == self.service)
             && (self.operation.is_empty() || span.name == self.operation)
             && self.start_min_ns.is_none_or(|min| span.start_unix_ns >= min)
             && self.start_max_ns.is_none_or(|max| span.start_unix_ns <= max)
@@ -86,10 +86,10 @@ impl Query {
 /// What Jaeger makes a tag of that is no attribute here has its name there.
 fn has(span: &v1::Span, (key, value): &(String, String)) -> bool {
     match key.as_str() {
-        "error" => return value == if span.error.is_empty() { "false" } else { "true" },
-        "span.kind" => return *value == span.kind,
-        "service.instance.id" => return *value == span.instance,
-        "otel.status_description" => return *value == span.error,
+        "error" => return value == if span.error().is_empty() { "false" } else { "true" },
+        "span.kind" => return value == span.kind_name(),
+        "service.instance.id" => return value == span.instance(),
+        "otel.status_description" => return value == span.error(),
         _ => {}
     }
     let attributes = span.attributes.iter().chain(span.events.iter().flat_map(|event| &event.attributes));
@@ -97,12 +97,12 @@ fn has(span: &v1::Span, (key, value): &(String, String)) -> bool {
 }
 
 fn text(attribute: &v1::Attribute) -> Option<String> {
-    Some(match attribute.value.as_ref()? {
-        attribute::Value::Text(text) => text.clone(),
-        attribute::Value::Texts(list) => serde_json::json!(list.items).to_string(),
-        attribute::Value::Integer(integer) => integer.to_string(),
-        attribute::Value::Number(number) => number.to_string(),
-        attribute::Value::Flag(flag) => flag.to_string(),
+    Some(match attribute.said()? {
+        any_value::Value::Text(text) => text.clone(),
+        any_value::Value::Texts(list) => serde_json::json!(list.texts()).to_string(),
+        any_value::Value::Integer(integer) => integer.to_string(),
+        any_value::Value::Number(number) => number.to_string(),
+        any_value::Value::Flag(flag) => flag.to_string(),
     })
 }
 
@@ -204,21 +204,21 @@ mod tests {
 
     #[test]
     fn all_must_hold_of_one_span() {
-        let value = |value| Some(value);
+        let value = |value| Some(v1::AnyValue { value: Some(value) });
         let attribute = |key: &str, of| v1::Attribute { key: key.into(), value: value(of) };
         let span = v1::Span {
-            service: "tandem-router".into(),
+            process: Some(v1::Process { service: "tandem-router".into(), instance: String::new() }),
             name: "chat m".into(),
-            kind: "server".into(),
+            kind: v1::SpanKind::Server.into(),
             start_unix_ns: 5_000,
             end_unix_ns: 25_000,
-            error: "no".into(),
+            status: Some(v1::SpanStatus { message: "no".into(), code: 2 }),
             attributes: vec![
-                attribute("tandem.replans", attribute::Value::Integer(2)),
-                attribute("tandem.route.plan", attribute::Value::Text("local".into())),
+                attribute("tandem.replans", any_value::Value::Integer(2)),
+                attribute("tandem.route.plan", any_value::Value::Text("local".into())),
             ],
             events: vec![v1::SpanEvent {
-                attributes: vec![attribute("cause", attribute::Value::Text("engine".into()))],
+                attributes: vec![attribute("cause", any_value::Value::Text("engine".into()))],
                 ..v1::SpanEvent::default()
             }],
             ..v1::Span::default()

@@ -83,7 +83,7 @@ impl Written<'_> {
         } else if node.cpus.is_some() {
             // Of the IPC namespace that the nodes share.
             out.push_str(
-                "    command:\n      - --transport=${TANDEM_TRANSPORT:-ucx}\n      - --ucx-profile=shm\n      \
+                "    command:\n      - --transport=${TANDEM_TRANSPORT:-auto}\n      - --ucx-profile=shm\n      \
                  - --lend-cores=/dev/shm/tandem-cores\n",
             );
         }

@@ -65,18 +65,15 @@ impl Filter {
     }
 }
 
-/// A request that was opened, or why it could not be.
-pub struct Opened {
+/// A request that was opened.
+struct Opened {
+    /// Of its row.
+    id: String,
+    /// Its client's id.
     request: String,
-    trace: anyhow::Result<Trace>,
+    /// What was fetched, or why it could not be; until then nothing.
+    trace: Option<anyhow::Result<Trace>>,
     scroll: u16,
-}
-
-impl Opened {
-    /// Its client's id, and what was fetched.
-    pub fn new(request: String, trace: anyhow::Result<Trace>) -> Self {
-        Self { request, trace, scroll: 0 }
-    }
 }
 
 /// What was chosen by keys.
@@ -99,9 +96,16 @@ impl Screen {
         chosen.filter(|_| !is_open).cloned()
     }
 
-    /// Shows one request.
-    pub fn open(&mut self, opened: Opened) {
-        self.opened = Some(opened);
+    /// Shows one request, whose trace is still to come.
+    pub fn open(&mut self, row: &Row) {
+        self.opened = Some(Opened { id: row.id.clone(), request: row.request.clone(), trace: None, scroll: 0 });
+    }
+
+    /// Takes the trace of the row `id`, if that is still what is looked at.
+    pub fn fetched(&mut self, id: &str, trace: anyhow::Result<Trace>) {
+        if let Some(opened) = self.opened.as_mut().filter(|opened| opened.id == id) {
+            opened.trace = Some(trace);
+        }
     }
 
     /// Takes a key.
@@ -223,8 +227,9 @@ impl Screen {
         let Some(opened) = &mut self.opened else { return };
         let width = usize::from(area.width.saturating_sub(2));
         let text = match &opened.trace {
-            Ok(trace) => format!("{}{}", trace.head(), waterfall::render(&trace.spans, width)),
-            Err(error) => format!("the trace cannot be shown: {error:#}"),
+            None => "asking the router for the trace".to_owned(),
+            Some(Ok(trace)) => format!("{}{}", trace.head(), waterfall::render(&trace.spans, width)),
+            Some(Err(error)) => format!("the trace cannot be shown: {error:#}"),
         };
         let lines = u16::try_from(text.lines().count()).unwrap_or(u16::MAX);
         opened.scroll = opened.scroll.min(lines.saturating_sub(area.height.saturating_sub(2)));
@@ -464,7 +469,11 @@ mod tests {
 
         let trace = json!({"trace_id": "ab", "jaeger": "http://j/trace/ab", "spans": [
             {"name": "chat m", "span_id": "1", "start_unix_ns": 1, "end_unix_ns": 9_000_001}]});
-        screen.open(Opened::new("req-c".into(), Ok(serde_json::from_value(trace).unwrap())));
+        let row = screen.chosen(&model).unwrap();
+        screen.open(&row);
+        assert!(text(&mut screen, &model).contains("asking the router"), "keys work meanwhile");
+        screen.fetched("a", Err(anyhow::anyhow!("of a row that was left")));
+        screen.fetched("c", Ok(serde_json::from_value(trace).unwrap()));
         let shown = text(&mut screen, &model);
         assert!(
             shown.contains("jaeger http://j/trace/ab") && shown.contains("chat m") && shown.contains("Esc back"),
@@ -472,7 +481,8 @@ mod tests {
         );
         assert!(screen.chosen(&model).is_none(), "Enter has nothing to open here");
         screen.press(KeyCode::Esc, &model);
-        screen.open(Opened::new("req-c".into(), Err(anyhow::anyhow!("no trace"))));
+        screen.open(&row);
+        screen.fetched("c", Err(anyhow::anyhow!("no trace")));
         assert!(text(&mut screen, &model).contains("the trace cannot be shown: no trace"));
     }
 
