@@ -161,7 +161,6 @@ impl Worker {
         let Job { from, claim, memory, source } = job;
         let arena = claim.arena().clone();
         let (Some(pieces), Some(to)) = (pieces(claim.leaves(), &source), arena.memory().place().host()) else {
-            tracing::warn!(peer = from.0, "a KV range is not announced as whole pieces of blocks");
             return None;
         };
         let mut digests = vec![0; pieces.len()];

@@ -89,9 +89,14 @@ impl OneCopy {
         runs.iter().all(|run| memory.contains(*run)).then(|| (memory.clone(), runs))
     }
 
-    /// Copies what `source` (checked) names to where the claim says, on another thread. A claim for which there is no
-    /// place fails.
+    /// Copies what `source` names to where the claim says, on another thread; both have as many bytes, and the memory
+    /// has them. A claim fails when its pieces are cut in two, and when there is no place for it.
     pub(super) fn copy(&self, from: EndpointId, claim: Claim, memory: Arc<PeerMemory>, source: Vec<Run>) {
+        let piece_bytes = claim.bytes() / u64::from(claim.range().count.max(1));
+        if source.iter().any(|run| !(run.bytes as u64).is_multiple_of(piece_bytes)) {
+            claim.counters().protocol_errors.fetch_add(1, Relaxed);
+            return;
+        }
         if let Some(copier) = &self.copier {
             copier.submit(Job { from, claim, memory, source });
         }
