@@ -7,8 +7,8 @@ use crate::error::EngineError;
 use crate::footprint::usable;
 use crate::memory::MemoryFiles;
 
-/// Zeroed KV memory of `total_blocks` blocks of `block_bytes` bytes, on pages that whoever uses it should touch first
-/// ([`HostMemory::touch`]).
+/// Zeroed KV memory, which other processes of this host may read (`HostMemory::shareable`), of `total_blocks` blocks
+/// of `block_bytes` bytes, on pages that whoever uses it should touch first ([`HostMemory::touch`]).
 ///
 /// # Errors
 /// `InvalidArgument` when `block_bytes` is no multiple of 8, or the machine has not so much memory.
@@ -20,7 +20,7 @@ pub fn allocate_arena(total_blocks: usize, block_bytes: usize) -> Result<Arc<Hos
     let bytes = total_blocks as u128 * block_bytes as u128;
     check_fits(bytes, MemoryFiles::default().available()).map_err(|why| too_large(&blocks, &why))?;
     let bytes = usize::try_from(bytes).map_err(|error| too_large(&blocks, &error.to_string()))?;
-    HostMemory::zeroed(bytes).map_err(|error| too_large(&blocks, &error.to_string()))
+    HostMemory::shareable(bytes).map_err(|error| too_large(&blocks, &error.to_string()))
 }
 
 fn too_large(blocks: &str, why: &str) -> EngineError {

@@ -30,6 +30,10 @@ pub struct Counters {
     pub protocol_errors: AtomicU64,
     /// Frames and ranges for which there was no room: a peer sends more than this node reads.
     pub dropped_frames: AtomicU64,
+    /// Bytes that this node copied out of a peer's memory itself; part of the received ones.
+    pub copied_bytes: AtomicU64,
+    /// Senders on this host whose memory could not be mapped: their ranges come through UCX's queues.
+    pub unmapped_peers: AtomicU64,
     /// Tickets that were refused before anything was sent.
     pub rejected_tickets: AtomicU64,
     /// Hellos that were refused before anything that they say was used: without their hand-off's key, or with an
@@ -57,6 +61,8 @@ impl Counters {
             fenced_peers,
             protocol_errors,
             dropped_frames,
+            copied_bytes,
+            unmapped_peers,
             rejected_tickets,
             rejected_hellos,
             lost_peers,
@@ -76,6 +82,8 @@ impl Counters {
                 (&total.fenced_peers, fenced_peers),
                 (&total.protocol_errors, protocol_errors),
                 (&total.dropped_frames, dropped_frames),
+                (&total.copied_bytes, copied_bytes),
+                (&total.unmapped_peers, unmapped_peers),
                 (&total.rejected_tickets, rejected_tickets),
                 (&total.rejected_hellos, rejected_hellos),
                 (&total.lost_peers, lost_peers),

@@ -5,12 +5,11 @@ use tandem_proto::{HandoffId, v1};
 
 use crate::clock;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::landing::Arrival;
+use crate::landing::{Arrival, Batch, Piece};
 use crate::registry::Registry;
 use crate::seal::{self, Manifest};
 use crate::session::Arrived;
 use crate::terms::{Expected, Grant, Verified};
-use crate::wire::DataHeader;
 
 /// A granted hand-off. Dropping it at any time cancels it: the sender is told, and the owner of the blocks is released
 /// as soon as no writer can touch them.
@@ -55,12 +54,13 @@ impl Incoming {
     pub async fn verified(mut self, expected: Expected) -> Result<Verified, TransferError> {
         let (arrived, manifest) = self.arrived().await?;
         let (last, ticket, seal) = (self.arrival.landing.take(), self.ticket.clone(), arrived.seal.clone());
+        let left = last.bytes as usize;
         let mutation = self.registry.mutation();
         let check = move || match seal::verify(&seal, &ticket, &expected, || cover(manifest, last).finish()) {
             Err(Refusal::Corrupt(_)) if mutation.skips_checksum() => Ok(()),
             checked => checked,
         };
-        let checked = self.registry.hash(self.bytes(), check).await.unwrap_or(Err(Refusal::WriteFailed));
+        let checked = self.registry.hash(left, check).await.unwrap_or(Err(Refusal::WriteFailed));
         if let Err(refusal) = checked {
             tracing::warn!(handoff = %self.handoff, reason = refusal.label(), "KV hand-off refused: {refusal}");
             self.on_drop = refusal;
@@ -96,19 +96,18 @@ impl Incoming {
                 () = self.arrival.landing.enough() => {}
             }
             let landed = self.arrival.landing.take();
-            manifest = self.registry.hash(self.bytes(), move || cover(manifest, landed)).await?;
+            manifest = self.registry.hash(landed.bytes as usize, move || cover(manifest, landed)).await?;
         }
-    }
-
-    /// Of all blocks: what one look at them hashes at most.
-    fn bytes(&self) -> usize {
-        self.blocks.len() * self.registry.arena().block_bytes()
     }
 }
 
-fn cover(mut manifest: Manifest, landed: Vec<DataHeader>) -> Manifest {
-    for range in landed {
-        manifest.cover_range(range);
+fn cover(mut manifest: Manifest, landed: Batch) -> Manifest {
+    for Piece { range, leaves } in landed.pieces {
+        if leaves.is_empty() {
+            manifest.cover_range(range);
+        } else {
+            manifest.note_range(range, &leaves);
+        }
     }
     manifest
 }

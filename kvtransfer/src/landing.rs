@@ -1,5 +1,6 @@
-//! What of a hand-off has landed and is not hashed yet: noted by the backend's threads, taken by the receiving end.
-//! Hashing follows the copy that way, and only the last pieces are left when the seal comes.
+//! What of a hand-off has landed and is not verified yet: noted by the backend's threads, taken by the receiving end.
+//! Hashing follows the copy that way, and only the last pieces are left when the seal comes; none are where the copy
+//! itself has hashed them.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, oneshot};
@@ -19,6 +20,22 @@ pub(crate) struct Arrival {
     pub(crate) whole: oneshot::Receiver<Result<Arrived, TransferError>>,
 }
 
+/// A range in the arena.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) range: DataHeader,
+    /// Its leaves' hashes in the order of the payload, where they were taken on the way; else none.
+    pub(crate) leaves: Vec<u64>,
+}
+
+/// What has landed since somebody looked.
+#[derive(Default)]
+pub(crate) struct Batch {
+    pub(crate) pieces: Vec<Piece>,
+    /// Of them, still to be hashed.
+    pub(crate) bytes: u64,
+}
+
 /// The landed pieces of one hand-off. At most as many as it has units, since each lands once.
 #[derive(Default)]
 pub(crate) struct Landing {
@@ -28,20 +45,19 @@ pub(crate) struct Landing {
 
 #[derive(Default)]
 struct Noted {
-    pieces: Vec<DataHeader>,
-    bytes: u64,
+    batch: Batch,
     /// Of all pieces, those that were taken included.
     ranges: u32,
 }
 
 impl Landing {
     /// A range of `bytes` is in the arena.
-    pub(crate) fn note(&self, range: DataHeader, bytes: u64) {
+    pub(crate) fn note(&self, piece: Piece, bytes: u64) {
         let mut noted = self.lock();
-        noted.pieces.push(range);
-        noted.bytes += bytes;
+        noted.batch.bytes += if piece.leaves.is_empty() { bytes } else { 0 };
+        noted.batch.pieces.push(piece);
         noted.ranges += 1;
-        if noted.bytes >= BATCH_BYTES {
+        if noted.batch.bytes >= BATCH_BYTES {
             self.enough.notify_one();
         }
     }
@@ -52,10 +68,8 @@ impl Landing {
     }
 
     /// What has landed since the last call.
-    pub(crate) fn take(&self) -> Vec<DataHeader> {
-        let mut noted = self.lock();
-        noted.bytes = 0;
-        std::mem::take(&mut noted.pieces)
+    pub(crate) fn take(&self) -> Batch {
+        std::mem::take(&mut self.lock().batch)
     }
 
     /// How many have landed so far.
@@ -80,14 +94,17 @@ mod tests {
     fn a_batch_wakes_and_less_waits_to_be_taken() {
         let landing = Landing::default();
         let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
-        landing.note(range, BATCH_BYTES - 8);
-        assert!(landing.enough().now_or_never().is_none());
-        landing.note(range, 8);
+        let note = |leaves, bytes| landing.note(Piece { range, leaves }, bytes);
+        note(vec![], BATCH_BYTES - 8);
+        note(vec![1, 2], BATCH_BYTES);
+        assert!(landing.enough().now_or_never().is_none(), "hashed is done");
+        note(vec![], 8);
         assert!(landing.enough().now_or_never().is_some());
-        assert_eq!(landing.take().len(), 2);
-        landing.note(range, BATCH_BYTES - 8);
+        let batch = landing.take();
+        assert_eq!((batch.pieces.len(), batch.bytes), (3, BATCH_BYTES));
+        note(vec![], BATCH_BYTES - 8);
         assert!(landing.enough().now_or_never().is_none(), "counted anew");
-        assert_eq!(landing.take().len(), 1);
-        assert_eq!(landing.ranges(), 3, "of all time");
+        assert_eq!(landing.take().pieces.len(), 1);
+        assert_eq!(landing.ranges(), 4, "of all time");
     }
 }

@@ -1,7 +1,8 @@
 //! Bugs on purpose, for the tests that have to notice them. They are there only with the feature `planted-bugs`, which
-//! no program of the product has; and only the constructor of a `MemNetwork` takes one.
+//! no program of the product has; the constructor of a `MemNetwork` takes one, and the settings of UCX take the two of
+//! the way with one copy.
 
-/// Which rule of the receiver is broken.
+/// Which rule is broken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mutation {
     /// None.
@@ -16,6 +17,12 @@ pub enum Mutation {
     /// An abandoned hand-off lets go of its blocks, and its peer may write into them as before.
     #[cfg(feature = "planted-bugs")]
     ForgetFence,
+    #[cfg(feature = "planted-bugs")]
+    /// One copy: the receiver acknowledges a range that it has not copied.
+    AcknowledgeUncopied,
+    #[cfg(feature = "planted-bugs")]
+    /// One copy: the sender lets go of its blocks when it has announced them.
+    FreeAnnounced,
 }
 
 /// Without the feature each is `false` for good, and what it guards is not in the program.
@@ -30,6 +37,20 @@ impl Mutation {
     pub(crate) fn frees_early(self) -> bool {
         #[cfg(feature = "planted-bugs")]
         return self == Self::FreeEarly;
+        #[cfg(not(feature = "planted-bugs"))]
+        false
+    }
+
+    pub(crate) fn acknowledges_uncopied(self) -> bool {
+        #[cfg(feature = "planted-bugs")]
+        return self == Self::AcknowledgeUncopied;
+        #[cfg(not(feature = "planted-bugs"))]
+        false
+    }
+
+    pub(crate) fn frees_announced(self) -> bool {
+        #[cfg(feature = "planted-bugs")]
+        return self == Self::FreeAnnounced;
         #[cfg(not(feature = "planted-bugs"))]
         false
     }

@@ -17,9 +17,9 @@ use crate::error::{Refusal, TransferError, TransferErrorKind};
 use crate::handshake::{self, KEY_BYTES, Nonces, Proof, Secret};
 use crate::hashing;
 use crate::joints;
-use crate::landing::{Arrival, Landing};
+use crate::landing::{Arrival, Landing, Piece};
 use crate::mutation::Mutation;
-use crate::session::{Arrived, Ended, Offer, Quarantined, Rejected, Sessions};
+use crate::session::{Arrived, Ended, Offer, Pieces, Quarantined, Rejected, Sessions, State};
 use crate::terms::{Grant, PeerId};
 use crate::wire::{Answer, DataHeader, parse_seal};
 
@@ -194,7 +194,7 @@ impl Registry {
                 drop(table);
                 self.counters.open_writes.fetch_add(1, Relaxed);
                 let runs = self.arena.runs(&pieces.blocks, self.arena.slice(pieces.of, &pieces.units));
-                Ok(Claim { registry: self.clone(), range, runs, len, open: true })
+                Ok(Claim { registry: self.clone(), range, pieces, runs, len, open: true })
             }
             Err(rejected) => Err(self.refuse(table, peer, range.handoff, rejected)),
         }
@@ -244,19 +244,22 @@ impl Registry {
 
     /// A seal frame arrived. Refusals go to the peer from here.
     pub fn seal(&self, peer: PeerId, handoff: HandoffId, payload: &[u8]) {
+        let Some(seal) = parse_seal(handoff, payload) else { return self.unreadable(peer, handoff) };
         let mut table = self.lock();
-        let Some(seal) = parse_seal(handoff, payload) else {
-            self.counters.protocol_errors.fetch_add(1, Relaxed);
-            let rejected = table.sessions.unreadable(peer, handoff, clock::now());
-            self.refuse(table, peer, handoff, rejected);
-            return;
-        };
         match table.sessions.seal(peer, handoff, seal, clock::now()) {
             Ok(arrived) => table.deliver(handoff, arrived),
             Err(rejected) => {
                 self.refuse(table, peer, handoff, rejected);
             }
         }
+    }
+
+    /// A frame of a hand-off that cannot be read, or names what there is not. Refusals go to the peer from here.
+    pub fn unreadable(&self, peer: PeerId, handoff: HandoffId) {
+        self.counters.protocol_errors.fetch_add(1, Relaxed);
+        let mut table = self.lock();
+        let rejected = table.sessions.unreadable(peer, handoff, clock::now());
+        self.refuse(table, peer, handoff, rejected);
     }
 
     /// The sender says that it is still there. Refusals go to the peer from here.
@@ -445,12 +448,12 @@ impl Registry {
         true
     }
 
-    fn written(&self, range: DataHeader, len: u64) {
+    fn written(&self, range: DataHeader, len: u64, leaves: Vec<u64>) {
         self.counters.received_bytes.fetch_add(len, Relaxed);
         let mut table = self.lock();
         let arrived = table.sessions.written(range, clock::now());
         if let Some(waiter) = table.waiters.get(&range.handoff) {
-            waiter.landing.note(range, len);
+            waiter.landing.note(Piece { range, leaves }, len);
         }
         table.deliver(range.handoff, arrived);
     }
@@ -565,6 +568,7 @@ impl Table {
 pub struct Claim {
     registry: Arc<Registry>,
     range: DataHeader,
+    pieces: Pieces,
     runs: Vec<Run>,
     len: u64,
     open: bool,
@@ -574,6 +578,25 @@ impl Claim {
     /// Where in the arena to write, in the payload's order, neighbours joined.
     pub fn runs(&self) -> &[Run] {
         &self.runs
+    }
+
+    /// Which range.
+    pub fn range(&self) -> DataHeader {
+        self.range
+    }
+
+    /// The leaves of its blocks' checksums, in the payload's order: all of its bytes.
+    pub fn leaves(&self) -> Vec<Run> {
+        let (arena, Pieces { blocks, units, of }) = (self.arena(), &self.pieces);
+        let of_unit = arena.layers() / usize::from(*of);
+        let layers = usize::from(units.start) * of_unit..usize::from(units.end) * of_unit;
+        blocks.iter().flat_map(|block| arena.leaves(*block, layers.clone())).collect()
+    }
+
+    /// Its hand-off is not over yet: else nobody needs the bytes.
+    pub fn is_wanted(&self) -> bool {
+        let state = self.registry.lock().sessions.state(self.range.handoff);
+        state.is_some_and(|state| state != State::Aborted)
     }
 
     /// Bytes of the range; equal to the runs' bytes.
@@ -586,10 +609,20 @@ impl Claim {
         &self.registry.arena
     }
 
+    /// Counters of the transport.
+    pub fn counters(&self) -> &Counters {
+        &self.registry.counters
+    }
+
     /// All bytes are in the arena.
-    pub fn written(mut self) {
+    pub fn written(self) {
+        self.written_and_hashed(Vec::new());
+    }
+
+    /// All bytes are in the arena, and their [`Claim::leaves`] have these hashes: they are not hashed again.
+    pub fn written_and_hashed(mut self, leaves: Vec<u64>) {
         self.open = false;
-        self.registry.written(self.range, self.len);
+        self.registry.written(self.range, self.len, leaves);
     }
 }
 

@@ -75,6 +75,22 @@ impl Manifest {
         }
     }
 
+    /// The pieces of a range whose leaves were hashed as they were copied, in the order of the payload. What does not
+    /// fit is left to be hashed.
+    pub(crate) fn note_range(&mut self, range: DataHeader, leaves: &[u64]) {
+        let units = range.units.of(self.units).unwrap_or(0..0);
+        let blocks = range.first..range.first.saturating_add(range.count).min(self.blocks.len() as u32);
+        let pieces = blocks.flat_map(|index| units.clone().map(move |unit| (index, unit)));
+        if self.units == 0 || leaves.len() != range.count as usize * units.len() * self.leaves_of_unit() {
+            return;
+        }
+        for ((index, unit), leaves) in pieces.zip(leaves.chunks(self.leaves_of_unit())) {
+            if !self.is_hashed(index, unit) {
+                self.note(index, unit, leaves);
+            }
+        }
+    }
+
     /// One checksum per block, after hashing what is left.
     pub fn finish(mut self) -> Vec<u64> {
         self.units = self.units.max(1);
@@ -195,6 +211,7 @@ mod tests {
     use tandem_memory::HostMemory;
 
     use super::*;
+    use crate::wire::Units;
 
     proptest! {
         /// Pieces in any order, some twice, some missing, some of no block at all; `units` are the layers, the whole
@@ -219,6 +236,26 @@ mod tests {
                 tandem_proto::hash::block_checksum(&bytes, layers.into())
             });
             prop_assert_eq!(manifest.finish(), expected.collect::<Vec<_>>());
+        }
+    }
+
+    /// Of three layers, each of two leaves.
+    #[test]
+    fn leaves_hashed_on_their_way_are_taken_as_they_are() {
+        let words: Vec<u64> = (0..6 * 3 * 600).collect();
+        let arena = Arena::new(HostMemory::holding(&words).expect("little"), 3 * 4800, 3);
+        for units in [1, 3] {
+            let mut manifest = Manifest::new(arena.clone(), vec![4, 2], units);
+            let mut leaves = vec![0; 6];
+            arena.memory().digests(&arena.leaves(2, 0..3).collect::<Vec<_>>(), &mut leaves);
+            let range = DataHeader { handoff: HandoffId([0; 16]), first: 1, count: 1, units: Units::ALL };
+            manifest.note_range(range, &leaves[1..]);
+            manifest.note_range(DataHeader { first: 7, ..range }, &leaves);
+            manifest.note_range(range, &leaves);
+            let before = vec![arena.checksum(4), arena.checksum(2)];
+            arena.copy_in(2, 0, &[7; 64]);
+            assert_eq!(manifest.finish(), before);
+            arena.copy_in(2, 0, &words[2 * 1800..][..8].iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>());
         }
     }
 

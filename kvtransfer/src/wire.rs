@@ -4,8 +4,8 @@
 //! ```text
 //! byte  0..4   magic "TKV1"
 //!       4      kind
-//!       5      first unit of a range of data, else zero
-//!       6      units of a range of data (0: whole blocks), else zero
+//!       5      first unit of a range (of data, ready or copied), else zero
+//!       6      units of a range (0: whole blocks), else zero
 //!       7      zero
 //!       8..24  hand-off id
 //!      24..28  a: first block index | refusal code   | protocol version (hello)   (little endian)
@@ -26,8 +26,10 @@ pub const MAX_SEAL_BYTES: usize = 2 << 20;
 pub const MAX_HELLO_BYTES: usize = 256;
 
 const MAGIC: [u8; 4] = *b"TKV1";
-/// Kind of the only header with units.
+/// Kinds of the headers with units.
 const DATA: u8 = 1;
+const READY: u8 = 8;
+const COPIED: u8 = 9;
 
 /// A frame without its payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +54,12 @@ pub enum Header {
     Join(HandoffId),
     /// The sender is still there: the lease begins anew; no payload.
     KeepAlive(HandoffId),
+    /// A welcome of a receiver that copies out of the sender's memory itself: announce instead of sending; no payload.
+    WillCopy(HandoffId),
+    /// These pieces are final in the sender's memory, and stay; payload: where (`ucx/one_copy/announcement.rs`).
+    Ready(DataHeader),
+    /// The receiver has its copy of these pieces; no payload.
+    Copied(DataHeader),
 }
 
 /// Which pieces of which blocks a payload fills.
@@ -118,9 +126,9 @@ impl Header {
         let mut units = Units::ALL;
         let (kind, handoff, a, b) = match *self {
             Self::Hello { protocol } => (0, HandoffId([0; 16]), protocol, 0),
-            Self::Data(range) => {
+            Self::Data(range) | Self::Ready(range) | Self::Copied(range) => {
                 units = range.units;
-                (DATA, range.handoff, range.first, range.count)
+                (self.range_kind(), range.handoff, range.first, range.count)
             }
             Self::Seal(handoff) => (2, handoff, 0, 0),
             Self::Cancel(handoff) => (3, handoff, 0, 0),
@@ -131,6 +139,7 @@ impl Header {
             }
             Self::Welcome(handoff) => (6, handoff, 0, 0),
             Self::KeepAlive(handoff) => (7, handoff, 0, 0),
+            Self::WillCopy(handoff) => (10, handoff, 0, 0),
             Self::Join(handoff) => (11, handoff, 0, 0),
         };
         let mut bytes = [0; HEADER_BYTES];
@@ -146,29 +155,45 @@ impl Header {
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
         let (kind, units) = (bytes[4], Units { first: bytes[5], count: bytes[6] });
-        if bytes[..4] != MAGIC || bytes[7] != 0 || (kind != DATA && units != Units::ALL) {
+        if bytes[..4] != MAGIC || bytes[7] != 0 {
+            return None;
+        }
+        let is_range = matches!(kind, DATA | READY | COPIED);
+        if !is_range && units != Units::ALL {
             return None;
         }
         let handoff = HandoffId(bytes[8..24].try_into().ok()?);
         let a = u32::from_le_bytes(bytes[24..28].try_into().ok()?);
         let b = u32::from_le_bytes(bytes[28..].try_into().ok()?);
-        let uses_numbers = matches!(kind, 0 | DATA | 5);
+        let uses_numbers = is_range || matches!(kind, 0 | 5);
         if !uses_numbers && (a, b) != (0, 0) {
             return None;
         }
+        let range = DataHeader { handoff, first: a, count: b, units };
         let header = match kind {
             0 if b == 0 && handoff == HandoffId([0; 16]) => Self::Hello { protocol: a },
-            DATA => Self::Data(DataHeader { handoff, first: a, count: b, units }),
+            DATA => Self::Data(range),
             2 => Self::Seal(handoff),
             3 => Self::Cancel(handoff),
             4 => Self::Answer(handoff, Answer::Ack),
             5 => Self::Answer(handoff, Answer::Refused(Refusal::from_wire(a, b))),
             6 => Self::Welcome(handoff),
             7 => Self::KeepAlive(handoff),
+            READY => Self::Ready(range),
+            COPIED => Self::Copied(range),
+            10 => Self::WillCopy(handoff),
             11 => Self::Join(handoff),
             _ => return None,
         };
         Some(header)
+    }
+
+    fn range_kind(&self) -> u8 {
+        match self {
+            Self::Ready(_) => READY,
+            Self::Copied(_) => COPIED,
+            _ => DATA,
+        }
     }
 }
 
@@ -204,10 +229,13 @@ mod tests {
         let id = any::<[u8; 16]>().prop_map(HandoffId);
         prop_oneof![
             any::<u32>().prop_map(|protocol| Header::Hello { protocol }),
-            (id.clone(), any::<u32>(), any::<u32>(), any::<[u8; 2]>()).prop_map(|(handoff, first, count, units)| {
+            (id.clone(), any::<u32>(), any::<u32>(), any::<[u8; 3]>()).prop_map(|(handoff, first, count, units)| {
+                let [kind, units @ ..] = units;
                 let units = Units { first: units[0], count: units[1] };
-                Header::Data(DataHeader { handoff, first, count, units })
+                let of = [Header::Data, Header::Ready, Header::Copied][usize::from(kind % 3)];
+                of(DataHeader { handoff, first, count, units })
             }),
+            id.clone().prop_map(Header::WillCopy),
             id.clone().prop_map(Header::Seal),
             id.clone().prop_map(Header::Cancel),
             id.clone().prop_map(Header::Welcome),

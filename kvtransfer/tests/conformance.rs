@@ -5,12 +5,12 @@ mod suite;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use suite::{Pair, arena};
+use suite::{Pair, arena, shareable_arena};
 use tandem_kvtransfer::mem::{MemFaults, MemNetwork, MemTransport};
 use tandem_kvtransfer::tcp::{Protection, TcpConfig, TcpTransport};
 use tandem_kvtransfer::ucx::presence::or_skip;
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
-use tandem_kvtransfer::{Faults, Transport};
+use tandem_kvtransfer::{Arena, Faults, Transport};
 
 /// Both ends in this process; `None`: the backend cannot run here, and said so. `faults` are the sender's.
 type MakePair = fn(block_bytes: usize, faults: Faults) -> Option<Pair>;
@@ -44,8 +44,11 @@ fn sockets(protection: Protection, block_bytes: usize, faults: Faults) -> Option
 }
 
 fn ucx(profile: UcxProfile, block_bytes: usize, faults: Faults) -> Option<Pair> {
+    ucx_over(profile, arena(block_bytes), arena(block_bytes), faults)
+}
+
+fn ucx_over(profile: UcxProfile, from: Arc<Arena>, to: Arc<Arena>, faults: Faults) -> Option<Pair> {
     let start = |arena, faults| or_skip(UcxTransport::start(arena, UcxConfig { faults, ..UcxConfig::new(profile) }));
-    let (from, to) = (arena(block_bytes), arena(block_bytes));
     let sender = start(from.clone(), faults)?;
     let receiver = start(to.clone(), Faults::default())?;
     Some(Pair { sender, receiver, from, to })
@@ -53,6 +56,13 @@ fn ucx(profile: UcxProfile, block_bytes: usize, faults: Faults) -> Option<Pair> 
 
 fn ucx_shm(block_bytes: usize, faults: Faults) -> Option<Pair> {
     ucx(UcxProfile::Shm, block_bytes, faults)
+}
+
+/// The receiver copies by itself: the sender's memory may be mapped.
+fn ucx_one_copy(block_bytes: usize, faults: Faults) -> Option<Pair> {
+    let pair = ucx_over(UcxProfile::Shm, shareable_arena(block_bytes), arena(block_bytes), faults)?;
+    assert!(pair.sender.info().name.ends_with(", one copy"), "{}", pair.sender.info().name);
+    Some(pair)
 }
 
 fn ucx_tcp(block_bytes: usize, faults: Faults) -> Option<Pair> {
@@ -99,4 +109,4 @@ macro_rules! conformance {
     };
 }
 
-conformance!(mem tcp tcp_encrypted ucx_shm ucx_tcp);
+conformance!(mem tcp tcp_encrypted ucx_shm ucx_one_copy ucx_tcp);

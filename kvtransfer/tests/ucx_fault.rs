@@ -3,6 +3,7 @@
 //! untouched, whatever a frozen peer does when it wakes up. `TANDEM_FAULT_ROUNDS=100` takes minutes.
 //!
 //! The peer is this binary again, in the ignored test `peer`; it reads its part from standard input.
+use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
@@ -41,40 +42,113 @@ const GRACE: Duration = Duration::from_millis(500);
 /// Starts a line of the peer among those of the test harness.
 const SAYS: &str = "peer says ";
 
+/// How the bytes get over.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Through UCX's queue in shared memory.
+    Shm,
+    /// The receiver copies out of the sender's memory.
+    OneCopy,
+    Tcp,
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shm => "shm",
+            Self::OneCopy => "one copy",
+            Self::Tcp => "tcp",
+        })
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_receiver_killed_over_one_copy() {
+    receivers_killed(Way::OneCopy, rounds()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sender_killed_over_one_copy() {
+    senders_killed(Way::OneCopy, rounds()).await;
+}
+
+/// It writes nothing of ours: the blocks come back without a grace, and nobody is cut off.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sender_frozen_over_one_copy_holds_nothing() {
+    let Some((transport, arena)) = start(Way::OneCopy) else { return };
+    let counters = transport.counters();
+    for round in 0..rounds() {
+        let (owner, freed) = probe();
+        let incoming = accept(&transport, round, owner);
+        let peer = Peer::start(&["one copy", "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+        received(&transport, 1).await;
+        peer.freeze();
+        drop(incoming);
+        in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
+        sing(&arena);
+        peer.thaw();
+        tokio::time::sleep(ARRIVED).await;
+        assert_eq!(silenced(&arena), 0, "words of freed blocks that were written");
+        serve(&transport, Way::OneCopy, 1000 + round).await;
+    }
+    assert_eq!((counters.fenced_peers.load(Relaxed), counters.quarantined_blocks.load(Relaxed)), (0, 0));
+    assert_eq!(counters.copied_bytes.load(Relaxed), counters.received_bytes.load(Relaxed));
+}
+
+/// It acknowledges nothing that it has not copied: the blocks come back when it is given up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_receiver_frozen_over_one_copy_holds_nothing() {
+    let Some((transport, arena)) = start(Way::OneCopy) else { return };
+    let mut peer = Peer::start(&["one copy", "receive", "1"]);
+    let ticket = peer.ticket();
+    let mut outgoing = transport.open(&ticket).await.expect("open");
+    peer.freeze();
+    let (owner, freed) = probe();
+    let send = async {
+        push(&mut outgoing, 0..BLOCKS, &owner).await?;
+        outgoing.seal(seal(&arena, &ticket)).await
+    };
+    in_time(send).await.expect_err("nobody copies");
+    drop(owner);
+    in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
+    peer.kill();
+    serve_receiver(&transport, &arena, Way::OneCopy, 2).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_receiver_killed_over_shm() {
-    receivers_killed(UcxProfile::Shm, rounds()).await;
+    receivers_killed(Way::Shm, rounds()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_receiver_killed_over_tcp() {
-    receivers_killed(UcxProfile::Tcp, rounds()).await;
+    receivers_killed(Way::Tcp, rounds()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_killed_over_shm() {
-    senders_killed(UcxProfile::Shm, rounds()).await;
+    senders_killed(Way::Shm, rounds()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_killed_over_tcp() {
-    senders_killed(UcxProfile::Tcp, rounds()).await;
+    senders_killed(Way::Tcp, rounds()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_frozen_over_shm() {
-    sender_frozen(UcxProfile::Shm, rounds()).await;
+    sender_frozen(Way::Shm, rounds()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sender_frozen_over_tcp() {
-    sender_frozen(UcxProfile::Tcp, rounds()).await;
+    sender_frozen(Way::Tcp, rounds()).await;
 }
 
 /// SIGSTOP in the middle: no connection breaks, and no write ends. Now and then all has arrived before the signal: such
 /// a round shows nothing, and another one follows.
-async fn sender_frozen(profile: UcxProfile, rounds: u32) {
-    let Some((transport, arena)) = start_with(UcxConfig { grace: GRACE, ..UcxConfig::new(profile) }) else { return };
+async fn sender_frozen(way: Way, rounds: u32) {
+    let Some((transport, arena)) = start_with(way, GRACE) else { return };
     let counters = transport.counters();
     let (mut held, mut replaced) = (0, 0);
     for round in 0..MOST_ROUNDS * rounds {
@@ -83,7 +157,7 @@ async fn sender_frozen(profile: UcxProfile, rounds: u32) {
         }
         let (owner, freed) = probe();
         let incoming = accept(&transport, round, owner);
-        let peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+        let peer = Peer::start(&[&way.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
         received(&transport, 1).await;
         peer.freeze();
         let (fenced, address) = (counters.fenced_peers.load(Relaxed), transport.address());
@@ -94,7 +168,7 @@ async fn sender_frozen(profile: UcxProfile, rounds: u32) {
         let quarantined = counters.quarantined_blocks.load(Relaxed);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
         let freed_after = aborted.elapsed();
-        println!("{profile}: {quarantined} blocks were in quarantine, free after {freed_after:?}");
+        println!("{way}: {quarantined} blocks were in quarantine, free after {freed_after:?}");
         // On a busy machine the last write may end by itself, late but within the grace: then nobody is cut off.
         if quarantined > 0 && freed_after >= GRACE {
             held += 1;
@@ -106,18 +180,18 @@ async fn sender_frozen(profile: UcxProfile, rounds: u32) {
         peer.thaw();
         tokio::time::sleep(ARRIVED).await;
         assert_eq!(silenced(&arena), 0, "words of freed blocks that a cut-off sender has written");
-        serve(&transport, profile, 1000 + round).await;
+        serve(&transport, way, 1000 + round).await;
     }
     assert_eq!(held, rounds, "too few senders were held in the middle of a transfer: {counters:?}");
-    println!("{profile}: {held} senders frozen inside a transfer, {replaced} workers replaced, 0 canaries touched");
+    println!("{way}: {held} senders frozen inside a transfer, {replaced} workers replaced, 0 canaries touched");
 }
 
 /// Each in the middle of a hand-off; after each the next receiver is served.
-async fn receivers_killed(profile: UcxProfile, kills: u32) {
-    let Some((transport, arena)) = start(profile) else { return };
+async fn receivers_killed(way: Way, kills: u32) {
+    let Some((transport, arena)) = start(way) else { return };
     let mut notices = Vec::new();
     for kill in 0..kills {
-        let mut peer = Peer::start(&[&profile.to_string(), "receive", &kill.to_string()]);
+        let mut peer = Peer::start(&[&way.to_string(), "receive", &kill.to_string()]);
         let ticket = peer.ticket();
         let mut outgoing = transport.open(&ticket).await.expect("open");
         // Connected, and with most of it under way.
@@ -137,14 +211,14 @@ async fn receivers_killed(profile: UcxProfile, kills: u32) {
         drop(owner);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
         notices.push(killed.elapsed());
-        serve_receiver(&transport, &arena, profile, 1000 + kill).await;
+        serve_receiver(&transport, &arena, way, 1000 + kill).await;
     }
-    report("receivers", profile, notices);
+    report("receivers", way, notices);
 }
 
 /// The next receiver is served.
-async fn serve_receiver(transport: &UcxTransport, arena: &Arena, profile: UcxProfile, id: u32) {
-    let mut peer = Peer::start(&[&profile.to_string(), "receive", &id.to_string()]);
+async fn serve_receiver(transport: &UcxTransport, arena: &Arena, way: Way, id: u32) {
+    let mut peer = Peer::start(&[&way.to_string(), "receive", &id.to_string()]);
     let ticket = peer.ticket();
     let mut outgoing = in_time(transport.open(&ticket)).await.expect("open");
     in_time(push(&mut outgoing, 0..BLOCKS, &(Arc::new(()) as BlockOwner))).await.expect("push");
@@ -153,13 +227,13 @@ async fn serve_receiver(transport: &UcxTransport, arena: &Arena, profile: UcxPro
 }
 
 /// Each in the middle of a hand-off; after each the next sender is served.
-async fn senders_killed(profile: UcxProfile, kills: u32) {
-    let Some((transport, arena)) = start(profile) else { return };
+async fn senders_killed(way: Way, kills: u32) {
+    let Some((transport, arena)) = start(way) else { return };
     let mut notices = Vec::new();
     for kill in 0..kills {
         let (owner, freed) = probe();
         let incoming = accept(&transport, kill, owner);
-        let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+        let mut peer = Peer::start(&[&way.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
         received(&transport, u64::from(1 + kill % 24) << 20).await;
         let killed = Instant::now();
         peer.kill();
@@ -169,17 +243,17 @@ async fn senders_killed(profile: UcxProfile, kills: u32) {
         sing(&arena);
         tokio::time::sleep(ARRIVED).await;
         assert_eq!(silenced(&arena), 0, "words of freed blocks that a dead sender has written");
-        serve(&transport, profile, 1000 + kill).await;
+        serve(&transport, way, 1000 + kill).await;
     }
-    report("senders", profile, notices);
+    report("senders", way, notices);
 }
 
 /// How long it took from each kill to the error and the blocks; `in_time` has seen to the worst.
-fn report(who: &str, profile: UcxProfile, mut notices: Vec<Duration>) {
+fn report(who: &str, way: Way, mut notices: Vec<Duration>) {
     notices.sort();
     let (kills, worst) = (notices.len(), notices.last().copied().unwrap_or_default());
     let median = notices.get(kills / 2).copied().unwrap_or_default();
-    println!("{profile}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst)");
+    println!("{way}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst)");
 }
 
 /// Of each fault.
@@ -200,9 +274,9 @@ fn silenced(arena: &Arena) -> usize {
 }
 
 /// The next sender is served.
-async fn serve(transport: &UcxTransport, profile: UcxProfile, id: u32) {
+async fn serve(transport: &UcxTransport, way: Way, id: u32) {
     let incoming = accept(transport, id, Arc::new(()));
-    let mut peer = Peer::start(&[&profile.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+    let mut peer = Peer::start(&[&way.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
     peer.say("seal");
     in_time(incoming.verified(expected())).await.expect("the next peer is served");
     assert_eq!(peer.line(), "acknowledged");
@@ -227,8 +301,12 @@ async fn received(transport: &UcxTransport, bytes: u64) {
 async fn peer() {
     let mut lines = std::io::stdin().lines();
     let mut line = || lines.next().expect("a line").expect("text");
-    let profile = if line() == "shm" { UcxProfile::Shm } else { UcxProfile::Tcp };
-    let (transport, arena) = start(profile).expect("UCX");
+    let way = match line().as_str() {
+        "shm" => Way::Shm,
+        "one copy" => Way::OneCopy,
+        _ => Way::Tcp,
+    };
+    let (transport, arena) = start(way).expect("UCX");
     match line().as_str() {
         "receive" => {
             let incoming = accept(&transport, line().parse().expect("number"), Arc::new(()));
@@ -315,14 +393,21 @@ impl Drop for Peer {
 }
 
 /// `None`: there is no UCX here.
-fn start(profile: UcxProfile) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
-    start_with(UcxConfig::new(profile))
+fn start(way: Way) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
+    start_with(way, UcxConfig::new(UcxProfile::Shm).grace)
 }
 
-fn start_with(config: UcxConfig) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
-    let words = u64::from(BLOCKS) * BLOCK_BYTES as u64 / 8;
-    let words: Vec<u64> = (0..words).collect();
-    let arena = Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, 1);
+fn start_with(way: Way, grace: Duration) -> Option<(Arc<UcxTransport>, Arc<Arena>)> {
+    let bytes = BLOCKS as usize * BLOCK_BYTES;
+    let (profile, memory) = match way {
+        Way::Shm => (UcxProfile::Shm, HostMemory::zeroed(bytes)),
+        Way::OneCopy => (UcxProfile::Shm, HostMemory::shareable(bytes)),
+        Way::Tcp => (UcxProfile::Tcp, HostMemory::zeroed(bytes)),
+    };
+    let memory = memory.expect("little");
+    memory.words().iter().zip(0..).for_each(|(word, i)| word.store(i, Relaxed));
+    let arena = Arena::new(memory, BLOCK_BYTES, 1);
+    let config = UcxConfig { grace, ..UcxConfig::new(profile) };
     Some((or_skip(UcxTransport::start(arena.clone(), config))?, arena))
 }
 

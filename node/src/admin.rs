@@ -133,6 +133,14 @@ fn handoffs(text: &mut Text, node: &Node) {
     text.family("tandem_kv_bytes_total", "counter", "KV bytes moved.");
     text.sample(&[("direction", "sent")], counters.sent_bytes.load(Relaxed) as f64);
     text.sample(&[("direction", "received")], counters.received_bytes.load(Relaxed) as f64);
+    text.family("tandem_kv_copied_bytes_total", "counter", "KV bytes copied out of a sender's memory: one copy.");
+    text.sample(&[], counters.copied_bytes.load(Relaxed) as f64);
+    text.family(
+        "tandem_kv_unmapped_peers_total",
+        "counter",
+        "KV senders whose memory could not be mapped: two copies.",
+    );
+    text.sample(&[], counters.unmapped_peers.load(Relaxed) as f64);
     text.family("tandem_kv_protocol_errors_total", "counter", "Garbage on the KV transport.");
     text.sample(&[], counters.protocol_errors.load(Relaxed) as f64);
     text.family(

@@ -36,9 +36,10 @@ pub struct Bench {
     rng: SmallRng,
 }
 
-/// `bytes` of random words, every page touched.
+/// `bytes` of random words, every page touched, as a node has them: other processes may map it.
 pub fn noise(bytes: usize) -> anyhow::Result<Arc<HostMemory>> {
-    let (memory, mut rng) = (HostMemory::zeroed(bytes)?, SmallRng::seed_from_u64(bytes as u64));
+    let (memory, mut rng) = (HostMemory::shareable(bytes)?, SmallRng::seed_from_u64(bytes as u64));
+    memory.touch(0..bytes);
     memory.words().iter().for_each(|word| word.store(rng.random(), Relaxed));
     Ok(memory)
 }

@@ -1,7 +1,7 @@
 //! How fast hand-offs move bytes, beside what bounds them, measured in turns so that a busy machine disturbs both
-//! alike: UCX shared memory beside memcpy of equally cold memory, our tcp, plain and encrypted, beside a plain blocking
-//! socket loop, and UCX on one hot buffer beside `ucx_perftest`; and how fast one core verifies. Prints markdown;
-//! medians.
+//! alike: the receiver's one copy and UCX shared memory beside memcpy of equally cold memory, our tcp, plain and
+//! encrypted, beside a plain blocking socket loop, and UCX on one hot buffer beside `ucx_perftest`; and how fast one
+//! core verifies. Prints markdown; medians.
 //!
 //! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
 mod baseline;
@@ -64,8 +64,15 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn ucx(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
+/// As nodes on one host have it.
+fn one_copy(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
     Ok(UcxTransport::start(arena.clone(), UcxConfig::new(UcxProfile::Shm))?)
+}
+
+/// Through UCX's queue in shared memory.
+fn ucx(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
+    let config = UcxConfig { one_copy: false, ..UcxConfig::new(UcxProfile::Shm) };
+    Ok(UcxTransport::start(arena.clone(), config)?)
 }
 
 fn tcp_node(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
@@ -101,20 +108,23 @@ fn cells(args: &Args) -> impl Iterator<Item = Cell> {
 async fn shm(args: &Args) -> anyhow::Result<()> {
     let (from, to) = (noise(args.arena_mib << 20)?, noise(args.arena_mib << 20)?);
     let mut plain = baseline::Memcpy::new(args.arena_mib << 20);
-    println!("\n### UCX shared memory beside memcpy (cold {} MiB arenas, GB/s)\n", args.arena_mib);
-    println!("| range | memcpy | ucx push | ratio | ucx with verification |\n|---|---|---|---|---|");
+    println!("\n### One copy, and UCX's queue, beside memcpy (cold {} MiB arenas, GB/s)\n", args.arena_mib);
+    println!("| range | memcpy | one copy: push | ratio | verified | ratio | ucx: push | ratio | verified | ratio |");
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     for Cell { range_bytes, samples, counts } in cells(args) {
-        let mut bench = Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, ucx)?;
-        let (mut copied, mut pushed, mut verified) = (vec![], vec![], vec![]);
+        let bench = |start| Bench::new(&from, &to, range_bytes, args.transfer_mib << 20, start);
+        let (mut once, mut twice) = (bench(one_copy)?, bench(ucx)?);
+        let mut rates: [Vec<f64>; 5] = Default::default();
         for _ in 0..samples {
-            copied.push(plain.copy(range_bytes, bench.bytes()));
-            let sample = bench.hand_off().await?;
-            pushed.push(sample.push);
-            verified.push(sample.verified);
+            let (copied, once, twice) =
+                (plain.copy(range_bytes, once.bytes()), once.hand_off().await?, twice.hand_off().await?);
+            let sample = [copied, once.push, once.verified, twice.push, twice.verified];
+            rates.iter_mut().zip(sample).for_each(|(rates, rate)| rates.push(rate));
         }
-        let [copied, pushed, verified] = [copied, pushed, verified].map(median);
         if counts {
-            println!("| {} | {copied:.2} | {pushed:.2} | {:.2} | {verified:.2} |", kib(range_bytes), pushed / copied);
+            let [copied, rates @ ..] = rates.map(median);
+            let cells = rates.map(|rate| format!(" {rate:.2} | {:.2} |", rate / copied)).concat();
+            println!("| {} | {copied:.2} |{cells}", kib(range_bytes));
         }
     }
     Ok(())

@@ -1,12 +1,19 @@
 //! KV memory in main memory: an anonymous mapping, so that it begins at a page, lies on huge pages where the system has
 //! them, and each page is taken from the memory of the socket whose thread touches it first.
 //!
+//! Memory that another process may read ([`HostMemory::shareable`]) is a file without a name instead (memfd), sealed so
+//! that it keeps its size and that nobody else can ever map it to write. Huge pages of files are an administrator's
+//! choice that is off nearly everywhere, so they are asked for one by one (`MADV_COLLAPSE`), as pages are touched.
+//!
 //! Why so: kernels take whole cache lines. Words of a reference-counted slice began 32 bytes into one, and every vector
 //! lay in two lines, which cost attention 10 % at a context of 1,024. They also walk through more memory than the
 //! processor has page table entries at hand.
 #![allow(unsafe_code)]
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::ptr::{NonNull, null_mut};
 use std::slice;
 use std::sync::Arc;
@@ -14,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use crate::peer::Share;
 use crate::{KvMemory, MemoryError, Place, Run, WORD_BYTES};
 
 /// The smallest that a system has: none is missed by steps of so much.
@@ -28,6 +36,8 @@ const SCRATCH_BYTES: usize = 16 << 10;
 #[derive(Debug)]
 pub struct HostMemory {
     _mapping: Mapping,
+    /// What the words are the content of, when others may map it.
+    file: Option<File>,
     /// First word, inside the mapping.
     start: NonNull<AtomicU64>,
     words: usize,
@@ -50,6 +60,22 @@ impl HostMemory {
         }
         let memory = Self::map(bytes).map_err(|source| MemoryError::Refused { bytes, source })?;
         Ok(Arc::new(memory))
+    }
+
+    /// As [`HostMemory::zeroed`], and processes of the same user on this host can map it to read
+    /// ([`PeerMemory`](crate::PeerMemory)). Where the system has no such memory, it is private.
+    ///
+    /// # Errors
+    /// As [`HostMemory::zeroed`].
+    pub fn shareable(bytes: usize) -> Result<Arc<Self>, MemoryError> {
+        let mut memory = Self::zeroed(bytes)?;
+        let file = memory.replace_by_file();
+        match (Arc::get_mut(&mut memory), file) {
+            (Some(shared), Ok(file)) => shared.file = Some(file),
+            // Other pages: those may be half replaced.
+            _ => memory = Self::zeroed(bytes)?,
+        }
+        Ok(memory)
     }
 
     /// Memory that holds `words`.
@@ -76,6 +102,49 @@ impl HostMemory {
         for at in (first..range.end.min(self.bytes())).step_by(PAGE_BYTES) {
             // A write of what is there. `fetch_or(0)` may become a load, which leaves the page unallocated.
             let _ = self.words()[at / WORD_BYTES].compare_exchange(0, 0, Relaxed, Relaxed);
+            if self.file.is_some() && at.is_multiple_of(HUGE_PAGE_BYTES) {
+                self.collapse(at);
+            }
+        }
+    }
+
+    /// One huge page instead of the small ones from `at` on, next to where the first of them is: a wish.
+    fn collapse(&self, at: usize) {
+        if at + HUGE_PAGE_BYTES <= self.bytes() {
+            let start = self.words()[at / WORD_BYTES..].as_ptr().cast_mut().cast();
+            // SAFETY: a range of the mapping that begins at a page; the content stays as it is.
+            unsafe { libc::madvise(start, HUGE_PAGE_BYTES, libc::MADV_COLLAPSE) };
+        }
+    }
+
+    /// Puts the pages of a new, sealed file where the words are; nothing has touched them yet.
+    fn replace_by_file(&self) -> io::Result<File> {
+        let length = self.bytes().max(1).next_multiple_of(PAGE_BYTES);
+        // SAFETY: a name that ends with a zero.
+        let descriptor =
+            unsafe { libc::memfd_create(c"tandem-kv".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+        if descriptor < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: open, and nobody else's.
+        let file = unsafe { File::from_raw_fd(descriptor) };
+        file.set_len(length as u64)?;
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        let start = self.start.as_ptr().cast();
+        // SAFETY: replaces whole pages of our own mapping, zeros by zeros, and nobody has a reference to them yet.
+        let mapped = unsafe { libc::mmap(start, length, access, kind, file.as_raw_fd(), 0) };
+        if mapped == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // A wish, as in `map`.
+        // SAFETY: the range that was mapped above.
+        unsafe { libc::madvise(start, length, libc::MADV_HUGEPAGE) };
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL;
+        // SAFETY: an open descriptor and a number.
+        match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
+            // Its pages serve; but others could write into what they map.
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(file),
         }
     }
 
@@ -91,7 +160,7 @@ impl HostMemory {
             // SAFETY: a range of the mapping that begins at a page; the advice changes no content.
             unsafe { libc::madvise(start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
         }
-        Ok(Self { _mapping: mapping, start: start.cast(), words: bytes / WORD_BYTES })
+        Ok(Self { _mapping: mapping, file: None, start: start.cast(), words: bytes / WORD_BYTES })
     }
 
     fn words_of(&self, at: usize, bytes: usize) -> &[AtomicU64] {
@@ -123,6 +192,16 @@ impl KvMemory for HostMemory {
 
     fn place(&self) -> Place<'_> {
         Place::Host(self.words())
+    }
+
+    fn share(&self) -> Option<Share> {
+        let file = self.file.as_ref()?;
+        Some(Share {
+            process: std::process::id(),
+            descriptor: u32::try_from(file.as_raw_fd()).ok()?,
+            inode: file.metadata().ok()?.ino(),
+            bytes: self.bytes() as u64,
+        })
     }
 
     fn read(&self, at: usize, out: &mut [u8]) {
@@ -193,6 +272,19 @@ mod tests {
             assert_eq!(memory.words().as_ptr().addr() % align, 0, "{bytes} bytes");
             assert!(memory.words().iter().all(|word| word.load(Relaxed) == 0));
             assert_eq!(memory.place().host().map(<[_]>::len), Some(bytes / 8));
+        }
+    }
+
+    #[test]
+    fn shareable_memory_is_memory_as_any_other() {
+        for bytes in [0, 8, 40_000, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 8] {
+            let memory = HostMemory::shareable(bytes).expect("little");
+            memory.touch(0..bytes / 2);
+            memory.touch(bytes / 2..bytes);
+            assert!(memory.words().iter().all(|word| word.swap(7, Relaxed) == 0));
+            assert_eq!(resident(&memory), memory.bytes().div_ceil(PAGE_BYTES));
+            memory.touch(0..bytes);
+            assert!(memory.words().iter().all(|word| word.load(Relaxed) == 7), "content is kept");
         }
     }
 

@@ -2,14 +2,17 @@
 //! depends on neither. Who may write which bytes when, is the matter of its users.
 //!
 //! - [`KvMemory`]: what both sides may do with it, wherever it lies.
-//! - [`HostMemory`] (`host.rs`): main memory, in whole pages, as atomic words. The one file with `unsafe`.
+//! - [`HostMemory`] (`host.rs`): main memory, in whole pages, as atomic words.
+//! - [`PeerMemory`] (`peer.rs`): that of another process, to be read and nothing else. Only these two have `unsafe`.
 #![deny(unsafe_code)]
 
 mod host;
+mod peer;
 
 use std::sync::atomic::AtomicU64;
 
 pub use host::HostMemory;
+pub use peer::{Copy, PeerMemory, Share};
 
 /// Bytes of a word: ranges begin and end at whole ones.
 pub const WORD_BYTES: usize = 8;
@@ -24,6 +27,11 @@ pub trait KvMemory: Send + Sync {
 
     /// Where it lies, for those who address it themselves: kernels, and libraries that register it.
     fn place(&self) -> Place<'_>;
+
+    /// How another process of this host maps it to read; `None`: not at all.
+    fn share(&self) -> Option<Share> {
+        None
+    }
 
     /// Copies `out.len()` bytes from `at` on. Blocks the thread for as long as that takes.
     ///

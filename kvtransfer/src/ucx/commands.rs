@@ -35,6 +35,8 @@ pub(super) enum Command {
     Cancel { handoff: HandoffId },
     /// Close a peer whose writes overstay.
     CutOff { endpoint: EndpointId },
+    /// Tell the sender that a range was copied out of its memory.
+    Copied { endpoint: EndpointId, range: DataHeader },
     /// Tell the sender how it ended.
     Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
 }

@@ -3,6 +3,7 @@
 //! losses wait here until the driver hands them out. Knows no hand-off.
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
+use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -12,11 +13,12 @@ use tokio::sync::OwnedSemaphorePermit;
 use ucx_sys::{UCS_OK, ucp_dt_iov, ucs_status_t};
 
 use super::address::{AddressKey, CheckedAddress};
-use super::commands::Shared;
+use super::commands::{Command, Shared};
 use super::endpoints::{Endpoints, Loss};
 use super::hello::About;
 use super::ids::{EndpointId, OperationId};
 use super::inbox;
+use super::one_copy::OneCopy;
 use super::operations::{Cargo, Operation, Operations, SendCargo};
 use super::origin::{Generation, Origin};
 use super::owners::{Region, Worker};
@@ -35,6 +37,7 @@ pub(super) struct Desk {
     pub(super) worker: Rc<Worker>,
     pub(super) region: Region,
     pub(super) operations: Operations,
+    pub(super) one_copy: OneCopy,
     pub(super) shared: Shared,
     pub(super) config: UcxConfig,
     pub(super) build_id: String,
@@ -54,8 +57,22 @@ pub(super) enum End {
 }
 
 impl Desk {
-    pub(super) fn new(worker: Rc<Worker>, region: Region, shared: Shared, config: UcxConfig, build_id: String) -> Self {
-        Self {
+    /// # Errors
+    /// The system gives no thread.
+    pub(super) fn new(
+        worker: Rc<Worker>,
+        region: Region,
+        shared: Shared,
+        config: UcxConfig,
+        build_id: String,
+    ) -> io::Result<Self> {
+        let queue = shared.queue.clone();
+        let report = move |endpoint, range| {
+            // After shutdown there is nobody to tell.
+            let _ = queue.send_now(Command::Copied { endpoint, range });
+        };
+        Ok(Self {
+            one_copy: OneCopy::start(&shared.arena, &config, Box::new(report))?,
             endpoints: Endpoints::new(worker.clone(), config.credit_bytes, config.max_peers),
             worker,
             region,
@@ -67,7 +84,7 @@ impl Desk {
             process: ProcessName::own(),
             watches: HashMap::new(),
             ends: VecDeque::new(),
-        }
+        })
     }
 
     pub(super) fn registry(&self) -> &Arc<Registry> {
@@ -111,7 +128,7 @@ impl Desk {
     /// Which end of ours, and which process, an endpoint is.
     pub(super) fn origin(&self, endpoint: EndpointId) -> Origin {
         let paired = self.endpoints.get(endpoint).and_then(|entry| entry.paired);
-        Origin { generation: Generation(endpoint.0), paired, process: self.process }
+        Origin { generation: Generation(endpoint.0), paired, process: self.process, memory: self.one_copy.share() }
     }
 
     /// All that a hello over this endpoint says of us.
@@ -127,7 +144,10 @@ impl Desk {
     /// Nothing of an endpoint can be written any more.
     pub(super) fn fence(&mut self, endpoint: EndpointId) {
         self.watches.remove(&endpoint);
+        // We are the ones who write what we copy.
+        let stopped = self.one_copy.stop(endpoint);
         self.registry().fence(endpoint.into());
+        drop(stopped);
     }
 
     /// Posts a small frame; a failure takes the endpoint.

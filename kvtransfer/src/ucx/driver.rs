@@ -22,7 +22,7 @@ use super::owners::{Context, Region, Worker};
 use super::probe::Prober;
 use super::profile::{UcxConfig, UcxProfile};
 use super::receiving::Receiving;
-use super::sending::Sending;
+use super::sending::{Sending, Way};
 use crate::error::{TransferError, TransferErrorKind};
 use crate::wire::{HEADER_BYTES, Header};
 
@@ -84,13 +84,16 @@ impl Driver {
             prober: None,
             custody: Custody::new(medium),
             receiving: Receiving::new(config.landing_bytes),
-            desk: Desk::new(worker, region, shared, config, build_id),
+            desk: Desk::new(worker, region, shared, config, build_id)?,
             context,
             sending: Sending::default(),
             name,
             spare: Vec::new(),
             ticked: Instant::now(),
         };
+        if driver.desk.one_copy.is_possible() {
+            driver.name.push_str(", one copy");
+        }
         driver.make_known()?;
         Ok(driver)
     }
@@ -190,6 +193,7 @@ impl Driver {
             Command::Seal { handoff, payload } => sending.seal(desk, handoff, payload),
             Command::Cancel { handoff } => sending.cancel(desk, handoff),
             Command::CutOff { endpoint } => self.cut_off(endpoint),
+            Command::Copied { endpoint, range } => desk.post_frame(endpoint, Header::Copied(range), Vec::new()),
             Command::Answer { endpoint, handoff, answer } => receiving.answer(desk, endpoint, handoff, answer),
         }
     }
@@ -234,7 +238,11 @@ impl Driver {
             }
             Some(Header::Cancel(handoff)) => receiving.on_cancel(desk, handoff),
             Some(Header::Answer(handoff, answer)) => sending.on_answer(desk, handoff, answer),
-            Some(Header::Welcome(handoff)) => sending.on_welcome(desk, handoff, payload),
+            Some(header @ (Header::Welcome(handoff) | Header::WillCopy(handoff))) => {
+                sending.on_welcome(desk, handoff, payload, Way::of(header));
+            }
+            Some(Header::Ready(range)) => receiving.on_ready(desk, range, payload),
+            Some(Header::Copied(range)) => sending.on_copied(desk, range),
             // Data comes by rendezvous only, and each hand-off says hello.
             Some(Header::Data(_) | Header::Join(_)) | None => desk.registry().violation(),
         }
@@ -304,6 +312,7 @@ impl Driver {
         self.receiving.sweep(now);
         self.sending.give_up_unwelcome(&mut self.desk, now);
         self.desk.give_up_overdue(now);
+        self.sending.give_up_uncopied(&mut self.desk, now);
         self.desk.give_up_ended();
         self.hand_out_ends();
         for endpoint in self.custody.quarantined() {
@@ -358,7 +367,8 @@ impl Driver {
                 let (peer, kept) = (closed.id.0, facts.receives);
                 tracing::error!(peer, kept, "a lost KV peer may still write: the blocks stay quarantined");
                 self.desk.operations.quarantine(closed.id);
-                let left = self.receiving.forget(closed.id);
+                let mut left = self.receiving.forget(closed.id);
+                left.claims.extend(self.desk.one_copy.stop(closed.id));
                 for handoff in left.handoffs {
                     self.desk.registry().lost_by(closed.id.into(), handoff);
                 }

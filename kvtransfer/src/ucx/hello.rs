@@ -78,7 +78,7 @@ mod tests {
         fn round_trip_and_one_changed_byte(
             bytes in prop::collection::vec(any::<u8>(), 1..300), at in any::<prop::sample::Index>(),
         ) {
-            let origin = Origin { generation: Generation(3), paired: None, process: ProcessName::own() };
+            let origin = Origin { generation: Generation(3), paired: None, process: ProcessName::own(), memory: None };
             let address = CheckedAddress::own(&bytes).expect("short");
             let mut said = About::encode(&origin, BUILD, &address.sealed(&key()));
             prop_assert_eq!(About::parse(&said, "another", &key()), Err(AboutError::Build));

@@ -11,6 +11,7 @@
 //! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
 //! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
 //! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
+//! `one_copy` takes the place of UCX's rendezvous where the receiver can map the sender's memory.
 //!
 //! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
 //! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
@@ -31,6 +32,7 @@ mod endpoints;
 mod hello;
 mod ids;
 mod inbox;
+mod one_copy;
 mod operations;
 mod origin;
 mod owners;

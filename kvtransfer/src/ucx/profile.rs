@@ -3,6 +3,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::mutation::Mutation;
 use crate::session::DEFAULT_GRACE;
 use crate::terms::Faults;
 
@@ -71,12 +72,17 @@ pub struct UcxConfig {
     /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is
     /// the default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
     pub address_key: [u8; 32],
+    /// Shared memory only: the receiver copies out of the sender's memory, where it can map that (`one_copy/`).
+    pub one_copy: bool,
     /// Announced payloads wait at their senders while so many bytes are under way to this node.
     pub landing_bytes: usize,
     /// Peers connected at once, in both directions together.
     pub max_peers: usize,
     /// Made on purpose, for tests and demonstrations.
     pub faults: Faults,
+    /// A bug on purpose.
+    #[doc(hidden)]
+    pub mutation: Mutation,
 }
 
 /// Without the secret.
@@ -105,9 +111,11 @@ impl UcxConfig {
             stall_timeout: Duration::from_secs(5),
             grace: DEFAULT_GRACE,
             address_key: [0; 32],
+            one_copy: profile == UcxProfile::Shm,
             landing_bytes: 64 << 20,
             max_peers: 256,
             faults: Faults::default(),
+            mutation: Mutation::None,
         }
     }
 

@@ -10,11 +10,12 @@ use super::desk::Desk;
 use super::hello::{self, About, AboutError};
 use super::ids::EndpointId;
 use super::inbox::Descriptor;
+use super::one_copy::announcement;
 use super::turns::Turns;
 use crate::error::Refusal;
 use crate::handshake::{Hello, Nonces};
 use crate::registry::{Authenticated, Claim};
-use crate::wire::{Answer, HEADER_BYTES, Header};
+use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
 
 /// Hand-offs announced and not yet forgotten.
 const MAX_HANDOFFS: usize = 16 * 1024;
@@ -145,7 +146,12 @@ impl Receiving {
                 let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
                 let origin = desk.origin(endpoint).encode();
                 let welcome = authenticated.secret().welcome(nonces, hello.about, &origin);
-                desk.post_frame(endpoint, Header::Welcome(hello.handoff), welcome);
+                let counters = desk.registry().counters().clone();
+                let header = match desk.one_copy.map(endpoint, about.origin.memory, &counters) {
+                    true => Header::WillCopy(hello.handoff),
+                    false => Header::Welcome(hello.handoff),
+                };
+                desk.post_frame(endpoint, header, welcome);
             }
             // Told, or it would wait for its lease.
             Err(refusal) => {
@@ -180,6 +186,22 @@ impl Receiving {
             }
             // The registry has answered.
             Err(_) => desk.release(descriptor),
+        }
+    }
+
+    /// A range is final in the memory of a sender that we map: it is copied on another thread.
+    pub(super) fn on_ready(&self, desk: &Desk, range: DataHeader, payload: &[u8]) {
+        let registry = desk.registry();
+        // As in `on_range`.
+        let Some(endpoint) = self.endpoint(range.handoff) else { return registry.violation() };
+        let source = announcement::parse(payload);
+        let Some((memory, source)) = source.and_then(|source| desk.one_copy.memory(endpoint, source)) else {
+            return registry.unreadable(endpoint.into(), range.handoff);
+        };
+        let bytes = source.iter().map(|run| run.bytes as u64).sum();
+        // The registry has answered what it refuses.
+        if let Ok(claim) = registry.claim(endpoint.into(), range, bytes) {
+            desk.one_copy.copy(endpoint, claim, memory, source);
         }
     }
 

@@ -1,7 +1,9 @@
 //! The driver's sending half: announces a hand-off, posts its ranges, and holds the seal until UCX has delivered them
-//! all. UCX does not promise that messages arrive in order, so nothing may depend on what is still under way: whoever
-//! opens a hand-off gets it when the receiver has answered the hello, and no range can overtake that.
+//! all, or the receiver has copied them all itself (`one_copy/`). UCX does not promise that messages arrive in order,
+//! so nothing may depend on what is still under way: whoever opens a hand-off gets it when the receiver has answered
+//! the hello, and no range can overtake that.
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 use tandem_proto::HandoffId;
@@ -12,6 +14,7 @@ use super::commands::Opened;
 use super::desk::{Desk, Load};
 use super::endpoints::Loss;
 use super::ids::EndpointId;
+use super::one_copy::announcement;
 use super::operations::SendCargo;
 use super::origin::Origin;
 use crate::arena::{Arena, Run};
@@ -37,14 +40,40 @@ struct Returning {
     bytes: usize,
 }
 
+/// How ranges get to the receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// UCX moves them.
+    Rendezvous,
+    /// They are announced, and the receiver copies them out of our memory.
+    OneCopy,
+}
+
+impl Way {
+    /// That a welcome chooses.
+    pub(super) fn of(welcome: Header) -> Self {
+        if matches!(welcome, Header::WillCopy(_)) { Self::OneCopy } else { Self::Rendezvous }
+    }
+}
+
 struct Outbound {
     endpoint: EndpointId,
+    way: Way,
     in_flight: usize,
+    /// Announced, and not copied yet: the blocks stay.
+    uncopied: Uncopied,
     seal: Option<Vec<u8>>,
     /// Faults that are still to be made.
     faults: Faults,
     /// Until the receiver's welcome.
     announced: Option<Announced>,
+}
+
+#[derive(Default)]
+struct Uncopied {
+    ranges: Vec<(DataHeader, SendCargo)>,
+    /// The receiver is given up when none of them is copied until then.
+    due: Option<Instant>,
 }
 
 /// A hand-off that its receiver may not know yet.
@@ -100,6 +129,23 @@ impl Sending {
     }
 }
 
+impl Uncopied {
+    fn add(&mut self, range: DataHeader, owner: BlockOwner, credit: OwnedSemaphorePermit, due: Instant) {
+        let (header, source, altered) = Default::default();
+        let cargo = SendCargo { handoff: range.handoff, header, source, altered, _owner: owner, credit };
+        self.ranges.push((range, cargo));
+        self.due = Some(due);
+    }
+
+    /// The receiver has this one; `due` is for the others.
+    fn take(&mut self, range: DataHeader, due: Instant) -> Option<SendCargo> {
+        let at = self.ranges.iter().position(|(announced, _)| *announced == range)?;
+        let (_, cargo) = self.ranges.remove(at);
+        self.due = (!self.ranges.is_empty()).then_some(due);
+        Some(cargo)
+    }
+}
+
 impl Outbound {
     /// Tells whoever still waits for the welcome; an open hand-off hears of its end by its answer.
     fn fail(self, why: &TransferError) {
@@ -133,12 +179,13 @@ impl Sending {
 
     /// The receiver knows the hand-off, and sends from this end of its own. A welcome that was not made with the
     /// hand-off's key is garbage: the receiver's own may still come.
-    pub(super) fn on_welcome(&mut self, desk: &mut Desk, handoff: HandoffId, payload: &[u8]) {
+    pub(super) fn on_welcome(&mut self, desk: &mut Desk, handoff: HandoffId, payload: &[u8], way: Way) {
         let Some(outbound) = self.handoffs.get_mut(&handoff) else { return };
         let endpoint = outbound.endpoint;
         let Some(announced) = &outbound.announced else { return };
         let Some(origin) = announced.introduction.origin_of(payload) else { return desk.registry().violation() };
         let Some(announced) = outbound.announced.take() else { return };
+        outbound.way = way;
         if desk.endpoints.is_outdated(endpoint, origin.generation) {
             return self.announce_again(desk, handoff, endpoint, announced, &origin);
         }
@@ -157,6 +204,16 @@ impl Sending {
         }
     }
 
+    /// Gives up receivers that copy nothing of what was announced: frozen ones keep no blocks.
+    pub(super) fn give_up_uncopied(&self, desk: &mut Desk, now: Instant) {
+        let late = |outbound: &&Outbound| outbound.uncopied.due.is_some_and(|due| now >= due);
+        for outbound in self.handoffs.values().filter(late) {
+            let message = "a KV transfer took too long; the peer is given up";
+            let why = TransferError::new(TransferErrorKind::Timeout, message);
+            desk.lose(outbound.endpoint, Loss::GivenUp, why);
+        }
+    }
+
     pub(super) fn push(
         &mut self,
         desk: &mut Desk,
@@ -168,8 +225,23 @@ impl Sending {
         let Some(outbound) = self.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
+        if outbound.way == Way::OneCopy {
+            let owner: BlockOwner = if desk.config.mutation.frees_announced() { Arc::new(()) } else { owner };
+            outbound.uncopied.add(range, owner, credit, Instant::now() + desk.config.stall_timeout);
+            let payload = announcement::encode(&announcement::altered(runs, faults));
+            return desk.post_frame(to, Header::Ready(range), payload);
+        }
         let altered = altered(&desk.shared.arena, runs, faults);
         desk.post_range(to, range, runs, Load { altered, owner, credit });
+    }
+
+    /// Late ones (of a hand-off that was cancelled here) are normal.
+    pub(super) fn on_copied(&mut self, desk: &mut Desk, range: DataHeader) {
+        let Some(outbound) = self.handoffs.get_mut(&range.handoff) else { return };
+        match outbound.uncopied.take(range, Instant::now() + desk.config.stall_timeout) {
+            Some(cargo) => self.range_sent(desk, cargo),
+            None => desk.registry().violation(),
+        }
     }
 
     pub(super) fn seal(&mut self, desk: &mut Desk, handoff: HandoffId, payload: Vec<u8>) {
@@ -227,7 +299,8 @@ impl Sending {
         let hello = introduction.secret.hello(introduction.nonce, &introduction.about);
         let until = Instant::now() + desk.config.stall_timeout;
         let announced = Some(Announced { opened, reply, introduction, until });
-        let outbound = Outbound { endpoint, in_flight: 0, seal: None, faults: desk.config.faults, announced };
+        let (way, uncopied, faults) = (Way::Rendezvous, Uncopied::default(), desk.config.faults);
+        let outbound = Outbound { endpoint, way, in_flight: 0, uncopied, seal: None, faults, announced };
         self.handoffs.insert(handoff, outbound);
         desk.post_frame(endpoint, Header::hello(), hello);
     }

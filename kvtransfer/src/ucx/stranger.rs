@@ -1,5 +1,6 @@
-//! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos as bytes,
-//! well made or not, to any node that it has an address of, or that has connected to it. Not a part of any node.
+//! Somebody on the data network who says what it likes, for tests: a worker of its own, which sends hellos and
+//! announcements, well made or not, to any node that it has an address of, or that has connected to it. Not a part of
+//! any node.
 use std::sync::Arc;
 
 use tandem_proto::{PROTOCOL_VERSION, v1};
@@ -15,7 +16,7 @@ use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::handshake::{HELLO_HEAD_BYTES, Secret};
 use crate::terms::PeerId;
-use crate::wire::Header;
+use crate::wire::{DataHeader, Header};
 
 /// Where the build and the address begin in a hello: whoever has the key may say of its origin what it likes.
 pub const BUILD_AT: usize = HELLO_HEAD_BYTES + ORIGIN_BYTES;
@@ -68,6 +69,12 @@ impl Stranger {
     /// Sends a hello with this payload.
     pub fn say_hello(&mut self, to: PeerId, payload: Vec<u8>) {
         self.driver.desk.post_frame(EndpointId(to.0), Header::Hello { protocol: PROTOCOL_VERSION }, payload);
+    }
+
+    /// Announces a range that lies, it says, at these bytes of its memory (first byte, number of bytes).
+    pub fn announce(&mut self, to: PeerId, range: DataHeader, runs: &[(u64, u64)]) {
+        let payload = runs.iter().flat_map(|(at, bytes)| [*at, *bytes]).flat_map(u64::to_le_bytes).collect();
+        self.driver.desk.post_frame(EndpointId(to.0), Header::Ready(range), payload);
     }
 
     /// Lets UCX work.

@@ -46,11 +46,11 @@ struct Attackers {
     old: v1::Ticket,
 }
 
-/// `count` attacks, each followed by an honest hand-off. Without UCX it says so.
-pub async fn campaign(profile: UcxProfile, count: u64) {
-    let Some(attackers) = Attackers::start(profile).await else { return };
+/// `count` attacks on what comes from `from`, each followed by an honest hand-off. Without UCX it says so.
+pub async fn campaign(profile: UcxProfile, from: Arc<Arena>, count: u64) {
+    let Some(attackers) = Attackers::start(profile, from).await else { return };
     let (target, counters) = (&attackers.target, attackers.target.receiver.counters());
-    let mut tally = Tally::new(format!("ucx/{profile}"));
+    let mut tally = Tally::new(target.sender.info().name);
     for seed in 0..count {
         let mut rng = StdRng::seed_from_u64(seed);
         let attack = *ATTACKS.choose(&mut rng).expect("some");
@@ -74,11 +74,11 @@ pub async fn campaign(profile: UcxProfile, count: u64) {
 }
 
 impl Attackers {
-    async fn start(profile: UcxProfile) -> Option<Self> {
+    async fn start(profile: UcxProfile, from: Arc<Arena>) -> Option<Self> {
         let start = |arena: &Arc<Arena>, faults| {
             or_skip(UcxTransport::start(arena.clone(), UcxConfig { faults, ..UcxConfig::new(profile) }))
         };
-        let (from, to) = (noise(1), noise(2));
+        let to = noise(2);
         let sender = start(&from, Faults::default())?;
         // Whoever has no key is not answered, and waits for so long.
         let impatient = UcxConfig { stall_timeout: Duration::from_millis(300), ..UcxConfig::new(profile) };

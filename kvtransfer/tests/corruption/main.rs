@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
+use tandem_kvtransfer::ucx::UcxProfile;
 use tandem_kvtransfer::{
     Arena, Counters, Expected, Grant, Held, Incoming, TransferError, Transport, Verified, seal_for,
 };
@@ -42,12 +43,18 @@ async fn four_hundred_attacks_over_tcp() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hundred_attacks_over_ucx_shm() {
-    api::campaign(tandem_kvtransfer::ucx::UcxProfile::Shm, 100).await;
+    api::campaign(UcxProfile::Shm, noise(1), 100).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hundred_attacks_over_ucx_tcp() {
-    api::campaign(tandem_kvtransfer::ucx::UcxProfile::Tcp, 100).await;
+    api::campaign(UcxProfile::Tcp, noise(1), 100).await;
+}
+
+/// Out of the sender's memory, which the receiver maps.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hundred_attacks_over_one_copy() {
+    api::campaign(UcxProfile::Shm, shareable_noise(1), 100).await;
 }
 
 /// What is under attack.
@@ -73,6 +80,15 @@ fn noise(seed: u64) -> Arc<Arena> {
     let mut rng = StdRng::seed_from_u64(seed);
     let words: Vec<u64> = (0..BLOCKS as usize * BLOCK_BYTES / 8).map(|_| rng.random()).collect();
     Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, UNITS.into())
+}
+
+/// As [`noise`], in memory that others may map.
+fn shareable_noise(seed: u64) -> Arc<Arena> {
+    let (private, mut bytes) = (noise(seed), vec![0; BLOCKS as usize * BLOCK_BYTES]);
+    private.read(0, &mut bytes);
+    let arena = Arena::new(HostMemory::shareable(bytes.len()).expect("little"), BLOCK_BYTES, UNITS.into());
+    arena.write(0, &bytes);
+    arena
 }
 
 impl Target {

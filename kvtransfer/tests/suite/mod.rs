@@ -44,6 +44,13 @@ pub fn arena(block_bytes: usize) -> Arc<Arena> {
     Arena::new(memory, block_bytes, LAYERS.into())
 }
 
+/// As [`arena`], and other processes may map it.
+pub fn shareable_arena(block_bytes: usize) -> Arc<Arena> {
+    let memory = HostMemory::shareable(arena(block_bytes).bytes()).expect("little");
+    memory.words().iter().for_each(|word| word.store(CANARY, Relaxed));
+    Arena::new(memory, block_bytes, LAYERS.into())
+}
+
 /// A pair with noise to send, unless the backend cannot run here.
 pub fn pair(make: crate::MakePair, block_bytes: usize, faults: tandem_kvtransfer::Faults) -> Option<Pair> {
     let pair = make(block_bytes, faults)?;
