@@ -1,9 +1,11 @@
 //! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, import
-//! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments.
+//! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments, documents (`tidy/documents.rs`).
 //!
 //! File heads, sizes and comments are looked at in C, C++ and CUDA as well. It reads text, and compiles nothing. What
 //! it cannot see: unsafe code that a macro makes, imports that a macro or a re-export hides (see `imports.rs`), and the
 //! width of a comment that stands behind code on its line.
+#[path = "tidy/documents.rs"]
+mod documents;
 #[path = "tidy/imports.rs"]
 mod imports;
 
@@ -188,6 +190,34 @@ fn architecture_names_every_crate() {
         !architecture.contains(&format!("`{last}")) && !architecture.contains(&format!("{last}/"))
     });
     nothing(unnamed, "is not named in ARCHITECTURE.md");
+}
+
+#[test]
+fn links_of_documents_lead_somewhere() {
+    let dead = documents().flat_map(|(path, text)| {
+        let folder = root().join(&path).parent().expect("a folder").to_path_buf();
+        let dead: Vec<_> = documents::targets(&text).filter(|target| !folder.join(target).exists()).collect();
+        dead.into_iter().map(|target| format!("{path}: {target}")).collect::<Vec<_>>()
+    });
+    nothing(dead, "is a link to nothing");
+}
+
+#[test]
+fn documents_fit_the_page() {
+    let wide = documents().flat_map(|(path, text)| {
+        let numbers: Vec<_> = documents::wide(&path, &text).collect();
+        numbers.into_iter().map(|number| format!("{path}:{number}")).collect::<Vec<_>>()
+    });
+    nothing(wide, "has more than 100 columns");
+    let long = documents::LENGTHS.into_iter().filter_map(|(path, most)| {
+        let lines = fs::read_to_string(root().join(path)).expect(path).lines().count();
+        (lines > most).then(|| format!("{path} ({lines} lines)"))
+    });
+    nothing(long, "is too long for a newcomer");
+}
+
+fn documents() -> impl Iterator<Item = (String, String)> {
+    read_all(&["md"]).into_iter()
 }
 
 /// `CARGO_TARGET_DIR` puts programs elsewhere.

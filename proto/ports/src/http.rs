@@ -3,8 +3,8 @@
 //!
 //! A client of HTTP/1.1 that closes its side for writing after a request is taken for one that went away, though RFC
 //! 9112 (9.6) lets a server answer it. hyper's `half_close` would answer, but both look alike until something is
-//! written: the work for a client that gave up on a whole answer would go on to its end. That is the more frequent case, and the dearer
-//! one.
+//! written: the work for a client that gave up on a whole answer would go on to its end. That is the more frequent
+//! case, and the dearer one.
 use std::convert::Infallible;
 use std::time::Duration;
 
