@@ -7,7 +7,7 @@ use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Request, Status};
+use tonic::{Code, Request, Status};
 
 use crate::config::{Generate, Sampling};
 use crate::terminal::{print, say};
@@ -88,11 +88,11 @@ impl Client {
         bail!("the answer ended without a last message")
     }
 
-    /// One that a server sent has no source: what came of the transport may have met the wrong port.
+    /// What came of the transport (it has a source) or knows no such call may have met the wrong port.
     async fn refusal(&self, status: Status) -> anyhow::Error {
-        let is_transport = std::error::Error::source(&status).is_some();
+        let may_be_elsewhere = std::error::Error::source(&status).is_some() || status.code() == Code::Unimplemented;
         let error = explain(status);
-        match is_transport {
+        match may_be_elsewhere {
             true => match wrong_port::hint(&self.options.url, self.options.cluster.as_ref()).await {
                 Some(hint) => error.context(hint),
                 None => error,

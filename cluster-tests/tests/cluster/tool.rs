@@ -378,7 +378,7 @@ async fn a_node_at_the_wrong_port_says_why_it_cannot_join() -> anyhow::Result<()
     let model = ["--model".to_owned(), model()?.display().to_string()];
     let ports = words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --nodes 127.0.0.1:0");
     let router = Process::start("router", "tandem-router", &[&ports, &model[..]].concat(), dir.path()).await?;
-    let reasons = [("grpc", "a router with --nodes"), ("http", "transport error: ")];
+    let reasons = [("grpc", "a router with --nodes"), ("http", "this port speaks HTTP, not gRPC")];
     for (port, reason) in reasons {
         let flags =
             words("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --kv-blocks 64 --router");

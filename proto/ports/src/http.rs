@@ -78,9 +78,28 @@ fn answer(
     let exchange = Exchange::new(calls.clone());
     async move {
         let request = request.map(|body| exchange.asked(body));
-        let response = if names_host(&request) { app.oneshot(request.map(Body::new)).await? } else { no_host() };
+        let response = match &request {
+            request if is_grpc(request) => no_grpc(),
+            request if !names_host(request) => no_host(),
+            _ => app.oneshot(request.map(Body::new)).await?,
+        };
         Ok(response.map(|body| exchange.answered(body)))
     }
+}
+
+/// A gRPC client at the wrong port, which speaks HTTP/2 as well.
+fn is_grpc<B>(request: &Request<B>) -> bool {
+    request.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
+}
+
+/// The answer that such a client understands: UNIMPLEMENTED, in headers alone.
+fn no_grpc() -> Response<Body> {
+    let mut response = Response::new(Body::empty());
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert("grpc-status", HeaderValue::from_static("12"));
+    headers.insert("grpc-message", HeaderValue::from_static("this port speaks HTTP, not gRPC"));
+    response
 }
 
 /// RFC 9112, 3.2: whatever else it has, a request of HTTP/1.1 without exactly one `Host` is answered with 400.

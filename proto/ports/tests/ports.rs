@@ -93,6 +93,9 @@ async fn http2_answers_a_request_while_another_one_of_its_connection_is_slow() {
     let slow = tokio::spawn(body(slow));
     assert_eq!(body(quick).await, "well");
     assert!(!slow.is_finished());
+    let call = http::Request::post("http://test/x").header("content-type", "application/grpc").body(());
+    let call = client.send_request(call.expect("a request"), true).expect("sent").0.await.expect("an answer");
+    assert_eq!((call.status().as_u16(), &call.headers()["grpc-status"]), (200, &http::HeaderValue::from_static("12")));
     // The end waits for it.
     stop.cancel();
     assert_eq!(slow.await.expect("no panic").matches("piece").count(), PIECES);
