@@ -98,11 +98,14 @@ fn copied(receiver: &UcxTransport) -> u64 {
     receiver.counters().copied_bytes.load(Relaxed)
 }
 
+/// The sender's memory, both ends' settings, blocks that are copied, and peers that cannot be mapped.
+type Case = (Arc<dyn KvMemory>, UcxConfig, UcxConfig, usize, u64);
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_receiver_copies_where_it_can_and_ucx_does_where_not() {
     let private = fill(HostMemory::zeroed(BLOCKS * BLOCK_BYTES).expect("little"));
     let off = || UcxConfig { one_copy: false, ..config() };
-    let cases: [(Arc<dyn KvMemory>, UcxConfig, UcxConfig, usize, u64); 5] = [
+    let cases: [Case; 5] = [
         (shareable(), config(), config(), 4 * BLOCK_BYTES, 0),
         (private, config(), config(), 0, 0),
         (shareable(), off(), config(), 0, 0),
