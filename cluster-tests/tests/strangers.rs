@@ -1,8 +1,8 @@
 //! Strangers on both networks of a real cluster: 10,000 garbled KV addresses in tickets, through the prefill node's
-//! gRPC port, and 10,000 garbled hellos, through UCX, to the decode node. A node that gives one of them to UCX ends (UCX
-//! aborts, or reads past the end), so: both nodes live, each was refused and counted, and honest requests beside them
-//! get their tokens. A prefill node's own address is in its hellos alone, and who cannot answer one has no connection
-//! to it.
+//! gRPC port, and 10,000 garbled hellos, through UCX, to the decode node. A node that gives one of them to UCX ends
+//! (UCX aborts, or reads past the end), so: both nodes live, each was refused and counted, and honest requests beside
+//! them get their tokens. A prefill node's own address is in its hellos alone, and who cannot answer one has no
+//! connection to it.
 use std::time::Duration;
 
 use anyhow::{Context, bail};
