@@ -189,7 +189,7 @@ fn sent(text: &mut Text, node: &Node) {
     text.family(
         "tandem_kv_link_bytes_per_second",
         "gauge",
-        "Speed of the links to receivers; 0 before a hand-off that waited for its link, or beat the first guess.",
+        "Speed of the links to receivers; where computing was always the slow part, what they can do at least; 0 before a hand-off of 1 MiB.",
     );
     text.sample(&[], handoffs.link_bytes_per_second.load(Relaxed) as f64);
     text.family("tandem_handoff_redeliveries_total", "counter", "Second and further tickets of one request.");

@@ -175,7 +175,7 @@ impl Sender<'_> {
         self.node.handoffs.count_delivered(hidden, exposed);
         let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
         link.observe(receipt.bytes, receipt.elapsed, exposed);
-        link.measured().iter().for_each(|speed| self.node.handoffs.set_link_speed(*speed));
+        link.seen().iter().for_each(|speed| self.node.handoffs.set_link_speed(*speed));
         Delivered {
             bytes: receipt.bytes,
             blocks: receipt.blocks,

@@ -112,7 +112,18 @@ impl Ways {
         for number in &numbers {
             self.domains[*number as usize].iter_mut().for_each(|known| known.nodes += 1);
         }
+        for faster_and_next in numbers.windows(2) {
+            let [from, to] = [0, 1].map(|at| self.known(faster_and_next[at]).map(|known| Arc::clone(&known.name)));
+            from.zip(to).into_iter().for_each(|names| self.count_fallback(names, 0));
+        }
         numbers.into()
+    }
+
+    /// One that could happen counts zero, so that the first one is an increase.
+    fn count_fallback(&mut self, names: (Arc<str>, Arc<str>), times: u64) {
+        if names.0 != names.1 && (self.fallbacks.len() < MAX_FALLBACKS || self.fallbacks.contains_key(&names)) {
+            *self.fallbacks.entry(names).or_default() += times;
+        }
     }
 
     /// The node with this key and these domains is gone. Returns the domains that are gone with it.
@@ -198,10 +209,7 @@ impl Ways {
         self.failing.insert(key, Failing { until: now + cool_down, last: cool_down, cooling: true });
         let after = self.between(prefill, decode).filter(|after| *after != before)?;
         let (from, to) = (Arc::clone(&self.known(before)?.name), Arc::clone(&self.known(after)?.name));
-        let counted = (Arc::clone(&from), Arc::clone(&to));
-        if self.fallbacks.len() < MAX_FALLBACKS || self.fallbacks.contains_key(&counted) {
-            *self.fallbacks.entry(counted).or_default() += 1;
-        }
+        self.count_fallback((Arc::clone(&from), Arc::clone(&to)), 1);
         Some(Fallback { from, to, cool_down })
     }
 
@@ -210,7 +218,7 @@ impl Ways {
         self.failing.remove(&(pair.0, pair.1, domain));
     }
 
-    /// All fall-backs so far.
+    /// All fall-backs so far, and those that could happen as zeros.
     pub fn fallbacks(&self) -> &Fallbacks {
         &self.fallbacks
     }
