@@ -12,7 +12,11 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # Of every series; Prometheus adds `job`.
 COMMON = {"role", "instance"}
 # Labels whose values are others in each cluster.
-FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
+FREE = {
+    *("model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"),
+    # Of ways by which KV travels.
+    *("from", "to"),
+}
 # Of samples whose names end so; everything else has no unit but what its meaning says.
 UNITS = {
     "_seconds": "s",
