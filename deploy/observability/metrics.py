@@ -12,11 +12,9 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # Of every series; Prometheus adds `job`.
 COMMON = {"role", "instance"}
 # Labels whose values are others in each cluster.
-FREE = {
-    *("model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"),
-    # Of ways by which KV travels.
-    *("from", "to"),
-}
+FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
+# Families all of whose labels are such.
+FREE_FAMILIES = {"tandem_kv_way_fallbacks_total"}
 # Of samples whose names end so; everything else has no unit but what its meaning says.
 UNITS = {
     "_seconds": "s",
@@ -87,7 +85,7 @@ def row(name, metric):
     for label, values in sorted(metric.labels.items()):
         if label == "le":
             continue
-        known = "" if label in FREE else "=" + ", ".join(sorted(values))
+        known = "" if label in FREE or name in FREE_FAMILIES else "=" + ", ".join(sorted(values))
         labels.append(f"`{label}{known}`")
     roles = ", ".join(role for role in ROLES if role in metric.roles)
     meaning = {}
