@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use prost::Message;
 use tandem_kvtransfer::ucx::presence::or_skip;
@@ -399,8 +400,12 @@ impl Peer {
         v1::Ticket::decode(unhex(&self.line()).as_slice()).expect("ticket")
     }
 
+    /// Returns when it stands still: one of its threads has to run to stop the others, which on a busy machine takes a
+    /// while.
     fn freeze(&self) {
         self.signal(Signal::SIGSTOP);
+        let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED)).expect("a child");
+        assert!(matches!(status, WaitStatus::Stopped(..)), "{status:?}");
     }
 
     fn thaw(&self) {
@@ -408,8 +413,11 @@ impl Peer {
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(self.process.id() as i32);
-        nix::sys::signal::kill(pid, signal).expect("it lives");
+        nix::sys::signal::kill(self.pid(), signal).expect("it lives");
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.process.id() as i32)
     }
 
     /// It has nothing more to do, and ends by itself. Killed meanwhile, it would be one fault more than a round has:
