@@ -67,7 +67,7 @@ impl Incast {
         try_join_all(sent).await?.into_iter().collect::<anyhow::Result<Vec<()>>>()?;
         let verified = try_join_all(receiving).await?.into_iter().collect::<Result<Vec<_>, _>>()?;
         let took = verified.iter().map(|verified| verified.last_arrival.duration_since(start).as_secs_f64());
-        let (longest, shortest) = took.fold((0.0, f64::MAX), |(most, least), one| (most.max(one), least.min(one)));
+        let (longest, shortest) = took.fold((0f64, f64::MAX), |(most, least), one| (most.max(one), least.min(one)));
         let rate = self.to.bytes() as f64 / longest / 1e9;
         Ok(Round { rate, spread: longest / shortest, grown_mib: peak_mib(false)? - before })
     }
