@@ -97,6 +97,7 @@ applies "a model from a claim, a secret of one's own, TLS-free clients of one na
 applies "monitoring, rules, KEDA, InferencePool, traces" \
   --set monitoring.enabled=true,monitoring.rules.enabled=true,monitoring.labels.release=prometheus,prefill.autoscaling.kind=keda,decode.autoscaling.kind=keda \
   --set inferencePool.enabled=true,otlp.endpoint=http://jaeger.observability:4317
+applies "encrypted KV" --set kvEncrypt=true
 applies "HPA" --set prefill.autoscaling.kind=hpa,decode.autoscaling.kind=hpa
 applies "RDMA and GPUs" --set transport=rdma,prefill.gpus=1,decode.gpus=1,image.tag=gpu \
   --set-json 'decode.args=["--kv-memory=80%"]' --set-json 'decode.tolerations=[{"key":"nvidia.com/gpu","operator":"Exists"}]'
@@ -137,6 +138,7 @@ same_rules 'le=~"1|1.0"' 'le=~"30|30.0"' --set router.ttftObjectiveMs=30000
 refused "an objective that is no bucket" --set router.ttftObjectiveMs=800
 refused "two objectives" --set-json 'router.args=["--ttft-objective-ms=500"]'
 refused "a transport that is none" --set transport=pigeon
+refused "encryption of RDMA" --set transport=rdma,kvEncrypt=true
 refused "a misspelt value" --set decode.replica=3
 refused "two routers" --set router.replicas=2
 refused "no decode node" --set decode.replicas=0

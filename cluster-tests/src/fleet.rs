@@ -1,5 +1,6 @@
 //! A router with several nodes of each role, each connection over a [`Link`] that can be cut or slowed. What a fault
 //! does to a fleet is undone by [`Fleet::repair`], so that one fleet serves many faults.
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
@@ -44,7 +45,7 @@ impl Role {
 /// Which fleet.
 #[derive(Clone, Debug)]
 pub struct FleetOptions {
-    /// `ucx` or `tcp`.
+    /// `ucx` (shared memory, one copy), `ucx-queue` (shared memory, through UCX's queue), `ucx-tcp` or `tcp`.
     pub transport: &'static str,
     /// Nodes of each role.
     pub nodes: usize,
@@ -114,6 +115,12 @@ pub struct Counts {
     pub verified: f64,
     /// Tokens generated since start.
     pub generated: f64,
+    /// KV peers lost since start.
+    pub lost_peers: f64,
+    /// KV peers cut off since start.
+    pub fenced_peers: f64,
+    /// What its KV transport could not read since start.
+    pub garbage: f64,
 }
 
 impl Counts {
@@ -134,6 +141,18 @@ impl Member {
         [&self.calls, &self.reports, &self.kv].iter().for_each(|link| link.becomes(quality));
     }
 
+    /// Where UCX listens for other nodes, over sockets: no other door of it does.
+    ///
+    /// # Errors
+    /// `/proc` is not readable.
+    pub fn ucx_ports(&self) -> anyhow::Result<BTreeSet<u16>> {
+        let mut ports = self.process.listening_ports()?;
+        for key in ["grpc", "admin"] {
+            ports.remove(&address(&self.process, key)?.port());
+        }
+        Ok(ports)
+    }
+
     /// What it says of itself, straight from its admin port.
     ///
     /// # Errors
@@ -152,6 +171,9 @@ impl Member {
             waiting: sum("tandem_requests_waiting{"),
             verified: sum("state=\"verified\""),
             generated: sum("vllm:generation_tokens_total{"),
+            lost_peers: sum("tandem_kv_lost_peers_total"),
+            fenced_peers: sum("tandem_kv_fenced_peers_total"),
+            garbage: sum("tandem_kv_protocol_errors_total"),
         })
     }
 }
@@ -226,6 +248,11 @@ impl Fleet {
         Ok(client.generate(request).await?.into_inner())
     }
 
+    /// How its KV travels.
+    pub fn transport(&self) -> &'static str {
+        self.options.transport
+    }
+
     /// Nodes of each role.
     pub fn nodes(&self) -> u32 {
         self.options.nodes as u32
@@ -255,7 +282,17 @@ impl Fleet {
             waiting: sum.waiting + one.waiting,
             verified: sum.verified + one.verified,
             generated: sum.generated + one.generated,
+            lost_peers: sum.lost_peers + one.lost_peers,
+            fenced_peers: sum.fenced_peers + one.fenced_peers,
+            garbage: sum.garbage + one.garbage,
         })
+    }
+
+    /// What each node says that answers, by its process.
+    pub async fn counts(&self) -> BTreeMap<u32, Counts> {
+        let looks =
+            self.members.iter().map(|member| async { Some((member.process.pid(), member.counts().await.ok()?)) });
+        futures::future::join_all(looks).await.into_iter().flatten().collect()
     }
 
     /// The node of a role that has most to do.
@@ -375,6 +412,7 @@ async fn start_node_with(
     args.extend(words(&format!("--router http://{reports} --advertise-host {calls} --node-id {name}")));
     let transport = match options.transport {
         "ucx-tcp" => "ucx --ucx-profile tcp",
+        "ucx-queue" => "ucx --kv-one-copy off",
         transport => transport,
     };
     args.extend(words(&format!("--transport {transport} --model {}", model.display())));

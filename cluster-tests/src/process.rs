@@ -25,6 +25,17 @@ pub struct Process {
     log: PathBuf,
 }
 
+/// One of a process, over TCP.
+#[derive(Clone, Copy, Debug)]
+pub struct Socket {
+    /// At this end.
+    pub port: u16,
+    /// At the other end; 0 of one that listens.
+    pub remote: u16,
+    /// It waits for others to connect.
+    pub listens: bool,
+}
+
 impl Process {
     /// Starts a program of this build and waits for its ready line.
     ///
@@ -187,27 +198,37 @@ impl Process {
     /// # Errors
     /// `/proc` is not readable.
     pub fn listening_ports(&self) -> anyhow::Result<BTreeSet<u16>> {
+        Ok(self.sockets()?.into_iter().filter(|socket| socket.listens).map(|socket| socket.port).collect())
+    }
+
+    /// Its TCP sockets, from the kernel's tables.
+    ///
+    /// # Errors
+    /// `/proc` is not readable.
+    pub fn sockets(&self) -> anyhow::Result<Vec<Socket>> {
         const LISTEN: &str = "0A";
-        let mut sockets = BTreeSet::new();
+        let mut inodes = BTreeSet::new();
         for entry in fs::read_dir(format!("/proc/{}/fd", self.pid()))? {
             // A descriptor may be closed between the two looks.
             let Ok(target) = fs::read_link(entry?.path()) else { continue };
             let inode =
                 target.to_string_lossy().strip_prefix("socket:[").map(|rest| rest.trim_end_matches(']').to_owned());
-            sockets.extend(inode);
+            inodes.extend(inode);
         }
-        let mut ports = BTreeSet::new();
+        let port = |address: &str| -> anyhow::Result<u16> {
+            Ok(u16::from_str_radix(address.rsplit(':').next().context("an address has a port")?, 16)?)
+        };
+        let mut sockets = Vec::new();
         for table in ["tcp", "tcp6"] {
             for line in fs::read_to_string(format!("/proc/{}/net/{table}", self.pid()))?.lines().skip(1) {
                 let columns: Vec<&str> = line.split_whitespace().collect();
-                let [_, local, _, state, _, _, _, _, _, inode, ..] = columns[..] else { continue };
-                if state == LISTEN && sockets.contains(inode) {
-                    let port = local.rsplit(':').next().context("an address has a port")?;
-                    ports.insert(u16::from_str_radix(port, 16)?);
+                let [_, local, remote, state, _, _, _, _, _, inode, ..] = columns[..] else { continue };
+                if inodes.contains(inode) {
+                    sockets.push(Socket { port: port(local)?, remote: port(remote)?, listens: state == LISTEN });
                 }
             }
         }
-        Ok(ports)
+        Ok(sockets)
     }
 
     /// Resident memory in MB; `None` once it has ended.

@@ -24,6 +24,8 @@ pub struct Counters {
     pub quarantined_blocks: AtomicU64,
     /// Ranges that are being written into the arena, now: a gauge.
     pub open_writes: AtomicU64,
+    /// The most bytes of announced payloads that were let in at once (over UCX): bounded, however many peers there are.
+    pub landing_peak_bytes: AtomicU64,
     /// Peers that were cut off because their writes into quarantined blocks did not end within their grace.
     pub fenced_peers: AtomicU64,
     /// Frames or connections that were not ours to read: garbage.
@@ -58,6 +60,7 @@ impl Counters {
             quarantined_handoffs,
             quarantined_blocks,
             open_writes,
+            landing_peak_bytes,
             fenced_peers,
             protocol_errors,
             dropped_frames,
@@ -79,6 +82,7 @@ impl Counters {
                 (&total.quarantined_handoffs, quarantined_handoffs),
                 (&total.quarantined_blocks, quarantined_blocks),
                 (&total.open_writes, open_writes),
+                (&total.landing_peak_bytes, landing_peak_bytes),
                 (&total.fenced_peers, fenced_peers),
                 (&total.protocol_errors, protocol_errors),
                 (&total.dropped_frames, dropped_frames),

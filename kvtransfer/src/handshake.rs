@@ -74,6 +74,25 @@ pub struct Hello<'a> {
     pub about: &'a [u8],
 }
 
+/// How a receiver takes what it is sent: its welcome says so, and proves that too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// The backend moves the bytes.
+    Sent,
+    /// They are announced, and the receiver copies them out of the sender's memory.
+    Copied,
+}
+
+impl Way {
+    /// Of the proof.
+    fn role(self) -> &'static str {
+        match self {
+            Self::Sent => "welcome",
+            Self::Copied => "welcome, will copy",
+        }
+    }
+}
+
 /// The receiver's answer to a hello that it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Welcome<'a> {
@@ -111,15 +130,15 @@ impl Secret {
         self.is_proof(&hello.proof, "hello", &[hello.about], &[&hello.nonce])
     }
 
-    /// The payload of a receiver's answer, which is `about`, to a hello that said `sender`.
-    pub fn welcome(&self, nonces: Nonces, sender: &[u8], about: &[u8]) -> Vec<u8> {
-        let proof = self.prove("welcome", &[sender, about], &[&nonces.sender, &nonces.receiver]);
+    /// The payload of a receiver's answer, which is `about` and takes KV this way, to a hello that said `sender`.
+    pub fn welcome(&self, way: Way, nonces: Nonces, sender: &[u8], about: &[u8]) -> Vec<u8> {
+        let proof = self.prove(way.role(), &[sender, about], &[&nonces.sender, &nonces.receiver]);
         [&nonces.receiver[..], &proof, about].concat()
     }
 
-    /// Whether a welcome answers the hello that said `sender`, with this nonce.
-    pub fn welcomed(&self, welcome: &Welcome<'_>, nonce: Nonce, sender: &[u8]) -> bool {
-        self.is_proof(&welcome.proof, "welcome", &[sender, welcome.about], &[&nonce, &welcome.nonce])
+    /// Whether a welcome answers the hello that said `sender`, with this nonce, and the receiver chose this way.
+    pub fn welcomed(&self, way: Way, welcome: &Welcome<'_>, nonce: Nonce, sender: &[u8]) -> bool {
+        self.is_proof(&welcome.proof, way.role(), &[sender, welcome.about], &[&nonce, &welcome.nonce])
     }
 
     /// That this hand-off, too, is the sender's, on a connection that another one opened with these nonces.
@@ -283,16 +302,21 @@ mod tests {
         assert!(others.into_iter().all(|change| !secret(change).made(&hello)));
         assert!(!sender.made(&Hello { nonce: NONCES.receiver, ..hello }), "a replay with another nonce");
         assert!(!sender.made(&Hello { about: b"you", ..hello }));
-        let payload = sender.welcome(NONCES, b"me", b"you");
+        let payload = sender.welcome(Way::Sent, NONCES, b"me", b"you");
         let welcome = Welcome::parse(&payload).expect("whole");
-        assert!(sender.welcomed(&welcome, NONCES.sender, b"me"));
-        assert!(!sender.welcomed(&welcome, NONCES.receiver, b"me") && !sender.welcomed(&welcome, NONCES.sender, b""));
-        assert!(!sender.welcomed(&Welcome { about: b"he", ..welcome }, NONCES.sender, b"me"));
-        assert!(!sender.welcomed(&Welcome { about: b"eyou", ..welcome }, NONCES.sender, b"m"), "another cut");
-        assert!(others.into_iter().all(|change| !secret(change).welcomed(&welcome, NONCES.sender, b"me")));
+        assert!(sender.welcomed(Way::Sent, &welcome, NONCES.sender, b"me"));
+        assert!(!sender.welcomed(Way::Copied, &welcome, NONCES.sender, b"me"), "another header in front");
+        assert!(!sender.welcomed(Way::Sent, &welcome, NONCES.receiver, b"me"));
+        assert!(!sender.welcomed(Way::Sent, &welcome, NONCES.sender, b""));
+        assert!(!sender.welcomed(Way::Sent, &Welcome { about: b"he", ..welcome }, NONCES.sender, b"me"));
+        assert!(
+            !sender.welcomed(Way::Sent, &Welcome { about: b"eyou", ..welcome }, NONCES.sender, b"m"),
+            "another cut"
+        );
+        assert!(others.into_iter().all(|change| !secret(change).welcomed(Way::Sent, &welcome, NONCES.sender, b"me")));
         // The hello's own proof, given back.
         let reflected = Welcome { nonce: hello.nonce, proof: hello.proof, about: &[] };
-        assert!(!sender.welcomed(&reflected, NONCES.sender, b"me"));
+        assert!(!sender.welcomed(Way::Sent, &reflected, NONCES.sender, b"me"));
         let join = sender.join(NONCES);
         assert!(sender.joins(&join, NONCES) && !secret(others[0]).joins(&join, NONCES));
         assert!(!sender.joins(&join, Nonces { receiver: [3; 16], ..NONCES }), "another connection");
@@ -328,14 +352,14 @@ mod tests {
         fn one_changed_bit_is_none_of_ours(about in prop::collection::vec(any::<u8>(), 0..300), bit in any::<prop::sample::Index>()) {
             let secret = secret(|_| ());
             let mut hello = secret.hello(NONCES.sender, &about);
-            let mut welcome = secret.welcome(NONCES, &about, &about);
+            let mut welcome = secret.welcome(Way::Copied, NONCES, &about, &about);
             let (h, w) = (bit.index(hello.len() * 8), bit.index(welcome.len() * 8));
             hello[h / 8] ^= 1 << (h % 8);
             welcome[w / 8] ^= 1 << (w % 8);
             let hello = Hello::parse(&hello).expect("as long as before");
             prop_assert!(hello.handoff != HandoffId([7; 16]) || !secret.made(&hello));
             let welcome = Welcome::parse(&welcome).expect("as long as before");
-            prop_assert!(!secret.welcomed(&welcome, NONCES.sender, &about));
+            prop_assert!(!secret.welcomed(Way::Copied, &welcome, NONCES.sender, &about));
         }
 
         #[test]

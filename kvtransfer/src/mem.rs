@@ -2,7 +2,9 @@
 //! other backends are compared with; it keeps every rule, since the rules are not its own.
 //!
 //! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the
-//! network, as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`].
+//! network, as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`]. Or all hand-offs
+//! from one node to another share a connection ([`MemNetwork::sharing`]), as they do over tcp and UCX: what ends it ends
+//! them all.
 mod link;
 mod raw;
 mod weather;
@@ -19,7 +21,7 @@ use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError};
-use crate::handshake::{Hello, Nonces, Secret, Welcome};
+use crate::handshake::{Hello, Nonces, Secret, Way, Welcome};
 use crate::incoming::Incoming;
 use crate::mutation::Mutation;
 use crate::outgoing::{Outgoing, PendingAnswers};
@@ -51,6 +53,8 @@ pub struct MemNetwork {
     state: Arc<Mutex<NetworkState>>,
     /// `None`: frames arrive at once and unharmed.
     weather: Option<Arc<dyn Weather>>,
+    /// Hand-offs of the same two nodes share a connection.
+    shares: bool,
     mutation: Mutation,
 }
 
@@ -62,11 +66,13 @@ struct NetworkState {
     last_id: u64,
 }
 
-/// One open hand-off: a "connection" of its own.
+/// An open connection.
 #[derive(Clone)]
 struct Link {
     sender: Arc<Node>,
     receiver: Arc<Node>,
+    /// Hand-offs on it.
+    users: usize,
     /// Held while bytes are written; once it is set, none are any more.
     cut: Arc<Mutex<bool>>,
 }
@@ -194,7 +200,7 @@ impl Transport for MemTransport {
             let (checked, secret, address) = read_ticket(ticket, &self.info(), arena, &self.counters(), address)?;
             let peer = self.network.connect(&self.node, &address)?;
             // From here on the link's end disconnects.
-            let link = MemLink::open(self.network.clone(), peer, arena.clone(), self.faults);
+            let link = MemLink::open(self.network.clone(), peer, checked.handoff, arena.clone(), self.faults);
             self.network.introduce(peer, &secret)?;
             let answer = self.node.pending.register(peer, checked.handoff)?;
             Ok(Outgoing::new(Box::new(link), arena.clone(), self.counters(), checked, answer))
@@ -215,7 +221,12 @@ impl MemNetwork {
         Self { mutation, ..self }
     }
 
-    /// Hand-offs under way.
+    /// The same where all hand-offs from one node to another share a connection.
+    pub fn sharing(self, shares: bool) -> Self {
+        Self { shares, ..self }
+    }
+
+    /// Connections that are open.
     pub fn connections(&self) -> usize {
         self.lock().links.len()
     }
@@ -228,17 +239,37 @@ impl MemNetwork {
         if sender.dead.load(Ordering::SeqCst) {
             return Err(gone());
         }
+        let same = |link: &Link| link.sender.address == sender.address && link.receiver.address == address;
+        if let Some((peer, link)) = state.links.iter_mut().find(|(_, link)| self.shares && same(link)) {
+            link.users += 1;
+            return Ok(*peer);
+        }
         state.last_id += 1;
         let peer = PeerId(state.last_id);
-        state.links.insert(peer, Link { sender: sender.clone(), receiver, cut: Arc::default() });
+        state.links.insert(peer, Link { sender: sender.clone(), receiver, users: 1, cut: Arc::default() });
         Ok(peer)
+    }
+
+    /// A hand-off is over at its sender; the last one of a connection closes it.
+    fn leave(&self, peer: PeerId, handoff: HandoffId) {
+        let mut state = self.lock();
+        let Some(link) = state.links.get_mut(&peer) else { return };
+        link.users -= 1;
+        if link.users == 0 {
+            drop(state);
+            return self.cut_off(peer);
+        }
+        let registry = link.receiver.registry.clone();
+        drop(state);
+        // What the end of its connection would say, had it one of its own.
+        registry.cancelled_by(peer, handoff);
     }
 
     /// Hello and welcome over a new connection; they are subject to no weather.
     fn introduce(&self, peer: PeerId, secret: &Secret) -> Result<(), TransferError> {
         let nonce = rand::random();
         let welcome = self.hello(peer, &secret.hello(nonce, &[]))?;
-        let welcome = Welcome::parse(&welcome).filter(|welcome| secret.welcomed(welcome, nonce, &[]));
+        let welcome = Welcome::parse(&welcome).filter(|welcome| secret.welcomed(Way::Sent, welcome, nonce, &[]));
         welcome.map(|_| ()).ok_or_else(|| Refusal::Unauthenticated.into())
     }
 
@@ -252,7 +283,7 @@ impl MemNetwork {
         let authenticated = registry.authenticate(&hello)?;
         registry.open(peer, &authenticated)?;
         let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
-        Ok(authenticated.secret().welcome(nonces, hello.about, &[]))
+        Ok(authenticated.secret().welcome(Way::Sent, nonces, hello.about, &[]))
     }
 
     fn link(&self, peer: PeerId) -> Result<Link, TransferError> {

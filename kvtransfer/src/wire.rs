@@ -54,7 +54,8 @@ pub enum Header {
     Join(HandoffId),
     /// The sender is still there: the lease begins anew; no payload.
     KeepAlive(HandoffId),
-    /// A welcome of a receiver that copies out of the sender's memory itself: announce instead of sending; no payload.
+    /// A welcome of a receiver that copies out of the sender's memory itself: announce instead of sending;
+    /// payload: its proof of that.
     WillCopy(HandoffId),
     /// These pieces are final in the sender's memory, and stay; payload: where (`ucx/one_copy/announcement.rs`).
     Ready(DataHeader),

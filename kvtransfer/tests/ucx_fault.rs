@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use prost::Message;
 use tandem_kvtransfer::ucx::presence::or_skip;
@@ -77,14 +78,17 @@ async fn a_sender_killed_over_one_copy() {
 async fn a_sender_frozen_over_one_copy_holds_nothing() {
     let Some((transport, arena)) = start(Way::OneCopy) else { return };
     let counters = transport.counters();
+    let mut seen = Seen::default();
     for round in 0..rounds() {
         let (owner, freed) = probe();
         let incoming = accept(&transport, round, owner);
-        let peer = Peer::start(&["one copy", "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
-        received(&transport, 1).await;
+        let mut peer = Peer::start(&["one copy", "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+        seen.prepared(received(&transport, &mut peer, 1).await);
         peer.freeze();
+        let frozen = Instant::now();
         drop(incoming);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
+        seen.noticed(frozen.elapsed());
         sing(&arena);
         peer.thaw();
         tokio::time::sleep(ARRIVED).await;
@@ -93,6 +97,7 @@ async fn a_sender_frozen_over_one_copy_holds_nothing() {
     }
     assert_eq!((counters.fenced_peers.load(Relaxed), counters.quarantined_blocks.load(Relaxed)), (0, 0));
     assert_eq!(counters.copied_bytes.load(Relaxed), counters.received_bytes.load(Relaxed));
+    println!("one copy: senders frozen, given up by us, {seen}, 0 canaries touched");
 }
 
 /// It acknowledges nothing that it has not copied: the blocks come back when it is given up.
@@ -150,15 +155,15 @@ async fn a_sender_frozen_over_tcp() {
 async fn sender_frozen(way: Way, rounds: u32) {
     let Some((transport, arena)) = start_with(way, GRACE) else { return };
     let counters = transport.counters();
-    let (mut held, mut replaced) = (0, 0);
+    let (mut held, mut replaced, mut seen) = (0, 0, Seen::default());
     for round in 0..MOST_ROUNDS * rounds {
         if held == rounds {
             break;
         }
         let (owner, freed) = probe();
         let incoming = accept(&transport, round, owner);
-        let peer = Peer::start(&[&way.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
-        received(&transport, 1).await;
+        let mut peer = Peer::start(&[&way.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
+        seen.prepared(received(&transport, &mut peer, 1).await);
         peer.freeze();
         let (fenced, address) = (counters.fenced_peers.load(Relaxed), transport.address());
         let aborted = Instant::now();
@@ -168,10 +173,10 @@ async fn sender_frozen(way: Way, rounds: u32) {
         let quarantined = counters.quarantined_blocks.load(Relaxed);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
         let freed_after = aborted.elapsed();
-        println!("{way}: {quarantined} blocks were in quarantine, free after {freed_after:?}");
         // On a busy machine the last write may end by itself, late but within the grace: then nobody is cut off.
         if quarantined > 0 && freed_after >= GRACE {
             held += 1;
+            seen.noticed(freed_after);
             replaced += u32::from(transport.address() != address);
             assert!(counters.fenced_peers.load(Relaxed) > fenced, "the blocks came back and nobody was cut off");
         }
@@ -183,14 +188,15 @@ async fn sender_frozen(way: Way, rounds: u32) {
         serve(&transport, way, 1000 + round).await;
     }
     assert_eq!(held, rounds, "too few senders were held in the middle of a transfer: {counters:?}");
-    println!("{way}: {held} senders frozen inside a transfer, {replaced} workers replaced, 0 canaries touched");
+    println!("{way}: senders frozen inside a transfer, {replaced} workers replaced, {seen}, 0 canaries touched");
 }
 
 /// Each in the middle of a hand-off; after each the next receiver is served.
 async fn receivers_killed(way: Way, kills: u32) {
     let Some((transport, arena)) = start(way) else { return };
-    let mut notices = Vec::new();
+    let mut seen = Seen::default();
     for kill in 0..kills {
+        let preparing = Instant::now();
         let mut peer = Peer::start(&[&way.to_string(), "receive", &kill.to_string()]);
         let ticket = peer.ticket();
         let mut outgoing = transport.open(&ticket).await.expect("open");
@@ -201,6 +207,7 @@ async fn receivers_killed(way: Way, kills: u32) {
         push(&mut outgoing, 4..8 + kill % 64, &owner).await.expect("the peer is alive");
         drop(first);
         in_time(arrived).await.expect_err("the first range has arrived: its owner was dropped");
+        seen.prepared(preparing.elapsed());
         let killed = Instant::now();
         peer.kill();
         let rest = async {
@@ -210,10 +217,10 @@ async fn receivers_killed(way: Way, kills: u32) {
         in_time(rest).await.expect_err("nobody is there");
         drop(owner);
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
-        notices.push(killed.elapsed());
+        seen.noticed(killed.elapsed());
         serve_receiver(&transport, &arena, way, 1000 + kill).await;
     }
-    report("receivers", way, notices);
+    println!("{way}: receivers killed, {seen}");
 }
 
 /// The next receiver is served.
@@ -224,36 +231,59 @@ async fn serve_receiver(transport: &UcxTransport, arena: &Arena, way: Way, id: u
     in_time(push(&mut outgoing, 0..BLOCKS, &(Arc::new(()) as BlockOwner))).await.expect("push");
     in_time(outgoing.seal(seal(arena, &ticket))).await.expect("the next peer is served");
     assert_eq!(peer.line(), "verified");
+    peer.leaves().await;
 }
 
 /// Each in the middle of a hand-off; after each the next sender is served.
 async fn senders_killed(way: Way, kills: u32) {
     let Some((transport, arena)) = start(way) else { return };
-    let mut notices = Vec::new();
+    let mut seen = Seen::default();
     for kill in 0..kills {
         let (owner, freed) = probe();
         let incoming = accept(&transport, kill, owner);
         let mut peer = Peer::start(&[&way.to_string(), "send", &trace::hex(&incoming.ticket().encode_to_vec())]);
-        received(&transport, u64::from(1 + kill % 24) << 20).await;
+        seen.prepared(received(&transport, &mut peer, u64::from(1 + kill % 24) << 20).await);
         let killed = Instant::now();
         peer.kill();
         in_time(incoming.verified(expected())).await.expect_err("the seal never came");
         in_time(freed).await.expect_err("the blocks are free: their owner was dropped");
-        notices.push(killed.elapsed());
+        seen.noticed(killed.elapsed());
         sing(&arena);
         tokio::time::sleep(ARRIVED).await;
         assert_eq!(silenced(&arena), 0, "words of freed blocks that a dead sender has written");
         serve(&transport, way, 1000 + kill).await;
     }
-    report("senders", way, notices);
+    println!("{way}: senders killed, {seen}, 0 canaries touched");
 }
 
-/// How long it took from each kill to the error and the blocks; `in_time` has seen to the worst.
-fn report(who: &str, way: Way, mut notices: Vec<Duration>) {
-    notices.sort();
-    let (kills, worst) = (notices.len(), notices.last().copied().unwrap_or_default());
-    let median = notices.get(kills / 2).copied().unwrap_or_default();
-    println!("{way}: {kills} {who} killed, noticed after {median:?} (median), {worst:?} (worst)");
+/// How long things took in each round; `in_time` has seen to the worst.
+#[derive(Default)]
+struct Seen {
+    /// From the fault to the error and the blocks.
+    notices: Vec<Duration>,
+    /// From the peer's start to the moment of the fault: the longest one.
+    longest_preparation: Duration,
+}
+
+impl Seen {
+    fn noticed(&mut self, after: Duration) {
+        self.notices.push(after);
+    }
+
+    fn prepared(&mut self, within: Duration) {
+        self.longest_preparation = self.longest_preparation.max(within);
+    }
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut notices = self.notices.clone();
+        notices.sort();
+        let (rounds, worst) = (notices.len(), notices.last().copied().unwrap_or_default());
+        let median = notices.get(rounds / 2).copied().unwrap_or_default();
+        let prepared = self.longest_preparation;
+        write!(f, "{rounds} rounds: free after {median:?} (median), {worst:?} (worst), ready within {prepared:?}")
+    }
 }
 
 /// Of each fault.
@@ -280,11 +310,12 @@ async fn serve(transport: &UcxTransport, way: Way, id: u32) {
     peer.say("seal");
     in_time(incoming.verified(expected())).await.expect("the next peer is served");
     assert_eq!(peer.line(), "acknowledged");
+    peer.leaves().await;
 }
 
-/// So many bytes more have arrived.
-async fn received(transport: &UcxTransport, bytes: u64) {
-    let counters = transport.counters();
+/// Waits until so many bytes more have arrived, and says how long that took.
+async fn received(transport: &UcxTransport, from: &mut Peer, bytes: u64) -> Duration {
+    let (counters, start) = (transport.counters(), Instant::now());
     let until = counters.received_bytes.load(Relaxed) + bytes;
     let some = async {
         while counters.received_bytes.load(Relaxed) < until {
@@ -292,7 +323,9 @@ async fn received(transport: &UcxTransport, bytes: u64) {
         }
     };
     // Not what is bounded here: a machine that is busy with other things moves little.
-    assert!(tokio::time::timeout(LEASE, some).await.is_ok(), "stuck: {counters:?}");
+    let arrived = tokio::time::timeout(LEASE, some).await.is_ok();
+    assert!(arrived, "stuck, the sender is {:?}: {counters:?}", from.process.try_wait());
+    start.elapsed()
 }
 
 /// The other process.
@@ -367,8 +400,12 @@ impl Peer {
         v1::Ticket::decode(unhex(&self.line()).as_slice()).expect("ticket")
     }
 
+    /// Returns when it stands still: one of its threads has to run to stop the others, which on a busy machine takes a
+    /// while.
     fn freeze(&self) {
         self.signal(Signal::SIGSTOP);
+        let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED)).expect("a child");
+        assert!(matches!(status, WaitStatus::Stopped(..)), "{status:?}");
     }
 
     fn thaw(&self) {
@@ -376,8 +413,23 @@ impl Peer {
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(self.process.id() as i32);
-        nix::sys::signal::kill(pid, signal).expect("it lives");
+        nix::sys::signal::kill(self.pid(), signal).expect("it lives");
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.process.id() as i32)
+    }
+
+    /// It has nothing more to do, and ends by itself. Killed meanwhile, it would be one fault more than a round has:
+    /// its goodbyes go through the queue of the survivor, whose worker may then have to be replaced.
+    async fn leaves(&mut self) {
+        let ends = async {
+            while self.process.try_wait().expect("a child").is_none() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        in_time(ends).await;
+        assert!(self.process.wait().expect("a child").success(), "the peer failed");
     }
 
     fn kill(&mut self) {

@@ -1,5 +1,8 @@
-//! Sixteen senders and one receiver whose budget is a small part of what they announce: all arrive, each whole.
+//! Sixteen senders and one receiver whose budget is a small part of what they announce: all arrive, each whole, and no
+//! more than the budget lands at once. How evenly they get on is a property of `ucx/turns.rs`, and a row of
+//! `bench_transfer --parts incast`.
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use tandem_kvtransfer::ucx::presence::or_skip;
@@ -46,7 +49,8 @@ async fn sixteen_senders_arrive_over_tcp() {
 }
 
 async fn incast(profile: UcxProfile) {
-    let config = UcxConfig { landing_bytes: LANDING_BYTES, ..UcxConfig::new(profile) };
+    // A receiver that copies by itself has one range under way at a time: the budget is UCX's.
+    let config = UcxConfig { landing_bytes: LANDING_BYTES, one_copy: false, ..UcxConfig::new(profile) };
     let to = arena(SENDERS * BLOCKS, 0);
     let Some(receiver) = or_skip(UcxTransport::start(to.clone(), config)) else { return };
     let handoffs = (0..SENDERS).map(|number| {
@@ -73,5 +77,8 @@ async fn incast(profile: UcxProfile) {
     });
     let all = futures::future::join_all(handoffs);
     tokio::time::timeout(LEASE, all).await.expect("not one has waited for its lease");
-    assert_eq!(receiver.counters().open_writes.load(std::sync::atomic::Ordering::Relaxed), 0);
+    let counters = receiver.counters();
+    assert_eq!(counters.open_writes.load(Relaxed), 0);
+    let peak = counters.landing_peak_bytes.load(Relaxed);
+    assert!((1..=LANDING_BYTES as u64).contains(&peak), "{peak} bytes at once");
 }

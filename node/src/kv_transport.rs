@@ -54,6 +54,19 @@ pub struct KvTransportArgs {
     /// KV within a host only.
     #[arg(long)]
     pub kv_encrypt: bool,
+    /// Whether decode copies KV out of prefill's memory, where both are processes of one host and user: one copy, and
+    /// nobody writes into another's memory. off: through UCX's queue, two copies. One of the two nodes suffices.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub kv_one_copy: OneCopyArg,
+}
+
+/// `--kv-one-copy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OneCopyArg {
+    /// Where the receiver can map the sender's memory.
+    Auto,
+    /// Never.
+    Off,
 }
 
 /// One of `--transport`.
@@ -113,6 +126,7 @@ pub struct KvTransportConfig {
     advertise: Option<String>,
     /// What leaves the host.
     protection: Protection,
+    one_copy: OneCopyArg,
 }
 
 /// `--transport` and `--ucx-profile`.
@@ -162,6 +176,7 @@ impl KvTransportArgs {
             listen: self.kv_listen.unwrap_or(SocketAddr::new(toward_router, 0)),
             advertise: self.kv_advertise,
             protection: if self.kv_encrypt { Protection::Encrypted } else { Protection::Bound },
+            one_copy: self.kv_one_copy,
         })
     }
 }
@@ -279,6 +294,7 @@ impl KvTransportConfig {
         // Addresses that nodes of this cluster made, and nobody else: without a token anybody could have.
         let address_key = join.map_or([0; 32], |join| join.derive("tandem kv addresses"));
         let operators = self.operators.iter().filter_map(|(name, _)| name.strip_prefix("UCX_").map(str::to_owned));
+        let usual = UcxConfig::new(profile);
         UcxConfig {
             lib_dir: self.ucx_lib_dir.clone(),
             net_devices: self.own_devices(profile),
@@ -288,7 +304,8 @@ impl KvTransportConfig {
             grace: self.grace,
             faults,
             address_key,
-            ..UcxConfig::new(profile)
+            one_copy: usual.one_copy && self.one_copy == OneCopyArg::Auto,
+            ..usual
         }
     }
 
@@ -387,6 +404,14 @@ mod tests {
         assert_eq!(devices("", LAN), "all");
         assert_eq!(devices("--kv-device eth0", "127.0.0.1"), "eth0");
         assert_eq!(devices("--kv-listen 127.0.0.1:0", LAN), "lo");
+    }
+
+    #[test]
+    fn one_copy_is_for_shared_memory_and_can_be_switched_off() {
+        let one_copy =
+            |flags: &str, profile| parse(flags).expect("flags").ucx(profile, None, Faults::default()).one_copy;
+        assert!(one_copy("", UcxProfile::Shm) && !one_copy("", UcxProfile::Tcp));
+        assert!(!one_copy("--kv-one-copy off", UcxProfile::Shm));
     }
 
     #[test]

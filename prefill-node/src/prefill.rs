@@ -23,7 +23,7 @@ use crate::groups::{LayerCost, layer_groups};
 use crate::handoff::{First, Kv, Sender};
 use crate::link::LinkSpeed;
 use crate::plan::Progress;
-use crate::pressure::Pressure;
+use crate::pressure::{GivingWay, Pressure};
 use crate::settings::{Push, Settings};
 
 /// What all requests of a node share.
@@ -147,9 +147,10 @@ impl Prefill<'_> {
             told = Some(first.token);
             // Only now: a delivery must not overtake the first token.
             kv.send_modify(|kv| (kv.first, kv.told) = (Some(first), true));
-            self.pressed(&mut wanted).await;
+            let giving_way = self.pressed(&mut wanted).await;
             kv.send_replace(Kv { told: true, ..Kv::default() });
             trace.event("blocks.yielded", clock::now(), []);
+            giving_way.done().await;
             until(&mut wanted, true).await;
             queued = clock::now();
         }
@@ -232,13 +233,13 @@ impl Prefill<'_> {
     }
 
     /// Ready when blocks that nobody wants are needed by those who have a ticket.
-    async fn pressed(&self, wanted: &mut watch::Receiver<bool>) {
+    async fn pressed(&self, wanted: &mut watch::Receiver<bool>) -> GivingWay {
         loop {
             until(wanted, false).await;
             tokio::select! {
                 biased;
                 () = until(wanted, true) => {}
-                () = self.shared.pressure.felt() => return,
+                giving_way = self.shared.pressure.felt() => return giving_way,
             }
         }
     }

@@ -6,7 +6,7 @@ use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tandem_cluster_tests::client::{ask, token_ids};
-use tandem_cluster_tests::fleet::Role;
+use tandem_cluster_tests::fleet::{Counts, Role};
 use tandem_cluster_tests::process::program;
 use tandem_cluster_tests::reference::Reference;
 use tandem_cluster_tests::{Fleet, FleetOptions};
@@ -65,13 +65,17 @@ pub struct Report {
     /// From the fault to the client's end, and from there to the last block.
     ended: Duration,
     back: Duration,
+    /// What the fault did to KV, as those count it who live through it.
+    pub lost_peers: f64,
+    pub fenced_peers: f64,
     pub problem: Option<String>,
 }
 
 impl Report {
     pub fn failed(cell: Cell, problem: String) -> Self {
-        let zero = Duration::ZERO;
-        Self { cell, seen: "FAILED", pause: zero, ended: zero, back: zero, problem: Some(problem) }
+        let (pause, ended, back) = Default::default();
+        let (lost_peers, fenced_peers) = (0.0, 0.0);
+        Self { cell, seen: "FAILED", pause, ended, back, lost_peers, fenced_peers, problem: Some(problem) }
     }
 
     /// For the table.
@@ -82,8 +86,9 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { cell, seen, pause, ended, back, problem } = self;
+        let Self { cell, seen, pause, ended, back, lost_peers, fenced_peers, problem } = self;
         write!(f, "{cell}: {seen}, longest pause {pause:.2?}, ended after {ended:.2?}, blocks back after {back:.2?}")?;
+        write!(f, ", {lost_peers} KV peers lost, {fenced_peers} cut off")?;
         problem.as_ref().map_or(Ok(()), |problem| write!(f, ": {problem}"))
     }
 }
@@ -98,6 +103,7 @@ impl Cell {
         fleet.repair().await.context("before the fault")?;
         let (mut client, seed, fillers) = self.bring(fleet, reference).await?;
 
+        let before = fleet.counts().await;
         let struck = Instant::now();
         self.victim.suffers(self.fault, fleet, &client).await?;
         let ended = timeout(ENDS, client.end()).await.with_context(|| format!("no end within {ENDS:?}"))??;
@@ -109,6 +115,13 @@ impl Cell {
             filler.check(expected_of_others, reference).await.context("another request")?;
         }
         let back = fleet.settled(BACK).await?;
+        let after = fleet.counts().await;
+        let grown = |of: fn(&Counts) -> f64| {
+            // One that was started anew meanwhile begins at zero.
+            let both = after.iter().filter_map(|(pid, after)| Some(of(after) - of(before.get(pid)?)));
+            both.sum::<f64>()
+        };
+        let (lost_peers, fenced_peers) = (grown(|counts| counts.lost_peers), grown(|counts| counts.fenced_peers));
         if expected == Expected::Whole {
             let undisturbed = match client {
                 Client::Stream(_) => undisturbed(reference, moment.request(), seed).await?,
@@ -119,7 +132,8 @@ impl Cell {
             };
             ended.compare(&undisturbed)?;
         }
-        Ok(Report { cell: self, seen: expected.as_str(), pause: ended.pause, ended: ended_after, back, problem: None })
+        let (seen, pause, problem) = (expected.as_str(), ended.pause, None);
+        Ok(Report { cell: self, seen, pause, ended: ended_after, back, lost_peers, fenced_peers, problem })
     }
 
     /// Makes the nodes busy, all at the same time. Two requests may meet on one node, when the other is a little late

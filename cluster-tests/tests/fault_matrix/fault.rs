@@ -1,4 +1,5 @@
 //! What strikes, whom, and what the client may then see.
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tandem_cluster_tests::Fleet;
@@ -6,8 +7,11 @@ use tandem_cluster_tests::fleet::Role;
 use tandem_cluster_tests::link::Quality;
 
 use crate::cell::Client;
+use crate::garbage;
+use crate::severed::{self, Severed};
 
-/// Longer than the router's lease of one second: who is silent for so long is dead to it.
+/// Longer than the router's lease of one second, and than the patience of the KV transports with its grace behind it
+/// (`moment.rs`): who is silent for so long is dead to all, and its writes are fenced.
 const SILENCE: Duration = Duration::from_millis(2200);
 const SLOW_BYTES_PER_S: u32 = 256 << 10;
 /// Draining nodes finish their work, which takes seconds here.
@@ -26,6 +30,8 @@ pub enum Fault {
     Cut,
     /// All its links become slow, and stay so.
     Slow,
+    /// Strangers talk nonsense at its doors.
+    Garbage,
 }
 
 /// To whom.
@@ -59,7 +65,7 @@ impl Expected {
 }
 
 impl Fault {
-    pub const ALL: [Self; 5] = [Self::Kill, Self::Freeze, Self::Terminate, Self::Cut, Self::Slow];
+    pub const ALL: [Self; 6] = [Self::Kill, Self::Freeze, Self::Terminate, Self::Cut, Self::Slow, Self::Garbage];
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -68,6 +74,7 @@ impl Fault {
             Self::Terminate => "SIGTERM",
             Self::Cut => "link cut",
             Self::Slow => "slow link",
+            Self::Garbage => "garbage",
         }
     }
 }
@@ -84,10 +91,18 @@ impl Victim {
         }
     }
 
-    /// What of the node is disturbed. Links of UCX are not behind a proxy: there a cut leaves KV alone.
+    /// A client listens nowhere.
+    pub fn can_suffer(self, fault: Fault) -> bool {
+        (self, fault) != (Self::Client, Fault::Garbage)
+    }
+
+    /// What of the node is disturbed. Shared memory has no link: what cuts it is to stop its process.
     pub fn touches(self, fault: Fault) -> &'static str {
         match (self, fault) {
+            (Self::Prefill | Self::Decode, Fault::Cut) if severed::is_possible() => "gRPC; KV over tcp and ucx-tcp",
             (Self::Prefill | Self::Decode, Fault::Cut | Fault::Slow) => "gRPC; KV over tcp alone",
+            (Self::Prefill | Self::Decode, Fault::Garbage) => "gRPC, admin; KV's door over tcp",
+            (Self::Router, Fault::Garbage) => "HTTP, gRPC, no KV",
             (Self::Prefill | Self::Decode, _) => "the process, KV over all transports",
             (Self::Router | Self::Client, Fault::Cut | Fault::Slow) => "gRPC, no KV",
             (Self::Router | Self::Client, _) => "the process, no KV",
@@ -116,6 +131,8 @@ impl Victim {
 
 async fn node_suffers(fault: Fault, fleet: &mut Fleet, role: Role) -> anyhow::Result<()> {
     let victim = fleet.busiest(role).await?;
+    let severed = if fault == Fault::Cut { Severed::from_others(fleet, victim)? } else { None };
+    let over = fleet.transport();
     let victim = &mut fleet.members[victim];
     match fault {
         Fault::Kill => victim.process.kill(),
@@ -131,10 +148,18 @@ async fn node_suffers(fault: Fault, fleet: &mut Fleet, role: Role) -> anyhow::Re
         }
         Fault::Cut => {
             victim.links_become(Quality::Cut);
+            let _severed = severed;
             tokio::time::sleep(SILENCE).await;
             victim.links_become(Quality::Good);
         }
         Fault::Slow => victim.links_become(Quality::Slow(SLOW_BYTES_PER_S)),
+        Fault::Garbage => {
+            let (ucx, before) = (victim.ucx_ports()?, victim.counts().await?.garbage);
+            let but = if over == "ucx-tcp" { ucx } else { BTreeSet::new() };
+            garbage::meets(&victim.process, &but).await?;
+            let counted = victim.counts().await?.garbage - before;
+            anyhow::ensure!(over != "tcp" || counted > 0.0, "its KV transport has counted no garbage");
+        }
     }
     Ok(())
 }
@@ -158,6 +183,7 @@ async fn router_suffers(fault: Fault, fleet: &mut Fleet) -> anyhow::Result<()> {
             fleet.routers_links_become(Quality::Good);
         }
         Fault::Slow => fleet.routers_links_become(Quality::Slow(SLOW_BYTES_PER_S)),
+        Fault::Garbage => garbage::meets(&fleet.router, &BTreeSet::new()).await?,
     }
     Ok(())
 }
@@ -177,6 +203,7 @@ async fn client_suffers(fault: Fault, fleet: &mut Fleet, client: &Client) -> any
             fleet.entrance.becomes(Quality::Good);
         }
         Fault::Slow => fleet.entrance.becomes(Quality::Slow(SLOW_BYTES_PER_S)),
+        Fault::Garbage => anyhow::bail!("a client listens nowhere"),
     }
     Ok(())
 }

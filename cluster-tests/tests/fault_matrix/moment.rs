@@ -50,8 +50,10 @@ impl Moment {
 
     /// Nodes on which it lasts.
     pub fn fleet(self, transport: &'static str) -> FleetOptions {
-        let prefill = "--simulated-token-us 500 --max-num-batched-tokens 256";
-        let decode = "--simulated-step-us 10000";
+        // Short, so that a peer that stands still for `fault::SILENCE` is given up, and its writes are fenced.
+        let kv = "--kv-stall-ms 1000 --kv-grace-ms 500";
+        let prefill = format!("--simulated-token-us 500 --max-num-batched-tokens 256 {kv}");
+        let decode = format!("--simulated-step-us 10000 {kv}");
         let (prefill_more, decode_more) = match self {
             Self::Queued => ("--max-num-seqs 1", ""),
             Self::Pushing => ("--debug-push-delay-ms 400", ""),

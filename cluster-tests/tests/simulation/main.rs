@@ -153,7 +153,8 @@ fn run_all(seeds: &[u64], args: &Args, text: &Arc<ModelText>) -> Sums {
 /// One run, on this thread.
 fn simulate(seed: u64, text: &Arc<ModelText>, mutation: Mutation) -> Report {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-    let network = |data_plane| MemNetwork::under(Arc::new(data_plane)).mutated(mutation);
+    // Every other run with connections that hand-offs share: what ends one ends several.
+    let network = |data_plane| MemNetwork::under(Arc::new(data_plane)).mutated(mutation).sharing(seed % 2 == 1);
     runtime.expect("a runtime").block_on(world::run(Schedule::draw(seed), text.clone(), network))
 }
 

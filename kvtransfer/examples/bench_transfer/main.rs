@@ -1,12 +1,13 @@
 //! How fast hand-offs move bytes, beside what bounds them, measured in turns so that a busy machine disturbs both
 //! alike: the receiver's one copy and UCX shared memory beside memcpy of equally cold memory, our tcp, plain and
-//! encrypted, beside a plain blocking socket loop, and UCX on one hot buffer beside `ucx_perftest`; and how fast one
-//! core verifies. Prints markdown; medians.
+//! encrypted, beside a plain blocking socket loop, UCX on one hot buffer beside `ucx_perftest`, and sixteen senders
+//! beside one; and how fast one core verifies. Prints markdown; medians.
 //!
 //! `cargo run --release -p tandem-kvtransfer --example bench_transfer`
 mod baseline;
 mod cores;
 mod handoffs;
+mod incast;
 mod verify;
 
 use std::net::Ipv4Addr;
@@ -44,7 +45,7 @@ struct Args {
     #[arg(long, default_value_t = 1024)]
     hot_kib: usize,
     /// Parts to run.
-    #[arg(long, value_delimiter = ',', default_values_t = ["shm", "tcp", "hot", "verify"].map(str::to_owned))]
+    #[arg(long, value_delimiter = ',', default_values_t = ["shm", "tcp", "hot", "incast", "verify"].map(str::to_owned))]
     parts: Vec<String>,
 }
 
@@ -57,8 +58,9 @@ fn main() -> anyhow::Result<()> {
             // Its sending threads start when it connects, from the runtime's.
             "tcp" => on_core(0, || runtime()?.block_on(tcp(&args)))?,
             "hot" => runtime()?.block_on(hot(&args))?,
+            "incast" => runtime()?.block_on(incast(&args))?,
             "verify" => on_core(0, || verify(&args))?,
-            other => anyhow::bail!("no part is called {other}; there are shm, tcp, hot and verify"),
+            other => anyhow::bail!("no part is called {other}; there are shm, tcp, hot, incast and verify"),
         }
     }
     Ok(())
@@ -73,6 +75,11 @@ fn one_copy(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
 fn ucx(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
     let config = UcxConfig { one_copy: false, ..UcxConfig::new(UcxProfile::Shm) };
     Ok(UcxTransport::start(arena.clone(), config)?)
+}
+
+/// UCX over sockets.
+fn ucx_tcp(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
+    Ok(UcxTransport::start(arena.clone(), UcxConfig::new(UcxProfile::Tcp))?)
 }
 
 fn tcp_node(arena: &Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>> {
@@ -192,6 +199,37 @@ async fn hot(args: &Args) -> anyhow::Result<()> {
                 kib(range_bytes)
             );
         }
+    }
+    Ok(())
+}
+
+async fn incast(args: &Args) -> anyhow::Result<()> {
+    let bytes = (args.transfer_mib << 20) / 4;
+    println!(
+        "\n### {} senders, {} MiB each, to one receiver, beside one sender of all (GB/s)\n",
+        incast::SENDERS,
+        bytes >> 20
+    );
+    println!("| way | one sender | {} senders | ratio | fastest / slowest | grew by, MiB |", incast::SENDERS);
+    println!("|---|---|---|---|---|---|");
+    let ways: [(&str, fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>); 4] =
+        [("ucx/shm, one copy", one_copy), ("ucx/shm, queue", ucx), ("ucx/tcp", ucx_tcp), ("tcp", tcp_node)];
+    for (name, start) in ways {
+        let mut nodes = incast::Incast::new(bytes, start)?;
+        let (mut alone, mut together, mut spread, mut grown) = (vec![], vec![], vec![], 0f64);
+        // The first of each connects, and touches memory for the first time.
+        for counts in (0..=args.samples).map(|sample| sample > 0) {
+            let (one, all) = (nodes.round(1).await?, nodes.round(incast::SENDERS).await?);
+            if counts {
+                alone.push(one.rate);
+                together.push(all.rate);
+                spread.push(all.spread);
+                grown = grown.max(all.grown_mib);
+            }
+        }
+        let [alone, together, spread] = [alone, together, spread].map(median);
+        let ratio = together / alone;
+        println!("| {name} | {alone:.2} | {together:.2} | {ratio:.2} | {spread:.2} | {grown:.0} |");
     }
     Ok(())
 }

@@ -19,9 +19,10 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::peer::Share;
+use crate::xxh3::xxh3;
 use crate::{KvMemory, MemoryError, Place, Run, WORD_BYTES};
 
 /// The smallest that a system has: none is missed by steps of so much.
@@ -172,7 +173,7 @@ impl HostMemory {
         // One call over contiguous bytes is faster than the same hash in pieces.
         if let Some(bytes) = scratch.get_mut(..piece.bytes) {
             self.read(piece.at, bytes);
-            return xxh3_64(bytes);
+            return xxh3(bytes);
         }
         let (mut hasher, mut done) = (Xxh3::new(), 0);
         while done < piece.bytes {

@@ -3,11 +3,15 @@
 //!
 //! - [`KvMemory`]: what both sides may do with it, wherever it lies.
 //! - [`HostMemory`] (`host.rs`): main memory, in whole pages, as atomic words.
-//! - [`PeerMemory`] (`peer.rs`): that of another process, to be read and nothing else. Only these two have `unsafe`.
+//! - [`PeerMemory`] (`peer.rs`): that of another process, to be read and nothing else.
+//! - `xxh3.rs`, `xxh3_avx2.rs`: their hash, in one pass with a copy. Only these files have `unsafe`.
 #![deny(unsafe_code)]
 
 mod host;
 mod peer;
+mod xxh3;
+#[cfg(target_arch = "x86_64")]
+mod xxh3_avx2;
 
 use std::sync::atomic::AtomicU64;
 

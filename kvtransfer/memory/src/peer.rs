@@ -15,8 +15,9 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use xxhash_rust::xxh3::xxh3_64;
-
+use crate::xxh3::xxh3;
+#[cfg(target_arch = "x86_64")]
+use crate::xxh3_avx2;
 use crate::{Run, WORD_BYTES};
 
 /// Copied through, so that what is hashed is what is written, whatever the other process does meanwhile.
@@ -100,12 +101,15 @@ impl PeerMemory {
             let Run { at, bytes } = piece.to;
             assert!(self.contains(Run { at: piece.from, bytes }), "a piece outside the peer's memory");
             assert!(at.is_multiple_of(WORD_BYTES) && bytes.is_multiple_of(WORD_BYTES), "unaligned range of KV memory");
-            let scratch = &mut scratch.0[..bytes];
-            // SAFETY: inside the mapping, as asserted. Its process may write there meanwhile: the bytes are then some
-            // bytes, each of which is a value, and are read once.
-            unsafe { load(self.start.add(piece.from), scratch) };
-            *digest = xxh3_64(scratch);
-            store(scratch, &to[at / WORD_BYTES..][..bytes / WORD_BYTES]);
+            // SAFETY: inside the mapping, as asserted.
+            let from = unsafe { self.start.add(piece.from) };
+            let to = &to[at / WORD_BYTES..][..bytes / WORD_BYTES];
+            // SAFETY: so many bytes are there, as above.
+            *digest = match unsafe { stream(from, to) } {
+                Some(digest) => digest,
+                // SAFETY: as above.
+                None => unsafe { copy_through(&mut scratch.0[..bytes], from, to) },
+            };
         }
         fence();
     }
@@ -118,46 +122,40 @@ impl Drop for PeerMemory {
     }
 }
 
-/// Begins at a cache line.
-#[repr(align(64))]
+/// In the first-level cache.
 struct Scratch([u8; SCRATCH_BYTES]);
 
-/// Copies `scratch.len()` bytes, at most [`SCRATCH_BYTES`], into the scratch.
+/// Copies a piece past the caches and hashes it in the same pass: a copy through them would read each line before it is
+/// overwritten, a third of its traffic. `None`: the processor cannot, or the piece is none for it.
 ///
 /// # Safety
-/// There are so many bytes at `from`.
-unsafe fn load(from: NonNull<u8>, scratch: &mut [u8]) {
-    // SAFETY: the caller's promise, and a slice that nobody else has.
-    unsafe { from.copy_to_nonoverlapping(NonNull::from(&mut *scratch).cast(), scratch.len()) };
+/// There are as many bytes at `from` as in `to`. Its process may write there meanwhile: each byte is read once.
+unsafe fn stream(from: NonNull<u8>, to: &[AtomicU64]) -> Option<u64> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let to_bytes = to.as_ptr().cast_mut().cast::<u8>();
+        let is_aligned = (from.addr().get() | to_bytes.addr()).is_multiple_of(32);
+        if is_aligned && xxh3_avx2::takes(size_of_val(to)) {
+            // SAFETY: the caller's promise, and what was checked. Others touch the words as atomics, or not at all:
+            // their range is claimed.
+            return Some(unsafe { xxh3_avx2::copy_hashed(from.as_ptr(), to_bytes, size_of_val(to)) });
+        }
+    }
+    None
 }
 
-/// Past the caches where the processor can: they would read each line before it is overwritten, a third of the traffic
-/// of a copy.
-fn store(scratch: &[u8], to: &[AtomicU64]) {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && to.as_ptr().addr().is_multiple_of(32) && scratch.len().is_multiple_of(32) {
-        // SAFETY: the processor has it; both are as long, and aligned: the scratch is (`Scratch`), `to` was checked.
-        return unsafe { stream(scratch, to) };
-    }
+/// Copies a piece through `scratch`, which is as long, so that what is hashed there is what is written.
+///
+/// # Safety
+/// There are so many bytes at `from`. Its process may write there meanwhile: the bytes are then some bytes, each of
+/// which is a value.
+unsafe fn copy_through(scratch: &mut [u8], from: NonNull<u8>, to: &[AtomicU64]) -> u64 {
+    // SAFETY: the caller's promise, and a slice that nobody else has.
+    unsafe { from.copy_to_nonoverlapping(NonNull::from(&mut *scratch).cast(), scratch.len()) };
     for (bytes, word) in scratch.as_chunks().0.iter().zip(to) {
         word.store(u64::from_ne_bytes(*bytes), Relaxed);
     }
-}
-
-/// # Safety
-/// The processor has AVX2; both begin at a multiple of 32 bytes, and have as many, a multiple of 32.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn stream(scratch: &[u8], to: &[AtomicU64]) {
-    use std::arch::x86_64::{__m256i, _mm256_load_si256, _mm256_stream_si256};
-    let mut place = to.as_ptr().cast_mut().cast::<__m256i>();
-    for vector in scratch.as_chunks::<{ size_of::<__m256i>() }>().0 {
-        // SAFETY: the caller's promise. Others touch the words as atomics, or not at all: their range is claimed.
-        unsafe {
-            _mm256_stream_si256(place, _mm256_load_si256(vector.as_ptr().cast()));
-            place = place.add(1);
-        }
-    }
+    xxh3(scratch)
 }
 
 /// What was stored past the caches is seen by others before anything that follows.
@@ -180,6 +178,7 @@ fn is_sealed(file: RawFd) -> bool {
 mod tests {
     use proptest::prelude::*;
     use std::io::ErrorKind;
+    use xxhash_rust::xxh3::xxh3_64;
 
     use super::*;
     use crate::{HostMemory, KvMemory};

@@ -1,4 +1,5 @@
-//! One connection of a `MemNetwork`: a queue of frames, and the task that carries them to the receiver's registry.
+//! A hand-off's part of a connection of a `MemNetwork`: a queue of frames, and the task that carries them to the
+//! receiver's registry.
 //! Frames that were queued arrive even when the sender has let go of them meanwhile; their blocks are kept for so long.
 use std::sync::Arc;
 
@@ -12,7 +13,6 @@ use super::{Link, MemFaults, MemNetwork, gone};
 use crate::arena::{Arena, Run};
 use crate::error::TransferError;
 use crate::outgoing::SendLink;
-use crate::registry::PeerLink;
 use crate::terms::{BlockOwner, Faults, PeerId};
 use crate::wire::DataHeader;
 
@@ -35,9 +35,9 @@ enum Queued {
 }
 
 impl MemLink {
-    pub fn open(network: MemNetwork, peer: PeerId, arena: Arc<Arena>, faults: MemFaults) -> Self {
+    pub fn open(network: MemNetwork, peer: PeerId, handoff: HandoffId, arena: Arc<Arena>, faults: MemFaults) -> Self {
         let (frames, queue) = mpsc::channel(QUEUED_FRAMES);
-        let carrier = Carrier { network: network.clone(), peer, arena, faults };
+        let carrier = Carrier { network: network.clone(), peer, handoff, arena, faults };
         tokio::spawn(carrier.carry(queue));
         Self { frames, network, peer }
     }
@@ -76,10 +76,11 @@ impl SendLink for MemLink {
     }
 }
 
-/// The connection itself.
+/// What carries the frames of a hand-off.
 struct Carrier {
     network: MemNetwork,
     peer: PeerId,
+    handoff: HandoffId,
     arena: Arc<Arena>,
     faults: MemFaults,
 }
@@ -94,7 +95,7 @@ impl Carrier {
         }
         match self.travel(Frame::Close).await {
             Ok(Fate::Severed) => self.network.lose(self.peer),
-            Ok(_) => self.network.cut_off(self.peer),
+            Ok(_) => self.network.leave(self.peer, self.handoff),
             Err(_) => {}
         }
     }

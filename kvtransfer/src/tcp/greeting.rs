@@ -9,7 +9,7 @@ use tandem_proto::PROTOCOL_VERSION;
 use super::frame::{PRELUDE_BYTES, garbage, is_timeout, parse_prelude, prelude};
 use super::sealing::{Opener, Sealer};
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::handshake::{Direction, HELLO_HEAD_BYTES, Hello, Nonces, Secret, WELCOME_HEAD_BYTES, Welcome};
+use crate::handshake::{Direction, HELLO_HEAD_BYTES, Hello, Nonces, Secret, WELCOME_HEAD_BYTES, Way, Welcome};
 use crate::registry::Registry;
 use crate::terms::PeerId;
 use crate::wire::{Answer, Header, MAX_HELLO_BYTES};
@@ -50,7 +50,7 @@ pub(super) fn call(
     }
     let mut payload = [0; WELCOME_HEAD_BYTES];
     read_until(stream, &mut payload, until)?;
-    let welcome = Welcome::parse(&payload).filter(|it| secret.welcomed(it, sender, build_id.as_bytes()));
+    let welcome = Welcome::parse(&payload).filter(|it| secret.welcomed(Way::Sent, it, sender, build_id.as_bytes()));
     let nonces = Nonces { sender, receiver: welcome.ok_or(Refusal::Unauthenticated)?.nonce };
     Ok(Greeted::new(secret, nonces, Direction::ToReceiver, Direction::ToSender))
 }
@@ -98,7 +98,7 @@ pub(super) fn answer(
     };
     proved();
     let (secret, nonces) = (authenticated.secret(), Nonces { sender: hello.nonce, receiver: rand::random() });
-    let welcome = secret.welcome(nonces, hello.about, &[]);
+    let welcome = secret.welcome(Way::Sent, nonces, hello.about, &[]);
     stream.write_all(&[&prelude(&Header::Welcome(hello.handoff), welcome.len() as u64)[..], &welcome].concat())?;
     Ok(Greeted::new(secret, nonces, Direction::ToSender, Direction::ToReceiver))
 }

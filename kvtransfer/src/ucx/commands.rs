@@ -35,8 +35,8 @@ pub(super) enum Command {
     Cancel { handoff: HandoffId },
     /// Close a peer whose writes overstay.
     CutOff { endpoint: EndpointId },
-    /// Tell the sender that a range was copied out of its memory.
-    Copied { endpoint: EndpointId, range: DataHeader },
+    /// Tell the senders that these ranges were copied out of their memory.
+    Copied { ranges: Vec<(EndpointId, DataHeader)> },
     /// Tell the sender how it ended.
     Answer { endpoint: EndpointId, handoff: HandoffId, answer: Answer },
 }
@@ -64,6 +64,11 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn address(&self) -> Vec<u8> {
         self.address.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Nobody changes the address meanwhile: what is granted under it is known to whoever changes it.
+    pub(super) fn at_address<T>(&self, then: impl FnOnce(&[u8]) -> T) -> T {
+        then(&self.address.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn set_address(&self, address: Vec<u8>) {

@@ -14,11 +14,12 @@ use ucx_sys::{UCS_OK, ucp_dt_iov, ucs_status_t};
 
 use super::address::{AddressKey, CheckedAddress};
 use super::commands::{Command, Shared};
+use super::custody::Closed;
 use super::endpoints::{Endpoints, Loss};
 use super::hello::About;
 use super::ids::{EndpointId, OperationId};
 use super::inbox;
-use super::one_copy::OneCopy;
+use super::one_copy::{OneCopy, Report};
 use super::operations::{Cargo, Operation, Operations, SendCargo};
 use super::origin::{Generation, Origin};
 use super::owners::{Region, Worker};
@@ -67,12 +68,12 @@ impl Desk {
         build_id: String,
     ) -> io::Result<Self> {
         let queue = shared.queue.clone();
-        let report = move |endpoint, range| {
+        let report: Report = Box::new(move |ranges| {
             // After shutdown there is nobody to tell.
-            let _ = queue.send_now(Command::Copied { endpoint, range });
-        };
+            let _ = queue.send_now(Command::Copied { ranges });
+        });
         Ok(Self {
-            one_copy: OneCopy::start(&shared.arena, &config, Box::new(report))?,
+            one_copy: OneCopy::start(&shared.arena, &config, report)?,
             endpoints: Endpoints::new(worker.clone(), config.credit_bytes, config.max_peers),
             worker,
             region,
@@ -139,6 +140,12 @@ impl Desk {
     /// The process behind an endpoint has ended, by our kernel's word.
     pub(super) fn has_ended(&self, endpoint: EndpointId) -> bool {
         self.watches.get(&endpoint).and_then(Option::as_ref).is_some_and(Watch::has_ended)
+    }
+
+    /// Endpoints that UCX has closed, or does not close in time.
+    pub(super) fn take_closed(&mut self, now: Instant) -> Vec<Closed> {
+        let Self { endpoints, watches, .. } = self;
+        endpoints.take_closed(now, |id| watches.get(&id).and_then(Option::as_ref).is_some_and(Watch::has_ended))
     }
 
     /// Nothing of an endpoint can be written any more.

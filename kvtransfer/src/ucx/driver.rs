@@ -22,8 +22,9 @@ use super::owners::{Context, Region, Worker};
 use super::probe::Prober;
 use super::profile::{UcxConfig, UcxProfile};
 use super::receiving::Receiving;
-use super::sending::{Sending, Way};
+use super::sending::Sending;
 use crate::error::{TransferError, TransferErrorKind};
+use crate::handshake::Way;
 use crate::wire::{HEADER_BYTES, Header};
 
 /// Commands in one turn.
@@ -119,7 +120,7 @@ impl Driver {
                 continue;
             }
             self.sending.return_credit();
-            if now.duration_since(active) < self.desk.config.spin {
+            if now.duration_since(active) < self.desk.config.spin && !self.desk.one_copy.is_busy() {
                 idle_turns += 1;
                 // Somebody else may need the core, the peer first of all.
                 if idle_turns.is_multiple_of(TURNS_TO_YIELD) {
@@ -193,7 +194,10 @@ impl Driver {
             Command::Seal { handoff, payload } => sending.seal(desk, handoff, payload),
             Command::Cancel { handoff } => sending.cancel(desk, handoff),
             Command::CutOff { endpoint } => self.cut_off(endpoint),
-            Command::Copied { endpoint, range } => desk.post_frame(endpoint, Header::Copied(range), Vec::new()),
+            Command::Copied { ranges } => {
+                let frames = ranges.into_iter();
+                frames.for_each(|(from, range)| desk.post_frame(from, Header::Copied(range), Vec::new()));
+            }
             Command::Answer { endpoint, handoff, answer } => receiving.answer(desk, endpoint, handoff, answer),
         }
     }
@@ -238,9 +242,8 @@ impl Driver {
             }
             Some(Header::Cancel(handoff)) => receiving.on_cancel(desk, handoff),
             Some(Header::Answer(handoff, answer)) => sending.on_answer(desk, handoff, answer),
-            Some(header @ (Header::Welcome(handoff) | Header::WillCopy(handoff))) => {
-                sending.on_welcome(desk, handoff, payload, Way::of(header));
-            }
+            Some(Header::Welcome(handoff)) => sending.on_welcome(desk, handoff, payload, Way::Sent),
+            Some(Header::WillCopy(handoff)) => sending.on_welcome(desk, handoff, payload, Way::Copied),
             Some(Header::Ready(range)) => receiving.on_ready(desk, range, payload),
             Some(Header::Copied(range)) => sending.on_copied(desk, range),
             // Data comes by rendezvous only, and each hand-off says hello.
@@ -285,7 +288,7 @@ impl Driver {
             self.ticked = now;
             self.tick_slowly(now);
         }
-        for closed in self.desk.endpoints.take_closed(now) {
+        for closed in self.desk.take_closed(now) {
             self.custody.closed(closed);
         }
         if !self.probe(now) {
@@ -439,12 +442,13 @@ impl Driver {
             drop(old);
         }
         inbox::take(Vec::new());
-        self.desk.operations.clear();
-        ids.into_iter().for_each(|id| self.free(id));
+        // Whoever learns that its blocks are free may grant them anew: at the new address, then.
         if let Err(error) = self.make_known() {
             self.fail(&why, &error);
         }
         self.desk.registry().withdraw();
+        self.desk.operations.clear();
+        ids.into_iter().for_each(|id| self.free(id));
     }
 
     /// UCX gives no other worker: the node has to leave.

@@ -328,7 +328,7 @@ fn a_welcome_without_the_key_is_none() {
     let (Some(mut sender), Some(receiver)) = (driver(), Receiver::new(start)) else { return };
     let mut opened = opening(&mut sender, &receiver);
     for payload in [vec![], vec![0; 48], vec![0; 4000]] {
-        sender.sending.on_welcome(&mut sender.desk, HandoffId([1; 16]), &payload, Way::Rendezvous);
+        sender.sending.on_welcome(&mut sender.desk, HandoffId([1; 16]), &payload, Way::Sent);
         assert!(opened.try_recv().is_err(), "it still waits");
     }
     assert_eq!(sender.desk.registry().counters().protocol_errors.load(Relaxed), 3);

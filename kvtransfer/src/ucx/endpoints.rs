@@ -173,11 +173,14 @@ impl Endpoints {
         !self.closing.is_empty()
     }
 
-    pub(super) fn take_closed(&mut self, now: Instant) -> Vec<Closed> {
+    /// Those that UCX has closed, or does not close in time. `has_ended`: their process has, whatever they were closed
+    /// for.
+    pub(super) fn take_closed(&mut self, now: Instant, has_ended: impl Fn(EndpointId) -> bool) -> Vec<Closed> {
         let mut closed = Vec::new();
         self.closing.retain(|leaving| {
             let confirmed = leaving.closing.is_closed();
-            let timeout = if leaving.loss == Loss::Dead { CLOSE_TIMEOUT_DEAD } else { CLOSE_TIMEOUT };
+            let is_dead = leaving.loss == Loss::Dead || has_ended(leaving.id);
+            let timeout = if is_dead { CLOSE_TIMEOUT_DEAD } else { CLOSE_TIMEOUT };
             let over = confirmed || now.duration_since(leaving.since) > timeout;
             if over {
                 closed.push(Closed { id: leaving.id, confirmed });

@@ -147,7 +147,8 @@ impl Transport for UcxTransport {
         if let Some(reason) = self.failed() {
             return Err(TransferError::new(TransferErrorKind::Io, format!("the KV transport has failed: {reason}")));
         }
-        Incoming::accept(&self.shared.registry, grant, self.info(), self.address())
+        // A ticket of an old address is either withdrawn with the others of it, or never made.
+        self.shared.at_address(|address| Incoming::accept(&self.shared.registry, grant, self.info(), address.to_vec()))
     }
 
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {

@@ -13,7 +13,7 @@ use super::inbox::Descriptor;
 use super::one_copy::announcement;
 use super::turns::Turns;
 use crate::error::Refusal;
-use crate::handshake::{Hello, Nonces};
+use crate::handshake::{Hello, Nonces, Way};
 use crate::registry::{Authenticated, Claim};
 use crate::wire::{Answer, DataHeader, HEADER_BYTES, Header};
 
@@ -145,12 +145,12 @@ impl Receiving {
                 self.list(hello.handoff, endpoint);
                 let nonces = Nonces { sender: hello.nonce, receiver: rand::random() };
                 let origin = desk.origin(endpoint).encode();
-                let welcome = authenticated.secret().welcome(nonces, hello.about, &origin);
                 let counters = desk.registry().counters().clone();
-                let header = match desk.one_copy.map(endpoint, about.origin.memory, &counters) {
-                    true => Header::WillCopy(hello.handoff),
-                    false => Header::Welcome(hello.handoff),
+                let (way, header) = match desk.one_copy.map(endpoint, about.origin.memory, &counters) {
+                    true => (Way::Copied, Header::WillCopy(hello.handoff)),
+                    false => (Way::Sent, Header::Welcome(hello.handoff)),
                 };
+                let welcome = authenticated.secret().welcome(way, nonces, hello.about, &origin);
                 desk.post_frame(endpoint, header, welcome);
             }
             // Told, or it would wait for its lease.
@@ -209,6 +209,8 @@ impl Receiving {
     pub(super) fn land(&mut self, desk: &mut Desk) {
         while let Some((endpoint, (descriptor, claim))) = self.turns.next() {
             if desk.endpoints.get(endpoint).is_some() {
+                let peak = &desk.registry().counters().landing_peak_bytes;
+                peak.fetch_max(self.turns.under_way_bytes() as u64, Relaxed);
                 desk.receive(endpoint, descriptor, claim);
             } else {
                 // It is closing: what would land now would have to be waited for.

@@ -19,7 +19,7 @@ use super::operations::SendCargo;
 use super::origin::Origin;
 use crate::arena::{Arena, Run};
 use crate::error::{TransferError, TransferErrorKind};
-use crate::handshake::{Nonce, Secret, Welcome};
+use crate::handshake::{Nonce, Secret, Way, Welcome};
 use crate::terms::{BlockOwner, Faults};
 use crate::wire::{Answer, DataHeader, Header};
 
@@ -40,24 +40,9 @@ struct Returning {
     bytes: usize,
 }
 
-/// How ranges get to the receiver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    /// UCX moves them.
-    Rendezvous,
-    /// They are announced, and the receiver copies them out of our memory.
-    OneCopy,
-}
-
-impl Way {
-    /// That a welcome chooses.
-    pub(super) fn of(welcome: Header) -> Self {
-        if matches!(welcome, Header::WillCopy(_)) { Self::OneCopy } else { Self::Rendezvous }
-    }
-}
-
 struct Outbound {
     endpoint: EndpointId,
+    /// How ranges get to the receiver, since its welcome.
     way: Way,
     in_flight: usize,
     /// Announced, and not copied yet: the blocks stay.
@@ -93,11 +78,11 @@ struct Introduction {
 }
 
 impl Introduction {
-    /// Where a welcome comes from, if it was made with the key, for this hello.
-    fn origin_of(&self, welcome: &[u8]) -> Option<Origin> {
+    /// Where a welcome comes from, if it was made with the key, for this hello and this way.
+    fn origin_of(&self, way: Way, welcome: &[u8]) -> Option<Origin> {
         let welcome = Welcome::parse(welcome)?;
         let (origin, rest) = Origin::parse(welcome.about)?;
-        (rest.is_empty() && self.secret.welcomed(&welcome, self.nonce, &self.about)).then_some(origin)
+        (rest.is_empty() && self.secret.welcomed(way, &welcome, self.nonce, &self.about)).then_some(origin)
     }
 }
 
@@ -183,7 +168,7 @@ impl Sending {
         let Some(outbound) = self.handoffs.get_mut(&handoff) else { return };
         let endpoint = outbound.endpoint;
         let Some(announced) = &outbound.announced else { return };
-        let Some(origin) = announced.introduction.origin_of(payload) else { return desk.registry().violation() };
+        let Some(origin) = announced.introduction.origin_of(way, payload) else { return desk.registry().violation() };
         let Some(announced) = outbound.announced.take() else { return };
         outbound.way = way;
         if desk.endpoints.is_outdated(endpoint, origin.generation) {
@@ -225,7 +210,7 @@ impl Sending {
         let Some(outbound) = self.handoffs.get_mut(&range.handoff) else { return };
         let faults = std::mem::take(&mut outbound.faults);
         outbound.in_flight += 1;
-        if outbound.way == Way::OneCopy {
+        if outbound.way == Way::Copied {
             let owner: BlockOwner = if desk.config.mutation.frees_announced() { Arc::new(()) } else { owner };
             outbound.uncopied.add(range, owner, credit, Instant::now() + desk.config.stall_timeout);
             let payload = announcement::encode(&announcement::altered(runs, faults));
@@ -299,7 +284,7 @@ impl Sending {
         let hello = introduction.secret.hello(introduction.nonce, &introduction.about);
         let until = Instant::now() + desk.config.stall_timeout;
         let announced = Some(Announced { opened, reply, introduction, until });
-        let (way, uncopied, faults) = (Way::Rendezvous, Uncopied::default(), desk.config.faults);
+        let (way, uncopied, faults) = (Way::Sent, Uncopied::default(), desk.config.faults);
         let outbound = Outbound { endpoint, way, in_flight: 0, uncopied, seal: None, faults, announced };
         self.handoffs.insert(handoff, outbound);
         desk.post_frame(endpoint, Header::hello(), hello);

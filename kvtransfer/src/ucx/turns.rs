@@ -63,6 +63,11 @@ impl<T> Turns<T> {
         }
     }
 
+    /// Bytes of what was posted and is not here yet.
+    pub(super) fn under_way_bytes(&self) -> usize {
+        self.under_way_bytes
+    }
+
     /// A payload of a peer is here, or will not come. One of a peer that was forgotten counts no more.
     pub(super) fn ended(&mut self, id: EndpointId, bytes: usize) {
         if let Some(of_peer) = self.under_way.get_mut(&id) {

@@ -15,7 +15,8 @@ pub use types::*;
 
 /// What UCX reads in constructors, when the library is opened; a context's configuration is too late for these.
 ///
-/// - It would replace the process's handlers of fatal signals.
+/// - It would replace the process's handlers of fatal signals, and that of SIGHUP: a hangup would turn on its debug log,
+///   thousands of lines for each hand-off.
 /// - It would watch memory that comes and goes (`mmap`, `munmap`, `sbrk`, `malloc`), to forget registrations of memory
 ///   that is gone. Both of its ways are unsafe in a process that has threads. `bistro` writes jumps into the code of
 ///   libc, and a thread that runs there meanwhile crashes (its pull requests 5855 and 9148 narrow that, its own CI
@@ -25,7 +26,8 @@ pub use types::*;
 ///   frames go through UCX's own buffers, so there is nothing to watch. What it costs: a range that lands in several
 ///   places on a fabric (`owners.rs::place`) has no registration of its own, and UCX does not remember the one it
 ///   makes. Not measured: no fabric here.
-pub const SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
+pub const SETTINGS: [(&str, &str); 3] =
+    [("UCX_HANDLE_ERRORS", "none"), ("UCX_DEBUG_SIGNO", "0"), ("UCX_MEM_EVENTS", "n")];
 
 /// The process already has several threads, so the environment may no longer be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

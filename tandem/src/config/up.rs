@@ -186,6 +186,12 @@ struct PassThrough {
     /// UCX's own transports instead of its profile's: rc,ud,self
     #[arg(long, value_name = "TLS,…")]
     ucx_tls: Option<String>,
+    /// Encrypt KV over tcp; UCX then moves KV within the host only
+    #[arg(long)]
+    kv_encrypt: bool,
+    /// Decode copies KV out of prefill's memory (auto), or KV goes through UCX's queue (off)
+    #[arg(long, value_name = "auto|off")]
+    kv_one_copy: Option<String>,
     /// Directory of libucp.so.0 [default: the system's]
     #[arg(long, value_name = "DIR")]
     ucx_lib_dir: Option<PathBuf>,
@@ -322,10 +328,15 @@ impl PassThrough {
             ("--ucx-profile", self.ucx_profile.clone()),
             ("--kv-device", self.kv_device.clone()),
             ("--ucx-tls", self.ucx_tls.clone()),
+            ("--kv-one-copy", self.kv_one_copy.clone()),
             ("--ucx-lib-dir", lib_dir),
         ];
         let given = pairs.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));
-        let switches = [("--no-prefix-caching", self.no_prefix_caching), ("--simulated", self.simulated)];
+        let switches = [
+            ("--no-prefix-caching", self.no_prefix_caching),
+            ("--simulated", self.simulated),
+            ("--kv-encrypt", self.kv_encrypt),
+        ];
         let switches = switches.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
         (shared, given.flatten().chain(switches).collect())
     }

@@ -15,8 +15,13 @@ use crate::wire::DataHeader;
 
 /// Ranges that wait. A sender has 64 MiB announced at most, so this is many senders, or one that keeps no rule.
 const MAX_JOBS: usize = 64 * 1024;
+/// Copied before their senders are told, unless nothing more waits. Each time wakes the driver, on the core that copies.
+const REPORT_BYTES: u64 = 4 << 20;
 /// Leaves between two looks at whether somebody wants them to be the last: a quarter of a megabyte.
 const LEAVES_AT_ONCE: usize = 64;
+
+/// Told of ranges that were copied, and where each came from.
+pub(in super::super) type Report = Box<dyn Fn(Vec<(EndpointId, DataHeader)>) + Send>;
 
 /// A range to copy.
 pub(super) struct Job {
@@ -53,9 +58,9 @@ struct State {
 }
 
 impl Copier {
-    pub(super) fn start(report: Box<dyn Fn(EndpointId, DataHeader) + Send>, mutation: Mutation) -> io::Result<Self> {
+    pub(super) fn start(report: Report, mutation: Mutation) -> io::Result<Self> {
         let desk = Arc::new(Desk::default());
-        let worker = Worker { desk: desk.clone(), report, mutation };
+        let worker = Worker { desk: desk.clone(), report, copied: Copied::default(), mutation };
         let thread = std::thread::Builder::new().name("kv-copy".to_owned()).spawn(move || worker.run())?;
         Ok(Self { desk, thread: Some(thread) })
     }
@@ -71,6 +76,12 @@ impl Copier {
         if state.at_work.is_none() {
             self.desk.changed.notify_all();
         }
+    }
+
+    /// A range is being copied, or waits for it.
+    pub(super) fn is_busy(&self) -> bool {
+        let state = self.desk.lock();
+        state.at_work.is_some() || !state.waiting.is_empty()
     }
 
     /// Ends what comes from `endpoint`, and waits for the pieces that are being copied.
@@ -102,9 +113,14 @@ impl Drop for Copier {
 }
 
 impl Desk {
-    /// The next range; waits. `None`: closed.
-    fn next(&self) -> Option<Job> {
+    /// The next range; waits, and calls `idle` before it does. `None`: closed.
+    fn next(&self, idle: impl FnOnce()) -> Option<Job> {
         let mut state = self.lock();
+        if state.waiting.is_empty() {
+            drop(state);
+            idle();
+            state = self.lock();
+        }
         while !state.closed {
             if let Some(job) = state.waiting.pop_front() {
                 state.at_work = Some(job.from);
@@ -144,20 +160,39 @@ impl Desk {
 /// What the thread has.
 struct Worker {
     desk: Arc<Desk>,
-    report: Box<dyn Fn(EndpointId, DataHeader) + Send>,
+    report: Report,
+    copied: Copied,
     mutation: Mutation,
 }
 
+/// What nobody was told of yet.
+#[derive(Default)]
+struct Copied {
+    ranges: Vec<(EndpointId, DataHeader)>,
+    bytes: u64,
+}
+
 impl Worker {
-    fn run(self) {
-        while let Some(job) = self.desk.next() {
+    fn run(mut self) {
+        let desk = self.desk.clone();
+        while let Some(job) = desk.next(|| self.tell()) {
             let stopped = self.copy(job);
-            self.desk.done(stopped);
+            desk.done(stopped);
+            if self.copied.bytes >= REPORT_BYTES {
+                self.tell();
+            }
+        }
+    }
+
+    fn tell(&mut self) {
+        let Copied { ranges, .. } = std::mem::take(&mut self.copied);
+        if !ranges.is_empty() {
+            (self.report)(ranges);
         }
     }
 
     /// Gives the claim back when its endpoint was stopped meanwhile.
-    fn copy(&self, job: Job) -> Option<Claim> {
+    fn copy(&mut self, job: Job) -> Option<Claim> {
         let Job { from, claim, memory, source } = job;
         let arena = claim.arena().clone();
         let (Some(pieces), Some(to)) = (pieces(claim.leaves(), &source), arena.memory().place().host()) else {
@@ -177,10 +212,10 @@ impl Worker {
                 memory.copy(pieces, to, digests);
             }
         }
-        let range = claim.range();
+        self.copied.ranges.push((from, claim.range()));
+        self.copied.bytes += claim.bytes();
         claim.counters().copied_bytes.fetch_add(claim.bytes(), Relaxed);
         claim.written_and_hashed(digests);
-        (self.report)(from, range);
         None
     }
 }

@@ -20,13 +20,13 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use tandem_memory::{PeerMemory, Run, Share};
 
+pub(super) use self::copier::Report;
 use self::copier::{Copier, Job};
 use super::ids::EndpointId;
 use super::profile::{UcxConfig, UcxProfile};
 use crate::arena::Arena;
 use crate::counters::Counters;
 use crate::registry::Claim;
-use crate::wire::DataHeader;
 
 /// What one node has of it; belongs to the driver.
 pub(super) struct OneCopy {
@@ -39,12 +39,8 @@ pub(super) struct OneCopy {
 }
 
 impl OneCopy {
-    /// `report` is told of each range that was copied.
-    pub(super) fn start(
-        arena: &Arena,
-        config: &UcxConfig,
-        report: Box<dyn Fn(EndpointId, DataHeader) + Send>,
-    ) -> std::io::Result<Self> {
+    /// `report` is told of the ranges that were copied, some at a time.
+    pub(super) fn start(arena: &Arena, config: &UcxConfig, report: Report) -> std::io::Result<Self> {
         let mapped = HashMap::new();
         if !config.one_copy || config.profile != UcxProfile::Shm {
             return Ok(Self { share: None, copier: None, mapped });
@@ -100,6 +96,11 @@ impl OneCopy {
         if let Some(copier) = &self.copier {
             copier.submit(Job { from, claim, memory, source });
         }
+    }
+
+    /// The thread that copies has work: the core that it runs on may be the driver's, too.
+    pub(super) fn is_busy(&self) -> bool {
+        self.copier.as_ref().is_some_and(Copier::is_busy)
     }
 
     /// Nothing of this sender is read any more when this returns, after a quarter of a megabyte at most. What was not
