@@ -2,12 +2,10 @@
 //! (`engine/cuda/emu`), the programs do not know; UCX is PyPI's, which was built with CUDA (`deploy/gpu/ucx.sh`).
 //!
 //! - `library`: two processes that have a GPU's memory and a transport each, and nothing else (`peer`).
-//! - `nodes`: a router, a prefill and a decode node.
 //!
 //! Without a C++ compiler there is no emulated driver, and where that UCX cannot be fetched there is none: these tests
 //! are then skipped with a word. With `TANDEM_REQUIRE_UCX_CUDA=1` they fail.
 mod library;
-mod nodes;
 mod peer;
 
 use std::path::{Path, PathBuf};
