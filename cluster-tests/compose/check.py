@@ -264,7 +264,8 @@ def check_files():
     gpus = config(shipped, "compose.gpu.yaml")
     assert [devices(gpus[node]) for node in NODES] == [["0"], ["1"], ["2"], ["3"]]
     assert all(gpus[node][kind] == "service:nodes" for node in NODES for kind in ("ipc", "pid"))
-    assert "--transport=auto" in gpus["decode-0"]["command"], "KV of a GPU travels over tcp, whatever else may"
+    assert "--transport=auto" in gpus["decode-0"]["command"], "a GPU whose UCX has no CUDA takes tcp"
+    assert "--ucx-lib-dir=/opt/ucx/lib" in " ".join(gpus["decode-0"]["entrypoint"]), "the UCX that knows CUDA"
     assert gpus["decode-0"]["ulimits"]["memlock"] == -1 and int(gpus["nodes"]["shm_size"]) == 16 << 30
     rdma = config(shipped, "compose.rdma.yaml", "compose.gpu.yaml")
     assert all(rdma[service]["network_mode"] == "host" for service in ("nodes", "router", "jaeger", "prometheus", "grafana"))

@@ -58,6 +58,33 @@ images() {
   }
 }
 
+# compose.gpu.yaml with two nodes on emulated GPUs, in two containers: KV goes from one to the other by CUDA IPC. Asked
+# for by TANDEM_TEST_GPUS=1.
+gpus() {
+  EMULATOR=$(find "$(deploy/target_dir.sh)/release/build" -path '*/tandem-cuda-emu-*/out/emulator' -printf '%T@ %p\n' 2> /dev/null |
+    sort -n | tail -n 1 | cut -d ' ' -f 2)
+  [ -n "$EMULATOR" ] || { say "compose.gpu.yaml is not started: no emulated driver was built, which \`make test\` does"; return; }
+  deploy/gpu/ucx.sh || { say "compose.gpu.yaml is not started: no UCX with CUDA"; return; }
+  UCX_WITH_CUDA=$(deploy/gpu/ucx.sh --path)
+  FAMILIES=$PWD/engine/tests/families/data
+  export EMULATOR UCX_WITH_CUDA FAMILIES
+  export TANDEM_MODEL=llama TANDEM_GPU_IMAGE=tandem:cpu
+  export COMPOSE_FILE=$files:compose.gpu.yaml:$PWD/cluster-tests/compose/compose.emulated.yaml
+  compose up --detach --wait router prefill-0 decode-0
+  compose ps
+  local request='{"model": "llama", "prompt": [5, 12, 19, 26, 33, 40, 47, 54], "max_tokens": 8, "ignore_eos": true}'
+  curl --silent --show-error --fail --max-time 120 --header 'content-type: application/json' --data "$request" \
+    "http://127.0.0.1:$TANDEM_HTTP_PORT/v1/completions" > "$engine/answer" || die "no answer over emulated GPUs"
+  grep --quiet '"completion_tokens":8' "$engine/answer" || die "another answer: $(cat "$engine/answer")"
+  compose logs --no-color decode-0 > "$engine/decode-0.log" 2>&1
+  grep --quiet 'ready .*device=cuda:1.*transport=ucx/shm(.*cuda_ipc' "$engine/decode-0.log" ||
+    grep --quiet 'ready .*transport=ucx/shm(.*cuda_ipc.*device=cuda:1' "$engine/decode-0.log" ||
+    die "decode-0 has no cuda_ipc: $engine/decode-0.log"
+  grep --quiet 'zero-copy read from remote.*cuda_ipc/cuda' "$engine/decode-0.log" || die "KV went another way: $engine/decode-0.log"
+  compose down --volumes --remove-orphans
+  say "compose.gpu.yaml on emulated GPUs: KV by cuda_ipc, zero-copy"
+}
+
 start_engine
 images
 deploy/compose/join_token.sh > /dev/null
@@ -68,6 +95,7 @@ compose up --detach --wait "${services[@]}"
 compose ps
 python3 cluster-tests/compose/check.py "$@"
 compose down --volumes --remove-orphans
+[ "${TANDEM_TEST_GPUS:-}" != 1 ] || gpus
 left=$(docker ps --all --quiet; docker volume ls --quiet; docker network ls --quiet --filter type=custom)
 [ -z "$left" ] || die "docker compose down left something behind: $left"
 say "all passed, and nothing is left"

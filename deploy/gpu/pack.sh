@@ -41,24 +41,9 @@ for line in open(sys.argv[1]):
 PYTHON
 rm "$out/built.json"
 
-say "fetching UCX with CUDA"
-pin=$(grep '^libucx-cu13==' deploy/image/cuda.txt)
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-echo "$pin" > "$work/requirements.txt"
-python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
-"$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
-  --only-binary :all: --dest "$work" --requirement "$work/requirements.txt" || die "the download of UCX failed"
-"$python" -m zipfile --extract "$work"/libucx_cu13-*.whl "$work/wheel"
-# Shared libraries and modules alone: static ones are most of the wheel. A wheel has no links, but each library three
-# times, under each of its names.
-(cd "$work/wheel/libucx" && find lib -name '*.so*' ! -name 'libucx_perftest*' | tar -cf - -T -) | tar -xf - -C "$out"
-mv "$out/lib" "$out/ucx"
-find "$out/ucx" -name '*.so.*.*.*' | while read -r library; do
-  strip --strip-unneeded "$library"
-  file=$(basename "$library")
-  for name in "${library%.*.*}" "${library%.*.*.*}"; do ln -sf "$file" "$name"; done
-done
+deploy/gpu/ucx.sh
+cp -r "$(deploy/gpu/ucx.sh --path)" "$out/ucx"
+find "$out/ucx" -type f -name '*.so.*' -exec strip --strip-unneeded {} \;
 
 # Tests read these where they were built: check.py puts a link there.
 mkdir -p "$out/source/engine/cuda" "$out/source/engine/tests/families"

@@ -4,6 +4,8 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use tandem_memory::Place;
+
 use crate::arena::Arena;
 use crate::error::TransferError;
 use crate::tcp::{TcpConfig, TcpTransport};
@@ -84,6 +86,10 @@ pub fn select(config: &TransportConfig, arena: &Arc<Arena>) -> Result<Vec<Starte
     }
     if !failures.is_empty() {
         match started.as_slice() {
+            [(TransportKind::Tcp, _)] if matches!(arena.memory().place(), Place::Cuda { .. }) => {
+                let why = failures.join("; ");
+                tracing::warn!("KV of this GPU is staged through main memory and travels over tcp: {why}");
+            }
             [(TransportKind::Tcp, _)] => tracing::warn!("{}", fallback_warning(&failures.join("\n  "))),
             _ => tracing::warn!("{}", failures.join("; ")),
         }

@@ -81,8 +81,18 @@ async fn hand_over(sender: &Arc<dyn Transport>, from: &Arena, receiver: &Arc<dyn
     assert_eq!([2, 5].map(|block| from.checksum(block)), [6, 1].map(|block| to.checksum(block)));
 }
 
+/// Another scheme could let the sender write.
 #[test]
-fn ucx_refuses_device_memory_and_says_so() {
+fn operators_do_not_choose_who_writes_into_a_device() {
+    for variable in ["RNDV_SCHEME", "CUDA_IPC_ENABLE_GET_ZCOPY"] {
+        let config = UcxConfig { operators: vec![variable.into()], ..UcxConfig::new(UcxProfile::Shm) };
+        let error = UcxTransport::start(arena(0), config).err().expect("refused");
+        assert!(error.to_string().contains(&format!("UCX_{variable}")), "{error}");
+    }
+}
+
+#[test]
+fn a_ucx_without_cuda_refuses_device_memory_and_says_so() {
     let start = |arena| UcxTransport::start(arena, UcxConfig::new(UcxProfile::Shm));
     let host = Arena::new(HostMemory::zeroed(4096).expect("little"), 64, 1);
     if or_skip(start(host)).is_none() {

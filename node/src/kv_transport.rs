@@ -21,7 +21,7 @@ use crate::reach::{self, Fabric};
 pub struct KvTransportArgs {
     /// How KV travels between nodes: one transport, or several, the preferred one first. Each pair of nodes takes the
     /// first that both have and by which they reach each other. auto: all that this node has, ucx/rdma before ucx/shm
-    /// before tcp. KV of a GPU is staged through main memory, and takes tcp unless ucx is asked for.
+    /// before tcp. KV of a GPU needs a UCX with CUDA (--ucx-lib-dir), and is else staged through main memory over tcp.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "WAY,…", default_value = "auto")]
     pub transport: Vec<TransportArg>,
     /// What `ucx` means in --transport [default: shm]. With --transport auto: this one alone beside tcp.
@@ -273,17 +273,11 @@ impl KvTransportConfig {
         let tcp = asked(TransportKind::Tcp);
         match (&self.choice, kv) {
             (Choice::These(kinds), _) => kinds.iter().copied().map(asked).collect(),
-            (Choice::Auto(_), Place::Cuda { .. }) => {
-                tracing::info!(
-                    "KV of a GPU is staged through main memory and travels over tcp: the ucx transport of this \
-                     version moves main memory only"
-                );
-                vec![tcp]
-            }
             // Whoever names RDMA does not want to find out by the speed that it is not there.
             (Choice::Auto(Some(UcxProfile::Rdma)), _) => vec![asked(TransportKind::Ucx(UcxProfile::Rdma)), tcp],
             (Choice::Auto(Some(profile)), _) => vec![possible(*profile), tcp],
-            (Choice::Auto(None), _) if fabric && self.protection == Protection::Bound => {
+            // From GPU to GPU over a fabric nothing was ever measured: by name only.
+            (Choice::Auto(None), Place::Host(_)) if fabric && self.protection == Protection::Bound => {
                 vec![possible(UcxProfile::Rdma), possible(UcxProfile::Shm), tcp]
             }
             (Choice::Auto(None), _) => vec![possible(UcxProfile::Shm), tcp],
@@ -374,8 +368,11 @@ mod tests {
     }
 
     fn wanted(flags: &str, fabric: bool) -> Vec<(String, Need)> {
-        let memory = HostMemory::zeroed(64).expect("little");
-        let wanted = parse(flags).expect("flags").wanted(memory.place(), fabric);
+        wanted_at(HostMemory::zeroed(64).expect("little").place(), flags, fabric)
+    }
+
+    fn wanted_at(place: Place<'_>, flags: &str, fabric: bool) -> Vec<(String, Need)> {
+        let wanted = parse(flags).expect("flags").wanted(place, fabric);
         wanted.into_iter().map(|Wanted { kind, need }| (kind.to_string(), need)).collect()
     }
 
@@ -392,6 +389,10 @@ mod tests {
         assert_eq!(wanted("--transport ucx --ucx-profile tcp", true), [asked("ucx/tcp")]);
         let three = "--transport tcp,ucx/rdma,ucx/shm";
         assert_eq!(wanted(three, false), [asked("tcp"), asked("ucx/rdma"), asked("ucx/shm")]);
+        let gpu = |flags| wanted_at(Place::Cuda { device: 0, address: 1 << 40 }, flags, true);
+        assert_eq!(gpu(""), [possible("ucx/shm"), asked("tcp")], "over a fabric by name only");
+        assert_eq!(gpu("--transport ucx"), [asked("ucx/shm")]);
+        assert_eq!(gpu("--ucx-profile rdma"), [asked("ucx/rdma"), asked("tcp")]);
     }
 
     #[test]
@@ -420,12 +421,12 @@ mod tests {
         let config = parse_in("", LAN, &variables).expect("flags");
         let ucx = config.ucx(UcxProfile::Rdma, None, Faults::default());
         assert_eq!(ucx.operators, ["NET_DEVICES"]);
-        assert!(ucx.settings().iter().all(|(name, _)| *name != "NET_DEVICES"));
+        assert!(ucx.settings(false).iter().all(|(name, _)| *name != "NET_DEVICES"));
         assert_eq!(config.devices(UcxProfile::Rdma), "mlx5_3:1", "by which its subnets are told");
         let flags = parse_in("--transport ucx/rdma --ucx-tls dc,self --kv-device mlx5_0:1", LAN, &[]).expect("flags");
         let ucx = flags.ucx(UcxProfile::Rdma, None, Faults::default());
-        assert!(ucx.settings().contains(&("TLS", "dc,self".to_owned())), "{:?}", ucx.settings());
-        assert!(ucx.settings().contains(&("NET_DEVICES", "mlx5_0:1".to_owned())), "{:?}", ucx.settings());
+        assert!(ucx.settings(false).contains(&("TLS", "dc,self".to_owned())), "{:?}", ucx.settings(false));
+        assert!(ucx.settings(false).contains(&("NET_DEVICES", "mlx5_0:1".to_owned())), "{:?}", ucx.settings(false));
     }
 
     #[test]

@@ -178,7 +178,7 @@ impl<'a> Cluster<'a> {
     fn warn_of_fallback(&self) -> anyhow::Result<()> {
         let transport = |pair: &[String]| pair[0] == "--transport" && pair[1] != "auto";
         let asked = self.config.node_args.windows(2).any(transport);
-        // KV of a GPU is staged, and travels over tcp for now.
+        // Nodes on GPUs say it in one line: few machines have a UCX with CUDA.
         let fallen = |node: &Member| {
             anyhow::Ok(node.ready.get("device")? == "cpu" && !node.ready.get("transport")?.contains("ucx/"))
         };

@@ -1,5 +1,6 @@
 //! A device's primary context: what everything else on the device is made in. UCX and other libraries of the process
 //! share it. The driver has a current context for each thread, so whoever works on a thread binds it there first.
+use std::ffi::c_uint;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -7,6 +8,11 @@ use cudarc::driver::sys;
 use crate::device::Device;
 use crate::driver;
 use crate::error::CudaError;
+
+/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX`
+const TARGET_CURRENT_CONTEXT: c_uint = 0;
+/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER`
+const TO_OWNER: c_uint = 100;
 
 /// The primary context of a device, held until the last of its owners is dropped.
 #[derive(Debug)]
@@ -56,6 +62,21 @@ impl Context {
         self.bind()?;
         // SAFETY: of the context that is bound.
         unsafe { driver::cuCtxSynchronize() }.map_err(CudaError::from)
+    }
+
+    /// Lets kernels that are launched from now on see what network cards have written before. Nothing to do where a
+    /// device keeps that order by itself.
+    ///
+    /// # Errors
+    /// Whatever the driver answers.
+    pub(crate) fn flush_foreign_writes(&self) -> Result<(), CudaError> {
+        if !self.device.needs_flush {
+            return Ok(());
+        }
+        self.bind()?;
+        let (target, scope) = (TARGET_CURRENT_CONTEXT, TO_OWNER);
+        // SAFETY: two numbers of the driver's, about the context that is bound.
+        unsafe { driver::cuFlushGPUDirectRDMAWrites(target, scope) }.map_err(CudaError::from)
     }
 
     /// Bytes of the device that are free, and all.

@@ -13,6 +13,11 @@ const OLDEST_DRIVER: i32 = 12_040;
 /// The oldest architecture: the first with bf16 tensor cores and asynchronous copies (A100).
 const OLDEST_ARCH: (i32, i32) = (8, 0);
 
+/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`: kernels of this device see a network card's writes in order.
+const ORDERED_FOR_OWNER: c_int = 100;
+/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST`
+const FLUSH_BY_CALL: c_int = 1;
+
 /// Room for a card's name.
 const NAME_BYTES: usize = 256;
 
@@ -31,6 +36,8 @@ pub struct Device {
     pub memory_bytes: u64,
     /// Multiprocessors.
     pub multiprocessors: u32,
+    /// What network cards write reaches its kernels in order only by a call of the driver, and there is such a call.
+    pub(crate) needs_flush: bool,
     /// The driver's handle.
     pub(crate) handle: CUdevice,
 }
@@ -149,6 +156,8 @@ impl Device {
             pci_id: text::<16>(|text, length| unsafe { driver::cuDeviceGetPCIBusId(text, length, handle) })?,
             memory_bytes: memory as u64,
             multiprocessors: u32::try_from(multiprocessors).unwrap_or(1),
+            needs_flush: attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)? < ORDERED_FOR_OWNER
+                && attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)? & FLUSH_BY_CALL != 0,
             handle,
         })
     }
@@ -182,6 +191,7 @@ mod tests {
             pci_id: "0000:01:00.0".into(),
             memory_bytes: 24 << 30,
             multiprocessors: 84,
+            needs_flush: false,
             handle: 1,
         }
     }

@@ -59,6 +59,7 @@ functions! {
     fn cuDevicePrimaryCtxRelease_v2(device: cuda::CUdevice);
     fn cuCtxSetCurrent(context: cuda::CUcontext);
     fn cuCtxSynchronize();
+    fn cuFlushGPUDirectRDMAWrites(target: c_uint, scope: c_uint);
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     fn cuMemAlloc_v2(address: *mut cuda::CUdeviceptr, bytes: usize);
     fn cuMemFree_v2(address: cuda::CUdeviceptr);

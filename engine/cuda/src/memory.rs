@@ -1,6 +1,6 @@
 //! The KV arena on a device: one allocation for the life of the process, and what transports do with it from their own
 //! threads. Copies go through pinned memory in pieces of a bounded size, on streams of their own beside the
-//! computation; digests are computed where the bytes are.
+//! computation; digests are computed where the bytes are, after what network cards have written there is in its place.
 //!
 //! The trait that transports use knows no errors, as main memory has none. A copy or a hash that fails is logged. What
 //! it should have read is anything then, and a digest is a random number: the checksums of the hand-off do not match,
@@ -85,13 +85,15 @@ impl CudaMemory {
         let ended = lane.stream.synchronize();
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
         self.returned.notify_one();
-        let Err(error) = outcome.and(ended) else { return true };
+        outcome.and(ended).inspect_err(|error| self.failed(what, error)).is_ok()
+    }
+
+    fn failed(&self, what: &str, error: &CudaError) {
         tracing::error!(%error, "KV memory of the GPU: {what} failed");
         if error.is_lost() {
             // The first reason is the one that counts.
             let _ = self.lost.set(error.to_string());
         }
-        false
     }
 
     fn take_lane(&self) -> Lane {
@@ -184,12 +186,23 @@ impl KvMemory for CudaMemory {
         assert_eq!(pieces.len(), out.len(), "a digest for each piece");
         pieces.iter().for_each(|piece| self.check(piece.at, piece.bytes));
         let hashed = self.with_lane("a hash", |lane| {
+            self.context.flush_foreign_writes()?;
             let mut parts = pieces.chunks(LANE_PIECES).zip(out.chunks_mut(LANE_PIECES));
             parts.try_for_each(|(pieces, out)| lane.digests(&self.arena, &self.kernels, pieces, out))
         });
         if !hashed {
             let random = RandomState::new();
             out.iter_mut().enumerate().for_each(|(at, digest)| *digest = random.hash_one(at));
+        }
+    }
+
+    fn bind(&self) -> Result<(), String> {
+        self.context.bind().map_err(|error| error.to_string())
+    }
+
+    fn settle(&self) {
+        if let Err(error) = self.context.synchronize() {
+            self.failed("a wait for its copies", &error);
         }
     }
 

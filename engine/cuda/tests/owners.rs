@@ -9,8 +9,11 @@ use support::device;
 use tandem_cuda::kernels::launch::Mem;
 use tandem_cuda::kernels::rows::{Embed, embed};
 use tandem_cuda::kernels::{SOURCES, Source};
-use tandem_cuda::{Buffer, Context, CudaError, Device, Event, Graph, Module, Pinned, Stream, compile};
+use tandem_cuda::{
+    Buffer, Context, CudaError, CudaMemory, Device, Event, Graph, Kernels, Module, Pinned, Stream, compile,
+};
 use tandem_cuda_emu::{Count, Fault, Setting, count, fail_nth, seen, set};
+use tandem_memory::{KvMemory, Run};
 
 /// `None` where there is no device.
 fn turn() -> Option<MutexGuard<'static, ()>> {
@@ -90,6 +93,33 @@ fn copies_go_there_and_back_in_their_streams_order() {
     event.synchronize().expect("done");
     drop((first, second, there, back, buffer, event));
     assert_eq!(alive(), before);
+}
+
+/// What transports ask of KV memory beside copies and hashes.
+#[test]
+fn kv_memory_is_bound_settled_and_flushed() {
+    let Some(_turn) = turn() else { return };
+    let (context, stream) = (context(), Stream::new(&context()).expect("made"));
+    let kernels = Kernels::load(&context, None).expect("kernels");
+    let memory = CudaMemory::new(&context, &kernels, 8192, 0).expect("room");
+    let mut pinned = Pinned::new(&context, 4096).expect("made");
+    // SAFETY: nothing is copied yet.
+    unsafe { pinned.slice_mut::<u8>(0, 4096) }.fill(7);
+    // As a library copies, on a stream that this program does not know.
+    memory.arena().upload(4096, &pinned, 0, 4096, &stream).expect("queued");
+    memory.settle();
+    let mut back = vec![0; 4096];
+    memory.read(4096, &mut back);
+    assert!(back.iter().all(|byte| *byte == 7), "the copy has not run");
+    let other = memory.clone();
+    std::thread::spawn(move || other.bind().expect("another thread")).join().expect("no panic");
+    // On the emulated device a network card's writes need a flush before each hash.
+    let flushes = count(Count::Flushes);
+    let mut digests = [0; 2];
+    memory.digests(&[Run { at: 0, bytes: 4096 }, Run { at: 4096, bytes: 4096 }], &mut digests);
+    assert_eq!(count(Count::Flushes), flushes.map(|flushes| flushes + 1));
+    assert_ne!(digests[0], digests[1]);
+    assert_eq!(memory.lost(), None);
 }
 
 #[test]

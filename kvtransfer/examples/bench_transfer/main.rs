@@ -167,7 +167,7 @@ async fn tcp(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn hot(args: &Args) -> anyhow::Result<()> {
-    let ours = UcxConfig::new(UcxProfile::Shm).settings();
+    let ours = UcxConfig::new(UcxProfile::Shm).settings(false);
     let theirs: Vec<_> = ours.iter().filter(|(name, _)| !RING.contains(name)).cloned().collect();
     println!("\n### UCX shared memory beside ucx_perftest (one buffer into one buffer, GB/s)\n");
     println!(

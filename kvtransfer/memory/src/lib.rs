@@ -55,6 +55,18 @@ pub trait KvMemory: Send + Sync {
     /// As [`KvMemory::read`], and when `out` has another length than `pieces`.
     fn digests(&self, pieces: &[Run], out: &mut [u64]);
 
+    /// Lets libraries that move it find its device on the calling thread. Of main memory there is nothing to do.
+    ///
+    /// # Errors
+    /// A sentence about the device.
+    fn bind(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    /// Waits for all that this process has asked its device to do, by whatever library: none of it writes here
+    /// afterwards. Blocks the thread. The processor's own writes are over when they return.
+    fn settle(&self) {}
+
     /// Why nothing can be done with it any more, when its device is gone: the process has to end.
     fn lost(&self) -> Option<&str> {
         None

@@ -74,4 +74,10 @@ impl Shared {
     pub(super) fn set_address(&self, address: Vec<u8>) {
         *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
     }
+
+    /// What UCX has begun on a device does not end with its requests, nor with its worker: waits for all of it. To be
+    /// called when it begins no more, before blocks go back.
+    pub(super) fn settle(&self) {
+        self.arena.memory().settle();
+    }
 }

@@ -15,6 +15,7 @@ use ucx_sys::{UCS_OK, ucp_dt_iov, ucs_status_t};
 use super::address::{AddressKey, CheckedAddress};
 use super::commands::{Command, Shared};
 use super::custody::Closed;
+use super::device;
 use super::endpoints::{Endpoints, Loss};
 use super::hello::About;
 use super::ids::{EndpointId, OperationId};
@@ -155,6 +156,16 @@ impl Desk {
         let stopped = self.one_copy.stop(endpoint);
         self.registry().fence(endpoint.into());
         drop(stopped);
+    }
+
+    /// Whether a range lands here as it is cut: on a device only in one piece.
+    pub(super) fn takes(&self, runs: &[Run]) -> bool {
+        runs.len() <= 1 || !device::holds(&self.shared.arena)
+    }
+
+    /// See [`Shared::settle`].
+    pub(super) fn settle(&self) {
+        self.shared.settle();
     }
 
     /// Posts a small frame; a failure takes the endpoint.

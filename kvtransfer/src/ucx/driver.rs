@@ -14,6 +14,7 @@ use ucx_sys::Api;
 use super::commands::{Command, Shared};
 use super::custody::{Closed, Custody, Facts, Medium, Verdict};
 use super::desk::{Desk, End};
+use super::device;
 use super::endpoints::Loss;
 use super::ids::EndpointId;
 use super::inbox::{self, Event};
@@ -70,11 +71,15 @@ impl Driver {
         build_id: String,
         shared: Shared,
     ) -> Result<Self, TransferError> {
-        let context = Context::open(api, &config.settings())?;
-        let name = config.name(&context.describe()).ok_or_else(|| {
+        device::bind(&shared.arena)?;
+        let context = Context::open(api, &config.settings(device::holds(&shared.arena)))?;
+        let description = context.describe();
+        let name = config.name(&description).ok_or_else(|| {
             let message = format!("UCX {} has no transport for profile {}", api.version, config.profile);
             TransferError::new(TransferErrorKind::Incompatible, message)
         })?;
+        let lacking = device::lacking(&shared.arena, config.profile, &description, &api.version.to_string());
+        lacking.map_or(Ok(()), Err)?;
         let region = Region::register(&context, shared.arena.clone())?;
         let worker = Worker::create(&context)?;
         let medium = match config.profile {
@@ -272,7 +277,10 @@ impl Driver {
             // Others of its endpoint may still write: all end together, with the better reason, in `let_go`.
             Cargo::Receive { claim, .. } if self.is_held(on) => self.receiving.hold(on, claim),
             // That is past, and this was a receive that it had to leave quarantined: the blocks are free now.
-            Cargo::Receive { claim, .. } => drop(claim),
+            Cargo::Receive { claim, .. } => {
+                self.desk.settle();
+                drop(claim);
+            }
             Cargo::Frame { .. } | Cargo::Lost { .. } => {}
         }
     }
@@ -320,7 +328,7 @@ impl Driver {
         self.hand_out_ends();
         for endpoint in self.custody.quarantined() {
             // A process that ends later, or whose receives did.
-            if self.look(endpoint).ended {
+            if self.desk.has_ended(endpoint) {
                 self.drain();
             }
             let facts = self.look(endpoint);
@@ -354,9 +362,11 @@ impl Driver {
         true
     }
 
-    /// What we know of an endpoint that UCX has closed.
+    /// What we know of an endpoint that UCX has closed. On a device UCX writes by this process, so whose other one has
+    /// ended is no evidence: its receives have to end.
     fn look(&self, endpoint: EndpointId) -> Facts {
-        Facts { receives: self.desk.operations.receives(endpoint), ended: self.desk.has_ended(endpoint) }
+        let ended = self.desk.has_ended(endpoint) && !device::holds(&self.desk.shared.arena);
+        Facts { receives: self.desk.operations.receives(endpoint), ended }
     }
 
     /// UCX has closed an endpoint: its hand-offs end, and its blocks are free unless somebody may still write.
@@ -372,6 +382,7 @@ impl Driver {
                 self.desk.operations.quarantine(closed.id);
                 let mut left = self.receiving.forget(closed.id);
                 left.claims.extend(self.desk.one_copy.stop(closed.id));
+                self.desk.settle();
                 for handoff in left.handoffs {
                     self.desk.registry().lost_by(closed.id.into(), handoff);
                 }
@@ -384,6 +395,7 @@ impl Driver {
 
     /// Nobody can write for this endpoint any more.
     fn free(&mut self, endpoint: EndpointId) {
+        self.desk.settle();
         self.desk.operations.abandon(endpoint);
         let left = self.receiving.forget(endpoint);
         self.desk.fence(endpoint);
@@ -442,6 +454,7 @@ impl Driver {
             drop(old);
         }
         inbox::take(Vec::new());
+        self.desk.settle();
         // Whoever learns that its blocks are free may grant them anew: at the new address, then.
         if let Err(error) = self.make_known() {
             self.fail(&why, &error);
@@ -458,8 +471,9 @@ impl Driver {
         self.desk.shared.queue.close();
     }
 
-    /// Lets UCX deliver what a dead peer had put into the worker's queues.
+    /// Lets UCX deliver what a dead peer had put into the worker's queues, and what a device has copied.
     fn drain(&mut self) {
+        self.desk.settle();
         for _ in 0..DRAIN_TURNS {
             if !self.desk.worker.progress() {
                 break;
@@ -529,11 +543,14 @@ impl Driver {
             // more, and the process closes its sockets.
             let Desk { endpoints, worker, region, operations, .. } = desk;
             std::mem::forget((endpoints, worker, region, context));
+            shared.settle();
             drop(operations);
         } else {
             // Connections before the worker before the memory: here every write into the arena ends.
-            drop(desk);
-            drop(context);
+            let Desk { endpoints, worker, region, operations, one_copy, .. } = desk;
+            drop((endpoints, worker));
+            shared.settle();
+            drop((region, operations, one_copy, context));
         }
         ids.into_iter().for_each(|id| shared.registry.fence(id.into()));
         drop(receiving);

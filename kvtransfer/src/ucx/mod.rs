@@ -11,7 +11,8 @@
 //! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
 //! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
 //! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
-//! `one_copy` takes the place of UCX's rendezvous where the receiver can map the sender's memory.
+//! `one_copy` takes the place of UCX's rendezvous where the receiver can map the sender's memory; `device` is what KV
+//! on a GPU asks for.
 //!
 //! How things end. An endpoint is *lost* (its close has begun), *closed* (UCX is done with it), and then *free* or in
 //! *quarantine* (somebody may still write). An operation *completes* (its callback came), or is *abandoned* (it gives
@@ -26,6 +27,7 @@ mod address;
 mod commands;
 mod custody;
 mod desk;
+mod device;
 mod driver;
 mod ending;
 mod endpoints;
@@ -90,12 +92,14 @@ impl UcxTransport {
     /// Loads UCX, registers the arena and starts the driver thread.
     ///
     /// # Errors
-    /// `Incompatible` when UCX is absent, of a version that is not served, or has no transport for the profile; `Io`
-    /// when it refuses the settings or the arena; `BadAddress` when its address is longer than peers take.
+    /// `Incompatible` when UCX is absent, of a version that is not served, has no transport for the profile or for the
+    /// arena's device, or an operator's variable goes against it; `Io` when it refuses the settings or the arena;
+    /// `BadAddress` when its address is longer than peers take.
     pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Arc<Self>, TransferError> {
+        device::check_operators(&arena, &config)?;
         let api = Api::load(config.lib_dir.as_deref())
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
-        let build_id = build_id(api, &config);
+        let build_id = build_id(api, &config, &arena);
         let key = AddressKey::new(&config.address_key, &build_id);
         let shared = Shared::new(arena, &config)?;
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
@@ -166,7 +170,7 @@ impl Transport for UcxTransport {
                 credit: opened.credit,
                 credit_bytes: self.config.credit_bytes,
                 max_range_bytes: self.config.max_range_bytes,
-                profile: self.config.profile,
+                contiguous: self.config.profile == UcxProfile::Rdma || device::holds(&self.shared.arena),
             };
             let (arena, counters) = (self.shared.arena.clone(), self.counters());
             Ok(Outgoing::new(Box::new(link), arena, counters, checked, opened.answer))
@@ -184,9 +188,11 @@ impl Drop for UcxTransport {
     }
 }
 
-/// Equal on nodes that understand each other: UCX's version, its transports, and the form of addresses.
-fn build_id(api: &Api, config: &UcxConfig) -> String {
-    format!("ucx-{}/{}/{}", api.version, config.profile, address::FORMAT)
+/// Equal on nodes that understand each other: UCX's version, its transports, where the KV lies, and the form of
+/// addresses.
+fn build_id(api: &Api, config: &UcxConfig, arena: &Arena) -> String {
+    let device = if device::holds(arena) { "+cuda" } else { "" };
+    format!("ucx-{}/{}{device}/{}", api.version, config.profile, address::FORMAT)
 }
 
 impl Shared {
@@ -232,7 +238,8 @@ struct UcxSendLink {
     credit: Arc<Semaphore>,
     credit_bytes: usize,
     max_range_bytes: usize,
-    profile: UcxProfile,
+    /// See [`SendLink::max_runs`].
+    contiguous: bool,
 }
 
 impl SendLink for UcxSendLink {
@@ -240,11 +247,11 @@ impl SendLink for UcxSendLink {
         self.max_range_bytes
     }
 
-    /// On a fabric only what is contiguous at both ends moves without a copy: a vector of pieces names no registered
-    /// memory, so UCX copies it, piece by piece, on the driver's thread, and into a scattered receive it fetches by
-    /// active messages, which its thread copies too.
+    /// On a fabric, and from device to device, only what is contiguous at both ends moves without a copy: a vector of
+    /// pieces names no registered memory, so UCX copies it, piece by piece, on the driver's thread, and into a
+    /// scattered receive it fetches by active messages, which its thread copies too.
     fn max_runs(&self) -> usize {
-        if self.profile == UcxProfile::Rdma { 1 } else { usize::MAX }
+        if self.contiguous { 1 } else { usize::MAX }
     }
 
     fn push(

@@ -91,34 +91,38 @@ impl Drop for Config {
 pub(super) struct Region {
     context: Rc<Context>,
     arena: std::sync::Arc<Arena>,
-    /// Of the arena's first byte.
+    /// Of the arena's first byte, which the processor can read only of its own memory.
     address: NonNull<c_void>,
+    memory_type: c_int,
     raw: ucp_mem_h,
 }
 
 impl Region {
     /// # Errors
-    /// UCX's, or `Incompatible` for memory that this build does not hand to UCX.
+    /// UCX's; `Io` for memory at no address.
     pub(super) fn register(context: &Rc<Context>, arena: std::sync::Arc<Arena>) -> Result<Self, TransferError> {
+        let (address, memory_type) = address_of(arena.memory().place())?;
         // SAFETY: as in `Context::open`.
         let mut params: ucp_mem_map_params = unsafe { std::mem::zeroed() };
-        params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
-        let address = host_address(&arena)?;
+        params.field_mask =
+            UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
         params.address = address.as_ptr();
         params.length = arena.bytes();
+        params.memory_type = memory_type;
         let mut raw = null_mut();
         // SAFETY: the memory is the arena's, which this region keeps alive until it is unmapped.
         let status = unsafe { (context.api.ucp_mem_map)(context.raw, &params, &mut raw) };
         check(context.api, "ucp_mem_map", status)?;
-        Ok(Self { context: context.clone(), arena, address, raw })
+        Ok(Self { context: context.clone(), arena, address, memory_type, raw })
     }
 
     /// First byte of a run that lies inside the arena.
     fn pointer(&self, run: Run) -> *mut c_void {
         assert!(self.arena.contains(run), "runs come from checked grants and checked pushes");
-        // SAFETY: inside the arena's memory, as asserted. Others touch it only as atomic words; UCX writes only blocks
-        // that a grant claimed once, and nobody trusts their content before it was verified.
-        unsafe { self.address.as_ptr().byte_add(run.at) }
+        // A number, and no pointer of this process: a device's memory is none of its own. Others touch the processor's
+        // only as atomic words; UCX writes only blocks that a grant claimed once, and nobody trusts their content
+        // before it was verified.
+        self.address.as_ptr().wrapping_byte_add(run.at)
     }
 
     /// Pointer and length of a run.
@@ -142,16 +146,14 @@ impl Drop for Region {
     }
 }
 
-/// Of memory that UCX moves as the processor's own. Device memory needs its type in every request, and transports that
-/// can reach it: neither is in this build.
-fn host_address(arena: &Arena) -> Result<NonNull<c_void>, TransferError> {
-    match arena.memory().place() {
-        Place::Host(words) => Ok(NonNull::from(words).cast()),
-        Place::Cuda { device, .. } => {
-            let message =
-                format!("the KV memory lies on CUDA device {device}, and this build's UCX moves main memory only");
-            Err(TransferError::new(TransferErrorKind::Incompatible, message))
-        }
+/// Where UCX finds memory, and of which of its types it is.
+fn address_of(place: Place<'_>) -> Result<(NonNull<c_void>, c_int), TransferError> {
+    match place {
+        Place::Host(words) => Ok((NonNull::from(words).cast(), UCS_MEMORY_TYPE_HOST)),
+        Place::Cuda { address, .. } => match NonNull::new(address as usize as *mut c_void) {
+            Some(address) => Ok((address, UCS_MEMORY_TYPE_CUDA)),
+            None => Err(TransferError::new(TransferErrorKind::Io, "the KV memory of the GPU has no address")),
+        },
     }
 }
 
@@ -418,13 +420,17 @@ impl Drop for Closing {
 fn request_param(operation: OperationId) -> ucp_request_param {
     // SAFETY: as in `Context::open`.
     let mut param: ucp_request_param = unsafe { std::mem::zeroed() };
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+    param.memory_type = UCS_MEMORY_TYPE_HOST;
     param.user_data = operation.to_user_data();
     param
 }
 
 /// Buffer and count for one run (bytes of the registered region) or for several (a vector, which takes no region).
 fn place(vector: &[ucp_dt_iov], region: Option<&Region>, param: &mut ucp_request_param) -> (*const c_void, usize) {
+    if let Some(region) = region {
+        param.memory_type = region.memory_type;
+    }
     if let [one] = vector {
         if let Some(region) = region {
             param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;

@@ -14,6 +14,9 @@ const RING_FRAGMENTS: usize = 8;
 /// 16 KiB and UCX's headers.
 const RING_FRAGMENT_BYTES: usize = (16 << 10) + 64;
 
+/// From device to device of one host the receiver reads, and nobody else writes (`device.rs`).
+pub(super) const READS: [(&str, &str); 2] = [("CUDA_IPC_ENABLE_GET_ZCOPY", "on"), ("RNDV_SCHEME", "get_zcopy")];
+
 /// Where the peers are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UcxProfile {
@@ -119,21 +122,20 @@ impl UcxConfig {
         }
     }
 
-    /// UCX's variables, without `UCX_`, and their values, but for those that the operator has set.
-    pub fn settings(&self) -> Vec<(&'static str, String)> {
-        let mut settings = self.own_settings();
+    /// UCX's variables, without `UCX_`, and their values, but for those that the operator has set. `on_device`: the KV
+    /// lies on a CUDA device.
+    pub fn settings(&self, on_device: bool) -> Vec<(&'static str, String)> {
+        let mut settings = self.own_settings(on_device);
         settings.retain(|(name, _)| !self.operators.iter().any(|operators| operators == name));
         settings
     }
 
-    fn own_settings(&self) -> Vec<(&'static str, String)> {
-        let tls = self.tls.as_deref().unwrap_or(match self.profile {
-            UcxProfile::Shm => "sysv,posix,self",
-            UcxProfile::Tcp => "tcp,self",
-            UcxProfile::Rdma => "rc,ud,self",
-        });
+    fn own_settings(&self, on_device: bool) -> Vec<(&'static str, String)> {
         // Found dead within one interval; UCX's default is 20 s.
-        let mut settings = vec![("TLS", tls.to_owned()), ("KEEPALIVE_INTERVAL", "1s".to_owned())];
+        let mut settings = vec![("TLS", self.transports(on_device)), ("KEEPALIVE_INTERVAL", "1s".to_owned())];
+        if on_device && self.profile == UcxProfile::Shm {
+            settings.extend(READS.map(|(name, value)| (name, value.to_owned())));
+        }
         match self.profile {
             // Without it UCX refuses shared memory for endpoints that survive their peer.
             UcxProfile::Shm => settings.extend([
@@ -146,16 +148,33 @@ impl UcxConfig {
         settings
     }
 
+    fn transports(&self, on_device: bool) -> String {
+        if let Some(tls) = &self.tls {
+            return tls.clone();
+        }
+        let (own, of_device) = match self.profile {
+            UcxProfile::Shm => ("sysv,posix,self", "cuda_copy,cuda_ipc"),
+            UcxProfile::Tcp => ("tcp,self", "cuda_copy"),
+            UcxProfile::Rdma => ("rc,ud,self", "cuda_copy,gdr_copy"),
+        };
+        if on_device { format!("{own},{of_device}") } else { own.to_owned() }
+    }
+
     /// "ucx/shm(sysv+posix)": the profile and what UCX opened for it, read from its own description of the context.
     /// `None`: it opened nothing that reaches another process.
     pub(super) fn name(&self, description: &str) -> Option<String> {
         let profile = self.profile.to_string();
         match opened_transports(description).as_slice() {
-            [] => None,
+            // Those of a device move no message.
+            opened if opened.iter().all(|transport| is_of_device(transport)) => None,
             [one] if *one == profile => Some(format!("ucx/{profile}")),
             several => Some(format!("ucx/{profile}({})", several.join("+"))),
         }
     }
+}
+
+fn is_of_device(transport: &str) -> bool {
+    transport.starts_with("cuda") || transport.starts_with("gdr")
 }
 
 /// The transports in UCX's description of a context that reach another process, each once.
@@ -178,7 +197,7 @@ mod tests {
     #[test]
     fn the_operators_variables_win_and_flags_replace_the_profiles() {
         let of = |config: &UcxConfig, name: &str| {
-            config.settings().into_iter().find(|(set, _)| *set == name).map(|(_, value)| value)
+            config.settings(false).into_iter().find(|(set, _)| *set == name).map(|(_, value)| value)
         };
         let plain = UcxConfig::new(UcxProfile::Rdma);
         assert_eq!(of(&plain, "TLS").as_deref(), Some("rc,ud,self"));
@@ -191,6 +210,19 @@ mod tests {
     }
 
     #[test]
+    fn of_a_devices_memory_the_receiver_reads() {
+        let of = |profile, name: &str| {
+            let set = UcxConfig::new(profile).settings(true);
+            set.into_iter().find(|(set, _)| *set == name).map(|(_, value)| value)
+        };
+        assert_eq!(of(UcxProfile::Shm, "TLS").as_deref(), Some("sysv,posix,self,cuda_copy,cuda_ipc"));
+        assert_eq!(of(UcxProfile::Shm, "RNDV_SCHEME").as_deref(), Some("get_zcopy"));
+        assert_eq!(of(UcxProfile::Shm, "CUDA_IPC_ENABLE_GET_ZCOPY").as_deref(), Some("on"));
+        assert_eq!(of(UcxProfile::Rdma, "TLS").as_deref(), Some("rc,ud,self,cuda_copy,gdr_copy"));
+        assert_eq!(of(UcxProfile::Rdma, "RNDV_SCHEME"), None);
+    }
+
+    #[test]
     fn the_name_is_what_ucx_opened() {
         let printed = "#\n# UCP context\n#            md 1  :  component 2  sysv \n\
             #      resource 0  :  md 0  dev 0  flags -- self/memory0\n\
@@ -199,6 +231,10 @@ mod tests {
         let shm = UcxConfig::new(UcxProfile::Shm);
         assert_eq!(shm.name(printed).as_deref(), Some("ucx/shm(sysv+posix)"));
         assert_eq!(shm.name("#      resource 0  :  md 0  dev 0  flags -- self/memory0"), None);
+        let device = "#      resource 3  :  md 3  dev 2  flags -- cuda_ipc/cuda\n";
+        assert_eq!(shm.name(device), None, "it moves no message");
+        let both = format!("{printed}{device}");
+        assert_eq!(shm.name(&both).as_deref(), Some("ucx/shm(sysv+posix+cuda_ipc)"));
         let tcp = UcxConfig::new(UcxProfile::Tcp);
         assert_eq!(tcp.name("#  resource 1  :  md 1  dev 1  flags -- tcp/lo").as_deref(), Some("ucx/tcp"));
     }

@@ -180,9 +180,14 @@ impl Receiving {
             return;
         };
         match desk.registry().claim(endpoint.into(), range, length as u64) {
-            Ok(claim) => {
+            Ok(claim) if desk.takes(claim.runs()) => {
                 self.turns.announce(endpoint, length, (descriptor, claim));
                 self.land(desk);
+            }
+            // The ticket has said where to cut. Dropping the claim fails the hand-off.
+            Ok(_cut_elsewhere) => {
+                desk.registry().violation();
+                desk.release(descriptor);
             }
             // The registry has answered.
             Err(_) => desk.release(descriptor),

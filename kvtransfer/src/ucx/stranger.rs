@@ -34,8 +34,8 @@ impl Stranger {
     pub fn start(arena: Arc<Arena>, config: UcxConfig) -> Result<Self, TransferError> {
         let api = Api::load(config.lib_dir.as_deref())
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
+        let build_id = build_id(api, &config, &arena);
         let shared = Shared::new(arena, &config)?;
-        let build_id = build_id(api, &config);
         Ok(Self { driver: Driver::open(api, config, build_id, shared)? })
     }
 

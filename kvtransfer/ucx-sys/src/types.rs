@@ -178,6 +178,13 @@ pub struct ucp_ep_params {
 pub const UCP_MEM_MAP_PARAM_FIELD_ADDRESS: u64 = 1;
 /// `UCP_MEM_MAP_PARAM_FIELD_LENGTH`
 pub const UCP_MEM_MAP_PARAM_FIELD_LENGTH: u64 = 1 << 1;
+/// `UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE`
+pub const UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE: u64 = 1 << 4;
+
+/// `ucs_memory_type_t`: the processor's.
+pub const UCS_MEMORY_TYPE_HOST: c_int = 0;
+/// `ucs_memory_type_t`: a CUDA device's. 1.13 and 1.22 disagree on the number for "unknown", so that is never said.
+pub const UCS_MEMORY_TYPE_CUDA: c_int = 1;
 
 /// `ucp_mem_map_params_t`
 #[repr(C)]
@@ -192,7 +199,7 @@ pub struct ucp_mem_map_params {
     pub flags: c_uint,
     /// Unused here.
     pub prot: c_uint,
-    /// Unused here: 1.13 and 1.22 disagree on "unknown", the default is detection.
+    /// `UCS_MEMORY_TYPE_*`; without it UCX finds out.
     pub memory_type: c_int,
     /// Grown after 1.13.
     pub since_1_13: [u64; 1],
@@ -206,6 +213,8 @@ pub const UCP_OP_ATTR_FIELD_USER_DATA: u32 = 1 << 2;
 pub const UCP_OP_ATTR_FIELD_DATATYPE: u32 = 1 << 3;
 /// `UCP_OP_ATTR_FIELD_FLAGS`
 pub const UCP_OP_ATTR_FIELD_FLAGS: u32 = 1 << 4;
+/// `UCP_OP_ATTR_FIELD_MEMORY_TYPE`
+pub const UCP_OP_ATTR_FIELD_MEMORY_TYPE: u32 = 1 << 6;
 /// `UCP_OP_ATTR_FIELD_MEMH`
 pub const UCP_OP_ATTR_FIELD_MEMH: u32 = 1 << 8;
 /// `UCP_EP_CLOSE_FLAG_FORCE`: without the peer's consent.
@@ -253,7 +262,7 @@ pub struct ucp_request_param {
     pub user_data: *mut c_void,
     /// Unused here.
     pub reply_buffer: *mut c_void,
-    /// Unused here.
+    /// `UCS_MEMORY_TYPE_*` of the buffer; without it UCX finds out, with each request.
     pub memory_type: c_int,
     /// Unused here.
     pub recv_info: *mut c_void,

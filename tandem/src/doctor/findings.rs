@@ -202,10 +202,10 @@ fn ucx(facts: &Facts, node: &NodeFacts) -> Vec<Finding> {
                 finding.cured_by("a UCX built with verbs, such as Debian's libucx0; --ucx-lib-dir names it")
             }
             Source::Gpu | Source::GdrCopy => {
-                // Said by `docs/gpu.md` as well: the ucx transport moves the host's memory only.
+                // Said by `docs/gpu.md` as well.
                 finding.cured_by(
-                    "a UCX built with CUDA, such as PyPI's libucx-cu13, named by --ucx-lib-dir; not urgent: nodes of this \
-                     version send the KV of GPUs over tcp",
+                    "a UCX built with CUDA, such as PyPI's libucx-cu13 (deploy/gpu/ucx.sh), named by --ucx-lib-dir; \
+                     without it nodes stage the KV of GPUs in main memory and send it over tcp",
                 )
             }
         });

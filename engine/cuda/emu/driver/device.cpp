@@ -189,6 +189,8 @@ static int attribute_value(int attribute, int device) {
             return most_dynamic_shared();  // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         case 115:
             return 1;  // MEMORY_POOLS_SUPPORTED
+        case 117:
+            return 1;  // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: by the call. WRITES_ORDERING (118) is none: it is needed.
         default:
             return 0;
     }
@@ -273,6 +275,17 @@ EMU_API int cuCtxPopCurrent_v2(void** out) {
     if (!context_count) return INVALID_CONTEXT;
     if (out) *out = current_context();
     context_count--;
+    return SUCCESS;
+}
+
+// What came from a network card is visible here at once; the call is counted.
+static unsigned long long flushes = 0;
+unsigned long long flush_count() { return flushes; }
+
+EMU_API int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    ENTER_READY;
+    if (target != 0 || (scope != 100 && scope != 200)) return INVALID_VALUE;
+    flushes++;
     return SUCCESS;
 }
 

@@ -57,6 +57,7 @@ extern Driver& driver;
 
 Context* current_context();
 bool is_context(const void* handle);
+unsigned long long flush_count();
 
 // ---------------------------------------------------------------------------------------------------------- each call
 

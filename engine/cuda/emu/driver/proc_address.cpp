@@ -77,9 +77,6 @@ NOT_EMULATED(cuStreamAttachMemAsync)
 
 EMU_API int cuCtxEnablePeerAccess(void*, unsigned) { return PEER_ACCESS_UNSUPPORTED; }
 
-// What came from a network card is visible here at once.
-EMU_API int cuFlushGPUDirectRDMAWrites(int, int) { return SUCCESS; }
-
 EMU_API int cuProfilerStart() { return SUCCESS; }
 EMU_API int cuProfilerStop() { return SUCCESS; }
 

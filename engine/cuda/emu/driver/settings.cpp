@@ -4,7 +4,7 @@
 // "fail_" + the name of a fault (fails the n-th from now on; 0: none).
 // Keys of emu_get: the same, and counts since the start: launches, blocks, threads_run, and "seen_" + the name of a
 // fault (how many there have been, so that a test can let each of them fail); and what is alive: used_bytes,
-// allocations, streams, events, graphs, modules.
+// allocations, streams, events, graphs, modules; flushes (of what network cards wrote).
 #include "settings.h"
 
 #include <cstdio>
@@ -170,6 +170,7 @@ static long long get(const std::string& key) {
         {"events", live_events()},
         {"graphs", live_graphs()},
         {"modules", live_modules()},
+        {"flushes", flush_count()},
     };
     for (const Value& value : values) {
         if (key == value.name) return static_cast<long long>(value.value);

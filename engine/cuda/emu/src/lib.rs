@@ -205,6 +205,8 @@ pub enum Count {
     Graphs,
     /// Modules that are loaded.
     Modules,
+    /// Flushes of what network cards have written to a device's memory.
+    Flushes,
 }
 
 /// A count. None where there is no emulated driver.
@@ -220,6 +222,7 @@ pub fn count(count: Count) -> Option<u64> {
         Count::Events => "events",
         Count::Graphs => "graphs",
         Count::Modules => "modules",
+        Count::Flushes => "flushes",
     })
 }
 

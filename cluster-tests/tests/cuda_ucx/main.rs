@@ -1,0 +1,64 @@
+//! KV from GPU to GPU by UCX's `cuda_ipc`, without the host's memory in between. The GPUs are emulated
+//! (`engine/cuda/emu`), the programs do not know; UCX is PyPI's, which was built with CUDA (`deploy/gpu/ucx.sh`).
+//!
+//! - `library`: two processes that have a GPU's memory and a transport each, and nothing else (`peer`).
+//!
+//! Without a C++ compiler there is no emulated driver, and where that UCX cannot be fetched there is none: these tests
+//! are then skipped with a word. With `TANDEM_REQUIRE_UCX_CUDA=1` they fail.
+mod library;
+mod peer;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// What processes with emulated GPUs and such a UCX need.
+struct Machine {
+    environment: Vec<(String, String)>,
+    ucx: PathBuf,
+}
+
+impl Machine {
+    /// With two GPUs. `None`: the test is to be skipped.
+    fn with_two() -> Option<Self> {
+        match Self::found() {
+            Ok(machine) => Some(machine),
+            Err(reason) => {
+                let required = std::env::var_os("TANDEM_REQUIRE_UCX_CUDA").is_some_and(|value| value == "1");
+                assert!(!required, "TANDEM_REQUIRE_UCX_CUDA=1, and {reason}");
+                eprintln!("SKIP: {reason}");
+                None
+            }
+        }
+    }
+
+    fn found() -> Result<Self, String> {
+        let driver = tandem_cuda_emu::library_dir().ok_or("no emulated CUDA driver was built, which needs g++")?;
+        let environment = [
+            ("LD_LIBRARY_PATH", driver.display().to_string()),
+            ("EMU_DEVICES", "2".to_owned()),
+            // Which of its protocols UCX takes for what.
+            ("UCX_PROTO_INFO", "y".to_owned()),
+        ];
+        let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
+        Ok(Self { environment, ucx: ucx_with_cuda()? })
+    }
+}
+
+/// Its folder; fetched where it is not there yet.
+fn ucx_with_cuda() -> Result<PathBuf, String> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/gpu/ucx.sh");
+    let run = |flags: &[&str]| {
+        let output =
+            Command::new(&script).args(flags).output().map_err(|error| format!("{}: {error}", script.display()))?;
+        let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        let errors = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        output.status.success().then_some(said).ok_or(format!("UCX with CUDA cannot be fetched: {errors}"))
+    };
+    run(&[])?;
+    run(&["--path"]).map(PathBuf::from)
+}
+
+/// The line by which a receiver's UCX says that it copies out of the sender's GPU memory by itself, and nobody else.
+fn is_zero_copy(line: &str) -> bool {
+    line.contains("| zero-copy read from remote") && line.contains("cuda_ipc/cuda")
+}
