@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage
+.PHONY: help setup build dist demo up test lint docs cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -48,6 +48,9 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo fmt --check
 	cargo clippy --release --workspace --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
+
+docs: ## The book as HTML, in target/docs/book; checks its links. Fetches mdBook once (5 MB). The pages' prose and code are part of `make test`
+	mdbook=$$(deploy/docs/mdbook.sh); python3 -B deploy/docs/book.py --mdbook "$$mdbook" $(DOCS)
 
 # CUDA_CHECK="--out DIR" keeps the cubins, "--json FILE" the table.
 cuda-check: ## CUDA kernels by nvcc and NVRTC for sm_80 and sm_90a: warnings, registers, spills. Fetches both once (192 MB)
@@ -118,7 +121,7 @@ fault-matrix: setup build ## Every fault, victim and moment over real processes;
 soak: setup build ## 20 minutes under load with a kill every 10 s; prints what came of it and writes a plot
 	cargo run --release --locked -p tandem-cluster-tests --example soak -- $(SOAK)
 
-test-clients: setup build ## openai-python, gRPC clients in Python and JavaScript, and gRPC reflection
+test-clients: setup build ## openai-python, gRPC clients in Python and JavaScript, gRPC reflection, and every program of examples/
 	cluster-tests/clients/run.sh
 
 # TEST_JAEGER="--simulated": nodes without a model; "--keep": Jaeger stays until Ctrl-C.

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Clients that other people wrote, against a cluster of `tandem up`: openai-python, gRPC with own stubs, gRPC reflection,
-# grpc-js.
+# grpc-js. Then every program of examples/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -27,5 +27,21 @@ source cluster-tests/clients/up.sh
 "$venv/bin/python" cluster-tests/clients/grpc_client.py "$grpc"
 if [ -d "$javascript/node_modules" ]; then
   NODE_PATH=$PWD/$javascript/node_modules node cluster-tests/clients/grpc-js/client.js "$grpc"
+fi
+
+example() { # program…: its answer must be the right one, and have a trace
+  echo "--- $*"
+  "$@" > "$work/example.txt" || { cat "$work/example.txt"; echo "test-clients: $2 failed" >&2; exit 1; }
+  cat "$work/example.txt"
+  grep -q Paris "$work/example.txt" || { echo "test-clients: $2 has another answer" >&2; exit 1; }
+}
+prompt="The capital of France is"
+question="What is the capital of France?"
+example "$venv/bin/python" examples/python/chat.py "$http" "$question"
+example "$venv/bin/python" examples/python/generate.py "${grpc#http://}" "$prompt"
+example "$venv/bin/python" examples/python/trace.py "$http" "$prompt"
+if [ -d "$javascript/node_modules" ]; then
+  example node examples/js/chat.mjs "$http" "$question"
+  NODE_PATH=$PWD/$javascript/node_modules example node examples/js/generate.js "${grpc#http://}" "$prompt"
 fi
 echo "test-clients: all passed"

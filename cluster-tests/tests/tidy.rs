@@ -1,13 +1,18 @@
 //! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, import
-//! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments, documents (`tidy/documents.rs`).
+//! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments. And documents: their form
+//! (`tidy/documents.rs`), how they read (`tidy/prose.rs`), and the code in them (`tidy/blocks.rs`).
 //!
 //! File heads, sizes and comments are looked at in C, C++ and CUDA as well. It reads text, and compiles nothing. What
 //! it cannot see: unsafe code that a macro makes, imports that a macro or a re-export hides (see `imports.rs`), and the
 //! width of a comment that stands behind code on its line.
+#[path = "tidy/blocks.rs"]
+mod blocks;
 #[path = "tidy/documents.rs"]
 mod documents;
 #[path = "tidy/imports.rs"]
 mod imports;
+#[path = "tidy/prose.rs"]
+mod prose;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -197,8 +202,18 @@ fn architecture_names_every_crate() {
 fn links_of_documents_lead_somewhere() {
     let dead = documents().flat_map(|(path, text)| {
         let folder = root().join(&path).parent().expect("a folder").to_path_buf();
-        let dead: Vec<_> = documents::targets(&text).filter(|target| !folder.join(target).exists()).collect();
-        dead.into_iter().map(|target| format!("{path}: {target}")).collect::<Vec<_>>()
+        let leads = |(file, heading): &(&str, Option<&str>)| {
+            let target = if file.is_empty() { root().join(&path) } else { folder.join(file) };
+            let in_it = |heading: &str| {
+                let text = fs::read_to_string(&target).unwrap_or_default();
+                file.rsplit('.').next() != Some("md") && !file.is_empty() || documents::anchors(&text).contains(heading)
+            };
+            target.exists() && heading.is_none_or(in_it)
+        };
+        let dead: Vec<_> = documents::targets(&text).filter(|target| !leads(target)).collect();
+        dead.into_iter()
+            .map(|(file, heading)| format!("{path}: {file}#{}", heading.unwrap_or_default()))
+            .collect::<Vec<_>>()
     });
     nothing(dead, "is a link to nothing");
 }
@@ -215,6 +230,29 @@ fn documents_fit_the_page() {
         (lines > most).then(|| format!("{path} ({lines} lines)"))
     });
     nothing(long, "is too long for a newcomer");
+}
+
+#[test]
+fn documents_read_well() {
+    let judged = documents().filter(|(path, _)| prose::is_judged(path));
+    let faults = judged.flat_map(|(path, text)| {
+        let long = prose::long_sentences(&text).into_iter();
+        let long =
+            long.map(|(line, words)| format!("{path}:{line}: {words} words in a sentence, {} at most", prose::WORDS));
+        let banned = prose::banned(&text).into_iter();
+        let banned = banned.map(|(line, word, better)| format!("{path}:{line}: `{word}`: rather {better}"));
+        long.chain(banned).collect::<Vec<_>>()
+    });
+    nothing(faults, "");
+}
+
+#[test]
+fn code_in_documents_parses() {
+    let faults = documents().flat_map(|(path, text)| {
+        let faults = blocks::blocks(&text).into_iter().filter_map(|block| Some((block.line, blocks::fault(&block)?)));
+        faults.map(|(line, fault)| format!("{path}:{line}: {fault}")).collect::<Vec<_>>()
+    });
+    nothing(faults, "");
 }
 
 fn documents() -> impl Iterator<Item = (String, String)> {
@@ -308,7 +346,8 @@ fn files() -> Vec<String> {
             // `shared` at the root is a loan of some workplaces, not a part of the repository.
             let of_the_root = dir == root() && ["target", "shared", "venv"].contains(&&*name);
             // Cargo marks its directory, whatever its name.
-            let foreign = name.starts_with('.') || of_the_root || path.join("CACHEDIR.TAG").exists();
+            let foreign =
+                name.starts_with('.') || name == "node_modules" || of_the_root || path.join("CACHEDIR.TAG").exists();
             if is_dir && !foreign {
                 dirs.push(path);
             } else if !is_dir {

@@ -108,7 +108,7 @@ def main():
     parser.add_argument("--no-pin", action="store_true", help="every node has a thread on each core")
     parser.add_argument("--ttft-ms", type=float, default=2000)
     parser.add_argument("--tpot-ms", type=float, default=50)
-    parser.add_argument("--svg", default="docs/benchmarks/disagg.svg")
+    parser.add_argument("--svg", help="writes the figures as bars into this file")
     args = parser.parse_args()
 
     measured = {(row, mode): [] for row in args.rows.split(",") for mode in MODES}
@@ -125,7 +125,8 @@ def main():
                     measured[row, mode].append(measure(args, clusters[mode], row))
     table(args, measured)
     losses(args, measured)
-    plot(args, measured)
+    if args.svg:
+        plot(args, measured)
 
 
 if __name__ == "__main__":
