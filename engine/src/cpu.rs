@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tandem_memory::KvMemory;
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
-use crate::chooser::Chooser;
+use crate::chooser::{Chooser, Last, Slots};
 use crate::error::EngineError;
 use crate::executor::{Batch, Chosen, EngineSpec, Executor, LayersDone, Seq};
 use crate::logits::Logits;
@@ -90,6 +90,7 @@ pub struct CpuExecutor {
     step: Step,
     under_way: bool,
     chooser: Chooser,
+    slots: Slots,
 }
 
 impl CpuExecutor {
@@ -109,7 +110,7 @@ impl CpuExecutor {
 
     /// Sequences for which something is kept.
     pub fn slots(&self) -> usize {
-        self.chooser.slots()
+        self.slots.len()
     }
 }
 
@@ -124,16 +125,16 @@ impl Executor for CpuExecutor {
 
     /// Checks the batch; the threads compute in `finish`, whose caller has nothing better to do with its core.
     fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
-        let Self { spec, step, under_way, chooser, .. } = self;
+        let Self { spec, step, under_way, chooser, slots, .. } = self;
         *under_way = false;
-        chooser.begin(batch)?;
-        step.lay_out(batch, spec, |item| chooser.last(item))?;
+        chooser.begin(batch, slots)?;
+        step.lay_out(batch, spec, |item| chooser.last(item).and_then(Last::known))?;
         *under_way = true;
         Ok(())
     }
 
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
-        let Self { spec, model, kv, pool, step, under_way, chooser } = self;
+        let Self { spec, model, kv, pool, step, under_way, chooser, slots } = self;
         if !std::mem::take(under_way) {
             return Err(EngineError::Executor("no step was begun".into()));
         }
@@ -144,7 +145,7 @@ impl Executor for CpuExecutor {
                 }
             };
             model.forward(kv, step, chooser.rows(spec.vocab_size), report);
-            chooser.choose(|item, behind| {
+            chooser.choose(slots, |item, behind| {
                 let chunk = step.chunks[item];
                 model.is_sound(&Chunk { rows: chunk.rows - behind, ..chunk })
             });
@@ -161,7 +162,7 @@ impl Executor for CpuExecutor {
     }
 
     fn forget(&mut self, seq: Seq) {
-        self.chooser.forget(seq);
+        self.slots.forget(seq);
     }
 }
 

@@ -2,14 +2,18 @@
 //! the worker steps. It rests while there is nothing to run, and it never waits for a reader: a stream has room for
 //! every event that its sequence can have.
 //!
+//! Where the executor lets several steps be under way ([`Executor::most_under_way`]), the worker begins the next one
+//! before it waits for the end of the oldest: a device then goes from step to step without waiting for the host, which
+//! reads, tells and plans meanwhile. What of that the scheduler can plan ahead is its matter, see `scheduler.rs`.
+//!
 //! Two drivers: a thread of its own ([`Engine::start`]), and a future whose steps take tokio's time instead of the
 //! machine's ([`Engine::stepped`], in [`stepper`]), for many engines in one simulated cluster. They differ in where
-//! they wait and whose clock they read.
+//! they wait and whose clock they read, and the future has one step under way at a time.
 mod stepper;
 mod warm_up;
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -70,8 +74,9 @@ struct Shared {
     preemptions: AtomicU64,
     own_steps: AtomicU64,
     helped_steps: AtomicU64,
+    steps_ahead: AtomicU64,
     cost: Mutex<StepCost>,
-    /// When the step that runs began.
+    /// When the step that runs began: the oldest of those under way.
     step_began: Mutex<Option<Instant>>,
     stop: AtomicBool,
     /// Why the worker has ended; set before it lets go of its streams.
@@ -128,6 +133,8 @@ pub struct EngineLoad {
     pub preemptions: u64,
     /// Steps so far on this node's cores alone, and those with cores that other nodes lent.
     pub steps: [u64; 2],
+    /// Those of them that began while another was under way.
+    pub steps_ahead: u64,
     /// How long steps take here, as measured; where nodes lend each other cores: while the others have nothing to do.
     pub step_cost: StepCost,
 }
@@ -230,6 +237,7 @@ impl Engine {
             cached_blocks: pool.cached(),
             preemptions: shared.preemptions.load(Ordering::Relaxed),
             steps: [&shared.own_steps, &shared.helped_steps].map(|steps| steps.load(Ordering::Relaxed)),
+            steps_ahead: shared.steps_ahead.load(Ordering::Relaxed),
             step_cost: *shared.cost.lock().unwrap_or_else(PoisonError::into_inner),
         }
     }
@@ -247,7 +255,8 @@ impl Engine {
     }
 
     /// Ends the worker after its present step, and waits for its thread to do so if it has one; sequences that are not
-    /// finished fail. A node that drains waits for [`Engine::load`] to be empty first.
+    /// finished fail, those of steps that have begun behind it too. A node that drains waits for [`Engine::load`] to be
+    /// empty first.
     pub fn shutdown(&self) {
         self.0.shutdown();
     }
@@ -270,6 +279,7 @@ impl Inner {
             preemptions: AtomicU64::new(0),
             own_steps: AtomicU64::new(0),
             helped_steps: AtomicU64::new(0),
+            steps_ahead: AtomicU64::new(0),
             cost: Mutex::default(),
             step_began: Mutex::default(),
             stop: AtomicBool::new(false),
@@ -277,8 +287,9 @@ impl Inner {
         });
         let pool = BlockPool::with_prefix_caching(spec.total_blocks, spec.block_tokens, config.prefix_caching);
         let worker = Worker {
-            scheduler: Scheduler::new(&config, &spec, pool.clone()),
             executor,
+            under_way: VecDeque::new(),
+            scheduler: Scheduler::new(&config, &spec, pool.clone()),
             pace: Pace::default(),
             warm: false,
             lost: None,
@@ -313,7 +324,7 @@ impl Shared {
     }
 }
 
-/// The events of one sequence. Dropping it cancels the sequence before the engine's next step.
+/// The events of one sequence. Dropping it cancels the sequence before the next step that the engine begins.
 #[derive(Debug)]
 pub struct SequenceStream {
     events: mpsc::Receiver<SequenceEvent>,
@@ -335,6 +346,16 @@ impl SequenceStream {
     }
 }
 
+/// A step under way.
+struct Flight {
+    /// Holds the leases of its sequences.
+    batch: Batch,
+    /// Why it is not: it could not begin. It takes its turn all the same, as those before it have tokens to tell.
+    refused: Option<EngineError>,
+    /// When it was begun, or when the one before it ended, which it had to wait for.
+    began: Instant,
+}
+
 /// What a step came to.
 struct Outcome {
     /// Why it failed as a whole.
@@ -343,16 +364,23 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn of(batch: &Batch, executor: &mut dyn Executor, scheduler: &Scheduler, done: &mut LayersDone<'_>) -> Self {
-        let chosen = executor.begin(batch).and_then(|()| executor.finish(done));
-        Self { failed: chosen.as_ref().err().cloned(), decisions: scheduler.resolve(batch, chosen) }
+    /// Waits for the executor's oldest step, which is `flight`.
+    fn of(flight: &Flight, executor: &mut dyn Executor, scheduler: &Scheduler, done: &mut LayersDone<'_>) -> Self {
+        let chosen = match &flight.refused {
+            Some(error) => Err(error.clone()),
+            None => executor.finish(done),
+        };
+        Self { failed: chosen.as_ref().err().cloned(), decisions: scheduler.resolve(&flight.batch, chosen) }
     }
 }
 
-/// What steps. Field order is drop order: leases are back before the streams end.
+/// What steps. Field order is drop order: the executor waits for what its device still computes before leases are back,
+/// and those are before the streams end.
 struct Worker {
-    scheduler: Scheduler,
     executor: Box<dyn Executor>,
+    /// The oldest first.
+    under_way: VecDeque<Flight>,
+    scheduler: Scheduler,
     pace: Pace,
     /// Whether there was something to run: the warm-up shall learn what steps take on the node's own cores.
     warm: bool,
@@ -377,7 +405,7 @@ impl Worker {
     /// The thread's loop: blocks on the inbox while there is nothing to run.
     fn run(&mut self) {
         while self.lost.is_none() {
-            if self.scheduler.is_idle() {
+            if self.is_idle() {
                 if self.warm {
                     self.executor.rest();
                 }
@@ -389,17 +417,18 @@ impl Worker {
             if !self.take_waiting() {
                 return;
             }
-            match self.plan(Instant::now()) {
-                Some(batch) => {
-                    let (outcome, took) = self.timed(|worker| worker.step(&batch));
-                    self.conclude(batch, outcome, took, Instant::now());
-                }
-                None if self.scheduler.is_idle() => {}
+            self.begin_steps();
+            if !self.end_step() && !self.scheduler.is_idle() {
                 // Blocks come back from whoever moves KV, on other threads: a short look now and then costs less than a
                 // wake-up at each of their releases.
-                None => std::thread::park_timeout(BLOCKS_AWAY),
+                std::thread::park_timeout(BLOCKS_AWAY);
             }
         }
+    }
+
+    /// Whether there is nothing to do. A last step may be under way of which no sequence is left.
+    fn is_idle(&self) -> bool {
+        self.scheduler.is_idle() && self.under_way.is_empty()
     }
 
     /// Takes what is in the inbox. False when the engine shall stop.
@@ -429,6 +458,8 @@ impl Worker {
         match message {
             Message::Submit(submission) => self.enqueue(*submission),
             Message::WarmUp(batches, done) => {
+                // Those under way would be taken for the warm-up's.
+                while self.end_step() {}
                 let outcome = self.warm_up(batches);
                 // Who asked may have left: the engine is warm all the same.
                 let _ = done.send(outcome);
@@ -464,12 +495,12 @@ impl Worker {
                 if !wanted {
                     continue;
                 }
-                let (outcome, took) = self.timed(|worker| {
-                    worker.executor.begin(batch)?;
-                    worker.executor.finish(&mut |_| {}).map(drop)
-                });
+                let begin = Instant::now();
+                self.shared.step_began(Some(begin));
+                let outcome = self.executor.begin(batch).and_then(|()| self.executor.finish(&mut |_| {}).map(drop));
+                self.shared.step_began(None);
                 outcome?;
-                rounds.note(kind, took);
+                rounds.note(kind, begin.elapsed());
             }
         }
         Ok(rounds)
@@ -491,34 +522,62 @@ impl Worker {
         Some(self.scheduler.plan()).filter(|batch| !batch.items.is_empty())
     }
 
-    /// Runs `step` in the machine's time, which others can watch, see [`Engine::step_age`].
-    fn timed<T>(&mut self, step: impl FnOnce(&mut Self) -> T) -> (T, Duration) {
-        let begin = Instant::now();
-        self.shared.step_began(Some(begin));
-        let outcome = step(self);
-        self.shared.step_began(None);
-        (outcome, begin.elapsed())
+    /// Begins steps as long as the executor takes some and they can be planned.
+    fn begin_steps(&mut self) {
+        let refused = |flight: &Flight| flight.refused.is_some();
+        while self.under_way.len() < self.executor.most_under_way() && !self.under_way.back().is_some_and(refused) {
+            let Some(batch) = self.plan(Instant::now()) else { return };
+            let began = Instant::now();
+            if self.under_way.is_empty() {
+                self.shared.step_began(Some(began));
+            }
+            self.begin(batch, began);
+        }
     }
 
-    /// Computes a step; those who wait for its layers get their events while it runs.
-    fn step(&mut self, batch: &Batch) -> Outcome {
-        let waiting = waiting_for_layers(&self.clients, batch);
-        Outcome::of(batch, &mut *self.executor, &self.scheduler, &mut |layers| {
+    fn begin(&mut self, batch: Batch, began: Instant) {
+        let Self { executor, under_way, scheduler, shared, .. } = self;
+        let ahead = !under_way.is_empty();
+        scheduler.begin(&batch);
+        let flight = under_way.push_back_mut(Flight { batch, refused: None, began });
+        flight.refused = executor.begin(&flight.batch).err();
+        if ahead && flight.refused.is_none() {
+            shared.steps_ahead.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits for the end of the oldest step under way, and carries out what it came to; those who wait for its layers
+    /// get their events while it runs. False when there is none.
+    fn end_step(&mut self) -> bool {
+        let Self { executor, under_way, scheduler, clients, .. } = self;
+        let Some(flight) = under_way.front() else { return false };
+        let waiting = waiting_for_layers(clients, &flight.batch);
+        let outcome = Outcome::of(flight, &mut **executor, scheduler, &mut |layers| {
             waiting.iter().for_each(|client| client.tell_layers(layers, Instant::now()));
-        })
+        });
+        let (now, began) = (Instant::now(), flight.began);
+        self.conclude(outcome, now.saturating_duration_since(began), now);
+        self.shared.step_began(self.under_way.front().map(|flight| flight.began));
+        true
     }
 
-    /// The end of a step, at `now`.
-    fn conclude(&mut self, batch: Batch, Outcome { failed, decisions }: Outcome, took: Duration, now: Instant) {
+    /// The end of the oldest step, at `now`.
+    fn conclude(&mut self, Outcome { failed, decisions }: Outcome, took: Duration, now: Instant) {
+        let Some(Flight { batch, .. }) = self.under_way.pop_front() else { return };
         match failed {
             None => self.learn(StepShape::of(&batch), took),
             Some(error) => {
                 tracing::error!(%error, sequences = batch.items.len(), "a step failed");
-                self.lost = matches!(error, EngineError::DeviceLost(_)).then(|| error.to_string());
+                if matches!(error, EngineError::DeviceLost(_)) {
+                    self.lost.get_or_insert(error.to_string());
+                }
             }
         }
-        // Its leases go first: a client that receives its end finds the blocks free.
-        drop(batch);
+        if let Some(next) = self.under_way.front_mut() {
+            next.began = next.began.max(now);
+        }
+        // Its leases go first: a client that receives its end finds the blocks free, but for those of a step behind.
+        self.scheduler.end(batch);
         self.apply(decisions, now);
     }
 

@@ -18,29 +18,39 @@ pub type Seq = u64;
 /// Receives a step's progress, see [`Executor::finish`]. The step waits for it: it must be quick.
 pub type LayersDone<'a> = dyn FnMut(usize) + 'a;
 
-/// Runs steps, one at a time: `begin`, then `finish`. Owned by the engine thread.
+/// Runs steps, one behind the other: `begin`, then `finish`. Owned by the engine thread.
+///
+/// Some let the host begin the next step before it has finished the one before, so that the device need not wait for
+/// the host between the two. Steps then still compute in the order in which they began: each reads what those before it
+/// have written and chosen. `finish` ends them in that order.
 pub trait Executor: Send {
     /// What this executor serves; constant over its life.
     fn spec(&self) -> &EngineSpec;
+
+    /// Steps that may be under way at a time, at least 1; constant over its life.
+    fn most_under_way(&self) -> usize {
+        1
+    }
 
     /// The KV memory, `total_blocks * block_bytes` bytes, which steps read and write.
     fn memory(&self) -> Arc<dyn KvMemory>;
 
     /// Starts a step: computes every item's tokens, writes their K and V into the item's blocks, and chooses the tokens
-    /// that are asked for. The caller keeps `batch`, and so the leases, until `finish` has returned.
+    /// that are asked for. The caller keeps `batch`, and so the leases, until the step's `finish` has returned.
     ///
     /// # Errors
     /// `InvalidArgument` for a batch that cannot be computed, such as [`Tokens::Last`] of a sequence for which the step
-    /// before chose nothing. No step is under way then, and no sequence of the batch can go on with `Last`.
+    /// before chose nothing. The step is not under way then, nor is any part of it, and no sequence of the batch can go
+    /// on with `Last`; steps that were under way still are.
     fn begin(&mut self, batch: &Batch) -> Result<(), EngineError>;
 
-    /// Waits for the step's end; gives what it chose, one entry an item, in their order. Calls `layers_done(n)` on this
-    /// thread, for each `n` of the batch's `report_layers` from 1 to `layers`, once the K and V of the first `n` layers
-    /// are in the arena for the whole step: the step writes nothing there any more.
+    /// Waits for the end of the oldest step under way; gives what it chose, one entry an item, in their order. Calls
+    /// `layers_done(n)` on this thread, for each `n` of the batch's `report_layers` from 1 to `layers`, once the K and
+    /// V of the first `n` layers are in the arena for the whole step: the step writes nothing there any more.
     ///
     /// # Errors
-    /// The step failed as a whole: nothing is known about the KV that its items wrote, and none of its sequences can go
-    /// on with [`Tokens::Last`].
+    /// The step failed as a whole, and has ended: nothing is known about the KV that its items wrote, and none of its
+    /// sequences can go on with [`Tokens::Last`].
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError>;
 
     /// There is nothing to run: until the next `begin`, other programs of this machine may have the cores that the
@@ -52,7 +62,8 @@ pub trait Executor: Send {
         0.0
     }
 
-    /// Frees what is kept for a sequence that has ended. Of no effect for one that was in no step.
+    /// Frees what is kept for a sequence that has ended. A step under way may still compute it, for nobody. Of no
+    /// effect for one that was in no step.
     fn forget(&mut self, seq: Seq);
 }
 
@@ -110,7 +121,8 @@ pub enum Tokens {
     /// These.
     Given(Vec<u32>),
     /// The one that the sequence's last step chose, wherever the executor keeps it: it need not travel to the host and
-    /// back. That step was by the same executor, and nothing else of the sequence was computed since.
+    /// back. That step was by the same executor, and nothing else of the sequence was computed since. It may be under
+    /// way, if its choice was [the device's](Choose::is_of_device).
     Last,
 }
 
@@ -141,6 +153,16 @@ pub struct Choose {
     /// token is chosen behind each of them as well, which holds if all drafts so far are what was chosen in their
     /// places.
     pub drafts: Vec<Draft>,
+}
+
+impl Choose {
+    /// Whether the rules can be a device's own, so that a next step can take the token from there before the host has
+    /// seen it: one token, without a look at those before it, at a list of others, or for those beside it.
+    pub fn is_of_device(&self) -> bool {
+        let SamplingParams { logit_bias, top_logprobs, .. } = &*self.sampling;
+        let forbids = self.forbidden.as_ref().is_some_and(|tokens| !tokens.is_empty());
+        !self.sampling.penalizes() && logit_bias.is_empty() && *top_logprobs == 0 && !forbids && self.drafts.is_empty()
+    }
 }
 
 /// A guess at a token, and how the one behind it is chosen.

@@ -102,6 +102,7 @@ pub mod simulated;
 pub mod speculation;
 pub mod step;
 pub mod step_model;
+pub mod under_way;
 
 pub use blocks::{BlockPool, KvLease, Prefix};
 pub use engine::{Engine, EngineLoad, SequenceStream};

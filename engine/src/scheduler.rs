@@ -1,7 +1,23 @@
 //! Decides what each step computes: continuous batching, chunked prefill, several prompts' chunks beside the decode
 //! tokens. A pure state machine: no clock, channel, thread or tensor; time is an argument. `engine.rs` runs it; a step
-//! reads `admit → fit → plan → execute → resolve`, and `apply` behind each. Decisions are values; only
-//! [`Scheduler::apply`] changes state, takes blocks, lets go of leases and caches blocks.
+//! reads `admit → fit → plan → begin … resolve → end`, and `apply` behind each decision. Decisions are values; only
+//! [`Scheduler::apply`] changes a sequence, takes blocks and caches them. Where each sequence stands is
+//! `scheduler/sequence.rs`.
+//!
+//! **Steps that overlap.** The next step can be planned while others are under way: a sequence is then taken to be
+//! where these will leave it. The place of a token that one of them chooses is certain, and so are its block and its
+//! random number; its value is not, and the executor continues it by [`Tokens::Last`]. As each step gives a sequence
+//! the tokens that it would have had alone, four things are to be seen to:
+//!
+//! - *Who needs the value waits*: where a sequence's next step hangs on more than the place (drafts, and rules that are
+//!   the host's, see [`Choose::is_of_device`](crate::Choose::is_of_device)), no step is planned before the one under
+//!   way has ended. It is so for all, so that nobody gets fewer steps than others for what they asked for.
+//! - *Who turns out to have ended* by a stop token, a cancel or a failure has a row too many in the step behind. That
+//!   is dropped: the sequence is not there any more. Its KV lies behind the sequence's end, and so behind every block
+//!   that is cached. An end by length is known ahead, and has no such row.
+//! - *Leases* are held by each step from its planning to its end, so that blocks are free, or another's, only after the
+//!   last step that writes them.
+//! - *Preemption* frees no block of a sequence in a step under way, so it waits until there is none.
 //!
 //! **Order.** A level of priority is worth [`PLACES_A_LEVEL`] places in the queue of arrivals, and each later arrival
 //! ages those before it by one place. So the order of two sequences never changes, and nothing starves: a sequence is
@@ -26,20 +42,22 @@
 //!
 //! **Cache.** A sequence's full blocks are cached as soon as a step has filled them, those of a long prompt chunk by
 //! chunk: the executor vouches for each item that all it computed are numbers, so that broken KV is never shared.
+mod sequence;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_proto::SequenceHash;
 use tandem_proto::hash::sequence_hashes;
 
-use crate::blocks::{BlockPool, KvLease, Prefix};
+use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
-use crate::executor::{Batch, BatchItem, Choose, Chosen, Draft, EngineSpec, History, Seq, Tokens};
-use crate::sampling::{Sampled, uniform};
+use crate::executor::{Batch, BatchItem, Chosen, Draft, EngineSpec, Seq, Tokens};
+use crate::sampling::Sampled;
 use crate::sequence::{Drafts, FinishReason, SequenceRequest};
-use crate::speculation::{Acceptance, Budget, MAX_DRAFTS, MAX_ROWS, Speculate, draft};
+use crate::speculation::{Budget, MAX_DRAFTS, MAX_ROWS, Speculate, draft};
 use crate::step_model::{StepCost, StepShape};
+use sequence::Sequence;
 
 /// Limits of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,6 +139,8 @@ pub struct Scheduler {
     preempted: BTreeSet<Rank>,
     running: BTreeMap<Seq, Sequence>,
     preemptions: u64,
+    /// Steps that have begun and not ended.
+    under_way: usize,
     speculate: Speculate,
     /// What steps take, as far as they were measured.
     cost: StepCost,
@@ -128,31 +148,6 @@ pub struct Scheduler {
 
 /// A place in the order: lower is first. Equal places go by arrival.
 type Rank = (i64, Seq);
-
-struct Sequence {
-    /// `tokens` and `computed` grow with every step.
-    request: SequenceRequest,
-    /// Length of `tokens` on arrival.
-    given: usize,
-    rank: Rank,
-    cached: Cached,
-    /// Tokens whose computation was told.
-    told: usize,
-    /// Of the full blocks, while it is preempted: what the cache may still have.
-    hashes: Vec<SequenceHash>,
-    /// Whether the last of `tokens` is what the executor chose in the sequence's last step, and has kept.
-    chosen: bool,
-    /// Tokens that may not be chosen before `min_tokens`; none where every number will do.
-    ends: Option<Arc<[u32]>>,
-    acceptance: Acceptance,
-}
-
-/// How much of a sequence is in the prefix cache.
-struct Cached {
-    blocks: usize,
-    /// Hash of the last of them, or the salt.
-    hash: SequenceHash,
-}
 
 impl Scheduler {
     /// An empty scheduler of sequences whose leases are of `pool`.
@@ -174,6 +169,7 @@ impl Scheduler {
             preempted: BTreeSet::new(),
             running: BTreeMap::new(),
             preemptions: 0,
+            under_way: 0,
             speculate: config.speculate,
             cost: StepCost::default(),
         }
@@ -182,13 +178,9 @@ impl Scheduler {
     /// Takes a validated request. The caller bounds how many wait.
     pub fn enqueue(&mut self, seq: Seq, request: SequenceRequest) {
         debug_assert!(self.waiting.keys().chain(self.running.keys()).all(|&other| other < seq));
-        let (given, told) = (request.tokens.len(), request.computed);
         let place = i64::try_from(seq).unwrap_or(i64::MAX).saturating_sub(i64::from(request.priority) * PLACES_A_LEVEL);
-        let cached = Cached { blocks: 0, hash: self.model_digest };
-        let ends = (request.sampling.min_tokens > 0).then(|| request.ends(self.eos_token_id).collect());
         let rank = (place, seq);
-        let (hashes, acceptance) = (Vec::new(), Acceptance::default());
-        let sequence = Sequence { request, given, rank, cached, told, hashes, chosen: false, ends, acceptance };
+        let sequence = Sequence::new(request, rank, self.eos_token_id, self.model_digest);
         self.queue.insert(rank);
         self.waiting.insert(seq, sequence);
     }
@@ -230,14 +222,17 @@ impl Scheduler {
     /// The blocks of the next step: who gets one more, and who gives way. One round of it: once it is carried out the
     /// next one may go further, and none is left to decide when there are no decisions.
     pub fn fit(&self) -> Vec<(Seq, Decision)> {
-        let mut lacking: Vec<Rank> = self.running.values().filter(|it| it.lacks_block()).map(|it| it.rank).collect();
+        if self.going_on().any(|sequence| sequence.ahead.must_end()) {
+            return Vec::new();
+        }
+        let mut lacking: Vec<Rank> = self.going_on().filter(|it| it.lacks_block()).map(|it| it.rank).collect();
         lacking.sort_unstable();
         if lacking.is_empty() {
             return self.fit_drafts();
         }
         let free = self.pool.free();
         let mut decisions: Vec<_> = lacking.iter().take(free).map(|&(_, seq)| (seq, Decision::Grow)).collect();
-        if let Some(first) = lacking.get(free) {
+        if let Some(first) = lacking.get(free).filter(|_| self.under_way == 0) {
             // Behind the first that gets nothing, and so behind all who get something. The only one that runs gives its
             // place to those before it, should there be some.
             let place = self.running.len() == 1 && !self.queue.is_empty();
@@ -248,14 +243,18 @@ impl Scheduler {
     }
 
     /// The next step: every sequence that decodes, then prefill chunks in order of rank while tokens are left in the
-    /// budget. Empty when nothing runs, or when the only one that does waits for blocks that a transfer holds.
+    /// budget. Empty when nothing runs, when the only one that does waits for blocks that a transfer holds, or when a
+    /// step under way must end first.
     pub fn plan(&self) -> Batch {
+        if self.must_wait() {
+            return Batch::default();
+        }
         let mut budget = self.max_step_tokens;
-        let mut order: Vec<&Sequence> = self.running.values().filter(|sequence| !sequence.lacks_block()).collect();
-        order.sort_unstable_by_key(|sequence| (sequence.request.queued_tokens() > 1, sequence.rank));
+        let mut order: Vec<&Sequence> = self.going_on().filter(|sequence| !sequence.lacks_block()).collect();
+        order.sort_unstable_by_key(|sequence| (sequence.queued_tokens() > 1, sequence.rank));
         let (mut items, mut report_layers) = (Vec::with_capacity(order.len()), BTreeSet::new());
         for sequence in order {
-            let count = sequence.request.queued_tokens().min(budget);
+            let count = sequence.queued_tokens().min(budget);
             if count == 0 {
                 break;
             }
@@ -267,16 +266,53 @@ impl Scheduler {
             items.push(item);
         }
         let mut batch = Batch { items, report_layers: report_layers.into_iter().collect() };
-        if self.speculate == Speculate::Ngram {
+        if self.speculate == Speculate::Ngram && self.under_way == 0 {
             self.add_drafts(&mut batch, budget);
         }
         batch
     }
 
+    /// The planned step is under way: what it computes and chooses can be continued.
+    pub fn begin(&mut self, batch: &Batch) {
+        self.under_way += 1;
+        for item in &batch.items {
+            if let Some(sequence) = self.running.get_mut(&item.seq) {
+                sequence.ahead.begin(item);
+            }
+        }
+    }
+
+    /// The oldest step under way has ended, and is resolved: its hold on leases goes with it. What it came to is to be
+    /// applied next.
+    pub fn end(&mut self, batch: Batch) {
+        self.under_way = self.under_way.saturating_sub(1);
+        for item in &batch.items {
+            if let Some(sequence) = self.running.get_mut(&item.seq) {
+                sequence.ahead.end(item);
+            }
+        }
+    }
+
+    /// Whether the next step cannot be planned before those under way have ended: it hangs on tokens that they choose,
+    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than the overlap.
+    fn must_wait(&self) -> bool {
+        let guesses = self.speculate == Speculate::Ngram && self.running.len() < MAX_ROWS;
+        let repeats = |it: &Sequence| guesses && it.ahead.chosen() > 0 && it.repeats_itself();
+        let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block() || repeats(it);
+        self.under_way > 0 && self.going_on().any(waits)
+    }
+
+    /// The running sequences that do not end with the steps under way, as far as is known.
+    fn going_on(&self) -> impl Iterator<Item = &Sequence> {
+        let goes_on = |it: &&Sequence| it.ahead.chosen() == 0 || self.tokens_left(it) > it.ahead.chosen();
+        self.running.values().filter(goes_on)
+    }
+
     /// Room for drafts, ahead of the tokens that may be there: of blocks that nobody needs now, and only one more than
     /// a sequence fills.
     fn fit_drafts(&self) -> Vec<(Seq, Decision)> {
-        if self.speculate == Speculate::Off || self.running.len() >= MAX_ROWS || !self.preempted.is_empty() {
+        let drafts = self.speculate == Speculate::Ngram && self.under_way == 0 && self.running.len() < MAX_ROWS;
+        if !drafts || !self.preempted.is_empty() {
             return Vec::new();
         }
         let spare = self.pool.free().saturating_sub(self.growing());
@@ -360,11 +396,9 @@ impl Scheduler {
     }
 
     fn preempt(&mut self, seq: Seq) {
+        debug_assert_eq!(self.under_way, 0, "a step under way keeps the blocks");
         let Some(mut sequence) = self.leave_queue(seq).or_else(|| self.running.remove(&seq)) else { return };
-        sequence.request.lease = Arc::new(self.pool.nothing());
-        sequence.request.computed = 0;
-        sequence.chosen = false;
-        sequence.cached = Cached { blocks: 0, hash: self.model_digest };
+        sequence.give_up_blocks(Arc::new(self.pool.nothing()), self.model_digest);
         sequence.hashes = sequence_hashes(self.model_digest, &sequence.request.tokens, self.block_tokens);
         self.preemptions += 1;
         self.preempted.insert(sequence.rank);
@@ -507,85 +541,6 @@ fn came_true(drafts: &[Draft], sampled: &[Sampled]) -> bool {
     let accepted = sampled.len().wrapping_sub(1);
     let tokens = sampled.iter().map(|sampled| sampled.token);
     accepted <= drafts.len() && tokens.zip(drafts).take(accepted).all(|(token, draft)| token == draft.token)
-}
-
-impl Sequence {
-    /// The end of a step: `computed` tokens have their KV, `sampled` are new.
-    fn advance(&mut self, computed: usize, sampled: &[Sampled], Drafts { drafted, accepted }: Drafts) {
-        let Self { request, told, chosen, acceptance, .. } = self;
-        request.computed = computed;
-        *told = (*told).max(computed);
-        request.tokens.extend(sampled.iter().map(|sampled| sampled.token));
-        *chosen = !sampled.is_empty();
-        debug_assert!(request.computed < request.tokens.len(), "a running sequence has a token to run");
-        if *chosen {
-            acceptance.note(drafted as usize, accepted as usize);
-        }
-    }
-
-    /// Whether its next token has no place yet.
-    fn lacks_block(&self) -> bool {
-        self.request.computed >= self.request.lease.capacity_tokens()
-    }
-
-    /// The blocks of all its tokens, and what the cache may have of them.
-    fn wants_again(&self, pool: &BlockPool) -> (usize, Prefix<'_>) {
-        let tokens = self.request.tokens.len();
-        (pool.blocks_for(tokens), Prefix { hashes: &self.hashes, tokens })
-    }
-
-    /// Puts the blocks before index `full` into the cache that are not there yet.
-    fn cache_blocks(&mut self, full: usize, block_tokens: usize) {
-        let Cached { blocks, hash } = &mut self.cached;
-        let tokens = self.request.tokens.get(*blocks * block_tokens..full * block_tokens).unwrap_or_default();
-        let hashes = sequence_hashes(*hash, tokens, block_tokens);
-        if let Some(&last) = hashes.last() {
-            self.request.lease.publish(*blocks, &hashes);
-            (*blocks, *hash) = (full, last);
-        }
-    }
-
-    fn item(&self, count: usize) -> BatchItem {
-        let (start, end) = (self.request.computed, self.request.computed + count);
-        let last = self.chosen && count == 1;
-        BatchItem {
-            seq: self.rank.1,
-            tokens: if last { Tokens::Last } else { Tokens::Given(self.request.tokens[start..end].to_vec()) },
-            start,
-            blocks: Arc::clone(&self.request.lease),
-            choose: (end == self.request.tokens.len()).then(|| self.choose(start, last)),
-        }
-    }
-
-    /// How to choose the token after all that are known, of which those from `start` on are computed.
-    fn choose(&self, start: usize, last: bool) -> Choose {
-        let SequenceRequest { tokens, prompt_len, sampling, .. } = &self.request;
-        let history = || History { tokens: tokens[..start].to_vec(), prompt_len: *prompt_len };
-        Choose {
-            sampling: Arc::clone(sampling),
-            uniform: uniform(sampling.seed, tokens.len()),
-            forbidden: self.forbidden(tokens.len()),
-            history: (sampling.penalizes() && !last).then(history),
-            drafts: Vec::new(),
-        }
-    }
-
-    /// Guesses at the tokens behind those that are known.
-    fn drafts(&self, tokens: Vec<u32>) -> Vec<Draft> {
-        let places = self.request.tokens.len() + 1..;
-        let draft = |(token, place)| Draft {
-            token,
-            uniform: uniform(self.request.sampling.seed, place),
-            forbidden: self.forbidden(place),
-        };
-        tokens.into_iter().zip(places).map(draft).collect()
-    }
-
-    /// What may not be the token at `place`.
-    fn forbidden(&self, place: usize) -> Option<Arc<[u32]>> {
-        let too_short = place - self.request.prompt_len < self.request.sampling.min_tokens as usize;
-        self.ends.as_ref().filter(|_| too_short).cloned()
-    }
 }
 
 #[cfg(test)]

@@ -139,7 +139,8 @@ impl SequenceRequest {
 
 /// What happens to a sequence, in order: `Started`, then `ChunkDone`, `LayersDone` (in the last chunk) and `Token`s,
 /// then one `Finished` or `Failed`; `Preempted` and `Resumed` between any of them. `Failed` may come at any point; it
-/// and `Finished` are the last. By then the engine has let go of the lease.
+/// and `Finished` are the last. By then the engine has let go of the lease, but for a step that began before the end
+/// was known: that writes behind the sequence's end, and holds the lease until it has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceEvent {
     /// It left the queue; its first step comes next.

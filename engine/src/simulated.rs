@@ -8,6 +8,10 @@
 //!
 //! A step takes as long as the configuration says, and as little as may be of it is processor time: what stands beside
 //! a simulated node on the same cores is what is measured.
+//!
+//! It computes in `finish`, as late as a device may. Where several steps may be under way, one takes the tokens that
+//! the host did not have at its beginning from the step that ended before it.
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,14 +20,16 @@ use std::time::{Duration, Instant};
 use tandem_memory::{HostMemory, KvMemory};
 use tandem_proto::DEFAULT_BLOCK_TOKENS;
 
-use crate::chooser::Chooser;
+use crate::chooser::{Chooser, Last, Slots};
 use crate::error::EngineError;
 use crate::executor::{Batch, Chosen, EngineSpec, Executor, LayersDone, Seq};
 use crate::kv_memory::allocate_arena;
 use crate::models::checkpoint::Checkpoint;
 use crate::numerics::{Arithmetic, KvDtype, KvOrder};
+use crate::sampling::Sampled;
 use crate::step::{Chunk, Step};
 use crate::step_model::StepShape;
+use crate::under_way::UnderWay;
 
 /// A simulated model says only the first so many tokens of its vocabulary. To choose among more takes longer than the
 /// rest of a step.
@@ -55,6 +61,8 @@ pub struct SimulatedConfig {
     pub token_delay: Duration,
     /// What each position adds that a token attends to: the model of attention.
     pub context_delay: Duration,
+    /// Steps that may be under way at a time, at least 1.
+    pub under_way: usize,
 }
 
 impl Default for SimulatedConfig {
@@ -71,6 +79,7 @@ impl Default for SimulatedConfig {
             step_delay: Duration::ZERO,
             token_delay: Duration::ZERO,
             context_delay: Duration::ZERO,
+            under_way: 1,
         }
     }
 }
@@ -111,11 +120,22 @@ impl SimulatedConfig {
 pub struct SimulatedExecutor {
     network: Network,
     config: SimulatedConfig,
-    /// Of the step under way, or the last one.
+    steps: UnderWay<Simulated>,
+    /// When the last step ended.
+    ended: Instant,
+    /// What the last step chose, as a device keeps it.
+    chosen: HashMap<Seq, u32>,
+    slots: Slots,
+}
+
+/// A step, from its beginning to its end.
+struct Simulated {
     step: Step,
-    /// When the step under way began, and what it takes.
-    under_way: Option<(Instant, Duration)>,
     chooser: Chooser,
+    began: Instant,
+    takes: Duration,
+    /// Rows whose tokens the step before chooses, and of whom.
+    rows: Vec<(usize, Seq)>,
 }
 
 /// What computes on the arena.
@@ -167,29 +187,77 @@ impl SimulatedExecutor {
         Ok(Self {
             network: Network { spec: spec.sealed(), arena, words_per_token },
             config: config.clone(),
-            step: Step::default(),
-            under_way: None,
-            chooser: Chooser::default(),
+            steps: UnderWay::new((0..config.under_way.max(1)).map(|_| Simulated::new())),
+            ended: Instant::now(),
+            chosen: HashMap::new(),
+            slots: Slots::default(),
         })
     }
 
     /// Sequences for which something is kept.
     pub fn slots(&self) -> usize {
-        self.chooser.slots()
+        self.slots.len()
+    }
+}
+
+impl Simulated {
+    fn new() -> Self {
+        let (began, takes) = (Instant::now(), Duration::ZERO);
+        Self { step: Step::default(), chooser: Chooser::default(), began, takes, rows: Vec::new() }
     }
 
-    /// The logits of all rows that want them, and the tokens that they give.
-    fn answer(&mut self) -> Result<(), EngineError> {
-        let Self { network, step, chooser, .. } = self;
+    fn begin(&mut self, batch: &Batch, spec: &EngineSpec, slots: &mut Slots) -> Result<(), EngineError> {
+        let Self { step, chooser, rows, .. } = self;
+        chooser.begin(batch, slots)?;
+        // A token that nobody knows yet is any, until the step before has chosen it.
+        step.lay_out(batch, spec, |item| chooser.last(item).map(|last| last.known().unwrap_or(0)))?;
+        rows.clear();
+        for ((index, item), chunk) in batch.items.iter().enumerate().zip(&step.chunks) {
+            if chooser.last(index) == Some(Last::UnderWay) {
+                rows.push((chunk.first_row, item.seq));
+            }
+        }
+        Ok(())
+    }
+
+    fn compute(
+        &mut self,
+        network: &Network,
+        chosen: &HashMap<Seq, u32>,
+        began: Instant,
+        layers_done: &mut LayersDone<'_>,
+    ) -> Result<(), EngineError> {
+        for (row, seq) in &self.rows {
+            self.step.tokens[*row] = chosen.get(seq).copied().unwrap_or(0);
+        }
+        let layers = u32::try_from(network.spec.layers).unwrap_or(u32::MAX);
+        for layer in 1..=layers {
+            let last = layer == layers;
+            self.step.chunks.iter().try_for_each(|chunk| network.run(&self.step, chunk, layer as usize - 1))?;
+            if last {
+                self.answer(network)?;
+            }
+            // To wait for each layer where nobody does would be wakings for nothing.
+            let reports = self.step.reports(layer as usize);
+            if reports || last {
+                pass(began, self.takes / layers * layer);
+            }
+            if reports {
+                layers_done(layer as usize);
+            }
+        }
+        Ok(())
+    }
+
+    /// The logits of all rows that want them.
+    fn answer(&mut self, network: &Network) -> Result<(), EngineError> {
+        let Self { step, chooser, .. } = self;
         let width = network.spec.vocab_size.min(SPOKEN_TOKENS);
         let wanted = step.chunks.iter().flat_map(|chunk| step.choosing(chunk).iter().map(move |row| (chunk, row)));
         let rows = chooser.rows(width).chunks_exact_mut(width);
         wanted.zip(rows).try_for_each(|((chunk, &row), logits)| {
             network.attend(step, &Chunk { rows: row + 1 - chunk.first_row, ..*chunk }, logits)
-        })?;
-        // Slots that are not what they should be are an error of the step.
-        chooser.choose(|_, _| true);
-        Ok(())
+        })
     }
 }
 
@@ -253,39 +321,40 @@ impl Executor for SimulatedExecutor {
         self.network.arena.clone()
     }
 
+    fn most_under_way(&self) -> usize {
+        self.steps.most()
+    }
+
     fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
-        let Self { network, config, step, under_way, chooser } = self;
-        *under_way = None;
-        chooser.begin(batch)?;
-        step.lay_out(batch, &network.spec, |item| chooser.last(item))?;
-        *under_way = Some((Instant::now(), config.step_time(StepShape::of(batch))));
+        let Self { network, config, steps, slots, .. } = self;
+        let simulated = steps.next_step().ok_or_else(|| EngineError::Executor("too many steps under way".into()))?;
+        simulated.begin(batch, &network.spec, slots).inspect_err(|_| simulated.chooser.give_up(slots))?;
+        (simulated.began, simulated.takes) = (Instant::now(), config.step_time(StepShape::of(batch)));
+        steps.began();
         Ok(())
     }
 
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
-        let (began, takes) = self.under_way.take().ok_or_else(|| EngineError::Executor("no step was begun".into()))?;
-        let layers = u32::try_from(self.network.spec.layers).unwrap_or(u32::MAX);
-        for layer in 1..=layers {
-            let last = layer == layers;
-            let Self { network, step, .. } = &*self;
-            step.chunks.iter().try_for_each(|chunk| network.run(step, chunk, layer as usize - 1))?;
-            if last {
-                self.answer()?;
-            }
-            // To wait for each layer where nobody does would be wakings for nothing.
-            let reports = self.step.reports(layer as usize);
-            if reports || last {
-                pass(began, takes / layers * layer);
-            }
-            if reports {
-                layers_done(layer as usize);
-            }
-        }
-        Ok(self.chooser.chosen())
+        let Self { network, steps, slots, ended, chosen, .. } = self;
+        let simulated = steps.end().ok_or_else(|| EngineError::Executor("no step was begun".into()))?;
+        // Behind the step before it.
+        let began = simulated.began.max(*ended);
+        let computed = simulated.compute(network, chosen, began, layers_done);
+        *ended = Instant::now();
+        chosen.clear();
+        computed.inspect_err(|_| simulated.chooser.give_up(slots))?;
+        // Slots of KV that are not what they should be are an error of the step.
+        simulated.chooser.choose(slots, |_, _| true);
+        let last = |(seq, of)| match of {
+            &Chosen::Token(Sampled { token, .. }) => Some((seq, token)),
+            _ => None,
+        };
+        chosen.extend(simulated.chooser.chosen_of().filter_map(last));
+        Ok(simulated.chooser.chosen())
     }
 
     fn forget(&mut self, seq: Seq) {
-        self.chooser.forget(seq);
+        self.slots.forget(seq);
     }
 }
 
@@ -345,7 +414,7 @@ mod tests {
             let item = BatchItem { seq: 1, tokens, start, blocks: Arc::clone(&blocks), choose: Some(choose) };
             executor.begin(&Batch { items: vec![item], report_layers: Vec::new() }).unwrap();
             executor.finish(&mut |_| ()).unwrap();
-            (executor.network.arena.clone(), executor.chooser.logits().of(0).unwrap().to_vec())
+            (executor.network.arena.clone(), executor.steps.ended().chooser.logits().of(0).unwrap().to_vec())
         };
         harm(step(0, TOKENS).0.words());
         step(TOKENS, 1).1

@@ -71,6 +71,8 @@ fn requests(text: &mut Text, node: &Node) {
     for (cores, steps) in ["own", "borrowed"].into_iter().zip(engine.steps) {
         text.sample(&[("cores", cores)], steps as f64);
     }
+    text.family("tandem_steps_ahead_total", "counter", "Engine steps that began while one before was under way.");
+    text.sample(&[], engine.steps_ahead as f64);
     text.family("tandem_requests_running", "gauge", "Requests in the running batch.");
     text.sample(&[], f64::from(load.running));
     text.family("tandem_requests_waiting", "gauge", "Requests that wait for blocks, a peer or the batch.");

@@ -4,8 +4,9 @@
 //! # Map
 //!
 //! - [`loader`]: from a model's files and a device's number to an executor. Read it first.
-//! - [`executor`]: [`CudaExecutor`], which runs the engine's steps. Its parts: `inputs` (what a step uploads), `tables`
-//!   (which blocks each sequence has), `network` (the launches of a step, and the memory between them).
+//! - [`executor`]: [`CudaExecutor`], which runs the engine's steps. Its parts: `flight` (what a step has to itself),
+//!   `queue` (graphs and launches, in one stream), `inputs` (what a step uploads), `tables` (which blocks each sequence
+//!   has), `network` (the launches of a step, and the memory between them).
 //! - `weights` and `plan`: a model's tensors, and where they lie; [`memory`]: the KV arena.
 //! - [`kernels`]: launches as checked values; [`compile`] and [`loaded`]: their texts, compiled and loaded.
 //! - Owners over the driver, each of one kind of thing: [`device`], [`context`], [`stream`] (and events), [`buffer`],
@@ -28,6 +29,7 @@ pub mod device;
 mod driver;
 pub mod error;
 pub mod executor;
+mod flight;
 pub mod graph;
 mod inputs;
 pub mod kernels;
@@ -39,6 +41,7 @@ mod network;
 mod nvrtc;
 pub mod pinned;
 mod plan;
+mod queue;
 pub mod stream;
 mod tables;
 mod weights;

@@ -13,12 +13,13 @@ use crate::compile;
 use crate::context::Context;
 use crate::device::Device;
 use crate::error::{CudaError, gib};
-use crate::executor::{CudaExecutor, MOST_SPARE, rows_with_spare};
+use crate::executor::CudaExecutor;
 use crate::kernels::choose::MOST_TOKENS;
 use crate::loaded::Kernels;
 use crate::memory::CudaMemory;
 use crate::network::Network;
 use crate::plan::WeightPlan;
+use crate::queue::{MOST_SPARE, rows_with_spare};
 use crate::weights;
 use crate::workspace::{StepLimits, WorkspacePlan};
 

@@ -242,10 +242,10 @@ impl Network {
     }
 
     fn queue(&self, stream: &Stream, launch: Result<Launch, Refused>) -> Result<(), CudaError> {
-        // SAFETY: all memory is `self`'s, whose owner waits for the stream before it lets go of it or begins another
-        // step; launches of one stream run in their order, and each writes a part of the workspace, or places of the
-        // arena that the step's layout has checked. Indices in the inputs were checked against the same limits that the
-        // launch was made with.
+        // SAFETY: all memory is `self`'s, whose owner waits for the stream before it lets go of it; launches and copies
+        // of one stream run in their order, those of a step behind all of the step before, and each writes a part of
+        // the workspace, or places of the arena that the step's layout has checked. Indices in the inputs were checked
+        // against the same limits that the launch was made with.
         unsafe { self.kernels.launch(stream, launch) }
     }
 }

@@ -2,12 +2,10 @@
 //! has got since is uploaded. Rows of sequences that are in no step of late are taken where there are too few.
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
-use std::sync::Arc;
 
 use tandem_engine::{Batch, Seq};
 
 use crate::buffer::Buffer;
-use crate::context::Context;
 use crate::error::CudaError;
 use crate::pinned::Pinned;
 use crate::plan::Span;
@@ -16,26 +14,27 @@ use crate::stream::Stream;
 /// All rows.
 pub(crate) struct Tables {
     rows: Rows,
-    /// The rows once more, as they are uploaded from here.
-    mirror: Pinned,
+    /// The rows once more, as the device will have them when all that is queued has run.
+    mirror: Vec<u32>,
     /// Blocks of a row.
     width: usize,
 }
 
 impl Tables {
     /// `count` rows of `width` blocks.
-    pub fn new(context: &Arc<Context>, count: usize, width: usize) -> Result<Self, CudaError> {
-        Ok(Self { rows: Rows::new(count), mirror: Pinned::new(context, count * width * 4)?, width })
+    pub fn new(count: usize, width: usize) -> Self {
+        Self { rows: Rows::new(count), mirror: vec![0; count * width], width }
     }
 
-    /// Makes the device's rows, in `span` of `workspace`, those of the batch's sequences; gives each item's row.
-    /// No copy of the tables is under way.
+    /// Makes the device's rows, in `span` of `workspace`, those of the batch's sequences; gives each item's row. What
+    /// changes is uploaded from `pinned`, as large as all rows, of which no copy is under way.
     pub fn update(
         &mut self,
         batch: &Batch,
         workspace: &Buffer,
         span: Span,
         stream: &Stream,
+        pinned: &mut Pinned,
         of_items: &mut Vec<u32>,
     ) -> Result<(), CudaError> {
         of_items.clear();
@@ -45,13 +44,14 @@ impl Tables {
             let blocks = &blocks[..blocks.len().min(self.width)];
             let refused = || CudaError::Kernels(format!("{} sequences in a step are too many", batch.items.len()));
             let row = self.rows.of(item.seq, &present).ok_or_else(refused)?;
-            let at = row as usize * self.width * 4;
-            // SAFETY: no copy is under way, by the caller.
-            let mirror = unsafe { self.mirror.slice_mut::<u32>(at, self.width) };
+            let first = row as usize * self.width;
+            let mirror = &mut self.mirror[first..first + self.width];
             let changed = self.rows.change(item.seq, mirror, blocks);
             if !changed.is_empty() {
-                let (from, bytes) = (at + changed.start * 4, changed.len() * 4);
-                workspace.upload(span.at + from, &self.mirror, from, bytes, stream)?;
+                let (from, bytes) = ((first + changed.start) * 4, changed.len() * 4);
+                // SAFETY: no copy is under way, by the caller, but those of other rows of this step.
+                unsafe { pinned.slice_mut(from, changed.len()) }.copy_from_slice(&mirror[changed.clone()]);
+                workspace.upload(span.at + from, pinned, from, bytes, stream)?;
                 self.rows.uploaded(item.seq, changed.end);
             }
             of_items.push(row);

@@ -11,7 +11,7 @@ use support::*;
 use tandem_cuda::{CudaConfig, CudaLoader};
 use tandem_cuda_emu::{Count, Fault, count, fail_nth, seen};
 use tandem_engine::{
-    BlockPool, Engine, EngineError, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
+    Batch, BlockPool, Engine, EngineError, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
     Speculate, Tokens,
 };
 use tandem_memory::Run;
@@ -72,8 +72,19 @@ fn a_lost_device_ends_the_engine() {
     let launches: u32 = clean["launch"].parse().expect("a number");
     let run = scenario("scenario_engine", Some(format!("launch:{}", launches - 3)));
     assert!(run["end"].contains("lost") && run["stopped"].contains("the device is lost"), "{run:?}");
-    // What is refused once fails its step alone.
+    // Steps overlap: whatever fails while one is under way ends the sequence in words, and the engine where it must.
+    assert_ne!(clean["ahead"], "0", "{clean:?}");
+    for nth in launches - 9..=launches {
+        let run = scenario("scenario_engine", Some(format!("launch:{nth}")));
+        assert!(run["end"].contains("lost") && run["stopped"].contains("the device is lost"), "{nth}: {run:?}");
+    }
     let submits: u32 = clean["submit"].parse().expect("a number");
+    for nth in submits - 15..submits {
+        let run = scenario("scenario_engine", Some(format!("submit:{nth}")));
+        assert!(run["end"].contains("Failed") && run["stopped"] == "None", "{nth}: {run:?}");
+        assert_eq!(run["free"], clean["free"], "{nth}: a block is lost");
+    }
+    // What is refused once fails its step alone.
     let run = scenario("scenario_engine", Some(format!("submit:{submits}")));
     assert!(run["end"].contains("Failed") && run["stopped"] == "None", "{run:?}");
 }
@@ -134,7 +145,7 @@ fn scenario_steps() {
     say_counts();
 }
 
-/// A prompt in chunks, two sequences that decode, the KV memory in between.
+/// A prompt in chunks, two sequences that decode, the KV memory in between; at last steps that overlap.
 fn steps() -> Result<Vec<u32>, EngineError> {
     let mut executor = CudaLoader::open(&small())?.load(8)?;
     let pool = BlockPool::new(8, 16);
@@ -163,6 +174,14 @@ fn steps() -> Result<Vec<u32>, EngineError> {
         ];
         tokens.extend(run(&mut executor, items)?.iter().map(token));
     }
+    // Two under way: the second continues what the first chooses.
+    for step in 0..2 {
+        let ahead = item(1, Tokens::Last, 6 + step, &first, Some(choose(&greedy())));
+        executor.begin(&Batch { items: vec![ahead], report_layers: Vec::new() })?;
+    }
+    for _ in 0..2 {
+        tokens.extend(executor.finish(&mut |_| {})?.iter().map(token));
+    }
     Ok(tokens)
 }
 
@@ -190,7 +209,9 @@ fn scenario_engine() {
     }
     say("end", format!("{end:?}"));
     say("stopped", format!("{:?}", engine.stopped()));
+    say("ahead", engine.load().steps_ahead);
     engine.shutdown();
+    say("free", engine.pool().free());
     drop(engine);
     say_counts();
 }

@@ -3,7 +3,7 @@
 use tandem_proto::BLOCK_TOKENS;
 
 use super::{CpuExecutor, Lend, ModelConfig, isa_of, spec_of};
-use crate::chooser::Chooser;
+use crate::chooser::{Chooser, Slots};
 use crate::error::EngineError;
 use crate::footprint::{Footprint, StepSize};
 use crate::kv_memory::allocate_arena;
@@ -99,8 +99,8 @@ impl ModelLoader {
         pool.install(|| kv.touch());
         let spec = spec_of(checkpoint.digest()?, model.config(), &kv, isa);
         tracing::info!(model = spec.model_name, isa = model.isa().name(), threads = config.threads, "model loaded");
-        let (step, chooser) = (Step::default(), Chooser::default());
-        Ok(CpuExecutor { spec, model, kv, pool, step, under_way: false, chooser })
+        let (step, chooser, slots) = (Step::default(), Chooser::default(), Slots::default());
+        Ok(CpuExecutor { spec, model, kv, pool, step, under_way: false, chooser, slots })
     }
 }
 

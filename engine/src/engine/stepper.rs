@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use tokio::time;
 
 use super::{BLOCKS_AWAY, Outcome, Worker, waiting_for_layers};
-use crate::executor::Batch;
 use crate::step_model::StepShape;
 
 /// The driver of one engine without a thread, see [`Engine::stepped`](super::Engine::stepped). Dropping it is the
@@ -32,26 +31,27 @@ impl Stepper {
                 continue;
             };
             let takes = (self.step_time)(StepShape::of(&batch));
-            let outcome = self.step(&batch, takes).await;
-            self.worker.conclude(batch, outcome, takes, now());
+            self.worker.begin(batch, now());
+            self.step(takes).await;
         }
         let reason = self.worker.ended();
         self.worker.stopped(reason);
     }
 
     /// Writes everything at once, and then lets time pass, with a stop after each layer that somebody waits for.
-    async fn step(&mut self, batch: &Batch, takes: Duration) -> Outcome {
-        let Worker { executor, scheduler, clients, .. } = &mut self.worker;
+    async fn step(&mut self, takes: Duration) {
+        let Worker { executor, under_way, scheduler, clients, .. } = &mut self.worker;
+        let Some(flight) = under_way.front() else { return };
         let (begin, layers) = (time::Instant::now(), u32::try_from(executor.spec().layers).unwrap_or(u32::MAX));
         let mut done = Vec::new();
-        let outcome = Outcome::of(batch, &mut **executor, scheduler, &mut |layers| done.push(layers));
-        let waiting = waiting_for_layers(clients, batch);
+        let outcome = Outcome::of(flight, &mut **executor, scheduler, &mut |layers| done.push(layers));
+        let waiting = waiting_for_layers(clients, &flight.batch);
         for layer in done {
             time::sleep_until(begin + takes * u32::try_from(layer).unwrap_or(u32::MAX) / layers).await;
             waiting.iter().filter(|_| outcome.failed.is_none()).for_each(|client| client.tell_layers(layer, now()));
         }
         time::sleep_until(begin + takes).await;
-        outcome
+        self.worker.conclude(outcome, takes, now());
     }
 
     /// As the thread's: waits while there is nothing to run. False when the engine shall stop.

@@ -1,4 +1,6 @@
 //! The scheduler without an executor: limits, order, and what is done when blocks run out.
+mod overlap;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -7,7 +9,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::blocks::{BlockPool, Prefix};
 use crate::executor::Executor;
-use crate::sampling::SamplingParams;
+use crate::sampling::{SamplingParams, uniform};
 use crate::sequence::MAX_PRIORITY;
 use crate::simulated::{SimulatedConfig, SimulatedExecutor};
 

@@ -1,6 +1,7 @@
 //! The engine as its callers see it, over the simulated executor.
 
 mod lifecycle;
+mod overlap;
 mod preemption;
 mod prefix;
 mod progress;

@@ -28,9 +28,15 @@ pub fn simulated(blocks: usize) -> Box<SimulatedExecutor> {
 }
 
 pub fn simulated_blocks_of(block_tokens: usize, blocks: usize) -> Box<SimulatedExecutor> {
-    let config = SimulatedConfig { blocks, max_context_tokens: 512, block_bytes: 256, layers: 2, ..Default::default() };
-    let config = config.with_block_tokens(block_tokens);
+    simulated_by(SimulatedConfig { blocks, ..small_model() }.with_block_tokens(block_tokens))
+}
+
+pub fn simulated_by(config: SimulatedConfig) -> Box<SimulatedExecutor> {
     Box::new(SimulatedExecutor::new(&config).expect("a valid configuration"))
+}
+
+pub fn small_model() -> SimulatedConfig {
+    SimulatedConfig { max_context_tokens: 512, block_bytes: 256, layers: 2, ..Default::default() }
 }
 
 pub fn engine(config: SchedulerConfig) -> Engine {
@@ -112,7 +118,7 @@ pub enum Go {
     Panic,
 }
 
-/// Steps when told to, and reports each step's sequences before it waits. Runs freely once the gate is dropped.
+/// Ends steps when told to, and reports each step's sequences as it begins. Runs freely once the gate is dropped.
 pub struct Gated {
     inner: Box<SimulatedExecutor>,
     go: blocking::Receiver<Go>,
@@ -125,9 +131,15 @@ pub struct Gate {
 }
 
 pub fn gated(config: SchedulerConfig) -> (Engine, Gate) {
+    gated_under_way(config, 1)
+}
+
+/// With so many steps under way at a time.
+pub fn gated_under_way(config: SchedulerConfig, under_way: usize) -> (Engine, Gate) {
     let (go, go_receiver) = blocking::channel();
     let (steps_sender, steps) = mpsc::unbounded_channel();
-    let executor = Gated { inner: simulated(64), go: go_receiver, steps: steps_sender };
+    let inner = simulated_by(SimulatedConfig { blocks: 64, under_way, ..small_model() });
+    let executor = Gated { inner, go: go_receiver, steps: steps_sender };
     (Engine::start(Box::new(executor), config), Gate { go, steps })
 }
 
@@ -135,6 +147,11 @@ impl Gate {
     /// Waits until a step stands at the gate; gives its sequences.
     pub async fn step(&mut self) -> Vec<u64> {
         within(self.steps.recv()).await.expect("a step")
+    }
+
+    /// Whether no further step has begun.
+    pub fn is_quiet(&mut self) -> bool {
+        self.steps.try_recv().is_err()
     }
 
     pub fn go(&self, go: Go) {
@@ -151,6 +168,10 @@ impl Executor for Gated {
         self.inner.memory()
     }
 
+    fn most_under_way(&self) -> usize {
+        self.inner.most_under_way()
+    }
+
     fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
         let _ = self.steps.send(batch.items.iter().map(|item| item.seq).collect());
         self.inner.begin(batch)
@@ -159,7 +180,10 @@ impl Executor for Gated {
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
         match self.go.recv().unwrap_or(Go::Run) {
             Go::Run => self.inner.finish(layers_done),
-            Go::Fail => Err(EngineError::Executor("told to fail".into())),
+            Go::Fail => {
+                self.inner.finish(layers_done)?;
+                Err(EngineError::Executor("told to fail".into()))
+            }
             Go::Lose => Err(EngineError::DeviceLost("told to be gone".into())),
             Go::Panic => panic!("told to panic"),
         }
