@@ -140,7 +140,7 @@ refused "two objectives" --set-json 'router.args=["--ttft-objective-ms=500"]'
 refused "a transport that is none" --set transport=pigeon
 refused "encryption of RDMA" --set transport=rdma,kvEncrypt=true
 refused "a misspelt value" --set decode.replica=3
-refused "two routers" --set router.replicas=2
+refused "seventeen routers" --set router.replicas=17
 refused "no decode node" --set decode.replicas=0
 refused "a port of 70000" --set router.service.http=70000
 refused "a SHA-256 of three letters" --set model.sha256=abc

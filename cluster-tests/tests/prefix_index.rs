@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use tandem_engine::{Prefix, SamplingParams, SequenceRequest};
 use tandem_kvtransfer::Faults;
-use tandem_node::membership::stay_joined;
+use tandem_node::routers::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::v1::membership_client::MembershipClient;
@@ -95,7 +95,7 @@ async fn the_router_follows_its_nodes_caches() {
         let node = Node::start(&config, Faults::default()).await.unwrap();
         let stop = CancellationToken::new();
         let endpoint = "http://127.0.0.1:9".to_owned();
-        let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), endpoint, stop.clone()));
+        let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, endpoint, stop.clone()));
         nodes.push((node, stop, joined));
     }
     let prompt = |start: u32, blocks: u32| -> Vec<u32> { (0..=blocks * 16).map(|i| start + i % 5).collect() };
@@ -152,6 +152,8 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         processor: None,
         arithmetic: "f32".into(),
         kv_order: "bf16-pairs".into(),
+        life: 1,
+        link: 1,
     };
     let (reports, outbox) = mpsc::channel(8);
     let send = async |report| reports.send(NodeReport { report: Some(report) }).await.unwrap();

@@ -149,12 +149,14 @@ impl Generate<'_> {
         trace.attr("tandem.request_id", self.request.id.as_str());
         trace.attr("tandem.prompt_tokens", self.request.prompt.len());
         trace.open("prefill.queue", Kind::Internal, server, self.accepted);
+        self.events.member().reads(self.request.prompt.len());
         let lease = tokio::select! {
             biased;
             lease = self.reserve() => lease?,
             _ = stop.said() => return self.finish(v1::FinishReason::Stop, clock::now(), trace).await,
         };
         let cached_tokens = u32::try_from(lease.cached_tokens()).unwrap_or(u32::MAX);
+        self.events.member().reads(self.request.prompt.len().saturating_sub(lease.cached_tokens()));
         let mut sequence = self.node.engine.submit(self.request.from_prompt(lease, self.request.max_tokens))?;
         let begun = tokio::select! {
             biased;
@@ -194,6 +196,7 @@ impl Generate<'_> {
                     // The forward pass, and the span of the prompt's half of the call.
                     trace.close(at);
                     trace.close(at);
+                    self.events.member().has_read();
                     self.node.work.count_tokens(self.request.prompt.len(), 1);
                     let top_logprobs = top_logprobs(top);
                     let first = FirstToken { token_id: id, logprob, finished: None, cached_tokens, top_logprobs };

@@ -40,8 +40,9 @@ impl decode_server::Decode for DecodeService {
         &self,
         request: Request<Streaming<DecodeCommand>>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let (node, lease) = (self.node.clone(), self.lease);
-        let events = call::spawn(&self.node.work, start(request.into_inner()), move |(start, stop), events| {
+        let (node, lease, life) = (self.node.clone(), self.lease, call::life(request.metadata())?);
+        let start = start(request.into_inner());
+        let events = call::spawn(&self.node.work, life, start, move |(start, stop), events| {
             generate::serve(node, start, lease, events, stop)
         })?;
         Ok(Response::new(events))

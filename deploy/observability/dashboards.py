@@ -751,8 +751,8 @@ FAILURES = [
     series(
         "Lives",
         "short",
-        "Incarnations of each node's process: above 1, the router declared it dead and it came back.",
-        [("{{instance}}", "tandem_incarnations_total{NODES}")],
+        "Sessions of each node with routers: it has one for each router, and begins another one when it lost one.",
+        [("{{instance}}", "tandem_router_sessions_total{NODES}")],
         defaults={"decimals": 0},
     ),
     series(

@@ -89,12 +89,15 @@ fn requests(text: &mut Text, node: &Node) {
     for (outcome, count) in node.work.outcomes() {
         text.sample(&[("outcome", outcome)], count as f64);
     }
+    let (open, begun) = node.work.lives().counts();
+    text.family("tandem_router_sessions", "gauge", "Routers that this node is in a session with.");
+    text.sample(&[], open as f64);
     text.family(
-        "tandem_incarnations_total",
+        "tandem_router_sessions_total",
         "counter",
-        "Lives of this node: the router declared all but the last dead.",
+        "Sessions with routers that began, failed attempts included.",
     );
-    text.sample(&[], node.lives() as f64);
+    text.sample(&[], begun as f64);
     text.family("tandem_spans_dropped_total", "counter", "Spans that did not reach the collector.");
     text.sample(&[], node.spans.exporter.dropped() as f64);
     text.family("tandem_log_lines_lost_total", "counter", "Lines of the log that nobody read in time.");

@@ -1,15 +1,18 @@
 //! One streaming call as a task. The task dies with its client: when the response stream is dropped, the future is
-//! dropped at its present await, and with it every lease, sequence and hand-off that it holds. So it is when the router
-//! declares this life of the node dead.
+//! dropped at its present await, and with it every lease, sequence and hand-off that it holds. So it is when the life
+//! of the node that it belongs to ends: the session with the router that called.
 //!
 //! A call may be open before it says what it is for: a router opens some ahead. It counts from that word on.
 use std::future::Future;
+use std::sync::Arc;
 
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::{Error, ErrorKind, LIFE_HEADER, Life};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use tonic::metadata::MetadataMap;
 
+use crate::lives::Member;
 use crate::work::{Opened, Work};
 
 /// Events that may wait for a slow client; beyond that the producer waits.
@@ -19,6 +22,7 @@ const EVENTS: usize = 64;
 #[derive(Debug)]
 pub struct Events<E> {
     sender: mpsc::Sender<Result<E, Status>>,
+    member: Arc<Member>,
 }
 
 impl<E> Events<E> {
@@ -30,6 +34,19 @@ impl<E> Events<E> {
         let gone = |_| Error::new(ErrorKind::Cancelled, "the caller closed the call");
         self.sender.send(Ok(event)).await.map_err(gone)
     }
+
+    /// The call's part in its life, which counts what it has to read.
+    pub fn member(&self) -> &Member {
+        &self.member
+    }
+}
+
+/// The life that a call's head names; `None`: it is of no router's session.
+///
+/// # Errors
+/// `InvalidArgument` for what is no life.
+pub fn life(head: &MetadataMap) -> Result<Option<Life>, Error> {
+    head.get(LIFE_HEADER).map(|text| Life::from_header(text.as_bytes())).transpose()
 }
 
 /// Response body of a call.
@@ -42,6 +59,7 @@ pub type EventStream<E> = ReceiverStream<Result<E, Status>>;
 /// `Unavailable` while draining, `Overloaded` while too many calls have not said what they are for.
 pub fn spawn<S, E, F>(
     work: &Work,
+    life: Option<Life>,
     start: impl Future<Output = Result<S, Error>> + Send + 'static,
     body: impl FnOnce(S, Events<E>) -> F + Send + 'static,
 ) -> Result<EventStream<E>, Error>
@@ -50,15 +68,15 @@ where
     E: Send + 'static,
     F: Future<Output = Result<(), Error>> + Send + 'static,
 {
-    let (opened, tasks) = (work.open()?, work.tasks().clone());
+    let (opened, tasks) = (work.open(life)?, work.tasks().clone());
     let (sender, receiver) = mpsc::channel(EVENTS);
     tasks.spawn(async move {
-        let events = Events { sender: sender.clone() };
+        let events = |member| Events { sender: sender.clone(), member };
         let result = tokio::select! {
             biased;
             // Leaving this block drops the call, whatever it waits for: without an end it counts as cancelled.
             () = sender.closed() => return,
-            result = live(opened, start, |start| body(start, events)) => result,
+            result = live(opened, start, |start, member| body(start, events(member))) => result,
         };
         if let Err(error) = result {
             let _ = sender.send(Err(error.into())).await;
@@ -70,7 +88,7 @@ where
 async fn live<S, F>(
     opened: Opened,
     start: impl Future<Output = Result<S, Error>>,
-    body: impl FnOnce(S) -> F,
+    body: impl FnOnce(S, Arc<Member>) -> F,
 ) -> Result<(), Error>
 where
     F: Future<Output = Result<(), Error>>,
@@ -80,12 +98,12 @@ where
         begun.inspect_err(|error| tracing::debug!(kind = ?error.kind, "call without a start: {error}"))?;
     let result = tokio::select! {
         biased;
-        () = call.life_over() => {
-            tracing::info!("call ends: the router declared this node dead");
-            Err(Error::new(ErrorKind::DeclaredDead, "the router declared this node dead"))
+        () = call.member().over() => {
+            tracing::info!("call ends: the session with its router is over");
+            Err(Error::new(ErrorKind::DeclaredDead, "the session with the router is over"))
         }
         // It logs its own failure, as that of its request.
-        result = body(start) => result,
+        result = body(start, call.member().clone()) => result,
     };
     call.end(&result);
     result
@@ -106,12 +124,12 @@ mod tests {
     where
         F: Future<Output = Result<(), Error>> + Send + 'static,
     {
-        spawn(work, ready(Ok(())), |(), events| body(events)).unwrap()
+        spawn(work, None, ready(Ok(())), |(), events| body(events)).unwrap()
     }
 
     /// One that never does.
     fn silent(work: &Work) -> Result<EventStream<u32>, Error> {
-        spawn(work, pending::<Result<(), _>>(), |(), _| ready(Ok(())))
+        spawn(work, None, pending::<Result<(), _>>(), |(), _| ready(Ok(())))
     }
 
     fn counted(work: &Work) -> Vec<(&'static str, u64)> {
@@ -130,23 +148,43 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_end_of_a_life_drops_its_calls_and_no_later_ones() {
-        let work = Work::new(2);
-        let (held, released) = oneshot::channel::<()>();
-        let mut old = begun(&work, |events| async move {
-            let _held = held;
-            events.send(0).await?;
-            pending().await
-        });
-        assert_eq!(old.next().await.unwrap().unwrap(), 0);
-        work.end_life();
-        let mut new = begun(&work, |events| async move { events.send(1).await });
+    async fn the_end_of_a_life_drops_its_calls_and_no_others() {
+        let work = Work::new(3);
+        let of = |life, held: oneshot::Sender<()>| {
+            let body = move |(), events: Events<u32>| async move {
+                let _held = held;
+                events.send(0).await?;
+                pending().await
+            };
+            spawn(&work, Some(Life(life)), ready(Ok(())), body).unwrap()
+        };
+        let (first, second) = (work.lives().open(Life(1)), work.lives().open(Life(2)));
+        let ((held, released), (kept, mut still)) = (oneshot::channel::<()>(), oneshot::channel::<()>());
+        let (mut old, mut other) = (of(1, held), of(2, kept));
+        assert_eq!((old.next().await.unwrap().unwrap(), other.next().await.unwrap().unwrap()), (0, 0));
+        drop(first);
         released.await.unwrap_err();
         let status = old.next().await.unwrap().unwrap_err();
         assert_eq!(Error::from(status).kind, ErrorKind::DeclaredDead);
-        assert_eq!(new.next().await.unwrap().unwrap(), 1);
-        assert!(new.next().await.is_none() && old.next().await.is_none());
-        assert_eq!(counted(&work), [("ok", 1), ("declared_dead", 1)]);
+        assert!(old.next().await.is_none());
+        // A call that was on its way when the life ended.
+        let (held, released) = oneshot::channel::<()>();
+        let status = of(1, held).next().await.unwrap().unwrap_err();
+        assert_eq!(Error::from(status).kind, ErrorKind::DeclaredDead);
+        released.await.unwrap_err();
+        assert!(still.try_recv().is_err_and(|error| error == oneshot::error::TryRecvError::Empty));
+        assert_eq!(second.calls().0.requests, 1);
+        assert_eq!(counted(&work), [("declared_dead", 1)], "the late one never was in flight");
+    }
+
+    #[test]
+    fn a_call_says_of_which_life_it_is() {
+        let mut head = MetadataMap::new();
+        assert_eq!(life(&head).unwrap(), None);
+        head.insert(LIFE_HEADER, Life(7).to_string().parse().unwrap());
+        assert_eq!(life(&head).unwrap(), Some(Life(7)));
+        head.insert(LIFE_HEADER, "7".parse().unwrap());
+        assert_eq!(life(&head).unwrap_err().kind, ErrorKind::InvalidArgument);
     }
 
     #[tokio::test]
@@ -172,11 +210,11 @@ mod tests {
         let mut waiting = silent(&work).unwrap();
         let begun_at = tokio::time::Instant::now();
         // It takes no place of those that have begun.
-        assert_eq!((work.in_flight(), work.begin().is_ok()), (0, true));
+        assert_eq!((work.in_flight(), work.begin(None).is_ok()), (0, true));
         let others: Vec<_> = std::iter::repeat_with(|| silent(&work)).map_while(Result::ok).take(1000).collect();
         assert!(others.len() < 1000, "they have a bound, too");
         assert_eq!(silent(&work).unwrap_err().kind, ErrorKind::Overloaded);
-        assert_eq!((work.in_flight(), work.begin().is_ok()), (0, true));
+        assert_eq!((work.in_flight(), work.begin(None).is_ok()), (0, true));
         drop(others);
         let status = waiting.next().await.unwrap().unwrap_err();
         assert_eq!((status.code(), begun_at.elapsed()), (tonic::Code::Unavailable, START_TIMEOUT));

@@ -1,6 +1,6 @@
 //! How far this host's clock is from the router's, from the times of probes on the membership stream: NTP's estimate
 //! (RFC 5905, section 8). The probe that took the shortest way says most: its error is half of what the way took. Pure.
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use tandem_proto::v1::ClockReading;
 
@@ -9,6 +9,42 @@ const READINGS: usize = 8;
 /// Differences below this are not worth a change: two clocks of one host differ by nothing, and the way takes about
 /// this.
 const WORTH_NS: i64 = 200_000;
+
+/// Whose time line this node's times are on: a router's. With several it is the first one that is there, in an order
+/// that is the same on all nodes. The others' traces are off by what lies between their clocks and that one's.
+#[derive(Debug, Default)]
+pub struct Reference {
+    joined: BTreeSet<RouterKey>,
+    offset: ClockOffset,
+}
+
+/// A router's place in the order: of its flag, and of its address among those of one name.
+pub type RouterKey = (usize, Option<std::net::SocketAddr>);
+
+impl Reference {
+    /// A session with this router begins.
+    pub fn joined(&mut self, router: RouterKey) {
+        self.joined.insert(router);
+        if self.joined.first() == Some(&router) {
+            self.offset.start_over();
+        }
+    }
+
+    /// It is over.
+    pub fn left(&mut self, router: RouterKey) {
+        let first = self.joined.first() == Some(&router);
+        self.joined.remove(&router);
+        if first {
+            self.offset.start_over();
+        }
+    }
+
+    /// As [`ClockOffset::read`], of a reading by this router.
+    pub fn read(&mut self, router: RouterKey, reading: &ClockReading, now_unix_ns: u64) -> Option<i64> {
+        let first = self.joined.first() == Some(&router);
+        first.then(|| self.offset.read(reading, now_unix_ns)).flatten()
+    }
+}
 
 /// The readings of the present stream, and what was made of those before.
 #[derive(Debug, Default)]
@@ -130,6 +166,25 @@ mod tests {
         offset.start_over();
         let (clock, now) = reading(0, MS, MS);
         assert_eq!(offset.read(&clock, now), Some(0));
+    }
+
+    #[test]
+    fn of_several_routers_the_first_one_that_is_there_says_what_time_it_is() {
+        let mut reference = Reference::default();
+        let read = |reference: &mut Reference, router, offset| {
+            let (clock, now) = reading(offset, 0, 0);
+            reference.read((router, None), &clock, now)
+        };
+        reference.joined((1, None));
+        assert_eq!(read(&mut reference, 1, 1000 * MS), Some(1000 * MS));
+        reference.joined((0, None));
+        assert_eq!(read(&mut reference, 1, 2000 * MS), None);
+        assert_eq!(read(&mut reference, 0, 500 * MS), Some(500 * MS));
+        reference.left((1, None));
+        assert_eq!(read(&mut reference, 0, 500 * MS), None, "as it is");
+        reference.joined((1, None));
+        reference.left((0, None));
+        assert_eq!(read(&mut reference, 1, 1000 * MS), Some(1000 * MS));
     }
 
     #[test]

@@ -3,7 +3,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
@@ -13,18 +13,19 @@ use tandem_proto::device::DeviceChoice;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tandem_telemetry::{Collector, LogFormat};
-use tonic::transport::Endpoint;
 
 use crate::kv_memory::KvMemory;
 use crate::kv_transport::{KvTransportArgs, KvTransportConfig, address_toward};
 use crate::processor;
+use crate::router_address::{MAX_ROUTERS, RouterAddress};
 
 /// Flags that both roles have.
 #[derive(Args, Debug)]
 pub struct NodeArgs {
-    /// The router's gRPC address: http://host:port.
-    #[arg(long)]
-    pub router: String,
+    /// A router's gRPC address: http://host:port, or dns:///host:port for all addresses that the name has, now and
+    /// later. Repeatable: the node serves all of them. Give all nodes the same ones in the same order.
+    #[arg(long, required = true, value_name = "URL")]
+    pub router: Vec<String>,
     /// File with the cluster's secret, the same on router and nodes: only calls that carry it are answered.
     #[arg(long, value_name = "FILE")]
     pub join_token_file: Option<PathBuf>,
@@ -187,8 +188,8 @@ pub enum ArithmeticArg {
 pub struct NodeConfig {
     /// What this node does.
     pub role: Role,
-    /// The router's membership service.
-    pub router: Endpoint,
+    /// The routers' membership services; one at least.
+    pub routers: Vec<RouterAddress>,
     /// The cluster's secret, if it has one.
     pub join: Option<JoinToken>,
     /// gRPC.
@@ -259,11 +260,6 @@ pub enum ModelSource {
     },
 }
 
-/// The router's keep-alive: a router that vanished without a word is noticed after at most the sum of the two.
-const KEEP_ALIVE: Duration = Duration::from_secs(2);
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-
 impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
@@ -271,11 +267,12 @@ impl NodeArgs {
     /// A router address that is none, a join token that cannot be read, `--listen` on all interfaces without
     /// `--advertise-host`, or flags of the KV transports that do not go together.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
-        let router = endpoint(&self.router)?;
-        let toward_router = match router.uri().host() {
-            Some(host) => address_toward(host, router.uri().port_u16().unwrap_or(80)),
-            None => Ipv4Addr::LOCALHOST.into(),
-        };
+        let routers: Vec<_> = self.router.iter().map(|text| text.parse()).collect::<anyhow::Result<_>>()?;
+        if routers.len() > MAX_ROUTERS {
+            bail!("--router {} times; a node has {MAX_ROUTERS} routers at most", routers.len());
+        }
+        let first = routers.first().and_then(RouterAddress::host);
+        let toward_router = first.map_or(Ipv4Addr::LOCALHOST.into(), |(host, port)| address_toward(host, port));
         let listen = self.listen.unwrap_or(SocketAddr::new(toward_router, 0));
         if listen.ip().is_unspecified() && self.advertise_host.is_none() {
             bail!("--listen {listen} is on all interfaces: say by --advertise-host under which name it is reached");
@@ -299,7 +296,7 @@ impl NodeArgs {
         };
         Ok(NodeConfig {
             role,
-            router,
+            routers,
             join: self.join_token_file.as_deref().map(JoinToken::load).transpose()?,
             listen,
             advertise_host: self.advertise_host,
@@ -349,18 +346,6 @@ impl NodeArgs {
 fn block_tokens(text: &str) -> Result<usize, String> {
     let tokens = text.parse().ok().filter(|tokens| BLOCK_TOKENS.contains(tokens));
     tokens.ok_or_else(|| format!("a block holds {BLOCK_TOKENS:?} tokens"))
-}
-
-fn endpoint(url: &str) -> anyhow::Result<Endpoint> {
-    let endpoint = Endpoint::from_shared(url.to_owned())
-        .ok()
-        .filter(|endpoint| endpoint.uri().scheme_str() == Some("http") && endpoint.uri().authority().is_some())
-        .with_context(|| format!("--router {url:?} is not of the form http://host:port"))?;
-    Ok(endpoint
-        .connect_timeout(CONNECT_TIMEOUT)
-        .http2_keep_alive_interval(KEEP_ALIVE)
-        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-        .keep_alive_while_idle(true))
 }
 
 #[cfg(test)]
@@ -423,6 +408,9 @@ mod tests {
             ("--router http://h:1", "--model"),
             ("--router h:1 --simulated", "http://host:port"),
             ("--router https://h:1 --simulated", "http://host:port"),
+            ("--router http://h:1 --router dns://h:1 --simulated", "dns:///host:port"),
+            ("--router dns:///h --simulated", "dns:///host:port"),
+            ("--router dns:///h:70000 --simulated", "dns:///host:port"),
             ("--router http://h:1 --simulated --kv-blocks 0", "kv-blocks"),
             ("--router http://h:1 --simulated --kv-dtype int4", "int8"),
             ("--router http://h:1 --simulated --block-size 48", "[16, 32, 64, 128]"),

@@ -7,9 +7,11 @@
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
 //!   that share a core warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
-//! - [`membership`]: the one stream to the router, and the new life after a death that the router declared;
-//!   [`kv_feed`]: what it is told of the prefix cache; [`clock_offset`]: how far this host's clock is from its.
-//!   [`admin`]: `/health` and `/metrics`.
+//! - [`routers`]: which routers there are, by [`router_address`]; [`membership`]: the stream to one of them; [`lives`]:
+//!   what each of them has here, which ends with its session; [`lease`]: how long a session lives without a word;
+//!   [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this host's clock is from a
+//!   router's.
+//! - [`admin`]: `/health` and `/metrics`.
 //! - [`facts`]: what this machine has, as a node finds it, for the tool that asks.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:
 //!   counts of KV hand-offs; [`figures`]: those of caches, of times between tokens, and of answers.
@@ -29,11 +31,15 @@ pub mod handoffs;
 pub mod kv_feed;
 pub mod kv_memory;
 pub mod kv_transport;
+pub mod lease;
+pub mod lives;
 pub mod membership;
 pub mod node;
 pub mod processor;
 pub mod reach;
 pub mod request;
+pub mod router_address;
+pub mod routers;
 pub mod serve;
 pub mod tasks;
 pub mod trace;

@@ -1,9 +1,9 @@
-//! The node's side of the one stream to the router: register, report load and what the prefix cache holds ([`KvFeed`]),
-//! spans of calls that were cut off ([`crate::trace`]), say when draining. The stream may be lost and opened again any
-//! number of times; to a router that has not declared it dead (a new one) the node is the same incarnation as before. A
-//! router that has refuses that incarnation: then the node's life is over and it joins as another one, without its
-//! running work ([`Node::begin_new_life`]).
-use std::sync::Arc;
+//! The node's side of the stream to one router: register, report load and what the prefix cache holds ([`KvFeed`]),
+//! spans of calls that were cut off ([`crate::trace`]), say when draining. Each stream is a life of the node
+//! ([`crate::lives`]): what the router books here ends with it, for whatever reason it ends, before the next one
+//! begins. A router that does not answer for its lease is as good as gone ([`Lease`]). Streams to other routers
+//! ([`crate::routers`]) go on.
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
@@ -14,8 +14,8 @@ use tandem_engine::prefix_cache::CacheUpdate;
 use tandem_ports::{JOIN_HEADER, JoinToken};
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
-use tandem_proto::v1::{ClockProbe, ClockReading, Draining, NodeReport, RouterReport};
-use tandem_proto::{Error, ErrorKind};
+use tandem_proto::v1::{self, ClockProbe, ClockReading, Draining, NodeReport, RouterReport};
+use tandem_proto::{Error, ErrorKind, Life};
 use tandem_telemetry::clock::{self, clock};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until, timeout};
@@ -27,10 +27,14 @@ use tonic::transport::Endpoint;
 use tonic::{Code, Request, Status, Streaming};
 use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
+use xxhash_rust::xxh3::xxh3_64;
 
-use crate::clock_offset::ClockOffset;
+use crate::clock_offset::RouterKey;
 use crate::kv_feed::KvFeed;
+use crate::lease::Lease;
+use crate::lives::Session;
 use crate::node::Node;
+use crate::trace::StrayQueue;
 
 /// Reports that may wait for a slow connection; more means that it is stuck.
 const REPORTS: usize = 8;
@@ -40,6 +44,11 @@ const KV_MESSAGES: usize = 8;
 /// The cache's changes are collected for so long: the router hears of a block about then. They go with each report,
 /// too.
 const KV_INTERVAL: Duration = Duration::from_millis(20);
+/// A change that other routers made is told so soon, and not more often: what a router believes of others' work is no
+/// older.
+const LOAD_INTERVAL: Duration = Duration::from_millis(20);
+/// What a call held is let go of a moment after it has ended.
+const SETTLES: Duration = Duration::from_millis(5);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(10);
 const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
@@ -95,68 +104,79 @@ impl From<Endpoint> for RouterWay {
     }
 }
 
-/// Keeps the node registered until `stop`; `endpoint` is the URL of its own gRPC services. Ends never by itself: a
-/// router may come back at any time.
+/// Keeps the node registered with one router until `stop`; `endpoint` is the URL of its own gRPC services. Ends never
+/// by itself: a router may come back at any time.
 pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint: String, stop: CancellationToken) {
-    let (router, offset) = (router.into(), ClockOffset::default());
-    let mut link = Link { router, endpoint, offset, state: State::New, backoff: FIRST_BACKOFF };
-    // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each run.
-    let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
-    loop {
-        let lost = tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            error = link.session(&node) => error,
-        };
-        link.lost(&lost);
-        let pause = jitter.random_range(link.backoff / 2..=link.backoff);
-        link.backoff = (link.backoff * 2).min(LONGEST_BACKOFF);
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
-        }
-    }
+    Link::new(&node, router.into(), endpoint, (0, None)).stay(&node, &CancellationToken::new(), &stop).await;
 }
 
-struct Link {
+/// The node's side of its streams to one router, one after the other.
+pub struct Link {
     router: RouterWay,
     endpoint: String,
-    offset: ClockOffset,
+    key: RouterKey,
+    strays: StrayQueue,
     state: State,
     backoff: Duration,
 }
 
-/// What was last logged: each change is one line, not each attempt.
-#[derive(PartialEq)]
-enum State {
-    New,
-    Joined,
-    Lost(ErrorKind),
-}
-
 impl Link {
-    /// One stream, from connect to loss.
-    async fn session(&mut self, node: &Node) -> Error {
-        let joined = match self.join(node).await {
-            Err(error) if error.kind == ErrorKind::DeclaredDead => {
-                node.begin_new_life();
-                self.join(node).await
+    /// To this router, whose place among them is `key`.
+    pub fn new(node: &Node, router: RouterWay, endpoint: String, key: RouterKey) -> Self {
+        let strays = node.spans.strays.queue();
+        Self { router, endpoint, key, strays, state: State::New, backoff: FIRST_BACKOFF }
+    }
+
+    /// Opens a stream whenever there is none; until `stop`, or, once `unlisted`, until there is none.
+    pub async fn stay(mut self, node: &Node, unlisted: &CancellationToken, stop: &CancellationToken) {
+        // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each
+        // run.
+        let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
+        loop {
+            let lost = tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                error = self.session(node) => error,
+            };
+            self.lost(&lost);
+            let pause = jitter.random_range(self.backoff / 2..=self.backoff);
+            self.backoff = (self.backoff * 2).min(LONGEST_BACKOFF);
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                () = unlisted.cancelled() => return,
+                () = tokio::time::sleep(pause) => {}
             }
-            joined => joined,
-        };
-        match joined {
-            Ok((reports, inbound, hello)) => {
-                self.joined();
-                self.offset.start_over();
-                report(node, reports, inbound, period(&hello), &mut self.offset).await
-            }
-            Err(error) => error,
         }
     }
 
-    async fn join(&self, node: &Node) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
-        let register = node.registration(self.endpoint.clone());
+    /// One stream, from connect to loss, and with it one life.
+    async fn session(&mut self, node: &Node) -> Error {
+        let session = node.work.lives().open(Life::random(&mut rand::rng()));
+        let registered = clock::now();
+        let (reports, inbound, hello) = match self.join(node, session.life()).await {
+            Ok(joined) => joined,
+            Err(error) => return error,
+        };
+        self.joined();
+        let period = period(&hello);
+        let length = Duration::from_millis(hello.lease_ms.into()).max(3 * period);
+        let reporting = Reporting {
+            node,
+            session,
+            reports,
+            key: self.key,
+            lease: Lease::new(length, registered),
+            load_sent: registered,
+        };
+        reporting.session.lasts_until(reporting.lease.ends());
+        let _joined = Joined::new(node, self.key);
+        reporting.run(inbound, period, &self.strays).await
+    }
+
+    async fn join(&self, node: &Node, life: Life) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+        let link = xxh3_64(self.router.name().as_bytes());
+        let register = v1::Register { life: life.0, link, ..node.registration(self.endpoint.clone()) };
         let incarnation = register.incarnation;
         let channel = self.router.connect().await?;
         let (reports, outbox) = mpsc::channel(REPORTS + KV_MESSAGES);
@@ -190,74 +210,142 @@ impl Link {
     }
 }
 
+/// What was last logged: each change is one line, not each attempt.
+#[derive(PartialEq)]
+enum State {
+    New,
+    Joined,
+    Lost(ErrorKind),
+}
+
 type Reports = mpsc::Sender<NodeReport>;
 
-/// Reports until the stream is lost.
-async fn report(
-    node: &Node,
-    reports: Reports,
-    mut inbound: Streaming<RouterReport>,
-    period: Duration,
-    offset: &mut ClockOffset,
-) -> Error {
-    let mut ticks = interval(period);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    let mut told = false;
-    let mut kv = KvFeed::default();
-    // When the cache's changes are to be told, if there are some.
-    let mut kv_due = None;
-    let read = |from| node.engine.pool().cache_events(from);
-    loop {
-        let sent = tokio::select! {
-            biased;
-            () = node.work.draining(), if !told => {
-                told = true;
-                send(&reports, Report::Draining(Draining {}))
-            }
-            message = inbound.message() => match message {
-                Ok(Some(message)) => {
-                    message.clock.iter().for_each(|reading| relate(offset, reading));
-                    if message.kv_snapshot {
-                        kv.start_over();
-                        kv_due = Some(in_kv_interval());
-                    }
-                    Ok(())
-                }
-                Ok(None) => Err(unavailable("it closed the stream")),
-                Err(status) => Err(refused(status)),
-            },
-            _ = ticks.tick() => tell_cache(&reports, &mut kv, read).and_then(|rest| {
-                kv_due = rest.then(in_kv_interval);
-                send(&reports, Report::Load(node.load()))?;
-                // The next one is as good: on a slow stream the room is for reports.
-                if reports.capacity() <= REPORTS / 2 {
-                    return Ok(());
-                }
-                let sent_unix_ns = clock().own_unix_ns(clock::now());
-                send(&reports, Report::ClockProbe(ClockProbe { sent_unix_ns }))
-            }),
-            () = until(kv_due) => {
-                tell_cache(&reports, &mut kv, read).map(|rest| kv_due = rest.then(in_kv_interval))
-            }
-            () = node.engine.pool().cache_grew(), if kv_due.is_none() => {
-                kv_due = Some(in_kv_interval());
-                Ok(())
-            }
-            // On a slow stream the room is for reports; it is looked at again with the next one.
-            spans = node.spans.strays.next(), if reports.capacity() > REPORTS => send(&reports, Report::Spans(spans)),
-        };
-        if let Err(error) = sent {
-            return error;
-        }
+/// While this is there, the router's clock may be the one that counts.
+struct Joined<'a> {
+    node: &'a Node,
+    key: RouterKey,
+}
+
+impl<'a> Joined<'a> {
+    fn new(node: &'a Node, key: RouterKey) -> Self {
+        node.reference.lock().unwrap_or_else(PoisonError::into_inner).joined(key);
+        Self { node, key }
     }
 }
 
-/// Puts this process's Unix times on the router's time line.
-fn relate(offset: &mut ClockOffset, reading: &ClockReading) {
-    if let Some(behind_ns) = offset.read(reading, clock().own_unix_ns(clock::now())) {
-        clock::relate(behind_ns);
-        let behind_ms = behind_ns as f64 / 1e6;
-        tracing::info!(behind_ms, "this host's clock is not the router's: times are told by the router's");
+impl Drop for Joined<'_> {
+    fn drop(&mut self) {
+        self.node.reference.lock().unwrap_or_else(PoisonError::into_inner).left(self.key);
+    }
+}
+
+/// An open stream.
+struct Reporting<'a> {
+    node: &'a Node,
+    session: Session,
+    reports: Reports,
+    key: RouterKey,
+    lease: Lease,
+    load_sent: Instant,
+}
+
+impl Reporting<'_> {
+    /// Reports until the stream is lost, or the lease is over.
+    async fn run(mut self, mut inbound: Streaming<RouterReport>, period: Duration, strays: &StrayQueue) -> Error {
+        let node = self.node;
+        let mut ticks = interval(period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        let mut told = false;
+        let mut kv = KvFeed::default();
+        // When the cache's changes are to be told, and the load, if there is something.
+        let (mut kv_due, mut load_due) = (None, None);
+        let read = |from| node.engine.pool().cache_events(from);
+        loop {
+            let sent = tokio::select! {
+                biased;
+                () = node.work.draining(), if !told => {
+                    told = true;
+                    send(&self.reports, Report::Draining(Draining {}))
+                }
+                message = inbound.message() => match message {
+                    Ok(Some(message)) => {
+                        message.clock.iter().for_each(|reading| self.relate(reading));
+                        if message.kv_snapshot {
+                            kv.start_over();
+                            kv_due = Some(in_kv_interval());
+                        }
+                        Ok(())
+                    }
+                    Ok(None) => Err(unavailable("it closed the stream")),
+                    Err(status) => Err(refused(status)),
+                },
+                // Behind what it has answered: that is read first.
+                () = until(Some(self.lease.ends())) => Err(unavailable("it has answered nothing for its lease")),
+                _ = ticks.tick() => {
+                    load_due = None;
+                    tell_cache(&self.reports, &mut kv, read).and_then(|rest| {
+                        kv_due = rest.then(in_kv_interval);
+                        self.report()
+                    })
+                }
+                () = until(kv_due) => {
+                    tell_cache(&self.reports, &mut kv, read).map(|rest| kv_due = rest.then(in_kv_interval))
+                }
+                () = until(load_due) => {
+                    load_due = None;
+                    self.send_load()
+                }
+                () = node.engine.pool().cache_grew(), if kv_due.is_none() => {
+                    kv_due = Some(in_kv_interval());
+                    Ok(())
+                }
+                () = self.session.others_changed(), if load_due.is_none() => {
+                    load_due = Some((clock::now() + SETTLES).max(self.load_sent + LOAD_INTERVAL));
+                    Ok(())
+                }
+                // On a slow stream the room is for reports; it is looked at again with the next one.
+                spans = strays.next(), if self.reports.capacity() > REPORTS => {
+                    send(&self.reports, Report::Spans(spans))
+                }
+            };
+            if let Err(error) = sent {
+                return error;
+            }
+        }
+    }
+
+    /// The load, and the question what time it is.
+    fn report(&mut self) -> Result<(), Error> {
+        self.send_load()?;
+        // The next one is as good: on a slow stream the room is for reports.
+        if self.reports.capacity() <= REPORTS / 2 {
+            return Ok(());
+        }
+        let now = clock::now();
+        let sent_unix_ns = clock().own_unix_ns(now);
+        self.lease.sent(sent_unix_ns, now);
+        send(&self.reports, Report::ClockProbe(ClockProbe { sent_unix_ns }))
+    }
+
+    fn send_load(&mut self) -> Result<(), Error> {
+        self.load_sent = clock::now();
+        let (own, others) = self.session.calls();
+        let load = v1::Load { own: Some(own), others: Some(others), ..self.node.load() };
+        send(&self.reports, Report::Load(load))
+    }
+
+    /// The router was there; puts this process's Unix times on its time line, if that is the one that counts.
+    fn relate(&mut self, reading: &ClockReading) {
+        self.lease.answered(reading.sent_unix_ns);
+        self.session.lasts_until(self.lease.ends());
+        let now = clock().own_unix_ns(clock::now());
+        let mut reference = self.node.reference.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(behind_ns) = reference.read(self.key, reading, now) {
+            clock::relate(behind_ns);
+            drop(reference);
+            let behind_ms = behind_ns as f64 / 1e6;
+            tracing::info!(behind_ms, "this host's clock is not the router's: times are told by the router's");
+        }
     }
 }
 

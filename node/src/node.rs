@@ -1,8 +1,8 @@
 //! The parts of a node that its services share, built once at start: who it is, what computes, what moves KV, where
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -18,6 +18,7 @@ use tandem_proto::v1::{self, Role};
 use tandem_proto::{Incarnation, TraceState};
 use tandem_telemetry::{Exporter, clock};
 
+use crate::clock_offset::Reference;
 use crate::config::{ModelSource, NodeConfig};
 use crate::device::{self, Beside, Target};
 use crate::figures::Figures;
@@ -56,9 +57,9 @@ pub struct Node {
     max_step: Duration,
     max_running: u32,
     processor: Option<v1::Processor>,
-    /// Never 0.
-    incarnation: AtomicU64,
-    lives: AtomicU64,
+    incarnation: Incarnation,
+    /// Whose clock counts.
+    pub reference: Mutex<Reference>,
 }
 
 /// What a node is made of, for those who bring their own: a simulation brings an engine without a thread.
@@ -115,8 +116,8 @@ impl Node {
             max_step: parts.max_step,
             max_running: u32::try_from(parts.max_running).unwrap_or(u32::MAX),
             processor: parts.processor,
-            incarnation: AtomicU64::new(incarnation.0),
-            lives: AtomicU64::new(1),
+            incarnation,
+            reference: Mutex::default(),
         })
     }
 
@@ -192,26 +193,9 @@ impl Node {
         }))
     }
 
-    /// Which life of the node this is: drawn at start, and again when the router declares the node dead.
+    /// Drawn at start: a restarted node is another node. Hand-offs of KV name it.
     pub fn incarnation(&self) -> Incarnation {
-        Incarnation(self.incarnation.load(Ordering::Acquire))
-    }
-
-    /// Lives so far, this one included.
-    pub fn lives(&self) -> u64 {
-        self.lives.load(Ordering::Relaxed)
-    }
-
-    /// The router has declared this node dead and its requests run elsewhere: ends all calls, with everything that they
-    /// hold, and goes on as another incarnation. What was granted or promised in the name of the old one is refused
-    /// from now on; a call that grants in this moment is of the old life and ends with it.
-    pub fn begin_new_life(&self) {
-        let (old, new) = (self.incarnation(), Incarnation::random(&mut rand::rng()));
-        self.incarnation.store(new.0, Ordering::Release);
-        self.lives.fetch_add(1, Ordering::Relaxed);
-        let calls = self.work.in_flight();
-        self.work.end_life();
-        tracing::warn!(%old, %new, calls, "the router declared this node dead: its calls end, it goes on as another");
+        self.incarnation
     }
 
     /// Why the process cannot go on: without engine or KV transport it has to leave, and its supervisor to start it
@@ -229,7 +213,7 @@ impl Node {
         Trace::new(self.spans.clone(), state.clone())
     }
 
-    /// What the router is told first.
+    /// What a router is told first, without the life.
     pub fn registration(&self, endpoint: String) -> v1::Register {
         let spec = self.engine.spec();
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -251,10 +235,12 @@ impl Node {
             processor: self.processor,
             arithmetic: spec.arithmetic.name().to_owned(),
             kv_order: spec.kv_order.name().to_owned(),
+            ..v1::Register::default()
         }
     }
 
-    /// The present load. A call that waits for KV blocks or for its peer counts as waiting.
+    /// The present load. A call that waits for KV blocks or for its peer counts as waiting. Whose calls they are is for
+    /// a session to say.
     pub fn load(&self) -> v1::Load {
         let load = self.engine.load();
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -267,6 +253,8 @@ impl Node {
             cached_blocks: count(load.cached_blocks),
             step_cost: Some(step_cost(load.step_cost)),
             preemptions: self.figures.preemptions.load(Ordering::Relaxed) + load.preemptions,
+            own: None,
+            others: None,
         }
     }
 }

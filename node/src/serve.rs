@@ -23,9 +23,8 @@ use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
 
 use crate::config::NodeConfig;
-use crate::membership::RouterWay;
 use crate::node::{Node, role_name, service_name};
-use crate::{admin, membership};
+use crate::{admin, routers};
 
 /// Longest wait for connections to close after that.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -134,8 +133,8 @@ impl Running {
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
-        let router = RouterWay::Network(Box::new(config.router.clone()), config.join.clone());
-        tokio::spawn(membership::stay_joined(node.clone(), router, endpoint, stop));
+        let (routers, join) = (config.routers.clone(), config.join.clone());
+        tokio::spawn(routers::stay_joined(node.clone(), routers, join, endpoint, stop));
         writeln!(
             std::io::stdout(),
             "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",

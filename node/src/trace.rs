@@ -4,6 +4,8 @@
 //! router knows what became of the request: it keeps the trace or not, and sends it to the collector. Without a router
 //! the node sends its spans itself.
 use std::collections::VecDeque;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -21,7 +23,7 @@ pub struct SpanSink {
     pub instance: String,
     /// Sends to the collector what no router takes.
     pub exporter: Exporter,
-    /// What waits for the router.
+    /// What waits for routers.
     pub strays: Strays,
 }
 
@@ -41,52 +43,107 @@ impl SpanSink {
     }
 }
 
-/// Packed spans that wait for the membership stream. Clones are handles on the same ones.
+/// Packed spans that wait for routers. Whose they are the node does not know: each router gets them, and takes those of
+/// its own traces. Clones are handles on the same ones.
 #[derive(Clone, Debug, Default)]
 pub struct Strays {
-    waiting: Arc<Mutex<VecDeque<Vec<u8>>>>,
-    came: Arc<Notify>,
+    queues: Arc<Mutex<Vec<Arc<Queue>>>>,
 }
 
-/// Calls whose spans may wait for the router. When a router is lost, all that a node runs may end at once.
+/// Calls whose spans may wait for one router. When a router is lost, all that a node runs for it may end at once.
 const MOST_STRAYS: usize = 256;
 /// Bytes of one message: a quarter of what the router reads.
 const MOST_STRAY_BYTES: usize = 64 << 10;
 
+/// What waits for one router.
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: Mutex<VecDeque<Arc<Stray>>>,
+    came: Notify,
+}
+
+#[derive(Debug)]
+struct Stray {
+    packed: Vec<u8>,
+    /// A router has it.
+    taken: AtomicBool,
+}
+
 impl Strays {
-    /// Keeps them for the router; gives them back where too many wait, or they are too large for a message.
+    /// For one more router, whether or not its stream is open.
+    pub fn queue(&self) -> StrayQueue {
+        let queue = Arc::<Queue>::default();
+        self.queues().push(queue.clone());
+        StrayQueue { strays: self.clone(), queue }
+    }
+
+    /// Keeps them for the routers; gives them back where too many wait for each, or they are too large for a message.
     fn push(&self, packed: Vec<u8>) -> Option<Vec<u8>> {
-        let mut waiting = self.waiting();
-        if packed.is_empty() || packed.len() > MOST_STRAY_BYTES || waiting.len() == MOST_STRAYS {
+        if packed.is_empty() || packed.len() > MOST_STRAY_BYTES {
             return Some(packed);
         }
-        waiting.push_back(packed);
-        drop(waiting);
-        self.came.notify_one();
-        None
+        let stray = Arc::new(Stray { packed, taken: AtomicBool::new(false) });
+        for queue in self.queues().iter() {
+            let mut waiting = queue.waiting();
+            if waiting.len() < MOST_STRAYS {
+                waiting.push_back(stray.clone());
+                queue.came.notify_one();
+            }
+        }
+        Arc::try_unwrap(stray).ok().map(|stray| stray.packed)
     }
 
+    /// One that no router has taken.
     fn pop(&self) -> Option<Vec<u8>> {
-        self.waiting().pop_front()
+        let queues = self.queues();
+        let left = || queues.iter().find_map(|queue| queue.waiting().pop_front());
+        std::iter::from_fn(left).find(|stray| !stray.taken.swap(true, Relaxed)).map(|stray| stray.packed.clone())
     }
 
+    fn queues(&self) -> MutexGuard<'_, Vec<Arc<Queue>>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Queue {
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<Arc<Stray>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One router's; dropped, nothing waits for that router any more.
+#[derive(Debug)]
+pub struct StrayQueue {
+    strays: Strays,
+    queue: Arc<Queue>,
+}
+
+impl StrayQueue {
     /// One message's worth, once there are some. Cancel-safe.
     pub async fn next(&self) -> Vec<u8> {
         loop {
-            let came = self.came.notified();
-            if let Some(mut message) = self.pop() {
-                let mut waiting = self.waiting();
-                while let Some(next) = waiting.pop_front_if(|next| message.len() + next.len() <= MOST_STRAY_BYTES) {
-                    message.extend(next);
-                }
+            let came = self.queue.came.notified();
+            let message = self.message();
+            if !message.is_empty() {
                 return message;
             }
             came.await;
         }
     }
 
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<Vec<u8>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn message(&self) -> Vec<u8> {
+        let (mut message, mut waiting) = (Vec::new(), self.queue.waiting());
+        while let Some(next) = waiting.pop_front_if(|next| message.len() + next.packed.len() <= MOST_STRAY_BYTES) {
+            next.taken.store(true, Relaxed);
+            message.extend_from_slice(&next.packed);
+        }
+        message
+    }
+}
+
+impl Drop for StrayQueue {
+    fn drop(&mut self) {
+        self.strays.queues().retain(|queue| !Arc::ptr_eq(queue, &self.queue));
     }
 }
 
@@ -279,6 +336,7 @@ mod tests {
     #[tokio::test]
     async fn what_no_last_message_takes_along_waits_for_the_router() {
         let sink = sink(Exporter::disabled());
+        let (one, other) = (sink.strays.queue(), sink.strays.queue());
         let mut good = Trace::new(sink.clone(), TraceState::default());
         begin(&mut good);
         let mut finished = Finished::new(sink.clone());
@@ -293,7 +351,9 @@ mod tests {
         untold.add(&cut.finish(Instant::now()));
         begin(&mut cut);
         drop((cut, untold));
-        let spans: Vec<_> = unpack(&sink.strays.next().await).collect();
+        let message = one.next().await;
+        assert_eq!(message, other.next().await, "each router gets it");
+        let spans: Vec<_> = unpack(&message).collect();
         let errors: Vec<_> = spans.iter().map(|span| (&*span.name, span.error())).collect();
         let expected = [("prefill.queue", ""), ("prefill", "cancelled"), ("prefill.queue", ""), ("prefill", "")];
         assert_eq!(errors, expected, "in one message");
@@ -305,6 +365,7 @@ mod tests {
     async fn what_no_router_takes_goes_to_the_collector() {
         let exporter = Exporter::start("tandem-test", "t0", &Collector::at("http://127.0.0.1:1")).unwrap();
         let sink = sink(exporter.clone());
+        let (queue, left) = (sink.strays.queue(), sink.strays.queue());
         for _ in 0..MOST_STRAYS + 3 {
             begin(&mut Trace::new(sink.clone(), TraceState::default()));
         }
@@ -312,10 +373,13 @@ mod tests {
         begin(&mut large);
         large.attr("prompt", "x".repeat(MOST_STRAY_BYTES));
         drop(large);
-        assert_eq!(sink.strays.waiting().len(), MOST_STRAYS);
+        assert_eq!(queue.queue.waiting().len(), MOST_STRAYS);
+        drop(left);
         sink.give_up();
+        drop(queue);
+        begin(&mut Trace::new(sink.clone(), TraceState::default()));
         exporter.shutdown().await;
-        assert_eq!(exporter.dropped(), 2 * (MOST_STRAYS as u64 + 4));
+        assert_eq!(exporter.dropped(), 2 * (MOST_STRAYS as u64 + 5));
     }
 
     #[test]

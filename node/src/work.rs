@@ -1,16 +1,18 @@
 //! Calls in flight: how many there may be, how they ended, how many tokens they had, and when the last one is over.
-//! Each belongs to a life of the node (an incarnation) and is cancelled when that one is declared dead. A call is in
-//! flight once it has said what it is for; a drain ends those that have not, and waits for the others.
+//! Each belongs to a life of the node ([`Lives`]) and is cancelled when that one is over. A call is in flight once it
+//! has said what it is for; a drain ends those that have not, and waits for the others.
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
-use tandem_proto::{Error, ErrorKind, START_TIMEOUT};
+use tandem_proto::{Error, ErrorKind, Life, START_TIMEOUT};
+use tandem_telemetry::clock;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
+use crate::lives::{Lives, Member};
 use crate::tasks::Tasks;
 
 /// The node's calls. Clones are handles on the same ones.
@@ -28,8 +30,7 @@ struct Inner {
     tracker: TaskTracker,
     tasks: Tasks,
     draining: CancellationToken,
-    /// Cancelled and replaced when the router declares this life of the node dead.
-    life: Mutex<CancellationToken>,
+    lives: Lives,
     outcomes: [AtomicU64; OUTCOMES.len()],
     prompt_tokens: AtomicU64,
     generated_tokens: AtomicU64,
@@ -74,7 +75,7 @@ impl Work {
             tracker: TaskTracker::new(),
             tasks,
             draining: CancellationToken::new(),
-            life: Mutex::default(),
+            lives: Lives::default(),
             outcomes: Default::default(),
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
@@ -82,24 +83,24 @@ impl Work {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Takes in a call that has said nothing.
+    /// Takes in a call of this life that has said nothing.
     ///
     /// # Errors
     /// `Unavailable` while draining, `Overloaded` where too many of them wait.
-    pub fn open(&self) -> Result<Opened, Error> {
+    pub fn open(&self, life: Option<Life>) -> Result<Opened, Error> {
         let full = || "too many calls to this node have not said what they are for".to_owned();
-        Ok(Opened { _permit: self.place(&self.inner.openings, full)?, work: self.clone() })
+        Ok(Opened { _permit: self.place(&self.inner.openings, full)?, life, work: self.clone() })
     }
 
     /// Admits a call.
     ///
     /// # Errors
-    /// `Unavailable` while draining, `Overloaded` at the limit.
-    pub fn begin(&self) -> Result<Call, Error> {
+    /// `Unavailable` while draining, `Overloaded` at the limit, `DeclaredDead` when its life is over.
+    pub fn begin(&self, life: Option<Life>) -> Result<Call, Error> {
         let full = || format!("this node has its {} calls already", self.inner.limit);
         let permit = self.place(&self.inner.permits, full)?;
-        let life = self.life().clone();
-        Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), life, outcome: CANCELLED })
+        let member = Arc::new(self.inner.lives.join(life, clock::now())?);
+        Ok(Call { _permit: permit, _token: self.inner.tracker.token(), work: self.clone(), member, outcome: CANCELLED })
     }
 
     fn place(&self, places: &Arc<Semaphore>, full: impl FnOnce() -> String) -> Result<OwnedSemaphorePermit, Error> {
@@ -109,14 +110,9 @@ impl Work {
         places.clone().try_acquire_owned().map_err(|_| Error::new(ErrorKind::Overloaded, full()))
     }
 
-    /// Cancels all calls in flight, each with an error; calls that begin from now on are of the next life.
-    pub fn end_life(&self) {
-        std::mem::take(&mut *self.life()).cancel();
-    }
-
-    /// A token, nothing that a panic could leave half-way.
-    fn life(&self) -> std::sync::MutexGuard<'_, CancellationToken> {
-        self.inner.life.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The lives that calls belong to.
+    pub fn lives(&self) -> &Lives {
+        &self.inner.lives
     }
 
     /// Where calls run.
@@ -172,6 +168,7 @@ impl Work {
 #[derive(Debug)]
 pub struct Opened {
     work: Work,
+    life: Option<Life>,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -181,14 +178,14 @@ impl Opened {
     /// # Errors
     /// `start`'s own, `Unavailable` when it takes longer than [`START_TIMEOUT`], and those of [`Work::begin`].
     pub async fn begin<S>(self, start: impl Future<Output = Result<S, Error>>) -> Result<(Call, S), Error> {
-        let Self { work, .. } = &self;
+        let Self { work, life, .. } = &self;
         let silent = |_| Error::new(ErrorKind::Unavailable, format!("the call said nothing for {START_TIMEOUT:?}"));
         let start = tokio::select! {
             biased;
             start = timeout(START_TIMEOUT, start) => start.map_err(silent)??,
             () = work.draining() => return Err(draining()),
         };
-        Ok((work.begin()?, start))
+        Ok((work.begin(*life)?, start))
     }
 }
 
@@ -200,7 +197,7 @@ fn draining() -> Error {
 #[derive(Debug)]
 pub struct Call {
     work: Work,
-    life: CancellationToken,
+    member: Arc<Member>,
     outcome: usize,
     _permit: OwnedSemaphorePermit,
     _token: TaskTrackerToken,
@@ -212,9 +209,9 @@ impl Call {
         self.work.tasks().clone()
     }
 
-    /// Ready when the life of the node that this call belongs to is over.
-    pub fn life_over(&self) -> WaitForCancellationFutureOwned {
-        self.life.clone().cancelled_owned()
+    /// Its part in the life of the node that it belongs to.
+    pub fn member(&self) -> &Arc<Member> {
+        &self.member
     }
 
     /// The call ended by itself.
@@ -257,11 +254,11 @@ mod tests {
     #[test]
     fn admits_up_to_the_limit_and_counts_ends() {
         let work = Work::new(2);
-        let (first, second) = (work.begin().unwrap(), work.begin().unwrap());
-        assert_eq!(work.begin().unwrap_err().kind, ErrorKind::Overloaded);
+        let (first, second) = (work.begin(None).unwrap(), work.begin(None).unwrap());
+        assert_eq!(work.begin(None).unwrap_err().kind, ErrorKind::Overloaded);
         first.end(&Ok(()));
         second.end(&Err(Error::new(ErrorKind::Corrupt, "x")));
-        drop(work.begin().unwrap());
+        drop(work.begin(None).unwrap());
         let counted: Vec<_> = work.outcomes().filter(|(_, count)| *count > 0).collect();
         assert_eq!(counted, [("ok", 1), ("cancelled", 1), ("corrupt", 1)]);
         assert_eq!(work.in_flight(), 0);
@@ -270,9 +267,9 @@ mod tests {
     #[tokio::test]
     async fn drains_when_the_last_call_ends() {
         let work = Work::new(2);
-        let call = work.begin().unwrap();
+        let call = work.begin(None).unwrap();
         work.drain();
-        assert_eq!(work.begin().unwrap_err().kind, ErrorKind::Unavailable);
+        assert_eq!(work.begin(None).unwrap_err().kind, ErrorKind::Unavailable);
         let waiting = tokio::spawn({
             let work = work.clone();
             async move { work.drained().await }

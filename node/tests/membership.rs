@@ -1,20 +1,19 @@
 //! The node's side of the membership stream against a small router.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use clap::Parser;
-use tandem_engine::{Prefix, SamplingParams, SequenceRequest};
+use tandem_engine::{KvLease, Prefix, SamplingParams, SequenceRequest};
 use tandem_kvtransfer::Faults;
-use tandem_node::call::Events;
-use tandem_node::membership::stay_joined;
+use tandem_node::call::{EventStream, Events};
+use tandem_node::routers::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::v1::membership_server::{Membership, MembershipServer};
 use tandem_proto::v1::node_report::Report;
-use tandem_proto::v1::{KvEvents, NodeReport, Register, Role, RouterReport};
-use tandem_proto::{Error, ErrorKind, Incarnation};
+use tandem_proto::v1::{ClockReading, KvEvents, Load, NodeReport, Register, Role, RouterReport};
+use tandem_proto::{Error, ErrorKind, Life};
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::StreamExt;
@@ -31,10 +30,12 @@ struct Cli {
     node: NodeArgs,
 }
 
-/// Accepts every node but the `dead` incarnation and shows what it says; each stream ends when its connection does.
+/// Accepts every node and shows what it says; each stream ends when its connection does.
 struct FakeRouter {
     seen: mpsc::Sender<Report>,
-    dead: Arc<AtomicU64>,
+    lease_ms: u32,
+    /// It does not answer probes.
+    mute: bool,
     /// It lost count of the node's cache.
     lost_count: Arc<Notify>,
 }
@@ -44,9 +45,9 @@ impl Membership for FakeRouter {
     type JoinStream = ReceiverStream<Result<RouterReport, Status>>;
 
     async fn join(&self, request: Request<Streaming<NodeReport>>) -> Result<Response<Self::JoinStream>, Status> {
-        let (seen, dead, mut reports) = (self.seen.clone(), self.dead.clone(), request.into_inner());
-        let (answers, outbox) = mpsc::channel(1);
-        let lost_count = self.lost_count.clone();
+        let (seen, mut reports) = (self.seen.clone(), request.into_inner());
+        let (answers, outbox) = mpsc::channel(4);
+        let (lost_count, lease_ms, mute) = (self.lost_count.clone(), self.lease_ms, self.mute);
         tokio::spawn(async move {
             loop {
                 let report = tokio::select! {
@@ -59,23 +60,32 @@ impl Membership for FakeRouter {
                         continue;
                     }
                 };
-                if let Report::Register(register) = &report {
-                    let accepted_incarnation = register.incarnation;
-                    if accepted_incarnation == dead.load(Ordering::Relaxed) {
-                        let _ = seen.send(report).await;
-                        let _ = answers.send(Err(Error::new(ErrorKind::DeclaredDead, "dead").into())).await;
-                        return;
+                let answer = match &report {
+                    Report::Register(Register { incarnation, .. }) => {
+                        let accepted_incarnation = *incarnation;
+                        Some(RouterReport {
+                            accepted_incarnation,
+                            report_interval_ms: 10,
+                            lease_ms,
+                            ..RouterReport::default()
+                        })
                     }
-                    let hello = RouterReport {
-                        accepted_incarnation,
-                        report_interval_ms: 10,
-                        lease_ms: 1000,
-                        kv_snapshot: false,
-                        clock: None,
-                    };
-                    let _ = answers.send(Ok(hello)).await;
+                    Report::ClockProbe(probe) if !mute => {
+                        let sent_unix_ns = probe.sent_unix_ns;
+                        let clock = ClockReading {
+                            sent_unix_ns,
+                            received_unix_ns: sent_unix_ns,
+                            answered_unix_ns: sent_unix_ns,
+                        };
+                        Some(RouterReport { clock: Some(clock), ..RouterReport::default() })
+                    }
+                    _ => None,
+                };
+                if let Some(answer) = answer {
+                    let _ = answers.send(Ok(answer)).await;
                 }
-                if seen.send(report).await.is_err() {
+                // What is said of the clock is of no interest.
+                if !matches!(report, Report::ClockProbe(_)) && seen.send(report).await.is_err() {
                     return;
                 }
             }
@@ -85,17 +95,17 @@ impl Membership for FakeRouter {
 }
 
 async fn serve(listener: TcpListener, stop: CancellationToken) -> mpsc::Receiver<Report> {
-    serve_but(listener, stop, Arc::default(), Arc::default()).await
+    serve_as(listener, stop, Arc::default(), (60_000, false)).await
 }
 
-async fn serve_but(
+async fn serve_as(
     listener: TcpListener,
     stop: CancellationToken,
-    dead: Arc<AtomicU64>,
     lost_count: Arc<Notify>,
+    (lease_ms, mute): (u32, bool),
 ) -> mpsc::Receiver<Report> {
     let (seen, reports) = mpsc::channel(4);
-    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, dead, lost_count }));
+    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, lease_ms, mute, lost_count }));
     tokio::spawn(async move {
         tokio::select! {
             served = server.serve_with_incoming(TcpListenerStream::new(listener)) => served.unwrap(),
@@ -106,7 +116,12 @@ async fn serve_but(
 }
 
 fn config(router: std::net::SocketAddr) -> NodeConfig {
-    let flags = format!("node --router http://{router} --simulated --transport tcp --kv-blocks 7 --node-id d0");
+    config_of(&[router])
+}
+
+fn config_of(routers: &[std::net::SocketAddr]) -> NodeConfig {
+    let routers: String = routers.iter().map(|router| format!(" --router http://{router}")).collect();
+    let flags = format!("node{routers} --simulated --transport tcp --kv-blocks 7 --node-id d0");
     Cli::parse_from(flags.split_whitespace()).node.resolve(Role::Decode).unwrap()
 }
 
@@ -125,7 +140,8 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let (stop, router_dies) = (CancellationToken::new(), CancellationToken::new());
     let mut reports = serve(listener, router_dies.clone()).await;
-    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
+    let joined =
+        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
 
     let first = registered(&mut reports).await;
     assert_eq!((first.node_id.as_str(), first.role(), first.total_blocks), ("d0", Role::Decode, 7));
@@ -152,33 +168,84 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
     joined.await.unwrap();
 }
 
+/// A call of this life that holds blocks until it is cancelled.
+fn call(node: &Node, life: u64, blocks: usize) -> (EventStream<()>, Weak<KvLease>) {
+    let lease = Arc::new(node.engine.pool().try_reserve(blocks).unwrap());
+    let held = Arc::downgrade(&lease);
+    let started = std::future::ready(Ok(()));
+    let call = tandem_node::call::spawn(&node.work, Some(Life(life)), started, |(), _events: Events<()>| async move {
+        let _held = lease;
+        std::future::pending().await
+    });
+    (call.unwrap(), held)
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_incarnation_that_was_declared_dead_ends_its_calls_and_comes_back_as_another() {
+async fn a_router_that_is_lost_takes_its_calls_along_and_no_others() {
+    let listeners = [TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap()];
+    let [one, other] = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+    let config = config_of(&[one, other]);
+    let node = Node::start(&config, Faults::default()).await.unwrap();
+    let [first, second] = listeners;
+    let (stop, dies) = (CancellationToken::new(), CancellationToken::new());
+    let (mut of_one, mut of_other) = (serve(first, dies.clone()).await, serve(second, CancellationToken::new()).await);
+    let joined =
+        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let (a, b) = (registered(&mut of_one).await, registered(&mut of_other).await);
+    assert_eq!((a.incarnation, b.incarnation), (node.incarnation().0, node.incarnation().0));
+    assert!(a.life != b.life && a.link != b.link && a.life != 0);
+
+    let ((mut lost, held), (kept, still_held)) = (call(&node, a.life, 3), call(&node, b.life, 2));
+    // The other router is told soon what it cannot know itself.
+    let sees = |own: u32, others: u32, load: &Load| {
+        (load.own.unwrap_or_default().requests, load.others.unwrap_or_default().requests) == (own, others)
+    };
+    while !matches!(of_other.recv().await, Some(Report::Load(load)) if sees(1, 1, &load) && load.free_blocks == 2) {}
+    dies.cancel();
+    drop(of_one);
+    let ended = lost.next().await.unwrap().unwrap_err();
+    assert_eq!(Error::from(ended).kind, ErrorKind::DeclaredDead);
+    while !matches!(of_other.recv().await, Some(Report::Load(load)) if sees(1, 0, &load) && load.free_blocks == 5) {}
+    assert!(held.upgrade().is_none() && still_held.upgrade().is_some());
+
+    // It is back at its address, and gets the same node with another life.
+    let listener = loop {
+        match TcpListener::bind(one).await {
+            Ok(listener) => break listener,
+            Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+        }
+    };
+    let mut of_one = serve(listener, CancellationToken::new()).await;
+    let again = registered(&mut of_one).await;
+    assert_eq!((again.incarnation, again.link), (a.incarnation, a.link));
+    assert_ne!(again.life, a.life);
+    while !matches!(of_one.recv().await, Some(Report::Load(load)) if sees(0, 1, &load)) {}
+    drop(kept);
+    stop.cancel();
+    joined.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_answers_nothing_for_its_lease_is_lost() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let config = config(listener.local_addr().unwrap());
     let node = Node::start(&config, Faults::default()).await.unwrap();
-    let first = node.incarnation();
-    let (stop, dead) = (CancellationToken::new(), Arc::new(AtomicU64::new(first.0)));
-    let mut reports = serve_but(listener, CancellationToken::new(), dead, Arc::default()).await;
-    let lease = Arc::new(node.engine.pool().try_reserve(3).unwrap());
-    let held = Arc::downgrade(&lease);
-    let started = std::future::ready(Ok(()));
-    let mut call = tandem_node::call::spawn(&node.work, started, |(), _events: Events<()>| async move {
-        let _held = lease;
-        std::future::pending().await
-    })
-    .unwrap();
-    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
-
-    assert_eq!(registered(&mut reports).await.incarnation, first.0);
-    let second = registered(&mut reports).await;
-    assert_eq!((second.node_id.as_str(), Incarnation(second.incarnation)), ("d0", node.incarnation()));
-    assert_ne!(second.incarnation, first.0);
-    let ended = call.next().await.unwrap().unwrap_err();
+    let stop = CancellationToken::new();
+    let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), (300, true)).await;
+    let joined =
+        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let first = registered(&mut reports).await;
+    let (mut lost, held) = call(&node, first.life, 3);
+    let second = loop {
+        if let Some(Report::Register(register)) = reports.recv().await {
+            break register;
+        }
+    };
+    assert_eq!((second.incarnation, second.link), (first.incarnation, first.link));
+    assert_ne!(second.life, first.life);
+    let ended = lost.next().await.unwrap().unwrap_err();
     assert_eq!(Error::from(ended).kind, ErrorKind::DeclaredDead);
     assert!(held.upgrade().is_none(), "what the call held is back");
-    assert_eq!(node.lives(), 2);
-    while !matches!(reports.recv().await, Some(Report::Load(load)) if load.free_blocks == 7 && load.waiting == 0) {}
     stop.cancel();
     joined.await.unwrap();
 }
@@ -226,8 +293,9 @@ async fn tells_what_its_cache_holds_from_a_snapshot_on() {
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let before = read_prompt(&node, 5, 2).await;
     let (stop, lost_count) = (CancellationToken::new(), Arc::new(Notify::new()));
-    let mut reports = serve_but(listener, CancellationToken::new(), Arc::default(), lost_count.clone()).await;
-    let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.router.clone(), ENDPOINT.to_owned(), stop.clone()));
+    let mut reports = serve_as(listener, CancellationToken::new(), lost_count.clone(), (60_000, false)).await;
+    let joined =
+        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
 
     registered(&mut reports).await;
     let Some(Report::KvEvents(mut snapshot)) = reports.recv().await else { panic!("before the first load") };

@@ -120,14 +120,17 @@ impl Prefill<'_> {
         let (mut queued, mut told) = (accepted, None);
         loop {
             trace.open("prefill.queue", Kind::Internal, self.server, queued);
+            events.member().reads(self.request.prompt.len());
             let lease = self.reserve(&mut wanted).await?;
             let cached_tokens = lease.cached_tokens();
+            events.member().reads(self.request.prompt.len().saturating_sub(cached_tokens));
             let figures = &self.shared.node.figures;
             figures.looked_up(self.request.prompt.len(), cached_tokens);
             figures.preemptions.fetch_add(u64::from(told.is_some()), Relaxed);
             let progress = Progress { tokens: cached_tokens, layers: 0 };
             kv.send_replace(Kv { lease: Some(lease.clone()), progress, told: told.is_some(), ..Kv::default() });
             let Sampled { first, logprob, top } = self.forward(lease, kv, trace).await?;
+            events.member().has_read();
             if let Some(told) = told {
                 check_same(told, first.token)?;
             } else {

@@ -45,8 +45,9 @@ impl prefill_server::Prefill for PrefillService {
         &self,
         request: Request<Streaming<PrefillCommand>>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
+        let life = call::life(request.metadata())?;
         let (shared, start) = (self.shared.clone(), Commands::start(request.into_inner()));
-        let events = call::spawn(&self.shared.node.work, start, move |(spec, commands), events| {
+        let events = call::spawn(&self.shared.node.work, life, start, move |(spec, commands), events| {
             prefill::run(shared, spec, commands, events)
         })?;
         Ok(Response::new(events))

@@ -1,6 +1,6 @@
 //! Tandem's words, shared by every process: no I/O, no async code of our own.
 //!
-//! - [`ids`]: incarnation and hand-off id. Random values come from the caller's generator.
+//! - [`ids`]: incarnation, life and hand-off id. Random values come from the caller's generator.
 //! - [`hash`]: sequence hashes of token blocks and checksums of bytes, those of KV blocks among them.
 //! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
@@ -39,7 +39,7 @@ use std::time::Duration;
 
 pub use error::{ERROR_KINDS, Error, ErrorCode, ErrorKind};
 pub use hash::SequenceHash;
-pub use ids::{HandoffId, Incarnation};
+pub use ids::{HandoffId, Incarnation, LIFE_HEADER, Life};
 pub use trace::TraceContext;
 pub use tracestate::TraceState;
 
@@ -55,7 +55,7 @@ pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 6;
+pub const PROTOCOL_VERSION: u32 = 7;
 
 /// A node ends a call that has not said by then what it is for.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);

@@ -120,6 +120,7 @@ fn table(count: usize) -> Membership {
                 max_batched_tokens: view.max_step_tokens,
                 arithmetic: "f32".into(),
                 kv_order: "bf16-pairs".into(),
+                life: view.session,
                 ..v1::Register::default()
             },
             now,

@@ -1,5 +1,6 @@
 //! Flags, read once. The rest of the router sees only [`Config`].
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -98,6 +99,10 @@ struct Flags {
     /// key; nodes, which have none, need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires = "nodes")]
     api_keys: Option<PathBuf>,
+    /// Routers among which a load balancer spreads the requests: each allows that part of a key's rates, exactly.
+    /// Routers need not know of each other; nodes join all of them
+    #[arg(long, value_name = "N", default_value_t = NonZeroU32::MIN)]
+    replicas: NonZeroU32,
     /// Requests that may run at the same time
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
     max_inflight: u16,
@@ -201,6 +206,8 @@ pub struct Config {
     pub limits: Limits,
     /// File of API keys; without it nobody needs one.
     pub api_keys: Option<PathBuf>,
+    /// Routers that divide the keys' rates.
+    pub replicas: NonZeroU32,
     /// Silence after which a node is dead.
     pub lease: Duration,
     /// When a node is tried last.
@@ -259,6 +266,7 @@ impl From<Flags> for Config {
                 client_stall: millis(flags.client_stall_ms),
             },
             api_keys: flags.api_keys,
+            replicas: flags.replicas,
             lease: millis(flags.lease_ms),
             breakers: breaker::Settings { failures: flags.breaker_failures, open: millis(flags.breaker_open_ms) },
             choice: select::Settings {

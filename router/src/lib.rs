@@ -7,8 +7,8 @@
 //! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and other nodes
 //!   when one fails.
 //! - [`select`]: which nodes; pure. [`index`]: which node has which blocks in its cache; pure.
-//! - [`membership`]: the node table, the gRPC service that fills it, circuit breakers, and the fence before dead
-//!   incarnations.
+//! - [`membership`]: the node table, the gRPC service that fills it, circuit breakers, and the fence before lives of
+//!   nodes that are over.
 //! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
 //! - [`traces`], [`metrics`]: what happened, for people. [`page`]: the cluster as it is now, for them, too.
 //! - [`config`]: flags, resolved once.

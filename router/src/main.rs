@@ -73,7 +73,7 @@ fn reactor(threads: usize) -> std::io::Result<Runtime> {
 async fn run(config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let keys = match &config.api_keys {
-        Some(path) => Keys::load(path, clock::now())?,
+        Some(path) => Keys::load_share(path, config.replicas, clock::now())?,
         None => Keys::default(),
     };
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
@@ -87,7 +87,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .with_join_token(join.as_ref())
         .with_breakers(config.breakers)
         .with_choice(config.choice)
-        .with_index_blocks(config.index_blocks);
+        .with_index_blocks(config.index_blocks)
+        .drawing_from(rand::random());
     let limits = config.limits.clone();
     let (sample_ratio, ring) = (config.trace_sample_ratio, config.trace_ring);
     let telling = Telling { exporter: exporter.clone(), sample_ratio, ring };

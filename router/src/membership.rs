@@ -3,10 +3,11 @@
 //! everything that depends on it. The gRPC service that fills the table is [`join`]; who gets a request is
 //! [`crate::select`]'s matter.
 //!
-//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name. A
-//! dead incarnation does not come back ([`fence`]): the node must have let go of everything first. A node that fails
-//! its requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when there
-//! may be some.
+//! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
+//! That is a verdict on this router's session with it and on what this router booked there, a *life* of the node: other
+//! routers have theirs. A dead life does not come back ([`fence`]), and its calls are refused by the node. A node that
+//! fails its requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when
+//! there may be some.
 mod answers;
 pub mod breaker;
 mod entry;
@@ -25,7 +26,7 @@ use tandem_telemetry::clock;
 
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken};
-use tandem_proto::{Error, Incarnation, SequenceHash, v1};
+use tandem_proto::{Error, Incarnation, Life, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio_util::sync::CancellationToken;
@@ -58,7 +59,7 @@ pub struct Expected {
     pub eos_token_id: u32,
 }
 
-/// One incarnation of a node. Its channel goes with it.
+/// One life of a node: its session with this router. Its channel goes with it.
 #[derive(Debug)]
 pub struct Node {
     /// Key in the table; never used twice.
@@ -75,9 +76,14 @@ pub struct Node {
 }
 
 impl Node {
-    /// Which life of the node this is.
+    /// Which process of the node this is.
     pub fn incarnation(&self) -> Incarnation {
         Incarnation(self.info.incarnation)
+    }
+
+    /// Which session of this router with it.
+    pub fn life(&self) -> Life {
+        Life(self.info.life)
     }
 
     /// The way to the node; its connection is made at the first call.
@@ -98,7 +104,7 @@ impl Node {
 
     fn end(&self, why: &str) {
         if self.why.set(why.to_owned()).is_ok() {
-            tracing::warn!(node = self.info.node_id, incarnation = %self.incarnation(), why, "node gone");
+            tracing::warn!(node = self.info.node_id, life = %self.life(), why, "node gone");
         }
         self.dead.cancel();
     }
@@ -313,7 +319,7 @@ pub enum Death {
     Silent,
     /// Its stream ended, and it had not said before that it drains.
     StreamLost,
-    /// Another life of it registered.
+    /// Another process of its name registered.
     Replaced,
 }
 
@@ -397,6 +403,13 @@ impl Membership {
         self
     }
 
+    /// The same, with choices that are drawn from here on: routers that know the same of their nodes do not all take
+    /// the same one.
+    pub fn drawing_from(self, turn: u64) -> Self {
+        lock(&self.table).draw_from(turn);
+        self
+    }
+
     /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is.
     /// For simulations and tests.
     pub fn in_process(self, find: impl Fn(&v1::Register) -> Calls + Send + Sync + 'static) -> Self {
@@ -408,11 +421,12 @@ impl Membership {
         self.lease
     }
 
-    /// Enters a node. A node of the same name is replaced: its requests end.
+    /// Enters a node. A node of the same name is replaced, and the last life of the same one: its requests end.
     ///
     /// # Errors
     /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the
-    /// other nodes'; `DeclaredDead` for an incarnation that was; `Overloaded` when the table is full.
+    /// other nodes'; `DeclaredDead` for a life that was; `Unavailable` for a node that is here by another address;
+    /// `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, endpoint) = registration::check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, endpoint);

@@ -444,6 +444,8 @@ fn registers() -> impl Strategy<Value = v1::Register> {
                 processor,
                 arithmetic: ["f32", "bf16-dots", ""][arithmetic].into(),
                 kv_order: "bf16-pairs".into(),
+                life: incarnation,
+                link: u64::from(digest == 1),
                 ..v1::Register::default()
             }
         },

@@ -412,6 +412,7 @@ fn node(model: &ModelText) -> v1::Register {
         max_batched_tokens: 512,
         arithmetic: "f32".into(),
         kv_order: "bf16-pairs".into(),
+        life: 1,
         ..v1::Register::default()
     }
 }

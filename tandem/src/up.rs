@@ -1,4 +1,4 @@
-//! `tandem up`: a router and its nodes as child processes, from start to drain.
+//! `tandem up`: routers and their nodes as child processes, from start to drain.
 //!
 //! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them.
 use std::path::{Path, PathBuf};
@@ -88,13 +88,9 @@ struct Cluster<'a> {
     config: &'a Up,
     join_token: &'a JoinToken,
     wrappers: Wrappers,
-    http: String,
-    grpc: String,
-    /// Where the router shows its live page: at the admin port, or HTTP's.
-    page: String,
-    /// Where nodes join: gRPC's port, or one of their own.
-    join: String,
-    /// The router is the first one.
+    /// Of each router that is there, in the order of `members`. The state file names the first one.
+    routers: Vec<Addresses>,
+    /// The routers, then the nodes.
     members: Vec<Member>,
     /// For nodes that are started again, too.
     _lending: Option<LendingFile>,
@@ -102,8 +98,28 @@ struct Cluster<'a> {
     crowded: bool,
 }
 
+/// A router's.
+struct Addresses {
+    http: String,
+    grpc: String,
+    /// Where it shows its live page: at the admin port, or HTTP's.
+    page: String,
+    /// Where nodes join: gRPC's port, or one of their own.
+    join: String,
+}
+
+impl Addresses {
+    fn of(router: &Member) -> anyhow::Result<Self> {
+        let ready = |key| router.ready.get(key).map(with_scheme);
+        let (http, grpc) = (ready("http")?, ready("grpc")?);
+        let page = ready("admin").unwrap_or_else(|_| http.clone());
+        let join = ready("nodes").unwrap_or_else(|_| grpc.clone());
+        Ok(Self { http, grpc, page, join })
+    }
+}
+
 impl<'a> Cluster<'a> {
-    /// Router first, then all nodes at once, then /health.
+    /// Routers first, then all nodes at once, then /health.
     async fn start(config: &'a Up, join_token: &'a JoinToken) -> anyhow::Result<Self> {
         std::fs::create_dir_all(&config.logs).with_context(|| format!("cannot make {}", config.logs.display()))?;
         check_writable(&config.logs).with_context(|| {
@@ -117,46 +133,60 @@ impl<'a> Cluster<'a> {
         let programs = programs_dir()?;
         let devices = devices_of(config).await?;
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
-        let router = launch(router_recipe(config, join_token, &programs)).await?;
-        let (http, grpc) = (with_scheme(router.ready.get("http")?), with_scheme(router.ready.get("grpc")?));
-        let page = router.ready.get("admin").map_or_else(|_| http.clone(), with_scheme);
-        let join = router.ready.get("nodes").map_or_else(|_| grpc.clone(), with_scheme);
-        let joining = [flags([("--router", &join)]), join_token_args(join_token)].concat();
+        let recipes = (0..config.routers).map(|number| router_recipe(config, join_token, &programs, number));
+        let mut members = Vec::new();
+        for router in join_all(recipes.map(&launch)).await {
+            members.push(router?);
+        }
+        let routers = members.iter().map(Addresses::of).collect::<anyhow::Result<Vec<_>>>()?;
+        let mut joining = join_token_args(join_token);
+        routers.iter().for_each(|router| joining.extend(flags([("--router", &router.join)])));
         let mut nodes = node_recipes(config, wrappers, &programs, &joining, &devices);
         let lending = lend_cores(config, &mut nodes);
-        let nodes = join_all(nodes.into_iter().map(launch)).await;
-        let mut members = vec![router];
+        let nodes = join_all(nodes.into_iter().map(&launch)).await;
         for node in nodes {
             members.push(node?);
         }
-        let mut cluster =
-            Self { config, join_token, wrappers, http, grpc, page, join, members, _lending: lending, crowded: false };
+        let mut cluster = Self { config, join_token, wrappers, routers, members, _lending: lending, crowded: false };
         cluster.crowded = nodes_crowd(&cluster.healthy().await?);
         Ok(cluster)
     }
 
-    /// Waits until the router can serve, or a child dies. Returns what the router has of its nodes.
+    /// Waits until the routers can serve, or a child dies. Returns what the first one has of its nodes.
     async fn healthy(&mut self) -> anyhow::Result<serde_json::Value> {
         let deadline = Instant::now() + self.config.start_timeout;
-        let (http, nodes) = (self.http.clone(), self.members.len() - 1);
-        let healthy = timeout_at(deadline, wait_for_health(&http, nodes));
+        let (http, nodes) = (self.first().http.clone(), self.nodes().len());
+        let all = join_all(self.routers.iter().map(|router| wait_for_health(router.http.clone(), nodes)));
+        let healthy = timeout_at(deadline, all);
         tokio::select! {
             (member, status) = next_death(&mut self.members) => {
                 let member = &self.members[member];
                 bail!("{} died during the start ({status})\n{}", member.recipe.name, member.log.tail());
             }
-            healthy = healthy => healthy.with_context(|| {
-                format!("the nodes did not register with {http} in time\n{}", self.members[0].log.tail())
-            }),
+            healthy = healthy => {
+                let registered = healthy.with_context(|| {
+                    format!("the nodes did not register with {http} in time\n{}", self.members[0].log.tail())
+                })?;
+                registered.into_iter().next().context("a cluster has a router")
+            }
         }
+    }
+
+    /// The router that the other commands talk to.
+    fn first(&self) -> &Addresses {
+        &self.routers[0]
+    }
+
+    fn nodes(&self) -> &[Member] {
+        &self.members[self.routers.len()..]
     }
 
     fn state(&self) -> State {
         let processes = self.members.iter().map(|member| (member.recipe.name.clone(), member.pid().unwrap_or(0)));
         State {
-            http: self.http.clone(),
-            grpc: self.grpc.clone(),
-            page: self.page.clone(),
+            http: self.first().http.clone(),
+            grpc: self.first().grpc.clone(),
+            page: self.first().page.clone(),
             pid: std::process::id(),
             processes: processes.collect(),
             logs: self.config.logs.clone(),
@@ -165,13 +195,16 @@ impl<'a> Cluster<'a> {
     }
 
     fn announce(&self) -> anyhow::Result<()> {
-        for node in &self.members[1..] {
+        for (router, addresses) in self.members.iter().zip(&self.routers).skip(1) {
+            print_router(router, addresses)?;
+        }
+        for node in self.nodes() {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
-        say!("tandem: the cluster as it is now: {}/ in a browser, or `tandem top`", self.page);
+        say!("tandem: the cluster as it is now: {}/ in a browser, or `tandem top`", self.first().page);
         self.tell_of_local_prompts();
-        print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
+        print(&format!("ready http={} grpc={}\n", self.first().http, self.first().grpc))
     }
 
     /// The nodes warn, too, but into their logs.
@@ -182,7 +215,7 @@ impl<'a> Cluster<'a> {
         let fallen = |node: &Member| {
             anyhow::Ok(node.ready.get("device")? == "cpu" && !node.ready.get("transport")?.contains("ucx/"))
         };
-        if !asked && self.members[1..].iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
+        if !asked && self.nodes().iter().map(fallen).collect::<Result<Vec<_>, _>>()?.contains(&true) {
             let line = "=".repeat(78);
             say!(
                 "{line}\n  WARNING: UCX is not in use: KV travels over plain TCP, several times slower.\n  \
@@ -195,8 +228,7 @@ impl<'a> Cluster<'a> {
 
     /// A newcomer looks for a hand-off, and finds none. Nodes that lend each other cores share them, too.
     fn tell_of_local_prompts(&self) {
-        let mut nodes = self.members.iter().skip(1);
-        let pairs = nodes.any(|node| node.recipe.name.starts_with("prefill"));
+        let pairs = self.nodes().iter().any(|node| node.recipe.name.starts_with("prefill"));
         if self.crowded && pairs && local_prefill(&self.config.router_args) == "auto" {
             say!(
                 "tandem: note: the nodes share this machine's cores, so short prompts are computed where they are \
@@ -215,18 +247,25 @@ impl<'a> Cluster<'a> {
             match self.config.on_death {
                 OnDeath::Restart => {
                     let mut recipe = dead.recipe.clone();
-                    if index == 0 {
+                    if let Some(router) = self.routers.get(index) {
                         // The nodes and the clients know these addresses.
-                        set_flag(&mut recipe.args, "--http", bare(&self.http));
-                        set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
-                        set_flag(&mut recipe.args, "--nodes", bare(&self.join));
-                        set_flag(&mut recipe.args, "--admin", bare(&self.page));
+                        set_flag(&mut recipe.args, "--http", bare(&router.http));
+                        set_flag(&mut recipe.args, "--grpc", bare(&router.grpc));
+                        set_flag(&mut recipe.args, "--nodes", bare(&router.join));
+                        set_flag(&mut recipe.args, "--admin", bare(&router.page));
                     }
                     self.members[index] = self.restart(&recipe).await?;
                     state::write(&self.config.state, &self.state())?;
                 }
-                OnDeath::Report if index == 0 => bail!("the router is gone"),
-                OnDeath::Report => drop(self.members.remove(index)),
+                OnDeath::Report if index == 0 && self.routers.len() == 1 => bail!("the router is gone"),
+                OnDeath::Report => {
+                    drop(self.members.remove(index));
+                    if index < self.routers.len() {
+                        drop(self.routers.remove(index));
+                        say!("tandem: clients find {} and {}", self.first().http, self.first().grpc);
+                    }
+                    state::write(&self.config.state, &self.state())?;
+                }
             }
         }
     }
@@ -248,11 +287,11 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// The router takes no more work and finishes what runs, then the nodes end; what does not end in time is killed.
+    /// The routers take no more work and finish what runs, then the nodes end; what does not end in time is killed.
     async fn drain(&mut self) {
         let deadline = Instant::now() + self.config.grace + LAST_WORDS;
-        let (router, nodes) = self.members.split_at_mut(1);
-        for part in [router, nodes] {
+        let (routers, nodes) = self.members.split_at_mut(self.routers.len());
+        for part in [routers, nodes] {
             part.iter().for_each(Member::terminate);
             join_all(part.iter_mut().map(|member| end_by(member, deadline))).await;
         }
@@ -280,7 +319,7 @@ async fn next_death(members: &mut [Member]) -> (usize, String) {
 }
 
 /// /health must say 200 and /debug/cluster list all nodes. Returns that list.
-async fn wait_for_health(http: &str, nodes: usize) -> serde_json::Value {
+async fn wait_for_health(http: String, nodes: usize) -> serde_json::Value {
     let client = reqwest::Client::new();
     let serves = async || -> Option<serde_json::Value> {
         let health = client.get(format!("{http}/health")).send().await.ok()?;
@@ -336,16 +375,22 @@ fn join_token_args(token: &JoinToken) -> Vec<String> {
     flags([("--join-token-file", &token.path().display().to_string())])
 }
 
-fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path) -> Recipe {
+/// The first one has the addresses that were asked for, the others any ports of the same hosts.
+fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path, number: usize) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
-    args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
+    let address = |first: &str| match number {
+        0 => first.to_owned(),
+        _ => first.rsplit_once(':').map_or_else(|| first.to_owned(), |(host, _)| format!("{host}:0")),
+    };
+    args.extend(flags([("--http", &address(&config.http)), ("--grpc", &address(&config.grpc))]));
     // What it has to say to those that still run then, it says before `drain` kills it.
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
         args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
     }
     args.extend(join_token_args(join_token));
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
-    Recipe { name: "router".into(), program: programs.join("tandem-router"), args, cpus: Vec::new() }
+    let name = if number == 0 { "router".to_owned() } else { format!("router-{number}") };
+    Recipe { name, program: programs.join("tandem-router"), args, cpus: Vec::new() }
 }
 
 /// What each node computes on, prefill nodes first.
@@ -430,8 +475,13 @@ fn cores_of(config: &Up, wrappers: Wrappers, nodes: usize) -> Vec<Vec<usize>> {
     }
 }
 
+fn print_router(router: &Member, Addresses { http, grpc, .. }: &Addresses) -> anyhow::Result<()> {
+    let (name, pid) = (&router.recipe.name, router.pid().unwrap_or(0));
+    print(&format!("router {name} http={http} grpc={grpc} pid={pid}\n"))
+}
+
 fn print_node(node: &Member) -> anyhow::Result<()> {
-    if node.recipe.name == "router" {
+    if node.recipe.name.starts_with("router") {
         return Ok(());
     }
     let [grpc, admin, transport, device] = ["grpc", "admin", "transport", "device"].map(|key| node.ready.get(key));

@@ -15,6 +15,7 @@
 //! - [`local`]: without a prefill node: aggregated, or because it died.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
 //! - [`rolling`]: every node is replaced under load.
+//! - [`routers`]: several routers, of which each dies, stands still, or is replaced.
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`metrics`]: what every role shows to dashboards.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
@@ -35,6 +36,7 @@ mod local;
 mod metrics;
 mod overload;
 mod rolling;
+mod routers;
 mod sampling;
 mod streams;
 mod telemetry;

@@ -65,7 +65,7 @@ impl Tally {
         self.count("hand-offs", "delivered again", handoffs.redelivered.load(Relaxed));
         counters.refused().for_each(|(reason, count)| self.count("refusals", reason, count));
         self.count("nodes", "preemptions", node.node.engine.load().preemptions);
-        self.count("nodes", "lives after a declared death", node.node.lives() - 1);
+        self.count("nodes", "sessions after the first", node.node.work.lives().counts().1.saturating_sub(1));
     }
 }
 

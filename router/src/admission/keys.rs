@@ -2,6 +2,7 @@
 //! at the start and again at every SIGHUP; a file that is wrong then changes nothing. Keys are kept and compared as
 //! digests, each comparison over all keys and all bytes, so that time says nothing about them.
 use std::collections::BTreeSet;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
@@ -27,6 +28,8 @@ pub struct Keys(Option<Arc<Ring>>);
 #[derive(Debug)]
 struct Ring {
     path: PathBuf,
+    /// Routers that share the rates.
+    replicas: NonZeroU32,
     keys: RwLock<Arc<Vec<Key>>>,
 }
 
@@ -65,6 +68,15 @@ struct Entry {
     max_priority: i32,
 }
 
+impl Entry {
+    /// Its rates at one of so many routers; a part of a request or token is a whole one.
+    fn share(self, replicas: NonZeroU32) -> Self {
+        let share = |rate: Option<u32>| rate.map(|rate| rate.div_ceil(replicas.get()));
+        let (requests_per_minute, tokens_per_minute) = (share(self.requests_per_minute), share(self.tokens_per_minute));
+        Self { requests_per_minute, tokens_per_minute, ..self }
+    }
+}
+
 fn one() -> u32 {
     1
 }
@@ -74,13 +86,22 @@ fn most_urgent() -> i32 {
 }
 
 impl Keys {
-    /// Reads the file. Each tenant's buckets are full at `now`.
+    /// Reads the file, for the only router. Each tenant's buckets are full at `now`.
     ///
     /// # Errors
     /// It cannot be read, is not the JSON that it should be, or holds no keys or ones that make no sense.
     pub fn load(path: &Path, now: Instant) -> Result<Self, KeysError> {
-        let keys = read(path, now).map_err(|why| KeysError { path: path.to_owned(), why })?;
-        Ok(Self(Some(Arc::new(Ring { path: path.to_owned(), keys: RwLock::new(Arc::new(keys)) }))))
+        Self::load_share(path, NonZeroU32::MIN, now)
+    }
+
+    /// As [`Self::load`], for one of so many routers among which requests are spread: each allows that part of a key's
+    /// rates.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load_share(path: &Path, replicas: NonZeroU32, now: Instant) -> Result<Self, KeysError> {
+        let keys = read(path, replicas, now).map_err(|why| KeysError { path: path.to_owned(), why })?;
+        Ok(Self(Some(Arc::new(Ring { path: path.to_owned(), replicas, keys: RwLock::new(Arc::new(keys)) }))))
     }
 
     /// Reads the file again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys
@@ -90,7 +111,8 @@ impl Keys {
     /// As [`Self::load`]; the old keys stay.
     pub fn reload(&self, now: Instant) -> Result<usize, KeysError> {
         let Some(ring) = &self.0 else { return Ok(0) };
-        let mut keys = read(&ring.path, now).map_err(|why| KeysError { path: ring.path.clone(), why })?;
+        let mut keys =
+            read(&ring.path, ring.replicas, now).map_err(|why| KeysError { path: ring.path.clone(), why })?;
         let mut current = ring.keys.write().unwrap_or_else(PoisonError::into_inner);
         for key in &mut keys {
             let same = |old: &&Key| old.tenant.name() == key.tenant.name() && old.tenant.terms() == key.tenant.terms();
@@ -141,16 +163,16 @@ fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
     std::hint::black_box(a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b))) == 0
 }
 
-fn read(path: &Path, now: Instant) -> Result<Vec<Key>, String> {
+fn read(path: &Path, replicas: NonZeroU32, now: Instant) -> Result<Vec<Key>, String> {
     let size = std::fs::metadata(path).map_err(|error| error.to_string())?.len();
     if size > MAX_FILE_BYTES {
         return Err(format!("{size} bytes; {MAX_FILE_BYTES} at most"));
     }
     let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
-    parse(&text, now)
+    parse(&text, replicas, now)
 }
 
-fn parse(text: &str, now: Instant) -> Result<Vec<Key>, String> {
+fn parse(text: &str, replicas: NonZeroU32, now: Instant) -> Result<Vec<Key>, String> {
     let File { keys } = serde_json::from_str(text)
         .map_err(|error| format!(r#"{error}; what is wanted is {{"keys": [{{"name": "NAME", "key": "KEY"}}, …]}}"#))?;
     if keys.is_empty() || keys.len() > MAX_KEYS {
@@ -159,7 +181,7 @@ fn parse(text: &str, now: Instant) -> Result<Vec<Key>, String> {
     let (mut names, mut digests) = (BTreeSet::new(), BTreeSet::new());
     let key = |entry: Entry| {
         let name = entry.name.clone();
-        let key = key(entry, now).map_err(|why| format!("key {name:?}: {why}"))?;
+        let key = key(entry.share(replicas), now).map_err(|why| format!("key {name:?}: {why}"))?;
         match (names.insert(name.clone()), digests.insert(key.digest)) {
             (true, true) => Ok(key),
             (false, _) => Err(format!("there are two keys of the name {name:?}")),
@@ -233,6 +255,20 @@ mod tests {
     }
 
     #[test]
+    fn routers_divide_a_key_s_rates() {
+        let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        let file = FILE.replace("\"requests_per_minute\": 2", "\"requests_per_minute\": 7, \"tokens_per_minute\": 1");
+        let keys = Keys::load_share(&write(&dir, &file), NonZeroU32::new(3).unwrap(), now).unwrap();
+        let rates = |keys: &Keys| {
+            let alice = keys.tenant(Some("Bearer sk-alice-123"), None).unwrap();
+            alice.allowances(now).into_iter().map(|left| left.per_minute).collect::<Vec<_>>()
+        };
+        assert_eq!(rates(&keys), [3, 1]);
+        keys.reload(now).unwrap();
+        assert_eq!(rates(&keys), [3, 1]);
+    }
+
+    #[test]
     fn without_keys_clients_name_themselves() {
         let keys = Keys::default();
         assert!(!keys.required());
@@ -278,7 +314,7 @@ mod tests {
             (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "a", "key": "sk-12345679"}]}"#, "two keys"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "b", "key": "sk-12345678"}]}"#, "another"),
         ] {
-            let error = parse(text, Instant::now()).expect_err(text);
+            let error = parse(text, NonZeroU32::MIN, Instant::now()).expect_err(text);
             assert!(error.contains(why), "{text}: {error}");
         }
         let missing = Keys::load(Path::new("/nowhere/keys.json"), Instant::now()).unwrap_err();

@@ -75,6 +75,8 @@ impl Failure {
             (ErrorKind::InvalidArgument | ErrorKind::NotFound, _) => Cause::Request,
             (ErrorKind::Overloaded, _) => Cause::Overloaded,
             (ErrorKind::Corrupt | ErrorKind::Incompatible, _) => Cause::Refused,
+            // The node ended its session with this router before the router did.
+            (ErrorKind::DeclaredDead, _) => Cause::Died,
             // The client's own cancellation never comes from a node: the sender let go of the hand-off.
             (ErrorKind::Cancelled, Role::Decode) => Cause::Undelivered,
             _ => Cause::Failed,

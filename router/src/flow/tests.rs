@@ -484,9 +484,9 @@ async fn joining_and_leaving_over_grpc() {
     let again = fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1");
     let refusal = client.join(tokio_stream::once(report(again.clone()))).await.unwrap_err();
     assert_eq!(refusal.code(), tonic::Code::FailedPrecondition);
-    assert!(refusal.message().contains("this incarnation (0000000000000001) was declared dead"), "{refusal}");
+    assert!(refusal.message().contains("this life (0000000000000001) was declared dead"), "{refusal}");
     assert_eq!(Error::from(refusal).kind, ErrorKind::DeclaredDead);
-    let another = v1::Register { incarnation: 2, ..again };
+    let another = v1::Register { life: 2, ..again };
     assert!(client.join(tokio_stream::once(report(another))).await.is_ok());
 }
 

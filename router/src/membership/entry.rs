@@ -1,6 +1,7 @@
 //! One node of the table: what it reported, what was routed to it since, and what of that the choice of nodes sees.
 //! Time is an argument. The view itself lies beside the others in one row, see [`super::table`]; this file alone writes
 //! its loads.
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,8 +23,10 @@ use crate::select::{Candidate, NodeView, Role, Work};
 pub(super) struct Entry {
     pub node: Arc<Node>,
     pub load: v1::Load,
-    /// Reports taken so far.
-    pub epoch: u64,
+    /// Whether there was a report.
+    reported: bool,
+    /// Booked, and in no report yet.
+    recent: Recent,
     pub heard: Instant,
     pub breaker: Breaker,
     /// Prompts of the routes there are that it has not computed.
@@ -36,11 +39,12 @@ pub(super) struct Entry {
     factor: Factor,
 }
 
-/// Work booked on a node. It counts until the node's next report, which includes it.
+/// Work booked on a node. It counts until a report of the node that includes it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
     pub session: u64,
-    epoch: u64,
+    /// Among all of the node, see [`Recent`].
+    number: u64,
     work: Work,
     /// `None` where the node computes none for this request, or has done so.
     prompt: Option<Prompt>,
@@ -83,11 +87,60 @@ impl Prompt {
     }
 }
 
+/// Bookings that no report of the node includes, in their order. No more than the router's requests on the node, and
+/// what ended there since its last report.
+#[derive(Debug, Default)]
+struct Recent {
+    bookings: VecDeque<Recently>,
+    /// Bookings so far.
+    last: u64,
+}
+
+#[derive(Debug)]
+struct Recently {
+    number: u64,
+    work: Work,
+    /// 0 where the node computes no prompt for it.
+    prompt_ms: f64,
+}
+
+impl Recent {
+    fn add(&mut self, work: Work, prompt_ms: f64) -> u64 {
+        self.last += 1;
+        self.bookings.push_back(Recently { number: self.last, work, prompt_ms });
+        self.last
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Recently> {
+        let at = self.bookings.binary_search_by_key(&number, |booking| booking.number).ok()?;
+        self.bookings.remove(at)
+    }
+
+    fn get_mut(&mut self, number: u64) -> Option<&mut Recently> {
+        let at = self.bookings.binary_search_by_key(&number, |booking| booking.number).ok()?;
+        self.bookings.get_mut(at)
+    }
+
+    /// All but the youngest are reported. Returns the work of these.
+    fn keep_youngest(&mut self, count: usize) -> Work {
+        self.bookings.drain(..self.bookings.len().saturating_sub(count));
+        self.bookings.iter().fold(Work::default(), |mut sum, booking| {
+            sum.add(&booking.work);
+            sum
+        })
+    }
+
+    fn prompts_ms(&self) -> impl Iterator<Item = f64> {
+        self.bookings.iter().map(|booking| booking.prompt_ms).filter(|ms| *ms > 0.0)
+    }
+}
+
 impl Entry {
     pub fn new(node: Arc<Node>, breaker: Breaker, now: Instant) -> Self {
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
         let (backlog, awaited, factor) = (Backlog::new(now), Awaited::new(now), Factor::default());
-        Self { node, load, epoch: 0, heard: now, breaker, prompts: 0, backlog, awaited, factor }
+        let (reported, recent) = (false, Recent::default());
+        Self { node, load, reported, recent, heard: now, breaker, prompts: 0, backlog, awaited, factor }
     }
 
     /// The view of a node that has just registered.
@@ -119,14 +172,15 @@ impl Entry {
         }
     }
 
-    /// Takes a report: what was routed before it is in it. Returns the preemptions since the one before; what was
-    /// before the first one is not this membership's.
+    /// Takes a report: what was routed before it is in it, but for what was still on its way then: by so many calls
+    /// fewer than this router has there the node has seen, and the youngest are not among those. Returns the
+    /// preemptions since the one before; what was before the first one is not this membership's.
     pub fn report(&mut self, view: &mut NodeView, load: &v1::Load, now: Instant) -> u64 {
-        let before = if self.epoch == 0 { load.preemptions } else { self.load.preemptions };
+        let before = if self.reported { self.load.preemptions } else { load.preemptions };
         let preempted = load.preemptions.saturating_sub(before);
         let free_blocks = load.free_blocks.min(self.node.info.total_blocks);
         self.load = v1::Load { free_blocks, ..*load };
-        self.epoch += 1;
+        self.reported = true;
         self.factor.fade(now.saturating_duration_since(self.heard));
         self.heard = now;
         view.free_blocks = free_blocks;
@@ -138,9 +192,14 @@ impl Entry {
             context: load.running_tokens,
             answers: 0,
         };
-        view.routed = Work::default();
         view.step_cost = StepCost::reported(load.step_cost.as_ref());
         self.backlog.reported(now, self.queued_ms(view));
+        let seen = load.own.map_or(view.held.requests, |own| match view.role {
+            Role::Prefill => own.prompts,
+            Role::Decode => own.requests,
+        });
+        view.routed = self.recent.keep_youngest(view.held.requests.saturating_sub(seen) as usize);
+        self.recent.prompts_ms().for_each(|ms| self.backlog.add(now, ms));
         preempted
     }
 
@@ -189,7 +248,8 @@ impl Entry {
             }
         }
         let probe = self.breaker.begin(now);
-        Share { session: view.session, epoch: self.epoch, work, prompt, awaited, held: true, probe }
+        let number = self.recent.add(work, prompt.map_or(0.0, |prompt| prompt.prefill_ms));
+        Share { session: view.session, number, work, prompt, awaited, held: true, probe }
     }
 
     /// The request's prompt is computed, on another node: it begins here.
@@ -217,7 +277,7 @@ impl Entry {
 
     /// Takes a booking back, where no report has replaced it yet.
     pub fn unbook(&mut self, view: &mut NodeView, share: &Share, now: Instant) {
-        if self.epoch != share.epoch {
+        if self.recent.remove(share.number).is_none() {
             return;
         }
         view.routed.sub(&share.work);
@@ -231,8 +291,9 @@ impl Entry {
     /// computation's.
     pub fn computed(&mut self, view: &mut NodeView, share: &mut Share, now: Instant) {
         let Some(prompt) = share.prompt.take() else { return };
-        if self.epoch == share.epoch {
+        if let Some(recent) = self.recent.get_mut(share.number) {
             view.routed.tokens = view.routed.tokens.saturating_sub(share.work.tokens);
+            (recent.work.tokens, recent.prompt_ms) = (0, 0.0);
             self.backlog.done(now, prompt.prefill_ms);
         }
         if share.held {

@@ -3,11 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use http::HeaderValue;
 use http::uri::Authority;
-use tandem_proto::v1;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use tandem_ports::JOIN_HEADER;
+use tandem_proto::{LIFE_HEADER, Life, v1};
 use tonic::Status;
 use tonic::body::Body;
+use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
 
 use super::wire::Wire;
@@ -26,12 +28,22 @@ pub(super) enum Reaching {
 }
 
 impl Reaching {
-    /// The way to the incarnation that registers so.
+    /// The way to the node that registers so. Each call says of which life it is.
     pub fn reach(&self, info: &v1::Register, endpoint: Authority) -> Calls {
+        let mut head = HeaderMap::new();
+        // Hexadecimal digits are a value.
+        let life = HeaderValue::from_str(&Life(info.life).to_string());
+        life.into_iter().for_each(|life| drop(head.insert(HeaderName::from_static(LIFE_HEADER), life)));
         match self {
-            Self::ByEndpoint => Calls::new(Wire::new(endpoint, None)),
-            Self::WithToken(token) => Calls::new(Wire::new(endpoint, Some(token.clone()))),
-            Self::InProcess(find) => find(info),
+            Self::ByEndpoint => Calls::new(Wire::new(endpoint, head)),
+            Self::WithToken(token) => {
+                head.insert(JOIN_HEADER, token.clone());
+                Calls::new(Wire::new(endpoint, head))
+            }
+            Self::InProcess(find) => Calls::new(find(info).map_request(move |mut request: http::Request<Body>| {
+                request.headers_mut().extend(head.clone());
+                request
+            })),
         }
     }
 }

@@ -40,6 +40,7 @@ pub(super) fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, A
     }
     for (name, missing) in [
         ("incarnation", info.incarnation == 0),
+        ("life", info.life == 0),
         ("compatibility_digest", info.compatibility_digest == 0),
         ("total_blocks", info.total_blocks == 0),
         ("max_context_tokens", info.max_context_tokens == 0),

@@ -1,7 +1,8 @@
 //! Whether the nodes have room for one more request, so that it need not wait on one of them. Pure. Beside what a node
 //! reports, twice a second, stands what this router has on it now: that knows at once when a request ends. Where the
 //! two differ, the better one counts: reports know of blocks that requests share, and a request too many waits on its
-//! node.
+//! node. Of other routers' requests there are reports alone, a fiftieth of a second old: they are added to this
+//! router's own, and where there are some, free blocks are what the report says.
 //!
 //! Nodes count as the choice ranks them: those that nobody would be sent to have no room for anybody.
 use tandem_proto::v1;
@@ -203,7 +204,7 @@ impl Occupied<'_> {
     /// wait.
     pub fn decodes(&self, wanted: &Wanted) -> bool {
         let queue = u64::from(wanted.node_queue);
-        let requests = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
+        let requests = self.requests() + u64::from(wanted.requests_ahead);
         let blocks = self.has_blocks(wanted) || self.wait_for_blocks(wanted) < queue;
         blocks && requests < u64::from(self.max_running) + queue
     }
@@ -220,8 +221,10 @@ impl Occupied<'_> {
 
     /// It has little work with prompts, or one that it is about to end.
     fn begins_soon(&self, prompts: u32, wanted: &Wanted) -> bool {
-        let tokens = self.held.tokens.saturating_add(wanted.prompt_tokens_ahead);
-        let few = prompts.saturating_add(wanted.requests_ahead) <= wanted.node_queue.min(PROMPTS_WAITING);
+        let others = self.others();
+        let tokens = self.held.tokens.saturating_add(others.prompt_tokens).saturating_add(wanted.prompt_tokens_ahead);
+        let prompts = prompts.saturating_add(others.prompts).saturating_add(wanted.requests_ahead);
+        let few = prompts <= wanted.node_queue.min(PROMPTS_WAITING);
         match self.load.step_cost.filter(|cost| cost.token_ms > 0.0) {
             Some(cost) => {
                 let little = tokens as f64 * cost.token_ms < cost.base_ms.max(LITTLE_MS);
@@ -237,14 +240,28 @@ impl Occupied<'_> {
         let wanted_blocks = u64::from(wanted.blocks.min(self.total_blocks)) + u64::from(wanted.blocks_ahead);
         let known = self.total_blocks.saturating_sub(self.held.blocks);
         let reported = self.load.free_blocks.saturating_sub(self.routed.blocks);
-        u64::from(known.max(reported)) >= wanted_blocks
+        let free = if self.others().requests > 0 { reported } else { known.max(reported) };
+        u64::from(free) >= wanted_blocks
     }
 
-    /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what
-    /// this router has there alone: a report of free blocks says nothing of what waits for more of them.
+    /// What other routers have on it.
+    fn others(&self) -> v1::CallCounts {
+        self.load.others.unwrap_or_default()
+    }
+
+    /// Of all routers.
+    fn requests(&self) -> u64 {
+        u64::from(self.held.requests) + u64::from(self.others().requests)
+    }
+
+    /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what is
+    /// booked there alone: a report of free blocks says nothing of what waits for more of them. Other routers' requests
+    /// count like this router's own, where it has some, else like this one.
     fn wait_for_blocks(&self, wanted: &Wanted) -> u64 {
-        let requests = u64::from(self.held.requests) + u64::from(wanted.requests_ahead);
-        let blocks = u64::from(self.held.blocks) + u64::from(wanted.blocks_ahead);
+        let each = if self.held.requests > 0 { self.held.blocks / self.held.requests } else { wanted.blocks };
+        let requests = self.requests() + u64::from(wanted.requests_ahead);
+        let others = u64::from(self.others().requests) * u64::from(each);
+        let blocks = u64::from(self.held.blocks) + others + u64::from(wanted.blocks_ahead);
         let lacking = blocks.saturating_sub(self.total_blocks.into());
         lacking.saturating_mul(requests).div_ceil(blocks.max(1))
     }
@@ -294,6 +311,27 @@ mod tests {
         assert!(!node(&full, work(4, 0, 0)).decodes(&WANTED), "the batch is full");
         assert!(node(&full, work(4, 0, 0)).decodes(&queue(1)));
         assert!(!node(&full, work(4, 0, 0)).decodes(&Wanted { requests_ahead: 1, ..queue(1) }));
+    }
+
+    #[test]
+    fn what_other_routers_have_there_counts() {
+        let others = |requests, prompts, prompt_tokens| Some(v1::CallCounts { requests, prompts, prompt_tokens });
+        let load = |free_blocks, others| v1::Load { free_blocks, others, ..v1::Load::default() };
+        // Of four places three are taken, by whomever.
+        let (shared, full) = (load(40, others(2, 0, 0)), load(40, others(3, 0, 0)));
+        assert!(node(&shared, work(1, 0, 20)).decodes(&WANTED) && !node(&full, work(1, 0, 20)).decodes(&WANTED));
+        // This router holds 20 of 100 blocks: how many of the others are free only the report knows.
+        let none_free = load(9, others(1, 0, 0));
+        assert!(!node(&none_free, work(1, 0, 20)).decodes(&WANTED));
+        assert!(node(&load(9, None), work(1, 0, 20)).decodes(&WANTED));
+        // Two of 50 blocks run, a third one waits.
+        let wide = |load| Occupied { max_running: 64, ..node(load, work(1, 0, 50)) };
+        let (two, three) = (load(0, others(1, 0, 0)), load(0, others(2, 0, 0)));
+        assert!(wide(&two).decodes(&queue(1)) && !wide(&three).decodes(&queue(1)));
+        // Prompts, too.
+        let busy = load(100, others(2, 2, 9999));
+        assert!(!node(&busy, work(0, 0, 0)).prefills(&queue(1)));
+        assert!(node(&load(100, others(2, 1, 9999)), work(0, 0, 0)).prefills(&queue(1)));
     }
 
     #[test]

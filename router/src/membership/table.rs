@@ -46,7 +46,7 @@ pub(super) struct Table {
     ways: Ways,
     pub(super) answers: Answers,
     last_session: u64,
-    /// Requests routed so far: the choice's only chance, so that a run can be repeated.
+    /// Requests routed so far, from a number on: the choice's only chance, so that a run can be repeated.
     turn: u64,
     /// When [`Table::expire`] was last called.
     watched: Option<Instant>,
@@ -93,6 +93,11 @@ impl Table {
         self.breakers = breakers;
     }
 
+    /// Before requests come.
+    pub fn draw_from(&mut self, turn: u64) {
+        self.turn = turn;
+    }
+
     /// Before nodes register.
     pub fn set_index(&mut self, index: PrefixIndex) {
         self.index = index;
@@ -102,17 +107,21 @@ impl Table {
         let node = Arc::new(node(self.last_session + 1));
         self.same_block_size(&node.info)?;
         self.same_numerics(&node.info)?;
-        let incarnation = node.incarnation();
         let twin = self.entries.values().find(|entry| entry.node.info.node_id == node.info.node_id);
-        let twin = twin.map(|entry| (entry.node.session, entry.node.incarnation()));
+        let twin = twin.map(|entry| Arc::clone(&entry.node));
         match twin {
-            _ if self.fence.holds(incarnation) => return Err(declared_dead(&node)),
-            Some((session, same)) if same == incarnation => {
-                // Its stream is lost, and this side had not seen it.
-                self.remove(session, Death::StreamLost, "its stream was lost", now);
-                return Err(declared_dead(&node));
+            _ if self.fence.holds(node.life()) => return Err(declared_dead(&node)),
+            Some(twin) if twin.incarnation() != node.incarnation() => {
+                self.remove(twin.session, Death::Replaced, "it registered again", now);
             }
-            Some((session, _)) => self.remove(session, Death::Replaced, "it registered again", now),
+            Some(twin) if twin.info.link != node.info.link => return Err(here_already(&node)),
+            Some(twin) => {
+                // Its stream is lost, and this side had not seen it.
+                self.remove(twin.session, Death::StreamLost, "its stream was lost", now);
+                if twin.life() == node.life() {
+                    return Err(declared_dead(&node));
+                }
+            }
             None if self.entries.len() >= MAX_NODES => {
                 return Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")));
             }
@@ -208,12 +217,12 @@ impl Table {
         }
     }
 
-    /// The node's death: its incarnation does not come back.
+    /// The node's death, as far as this router goes: that life does not come back.
     fn remove(&mut self, session: u64, death: Death, why: &str, now: Instant) {
         if let Some(entry) = self.take(session) {
             self.deaths[death as usize] += 1;
             self.departs(&entry.node, Some(why), now);
-            self.fence.declare(entry.node.incarnation());
+            self.fence.declare(entry.node.life());
             entry.node.end(why);
         }
     }
@@ -320,6 +329,12 @@ impl Table {
                 self.views[place].cached_blocks_of_prompt = blocks;
             }
         }
+    }
+
+    /// What is booked on a node that no report of it includes.
+    #[cfg(test)]
+    pub fn routed_of(&self, session: u64) -> Work {
+        self.views.iter().find(|view| view.session == session).map(|view| view.routed).unwrap_or_default()
     }
 
     /// What each node holds of such a prompt, by session.
@@ -503,6 +518,11 @@ impl Table {
 }
 
 fn declared_dead(node: &Node) -> Error {
-    let message = format!("node `{}`: this incarnation ({}) was declared dead", node.info.node_id, node.incarnation());
+    let message = format!("node `{}`: this life ({}) was declared dead", node.info.node_id, node.life());
     Error::new(ErrorKind::DeclaredDead, message)
+}
+
+fn here_already(node: &Node) -> Error {
+    let message = format!("node `{}` is in a session with this router already, by another address", node.info.node_id);
+    Error::new(ErrorKind::Unavailable, message)
 }

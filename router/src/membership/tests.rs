@@ -1,4 +1,5 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
+mod lives;
 mod ways;
 
 use tandem_proto::ErrorKind;
@@ -37,6 +38,8 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         processor: None,
         arithmetic: "f32".into(),
         kv_order: "bf16-pairs".into(),
+        life: incarnation,
+        link: 1,
     }
 }
 
@@ -264,28 +267,6 @@ fn the_table_is_bounded() {
     }
     let error = membership.register(register("one-more", v1::Role::Prefill, 1), now).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Overloaded);
-}
-
-#[test]
-fn an_incarnation_that_was_declared_dead_does_not_come_back() {
-    let (membership, start) = (membership(), Instant::now());
-    let node = || register("p", v1::Role::Prefill, 7);
-    let later = start + LEASE * 2;
-    membership.register(node(), start).unwrap();
-    membership.expire(later);
-    let error = membership.register(node(), later).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::DeclaredDead);
-    assert!(error.message.contains("this incarnation (0000000000000007) was declared dead"), "{}", error.message);
-    let next = membership.register(register("p", v1::Role::Prefill, 8), later).unwrap();
-    // A dead one takes nobody's name.
-    assert_eq!(membership.register(node(), later).unwrap_err().kind, ErrorKind::DeclaredDead);
-    assert!(!dead(&next));
-    // The stream of this one is lost, and it is back before that was seen.
-    let error = membership.register(register("p", v1::Role::Prefill, 8), later).unwrap_err();
-    assert_eq!((error.kind, dead(&next)), (ErrorKind::DeclaredDead, true));
-    // A router that was restarted knows of nothing.
-    let restarted = Membership::new(Expected { model_digest: 9, eos_token_id: 2 }, LEASE);
-    restarted.register(node(), later).unwrap();
 }
 
 #[test]

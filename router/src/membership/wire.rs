@@ -20,9 +20,8 @@ use futures::future::{BoxFuture, FutureExt, Shared};
 use h2::client::{Connection, SendRequest};
 use h2::{Ping, PingPong, RecvStream};
 use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{HeaderValue, Request, Response, Uri};
+use http::{HeaderMap, Request, Response, Uri};
 use http_body::Frame;
-use tandem_ports::JOIN_HEADER;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tonic::Status;
@@ -54,8 +53,8 @@ pub(super) struct Wire {
 #[derive(Debug)]
 struct Way {
     node: Authority,
-    /// Of the cluster, see [`JOIN_HEADER`].
-    token: Option<HeaderValue>,
+    /// What each call says beside its own head: whose it is.
+    own: HeaderMap,
     line: Mutex<Option<Line>>,
     ahead: Ahead,
 }
@@ -72,14 +71,14 @@ struct Connected {
 }
 
 impl Wire {
-    /// To the node there, with the cluster's token in each call; connects at the first one.
-    pub fn new(node: Authority, token: Option<HeaderValue>) -> Self {
-        Self { way: Arc::new(Way { node, token, line: Mutex::default(), ahead: Ahead::default() }) }
+    /// To the node there, with `own` in each call's head; connects at the first one.
+    pub fn new(node: Authority, own: HeaderMap) -> Self {
+        Self { way: Arc::new(Way { node, own, line: Mutex::default(), ahead: Ahead::default() }) }
     }
 
     async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {
         let (mut head, body) = request.into_parts();
-        head.headers.extend(self.way.token.clone().map(|token| (JOIN_HEADER, token)));
+        head.headers.extend(self.way.own.clone());
         let head = Head { uri: self.target(head.uri)?, method: head.method, headers: head.headers };
         let call = match self.way.ahead.take(&head) {
             Some(call) => call,

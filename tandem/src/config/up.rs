@@ -19,9 +19,11 @@ pub struct Up {
     pub prefill: usize,
     /// Decode nodes.
     pub decode: usize,
-    /// Address of the router's HTTP API; port 0: any.
+    /// Routers; every node joins all of them.
+    pub routers: usize,
+    /// Address of the first router's HTTP API; port 0: any.
     pub http: String,
-    /// Address of the router's gRPC API; port 0: any.
+    /// Address of the first router's gRPC API; port 0: any.
     pub grpc: String,
     /// GGUF file or safetensors directory of the router; nodes have it among their flags.
     pub model: PathBuf,
@@ -90,6 +92,9 @@ pub struct UpArgs {
     /// roles go to the decode nodes, so that `--aggregated --decode 2` has those of `--prefill 1 --decode 1`
     #[arg(long)]
     aggregated: bool,
+    /// Routers. Each of them serves all clients with all nodes; the others have any free ports, which are printed
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=8))]
+    routers: u16,
     /// Address of the OpenAI HTTP API (port 0: any free one)
     #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
     http: String,
@@ -268,6 +273,13 @@ impl UpArgs {
         if has_flag(&router_args, "--api-keys") && !has_flag(&router_args, "--nodes") {
             router_args.extend(["--nodes", "127.0.0.1:0"].map(str::to_owned));
         }
+        if self.routers > 1 {
+            // The first one would have it, and the others would end.
+            let taken = ["--nodes", "--admin"].into_iter().find(|flag| has_fixed_port(&router_args, flag));
+            if let Some(flag) = taken {
+                anyhow::bail!("--routers {}: a fixed port in {flag} is one router's; take port 0", self.routers);
+            }
+        }
         if has_flag(&router_args, "--tls-cert") {
             anyhow::bail!(
                 "`tandem up` starts its router without TLS: start tandem-router and the nodes by hand for --tls-cert"
@@ -276,6 +288,7 @@ impl UpArgs {
         Ok(Up {
             prefill,
             decode,
+            routers: self.routers.into(),
             http: self.http,
             grpc: self.grpc,
             model,
@@ -355,6 +368,15 @@ pub fn default_model(model: Option<PathBuf>, cache: Option<PathBuf>) -> anyhow::
             Ok(home.join(".cache/tandem").join(DEFAULT_MODEL))
         }
     }
+}
+
+/// Whether the flag is there with an address whose port is not 0.
+fn has_fixed_port(args: &[String], flag: &str) -> bool {
+    let value = |(at, arg): (usize, &String)| match arg.strip_prefix(flag)? {
+        "" => args.get(at + 1).cloned(),
+        rest => rest.strip_prefix('=').map(str::to_owned),
+    };
+    args.iter().enumerate().filter_map(value).any(|address| !address.ends_with(":0"))
 }
 
 /// In either form, `--flag value` or `--flag=value`.
@@ -450,6 +472,23 @@ mod tests {
         let chosen = "--router-arg=--api-keys=k.json --router-arg=--nodes=127.0.0.1:7";
         assert_eq!(router_args(chosen).unwrap(), "--api-keys=k.json --nodes=127.0.0.1:7");
         assert!(router_args("--router-arg=--tls-cert=c.pem").unwrap_err().to_string().contains("without TLS"));
+    }
+
+    #[test]
+    fn several_routers_share_no_port() {
+        let model = tempfile::NamedTempFile::new().unwrap();
+        let routers = |flags: &str| {
+            let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
+            let line = CommandLine::try_parse_from(line.chain(flags.split_whitespace()))?;
+            let Config::Up(up) = line.command.resolve("/nowhere/state".into())? else { panic!("not `up`") };
+            anyhow::Ok(up.routers)
+        };
+        assert_eq!(routers("").unwrap(), 1);
+        assert_eq!(routers("--routers 3 --api-keys k.json --router-arg=--admin=127.0.0.1:0").unwrap(), 3);
+        let error = routers("--routers 2 --router-arg=--admin=127.0.0.1:9").unwrap_err().to_string();
+        assert!(error.contains("--admin"), "{error}");
+        assert_eq!(routers("--routers 1 --router-arg=--admin --router-arg=127.0.0.1:9").unwrap(), 1);
+        assert!(routers("--routers 0").is_err());
     }
 
     #[test]

@@ -190,7 +190,7 @@ async fn join(
         .serve_with_incoming(TcpIncoming::from(listener));
     tokio::spawn(server);
     let (incarnation, arithmetic) = (rand::random_range(2..=u64::MAX), arithmetic.to_owned());
-    let info = v1::Register { incarnation, arithmetic, ..register(id, role, &endpoint) };
+    let info = v1::Register { incarnation, life: incarnation, arithmetic, ..register(id, role, &endpoint) };
     (service.membership().register(info, Instant::now()).expect("accepted"), prefill_calls, decode_calls)
 }
 
@@ -239,6 +239,8 @@ pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
         max_running: 8,
         arithmetic: "f32".into(),
         kv_order: "bf16-pairs".into(),
+        life: 1,
+        link: 1,
         ..v1::Register::default()
     }
 }

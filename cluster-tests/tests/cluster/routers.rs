@@ -1,0 +1,231 @@
+//! Three routers with the same four nodes: each of them dies or is replaced under load, and clients that ask once more
+//! lose nothing; what a dead one had on the nodes is back; all know the same of the nodes' caches.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use tandem_cluster_tests::client::{ask, token_ids};
+use tandem_cluster_tests::reference::Reference;
+use tandem_cluster_tests::routers::{Routers, RoutersOptions, ask_in_turn};
+use tandem_proto::v1;
+use tandem_proto::v1::inference_client::InferenceClient;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+const CLIENTS: usize = 9;
+const NEW_TOKENS: u32 = 60;
+/// Far more than the lease of 3 s, for busy cores.
+const SOON: Duration = Duration::from_secs(20);
+
+fn three() -> RoutersOptions {
+    RoutersOptions {
+        routers: 3,
+        nodes: 2,
+        router_args: String::new(),
+        node_args: "--kv-blocks 512 --simulated-step-us 4000 --simulated-token-us 50".to_owned(),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_asks_once_more_loses_nothing_when_routers_are_killed() -> anyhow::Result<()> {
+    let mut cluster = Routers::start(three()).await?;
+    let load = Load::start(&cluster)?;
+    for number in 0..3 {
+        load.answers_more(2 * CLIENTS as u32).await?;
+        let noticed = cluster.replace_killed(number).await?;
+        println!("router {number} was killed; its sessions were over after {:.0} ms", ms(noticed));
+    }
+    let (answers, again) = load.end().await?;
+    println!("{answers} answers, {again} of them at the second try");
+    ensure!(again > 0, "no router died with a request");
+    cluster.settled(SOON).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_router_is_replaced_under_load_and_no_stream_is_cut() -> anyhow::Result<()> {
+    let mut cluster = Routers::start(three()).await?;
+    let load = Load::start(&cluster)?;
+    for number in 0..3 {
+        load.answers_more(2 * CLIENTS as u32).await?;
+        cluster.replace_drained(number).await?;
+    }
+    let cut = load.cut.load(Ordering::Relaxed);
+    let (answers, again) = load.end().await?;
+    println!("{answers} answers, {again} of them at the second try");
+    ensure!(!cut, "an answer that had begun was cut off");
+    cluster.settled(SOON).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_dead_or_silent_router_had_is_back_and_the_others_go_on() -> anyhow::Result<()> {
+    let mut cluster = Routers::start(three()).await?;
+    let (urls, reference) = (cluster.urls(), Reference::start()?);
+    // Long enough for whatever happens: 4 s.
+    let (prompt, tokens) = (vec![7; 40], 1000);
+    let expected = reference.tokens(&prompt, tokens).await?;
+    for killed in [false, true] {
+        let other = tokio::spawn({
+            let (urls, request) = (urls.clone(), request(&prompt, tokens));
+            async move { ask_in_turn(&urls, 1, 1, &request).await }
+        });
+        let mut streams = Vec::new();
+        for number in 0..4 {
+            let mut client = InferenceClient::connect(urls[0].clone()).await?;
+            let mut stream = client.generate(request(&[number; 40], 2000)).await?.into_inner();
+            stream.message().await?.context("its first token")?;
+            streams.push(stream);
+        }
+        ensure!(cluster.calls().await? > 4.0);
+        match killed {
+            true => cluster.routers[0].kill(),
+            false => cluster.routers[0].freeze(),
+        }
+        let noticed = cluster.sessions(2).await?;
+        println!(
+            "router 0 is {}; its sessions were over after {:.0} ms",
+            if killed { "dead" } else { "silent" },
+            ms(noticed)
+        );
+        let (answer, _) = other.await?.map_err(|failure| anyhow::anyhow!("{failure}"))?;
+        ensure!(answer.tokens == expected, "the other router's answer is not the undisturbed one");
+        cluster.settled(SOON).await?;
+        if !killed {
+            // It wakes, and finds another life of each node. Its requests go on there: their clients are still here.
+            cluster.routers[0].wake();
+            cluster.sessions(3).await?;
+            for stream in &mut streams {
+                stream.message().await?.context("the next token")?;
+            }
+        }
+        drop(streams);
+        cluster.settled(SOON).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_routers_know_the_same_of_the_nodes_caches() -> anyhow::Result<()> {
+    let mut cluster = Routers::start(three()).await?;
+    let urls = cluster.urls();
+    for number in 0..12 {
+        let prompt: Vec<u32> = (0..100).map(|position| number * 1000 + position).collect();
+        let asked = ask_in_turn(&urls, number as usize, 1, &request(&prompt, 4)).await;
+        asked.map_err(|failure| anyhow::anyhow!("{failure}"))?;
+    }
+    let agreed = agree(&cluster).await?;
+    println!("the indexes agree {:.0} ms after the last answer", ms(agreed));
+    // One that comes late gets what the others know.
+    cluster.replace_killed(2).await?;
+    let agreed = agree(&cluster).await?;
+    println!("and {:.0} ms after a new router has all nodes", ms(agreed));
+    Ok(())
+}
+
+/// Waits until all routers have the same of each node, and all that there is to know: not nothing.
+async fn agree(cluster: &Routers) -> anyhow::Result<Duration> {
+    let start = Instant::now();
+    loop {
+        let mut indexes = Vec::new();
+        for number in 0..3 {
+            indexes.push(cluster.indexed(number).await?);
+        }
+        let blocks: u64 = indexes[0].iter().map(|(_, blocks)| blocks).sum();
+        // Six full blocks of each of twelve prompts, on both of its nodes.
+        if blocks >= 12 * 6 * 2 && indexes.iter().all(|index| *index == indexes[0]) {
+            return Ok(start.elapsed());
+        }
+        ensure!(start.elapsed() < SOON, "the routers know of their nodes: {indexes:?}");
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Clients that ask all the time, each router in turn, and once more when it fails.
+struct Load {
+    clients: JoinSet<anyhow::Result<(u32, u32)>>,
+    answers: Arc<std::sync::atomic::AtomicU32>,
+    over: Arc<AtomicBool>,
+    /// An answer failed that had begun.
+    cut: Arc<AtomicBool>,
+}
+
+impl Load {
+    fn start(cluster: &Routers) -> anyhow::Result<Self> {
+        let (answers, over, cut) = (Arc::default(), Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let (reference, mut clients) = (Arc::new(Reference::start()?), JoinSet::new());
+        for number in 0..CLIENTS {
+            let client = Client {
+                number,
+                urls: cluster.urls(),
+                reference: Arc::clone(&reference),
+                answers: Arc::clone(&answers),
+                over: Arc::clone(&over),
+                cut: Arc::clone(&cut),
+            };
+            clients.spawn(client.run());
+        }
+        Ok(Self { clients, answers, over, cut })
+    }
+
+    /// Waits until so many further requests were answered.
+    async fn answers_more(&self, count: u32) -> anyhow::Result<()> {
+        let (start, begun) = (Instant::now(), self.answers.load(Ordering::Relaxed));
+        while self.answers.load(Ordering::Relaxed) < begun + count {
+            ensure!(start.elapsed() < Duration::from_secs(60), "no answers any more");
+            sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    }
+
+    /// Answers, and those that took a second try.
+    async fn end(mut self) -> anyhow::Result<(u32, u32)> {
+        self.over.store(true, Ordering::Relaxed);
+        let mut sum = (0, 0);
+        while let Some(ended) = self.clients.join_next().await {
+            let (answers, again) = ended??;
+            sum = (sum.0 + answers, sum.1 + again);
+        }
+        Ok(sum)
+    }
+}
+
+struct Client {
+    number: usize,
+    urls: Vec<String>,
+    reference: Arc<Reference>,
+    answers: Arc<std::sync::atomic::AtomicU32>,
+    over: Arc<AtomicBool>,
+    cut: Arc<AtomicBool>,
+}
+
+impl Client {
+    async fn run(self) -> anyhow::Result<(u32, u32)> {
+        let (mut answers, mut again) = (0, 0);
+        while !self.over.load(Ordering::Relaxed) {
+            let seed = 300 + self.number as u32 * 1000 + answers;
+            let prompt: Vec<u32> = (0..40 + 5 * self.number as u32).map(|at| (seed + at) % 30_000).collect();
+            let first = self.number + answers as usize;
+            let asked = ask_in_turn(&self.urls, first, 2, &request(&prompt, NEW_TOKENS)).await;
+            let what = format!("answer {answers} of client {}", self.number);
+            let (answer, failures) = asked.map_err(|failure| anyhow::anyhow!("{what}: {failure}"))?;
+            if failures.iter().any(|failure| !failure.tokens.is_empty()) {
+                self.cut.store(true, Ordering::Relaxed);
+            }
+            let expected = self.reference.tokens(&prompt, NEW_TOKENS).await?;
+            ensure!(answer.tokens == expected, "{what} is not the undisturbed one");
+            (answers, again) = (answers + 1, again + failures.len() as u32);
+            self.answers.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok((answers, again))
+    }
+}
+
+fn request(prompt: &[u32], tokens: u32) -> v1::GenerateRequest {
+    v1::GenerateRequest { ignore_eos: true, ..ask(token_ids(prompt), tokens) }
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
