@@ -11,7 +11,7 @@ use tandem_proto::device::DeviceChoice;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::config::up::{OnDeath, Pinning, Up};
+use crate::config::up::{Listen, OnDeath, Pinning, Up};
 use crate::config::with_scheme;
 use crate::cores::{self, LendingFile};
 use crate::doctor::facts::Found;
@@ -29,6 +29,9 @@ const LAST_WORDS: Duration = Duration::from_secs(4);
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
 /// Between the death of a child and its restart, doubled at every failure up to the second one.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+
+/// The router's flag for ports that nobody chose.
+const NEXT_FREE_PORT: &str = "--next-free-port";
 
 /// Starts the cluster, keeps it until a signal, drains it.
 ///
@@ -169,6 +172,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
+        self.tell_of_other_ports();
         say!("tandem: the cluster as it is now: {}/ in a browser, or `tandem top`", self.page);
         self.tell_of_local_prompts();
         print(&format!("ready http={} grpc={}\n", self.http, self.grpc))
@@ -191,6 +195,21 @@ impl<'a> Cluster<'a> {
             );
         }
         Ok(())
+    }
+
+    /// Somebody else has the usual ones.
+    fn tell_of_other_ports(&self) {
+        let moved = |(listen, url): (&Listen, &str)| {
+            matches!(listen, Listen::From(usual) if *usual != bare(url))
+                .then(|| format!("{} for {}", bare(url), listen.address()))
+        };
+        let moved: Vec<String> = [(&self.config.http, &*self.http), (&self.config.grpc, &*self.grpc)]
+            .into_iter()
+            .filter_map(moved)
+            .collect();
+        if !moved.is_empty() {
+            say!("tandem: note: ports in use; taken instead: {}", moved.join(", "));
+        }
     }
 
     /// A newcomer looks for a hand-off, and finds none. Nodes that lend each other cores share them, too.
@@ -216,7 +235,8 @@ impl<'a> Cluster<'a> {
                 OnDeath::Restart => {
                     let mut recipe = dead.recipe.clone();
                     if index == 0 {
-                        // The nodes and the clients know these addresses.
+                        // The nodes and the clients know these addresses, and look at no others.
+                        recipe.args.retain(|arg| !arg.starts_with(NEXT_FREE_PORT));
                         set_flag(&mut recipe.args, "--http", bare(&self.http));
                         set_flag(&mut recipe.args, "--grpc", bare(&self.grpc));
                         set_flag(&mut recipe.args, "--nodes", bare(&self.join));
@@ -338,7 +358,11 @@ fn join_token_args(token: &JoinToken) -> Vec<String> {
 
 fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
-    args.extend(flags([("--http", &config.http), ("--grpc", &config.grpc)]));
+    args.extend(flags([("--http", config.http.address()), ("--grpc", config.grpc.address())]));
+    let ports = [("http", &config.http), ("grpc", &config.grpc)];
+    for (name, _) in ports.into_iter().filter(|(_, listen)| matches!(listen, Listen::From(_))) {
+        args.push(format!("{NEXT_FREE_PORT}={name}"));
+    }
     // What it has to say to those that still run then, it says before `drain` kills it.
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
         args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
