@@ -5,23 +5,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use tandem_decode_node::{SERVICE_NAME, routes};
+use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
 use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, NodeArgs, Running, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, prepare_environment, run_process};
 use tandem_proto::v1::Role;
-
-/// Receives the KV of prompts, verifies it, and generates the answers.
-#[derive(Parser)]
-#[command(version)]
-struct Args {
-    #[command(flatten)]
-    node: NodeArgs,
-    /// Milliseconds without a frame of the prefill node after which a hand-off is over. Its keep-alives while it
-    /// computes are frames.
-    #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
-    handoff_lease_ms: u32,
-}
 
 fn main() -> ExitCode {
     prepare_environment();

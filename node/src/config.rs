@@ -26,7 +26,7 @@ pub struct NodeArgs {
     /// later. Repeatable: the node serves all of them. Give all nodes the same ones in the same order.
     #[arg(long, required = true, value_name = "URL")]
     pub router: Vec<String>,
-    /// File with the cluster's secret, the same on router and nodes: only calls that carry it are answered.
+    /// File with the cluster's secret, the same on router and nodes: calls without it are refused.
     #[arg(long, value_name = "FILE")]
     pub join_token_file: Option<PathBuf>,
     /// Where to serve gRPC; port 0 takes a free one [default: a free port of the address from which the router is
@@ -51,8 +51,8 @@ pub struct NodeArgs {
     /// Number format of the KV arena; the same on all nodes.
     #[arg(long, value_enum, default_value_t = KvDtypeArg::Bf16)]
     pub kv_dtype: KvDtypeArg,
-    /// Tokens of a KV block: 16, 32, 64 or 128; the same on all nodes. Larger ones are fewer to look after and move,
-    /// and hold more that a sequence does not fill or two prompts do not share.
+    /// Tokens of a KV block: 16, 32, 64 or 128; the same on all nodes. Larger blocks cost less bookkeeping and move
+    /// faster, but waste more at the end of a sequence and share less between prompts.
     #[arg(long, value_name = "TOKENS", default_value_t = DEFAULT_BLOCK_TOKENS, value_parser = block_tokens)]
     pub block_size: usize,
     /// Blocks of the KV arena.
@@ -68,8 +68,8 @@ pub struct NodeArgs {
     /// Compute every prompt as if it were the first.
     #[arg(long, overrides_with = "enable_prefix_caching")]
     pub no_prefix_caching: bool,
-    /// Guess tokens from what followed the last ones before, and verify them beside the next one: the same answer in
-    /// fewer steps where it repeats its prompt or itself. Nothing is guessed in large batches.
+    /// Guess tokens by prompt lookup and verify them in the same step: the same answer in fewer steps where text
+    /// repeats. Large batches are never guessed for.
     #[arg(long, value_enum, default_value_t = SpeculateArg::Ngram)]
     pub speculate: SpeculateArg,
     /// Sequences that run at once.
@@ -105,7 +105,7 @@ pub struct NodeArgs {
     /// How KV travels.
     #[command(flatten)]
     pub kv_transport: KvTransportArgs,
-    /// A step of the engine that takes longer hangs: the node ends, and its supervisor starts it again.
+    /// Treat an engine step that takes longer as a hang: the process exits, so that its supervisor starts it again.
     #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_step_ms: u32,
     /// How long running requests may take to end after SIGTERM.

@@ -40,8 +40,8 @@ pub struct KvTransportArgs {
     /// A peer that neither takes nor sends anything for so long in the middle of a KV transfer is lost.
     #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(100..=600_000))]
     pub kv_stall_ms: u32,
-    /// A peer whose hand-off was aborted may write for so long before it is fenced by force; until then the blocks are
-    /// in quarantine.
+    /// After an aborted hand-off, wait so long for the peer's writes to end before its connection is closed by force.
+    /// Until then its blocks are in quarantine.
     #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(10..=600_000))]
     pub kv_grace_ms: u32,
     /// Where the tcp transport listens [default: a free port of the address from which the router is reached]
@@ -82,7 +82,7 @@ pub enum TransportArg {
     /// UCX over RDMA network cards.
     #[value(name = "ucx/rdma")]
     UcxRdma,
-    /// UCX over sockets, for development only: whoever reaches the port can write into memory.
+    /// UCX over sockets, for development only: every peer that reaches the port can write into memory.
     #[value(name = "ucx/tcp")]
     UcxTcp,
     /// Plain sockets.
@@ -94,7 +94,7 @@ pub enum TransportArg {
 pub enum UcxProfileArg {
     /// Shared memory of one host.
     Shm,
-    /// For development only: whoever reaches the port can write into memory.
+    /// For development only: every peer that reaches the port can write into memory.
     Tcp,
     /// RDMA network cards.
     Rdma,

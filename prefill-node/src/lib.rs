@@ -23,4 +23,4 @@ pub mod service;
 pub mod settings;
 
 pub use service::{SERVICE_NAME, routes, routes_with};
-pub use settings::{Push, Settings};
+pub use settings::{Args, Push, Settings};

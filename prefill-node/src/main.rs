@@ -7,33 +7,9 @@ use std::time::Duration;
 use clap::Parser;
 use tandem_kvtransfer::Faults;
 use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, NodeArgs, Running, prepare_environment, run_process};
-use tandem_prefill_node::settings::REDELIVER_WAIT_MS;
-use tandem_prefill_node::{Push, SERVICE_NAME, Settings, routes_with};
+use tandem_node::{Listeners, Node, Running, prepare_environment, run_process};
+use tandem_prefill_node::{Args, SERVICE_NAME, Settings, routes_with};
 use tandem_proto::v1::Role;
-
-/// Reads prompts, builds their KV and hands it to decode nodes.
-#[derive(Parser)]
-#[command(version)]
-struct Args {
-    #[command(flatten)]
-    node: NodeArgs,
-    /// Demonstration: flip one bit of every hand-off. Decode nodes must refuse it.
-    #[arg(long)]
-    debug_flip_byte: bool,
-    /// Demonstration: send 8 bytes too few of every hand-off. Decode nodes must refuse it.
-    #[arg(long)]
-    debug_truncate_push: bool,
-    /// Demonstration: wait so many milliseconds before every 64 KiB of KV (a block at least).
-    #[arg(long, value_name = "MS", default_value_t = 0)]
-    debug_push_delay_ms: u32,
-    /// When KV leaves: while the rest is computed, or (to measure what that is worth) all after the forward pass.
-    #[arg(long, value_enum, default_value_t = Push::Overlap)]
-    push: Push,
-    /// Milliseconds that a computed prompt waits for another ticket after its hand-off failed.
-    #[arg(long, value_name = "MS", default_value_t = REDELIVER_WAIT_MS, value_parser = clap::value_parser!(u32).range(1..))]
-    redeliver_wait_ms: u32,
-}
 
 fn main() -> ExitCode {
     prepare_environment();

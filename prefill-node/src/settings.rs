@@ -1,7 +1,32 @@
-//! What a prefill node can be told beside what every node can.
+//! What a prefill node can be told: its command line, and what of it the service gets.
 use std::time::Duration;
 
-use clap::ValueEnum;
+use clap::{Parser, ValueEnum};
+use tandem_node::NodeArgs;
+
+/// Reads prompts, builds their KV and hands it to decode nodes.
+#[derive(Parser)]
+#[command(version)]
+pub struct Args {
+    /// What every node can be told.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// Demonstration: flip one bit of every hand-off. Decode nodes must refuse it.
+    #[arg(long)]
+    pub debug_flip_byte: bool,
+    /// Demonstration: send 8 bytes too few of every hand-off. Decode nodes must refuse it.
+    #[arg(long)]
+    pub debug_truncate_push: bool,
+    /// Demonstration: wait so many milliseconds before every 64 KiB of KV (a block at least).
+    #[arg(long, value_name = "MS", default_value_t = 0)]
+    pub debug_push_delay_ms: u32,
+    /// When KV leaves: while the rest is computed, or (to measure what that is worth) all after the forward pass.
+    #[arg(long, value_enum, default_value_t = Push::Overlap)]
+    pub push: Push,
+    /// Milliseconds that a computed prompt waits for another ticket after its hand-off failed.
+    #[arg(long, value_name = "MS", default_value_t = REDELIVER_WAIT_MS, value_parser = clap::value_parser!(u32).range(1..))]
+    pub redeliver_wait_ms: u32,
+}
 
 /// Settings of the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

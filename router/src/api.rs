@@ -53,7 +53,7 @@ pub struct GenerationRequest {
     /// Strings that end the answer.
     pub stop: Vec<String>,
     /// Higher ones go first among the tenant's own in the queue, and on the nodes while there is one tenant; 0 is
-    /// usual, -10 to 10 are possible.
+    /// usual, -10 to 10 are possible. Both APIs, keys and metrics count the other way round: lower ones first.
     pub priority: i32,
     /// Whose request it is.
     pub tenant: Tenant,
@@ -190,6 +190,8 @@ pub struct Service {
     intake: Intake,
     /// The process's ports, for metrics.
     ports: Arc<[(&'static str, Places)]>,
+    /// Where clients that speak gRPC find it.
+    grpc_port: Option<u16>,
     /// Where people look at traces.
     jaeger_ui: Option<JaegerUi>,
 }
@@ -232,12 +234,18 @@ impl Service {
             model,
             ending: CancellationToken::new(),
         };
-        Self { flow: Arc::new(flow), keys, intake: Intake::default(), ports: Arc::default(), jaeger_ui: None }
+        let (intake, ports) = (Intake::default(), Arc::default());
+        Self { flow: Arc::new(flow), keys, intake, ports, grpc_port: None, jaeger_ui: None }
     }
 
     /// The same with the ports that it is asked at, by name: their connections are in its metrics.
     pub fn at_ports(self, ports: Vec<(&'static str, Places)>) -> Self {
         Self { ports: ports.into(), ..self }
+    }
+
+    /// The same where clients that speak gRPC find it.
+    pub fn with_grpc_port(self, port: u16) -> Self {
+        Self { grpc_port: Some(port), ..self }
     }
 
     /// The same with a Jaeger that has its traces, too: they come with a link to it.
@@ -385,9 +393,11 @@ impl Service {
         self.flow.admission.is_closed()
     }
 
-    /// The nodes, for `/debug/cluster`.
+    /// The nodes, and where gRPC is, for `/debug/cluster`: a client that has one port finds the other.
     pub fn cluster_json(&self) -> serde_json::Value {
-        self.flow.membership.json()
+        let mut cluster = self.flow.membership.json();
+        cluster["grpc_port"] = self.grpc_port.into();
+        cluster
     }
 
     /// One trace (32 hexadecimal digits, or "last"), for `/api/traces/{id}`.

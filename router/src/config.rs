@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser, ValueEnum};
 use tandem_ports::{TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
@@ -27,8 +27,10 @@ struct Flags {
     /// Address of the gRPC API, on which nodes join too; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:50051")]
     grpc: SocketAddr,
-    /// Address on which nodes join, instead of the gRPC API's: then clients cannot call themselves nodes. Never within
-    /// TLS
+    /// Where this port of --http or --grpc is in use, take the next one that is free; the `ready` line has it
+    #[arg(long, value_name = "http|grpc,…", value_enum, value_delimiter = ',')]
+    next_free_port: Vec<ClientPort>,
+    /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Never within TLS
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
     /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have
@@ -40,7 +42,7 @@ struct Flags {
     /// the page is at / of the HTTP API's; with it, only here
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
-    /// Connections that each port may have open; who comes later takes the place of the one that is idle or half-open
+    /// Connections that each port may have open. A later one takes the place of the one that is idle or half-open
     /// longest. Fewer where the system allows the process fewer descriptors
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
@@ -79,15 +81,15 @@ struct Flags {
     /// Recent traces that the router keeps itself, for /api/traces and `tandem trace`; some 6 KiB each
     #[arg(long, value_name = "N", default_value_t = DEFAULT_RING as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     trace_ring: u32,
-    /// Requests that may wait until there is a slot and room on the nodes; 0: whoever has a slot starts at once
+    /// Requests that may wait in the router for a slot and for room on nodes; 0: a request with a slot starts at once
     #[arg(long, default_value_t = 256)]
     max_queue: u16,
-    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, which keeps them
-    /// busy; the others wait here, in order
+    /// Requests that may wait on each decode node, so that it never idles; and one on each prefill node, unless this is
+    /// 0. The others wait in the router, in order
     #[arg(long, default_value_t = 4)]
     node_queue: u16,
-    /// Refuse requests (429) whose first token is predicted later than this, by the queue here and what the nodes have
-    /// to do; without it only those that would miss their own deadline
+    /// Refuse requests (429) whose first token is predicted to take longer, queue included; without it only those that
+    /// would miss their own deadline
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_ttft_ms: Option<u32>,
     /// Classes of requests by prompt tokens, each with its share of slots and service, as
@@ -95,7 +97,7 @@ struct Flags {
     #[arg(long)]
     pools: Option<Pools>,
     /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute":
-    /// 60, "tokens_per_minute": 10000, "max_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no
+    /// 60, "tokens_per_minute": 10000, "min_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no
     /// key; nodes, which have none, need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires = "nodes")]
     api_keys: Option<PathBuf>,
@@ -106,7 +108,7 @@ struct Flags {
     /// Requests that may run at the same time
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
     max_inflight: u16,
-    /// A node that is silent for so long is dead
+    /// A node that sends nothing for so long counts as dead: its requests are retried on others
     #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
     lease_ms: u32,
     /// Tokens of an answer whose client sets no limit; without it what the context and the nodes' KV memory have room
@@ -116,50 +118,51 @@ struct Flags {
     /// Deadline of requests that bring none or a later one; a day at most
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
     max_request_ms: u32,
-    /// Attempts of a request: a node that fails costs one, and another pair goes on with the answer
+    /// Attempts of a request: a node that fails costs one, and another pair continues the answer
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_ATTEMPTS)))]
     max_attempts: u32,
-    /// Time that a request may spend without progress after failures, waiting for nodes included
+    /// Time that a request may spend on retries without progress, waiting for nodes included
     #[arg(long, default_value_t = 30_000)]
     replan_ms: u32,
     /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there:
     /// aggregated serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
     #[arg(long, default_value = "auto", value_name = "auto|never|always")]
     local_prefill: LocalPrefill,
-    /// An attempt fails when neither of its nodes says anything for so long: queued behind long prompts they say
-    /// nothing. A node that hangs is noticed by --lease-ms and its own --max-step-ms
+    /// An attempt fails when neither of its nodes sends anything for so long. Long, since nodes send nothing while a
+    /// request is queued behind long prompts. A hung node is noticed by --lease-ms and its own --max-step-ms
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
     silence_ms: u32,
-    /// A client that takes none of its tokens for so long is given up
+    /// A client that reads none of its tokens for so long is disconnected
     #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
     client_stall_ms: u32,
-    /// A node that fails so many requests in a row is tried last, for --breaker-open-ms
+    /// A node that fails so many requests in a row is ranked last, for --breaker-open-ms
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     breaker_failures: u32,
-    /// How long such a node is tried last; doubles, up to 30 s, each time that it fails again
+    /// How long such a node is ranked last; doubles, up to 30 s, each time that it fails again
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
     breaker_open_ms: u32,
     /// How the nodes of a request are chosen
     #[arg(long, value_enum, default_value_t)]
     policy: Policy,
-    /// Time to the first token that users call good: weighs first tokens against the others in the joint policy
+    /// Time to the first token that users call good. Its ratio to --tpot-objective-ms weighs first tokens against the
+    /// others in the joint policy
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
     ttft_objective_ms: u32,
     /// Time per further token that users call good
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
     tpot_objective_ms: u32,
-    /// Choices that cost at most so much more than the best are as good as equal: the emptier of two of them is taken
+    /// Choices that cost at most so much more than the cheapest count as equal: the emptier of two random ones is taken
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=100))]
     near_optimal_percent: u32,
-    /// KV blocks of which the router knows the nodes that have them cached; about 45 bytes each, the least recently
-    /// used are forgotten
+    /// KV blocks in the router's index of what nodes have cached; about 45 bytes each, least recently used ones are
+    /// dropped
     #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     index_blocks: u32,
     /// How long running requests may take to end after SIGTERM; then they end with an error, within two seconds
     #[arg(long, default_value_t = 30_000)]
     drain_ms: u32,
-    /// Threads that serve clients and nodes, some 50,000 tokens a second each; few of them wake each other less
-    /// [default: one for four cores, at least one]
+    /// I/O threads, some 50,000 tokens a second each; more threads cost more wake-ups [default: one for four cores, at
+    /// least one]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
 }
@@ -169,6 +172,15 @@ fn share(text: &str) -> Result<f64, String> {
     if (0.0..=1.0).contains(&number) { Ok(number) } else { Err("not between 0 and 1".to_owned()) }
 }
 
+/// A port for clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ClientPort {
+    /// The OpenAI API's.
+    Http,
+    /// gRPC's.
+    Grpc,
+}
+
 /// What the process is to do.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -176,6 +188,8 @@ pub struct Config {
     pub http: SocketAddr,
     /// Address of the gRPC API.
     pub grpc: SocketAddr,
+    /// Ports of which one that is in use is passed over.
+    pub next_free_port: Vec<ClientPort>,
     /// Where nodes join, if not there.
     pub nodes: Option<SocketAddr>,
     /// The cluster's secret.
@@ -222,6 +236,11 @@ pub struct Config {
     pub threads: usize,
 }
 
+/// The command line, as clap has it.
+pub fn command() -> clap::Command {
+    Flags::command()
+}
+
 impl Config {
     /// From the command line; a wrong one ends the process with a message.
     pub fn from_args() -> Self {
@@ -235,6 +254,7 @@ impl From<Flags> for Config {
         Self {
             http: flags.http,
             grpc: flags.grpc,
+            next_free_port: flags.next_free_port,
             nodes: flags.nodes,
             join_token_file: flags.join_token_file,
             admin: flags.admin,

@@ -301,7 +301,8 @@ impl Run {
 
     fn waited(&self) {
         let (priority, wait) = (self.progress.request.priority, self.record.timeline.length(Phase::Queue));
-        self.shared.metrics.waited(priority, wait, self.record.identities.root);
+        // As clients count: lower ones first.
+        self.shared.metrics.waited(-priority, wait, self.record.identities.root);
     }
 
     /// Notes how the first attempt came about.

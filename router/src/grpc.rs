@@ -207,7 +207,8 @@ impl Edge {
             ignore_eos: message.ignore_eos,
             stop_token_ids: message.stop_token_ids,
             stop: message.stop,
-            priority: message.priority,
+            // Clients count like vLLM, lower ones first; the queue the other way round.
+            priority: message.priority.saturating_neg(),
             tenant: caller.tenant.clone(),
             deadline: caller.deadline,
             parent: caller.parent.clone(),

@@ -16,7 +16,7 @@ use tandem_ports::{
 };
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::{Service, Telling};
-use tandem_router::config::Config;
+use tandem_router::config::{ClientPort, Config};
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
@@ -37,6 +37,9 @@ const ADMIN_LIMITS: Limits = Limits { connections: 64, silence: Duration::from_s
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long open connections may keep the ending process.
 const LAST_BYTES: Duration = Duration::from_secs(1);
+
+/// Ports that `--next-free-port` tries.
+const PORTS_TRIED: u16 = 100;
 
 /// Threads for texts that have nothing to do end after this, and what they kept of freed memory goes back to the
 /// system.
@@ -93,7 +96,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let (sample_ratio, ring) = (config.trace_sample_ratio, config.trace_ring);
     let telling = Telling { exporter: exporter.clone(), sample_ratio, ring };
     let service = Service::with_keys(model, membership.clone(), telling, limits, instance.clone(), keys.clone());
-    let service = service.at_ports(ports.places()).with_jaeger_ui(config.jaeger_ui.clone());
+    let service = service.at_ports(ports.places()).with_grpc_port(ports.grpc_address.port());
+    let service = service.with_jaeger_ui(config.jaeger_ui.clone());
     let scraped = service.clone();
     let text = Arc::new(move || scraped.metrics_text(Some(OPEN_METRICS)).1);
     let metrics = MetricsExport::start("tandem-router", &instance, &config.collector, text)?;
@@ -168,8 +172,15 @@ impl Ports {
     async fn bind(config: &Config, tls: Option<Tls>) -> anyhow::Result<Self> {
         let scheme = if tls.is_some() { "https://" } else { "" };
         let limits = Limits { connections: config.max_connections, ..Limits::default() };
-        let (http, http_address) = bind("http", config.http, limits).await?;
-        let (grpc, grpc_address) = bind("grpc", config.grpc, limits).await?;
+        let client = async |which: ClientPort, name: &'static str, address: SocketAddr| match config
+            .next_free_port
+            .contains(&which)
+        {
+            true => bind_next_free(name, address, limits).await,
+            false => bind(name, address, limits).await,
+        };
+        let (http, http_address) = client(ClientPort::Http, "http", config.http).await?;
+        let (grpc, grpc_address) = client(ClientPort::Grpc, "grpc", config.grpc).await?;
         let nodes = bind_if("nodes", config.nodes, limits).await?;
         let admin = bind_if("admin", config.admin, ADMIN_LIMITS).await?;
         let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
@@ -203,6 +214,21 @@ async fn bind_if(
         Some(address) => Ok(Some(bind(name, address, limits).await?)),
         None => Ok(None),
     }
+}
+
+/// The first of this and the next ports that nobody listens on.
+async fn bind_next_free(name: &str, address: SocketAddr, limits: Limits) -> anyhow::Result<(Port, SocketAddr)> {
+    let ports = address.port()..=address.port().saturating_add(PORTS_TRIED - 1);
+    for port in ports {
+        let bound = bind(name, SocketAddr::new(address.ip(), port), limits).await;
+        let taken = |error: &anyhow::Error| {
+            error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::AddrInUse)
+        };
+        if !bound.as_ref().is_err_and(taken) {
+            return bound;
+        }
+    }
+    anyhow::bail!("--{name} {address}: this port and the next {} are in use", PORTS_TRIED - 1)
 }
 
 async fn bind(name: &str, address: SocketAddr, limits: Limits) -> anyhow::Result<(Port, SocketAddr)> {

@@ -13,10 +13,10 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context;
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use tonic::metadata::AsciiMetadataValue;
+use clap_complete::Shell;
 
+use crate::connect::{Address, Headers, Router, Tls};
 use crate::state::{self, State};
 
 /// What to do, with every default filled in.
@@ -39,6 +39,10 @@ pub enum Config {
     Compose(compose::Compose),
     /// Look at this machine.
     Doctor(doctor::Doctor),
+    /// Write a shell's completions.
+    Completions(Shell),
+    /// Write man pages into this directory.
+    Man(PathBuf),
 }
 
 /// One prompt.
@@ -61,12 +65,8 @@ pub struct Chat {
 
 /// How to ask.
 pub struct Sampling {
-    /// The router's gRPC URL.
-    pub url: String,
-    /// The running `tandem up`, where there is one: for hints.
-    pub cluster: Option<State>,
-    /// Sent with every request.
-    pub authorization: Option<AsciiMetadataValue>,
+    /// Whom.
+    pub router: Router,
     /// At most so many tokens.
     pub max_tokens: u32,
     /// 0 is greedy.
@@ -97,8 +97,8 @@ pub struct Sampling {
 
 /// One trace.
 pub struct Trace {
-    /// The router's HTTP URL.
-    pub url: String,
+    /// Which router has it.
+    pub router: Router,
     /// Trace id, or `last`.
     pub id: String,
     /// Columns to draw in.
@@ -107,24 +107,22 @@ pub struct Trace {
 
 /// Why one request went where it went.
 pub struct Explain {
-    /// The router's HTTP URL.
-    pub url: String,
+    /// Which router has it.
+    pub router: Router,
     /// Trace id, or `last`.
     pub id: String,
 }
 
 /// The cluster over the whole terminal.
 pub struct Top {
-    /// Where the router's live page is.
-    pub url: String,
-    /// For routers with API keys.
-    pub api_key: Option<String>,
+    /// Where its live page is.
+    pub router: Router,
 }
 
 impl Config {
     /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
-        let mut arguments = without_empty_variables(CommandLine::command()).get_matches();
+        let mut arguments = without_empty_variables(command()).get_matches();
         let CommandLine { command, state } =
             CommandLine::from_arg_matches_mut(&mut arguments).unwrap_or_else(|error| error.exit());
         let state = match state {
@@ -133,6 +131,11 @@ impl Config {
         };
         command.resolve(state)
     }
+}
+
+/// The command line, as clap has it.
+pub fn command() -> clap::Command {
+    CommandLine::command()
 }
 
 /// `TANDEM_STATE= tandem …` is as without the variable; clap takes an empty one for a value.
@@ -173,16 +176,82 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     Compose(compose::ComposeArgs),
     Doctor(doctor::DoctorArgs),
+    /// Write the script that makes a shell complete commands and flags
+    ///
+    /// bash: tandem completions bash > ~/.local/share/bash-completion/completions/tandem
+    Completions {
+        /// Which shell
+        shell: Shell,
+    },
+    /// Write man pages, one of each command, into a directory
+    ///
+    /// tandem man ~/.local/share/man/man1
+    Man {
+        /// Made when missing
+        dir: PathBuf,
+    },
 }
 
+/// How to reach the router.
 #[derive(Args)]
-struct SamplingArgs {
-    /// The router's gRPC address [default: that of the running `tandem up`]
-    #[arg(long, visible_alias = "grpc", value_name = "URL")]
+#[command(next_help_heading = "The router")]
+struct RouterArgs {
+    /// The router: http://HOST:PORT, or grpc://HOST:PORT for its gRPC port; https:// and grpcs:// for TLS [default: the
+    /// running `tandem up`]
+    #[arg(long, value_name = "URL")]
     url: Option<String>,
     /// Sent as `authorization: Bearer KEY`
     #[arg(long, env = "TANDEM_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<String>,
+    /// Header (or gRPC metadata) `name: value` of every request; repeatable
+    #[arg(long, value_name = "NAME: VALUE")]
+    header: Vec<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
+}
+
+/// Whom to trust, and who this is.
+#[derive(Args, Clone)]
+pub struct TlsArgs {
+    /// Authorities to trust, PEM, for https:// and grpcs:// [default: those that the system trusts]
+    #[arg(long, value_name = "FILE")]
+    tls_ca: Option<PathBuf>,
+    /// Certificate to show to routers that want one (mTLS), PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// The certificate's private key, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+}
+
+impl TlsArgs {
+    /// The same, resolved.
+    pub fn resolve(self) -> Tls {
+        Tls { ca: self.tls_ca, identity: self.tls_cert.zip(self.tls_key) }
+    }
+}
+
+impl RouterArgs {
+    /// The router that is named, or that of the running `tandem up`.
+    ///
+    /// # Errors
+    /// Neither is there, or headers that cannot be sent.
+    fn resolve(self, state: &std::path::Path) -> anyhow::Result<Router> {
+        let (address, cluster) = match self.url {
+            Some(url) => (Address::parse(&url)?, state::load(state).ok()),
+            None => {
+                let cluster = state::load(state)?;
+                let State { http, grpc, .. } = cluster.clone();
+                (Address::Both { http, grpc }, Some(cluster))
+            }
+        };
+        let headers = Headers::new(&self.header, self.api_key.as_deref())?;
+        Ok(Router { address, cluster, headers, tls: self.tls.resolve() })
+    }
+}
+
+#[derive(Args)]
+struct SamplingArgs {
     /// Tokens to generate at most
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
@@ -230,6 +299,8 @@ struct GenerateArgs {
     text: String,
     #[command(flatten)]
     sampling: SamplingArgs,
+    #[command(flatten)]
+    router: RouterArgs,
 }
 
 #[derive(Args)]
@@ -241,6 +312,8 @@ struct ChatArgs {
     system: Option<String>,
     #[command(flatten)]
     sampling: SamplingArgs,
+    #[command(flatten)]
+    router: RouterArgs,
 }
 
 #[derive(Args)]
@@ -248,12 +321,11 @@ struct TraceArgs {
     /// Trace id, or `last`
     #[arg(default_value = "last")]
     id: String,
-    /// The router's HTTP address [default: that of the running `tandem up`]
-    #[arg(long, visible_alias = "http", value_name = "URL")]
-    url: Option<String>,
     /// Columns to draw in
     #[arg(long, env = "COLUMNS", default_value_t = 120)]
     width: usize,
+    #[command(flatten)]
+    router: RouterArgs,
 }
 
 #[derive(Args)]
@@ -261,41 +333,27 @@ struct ExplainArgs {
     /// Trace id, or `last`
     #[arg(default_value = "last")]
     id: String,
-    /// The router's HTTP address [default: that of the running `tandem up`]
-    #[arg(long, visible_alias = "http", value_name = "URL")]
-    url: Option<String>,
+    #[command(flatten)]
+    router: RouterArgs,
 }
 
 #[derive(Args)]
 struct TopArgs {
-    /// Address of the router's live page: that of its --admin port, or of HTTP where it has none [default: that of the
-    /// running `tandem up`]
-    #[arg(long, visible_alias = "http", value_name = "URL")]
-    url: Option<String>,
-    /// Sent as `authorization: Bearer KEY`
-    #[arg(long, env = "TANDEM_API_KEY", hide_env_values = true, value_name = "KEY")]
-    api_key: Option<String>,
+    #[command(flatten)]
+    router: RouterArgs,
 }
 
 impl TopArgs {
     fn resolve(self, state: &std::path::Path) -> anyhow::Result<Top> {
-        let url = match self.url {
-            Some(url) => with_scheme(&url),
-            None => {
-                let State { page, http, .. } = state::load(state)?;
-                // A cluster of an earlier version has no page, and says so.
-                if page.is_empty() { http } else { page }
-            }
-        };
-        Ok(Top { url, api_key: self.api_key })
-    }
-}
-
-/// The router's HTTP URL: as given, or that of the running `tandem up`.
-fn http_url(url: Option<String>, state: &std::path::Path) -> anyhow::Result<String> {
-    match url {
-        Some(url) => Ok(with_scheme(&url)),
-        None => Ok(state::load(state)?.http),
+        let running = self.router.url.is_none();
+        let mut router = self.router.resolve(state)?;
+        // The page is at the admin port where the router has one. A cluster of an earlier version has no page, and says
+        // so.
+        let page = router.cluster.as_ref().map(|cluster| cluster.page.clone()).filter(|page| !page.is_empty());
+        if let Some(page) = page.filter(|_| running) {
+            router.address = Address::Http(page);
+        }
+        Ok(Top { router })
     }
 }
 
@@ -303,46 +361,34 @@ impl Command {
     fn resolve(self, state: PathBuf) -> anyhow::Result<Config> {
         Ok(match self {
             Self::Up(args) => Config::Up(args.resolve(state)?),
-            Self::Generate(GenerateArgs { text, sampling }) => {
+            Self::Generate(GenerateArgs { text, sampling, router }) => {
+                let options = sampling.resolve(router.resolve(&state)?);
                 let text = if text == "-" { std::io::read_to_string(std::io::stdin())? } else { text };
-                Config::Generate(Generate { options: sampling.resolve(&state)?, text })
+                Config::Generate(Generate { options, text })
             }
-            Self::Chat(ChatArgs { message, system, sampling }) => {
-                Config::Chat(Chat { options: sampling.resolve(&state)?, message, system })
+            Self::Chat(ChatArgs { message, system, sampling, router }) => {
+                Config::Chat(Chat { options: sampling.resolve(router.resolve(&state)?), message, system })
             }
-            Self::Trace(TraceArgs { id, url, width }) => {
-                Config::Trace(Trace { url: http_url(url, &state)?, id, width })
+            Self::Trace(TraceArgs { id, width, router }) => {
+                Config::Trace(Trace { router: router.resolve(&state)?, id, width })
             }
-            Self::Explain(ExplainArgs { id, url }) => Config::Explain(Explain { url: http_url(url, &state)?, id }),
+            Self::Explain(ExplainArgs { id, router }) => {
+                Config::Explain(Explain { router: router.resolve(&state)?, id })
+            }
             Self::Top(args) => Config::Top(args.resolve(&state)?),
             Self::Bench(args) => Config::Bench(args.resolve(&state)?),
             Self::Compose(args) => Config::Compose(args.resolve()?),
             Self::Doctor(args) => Config::Doctor(args.resolve()?),
+            Self::Completions { shell } => Config::Completions(shell),
+            Self::Man { dir } => Config::Man(dir),
         })
     }
 }
 
-/// The metadata of an API key, which no log prints.
-fn bearer(key: &str) -> anyhow::Result<AsciiMetadataValue> {
-    let value: Result<AsciiMetadataValue, _> = format!("Bearer {key}").parse();
-    let mut value = value.context("--api-key has characters that no header may have")?;
-    value.set_sensitive(true);
-    Ok(value)
-}
-
 impl SamplingArgs {
-    fn resolve(self, state: &std::path::Path) -> anyhow::Result<Sampling> {
-        let (url, cluster) = match self.url {
-            Some(url) => (with_scheme(&url), state::load(state).ok()),
-            None => {
-                let cluster = state::load(state)?;
-                (cluster.grpc.clone(), Some(cluster))
-            }
-        };
-        Ok(Sampling {
-            url,
-            cluster,
-            authorization: self.api_key.as_deref().map(bearer).transpose()?,
+    fn resolve(self, router: Router) -> Sampling {
+        Sampling {
+            router,
             max_tokens: self.max_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
@@ -356,7 +402,7 @@ impl SamplingArgs {
             seed: self.seed,
             stop: self.stop,
             timeout: Duration::from_secs(self.timeout),
-        })
+        }
     }
 }
 

@@ -27,7 +27,7 @@ const WIDEST_PLAN: usize = 48;
 /// # Errors
 /// No router, no such trace, or no choice in it.
 pub async fn run(config: config::Explain) -> anyhow::Result<()> {
-    let trace = trace::fetch(&config.url, &config.id).await?;
+    let trace = trace::fetch(&config.router, &config.id).await?;
     print(&render(&trace).map_err(anyhow::Error::msg)?)
 }
 

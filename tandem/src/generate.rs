@@ -1,12 +1,13 @@
 //! `tandem generate`: one prompt over gRPC, the text as it comes, then one line of figures.
 //!
 //! [`Client`] is also what [`crate::chat`] talks through.
-use anyhow::{Context, bail};
+use anyhow::bail;
 use tandem_proto::v1;
 use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
-use tonic::transport::{Channel, Endpoint};
+use tonic::metadata::MetadataMap;
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use crate::config::{Generate, Sampling};
@@ -27,6 +28,9 @@ pub async fn run(config: Generate) -> anyhow::Result<()> {
 /// A connection to a router, with the options of the command line.
 pub struct Client {
     inference: InferenceClient<Channel>,
+    /// gRPC's.
+    url: String,
+    metadata: MetadataMap,
     options: Sampling,
 }
 
@@ -44,17 +48,11 @@ impl Client {
     /// # Errors
     /// Nobody listens there.
     pub async fn connect(options: Sampling) -> anyhow::Result<Self> {
-        let endpoint = Endpoint::from_shared(options.url.clone())?.connect_timeout(std::time::Duration::from_secs(5));
-        let channel = match endpoint.connect().await {
-            Ok(channel) => channel,
-            Err(error) => {
-                let hint = wrong_port::hint(&options.url, options.cluster.as_ref()).await;
-                let hint = hint.unwrap_or_else(|| format!("no router answers at {}", options.url));
-                return Err(error).context(hint);
-            }
-        };
+        let metadata = options.router.headers.grpc()?;
+        let url = options.router.grpc_url().await?;
+        let channel = options.router.channel(&url).await?;
         let inference = InferenceClient::new(channel).max_decoding_message_size(tandem_proto::MAX_MESSAGE_BYTES);
-        Ok(Self { inference, options })
+        Ok(Self { inference, url, metadata, options })
     }
 
     /// Asks, prints the text as it comes, and returns all of it.
@@ -63,10 +61,8 @@ impl Client {
     /// The router's error, or an answer that ends without `finish`.
     pub async fn answer(&mut self, input: Input) -> anyhow::Result<Answer> {
         let mut request = Request::new(self.request(input));
+        *request.metadata_mut() = self.metadata.clone();
         request.set_timeout(self.options.timeout);
-        if let Some(authorization) = &self.options.authorization {
-            request.metadata_mut().insert("authorization", authorization.clone());
-        }
         let mut stream = match self.inference.generate(request).await {
             Ok(answer) => answer.into_inner(),
             Err(status) => return Err(self.refusal(status).await),
@@ -93,7 +89,7 @@ impl Client {
         let may_be_elsewhere = std::error::Error::source(&status).is_some() || status.code() == Code::Unimplemented;
         let error = explain(status);
         match may_be_elsewhere {
-            true => match wrong_port::hint(&self.options.url, self.options.cluster.as_ref()).await {
+            true => match wrong_port::hint(&self.url, self.options.router.cluster.as_ref()).await {
                 Some(hint) => error.context(hint),
                 None => error,
             },

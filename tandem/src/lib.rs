@@ -1,16 +1,19 @@
 //! `tandem`: the user's hands. Starts a local cluster, talks to a running one, and draws its traces.
 //!
-//! This file is the life of the process and nothing else: configuration, one command, exit code.
+//! This file is the life of the process and nothing else: configuration, one command, exit code. It is a library so
+//! that the reference of all programs' flags can be made from the flags themselves ([`command`]).
 //!
 //! - [`config`]: the command line and the environment, resolved once.
 //! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`gpus`]
 //!   shares out GPUs, [`state`] tells the other commands where the cluster is, [`join_token`] is the secret of its
 //!   nodes.
+//! - [`connect`]: how every command reaches a router: key, headers, TLS.
 //! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
 //! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
 //! - [`compose`]: writes the docker-compose file of a host. [`doctor`]: what this machine has and what it lacks.
+//! - [`shell`]: completions and man pages, made from the flags.
 //! - [`sse`]: server-sent events out of bytes (pure).
 //! - [`terminal`]: standard output and standard error, whose readers may end first.
 #![forbid(unsafe_code)]
@@ -21,6 +24,7 @@ mod bench;
 mod chat;
 mod compose;
 mod config;
+mod connect;
 mod cores;
 mod doctor;
 mod explain;
@@ -28,6 +32,7 @@ mod generate;
 mod gpus;
 mod join_token;
 mod launch;
+mod shell;
 mod sse;
 mod state;
 mod terminal;
@@ -46,7 +51,13 @@ use config::Config;
 use config::bench::Bench;
 use terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 
-fn main() -> ExitCode {
+/// The command line, as clap has it.
+pub fn command() -> clap::Command {
+    config::command()
+}
+
+/// Does what the command line says.
+pub fn run_process() -> ExitCode {
     let outcome = Config::from_command_line().and_then(|config| {
         let runtime = runtime(&config).context("no runtime")?;
         runtime.block_on(run(config))
@@ -86,5 +97,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Bench(bench) => bench::run(bench).await,
         Config::Compose(compose) => compose::run(&compose),
         Config::Doctor(doctor) => doctor::run(doctor).await,
+        Config::Completions(shell) => shell::completions(shell),
+        Config::Man(dir) => shell::man(&dir),
     }
 }

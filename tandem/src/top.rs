@@ -54,7 +54,7 @@ struct Top {
 
 impl Top {
     fn new(config: config::Top) -> anyhow::Result<Self> {
-        let router = Router::new(config.url, config.api_key.as_deref())?;
+        let router = Router::new(config.router.http_url()?.to_owned(), config.router.http_client()?);
         Ok(Self { router, model: Model::default(), screen: Screen::default() })
     }
 

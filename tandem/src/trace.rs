@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use crate::config;
+use crate::connect::Router;
 use crate::terminal::print;
 use crate::waterfall;
 
@@ -86,17 +87,17 @@ pub struct Event {
 /// # Errors
 /// No router, no such trace.
 pub async fn run(config: config::Trace) -> anyhow::Result<()> {
-    let trace = fetch(&config.url, &config.id).await?;
+    let trace = fetch(&config.router, &config.id).await?;
     print(&format!("{}{}", trace.head(), waterfall::render(&trace.spans, config.width)))
 }
 
-/// The trace `id` (32 hexadecimal digits, or `last`) of the router at `url`.
+/// The trace `id` (32 hexadecimal digits, or `last`) of this router.
 ///
 /// # Errors
 /// No router, no such trace.
-pub async fn fetch(url: &str, id: &str) -> anyhow::Result<Trace> {
-    let of_trace = format!("{url}/api/traces/{id}");
-    fetch_with(&reqwest::Client::new(), &of_trace).await
+pub async fn fetch(router: &Router, id: &str) -> anyhow::Result<Trace> {
+    let of_trace = format!("{}/api/traces/{id}", router.http_url()?);
+    fetch_with(&router.http_client()?, &of_trace).await
 }
 
 /// The trace at this address.

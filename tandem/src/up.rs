@@ -11,7 +11,7 @@ use tandem_proto::device::DeviceChoice;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::config::up::{OnDeath, Pinning, Up};
+use crate::config::up::{Listen, OnDeath, Pinning, Up};
 use crate::config::with_scheme;
 use crate::cores::{self, LendingFile};
 use crate::doctor::facts::Found;
@@ -29,6 +29,9 @@ const LAST_WORDS: Duration = Duration::from_secs(4);
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
 /// Between the death of a child and its restart, doubled at every failure up to the second one.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+
+/// The router's flag for ports that nobody chose.
+const NEXT_FREE_PORT: &str = "--next-free-port";
 
 /// Starts the cluster, keeps it until a signal, drains it.
 ///
@@ -202,6 +205,7 @@ impl<'a> Cluster<'a> {
             print_node(node)?;
         }
         self.warn_of_fallback()?;
+        self.tell_of_other_ports();
         say!("tandem: the cluster as it is now: {}/ in a browser, or `tandem top`", self.first().page);
         self.tell_of_local_prompts();
         print(&format!("ready http={} grpc={}\n", self.first().http, self.first().grpc))
@@ -226,6 +230,22 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
+    /// Somebody else has the usual ones.
+    fn tell_of_other_ports(&self) {
+        let moved = |(listen, url): (&Listen, &str)| {
+            matches!(listen, Listen::From(usual) if *usual != bare(url))
+                .then(|| format!("{} for {}", bare(url), listen.address()))
+        };
+        let first = self.first();
+        let moved: Vec<String> = [(&self.config.http, &*first.http), (&self.config.grpc, &*first.grpc)]
+            .into_iter()
+            .filter_map(moved)
+            .collect();
+        if !moved.is_empty() {
+            say!("tandem: note: ports in use; taken instead: {}", moved.join(", "));
+        }
+    }
+
     /// A newcomer looks for a hand-off, and finds none. Nodes that lend each other cores share them, too.
     fn tell_of_local_prompts(&self) {
         let pairs = self.nodes().iter().any(|node| node.recipe.name.starts_with("prefill"));
@@ -248,7 +268,8 @@ impl<'a> Cluster<'a> {
                 OnDeath::Restart => {
                     let mut recipe = dead.recipe.clone();
                     if let Some(router) = self.routers.get(index) {
-                        // The nodes and the clients know these addresses.
+                        // The nodes and the clients know these addresses, and look at no others.
+                        recipe.args.retain(|arg| !arg.starts_with(NEXT_FREE_PORT));
                         set_flag(&mut recipe.args, "--http", bare(&router.http));
                         set_flag(&mut recipe.args, "--grpc", bare(&router.grpc));
                         set_flag(&mut recipe.args, "--nodes", bare(&router.join));
@@ -382,7 +403,13 @@ fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path, number: u
         0 => first.to_owned(),
         _ => first.rsplit_once(':').map_or_else(|| first.to_owned(), |(host, _)| format!("{host}:0")),
     };
-    args.extend(flags([("--http", &address(&config.http)), ("--grpc", &address(&config.grpc))]));
+    let ports = [("http", &config.http), ("grpc", &config.grpc)];
+    for (name, listen) in ports {
+        args.extend(flags([(&*format!("--{name}"), &*address(listen.address()))]));
+        if number == 0 && matches!(listen, Listen::From(_)) {
+            args.push(format!("{NEXT_FREE_PORT}={name}"));
+        }
+    }
     // What it has to say to those that still run then, it says before `drain` kills it.
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
         args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));

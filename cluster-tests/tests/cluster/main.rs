@@ -19,6 +19,7 @@
 //! - [`streams`]: many streams lose a node and go on.
 //! - [`metrics`]: what every role shows to dashboards.
 //! - [`sampling`]: every way to choose tokens, through both nodes.
+//! - [`reach`]: how commands find and reach a router: URLs, keys, TLS, ports.
 //! - [`tool`]: `tandem up` and its companions.
 //! - [`turns`]: a second turn moves only what is missing.
 
@@ -35,6 +36,7 @@ mod lending;
 mod local;
 mod metrics;
 mod overload;
+mod reach;
 mod rolling;
 mod routers;
 mod sampling;

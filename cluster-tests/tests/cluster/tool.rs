@@ -10,21 +10,30 @@ use tokio::sync::Mutex;
 use tokio_stream::wrappers::ReceiverStream;
 
 /// These clusters are not the harness's; one at a time all the same.
-static TURN: Mutex<()> = Mutex::const_new(());
-const SOON: Duration = Duration::from_secs(60);
+pub(super) static TURN: Mutex<()> = Mutex::const_new(());
+pub(super) const SOON: Duration = Duration::from_secs(60);
 
 fn args(state: &Path, words: &[&str]) -> Vec<String> {
     let state = ["--state".to_owned(), state.display().to_string()];
     state.into_iter().chain(words.iter().map(|&word| word.to_owned())).collect()
 }
 
-async fn said(state: &Path, words: &[&str]) -> anyhow::Result<(bool, String, String)> {
+pub(super) async fn said(state: &Path, words: &[&str]) -> anyhow::Result<(bool, String, String)> {
     let output = run_to_end("tandem", &args(state, words), SOON).await?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Ok((output.status.success(), text(&output.stdout), text(&output.stderr)))
 }
 
-async fn up(dir: &Path, more: &[&str]) -> anyhow::Result<Process> {
+pub(super) async fn up(dir: &Path, more: &[&str]) -> anyhow::Result<Process> {
+    let ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];
+    start(dir, &[&ports[..], more].concat()).await
+}
+
+pub(super) async fn up_at_usual_ports(dir: &Path) -> anyhow::Result<Process> {
+    start(dir, &["--simulated"]).await
+}
+
+async fn start(dir: &Path, more: &[&str]) -> anyhow::Result<Process> {
     let logs = dir.join("logs").display().to_string();
     let words = [&["up", "--log-dir", &logs][..], more].concat();
     Process::start("tandem", "tandem", &args(&dir.join("state.json"), &words), dir).await
@@ -350,24 +359,6 @@ async fn an_end_by_signal_tells_clients_whose_answers_run() -> anyhow::Result<()
     assert_eq!(whole.status().as_u16(), 503);
     assert!(whole.text().await?.contains("the router is shutting down"));
     assert!(tandem.ended(SOON).await?.success(), "{}", tandem.log());
-    Ok(())
-}
-
-#[tokio::test]
-async fn the_http_port_in_place_of_the_grpc_port_is_a_hint() -> anyhow::Result<()> {
-    let _turn = TURN.lock().await;
-    let dir = tempfile::tempdir()?;
-    let state = dir.path().join("state.json");
-    let tandem = up(dir.path(), &["--simulated"]).await?;
-    let http = tandem.url("http");
-    let hint = format!("{http} answers HTTP/1.1: is this the HTTP port? the gRPC port is {}", tandem.url("grpc"));
-    for command in ["generate", "chat"] {
-        let (ok, _, errors) = said(&state, &[command, "--url", &http, "hi"]).await?;
-        assert!(!ok && errors.contains(&hint), "{errors}");
-    }
-    let grpc = http.replace("http://", "grpc://");
-    let (ok, _, errors) = said(&state, &["bench", "--url", &grpc]).await?;
-    assert!(!ok && errors.contains("answers HTTP/1.1"), "{errors}");
     Ok(())
 }
 

@@ -265,8 +265,9 @@ impl Client {
         // A word of one digit and a space is two tokens.
         let prompt: Vec<String> =
             (0..size.prompt / 2).map(|index| ((index * 3 + seed / 100) % 10).to_string()).collect();
+        let url = fleet.entrance_url().replace("http://", "grpc://");
         let child = tokio::process::Command::new(program("tandem")?)
-            .args(["generate", "--url", &fleet.entrance_url(), "--max-tokens", &size.answer.to_string()])
+            .args(["generate", "--url", &url, "--max-tokens", &size.answer.to_string()])
             .args(["--ignore-eos", &format!("{seed} {}", prompt.join(" "))])
             .stdin(std::process::Stdio::null())
             .stdout(std::process::Stdio::piped())

@@ -87,7 +87,7 @@ impl Spread {
 
     /// An answer of a few tokens: the figures below it.
     fn generate(&self, prompt: &str) -> anyhow::Result<(bool, String)> {
-        let url = self.router.url("grpc");
+        let url = self.router.url("http");
         let (ok, _, figures) =
             self.tandem(&["generate", "--url", &url, "--max-tokens", "4", "--ignore-eos", prompt])?;
         Ok((ok, figures))

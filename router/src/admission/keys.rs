@@ -65,7 +65,7 @@ struct Entry {
     requests_per_minute: Option<u32>,
     tokens_per_minute: Option<u32>,
     #[serde(default = "most_urgent")]
-    max_priority: i32,
+    min_priority: i32,
 }
 
 impl Entry {
@@ -82,7 +82,7 @@ fn one() -> u32 {
 }
 
 fn most_urgent() -> i32 {
-    MAX_PRIORITY
+    -MAX_PRIORITY
 }
 
 impl Keys {
@@ -206,14 +206,14 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
     if !(1..=MAX_WEIGHT).contains(&entry.weight) {
         return Err(format!("`weight` must be 1 to {MAX_WEIGHT}"));
     }
-    if entry.max_priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
-        return Err(format!("`max_priority` must be -{MAX_PRIORITY} to {MAX_PRIORITY}"));
+    if entry.min_priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
+        return Err(format!("`min_priority` must be -{MAX_PRIORITY} to {MAX_PRIORITY}"));
     }
     if entry.requests_per_minute == Some(0) || entry.tokens_per_minute == Some(0) {
         return Err("a rate must be at least 1 a minute; leave it out for no limit".to_owned());
     }
     let rates = Rates { requests_per_minute: entry.requests_per_minute, tokens_per_minute: entry.tokens_per_minute };
-    let terms = Terms { weight: entry.weight, max_priority: entry.max_priority, rates };
+    let terms = Terms { weight: entry.weight, max_priority: -entry.min_priority, rates };
     Ok(Key { digest, tenant: Tenant::new(&entry.name, terms, Some(now)) })
 }
 
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     const FILE: &str = r#"{"keys": [
-        {"name": "alice", "key": "sk-alice-123", "weight": 4, "requests_per_minute": 2, "max_priority": 0},
+        {"name": "alice", "key": "sk-alice-123", "weight": 4, "requests_per_minute": 2, "min_priority": 0},
         {"name": "bob", "sha256": "2BB80D537B1DA3E38BD30361AA855686BDE0EACD7162FEF6A25FE97BF527A25B"}
     ]}"#;
 
@@ -308,7 +308,8 @@ mod tests {
             (r#"{"keys": [{"name": "a b", "key": "sk-12345678"}]}"#, "name"),
             (r#"{"keys": [{"name": "a", "sha256": "12"}]}"#, "64 hexadecimal"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678", "weight": 0}]}"#, "weight"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "max_priority": 11}]}"#, "max_priority"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "min_priority": 11}]}"#, "min_priority"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "max_priority": 0}]}"#, "expected one of `name`"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678", "tokens_per_minute": 0}]}"#, "rate"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678", "wieght": 1}]}"#, "wieght"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "a", "key": "sk-12345679"}]}"#, "two keys"),

@@ -18,7 +18,8 @@ const MAX_NAME_BYTES: usize = 64;
 pub struct Terms {
     /// Share of the service against other tenants', 1 to [`MAX_WEIGHT`].
     pub weight: u32,
-    /// The most urgent priority that its requests may ask for.
+    /// The most urgent priority that its requests may ask for; higher is more urgent, unlike `min_priority` in the file
+    /// of keys.
     pub max_priority: i32,
     /// What it may ask for in a minute.
     pub rates: Rates,

@@ -47,9 +47,10 @@ pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error
     }
     let most = request.tenant.terms().max_priority;
     if request.priority < -MAX_PRIORITY || request.priority > most {
-        let (tenant, asked) = (request.tenant.name(), request.priority);
+        // As the client counts: lower ones first.
+        let (tenant, least, asked) = (request.tenant.name(), -most, request.priority.saturating_neg());
         let message =
-            format!("priority must be -{MAX_PRIORITY} to {most} for tenant {tenant:?}, higher ones first, not {asked}");
+            format!("priority must be {least} to {MAX_PRIORITY} for tenant {tenant:?}, lower ones first, not {asked}");
         return Err(Error::invalid("priority", message));
     }
     request.sampling.check(model.vocab_size())?;

@@ -20,7 +20,7 @@ struct Why {
     reason: &'static str,
 }
 
-/// -10 to 10: what the check of a request lets through.
+/// -10 to 10, lower ones first, as in the APIs: what the check of a request lets through.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Level {
     priority: i64,
@@ -56,7 +56,11 @@ impl AdmissionMetrics {
         };
         registry.register("tandem_queue_depth", "Requests that wait for admission, by tenant", own.depth.clone());
         registry.register("tandem_refused", "Requests refused before they started", own.refused.clone());
-        registry.register("tandem_queue_wait_seconds", "Waiting of those admitted, by priority", own.wait.clone());
+        registry.register(
+            "tandem_queue_wait_seconds",
+            "Waiting of those admitted, by priority (lower ones go first)",
+            own.wait.clone(),
+        );
         let bytes = "Bytes of request bodies over 16 KiB that are being read";
         registry.register("tandem_body_bytes", bytes, own.body_bytes.clone());
         let working = "Texts that are parsed or tokenized beside the reactor";

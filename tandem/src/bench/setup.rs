@@ -7,8 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
-use tonic::metadata::{Ascii, MetadataKey, MetadataMap};
 
 use super::calibrate::{Calibrated, Question};
 use super::client::grpc::GrpcClient;
@@ -45,7 +43,8 @@ pub struct Connected {
 /// # Errors
 /// Nobody there, or nobody who answers a request.
 pub async fn connect(endpoint: &Endpoint, asking: &Asking, timeout: Duration) -> anyhow::Result<Connected> {
-    let connections = http::connections(headers(asking)?)?;
+    let url = endpoint.http.as_deref().unwrap_or_default();
+    let connections = http::connections(asking.headers.http()?, &asking.tls, url)?;
     let server = endpoint.http.as_ref().map(|url| Server::new(connections.clone(), url));
     let (facts, cluster) = match &server {
         Some(server) => (server.facts(asking.model.as_deref()).await?, server.cluster().await),
@@ -57,7 +56,10 @@ pub async fn connect(endpoint: &Endpoint, asking: &Asking, timeout: Duration) ->
         Client::Http(http)
     };
     let client = match &endpoint.api {
-        Api::Grpc(url) => Client::Grpc(GrpcClient::connect(url, asking.connections, metadata(asking)?, how).await?),
+        Api::Grpc(url) => {
+            let metadata = asking.headers.grpc()?;
+            Client::Grpc(GrpcClient::connect(url, &asking.tls, asking.connections, metadata, how).await?)
+        }
         Api::Completions(url) => over_http(url, http::Api::Completions),
         Api::Chat(url) => over_http(url, http::Api::Chat),
     };
@@ -90,27 +92,6 @@ pub async fn connect(endpoint: &Endpoint, asking: &Asking, timeout: Duration) ->
 /// A gRPC server alone says nothing of itself.
 fn unknown(asking: &Asking) -> Facts {
     Facts { model: asking.model.clone().unwrap_or_default(), context_tokens: None, dialect: Dialect::Tandem }
-}
-
-fn headers(asking: &Asking) -> anyhow::Result<HeaderMap> {
-    let mut headers = HeaderMap::new();
-    for (name, value) in &asking.headers {
-        let name: HeaderName = name.parse().with_context(|| format!("`{name}` is no name of a header"))?;
-        let mut value = HeaderValue::from_str(value).with_context(|| format!("the value of header {name} is none"))?;
-        value.set_sensitive(true);
-        headers.append(name, value);
-    }
-    Ok(headers)
-}
-
-fn metadata(asking: &Asking) -> anyhow::Result<MetadataMap> {
-    let mut metadata = MetadataMap::new();
-    for (name, value) in &asking.headers {
-        let key: MetadataKey<Ascii> = name.parse().with_context(|| format!("`{name}` is no name of gRPC metadata"))?;
-        let value = value.parse().with_context(|| format!("the value of metadata {name} is none"))?;
-        metadata.append(key, value);
-    }
-    Ok(metadata)
 }
 
 /// The rows that the user wants, cut to the context that all servers have.

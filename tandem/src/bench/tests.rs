@@ -20,6 +20,7 @@ use super::record::{Interval, Objectives, Outcome, Record};
 use super::runner::{Bounds, Form, Load, Part, Target, Watch, measure};
 use super::stats::figures::Figures;
 use super::workload::{Cache, Draw, Mix, Prefix, Shape, Workload};
+use crate::connect::Tls;
 
 mod fake_grpc;
 
@@ -65,7 +66,7 @@ impl Fake {
 
     fn target(&self) -> Target {
         let asking = Asking { model: "m".into(), ignore_eos: true, timeout: Duration::from_secs(5) };
-        let connections = super::client::http::connections(HeaderMap::new()).unwrap();
+        let connections = super::client::http::connections(HeaderMap::new(), &Tls::default(), "").unwrap();
         let how = (Api::Completions, Dialect::Tandem);
         let client = HttpClient::new(connections, &self.url, how, asking, serde_json::Map::new());
         target(Client::Http(client))

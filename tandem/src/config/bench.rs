@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::with_scheme;
+use super::{TlsArgs, with_scheme};
 use crate::bench::arrivals::{Process, Rate};
 use crate::bench::record::Objectives;
 use crate::bench::rows::{Row, TRACE_ROW};
@@ -13,6 +13,7 @@ use crate::bench::runner::{Bounds, Form, Load};
 use crate::bench::session::Loading;
 use crate::bench::sweep;
 use crate::bench::workload::{Lengths, Prefix, Shape};
+use crate::connect::{Address, Headers, Tls};
 use crate::state;
 
 /// Requests under way at most: each costs a connection.
@@ -110,7 +111,9 @@ pub struct Asking {
     /// Name of the model; `None`: the first one of the server.
     pub model: Option<String>,
     /// Sent with every request.
-    pub headers: Vec<(String, String)>,
+    pub headers: Headers,
+    /// For `https://` and `grpcs://`.
+    pub tls: Tls,
     /// Fields for every HTTP body.
     pub extra: serde_json::Map<String, serde_json::Value>,
     /// `None`: ids over gRPC where possible, else text.
@@ -204,7 +207,8 @@ enum BenchCommand {
 #[derive(Args)]
 #[command(next_help_heading = "Whom to ask")]
 struct TargetArgs {
-    /// http://HOST:PORT (OpenAI's API) or grpc://HOST:PORT (Tandem's) [default: the running `tandem up`]
+    /// The server: http://HOST:PORT for OpenAI's API, or grpc://HOST:PORT for Tandem's own; https:// and grpcs:// for
+    /// TLS [default: the running `tandem up`]
     #[arg(long, value_name = "URL")]
     url: Option<String>,
     /// A second server: intervals go to the two in turn, and the report compares them
@@ -228,6 +232,8 @@ struct TargetArgs {
     /// Header (or gRPC metadata) `name: value` of every request; repeatable
     #[arg(long, value_name = "NAME: VALUE")]
     header: Vec<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// JSON object whose fields go into every HTTP body
     #[arg(long, value_name = "JSON")]
     extra_body: Option<String>,
@@ -430,20 +436,16 @@ impl TargetArgs {
     }
 
     fn endpoint(&self, url: &str, side: Option<&str>) -> anyhow::Result<Endpoint> {
-        let (scheme, rest) = url.split_once("://").unwrap_or(("http", url));
-        let grpc = match scheme {
-            "grpc" => Some(format!("http://{}", rest.trim_end_matches('/'))),
-            "grpcs" => Some(format!("https://{}", rest.trim_end_matches('/'))),
-            "http" | "https" => None,
-            _ => bail!("{url}: wanted http://, https://, grpc:// or grpcs://"),
-        };
-        let http = with_scheme(url);
-        let api = match (grpc, self.api) {
-            (Some(grpc), None | Some(ApiName::Grpc)) => Api::Grpc(grpc),
-            (Some(_), Some(_)) => bail!("{url} is a gRPC address: give the HTTP one for --api completions or chat"),
-            (None, Some(ApiName::Grpc)) => bail!("{url} is an HTTP address: for --api grpc give grpc://HOST:PORT"),
-            (None, Some(ApiName::Chat)) => Api::Chat(http),
-            (None, None | Some(ApiName::Completions)) => Api::Completions(http),
+        let api = match (Address::parse(url)?, self.api) {
+            (Address::Grpc(grpc), None | Some(ApiName::Grpc)) => Api::Grpc(grpc),
+            (Address::Grpc(_), Some(_)) => {
+                bail!("{url} is a gRPC address: give the HTTP one for --api completions or chat")
+            }
+            (_, Some(ApiName::Grpc)) => bail!("{url} is an HTTP address: for --api grpc give grpc://HOST:PORT"),
+            (Address::Http(http) | Address::Both { http, .. }, Some(ApiName::Chat)) => Api::Chat(http),
+            (Address::Http(http) | Address::Both { http, .. }, None | Some(ApiName::Completions)) => {
+                Api::Completions(http)
+            }
         };
         let http = match &api {
             Api::Grpc(_) => side.map(with_scheme),
@@ -453,12 +455,7 @@ impl TargetArgs {
     }
 
     fn asking(self) -> anyhow::Result<Asking> {
-        let mut headers: Vec<(String, String)> = Vec::new();
-        for header in &self.header {
-            let (name, value) = header.split_once(':').with_context(|| format!("--header `{header}` has no `:`"))?;
-            headers.push((name.trim().to_ascii_lowercase(), value.trim().to_owned()));
-        }
-        headers.extend(self.api_key.map(|key| ("authorization".to_owned(), format!("Bearer {key}"))));
+        let headers = Headers::new(&self.header, self.api_key.as_deref())?;
         let extra = match &self.extra_body {
             Some(json) => serde_json::from_str(json).context("--extra-body is no JSON object")?,
             None => serde_json::Map::new(),
@@ -470,6 +467,7 @@ impl TargetArgs {
         Ok(Asking {
             model: self.model,
             headers,
+            tls: self.tls.resolve(),
             extra,
             form,
             ignore_eos: !self.stop_at_eos,

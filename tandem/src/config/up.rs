@@ -21,10 +21,10 @@ pub struct Up {
     pub decode: usize,
     /// Routers; every node joins all of them.
     pub routers: usize,
-    /// Address of the first router's HTTP API; port 0: any.
-    pub http: String,
-    /// Address of the first router's gRPC API; port 0: any.
-    pub grpc: String,
+    /// Address of the first router's HTTP API.
+    pub http: Listen,
+    /// Address of the first router's gRPC API.
+    pub grpc: Listen,
     /// GGUF file or safetensors directory of the router; nodes have it among their flags.
     pub model: PathBuf,
     /// Where the state of the cluster is told to the other commands.
@@ -57,6 +57,33 @@ pub struct Up {
     pub decode_args: Vec<String>,
     /// Flags for the router alone.
     pub router_args: Vec<String>,
+}
+
+/// Where the router listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// As the user said; port 0: any.
+    At(String),
+    /// Nobody said anything: here, or where this is in use at the next port that is free.
+    From(&'static str),
+}
+
+/// Without a word of the user: the port that most OpenAI servers take, and the one beside it.
+const HTTP: &str = "127.0.0.1:8000";
+const GRPC: &str = "127.0.0.1:8001";
+
+impl Listen {
+    fn new(asked: Option<String>, default: &'static str) -> Self {
+        asked.map_or(Self::From(default), Self::At)
+    }
+
+    /// For the router's flag.
+    pub fn address(&self) -> &str {
+        match self {
+            Self::At(address) => address,
+            Self::From(address) => address,
+        }
+    }
 }
 
 /// Whether nodes get their own cores.
@@ -95,12 +122,12 @@ pub struct UpArgs {
     /// Routers. Each of them serves all clients with all nodes; the others have any free ports, which are printed
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=8))]
     routers: u16,
-    /// Address of the OpenAI HTTP API (port 0: any free one)
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
-    http: String,
-    /// Address of the gRPC API (port 0: any free one)
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
-    grpc: String,
+    /// Address of the OpenAI HTTP API; port 0 takes any free one [default: 127.0.0.1:8000, or the next free port]
+    #[arg(long, value_name = "ADDR")]
+    http: Option<String>,
+    /// Address of the gRPC API; port 0 takes any free one [default: 127.0.0.1:8001, or the next free port]
+    #[arg(long, value_name = "ADDR")]
+    grpc: Option<String>,
     /// GGUF file or safetensors directory [default: the model of `make setup` in the cache directory]
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
@@ -289,8 +316,8 @@ impl UpArgs {
             prefill,
             decode,
             routers: self.routers.into(),
-            http: self.http,
-            grpc: self.grpc,
+            http: Listen::new(self.http, HTTP),
+            grpc: Listen::new(self.grpc, GRPC),
             model,
             state,
             logs,
@@ -390,6 +417,7 @@ mod tests {
     use tandem_proto::device::DeviceChoice;
 
     use super::super::{CommandLine, Config};
+    use super::Listen;
 
     #[test]
     fn flags_reach_the_processes_they_are_for() {
@@ -435,6 +463,19 @@ mod tests {
         assert_eq!(up.prefill_args, ["--debug-flip-byte"]);
         assert_eq!((up.prefill, up.decode, up.threads), (1, 1, Some(3)));
         assert_eq!(up.device, DeviceChoice::Cpu, "of which nothing need be said");
+    }
+
+    #[test]
+    fn ports_are_fixed_where_nobody_says_otherwise() {
+        let model = tempfile::NamedTempFile::new().unwrap();
+        let ports = |flags: &str| {
+            let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
+            let line = CommandLine::try_parse_from(line.chain(flags.split_whitespace())).unwrap();
+            let Config::Up(up) = line.command.resolve("/nowhere/state".into()).unwrap() else { panic!("not `up`") };
+            (up.http, up.grpc)
+        };
+        assert_eq!(ports(""), (Listen::From("127.0.0.1:8000"), Listen::From("127.0.0.1:8001")));
+        assert_eq!(ports("--http 0.0.0.0:80"), (Listen::At("0.0.0.0:80".into()), Listen::From("127.0.0.1:8001")));
     }
 
     #[test]

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures::StreamExt;
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
@@ -33,20 +32,9 @@ pub struct Router {
 }
 
 impl Router {
-    /// At `url`, with an API key if there is one.
-    ///
-    /// # Errors
-    /// A key that no header can carry.
-    pub fn new(url: String, api_key: Option<&str>) -> anyhow::Result<Self> {
-        let mut headers = HeaderMap::new();
-        if let Some(key) = api_key {
-            let value = HeaderValue::from_str(&format!("Bearer {key}"));
-            let mut value = value.context("--api-key has characters that no header may have")?;
-            value.set_sensitive(true);
-            headers.insert(AUTHORIZATION, value);
-        }
-        let client = reqwest::Client::builder().default_headers(headers).connect_timeout(SILENCE).build()?;
-        Ok(Self { url, client })
+    /// At `url`, asked by `client`.
+    pub fn new(url: String, client: reqwest::Client) -> Self {
+        Self { url, client }
     }
 
     /// One trace by its id.

@@ -93,7 +93,7 @@ async fn urgent_requests_start_first_and_nodes_are_told() {
     assert_eq!(order, [("first", 0), ("urgent", 7), ("usual", 0), ("late", -2)]);
     let text = cluster.service.metrics_text(None).1;
     assert!(
-        text.contains("tandem_queue_wait_seconds_count{role=\"router\",instance=\"router-test\",priority=\"7\"} 1"),
+        text.contains("tandem_queue_wait_seconds_count{role=\"router\",instance=\"router-test\",priority=\"-7\"} 1"),
         "{text}"
     );
 }
@@ -209,7 +209,7 @@ async fn with_key(requests_per_minute: u32) -> (Service, tempfile::TempDir) {
     std::fs::write(
         &path,
         format!(
-            r#"{{"keys": [{{"name": "a", "key": "sk-a-secret", "requests_per_minute": {requests_per_minute}, "max_priority": 1}}]}}"#
+            r#"{{"keys": [{{"name": "a", "key": "sk-a-secret", "requests_per_minute": {requests_per_minute}, "min_priority": -1}}]}}"#
         ),
     )
     .unwrap();
@@ -322,17 +322,40 @@ async fn keys_and_rates_over_http() {
     );
 }
 
+/// A gRPC server of this router's.
+async fn over_grpc(service: &Service) -> v1::inference_client::InferenceClient<tonic::transport::Channel> {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let routes = crate::grpc::routes(service, tonic_health::server::HealthReporter::new()).unwrap();
+    tokio::spawn(
+        tonic::transport::Server::builder().add_routes(routes).serve_with_incoming(TcpIncoming::from(listener)),
+    );
+    v1::inference_client::InferenceClient::connect(address).await.unwrap()
+}
+
+#[tokio::test]
+async fn both_apis_count_priorities_alike() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let mut client = over_grpc(&cluster.service).await;
+    let input = v1::generate_request::Input::TokenIds(v1::TokenIds { ids: vec![id('a'); 3] });
+    let message = v1::GenerateRequest { input: Some(input), max_tokens: Some(4), priority: -7, ..Default::default() };
+    let grpc = tokio::spawn(async move { client.generate(message).await.map(|_| ()) });
+    let (_prefill, of_grpc, _decode, _start) = cluster.legs().await;
+    let router = crate::http::router(cluster.service.clone());
+    let body = Body::from(r#"{"prompt": "a", "max_tokens": 4, "priority": -7, "stream": true}"#);
+    let request = Request::post("/v1/completions").header("content-type", "application/json").body(body).unwrap();
+    let http = tokio::spawn(async move { router.oneshot(request).await.map(|_| ()) });
+    let (_prefill, of_http, _decode, _start) = cluster.legs().await;
+    assert_eq!((of_grpc.priority, of_http.priority), (7, 7), "nodes count the other way round");
+    grpc.abort();
+    http.abort();
+}
+
 #[tokio::test]
 async fn keys_and_rates_over_grpc() {
     let (service, _dir) = with_key(1).await;
     let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    let routes = crate::grpc::routes(&service, tonic_health::server::HealthReporter::new()).unwrap();
-    tokio::spawn(
-        tonic::transport::Server::builder().add_routes(routes).serve_with_incoming(TcpIncoming::from(listener)),
-    );
-    let client = v1::inference_client::InferenceClient::connect(address).await.unwrap();
+    let client = over_grpc(&service).await;
     let ask = |key: Option<&str>, priority| {
         let input = v1::generate_request::Input::TokenIds(v1::TokenIds { ids: vec![id('a'); 3] });
         let message = v1::GenerateRequest { input: Some(input), max_tokens: Some(4), priority, ..Default::default() };
@@ -345,9 +368,12 @@ async fn keys_and_rates_over_grpc() {
         assert_eq!(ask(key, 0).await.unwrap_err().code(), tonic::Code::Unauthenticated);
     }
     let key = Some("Bearer sk-a-secret");
-    let above = ask(key, 2).await.unwrap_err();
-    assert_eq!(above.code(), tonic::Code::InvalidArgument, "{above}");
-    let _running = ask(key, 1).await.unwrap();
+    for beyond in [-2, 11, i32::MIN] {
+        let refused = ask(key, beyond).await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::InvalidArgument, "{refused}");
+        assert!(refused.message().contains("must be -1 to 10 for tenant \"a\", lower ones first"), "{refused}");
+    }
+    let _running = ask(key, -1).await.unwrap();
     let refused = ask(key, 0).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
     let delay = refused.get_details_retry_info().unwrap().retry_delay.unwrap();

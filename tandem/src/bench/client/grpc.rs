@@ -18,6 +18,7 @@ use super::{Asking, Heard, Usage, failed};
 use crate::bench::metronome::Clock;
 use crate::bench::prompt::Prompt;
 use crate::bench::record::{Nodes, Outcome, Phases};
+use crate::connect::Tls;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -43,7 +44,13 @@ impl GrpcClient {
     ///
     /// # Errors
     /// A URL that is none, or nobody there.
-    pub async fn connect(url: &str, connections: usize, metadata: MetadataMap, asking: Asking) -> anyhow::Result<Self> {
+    pub async fn connect(
+        url: &str,
+        tls: &Tls,
+        connections: usize,
+        metadata: MetadataMap,
+        asking: Asking,
+    ) -> anyhow::Result<Self> {
         let endpoint = Endpoint::from_shared(url.to_owned())
             .with_context(|| format!("`{url}` is not http://host:port"))?
             .connect_timeout(CONNECT_TIMEOUT)
@@ -52,7 +59,7 @@ impl GrpcClient {
             .keep_alive_timeout(KEEP_ALIVE);
         let mut channels = Vec::with_capacity(connections);
         for _ in 0..connections.max(1) {
-            let channel = endpoint.connect().await.with_context(|| format!("nobody answers at {url}"))?;
+            let channel = tls.connect(&endpoint).await.with_context(|| format!("nobody answers at {url}"))?;
             channels.push(InferenceClient::new(channel).max_decoding_message_size(tandem_proto::MAX_MESSAGE_BYTES));
         }
         Ok(Self { channels: channels.into(), next: Arc::default(), metadata, asking })

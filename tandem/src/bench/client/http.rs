@@ -11,6 +11,7 @@ use super::{Asking, Heard, failed};
 use crate::bench::metronome::Clock;
 use crate::bench::prompt::Prompt;
 use crate::bench::record::Outcome;
+use crate::connect::Tls;
 use crate::sse::Parser;
 
 /// The event behind the last one.
@@ -59,15 +60,15 @@ pub struct HttpCall {
 /// Connections for measuring: kept open, without a proxy in between, nothing held back to fill packets.
 ///
 /// # Errors
-/// Headers or a URL scheme (https without TLS built in) that the library does not take.
-pub fn connections(headers: HeaderMap) -> anyhow::Result<reqwest::Client> {
+/// TLS files that cannot be used.
+pub fn connections(headers: HeaderMap, tls: &Tls, url: &str) -> anyhow::Result<reqwest::Client> {
     let builder = reqwest::Client::builder()
         .default_headers(headers)
         .no_proxy()
         .tcp_nodelay(true)
         .connect_timeout(CONNECT_TIMEOUT)
         .pool_idle_timeout(None);
-    builder.build().context("the HTTP client cannot be made")
+    tls.for_http(builder, url)?.build().context("the HTTP client cannot be made")
 }
 
 impl HttpClient {
@@ -234,7 +235,13 @@ mod tests {
     fn client(api: Api, dialect: Dialect, extra: &str) -> HttpClient {
         let asking = Asking { model: "m".into(), ignore_eos: true, timeout: Duration::from_secs(1) };
         let extra = serde_json::from_str(extra).unwrap();
-        HttpClient::new(connections(HeaderMap::new()).unwrap(), "http://h:1/v1/", (api, dialect), asking, extra)
+        HttpClient::new(
+            connections(HeaderMap::new(), &Tls::default(), "").unwrap(),
+            "http://h:1/v1/",
+            (api, dialect),
+            asking,
+            extra,
+        )
     }
 
     #[test]

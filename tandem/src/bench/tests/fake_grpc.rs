@@ -16,6 +16,7 @@ use crate::bench::client::grpc::GrpcClient;
 use crate::bench::client::{Asking, Client};
 use crate::bench::record::Outcome;
 use crate::bench::runner::{Load, Target, measure};
+use crate::connect::Tls;
 
 /// Answers by the name of the model.
 struct Fake;
@@ -73,7 +74,7 @@ async fn fake(model: &str) -> Target {
     let asking = Asking { model: model.into(), ignore_eos: true, timeout: Duration::from_secs(5) };
     let mut metadata = MetadataMap::new();
     metadata.insert("authorization", "Bearer k".parse().unwrap());
-    target(Client::Grpc(GrpcClient::connect(&url, 2, metadata, asking).await.unwrap()))
+    target(Client::Grpc(GrpcClient::connect(&url, &Tls::default(), 2, metadata, asking).await.unwrap()))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
