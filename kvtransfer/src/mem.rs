@@ -2,9 +2,9 @@
 //! other backends are compared with; it keeps every rule, since the rules are not its own.
 //!
 //! Each hand-off has a connection of its own ([`link`]), whose frames travel in order on a task that belongs to the
-//! network, as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`]. Or all hand-offs
-//! from one node to another share a connection ([`MemNetwork::sharing`]), as they do over tcp and UCX: what ends it ends
-//! them all.
+//! network, as a NIC's work belongs to no process. What may happen to them on the way is a [`Weather`]. Or all
+//! hand-offs from one node to another share a connection ([`MemNetwork::sharing`]), as they do over tcp and UCX: what
+//! ends it ends them all.
 mod link;
 mod raw;
 mod weather;

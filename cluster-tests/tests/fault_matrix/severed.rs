@@ -57,7 +57,7 @@ impl Severed {
         let severed = Self { table: format!("cut_{}", fleet.members[member].process.pid()) };
         nft(&format!(
             "table inet {} {{ chain arriving {{ type filter hook input priority 0; policy accept; \
-             tcp sport {{ {ports} }} drop; tcp dport {{ {ports} }} drop; }} }}\n",
+             tcp sport {{ {ports} }} drop; tcp dport {{ {ports} }} drop; }}; }}\n",
             severed.table
         ))?;
         Ok(Some(severed))

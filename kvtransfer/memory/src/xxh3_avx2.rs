@@ -1,6 +1,6 @@
-//! XXH3-64 without a seed (<https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md>) of pieces of whole stripes,
-//! in AVX2: alone, or of what is copied past the caches, in one pass. The crate that we have it from takes SSE2 where a
-//! program is built for every x86-64, and makes a second pass of it; docs/benchmarks/transfer.md says what this gains.
+//! XXH3-64 without a seed (<https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md>) of pieces of whole
+//! stripes, in AVX2: alone, or of what is copied past the caches, in one pass. The crate that we have it from takes
+//! SSE2 where a program is built for every x86-64, and makes a second pass of it.
 #![allow(unsafe_code)]
 use std::arch::x86_64::{
     __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_set1_epi32,
@@ -71,11 +71,12 @@ pub(crate) unsafe fn hash(bytes: &[u8]) -> u64 {
     sum.end(bytes.len())
 }
 
-/// Copies `bytes` past the caches, and gives the hash of what it has written: each byte is read once, whatever another
-/// process does to it meanwhile. The copy is seen by others after an `sfence`.
+/// Copies `bytes` past the caches, and gives the hash of what it has written: each byte is read once, whatever
+/// another process does to it meanwhile. The copy is seen by others after an `sfence`.
 ///
 /// # Safety
-/// [`takes`] says yes for `bytes`; there are so many at `from` and at `to`, which are multiples of 32; those at `to` are
+/// [`takes`] says yes for `bytes`; there are so many at `from` and at `to`, which are multiples of 32; those
+/// at `to` are
 /// touched by nobody else.
 #[target_feature(enable = "avx2")]
 pub(crate) unsafe fn copy_hashed(from: *const u8, to: *mut u8, bytes: usize) -> u64 {

@@ -15,8 +15,8 @@ pub use types::*;
 
 /// What UCX reads in constructors, when the library is opened; a context's configuration is too late for these.
 ///
-/// - It would replace the process's handlers of fatal signals, and that of SIGHUP: a hangup would turn on its debug log,
-///   thousands of lines for each hand-off.
+/// - It would replace the process's handlers of fatal signals, and that of SIGHUP: a hangup would turn on its debug
+///   log, thousands of lines for each hand-off.
 /// - It would watch memory that comes and goes (`mmap`, `munmap`, `sbrk`, `malloc`), to forget registrations of memory
 ///   that is gone. Both of its ways are unsafe in a process that has threads. `bistro` writes jumps into the code of
 ///   libc, and a thread that runs there meanwhile crashes (its pull requests 5855 and 9148 narrow that, its own CI

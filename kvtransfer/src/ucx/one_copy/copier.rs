@@ -15,7 +15,8 @@ use crate::wire::DataHeader;
 
 /// Ranges that wait. A sender has 64 MiB announced at most, so this is many senders, or one that keeps no rule.
 const MAX_JOBS: usize = 64 * 1024;
-/// Copied before their senders are told, unless nothing more waits. Each time wakes the driver, on the core that copies.
+/// Copied before their senders are told, unless nothing more waits. Each time wakes the driver, on the core that
+/// copies.
 const REPORT_BYTES: u64 = 4 << 20;
 /// Leaves between two looks at whether somebody wants them to be the last: a quarter of a megabyte.
 const LEAVES_AT_ONCE: usize = 64;
