@@ -9,7 +9,7 @@ use tandem_router::membership::Ask;
 use tandem_router::select::Wish;
 
 use super::Bug;
-use super::ledger::{Booked, End as Over, LEASE, Ledger};
+use super::ledger::{Booked, Ledger};
 use super::network::{End, Event, Message, Network, Packet, Time};
 use super::node::{self, Node, at};
 use super::router::{self, Router, WATCH};

@@ -101,7 +101,7 @@ fn sentences(paragraph: &str) -> Vec<usize> {
             next.starts_with(|c: char| c.is_uppercase() || c.is_ascii_digit() || "*\"“([".contains(c))
         });
         let bare = word.trim_end_matches([')', '"', '”', '*']);
-        if begins && bare.ends_with(['.', '!', '?']) || begins && bare.ends_with(':') {
+        if begins && bare.ends_with(['.', '!', '?', ':']) {
             lengths.push(words_so_far);
             words_so_far = 0;
         }

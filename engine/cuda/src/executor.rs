@@ -87,7 +87,7 @@ impl Executor for CudaExecutor {
         });
         if let Err(error) = begun {
             flight.chooser.give_up(slots);
-            // A part of it may be queued, and whoever gets the blocks next does not wait for that. Should the wait fail,
+            // A part of it may be queued, and whoever gets the blocks next does not wait for it. Should the wait fail,
             // the device is lost, as the next step says.
             let _ = flight.settle(&queue.stream);
             return Err(error);

@@ -10,6 +10,9 @@ use tandem_proto::{HandoffId, Incarnation, v1};
 use super::cores::on_core;
 use super::handoffs::{LAYERS, noise};
 
+/// Starts a node's transport on its arena.
+pub type Start = fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>;
+
 /// Of an incast.
 pub const SENDERS: usize = 16;
 const BLOCK_BYTES: usize = 1 << 20;
@@ -35,7 +38,7 @@ pub struct Incast {
 
 impl Incast {
     /// Each sender has `bytes` for the receiver.
-    pub fn new(bytes: usize, start: fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>) -> anyhow::Result<Self> {
+    pub fn new(bytes: usize, start: Start) -> anyhow::Result<Self> {
         let to = Arena::new(noise(SENDERS * bytes)?, BLOCK_BYTES, LAYERS);
         let receiver = on_core(1, || start(&to))?;
         let sender = || {

@@ -212,7 +212,7 @@ async fn incast(args: &Args) -> anyhow::Result<()> {
     );
     println!("| way | one sender | {} senders | ratio | fastest / slowest | grew by, MiB |", incast::SENDERS);
     println!("|---|---|---|---|---|---|");
-    let ways: [(&str, fn(&Arc<Arena>) -> anyhow::Result<Arc<dyn Transport>>); 4] =
+    let ways: [(&str, incast::Start); 4] =
         [("ucx/shm, one copy", one_copy), ("ucx/shm, queue", ucx), ("ucx/tcp", ucx_tcp), ("tcp", tcp_node)];
     for (name, start) in ways {
         let mut nodes = incast::Incast::new(bytes, start)?;

@@ -133,11 +133,11 @@ impl Sum {
     #[target_feature(enable = "avx2")]
     fn scramble(&mut self) {
         let (prime, keys) = (_mm256_set1_epi32((PRIME32_1 as u32).cast_signed()), key(SCRAMBLE_KEY));
-        for i in 0..2 {
-            let mixed = _mm256_xor_si256(self.0[i], _mm256_srli_epi64::<47>(self.0[i]));
-            let mixed = _mm256_xor_si256(mixed, keys[i]);
+        for (lanes, key) in self.0.iter_mut().zip(keys) {
+            let mixed = _mm256_xor_si256(*lanes, _mm256_srli_epi64::<47>(*lanes));
+            let mixed = _mm256_xor_si256(mixed, key);
             let high = _mm256_mul_epu32(_mm256_srli_epi64::<32>(mixed), prime);
-            self.0[i] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64::<32>(high));
+            *lanes = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64::<32>(high));
         }
     }
 

@@ -258,7 +258,7 @@ impl Occupied<'_> {
     /// booked there alone: a report of free blocks says nothing of what waits for more of them. Other routers' requests
     /// count like this router's own, where it has some, else like this one.
     fn wait_for_blocks(&self, wanted: &Wanted) -> u64 {
-        let each = if self.held.requests > 0 { self.held.blocks / self.held.requests } else { wanted.blocks };
+        let each = self.held.blocks.checked_div(self.held.requests).unwrap_or(wanted.blocks);
         let requests = self.requests() + u64::from(wanted.requests_ahead);
         let others = u64::from(self.others().requests) * u64::from(each);
         let blocks = u64::from(self.held.blocks) + others + u64::from(wanted.blocks_ahead);
