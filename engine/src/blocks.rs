@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tandem_proto::SequenceHash;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{oneshot, watch};
 
 use crate::error::EngineError;
 use crate::prefix_cache::{CacheUpdate, PrefixCache};
@@ -32,8 +32,8 @@ struct Inner {
     block_tokens: usize,
     prefix_caching: bool,
     state: Mutex<State>,
-    /// Blocks entered the cache. For one reader.
-    published: Notify,
+    /// How often blocks entered the cache.
+    published: watch::Sender<u64>,
 }
 
 struct State {
@@ -91,7 +91,7 @@ impl BlockPool {
             kept: 0,
         };
         let block_tokens = block_tokens.max(1);
-        let (total, state, published) = (ids as usize, Mutex::new(state), Notify::new());
+        let (total, state, published) = (ids as usize, Mutex::new(state), watch::Sender::new(0));
         Self(Arc::new(Inner { total, block_tokens, prefix_caching, state, published }))
     }
 
@@ -130,10 +130,10 @@ impl BlockPool {
         self.0.state().cache.events_since(from)
     }
 
-    /// Ready when blocks have entered the cache since this was last ready; for one reader of
-    /// [`BlockPool::cache_events`]. What leaves the cache does not wake it: it can wait.
-    pub async fn cache_grew(&self) {
-        self.0.published.notified().await;
+    /// Changes whenever blocks have entered the cache, for readers of [`BlockPool::cache_events`]. What leaves the cache
+    /// does not change it: it can wait.
+    pub fn cache_growth(&self) -> watch::Receiver<u64> {
+        self.0.published.subscribe()
     }
 
     /// Takes `n` blocks now, behind everyone who already waits in [`BlockPool::reserve`].
@@ -398,7 +398,7 @@ impl KvLease {
         self.read_only.fetch_max((first + hashes.len()).min(self.blocks.len()), Ordering::AcqRel);
         drop(state);
         if grew {
-            self.pool.published.notify_one();
+            self.pool.published.send_modify(|times| *times += 1);
         }
     }
 

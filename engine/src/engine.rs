@@ -133,7 +133,7 @@ pub struct EngineLoad {
     pub preemptions: u64,
     /// Steps so far on this node's cores alone, and those with cores that other nodes lent.
     pub steps: [u64; 2],
-    /// Those of them that began while another was under way.
+    /// Steps that began while another was under way: counted as they begin, so those that fail later as well.
     pub steps_ahead: u64,
     /// How long steps take here, as measured; where nodes lend each other cores: while the others have nothing to do.
     pub step_cost: StepCost,

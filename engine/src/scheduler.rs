@@ -55,7 +55,7 @@ use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, Chosen, Draft, EngineSpec, Seq, Tokens};
 use crate::sampling::Sampled;
 use crate::sequence::{Drafts, FinishReason, SequenceRequest};
-use crate::speculation::{Budget, MAX_DRAFTS, MAX_ROWS, Speculate, draft};
+use crate::speculation::{Budget, MAX_DRAFTS, MAX_ROWS, Speculate, WORTH_A_WAIT, draft};
 use crate::step_model::{StepCost, StepShape};
 use sequence::Sequence;
 
@@ -294,12 +294,22 @@ impl Scheduler {
     }
 
     /// Whether the next step cannot be planned before those under way have ended: it hangs on tokens that they choose,
-    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than the overlap.
+    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than the overlap, as
+    /// long as they come true.
     fn must_wait(&self) -> bool {
-        let guesses = self.speculate == Speculate::Ngram && self.running.len() < MAX_ROWS;
-        let repeats = |it: &Sequence| guesses && it.ahead.chosen() > 0 && it.repeats_itself();
-        let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block() || repeats(it);
+        let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block() || self.may_guess(it);
         self.under_way > 0 && self.going_on().any(waits)
+    }
+
+    /// Whether drafts are likely, and likely enough to come true, once the steps under way have chosen the sequence's
+    /// next token. The scan comes last.
+    fn may_guess(&self, sequence: &Sequence) -> bool {
+        self.speculate == Speculate::Ngram
+            && self.running.len() < MAX_ROWS
+            && sequence.ahead.chosen() > 0
+            && self.tokens_left(sequence) > 1 + sequence.ahead.chosen()
+            && sequence.acceptance.chance() >= WORTH_A_WAIT
+            && sequence.repeats_itself()
     }
 
     /// The running sequences that do not end with the steps under way, as far as is known.

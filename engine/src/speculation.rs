@@ -27,6 +27,10 @@ pub const MAX_DRAFTS: usize = 8;
 /// Decode rows of a step with drafts at most, those of the drafts counted. A larger batch is itself what fills the
 /// machine, so nothing is drafted, or even looked up, for it.
 pub const MAX_ROWS: usize = 16;
+/// The chance of a draft ([`Acceptance::chance`]) from which on a step waits for the one under way, so that there can
+/// be drafts. A wait costs the whole batch its overlap, whatever comes of the drafts. Who is new is above this; one
+/// step of rejected drafts puts it below, at 1/4, for some 40 tokens.
+pub const WORTH_A_WAIT: f64 = 0.3;
 
 /// Tokens, counted from the last one back, that a search looks at.
 const WINDOW: usize = 16_384;

@@ -92,11 +92,7 @@ fn requests(text: &mut Text, node: &Node) {
     let (open, begun) = node.work.lives().counts();
     text.family("tandem_router_sessions", "gauge", "Routers that this node is in a session with.");
     text.sample(&[], open as f64);
-    text.family(
-        "tandem_router_sessions_total",
-        "counter",
-        "Sessions with routers that began, failed attempts included.",
-    );
+    text.family("tandem_router_sessions_total", "counter", "Sessions with routers that began.");
     text.sample(&[], begun as f64);
     text.family("tandem_spans_dropped_total", "counter", "Spans that did not reach the collector.");
     text.sample(&[], node.spans.exporter.dropped() as f64);

@@ -27,6 +27,8 @@ struct Table {
 #[derive(Debug)]
 struct Open {
     own: Counts,
+    /// The router has accepted this node.
+    joined: bool,
     /// It takes no call from then on: a session that stood still may not have seen its end yet.
     until: Option<Instant>,
     over: CancellationToken,
@@ -69,10 +71,9 @@ impl Lives {
     /// Opens a life, until the handle is dropped.
     pub fn open(&self, life: Life) -> Session {
         let (over, others_changed) = (CancellationToken::new(), Arc::<Notify>::default());
-        let open = Open { own: Counts::default(), until: None, over, others_changed: others_changed.clone() };
-        let mut table = self.lock();
-        table.begun += 1;
-        table.open.insert(life, open);
+        let own = Counts::default();
+        let open = Open { own, joined: false, until: None, over, others_changed: others_changed.clone() };
+        self.lock().open.insert(life, open);
         Session { lives: self.clone(), life, others_changed }
     }
 
@@ -99,10 +100,10 @@ impl Lives {
         self.lock().open.contains_key(&life)
     }
 
-    /// Lives that are open, and all there were.
+    /// Lives that a router has accepted: open ones, and all there were.
     pub fn counts(&self) -> (usize, u64) {
         let table = self.lock();
-        (table.open.len(), table.begun)
+        (table.open.values().filter(|open| open.joined).count(), table.begun)
     }
 
     /// Counters and tokens, nothing that a panic could leave half-way.
@@ -140,6 +141,15 @@ impl Session {
     /// Its id.
     pub fn life(&self) -> Life {
         self.life
+    }
+
+    /// The router has accepted this node, for so long.
+    pub fn joined(&self, until: Instant) {
+        let mut table = self.lives.lock();
+        table.begun += 1;
+        if let Some(open) = table.open.get_mut(&self.life) {
+            (open.joined, open.until) = (true, Some(until));
+        }
     }
 
     /// Its lease ends then, unless this is called again.
@@ -240,6 +250,8 @@ mod tests {
     fn a_life_ends_with_its_session_and_takes_no_other_along() {
         let (lives, now) = (Lives::default(), Instant::now());
         let (one, other) = (lives.open(Life(1)), lives.open(Life(2)));
+        let later = now + Duration::from_secs(60);
+        [&one, &other].iter().for_each(|session| session.joined(later));
         let calls = [Some(Life(1)), Some(Life(2)), None].map(|life| lives.join(life, now).unwrap());
         drop(one);
         assert_eq!(calls.each_ref().map(Member::is_over), [true, false, false]);
@@ -247,6 +259,8 @@ mod tests {
         assert!(lives.join(Some(Life(2)), now).is_ok() && lives.join(None, now).is_ok());
         // The same router again.
         let again = lives.open(Life(3));
+        assert_eq!(lives.counts(), (1, 2), "it has not answered yet");
+        again.joined(later);
         assert!(calls[0].is_over() && !lives.join(Some(Life(3)), now).unwrap().is_over());
         assert_eq!((lives.counts(), again.life(), lives.is_open(Life(1))), ((2, 3), Life(3), false));
         drop((other, again));

@@ -50,6 +50,8 @@ const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 /// What a call held is let go of a moment after it has ended.
 const SETTLES: Duration = Duration::from_millis(5);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Of a router that has not said its lease yet.
+const FIRST_LEASE: Duration = Duration::from_secs(2);
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(10);
 const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
@@ -118,13 +120,15 @@ pub struct Link {
     strays: StrayQueue,
     state: State,
     backoff: Duration,
+    /// The router's, as it said when it was joined last.
+    lease: Option<Duration>,
 }
 
 impl Link {
     /// To this router, whose place among them is `key`.
     pub fn new(node: &Node, router: RouterWay, endpoint: String, key: RouterKey) -> Self {
         let strays = node.spans.strays.queue();
-        Self { router, endpoint, key, strays, state: State::New, backoff: FIRST_BACKOFF }
+        Self { router, endpoint, key, strays, state: State::New, backoff: FIRST_BACKOFF, lease: None }
     }
 
     /// Opens a stream whenever there is none; until `stop`, or, once `unlisted`, until there is none.
@@ -152,15 +156,23 @@ impl Link {
 
     /// One stream, from connect to loss, and with it one life.
     async fn session(&mut self, node: &Node) -> Error {
+        let calls = match self.router.connect().await {
+            Ok(calls) => calls,
+            Err(error) => return error,
+        };
         let session = node.work.lives().open(Life::random(&mut rand::rng()));
         let registered = clock::now();
-        let (reports, inbound, hello) = match self.join(node, session.life()).await {
+        // From the registration on the router may book here, and give this node up.
+        let patience = self.lease.unwrap_or(FIRST_LEASE).min(ANSWER_TIMEOUT);
+        session.lasts_until(registered + patience);
+        let (reports, inbound, hello) = match self.join(node, calls, session.life(), patience).await {
             Ok(joined) => joined,
             Err(error) => return error,
         };
         self.joined();
         let period = period(&hello);
         let length = Duration::from_millis(hello.lease_ms.into()).max(3 * period);
+        self.lease = Some(length);
         let reporting = Reporting {
             node,
             session,
@@ -169,25 +181,30 @@ impl Link {
             lease: Lease::new(length, registered),
             load_sent: registered,
         };
-        reporting.session.lasts_until(reporting.lease.ends());
+        reporting.session.joined(reporting.lease.ends());
         let _joined = Joined::new(node, self.key);
         reporting.run(inbound, period, &self.strays).await
     }
 
-    async fn join(&self, node: &Node, life: Life) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
+    async fn join(
+        &self,
+        node: &Node,
+        calls: Calls,
+        life: Life,
+        patience: Duration,
+    ) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
         let link = xxh3_64(self.router.name().as_bytes());
         let register = v1::Register { life: life.0, link, ..node.registration(self.endpoint.clone()) };
         let incarnation = register.incarnation;
-        let channel = self.router.connect().await?;
         let (reports, outbox) = mpsc::channel(REPORTS + KV_MESSAGES);
         send(&reports, Report::Register(register))?;
         let answer = async {
-            let mut client = MembershipClient::new(channel);
+            let mut client = MembershipClient::new(calls);
             let mut inbound = client.join(self.router.call(ReceiverStream::new(outbox))).await?.into_inner();
             let hello = inbound.message().await?;
             Ok::<_, Status>((inbound, hello))
         };
-        let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| unavailable("it does not answer"))?;
+        let answered = timeout(patience, answer).await.map_err(|_| unavailable("it does not answer"))?;
         let (inbound, hello) = answered.map_err(refused)?;
         match hello {
             Some(hello) if hello.accepted_incarnation == incarnation => Ok((reports, inbound, hello)),
@@ -260,6 +277,7 @@ impl Reporting<'_> {
         // When the cache's changes are to be told, and the load, if there is something.
         let (mut kv_due, mut load_due) = (None, None);
         let read = |from| node.engine.pool().cache_events(from);
+        let mut cache_growth = node.engine.pool().cache_growth();
         loop {
             let sent = tokio::select! {
                 biased;
@@ -293,9 +311,10 @@ impl Reporting<'_> {
                 }
                 () = until(load_due) => {
                     load_due = None;
-                    self.send_load()
+                    // On a slow stream the next report is soon enough.
+                    if self.reports.capacity() > REPORTS { self.send_load() } else { Ok(()) }
                 }
-                () = node.engine.pool().cache_grew(), if kv_due.is_none() => {
+                _ = cache_growth.changed(), if kv_due.is_none() => {
                     kv_due = Some(in_kv_interval());
                     Ok(())
                 }

@@ -414,6 +414,10 @@ fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path, number: u
     if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
         args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
     }
+    // Clients spread over the routers, so each has its part of a key's rates.
+    if config.routers > 1 && !config.router_args.iter().any(|arg| arg.starts_with("--replicas")) {
+        args.extend(flags([("--replicas", &config.routers.to_string())]));
+    }
     args.extend(join_token_args(join_token));
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
     let name = if number == 0 { "router".to_owned() } else { format!("router-{number}") };

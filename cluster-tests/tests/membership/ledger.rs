@@ -35,6 +35,8 @@ pub struct Ledger {
     calls: BTreeMap<Call, Booked>,
     /// Lives that a router's verdict for silence has ended, and when.
     fenced: BTreeMap<Stream, Time>,
+    /// Lives that their node has ended, and when.
+    ended: BTreeMap<Stream, Time>,
     pub violations: Vec<String>,
 }
 
@@ -60,12 +62,21 @@ impl Ledger {
         self.fenced.entry(life).or_insert(now);
     }
 
+    /// A node ended this life of its own.
+    pub fn ended(&mut self, life: Stream, now: Time) {
+        self.ended.entry(life).or_insert(now);
+    }
+
     /// A node works for this call now: takes it in, generates a token, accepts KV for it.
     pub fn works(&mut self, what: &str, call: Call, now: Time) {
         let Some(booked) = self.calls.get(&call) else {
             return self.violations.push(format!("{now:?}: {what} for call {call}, which nobody made"));
         };
-        if let Some(fenced) = self.fenced.get(&booked.life) {
+        if let Some(ended) = self.ended.get(&booked.life) {
+            let (late, life) = (now.saturating_sub(*ended), booked.life);
+            self.violations
+                .push(format!("{now:?}: {what} for call {call} of life {life}, which it ended {late:?} before"));
+        } else if let Some(fenced) = self.fenced.get(&booked.life) {
             let late = now.saturating_sub(*fenced);
             let life = booked.life;
             self.violations.push(format!("{now:?}: {what} for call {call} of life {life}, fenced {late:?} before"));

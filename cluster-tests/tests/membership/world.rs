@@ -296,7 +296,12 @@ impl World {
         let generation = self.nodes[number].generation;
         for effect in effects {
             match effect {
-                node::Effect::Tell(router, message) => self.send(End::Node(number), End::Router(router), message),
+                node::Effect::Tell(router, message) => {
+                    if let Message::Closed(life) = &message {
+                        self.ledger.ended(*life, self.now);
+                    }
+                    self.send(End::Node(number), End::Router(router), message);
+                }
                 node::Effect::Hand(to, message) => self.send(End::Node(number), End::Node(to), message),
                 node::Effect::StepIn(time, call) => {
                     self.network.at(self.now + time, Event::Step(number, generation, call));

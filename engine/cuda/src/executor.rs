@@ -102,10 +102,16 @@ impl Executor for CudaExecutor {
     }
 
     fn finish(&mut self, layers_done: &mut LayersDone<'_>) -> Result<&[Chosen], EngineError> {
-        let Self { spec, flights, slots, last, context, .. } = self;
+        let Self { spec, queue, flights, slots, last, context } = self;
         let flight = flights.end().ok_or_else(|| EngineError::Executor("no step was begun".into()))?;
         let waited = context.bind().and_then(|()| flight.wait(spec, layers_done));
-        waited.inspect_err(|_| flight.chooser.give_up(slots))?;
+        if let Err(error) = waited {
+            flight.chooser.give_up(slots);
+            // Its blocks are another's after this, and the device may still write there. Should this wait fail too, the
+            // device is lost, as the next step says.
+            let _ = flight.settle(&queue.stream);
+            return Err(error.into());
+        }
         flight.choose(slots);
         // The outcomes of drafts that came true are the host's to count. Without a step behind, the device has them.
         for ((seq, chosen), Item { first_choice, .. }) in flight.chooser.chosen_of().zip(&flight.items) {

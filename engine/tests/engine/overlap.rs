@@ -10,8 +10,8 @@ use tandem_engine::{
 };
 
 use crate::support::{
-    Go, LIMITS, all_blocks_back, collect, finished, gated_under_way, generate, prompt, request, request_in, seeded,
-    simulated_by, small_model, within,
+    Go, LIMITS, all_blocks_back, collect, finished, gated, gated_under_way, generate, prompt, request, request_in,
+    seeded, simulated_by, small_model, within,
 };
 
 fn overlapping(blocks: usize, under_way: usize, limits: SchedulerConfig) -> Engine {
@@ -83,7 +83,7 @@ async fn answers_are_the_same_over_stops_cancels_and_preemptions() {
         }
         all_blocks_back(&engine).await;
         let (load, alone) = (engine.load(), plain.load());
-        assert!(stopped > 10 && load.preemptions > 5 && load.steps_ahead > 20, "{stopped} {load:?}");
+        assert!(stopped > 10 && load.preemptions > 0 && load.steps_ahead > 20, "{stopped} {load:?}");
         assert!(load.steps_ahead < load.steps[0] && alone.steps_ahead == 0, "{load:?} {alone:?}");
     }
 }
@@ -140,7 +140,7 @@ async fn who_leaves_keeps_its_blocks_until_the_last_step_ends() {
 }
 
 #[tokio::test]
-async fn a_step_that_fails_or_cannot_begin_takes_its_own_sequences_along() {
+async fn a_step_that_fails_takes_its_own_sequences_along() {
     let (engine, mut gate) = gated_under_way(LIMITS, 2);
     let failing = engine.submit(request(&engine, prompt(8, 0), 50)).unwrap();
     assert_eq!((gate.step().await, gate.step().await), (vec![0], vec![0]));
@@ -154,6 +154,25 @@ async fn a_step_that_fails_or_cannot_begin_takes_its_own_sequences_along() {
     drop(gate);
     assert_eq!(collect(other).await.0, generate(&engine, request(&engine, prompt(8, 1), 4)).await);
     all_blocks_back(&engine).await;
+}
+
+#[tokio::test]
+async fn a_step_that_cannot_begin_fails_behind_the_one_under_way() {
+    let (engine, mut gate) = gated_under_way(LIMITS, 2);
+    let failing = engine.submit(request(&engine, prompt(8, 0), 50)).unwrap();
+    assert_eq!((gate.step().await, gate.step().await), (vec![0], vec![0]));
+    gate.refuse_next();
+    gate.go(Go::Run);
+    assert_eq!(gate.step().await, [0], "refused");
+    assert_eq!(engine.pool().free(), 64 - 4, "the step before is under way");
+    gate.go(Go::Run);
+    let (tokens, end) = collect(failing).await;
+    assert_eq!((tokens.len(), end), (2, SequenceEvent::Failed(EngineError::Executor("told not to begin".into()))));
+    all_blocks_back(&engine).await;
+    assert!(gate.is_quiet());
+    // The next one is as any other.
+    drop(gate);
+    assert!(generate(&engine, request(&engine, prompt(8, 0), 50)).await.starts_with(&tokens));
 }
 
 #[tokio::test]
@@ -174,11 +193,14 @@ async fn a_lost_device_and_a_panic_end_the_engine_with_a_step_under_way() {
 
 #[tokio::test]
 async fn a_warm_up_waits_for_steps_under_way() {
-    let engine = overlapping(64, 2, LIMITS);
+    let (engine, mut gate) = gated_under_way(LIMITS, 2);
     let stream = engine.submit(request(&engine, prompt(8, 1), 100)).unwrap();
-    engine.warm_up(64).await.expect("warm");
-    let (answer, alone) = (collect(stream).await.0, overlapping(64, 1, LIMITS));
-    assert_eq!(answer, generate(&alone, request(&alone, prompt(8, 1), 100)).await);
+    assert_eq!((gate.step().await, gate.step().await), (vec![0], vec![0]));
+    // It is asked for before the first of the two ends, and so taken with the second under way.
+    let (warm, ()) = within(async { tokio::join!(engine.warm_up(64), async { drop(gate) }) }).await;
+    warm.expect("warm");
+    let (alone, _) = gated(LIMITS);
+    assert_eq!(collect(stream).await.0, generate(&alone, request(&alone, prompt(8, 1), 100)).await);
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! Builders and an executor that the test steps by hand.
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc as blocking;
 use std::time::Duration;
 
@@ -118,15 +119,18 @@ pub enum Go {
     Panic,
 }
 
-/// Ends steps when told to, and reports each step's sequences as it begins. Runs freely once the gate is dropped.
+/// Ends steps when told to, refuses one when told to, and reports each step's sequences as it is to begin. Runs freely
+/// once the gate is dropped.
 pub struct Gated {
     inner: Box<SimulatedExecutor>,
     go: blocking::Receiver<Go>,
+    refuse: Arc<AtomicBool>,
     steps: mpsc::UnboundedSender<Vec<u64>>,
 }
 
 pub struct Gate {
     go: blocking::Sender<Go>,
+    refuse: Arc<AtomicBool>,
     steps: mpsc::UnboundedReceiver<Vec<u64>>,
 }
 
@@ -139,8 +143,9 @@ pub fn gated_under_way(config: SchedulerConfig, under_way: usize) -> (Engine, Ga
     let (go, go_receiver) = blocking::channel();
     let (steps_sender, steps) = mpsc::unbounded_channel();
     let inner = simulated_by(SimulatedConfig { blocks: 64, under_way, ..small_model() });
-    let executor = Gated { inner, go: go_receiver, steps: steps_sender };
-    (Engine::start(Box::new(executor), config), Gate { go, steps })
+    let refuse = Arc::new(AtomicBool::new(false));
+    let executor = Gated { inner, go: go_receiver, refuse: Arc::clone(&refuse), steps: steps_sender };
+    (Engine::start(Box::new(executor), config), Gate { go, refuse, steps })
 }
 
 impl Gate {
@@ -156,6 +161,11 @@ impl Gate {
 
     pub fn go(&self, go: Go) {
         self.go.send(go).expect("the engine lives");
+    }
+
+    /// The next step that would begin cannot.
+    pub fn refuse_next(&self) {
+        self.refuse.store(true, Ordering::SeqCst);
     }
 }
 
@@ -173,7 +183,12 @@ impl Executor for Gated {
     }
 
     fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        // Before the report: who has it refuses a later one.
+        let refused = self.refuse.swap(false, Ordering::SeqCst);
         let _ = self.steps.send(batch.items.iter().map(|item| item.seq).collect());
+        if refused {
+            return Err(EngineError::Executor("told not to begin".into()));
+        }
         self.inner.begin(batch)
     }
 

@@ -114,6 +114,11 @@ impl Failure {
         Self { role: Role::Decode, cause: if refused { Cause::Refused } else { Cause::Undelivered }, error }
     }
 
+    /// Whether the node refused the call because it has ended its session with this router.
+    pub fn session_is_over(&self) -> bool {
+        self.error.kind == ErrorKind::DeclaredDead
+    }
+
     /// Whether KV did not come from one node to the other, or was refused there.
     pub fn of_handoff(&self) -> bool {
         matches!(self.cause, Cause::Undelivered | Cause::Refused)

@@ -80,6 +80,24 @@ async fn a_decode_that_fails_before_it_verified_costs_prefill_nothing() {
 }
 
 #[tokio::test]
+async fn a_node_that_has_ended_its_session_is_asked_no_more() {
+    let mut cluster = Cluster::start(Limits::default()).await;
+    let stream = cluster.service.generate(request()).unwrap();
+    let (mut prefill, _, decode, _) = cluster.legs().await;
+    decode.send(reserved()).await;
+    assert_eq!(told(&mut prefill).await, deliver("d0"));
+    let mut d1 = join_decode(&cluster.service, "d1").await;
+    // Its stream is still open, as if nothing came through there.
+    decode.fail(Error::new(ErrorKind::DeclaredDead, "the session with the router is over").into()).await;
+    let (decode, _) = d1.call().await;
+    let here = cluster.service.cluster_json();
+    let mut names: Vec<_> = here["nodes"].as_array().unwrap().iter().map(|node| node["id"].as_str().unwrap()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["d1", "p0"]);
+    drop((stream, prefill, decode));
+}
+
+#[tokio::test]
 async fn what_could_not_be_delivered_goes_to_another_decode() {
     let mut cluster = Cluster::start(Limits::default()).await;
     let stream = cluster.service.generate(request()).unwrap();
