@@ -1,22 +1,25 @@
 #!/bin/bash
 # Clients that other people wrote, against a cluster of `tandem up`: openai-python, gRPC with own stubs, gRPC reflection,
-# grpc-js. Then every program of examples/.
+# grpc-js. Then every program of examples/. Ends with 2 where the packages cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+
+unavailable() { echo "test-clients: $1" >&2; exit 2; }
 
 venv=${TANDEM_VENV:-target/venv}
 if [ ! -x "$venv/bin/python" ]; then
   echo "test-clients: making a Python environment in $venv"
-  python3 -m venv "$venv"
+  python3 -m venv "$venv" || unavailable "python3 makes no environment here: apt-get install python3-venv"
 fi
 echo "test-clients: installing openai, grpcio-tools, grpc-requests into $venv"
-"$venv/bin/pip" install --quiet --disable-pip-version-check openai grpcio-tools grpcio-reflection grpc-requests
+"$venv/bin/pip" install --quiet --disable-pip-version-check openai grpcio-tools grpcio-reflection grpc-requests ||
+  unavailable "PyPI does not give these packages"
 # Packages go below target/: what others wrote is none of our sources.
 javascript=target/grpc-js
 if command -v npm > /dev/null; then
   mkdir -p "$javascript"
   cp cluster-tests/clients/grpc-js/package*.json "$javascript"
-  npm ci --prefix "$javascript" --no-audit --no-fund --silent
+  npm ci --prefix "$javascript" --no-audit --no-fund --silent || unavailable "the npm registry does not give grpc-js"
 else
   echo "test-clients: no npm here: grpc-js is skipped"
 fi
