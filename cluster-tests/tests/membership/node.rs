@@ -209,7 +209,10 @@ impl Node {
     /// A message of a router.
     pub fn hears(&mut self, router: usize, message: Message, now: Time) -> Vec<Effect> {
         match message {
-            Message::Hello(stream) if self.open(router, stream).is_some() => self.reports(router, stream, now),
+            Message::Hello(stream) if self.open(router, stream).is_some() => {
+                self.open(router, stream).into_iter().for_each(|open| open.session.joined(open.lease.ends()));
+                self.reports(router, stream, now)
+            }
             Message::Reading(stream, probe) => {
                 let wrong = self.bug == Bug::CountsFromTheAnswer;
                 if let Some(open) = self.open(router, stream) {
