@@ -130,8 +130,8 @@ impl BlockPool {
         self.0.state().cache.events_since(from)
     }
 
-    /// Changes whenever blocks have entered the cache, for readers of [`BlockPool::cache_events`]. What leaves the cache
-    /// does not change it: it can wait.
+    /// Changes whenever blocks have entered the cache, for readers of [`BlockPool::cache_events`]. What leaves it does
+    /// not change this: it can wait.
     pub fn cache_growth(&self) -> watch::Receiver<u64> {
         self.0.published.subscribe()
     }

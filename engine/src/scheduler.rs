@@ -294,8 +294,8 @@ impl Scheduler {
     }
 
     /// Whether the next step cannot be planned before those under way have ended: it hangs on tokens that they choose,
-    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than the overlap, as
-    /// long as they come true.
+    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than the overlap, if
+    /// they come true.
     fn must_wait(&self) -> bool {
         let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block() || self.may_guess(it);
         self.under_way > 0 && self.going_on().any(waits)
