@@ -294,7 +294,7 @@ impl Scheduler {
     }
 
     /// Whether the next step cannot be planned before those under way have ended: it hangs on tokens that they choose,
-    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than the overlap, if
+    /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than overlap, if
     /// they come true.
     fn must_wait(&self) -> bool {
         let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block() || self.may_guess(it);
