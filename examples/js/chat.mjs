@@ -11,6 +11,7 @@ const body = {
   model: models.data[0].id,
   messages: [{ role: "user", content: question }],
   max_tokens: 64,
+  temperature: 0,
   stream: true,
   stream_options: { include_timings: true },
 };

@@ -16,6 +16,7 @@ def main(url: str, question: str) -> None:
         model=model,
         messages=[{"role": "user", "content": question}],
         max_tokens=64,
+        temperature=0,
         stream=True,
         # Tandem's own: an object `tandem` in the last chunk.
         stream_options={"include_usage": True, "include_timings": True},

@@ -61,7 +61,8 @@ def main(url: str, prompt: str) -> None:
     trace = secrets.token_hex(16)
     headers = {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"}
     model = call(f"{url}/v1/models")["data"][0]["id"]
-    body = {"model": model, "prompt": prompt, "max_tokens": 16, "stream_options": {"include_timings": True}}
+    body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    body["stream_options"] = {"include_timings": True}
     answer = call(f"{url}/v1/completions", body, headers)
     print(answer["choices"][0]["text"].strip())
     timings = answer["tandem"]
