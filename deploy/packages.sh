@@ -11,6 +11,24 @@ pip_python() {
   return 1
 }
 
+# The wheels that standard input names by version and hash, from PyPI, unpacked into $work/wheels. `work` is in FOLDER, so
+# that what is made there can be moved to its place, and goes with the script.
+fetch_wheels() { # FOLDER, what they are for people
+  local python wheel
+  python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
+  mkdir -p "$1"
+  work=$(mktemp -d "$1/.setup.XXXXXX")
+  trap 'rm -rf "$work"' EXIT
+  trap 'exit 1' INT TERM HUP
+  cat > "$work/requirements.txt"
+  TMPDIR=$work "$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
+    --only-binary :all: --dest "$work" --requirement "$work/requirements.txt" ||
+    die "the download of $2 failed (the wheels are for x86-64 Linux)"
+  for wheel in "$work"/*.whl; do
+    "$python" -m zipfile --extract "$wheel" "$work/wheels" || die "$(basename "$wheel") cannot be unpacked"
+  done
+}
+
 as_root() {
   if [ "$(id -u)" = 0 ]; then env DEBIAN_FRONTEND=noninteractive "$@"; else sudo env DEBIAN_FRONTEND=noninteractive "$@"; fi
 }

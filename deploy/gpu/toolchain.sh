@@ -24,16 +24,7 @@ have g++ || install_packages g++ # nvcc preprocesses with it
 [ ! -x "$into/bin/nvcc" ] || exit 0
 
 say "downloading nvcc and NVRTC 13.0 (192 MB) from PyPI into $into"
-python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
-mkdir -p "$(dirname "$into")"
-work=$(mktemp -d "$(dirname "$into")/.setup.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-trap 'exit 1' INT TERM HUP
-TMPDIR=$work "$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
-  --only-binary :all: --dest "$work" --requirement "$pins" || die "the download failed (the wheels are for x86-64 Linux)"
-for wheel in "$work"/*.whl; do
-  "$python" -m zipfile --extract "$wheel" "$work/wheels" || die "$(basename "$wheel") cannot be unpacked"
-done
+fetch_wheels "$(dirname "$into")" "nvcc and NVRTC" < "$pins"
 tree=$work/wheels/nvidia/cu13
 # A zip file forgets who may run. Nothing here links, nor needs NVRTC's second build.
 chmod 755 "$tree"/bin/* "$tree"/nvvm/bin/*

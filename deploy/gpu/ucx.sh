@@ -23,19 +23,10 @@ fi
 [ ! -e "$into/libucp.so.0" ] || exit 0
 
 say "downloading UCX with CUDA (43 MB) from PyPI into $into"
-python=$(pip_python) || die "no Python with pip: install python3-pip and run this again"
-mkdir -p "$(dirname "$into")"
-work=$(mktemp -d "$(dirname "$into")/.setup.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-trap 'exit 1' INT TERM HUP
-echo "$pin" > "$work/requirements.txt"
-TMPDIR=$work "$python" -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --require-hashes \
-  --only-binary :all: --dest "$work" --requirement "$work/requirements.txt" ||
-  die "the download failed (the wheel is for x86-64 Linux)"
-"$python" -m zipfile --extract "$work"/libucx_cu13-*.whl "$work/wheel" || die "the wheel cannot be unpacked"
+fetch_wheels "$(dirname "$into")" UCX <<< "$pin"
 # Shared libraries and modules alone: static ones are most of the wheel. A wheel has no links, but each library three
 # times, under each of its names.
-tree=$work/wheel/libucx/lib
+tree=$work/wheels/libucx/lib
 find "$tree" \( ! -name '*.so*' -o -name 'libucx_perftest*' \) -type f -delete
 find "$tree" -type d -empty -delete
 find "$tree" -name '*.so.*.*.*' | while read -r library; do
