@@ -6,9 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use support::*;
-use tandem_engine::{
-    Engine, Executor, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, Speculate,
-};
+use tandem_engine::{Engine, Executor, Prefix, SchedulerConfig, SequenceEvent, Speculate};
 
 /// Gaps between the two best logits in which rounding to bf16 may choose either.
 const TIE: f32 = 0.15;
@@ -19,20 +17,7 @@ async fn answer(engine: &Engine, tokens: Vec<u32>, max_new_tokens: u32) -> Vec<u
     let prefix = Prefix { hashes: &hashes, tokens: tokens.len() };
     let blocks = pool.blocks_for(tokens.len() + max_new_tokens as usize);
     let lease = pool.reserve_prefix(blocks, prefix).await.expect("room");
-    let request = SequenceRequest {
-        id: "test".into(),
-        prompt_len: tokens.len(),
-        tokens,
-        computed: lease.cached_tokens(),
-        lease: Arc::new(lease),
-        max_new_tokens,
-        sampling: SamplingParams::GREEDY.into(),
-        ignore_eos: true,
-        stop_token_ids: Vec::new(),
-        deadline: None,
-        priority: 0,
-        report_layers: Vec::new(),
-    };
+    let request = request(Arc::new(lease), tokens, max_new_tokens);
     let (mut stream, mut answer) = (engine.submit(request).expect("valid"), Vec::new());
     loop {
         let event = tokio::time::timeout(Duration::from_secs(120), stream.next()).await.expect("hangs");

@@ -11,8 +11,7 @@ use support::*;
 use tandem_cuda::{CudaConfig, CudaLoader};
 use tandem_cuda_emu::{Count, Fault, count, fail_nth, seen};
 use tandem_engine::{
-    Batch, BlockPool, Engine, EngineError, Executor, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest,
-    Speculate, Tokens,
+    Batch, BlockPool, Engine, EngineError, Executor, SchedulerConfig, SequenceEvent, SequenceRequest, Speculate, Tokens,
 };
 use tandem_memory::Run;
 
@@ -194,7 +193,7 @@ fn scenario_engine() {
     let engine = engine();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     let end = runtime.block_on(async {
-        let mut stream = engine.submit(request(&engine)).expect("valid");
+        let mut stream = engine.submit(small_request(&engine)).expect("valid");
         loop {
             let event = tokio::time::timeout(Duration::from_secs(60), stream.next()).await.expect("hangs");
             if let Some(end @ (SequenceEvent::Finished { .. } | SequenceEvent::Failed(_))) = event {
@@ -228,22 +227,8 @@ fn engine() -> Engine {
     Engine::start(Box::new(executor), limits)
 }
 
-fn request(engine: &Engine) -> SequenceRequest {
-    let lease = engine.pool().try_reserve(2).expect("room");
-    SequenceRequest {
-        id: "test".into(),
-        prompt_len: 5,
-        tokens: vec![5, 6, 7, 8, 9],
-        computed: 0,
-        lease: lease.into(),
-        max_new_tokens: 3,
-        sampling: SamplingParams::GREEDY.into(),
-        ignore_eos: true,
-        stop_token_ids: Vec::new(),
-        deadline: None,
-        priority: 0,
-        report_layers: Vec::new(),
-    }
+fn small_request(engine: &Engine) -> SequenceRequest {
+    request(engine.pool().try_reserve(2).expect("room").into(), vec![5, 6, 7, 8, 9], 3)
 }
 
 /// A copy of a transfer fails for good while nothing runs.
@@ -264,5 +249,5 @@ fn scenario_memory() {
     memory.digests(&piece, &mut second);
     say("digests", if first == second { "agree" } else { "differ" });
     say("stopped", format!("{:?}", engine.stopped()));
-    say("submit", engine.submit(request(&engine)).map(drop).expect_err("refused"));
+    say("submit", engine.submit(small_request(&engine)).map(drop).expect_err("refused"));
 }

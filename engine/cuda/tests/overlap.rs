@@ -196,23 +196,6 @@ fn blocks_are_the_steps_until_the_last_that_writes_them_has_ended() {
     }
 }
 
-fn request(lease: Arc<KvLease>, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
-    SequenceRequest {
-        id: "test".into(),
-        prompt_len: tokens.len(),
-        tokens,
-        computed: 0,
-        lease,
-        max_new_tokens,
-        sampling: greedy(),
-        ignore_eos: true,
-        stop_token_ids: Vec::new(),
-        deadline: None,
-        priority: 0,
-        report_layers: Vec::new(),
-    }
-}
-
 /// What one of many callers wants.
 #[derive(Clone)]
 struct Job {

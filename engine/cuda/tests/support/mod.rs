@@ -9,7 +9,7 @@ use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::ArithmeticChoice;
 use tandem_engine::{
     Batch, BatchItem, BlockPool, Choose, Chosen, EngineError, Executor, KvDtype, KvLease, Logits, SamplingParams, Seq,
-    Tokens,
+    SequenceRequest, Tokens,
 };
 
 /// Blocks of the tests' arenas.
@@ -174,6 +174,24 @@ pub fn given(tokens: &[u32]) -> Tokens {
 
 pub fn lease(pool: &BlockPool, tokens: usize) -> Arc<KvLease> {
     Arc::new(pool.try_reserve(pool.blocks_for(tokens)).expect("room"))
+}
+
+/// What an engine is asked for: greedy, to its full length.
+pub fn request(lease: Arc<KvLease>, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        id: "test".into(),
+        prompt_len: tokens.len(),
+        tokens,
+        computed: lease.cached_tokens(),
+        lease,
+        max_new_tokens,
+        sampling: greedy(),
+        ignore_eos: true,
+        stop_token_ids: Vec::new(),
+        deadline: None,
+        priority: 0,
+        report_layers: Vec::new(),
+    }
 }
 
 /// A prompt that no other length begins with.
