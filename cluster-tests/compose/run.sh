@@ -77,8 +77,7 @@ gpus() {
     "http://127.0.0.1:$TANDEM_HTTP_PORT/v1/completions" > "$engine/answer" || die "no answer over emulated GPUs"
   grep --quiet '"completion_tokens":8' "$engine/answer" || die "another answer: $(cat "$engine/answer")"
   compose logs --no-color decode-0 > "$engine/decode-0.log" 2>&1
-  grep --quiet 'ready .*device=cuda:1.*transport=ucx/shm(.*cuda_ipc' "$engine/decode-0.log" ||
-    grep --quiet 'ready .*transport=ucx/shm(.*cuda_ipc.*device=cuda:1' "$engine/decode-0.log" ||
+  grep --quiet 'ready .*transport=ucx/shm(.*cuda_ipc.*device=cuda:1' "$engine/decode-0.log" ||
     die "decode-0 has no cuda_ipc: $engine/decode-0.log"
   grep --quiet 'zero-copy read from remote.*cuda_ipc/cuda' "$engine/decode-0.log" || die "KV went another way: $engine/decode-0.log"
   compose down --volumes --remove-orphans

@@ -8,6 +8,7 @@
 //! - [`pair`]: two nodes in this process, over the in-process transport.
 //! - [`open_loop`]: when the next request of a load comes, and percentiles of what it saw.
 //! - [`reference`]: what simulated nodes answer when nothing goes wrong.
+//! - [`seeds`]: flags of tests that run seeds, and whether a planted bug shows.
 //! - [`equivalence`]: disaggregated output against single-node output.
 //!
 //! `tests/cluster` tests behaviour, `tests/tidy.rs` the shape of the sources, `examples/equivalence.rs` runs
@@ -25,6 +26,7 @@ pub mod pair;
 pub mod process;
 pub mod reference;
 pub mod routers;
+pub mod seeds;
 
 pub use client::{Answer, Failure};
 pub use cluster::{Cluster, Options};

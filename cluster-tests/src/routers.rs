@@ -208,7 +208,11 @@ async fn ask_one(url: &str, request: v1::GenerateRequest) -> Result<Answer, Fail
     rest(client.generate(request).await.map_err(failed)?.into_inner()).await
 }
 
-async fn until(
+/// Waits for a condition, and says how long that took.
+///
+/// # Errors
+/// It does not hold in time, or cannot be asked.
+pub async fn until(
     within: Duration,
     what: &str,
     holds: impl AsyncFn() -> anyhow::Result<bool>,

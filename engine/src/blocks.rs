@@ -32,8 +32,8 @@ struct Inner {
     block_tokens: usize,
     prefix_caching: bool,
     state: Mutex<State>,
-    /// How often blocks entered the cache.
-    published: watch::Sender<u64>,
+    /// Marked as changed when blocks enter the cache.
+    published: watch::Sender<()>,
 }
 
 struct State {
@@ -91,7 +91,7 @@ impl BlockPool {
             kept: 0,
         };
         let block_tokens = block_tokens.max(1);
-        let (total, state, published) = (ids as usize, Mutex::new(state), watch::Sender::new(0));
+        let (total, state, published) = (ids as usize, Mutex::new(state), watch::Sender::new(()));
         Self(Arc::new(Inner { total, block_tokens, prefix_caching, state, published }))
     }
 
@@ -132,7 +132,7 @@ impl BlockPool {
 
     /// Changes whenever blocks have entered the cache, for readers of [`BlockPool::cache_events`]. What leaves it does
     /// not change this: it can wait.
-    pub fn cache_growth(&self) -> watch::Receiver<u64> {
+    pub fn cache_growth(&self) -> watch::Receiver<()> {
         self.0.published.subscribe()
     }
 
@@ -398,7 +398,7 @@ impl KvLease {
         self.read_only.fetch_max((first + hashes.len()).min(self.blocks.len()), Ordering::AcqRel);
         drop(state);
         if grew {
-            self.pool.published.send_modify(|times| *times += 1);
+            self.pool.published.send_replace(());
         }
     }
 

@@ -350,8 +350,8 @@ impl SequenceStream {
 struct Flight {
     /// Holds the leases of its sequences.
     batch: Batch,
-    /// Why it is not: it could not begin. It takes its turn all the same, as those before it have tokens to tell.
-    refused: Option<EngineError>,
+    /// One that could not begin takes its turn all the same, as those before it have tokens to tell.
+    begun: Result<(), EngineError>,
     /// When it was begun, or when the one before it ended, which it had to wait for.
     began: Instant,
 }
@@ -366,10 +366,7 @@ struct Outcome {
 impl Outcome {
     /// Waits for the executor's oldest step, which is `flight`.
     fn of(flight: &Flight, executor: &mut dyn Executor, scheduler: &Scheduler, done: &mut LayersDone<'_>) -> Self {
-        let chosen = match &flight.refused {
-            Some(error) => Err(error.clone()),
-            None => executor.finish(done),
-        };
+        let chosen = flight.begun.clone().and_then(|()| executor.finish(done));
         Self { failed: chosen.as_ref().err().cloned(), decisions: scheduler.resolve(&flight.batch, chosen) }
     }
 }
@@ -524,7 +521,7 @@ impl Worker {
 
     /// Begins steps as long as the executor takes some and they can be planned.
     fn begin_steps(&mut self) {
-        let refused = |flight: &Flight| flight.refused.is_some();
+        let refused = |flight: &Flight| flight.begun.is_err();
         while self.under_way.len() < self.executor.most_under_way() && !self.under_way.back().is_some_and(refused) {
             let Some(batch) = self.plan(Instant::now()) else { return };
             let began = Instant::now();
@@ -539,9 +536,9 @@ impl Worker {
         let Self { executor, under_way, scheduler, shared, .. } = self;
         let ahead = !under_way.is_empty();
         scheduler.begin(&batch);
-        let flight = under_way.push_back_mut(Flight { batch, refused: None, began });
-        flight.refused = executor.begin(&flight.batch).err();
-        if ahead && flight.refused.is_none() {
+        let flight = under_way.push_back_mut(Flight { batch, begun: Ok(()), began });
+        flight.begun = executor.begin(&flight.batch);
+        if ahead && flight.begun.is_ok() {
             shared.steps_ahead.fetch_add(1, Ordering::Relaxed);
         }
     }

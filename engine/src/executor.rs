@@ -156,12 +156,18 @@ pub struct Choose {
 }
 
 impl Choose {
-    /// Whether the rules can be a device's own, so that a next step can take the token from there before the host has
-    /// seen it: one token, without a look at those before it, at a list of others, or for those beside it.
+    /// Whether the rules are known to the host alone, for the token or for one behind a draft.
+    pub fn is_of_host(&self) -> bool {
+        let forbids = |forbidden: &Option<Arc<[u32]>>| forbidden.as_ref().is_some_and(|tokens| !tokens.is_empty());
+        self.sampling.needs_host()
+            || forbids(&self.forbidden)
+            || self.drafts.iter().any(|draft| forbids(&draft.forbidden))
+    }
+
+    /// Whether a next step can take the token from a device before the host has seen it: one token, by rules that can
+    /// be the device's own.
     pub fn is_of_device(&self) -> bool {
-        let SamplingParams { logit_bias, top_logprobs, .. } = &*self.sampling;
-        let forbids = self.forbidden.as_ref().is_some_and(|tokens| !tokens.is_empty());
-        !self.sampling.penalizes() && logit_bias.is_empty() && *top_logprobs == 0 && !forbids && self.drafts.is_empty()
+        !self.is_of_host() && self.drafts.is_empty()
     }
 }
 

@@ -60,6 +60,12 @@ impl SamplingParams {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
+    /// Whether the rules are known to the host alone: a look at the tokens before, at a list of others, or log
+    /// probabilities of those beside the chosen one.
+    pub fn needs_host(&self) -> bool {
+        self.penalizes() || !self.logit_bias.is_empty() || self.top_logprobs > 0
+    }
+
     /// Whether the numbers make sense; narrower ranges are the edges' matter.
     pub(crate) fn validate(&self, vocab_size: usize) -> Result<(), EngineError> {
         let share = |number: f32| (0.0..=1.0).contains(&number);

@@ -297,8 +297,9 @@ impl Scheduler {
     /// or on blocks that somebody may have to give up. Where text repeats itself, guesses save more than overlap, if
     /// they come true.
     fn must_wait(&self) -> bool {
-        let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block() || self.may_guess(it);
-        self.under_way > 0 && self.going_on().any(waits)
+        let waits = |it: &Sequence| it.ahead.must_end() || it.lacks_block();
+        // No text is scanned where another sequence's cheap answer is enough.
+        self.under_way > 0 && (self.going_on().any(waits) || self.going_on().any(|it| self.may_guess(it)))
     }
 
     /// Whether drafts are likely, and likely enough to come true, once the steps under way have chosen the sequence's

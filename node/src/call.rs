@@ -112,6 +112,7 @@ where
 #[cfg(test)]
 mod tests {
     use std::future::{pending, ready};
+    use std::time::{Duration, Instant};
 
     use tandem_proto::START_TIMEOUT;
     use tokio::sync::oneshot;
@@ -158,7 +159,8 @@ mod tests {
             };
             spawn(&work, Some(Life(life)), ready(Ok(())), body).unwrap()
         };
-        let (first, second) = (work.lives().open(Life(1)), work.lives().open(Life(2)));
+        let later = Instant::now() + Duration::from_secs(3600);
+        let (first, second) = (work.lives().open(Life(1), later), work.lives().open(Life(2), later));
         let ((held, released), (kept, mut still)) = (oneshot::channel::<()>(), oneshot::channel::<()>());
         let (mut old, mut other) = (of(1, held), of(2, kept));
         assert_eq!((old.next().await.unwrap().unwrap(), other.next().await.unwrap().unwrap()), (0, 0));

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use tandem_proto::{Error, ErrorKind, Life, v1};
 use tokio::sync::Notify;
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 
 /// All lives of a node. Clones are handles on the same ones.
 #[derive(Clone, Debug, Default)]
@@ -21,58 +21,41 @@ struct Table {
     open: BTreeMap<Life, Open>,
     begun: u64,
     /// Of all calls, those of no life and of lives that are over included.
-    all: Counts,
+    all: v1::CallCounts,
 }
 
 #[derive(Debug)]
 struct Open {
-    own: Counts,
+    own: v1::CallCounts,
     /// The router has accepted this node.
     joined: bool,
     /// It takes no call from then on: a session that stood still may not have seen its end yet.
-    until: Option<Instant>,
+    until: Instant,
     over: CancellationToken,
     /// A call of another life began, read its prompt, or ended.
     others_changed: Arc<Notify>,
 }
 
-/// Calls, and what they have still to read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Counts {
-    requests: u32,
-    prompts: u32,
-    prompt_tokens: u64,
+/// What a prompt of so many tokens counts.
+fn one_prompt(tokens: u64) -> v1::CallCounts {
+    v1::CallCounts { requests: 0, prompts: 1, prompt_tokens: tokens }
 }
 
-impl Counts {
-    fn wire(self) -> v1::CallCounts {
-        let Self { requests, prompts, prompt_tokens } = self;
-        v1::CallCounts { requests, prompts, prompt_tokens }
-    }
-
-    fn without(self, other: Self) -> Self {
-        Self {
-            requests: self.requests.saturating_sub(other.requests),
-            prompts: self.prompts.saturating_sub(other.prompts),
-            prompt_tokens: self.prompt_tokens.saturating_sub(other.prompt_tokens),
-        }
-    }
-
-    fn add_prompt(&mut self, tokens: u64) {
-        (self.prompts, self.prompt_tokens) = (self.prompts + 1, self.prompt_tokens + tokens);
-    }
-
-    fn drop_prompt(&mut self, tokens: u64) {
-        *self = self.without(Self { requests: 0, prompts: 1, prompt_tokens: tokens });
+/// The calls of all but these.
+fn without(all: v1::CallCounts, these: v1::CallCounts) -> v1::CallCounts {
+    v1::CallCounts {
+        requests: all.requests.saturating_sub(these.requests),
+        prompts: all.prompts.saturating_sub(these.prompts),
+        prompt_tokens: all.prompt_tokens.saturating_sub(these.prompt_tokens),
     }
 }
 
 impl Lives {
-    /// Opens a life, until the handle is dropped.
-    pub fn open(&self, life: Life) -> Session {
+    /// Opens a life, until the handle is dropped. Its lease ends at `until`, see [`Session::lasts_until`].
+    pub fn open(&self, life: Life, until: Instant) -> Session {
         let (over, others_changed) = (CancellationToken::new(), Arc::<Notify>::default());
-        let own = Counts::default();
-        let open = Open { own, joined: false, until: None, over, others_changed: others_changed.clone() };
+        let own = v1::CallCounts::default();
+        let open = Open { own, joined: false, until, over, others_changed: others_changed.clone() };
         self.lock().open.insert(life, open);
         Session { lives: self.clone(), life, others_changed }
     }
@@ -86,18 +69,13 @@ impl Lives {
         let over = match life {
             None => CancellationToken::new(),
             Some(life) => {
-                let open = table.open.get(&life).filter(|open| open.until.is_none_or(|until| now < until));
+                let open = table.open.get(&life).filter(|open| now < open.until);
                 open.ok_or_else(|| ended(life))?.over.clone()
             }
         };
         table.change(life, |counts| counts.requests += 1);
         drop(table);
         Ok(Member { lives: self.clone(), life, over, prompt: Mutex::default() })
-    }
-
-    /// Whether this one is open.
-    pub fn is_open(&self, life: Life) -> bool {
-        self.lock().open.contains_key(&life)
     }
 
     /// Lives that a router has accepted: open ones, and all there were.
@@ -114,7 +92,7 @@ impl Lives {
 
 impl Table {
     /// Changes the counts of a call's life and of all; the sessions of other lives are woken.
-    fn change(&mut self, life: Option<Life>, change: impl Fn(&mut Counts)) {
+    fn change(&mut self, life: Option<Life>, change: impl Fn(&mut v1::CallCounts)) {
         change(&mut self.all);
         for (other, open) in &mut self.open {
             match life == Some(*other) {
@@ -143,27 +121,23 @@ impl Session {
         self.life
     }
 
-    /// The router has accepted this node, for so long.
-    pub fn joined(&self, until: Instant) {
+    /// The router has accepted this node.
+    pub fn joined(&self) {
         let mut table = self.lives.lock();
         table.begun += 1;
-        if let Some(open) = table.open.get_mut(&self.life) {
-            (open.joined, open.until) = (true, Some(until));
-        }
+        table.open.entry(self.life).and_modify(|open| open.joined = true);
     }
 
     /// Its lease ends then, unless this is called again.
     pub fn lasts_until(&self, until: Instant) {
-        if let Some(open) = self.lives.lock().open.get_mut(&self.life) {
-            open.until = Some(until);
-        }
+        self.lives.lock().open.entry(self.life).and_modify(|open| open.until = until);
     }
 
     /// The calls of this life, and all others.
     pub fn calls(&self) -> (v1::CallCounts, v1::CallCounts) {
         let table = self.lives.lock();
         let own = table.open.get(&self.life).map(|open| open.own).unwrap_or_default();
-        (own.wire(), table.all.without(own).wire())
+        (own, without(table.all, own))
     }
 
     /// Ready when calls of other lives have changed since it was last. Cancel-safe.
@@ -201,8 +175,8 @@ impl Member {
     }
 
     /// Ready when its life is over.
-    pub fn over(&self) -> WaitForCancellationFutureOwned {
-        self.over.clone().cancelled_owned()
+    pub fn over(&self) -> WaitForCancellationFuture<'_> {
+        self.over.cancelled()
     }
 
     /// It has a prompt of so many tokens to read here.
@@ -210,15 +184,16 @@ impl Member {
         let mut prompt = self.prompt();
         let before = prompt.replace(tokens as u64);
         self.lives.lock().change(self.life, |counts| {
-            before.into_iter().for_each(|tokens| counts.drop_prompt(tokens));
-            counts.add_prompt(tokens as u64);
+            let rest = before.map_or(*counts, |tokens| without(*counts, one_prompt(tokens)));
+            *counts =
+                v1::CallCounts { prompts: rest.prompts + 1, prompt_tokens: rest.prompt_tokens + tokens as u64, ..rest };
         });
     }
 
     /// It has read it.
     pub fn has_read(&self) {
         if let Some(tokens) = self.prompt().take() {
-            self.lives.lock().change(self.life, |counts| counts.drop_prompt(tokens));
+            self.lives.lock().change(self.life, |counts| *counts = without(*counts, one_prompt(tokens)));
         }
     }
 
@@ -242,6 +217,8 @@ mod tests {
 
     use super::*;
 
+    const HOUR: Duration = Duration::from_secs(3600);
+
     fn counts(requests: u32, prompts: u32, prompt_tokens: u64) -> v1::CallCounts {
         v1::CallCounts { requests, prompts, prompt_tokens }
     }
@@ -249,20 +226,19 @@ mod tests {
     #[test]
     fn a_life_ends_with_its_session_and_takes_no_other_along() {
         let (lives, now) = (Lives::default(), Instant::now());
-        let (one, other) = (lives.open(Life(1)), lives.open(Life(2)));
-        let later = now + Duration::from_secs(60);
-        [&one, &other].iter().for_each(|session| session.joined(later));
+        let (one, other) = (lives.open(Life(1), now + HOUR), lives.open(Life(2), now + HOUR));
+        [&one, &other].iter().for_each(|session| session.joined());
         let calls = [Some(Life(1)), Some(Life(2)), None].map(|life| lives.join(life, now).unwrap());
         drop(one);
         assert_eq!(calls.each_ref().map(Member::is_over), [true, false, false]);
         assert_eq!(lives.join(Some(Life(1)), now).unwrap_err().kind, ErrorKind::DeclaredDead);
         assert!(lives.join(Some(Life(2)), now).is_ok() && lives.join(None, now).is_ok());
         // The same router again.
-        let again = lives.open(Life(3));
+        let again = lives.open(Life(3), now + HOUR);
         assert_eq!(lives.counts(), (1, 2), "it has not answered yet");
-        again.joined(later);
+        again.joined();
         assert!(calls[0].is_over() && !lives.join(Some(Life(3)), now).unwrap().is_over());
-        assert_eq!((lives.counts(), again.life(), lives.is_open(Life(1))), ((2, 3), Life(3), false));
+        assert_eq!((lives.counts(), again.life()), ((2, 3), Life(3)));
         drop((other, again));
         assert!(calls[1].is_over() && !calls[2].is_over());
         assert_eq!(lives.counts(), (0, 3));
@@ -271,7 +247,7 @@ mod tests {
     #[test]
     fn a_lease_that_is_over_takes_no_call_though_nobody_has_seen_its_end() {
         let (lives, now) = (Lives::default(), Instant::now());
-        let (session, second) = (lives.open(Life(1)), Duration::from_secs(1));
+        let (session, second) = (lives.open(Life(1), now + HOUR), Duration::from_secs(1));
         session.lasts_until(now + second);
         let call = lives.join(Some(Life(1)), now).unwrap();
         assert_eq!(lives.join(Some(Life(1)), now + second).unwrap_err().kind, ErrorKind::DeclaredDead);
@@ -282,7 +258,7 @@ mod tests {
     #[test]
     fn calls_are_counted_by_life() {
         let (lives, now) = (Lives::default(), Instant::now());
-        let (one, other) = (lives.open(Life(1)), lives.open(Life(2)));
+        let (one, other) = (lives.open(Life(1), now + HOUR), lives.open(Life(2), now + HOUR));
         let (first, second) = (lives.join(Some(Life(1)), now).unwrap(), lives.join(Some(Life(2)), now).unwrap());
         let nobodys = lives.join(None, now).unwrap();
         first.reads(100);
@@ -304,7 +280,7 @@ mod tests {
     #[test]
     fn a_session_is_woken_by_what_it_cannot_know() {
         let (lives, now) = (Lives::default(), Instant::now());
-        let (one, other) = (lives.open(Life(1)), lives.open(Life(2)));
+        let (one, other) = (lives.open(Life(1), now + HOUR), lives.open(Life(2), now + HOUR));
         let changed = |session: &Session| session.others_changed().now_or_never().is_some();
         let call = lives.join(Some(Life(1)), now).unwrap();
         assert_eq!((changed(&one), changed(&other)), (false, true));

@@ -3,7 +3,7 @@
 //! ([`crate::lives`]): what the router books here ends with it, for whatever reason it ends, before the next one
 //! begins. A router that does not answer for its lease is as good as gone ([`Lease`]). Streams to other routers
 //! ([`crate::routers`]) go on.
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
@@ -160,11 +160,9 @@ impl Link {
             Ok(calls) => calls,
             Err(error) => return error,
         };
-        let session = node.work.lives().open(Life::random(&mut rand::rng()));
-        let registered = clock::now();
         // From the registration on the router may book here, and give this node up.
-        let patience = self.lease.unwrap_or(FIRST_LEASE).min(ANSWER_TIMEOUT);
-        session.lasts_until(registered + patience);
+        let (registered, patience) = (clock::now(), self.lease.unwrap_or(FIRST_LEASE).min(ANSWER_TIMEOUT));
+        let session = node.work.lives().open(Life::random(&mut rand::rng()), registered + patience);
         let (reports, inbound, hello) = match self.join(node, calls, session.life(), patience).await {
             Ok(joined) => joined,
             Err(error) => return error,
@@ -181,7 +179,8 @@ impl Link {
             lease: Lease::new(length, registered),
             load_sent: registered,
         };
-        reporting.session.joined(reporting.lease.ends());
+        reporting.session.joined();
+        reporting.session.lasts_until(reporting.lease.ends());
         let _joined = Joined::new(node, self.key);
         reporting.run(inbound, period, &self.strays).await
     }
@@ -245,14 +244,14 @@ struct Joined<'a> {
 
 impl<'a> Joined<'a> {
     fn new(node: &'a Node, key: RouterKey) -> Self {
-        node.reference.lock().unwrap_or_else(PoisonError::into_inner).joined(key);
+        node.reference().joined(key);
         Self { node, key }
     }
 }
 
 impl Drop for Joined<'_> {
     fn drop(&mut self) {
-        self.node.reference.lock().unwrap_or_else(PoisonError::into_inner).left(self.key);
+        self.node.reference().left(self.key);
     }
 }
 
@@ -358,7 +357,7 @@ impl Reporting<'_> {
         self.lease.answered(reading.sent_unix_ns);
         self.session.lasts_until(self.lease.ends());
         let now = clock().own_unix_ns(clock::now());
-        let mut reference = self.node.reference.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reference = self.node.reference();
         if let Some(behind_ns) = reference.read(self.key, reading, now) {
             clock::relate(behind_ns);
             drop(reference);

@@ -2,7 +2,7 @@
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -58,8 +58,7 @@ pub struct Node {
     max_running: u32,
     processor: Option<v1::Processor>,
     incarnation: Incarnation,
-    /// Whose clock counts.
-    pub reference: Mutex<Reference>,
+    reference: Mutex<Reference>,
 }
 
 /// What a node is made of, for those who bring their own: a simulation brings an engine without a thread.
@@ -193,6 +192,11 @@ impl Node {
         }))
     }
 
+    /// Whose clock counts.
+    pub(crate) fn reference(&self) -> MutexGuard<'_, Reference> {
+        self.reference.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Drawn at start: a restarted node is another node. Hand-offs of KV name it.
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
@@ -253,8 +257,7 @@ impl Node {
             cached_blocks: count(load.cached_blocks),
             step_cost: Some(step_cost(load.step_cost)),
             preemptions: self.figures.preemptions.load(Ordering::Relaxed) + load.preemptions,
-            own: None,
-            others: None,
+            ..v1::Load::default()
         }
     }
 }

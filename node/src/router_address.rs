@@ -45,6 +45,8 @@ impl FromStr for RouterAddress {
         match text.strip_prefix("dns:///") {
             Some(name) => {
                 let (host, port) = name.rsplit_once(':').with_context(wrong)?;
+                // An IPv6 address has brackets here, and nowhere else.
+                let host = host.trim_matches(['[', ']']);
                 let port = port.parse().ok().filter(|port| *port != 0 && !host.is_empty()).with_context(wrong)?;
                 Ok(Self::Dns { host: host.to_owned(), port })
             }

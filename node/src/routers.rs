@@ -16,6 +16,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
+use crate::clock_offset::RouterKey;
 use crate::membership::{Link, RouterWay};
 use crate::node::Node;
 use crate::router_address::{MAX_ROUTERS, RouterAddress, endpoint};
@@ -53,7 +54,7 @@ struct Dialling {
 }
 
 impl Dialling {
-    async fn stay(self, router: Endpoint, key: (usize, Option<SocketAddr>), unlisted: CancellationToken) {
+    async fn stay(self, router: Endpoint, key: RouterKey, unlisted: CancellationToken) {
         let way = RouterWay::Network(Box::new(router), self.join);
         Link::new(&self.node, way, self.endpoint, key).stay(&self.node, &unlisted, &self.stop).await;
     }
@@ -72,7 +73,7 @@ impl Dialling {
                     ended.iter().for_each(|address| listed.ended(address));
                     continue;
                 }
-                resolved = async { ticks.tick().await; tokio::net::lookup_host((host.trim_matches(['[', ']']), port)).await } => resolved,
+                resolved = async { ticks.tick().await; tokio::net::lookup_host((host, port)).await } => resolved,
             };
             match resolved {
                 Ok(addresses) => {

@@ -11,7 +11,7 @@ use tandem_proto::device::DeviceChoice;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::config::up::{Listen, OnDeath, Pinning, Up};
+use crate::config::up::{Listen, OnDeath, Pinning, Up, has_flag, values};
 use crate::config::with_scheme;
 use crate::cores::{self, LendingFile};
 use crate::doctor::facts::Found;
@@ -370,12 +370,7 @@ fn nodes_crowd(nodes: &serde_json::Value) -> bool {
 
 /// The router's `--local-prefill` among its flags, in either form.
 fn local_prefill(args: &[String]) -> &str {
-    let value = |(at, arg): (usize, &String)| match arg.strip_prefix("--local-prefill")? {
-        "" => Some(at + 1),
-        rest => rest.starts_with('=').then_some(at),
-    };
-    let found = args.iter().enumerate().filter_map(value).next_back().and_then(|at| args.get(at));
-    found.map_or("auto", |found| found.strip_prefix("--local-prefill=").unwrap_or(found))
+    values(args, "--local-prefill").last().unwrap_or("auto")
 }
 
 /// The other binaries stand beside this one.
@@ -411,11 +406,11 @@ fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path, number: u
         }
     }
     // What it has to say to those that still run then, it says before `drain` kills it.
-    if !config.router_args.iter().any(|arg| arg.starts_with("--drain-ms")) {
+    if !has_flag(&config.router_args, "--drain-ms") {
         args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
     }
     // Clients spread over the routers, so each has its part of a key's rates.
-    if config.routers > 1 && !config.router_args.iter().any(|arg| arg.starts_with("--replicas")) {
+    if config.routers > 1 && !has_flag(&config.router_args, "--replicas") {
         args.extend(flags([("--replicas", &config.routers.to_string())]));
     }
     args.extend(join_token_args(join_token));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use tandem_cluster_tests::client::{ask, token_ids};
 use tandem_cluster_tests::reference::Reference;
-use tandem_cluster_tests::routers::{Routers, RoutersOptions, ask_in_turn};
+use tandem_cluster_tests::routers::{Routers, RoutersOptions, ask_in_turn, until};
 use tandem_proto::v1;
 use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::task::JoinSet;
@@ -171,12 +171,9 @@ impl Load {
 
     /// Waits until so many further requests were answered.
     async fn answers_more(&self, count: u32) -> anyhow::Result<()> {
-        let (start, begun) = (Instant::now(), self.answers.load(Ordering::Relaxed));
-        while self.answers.load(Ordering::Relaxed) < begun + count {
-            ensure!(start.elapsed() < Duration::from_secs(60), "no answers any more");
-            sleep(Duration::from_millis(10)).await;
-        }
-        Ok(())
+        let wanted = self.answers.load(Ordering::Relaxed) + count;
+        let there = async || Ok(self.answers.load(Ordering::Relaxed) >= wanted);
+        until(Duration::from_secs(60), "further answers", there).await.map(drop)
     }
 
     /// Answers, and those that took a second try.

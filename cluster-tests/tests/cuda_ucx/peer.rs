@@ -116,7 +116,7 @@ impl Drop for Peer {
 /// The other process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "started by the other tests"]
-#[allow(clippy::disallowed_methods, reason = "a test is told by its environment")]
+#[allow(clippy::disallowed_methods, reason = "the environment configures this test")]
 async fn peer() {
     let mut lines = std::io::stdin().lines().map(|line| line.expect("text"));
     let device = lines.next().expect("a device").parse().expect("a number");

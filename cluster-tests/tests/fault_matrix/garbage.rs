@@ -1,5 +1,5 @@
 //! Strangers at the doors of a process: bytes that mean nothing, and the beginning of a frame with nonsense behind it.
-//! UCX's own sockets are no doors of ours: whoever reaches those can write memory, as docs/limits.md says.
+//! UCX's own sockets are not tested: a peer that reaches them can write memory, as docs/limits.md says.
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -35,7 +35,7 @@ async fn stranger(port: u16, seed: u64) -> anyhow::Result<()> {
     if seed % 2 == 1 {
         words[..HEADER_BYTES].copy_from_slice(&Header::hello().encode());
     }
-    // Whoever hangs up has understood.
+    // A server that closes the connection has refused the bytes.
     let talk = async {
         stream.write_all(&words).await?;
         stream.read_to_end(&mut Vec::new()).await

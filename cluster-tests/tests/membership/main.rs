@@ -16,6 +16,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
+use tandem_cluster_tests::seeds::{Seeds, is_caught};
 
 use world::{Report, World};
 
@@ -46,26 +47,14 @@ const BUGS: [Bug; 5] =
 
 /// Simulated memberships.
 #[derive(Parser)]
-struct Args {
-    /// Runs: seeds from --first on.
-    #[arg(long, default_value_t = FEW_SEEDS)]
-    seeds: u64,
-    /// The first seed.
-    #[arg(long, default_value_t = 0)]
-    first: u64,
-    /// Run this seed alone, and print what happened.
-    #[arg(long)]
-    seed: Option<u64>,
-    /// The test runner's own, which mean nothing here.
-    #[arg(hide = true)]
-    _filter: Vec<String>,
-    #[arg(long, hide = true)]
-    nocapture: bool,
+struct CommandLine {
+    #[command(flatten)]
+    seeds: Seeds,
 }
 
 fn main() -> ExitCode {
-    let args = Args::parse();
-    if let Some(seed) = args.seed {
+    let CommandLine { seeds } = CommandLine::parse();
+    if let Some(seed) = seeds.seed {
         let report = World::run(seed, Bug::None);
         report.log.iter().for_each(|line| println!("{line}"));
         println!("{:?}", report.counts);
@@ -73,7 +62,8 @@ fn main() -> ExitCode {
     }
     let begin = Instant::now();
     let mut sums = world::Counts::default();
-    for seed in args.first..args.first + args.seeds {
+    let seeds = seeds.range(FEW_SEEDS);
+    for seed in seeds.clone() {
         let report = World::run(seed, Bug::None);
         if !report.violations.is_empty() {
             return verdict(seed, &report);
@@ -81,21 +71,14 @@ fn main() -> ExitCode {
         sums.add(&report.counts);
     }
     let took = begin.elapsed();
-    println!("{} runs in {:.1} s, none failed", args.seeds, took.as_secs_f64());
+    println!("{} runs in {:.1} s, none failed", seeds.count(), took.as_secs_f64());
     println!("{sums:#?}");
-    let all = BUGS.into_iter().filter(|bug| is_caught(*bug)).count() == BUGS.len();
+    let all = BUGS.into_iter().filter(|bug| shows(*bug)).count() == BUGS.len();
     if all { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn is_caught(bug: Bug) -> bool {
-    for seed in 0..BUG_SEEDS {
-        if let Some(violation) = World::run(seed, bug).violations.first() {
-            println!("{bug:?} is caught by seed {seed}: {violation}");
-            return true;
-        }
-    }
-    println!("{bug:?} is NOT caught within {BUG_SEEDS} runs");
-    false
+fn shows(bug: Bug) -> bool {
+    is_caught(bug, BUG_SEEDS, |seed| World::run(seed, bug).violations.into_iter().next())
 }
 
 fn verdict(seed: u64, report: &Report) -> ExitCode {

@@ -109,8 +109,8 @@ impl Node {
             return Vec::new();
         }
         let life = Life::random(rng);
-        let (session, lease) = (self.lives.open(life), Lease::new(LEASE, at(now)));
-        session.lasts_until(lease.ends());
+        let lease = Lease::new(LEASE, at(now));
+        let session = self.lives.open(life, lease.ends());
         let feed = match self.bug {
             Bug::TellsNoSnapshot => self.old_feeds.remove(&router).unwrap_or_default(),
             _ => KvFeed::default(),
@@ -207,10 +207,10 @@ impl Node {
     }
 
     /// A message of a router.
-    pub fn hears(&mut self, router: usize, message: Message, now: Time) -> Vec<Effect> {
+    pub fn on_message(&mut self, router: usize, message: Message, now: Time) -> Vec<Effect> {
         match message {
             Message::Hello(stream) if self.open(router, stream).is_some() => {
-                self.open(router, stream).into_iter().for_each(|open| open.session.joined(open.lease.ends()));
+                self.open(router, stream).into_iter().for_each(|open| open.session.joined());
                 self.reports(router, stream, now)
             }
             Message::Reading(stream, probe) => {

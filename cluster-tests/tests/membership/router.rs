@@ -77,7 +77,7 @@ impl Router {
         }
     }
 
-    pub fn hears(&mut self, node: usize, message: Message, now: Time) -> Vec<Effect> {
+    pub fn on_message(&mut self, node: usize, message: Message, now: Time) -> Vec<Effect> {
         match message {
             Message::Register(stream, info) => self.registers(node, stream, *info, now),
             Message::Load(stream, load, probe) => {

@@ -259,11 +259,11 @@ impl World {
             }
             return match (from, to) {
                 (End::Node(node), End::Router(router)) => {
-                    let effects = self.routers[router].hears(node, message, self.now);
+                    let effects = self.routers[router].on_message(node, message, self.now);
                     self.of_router(router, effects);
                 }
                 (End::Router(router), End::Node(node)) => {
-                    let effects = self.nodes[node].hears(router, message, self.now);
+                    let effects = self.nodes[node].on_message(router, message, self.now);
                     self.of_node(node, effects);
                 }
                 (_, End::Node(node)) => {

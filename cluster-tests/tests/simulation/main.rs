@@ -25,6 +25,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use tandem_cluster_tests::seeds::{Seeds, is_caught};
 use tandem_kvtransfer::mem::MemNetwork;
 use tandem_kvtransfer::mutation::Mutation;
 use tandem_router::text::ModelText;
@@ -45,15 +46,9 @@ const REGRESSIONS: [u64; 6] = [13, 16, 18, 52, 1700, 9699];
 /// Simulated runs of whole clusters.
 #[derive(Parser)]
 struct Args {
-    /// Runs: seeds from --first on.
-    #[arg(long, default_value_t = FEW_SEEDS)]
-    seeds: u64,
-    /// The first seed.
-    #[arg(long, default_value_t = 0)]
-    first: u64,
-    /// Run this seed alone, twice, and print what happened.
-    #[arg(long)]
-    seed: Option<u64>,
+    /// A seed alone is run twice.
+    #[command(flatten)]
+    seeds: Seeds,
     /// Runs at the same time.
     #[arg(long, default_value_t = 2)]
     threads: usize,
@@ -66,48 +61,38 @@ struct Args {
     /// Run every seed twice, and count those that do the same both times.
     #[arg(long)]
     twice: bool,
-    /// The test runner's own, which mean nothing here.
-    #[arg(hide = true)]
-    _filter: Vec<String>,
-    #[arg(long, hide = true)]
-    nocapture: bool,
 }
 
 fn main() -> ExitCode {
     let args = Args::parse();
     let text = model::text();
-    if let Some(seed) = args.seed {
+    if let Some(seed) = args.seeds.seed {
         return show(seed, &text);
     }
     if args.mutations {
         return count_mutants(&args, &text);
     }
-    let seeds = REGRESSIONS.into_iter().chain(args.first..args.first + args.seeds);
+    let seeds = REGRESSIONS.into_iter().chain(args.seeds.range(FEW_SEEDS));
     let sums = run_all(&seeds.collect::<Vec<_>>(), &args, &text);
     sums.print();
-    let caught = MUTATIONS.into_iter().all(|mutation| is_caught(mutation, &text));
+    let caught = MUTATIONS.into_iter().all(|mutation| shows(mutation, &text));
     if sums.failed.is_empty() && caught { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// Whether a planted bug shows, and in which run first.
-fn is_caught(mutation: Mutation, text: &Arc<ModelText>) -> bool {
-    for seed in 0..MUTATION_SEEDS {
-        if let Some(violation) = simulate(seed, text, mutation).violations.first() {
-            println!("{mutation:?} is caught by seed {seed}: {violation}");
-            return true;
-        }
-    }
-    println!("{mutation:?} is NOT caught within {MUTATION_SEEDS} runs");
-    false
+fn shows(mutation: Mutation, text: &Arc<ModelText>) -> bool {
+    is_caught(mutation, MUTATION_SEEDS, |seed| simulate(seed, text, mutation).violations.into_iter().next())
 }
 
 fn count_mutants(args: &Args, text: &Arc<ModelText>) -> ExitCode {
     let mut all = true;
     for mutation in MUTATIONS {
-        let caught = (args.first..args.first + args.seeds)
+        let seeds = args.seeds.range(FEW_SEEDS);
+        let caught = seeds
+            .clone()
             .filter_map(|seed| Some((seed, simulate(seed, text, mutation).violations.first()?.invariant)))
             .collect::<Vec<_>>();
-        println!("{mutation:?}: caught by {} of {} runs: {caught:?}", caught.len(), args.seeds);
+        println!("{mutation:?}: caught by {} of {} runs: {caught:?}", caught.len(), seeds.count());
         all &= !caught.is_empty();
     }
     if all { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -9,10 +9,9 @@ use crate::device::Device;
 use crate::driver;
 use crate::error::CudaError;
 
-/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX`
-const TARGET_CURRENT_CONTEXT: c_uint = 0;
-/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER`
-const TO_OWNER: c_uint = 100;
+const TARGET_CURRENT_CONTEXT: c_uint =
+    sys::CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX as c_uint;
+const TO_OWNER: c_uint = sys::CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER as c_uint;
 
 /// The primary context of a device, held until the last of its owners is dropped.
 #[derive(Debug)]

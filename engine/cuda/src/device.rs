@@ -13,10 +13,10 @@ const OLDEST_DRIVER: i32 = 12_040;
 /// The oldest architecture: the first with bf16 tensor cores and asynchronous copies (A100).
 const OLDEST_ARCH: (i32, i32) = (8, 0);
 
-/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`: kernels of this device see a network card's writes in order.
-const ORDERED_FOR_OWNER: c_int = 100;
-/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST`
-const FLUSH_BY_CALL: c_int = 1;
+/// Kernels of this device see a network card's writes in order.
+const ORDERED_FOR_OWNER: c_int = sys::CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as c_int;
+const FLUSH_BY_CALL: c_int =
+    sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as c_int;
 
 /// Room for a card's name.
 const NAME_BYTES: usize = 256;

@@ -86,10 +86,7 @@ impl Executor for CudaExecutor {
             Ok(())
         });
         if let Err(error) = begun {
-            flight.chooser.give_up(slots);
-            // A part of it may be queued, and whoever gets the blocks next does not wait for it. Should the wait fail,
-            // the device is lost, as the next step says.
-            let _ = flight.settle(&queue.stream);
+            flight.abandon(&queue.stream, slots);
             return Err(error);
         }
         for (item, &Item { first_choice, on_host }) in batch.items.iter().zip(&flight.items) {
@@ -106,10 +103,7 @@ impl Executor for CudaExecutor {
         let flight = flights.end().ok_or_else(|| EngineError::Executor("no step was begun".into()))?;
         let waited = context.bind().and_then(|()| flight.wait(spec, layers_done));
         if let Err(error) = waited {
-            flight.chooser.give_up(slots);
-            // Its blocks are another's after this, and the device may still write there. Should this wait fail too, the
-            // device is lost, as the next step says.
-            let _ = flight.settle(&queue.stream);
+            flight.abandon(&queue.stream, slots);
             return Err(error.into());
         }
         flight.choose(slots);

@@ -10,7 +10,7 @@ use tandem_engine::{Batch, Choose, EngineError, EngineSpec, LayersDone, Sampled}
 use crate::context::Context;
 use crate::error::CudaError;
 use crate::inputs::Frame;
-use crate::kernels::choose::{Choice, Outcome};
+use crate::kernels::choose::Outcome;
 use crate::pinned::Pinned;
 use crate::stream::{Event, Stream};
 use crate::workspace::{MOST_LOGITS, StepLimits};
@@ -100,6 +100,13 @@ impl Flight {
         Ok(())
     }
 
+    /// The step has failed. Its blocks are another's after this, and a part of it may be queued and still write there:
+    /// waits for that. Should the wait fail too, the device is lost, as the next step says.
+    pub fn abandon(&mut self, stream: &Stream, slots: &mut Slots) {
+        self.chooser.give_up(slots);
+        let _ = self.settle(stream);
+    }
+
     /// Checks and lays out `batch`.
     pub fn lay_out(
         &mut self,
@@ -122,7 +129,7 @@ impl Flight {
         items.clear();
         let mut first_choice = 0;
         for item in &batch.items {
-            let on_host = item.choose.as_ref().is_some_and(is_of_host);
+            let on_host = item.choose.as_ref().is_some_and(Choose::is_of_host);
             items.push(Item { first_choice, on_host });
             first_choice += 1 + item.drafts().len();
         }
@@ -186,13 +193,4 @@ impl HostLogits {
             all[row * width..][..width].copy_from_slice(logits);
         }
     }
-}
-
-/// Whether its rules are known to the host alone.
-fn is_of_host(choose: &Choose) -> bool {
-    let is_some = |forbidden: &Option<Arc<[u32]>>| forbidden.as_ref().is_some_and(|tokens| !tokens.is_empty());
-    let forbids = is_some(&choose.forbidden) || choose.drafts.iter().any(|draft| is_some(&draft.forbidden));
-    let is_of_host = forbids || Choice::new(&choose.sampling, 0.0, 0, 0, 0).is_none();
-    debug_assert!(!(is_of_host && choose.is_of_device()), "the next step may continue it unseen");
-    is_of_host
 }

@@ -56,14 +56,14 @@ impl Ahead {
     pub fn begin(&mut self, item: &BatchItem) {
         self.computed += item.tokens.len();
         self.chosen += usize::from(item.choose.is_some());
-        self.of_host += usize::from(is_of_host(item));
+        self.of_host += usize::from(must_be_seen(item));
     }
 
     /// It is so no longer.
     pub fn end(&mut self, item: &BatchItem) {
         self.computed -= item.tokens.len();
         self.chosen -= usize::from(item.choose.is_some());
-        self.of_host -= usize::from(is_of_host(item));
+        self.of_host -= usize::from(must_be_seen(item));
     }
 
     /// Tokens that are being chosen.
@@ -77,7 +77,7 @@ impl Ahead {
     }
 }
 
-fn is_of_host(item: &BatchItem) -> bool {
+fn must_be_seen(item: &BatchItem) -> bool {
     item.choose.as_ref().is_some_and(|choose| !choose.is_of_device())
 }
 

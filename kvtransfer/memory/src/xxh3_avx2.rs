@@ -75,9 +75,8 @@ pub(crate) unsafe fn hash(bytes: &[u8]) -> u64 {
 /// another process does to it meanwhile. The copy is seen by others after an `sfence`.
 ///
 /// # Safety
-/// [`takes`] says yes for `bytes`; there are so many at `from` and at `to`, which are multiples of 32; those
-/// at `to` are
-/// touched by nobody else.
+/// [`takes`] says yes for `bytes`. There are so many at `from` and at `to`, which are multiples of 32; no other thread
+/// touches those at `to`.
 #[target_feature(enable = "avx2")]
 pub(crate) unsafe fn copy_hashed(from: *const u8, to: *mut u8, bytes: usize) -> u64 {
     let mut sum = Sum::start();

@@ -396,6 +396,11 @@ impl Driver {
     /// Nobody can write for this endpoint any more.
     fn free(&mut self, endpoint: EndpointId) {
         self.desk.settle();
+        self.release(endpoint);
+    }
+
+    /// The same, of what has settled.
+    fn release(&mut self, endpoint: EndpointId) {
         self.desk.operations.abandon(endpoint);
         let left = self.receiving.forget(endpoint);
         self.desk.fence(endpoint);
@@ -461,7 +466,7 @@ impl Driver {
         }
         self.desk.registry().withdraw();
         self.desk.operations.clear();
-        ids.into_iter().for_each(|id| self.free(id));
+        ids.into_iter().for_each(|id| self.release(id));
     }
 
     /// UCX gives no other worker: the node has to leave.

@@ -14,7 +14,7 @@ use super::timeline::Phase;
 use super::{Limits, Run, legs, seek};
 use crate::membership::{Node, Route};
 use crate::select::numerics::Numerics;
-use crate::select::{NoPair, Role, Wish};
+use crate::select::{NoPair, Wish};
 
 /// A failure, in its place.
 pub struct Setback {
@@ -42,9 +42,8 @@ impl Run {
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
         if failure.session_is_over() {
             // Before the stream says so: all that is asked there would fail at once, and the node would look idle.
-            let (prefill, decode) = attempt.route.sessions();
-            let session = if failure.role == Role::Prefill { prefill } else { Some(decode) };
-            session.iter().for_each(|session| self.shared.membership.leave(*session, &failure.error.message));
+            let session = attempt.route.node(failure.role).session;
+            self.shared.membership.leave(session, &failure.error.message);
         }
         if failure.of_handoff() {
             attempt.route.handoff_failed(&failure.error.message, now);

@@ -34,12 +34,11 @@ impl Reaching {
         // Hexadecimal digits are a value.
         let life = HeaderValue::from_str(&Life(info.life).to_string());
         life.into_iter().for_each(|life| drop(head.insert(HeaderName::from_static(LIFE_HEADER), life)));
+        if let Self::WithToken(token) = self {
+            head.insert(JOIN_HEADER, token.clone());
+        }
         match self {
-            Self::ByEndpoint => Calls::new(Wire::new(endpoint, head)),
-            Self::WithToken(token) => {
-                head.insert(JOIN_HEADER, token.clone());
-                Calls::new(Wire::new(endpoint, head))
-            }
+            Self::ByEndpoint | Self::WithToken(_) => Calls::new(Wire::new(endpoint, head)),
             Self::InProcess(find) => Calls::new(find(info).map_request(move |mut request: http::Request<Body>| {
                 request.headers_mut().extend(head.clone());
                 request

@@ -78,7 +78,9 @@ impl Wire {
 
     async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {
         let (mut head, body) = request.into_parts();
-        head.headers.extend(self.way.own.clone());
+        for (name, value) in &self.way.own {
+            head.headers.insert(name, value.clone());
+        }
         let head = Head { uri: self.target(head.uri)?, method: head.method, headers: head.headers };
         let call = match self.way.ahead.take(&head) {
             Some(call) => call,

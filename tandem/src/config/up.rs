@@ -302,7 +302,9 @@ impl UpArgs {
         }
         if self.routers > 1 {
             // The first one would have it, and the others would end.
-            let taken = ["--nodes", "--admin"].into_iter().find(|flag| has_fixed_port(&router_args, flag));
+            let taken = ["--nodes", "--admin"]
+                .into_iter()
+                .find(|flag| values(&router_args, flag).any(|address| !address.ends_with(":0")));
             if let Some(flag) = taken {
                 anyhow::bail!("--routers {}: a fixed port in {flag} is one router's; take port 0", self.routers);
             }
@@ -397,17 +399,16 @@ pub fn default_model(model: Option<PathBuf>, cache: Option<PathBuf>) -> anyhow::
     }
 }
 
-/// Whether the flag is there with an address whose port is not 0.
-fn has_fixed_port(args: &[String], flag: &str) -> bool {
-    let value = |(at, arg): (usize, &String)| match arg.strip_prefix(flag)? {
-        "" => args.get(at + 1).cloned(),
-        rest => rest.strip_prefix('=').map(str::to_owned),
-    };
-    args.iter().enumerate().filter_map(value).any(|address| !address.ends_with(":0"))
+/// What the flag is given each time, in either form: `--flag value` or `--flag=value`.
+pub fn values<'a>(args: &'a [String], flag: &'a str) -> impl Iterator<Item = &'a str> {
+    args.iter().enumerate().filter_map(move |(at, arg)| match arg.strip_prefix(flag)? {
+        "" => args.get(at + 1).map(String::as_str),
+        rest => rest.strip_prefix('='),
+    })
 }
 
 /// In either form, `--flag value` or `--flag=value`.
-fn has_flag(args: &[String], flag: &str) -> bool {
+pub fn has_flag(args: &[String], flag: &str) -> bool {
     args.iter().any(|arg| arg.strip_prefix(flag).is_some_and(|rest| rest.is_empty() || rest.starts_with('=')))
 }
 

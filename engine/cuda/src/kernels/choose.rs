@@ -36,7 +36,7 @@ impl Choice {
     /// of the step from `first_row` on are sound. `None` for rules that only the host knows: penalties, bias, tokens
     /// that must not end, log probabilities of others; [`Choice::soundness`] is for these.
     pub fn new(sampling: &SamplingParams, uniform: f64, logits_row: u32, first_row: u32, rows: u32) -> Option<Self> {
-        if sampling.penalizes() || !sampling.logit_bias.is_empty() || sampling.top_logprobs > 0 {
+        if sampling.needs_host() {
             return None;
         }
         let temperature = sampling.temperature;
