@@ -90,7 +90,8 @@ impl Strays {
                 queue.came.notify_one();
             }
         }
-        Arc::try_unwrap(stray).ok().map(|stray| stray.packed)
+        // A router may have taken it already.
+        Arc::try_unwrap(stray).ok().filter(|stray| !stray.taken.load(Relaxed)).map(|stray| stray.packed)
     }
 
     /// One that no router has taken.
