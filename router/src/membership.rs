@@ -421,6 +421,15 @@ impl Membership {
         self.lease
     }
 
+    /// Whether a node that says this of itself may join now.
+    ///
+    /// # Errors
+    /// As [`Self::register`].
+    pub fn admits(&self, info: &v1::Register) -> Result<(), Error> {
+        registration::check(info, &self.expected)?;
+        lock(&self.table).admits(info)
+    }
+
     /// Enters a node. A node of the same name is replaced, and the last life of the same one: its requests end.
     ///
     /// # Errors

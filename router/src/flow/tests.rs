@@ -463,6 +463,8 @@ async fn joining_and_leaving_over_grpc() {
     let mut client = v1::membership_client::MembershipClient::connect(address).await.unwrap();
 
     let report = |info| v1::NodeReport { report: Some(v1::node_report::Report::Register(info)) };
+    let load = || v1::NodeReport { report: Some(v1::node_report::Report::Load(v1::Load::default())) };
+    let nodes = || service.cluster_json()["nodes"].as_array().unwrap().len();
     let info = fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1");
     let stranger = v1::Register { model_digest: 1, ..info.clone() };
     let refusal = client.join(tokio_stream::once(report(stranger))).await.unwrap_err();
@@ -470,15 +472,27 @@ async fn joining_and_leaving_over_grpc() {
     assert!(refusal.message().contains("--model"), "{}", refusal.message());
 
     let (reports, outbound) = mpsc::channel(2);
-    reports.send(report(info)).await.unwrap();
+    reports.send(report(info.clone())).await.unwrap();
     let outbound = tokio_stream::wrappers::ReceiverStream::new(outbound);
     let mut replies = client.join(outbound).await.unwrap().into_inner();
     let accepted = replies.message().await.unwrap().unwrap();
     assert_eq!((accepted.accepted_incarnation, accepted.lease_ms), (1, 3000));
+    assert_eq!(nodes(), 0, "it may have registered long ago, and be gone");
+    let mut joined = Box::pin(service.membership().changed());
+    reports.send(load()).await.unwrap();
+    (&mut joined).await;
     assert_eq!(service.cluster_json()["nodes"][0]["id"], "p0");
+
+    // Of an older session with it, delivered late: the one that lives is not ended.
+    let late = v1::Register { life: 7, ..info };
+    let mut answer = client.join(tokio_stream::once(report(late))).await.unwrap().into_inner();
+    while answer.message().await.is_ok_and(|reply| reply.is_some()) {}
+    assert_eq!(service.cluster_json()["nodes"][0]["id"], "p0");
+    assert!(!reports.is_closed());
+
     drop(reports);
     while replies.message().await.is_ok_and(|reply| reply.is_some()) {}
-    assert_eq!(service.cluster_json()["nodes"].as_array().unwrap().len(), 0);
+    assert_eq!(nodes(), 0);
 
     // That life is over; another one is welcome.
     let again = fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1");

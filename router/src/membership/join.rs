@@ -1,5 +1,9 @@
 //! The gRPC service `Membership`: one stream per node feeds the table. The stream's end, for any reason, is the node's
 //! death, and the node's death (silence, replacement) ends the stream, so that a node that wakes up registers anew.
+//!
+//! A node is in the table from the first message that it sends after it was accepted. Its registration alone may be the
+//! word of one that has given up meanwhile: links and proxies that stood still deliver such when they go on. Requests
+//! would be lost there, and a session that lives would be taken for the older one and ended.
 use std::time::Instant;
 
 use tandem_proto::{Error, ErrorKind, v1};
@@ -29,13 +33,45 @@ impl v1::membership_server::Membership for Membership {
         let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
             return Err(Status::invalid_argument("the first message of Join is a Register"));
         };
-        let node = self.register(info, clock::now()).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        self.admits(&info).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        let (replies, receiver) = mpsc::channel(REPLIES);
+        // The channel is empty and has room.
+        let _ = replies.try_send(Ok(self.reply(info.incarnation)));
+        tokio::spawn(self.clone().session(info, reports, replies));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+impl Membership {
+    /// An accepted node's stream, until it ends.
+    async fn session(self, info: v1::Register, mut reports: Reports, replies: Replies) {
+        let first = tokio::time::timeout(self.lease(), reports.message()).await;
+        let Ok(Ok(Some(first))) = first else {
+            tracing::debug!(node = info.node_id, "registered, and said no more");
+            return;
+        };
+        let node = match self.register(info, clock::now()) {
+            Ok(node) => node,
+            Err(error) => {
+                tracing::warn!(%error, "refused a node");
+                let _ = replies.try_send(Err(error.into()));
+                return;
+            }
+        };
         let (role, transport) = (node.role.as_str(), transport_names(&node.info));
         let (incarnation, v1::Register { node_id, arithmetic, kv_order, .. }) = (node.incarnation(), &node.info);
         tracing::info!(node = node_id, role, transport, arithmetic, kv_order, %incarnation, "node joined");
-        let (replies, receiver) = mpsc::channel(REPLIES);
-        tokio::spawn(Session { membership: self.clone(), node, why: "its stream was cut" }.run(reports, replies));
-        Ok(Response::new(ReceiverStream::new(receiver)))
+        Session { membership: self, node, why: "its stream was cut" }.run(first, reports, replies).await;
+    }
+
+    fn reply(&self, accepted_incarnation: u64) -> v1::RouterReport {
+        v1::RouterReport {
+            accepted_incarnation,
+            report_interval_ms: REPORT_INTERVAL.min(self.lease() / 3).as_millis() as u32,
+            lease_ms: u32::try_from(self.lease().as_millis()).unwrap_or(u32::MAX),
+            kv_snapshot: false,
+            clock: None,
+        }
     }
 }
 
@@ -47,35 +83,32 @@ struct Session {
 }
 
 impl Session {
-    async fn run(mut self, mut reports: Reports, replies: Replies) {
-        // The channel is empty and has room.
-        let _ = replies.try_send(Ok(self.reply(false)));
+    /// Takes the `first` report and all others.
+    async fn run(mut self, first: v1::NodeReport, mut reports: Reports, replies: Replies) {
+        let mut taken = self.take(first, &replies);
         self.why = loop {
-            tokio::select! {
+            if let Err(why) = taken {
+                break why;
+            }
+            taken = tokio::select! {
                 biased;
                 why = self.node.died() => {
                     let gone = Error::new(ErrorKind::Aborted, format!("the router gave this node up: {why}"));
                     let _ = replies.try_send(Err(gone.into()));
                     return;
                 }
-                () = replies.closed() => break "its stream was closed",
+                () = replies.closed() => Err("its stream was closed"),
                 report = reports.message() => match report {
-                    Ok(Some(report)) => if let Err(why) = self.take(report, &replies) { break why },
-                    Ok(None) => break "it left",
-                    Err(_) => break "its stream was cut",
+                    Ok(Some(report)) => self.take(report, &replies),
+                    Ok(None) => Err("it left"),
+                    Err(_) => Err("its stream was cut"),
                 }
-            }
+            };
         };
     }
 
-    fn reply(&self, kv_snapshot: bool) -> v1::RouterReport {
-        v1::RouterReport {
-            accepted_incarnation: self.node.info.incarnation,
-            report_interval_ms: REPORT_INTERVAL.min(self.membership.lease() / 3).as_millis() as u32,
-            lease_ms: u32::try_from(self.membership.lease().as_millis()).unwrap_or(u32::MAX),
-            kv_snapshot,
-            clock: None,
-        }
+    fn reply(&self) -> v1::RouterReport {
+        self.membership.reply(self.node.info.incarnation)
     }
 
     /// What time it is here. A node that asks faster than it reads gets no answer: the next one is as good.
@@ -88,7 +121,7 @@ impl Session {
             received_unix_ns: clock().unix_ns(received),
             answered_unix_ns: clock().unix_ns(clock::now()),
         };
-        let _ = replies.try_send(Ok(v1::RouterReport { clock: Some(clock), ..self.reply(false) }));
+        let _ = replies.try_send(Ok(v1::RouterReport { clock: Some(clock), ..self.reply() }));
     }
 
     fn take(&self, report: v1::NodeReport, replies: &Replies) -> Result<(), &'static str> {
@@ -103,7 +136,7 @@ impl Session {
                 if let Err(gap) = self.membership.kv_events(session, &events, clock::now()) {
                     tracing::warn!(node = self.node.info.node_id, %gap, "asks for a snapshot of its cache");
                     // The next gap comes behind a snapshot at the earliest: a node that read what was sent left room.
-                    let asked = replies.try_send(Ok(self.reply(true)));
+                    let asked = replies.try_send(Ok(v1::RouterReport { kv_snapshot: true, ..self.reply() }));
                     return asked.map_err(|_| "it does not read its stream");
                 }
             }

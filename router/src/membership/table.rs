@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, SequenceHash, v1};
+use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, Life, SequenceHash, v1};
 
 use super::answers::Answers;
 use super::breaker::{Breaker, Settings};
@@ -103,29 +103,43 @@ impl Table {
         self.index = index;
     }
 
+    /// Whether a node that says this of itself may join now. Changes nothing.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn admits(&mut self, info: &v1::Register) -> Result<(), Error> {
+        self.same_block_size(info)?;
+        self.same_numerics(info)?;
+        if self.fence.holds(Life(info.life)) {
+            return Err(declared_dead(info));
+        }
+        match self.twin(info).map(|twin| &twin.info) {
+            Some(twin) if twin.incarnation == info.incarnation && twin.link != info.link => Err(here_already(info)),
+            Some(_) => Ok(()),
+            None if self.entries.len() >= MAX_NODES => {
+                Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn twin(&self, info: &v1::Register) -> Option<&Arc<Node>> {
+        self.entries.values().map(|entry| &entry.node).find(|node| node.info.node_id == info.node_id)
+    }
+
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
         let node = Arc::new(node(self.last_session + 1));
-        self.same_block_size(&node.info)?;
-        self.same_numerics(&node.info)?;
-        let twin = self.entries.values().find(|entry| entry.node.info.node_id == node.info.node_id);
-        let twin = twin.map(|entry| Arc::clone(&entry.node));
-        match twin {
-            _ if self.fence.holds(node.life()) => return Err(declared_dead(&node)),
-            Some(twin) if twin.incarnation() != node.incarnation() => {
-                self.remove(twin.session, Death::Replaced, "it registered again", now);
-            }
-            Some(twin) if twin.info.link != node.info.link => return Err(here_already(&node)),
-            Some(twin) => {
+        self.admits(&node.info)?;
+        if let Some(twin) = self.twin(&node.info).cloned() {
+            if twin.incarnation() == node.incarnation() {
                 // Its stream is lost, and this side had not seen it.
                 self.remove(twin.session, Death::StreamLost, "its stream was lost", now);
-                if twin.life() == node.life() {
-                    return Err(declared_dead(&node));
-                }
+            } else {
+                self.remove(twin.session, Death::Replaced, "it registered again", now);
             }
-            None if self.entries.len() >= MAX_NODES => {
-                return Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")));
+            if twin.life() == node.life() {
+                return Err(declared_dead(&node.info));
             }
-            None => {}
         }
         self.last_session = node.session;
         let domains = self.ways.enter(node.role, &node.info);
@@ -517,12 +531,12 @@ impl Table {
     }
 }
 
-fn declared_dead(node: &Node) -> Error {
-    let message = format!("node `{}`: this life ({}) was declared dead", node.info.node_id, node.life());
+fn declared_dead(info: &v1::Register) -> Error {
+    let message = format!("node `{}`: this life ({}) was declared dead", info.node_id, Life(info.life));
     Error::new(ErrorKind::DeclaredDead, message)
 }
 
-fn here_already(node: &Node) -> Error {
-    let message = format!("node `{}` is in a session with this router already, by another address", node.info.node_id);
+fn here_already(info: &v1::Register) -> Error {
+    let message = format!("node `{}` is in a session with this router already, by another address", info.node_id);
     Error::new(ErrorKind::Unavailable, message)
 }
