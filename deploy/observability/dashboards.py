@@ -701,17 +701,19 @@ FAILURES = [
     series(
         "Given up",
         "short",
-        "Requests that failed because attempts (--max-attempts) or time (--replan-ms) were used up, in each"
-        " interval.",
+        "Requests that failed because attempts (--max-attempts), time (--replan-ms) or the retry budget"
+        " (--retry-budget-percent) were used up, in each interval.",
         [("{{bound}}", "sum by (bound) (increase(tandem_replan_exhausted_total{ROUTER}RATE))")],
         stack=True,
     ),
     series(
         "Waiting and stalled",
         "short",
-        "Requests that wait for a node, and clients that took no token for --client-stall-ms.",
+        "Requests that wait for a node, for room there or for the retry budget; retries without a token yet; clients"
+        " that took no token for --client-stall-ms.",
         [
             ("wait for a node", "sum(tandem_waiting_for_node_requests{ROUTER})"),
+            ("retrying", "sum(tandem_retrying_requests{ROUTER})"),
             ("clients stalled", "sum(increase(tandem_client_stalls_total{ROUTER}RATE))"),
         ],
     ),

@@ -149,6 +149,13 @@ pub struct Entry {
 #[derive(Debug)]
 pub struct Slot(Place);
 
+/// A running request's part in the order of those who wait for room.
+#[derive(Clone, Debug)]
+pub struct Claim {
+    inner: Arc<Inner>,
+    ticket: Ticket,
+}
+
 /// Whether the nodes have room for a request behind those that are ahead of it.
 type HasRoom = Box<dyn Fn(&Ask, &Ahead) -> bool + Send + Sync>;
 
@@ -347,6 +354,11 @@ impl Slot {
         self.0.inner.change(|queue, room| queue.routed(self.0.ticket, clock::now(), room));
     }
 
+    /// For the time in which it has no nodes.
+    pub fn claim(&self) -> Claim {
+        Claim { inner: Arc::clone(&self.0.inner), ticket: self.0.ticket }
+    }
+
     /// Its first token is on the way to the client.
     pub fn first_token(&self, now: Instant) {
         self.0.inner.lock().queue.first_token(self.0.ticket, now);
@@ -355,6 +367,19 @@ impl Slot {
     /// It used so many tokens of prompt and answer: the others count for the tenant's rates no more.
     pub fn used(&mut self, tokens: u64) {
         self.0.tokens = self.0.tokens.saturating_sub(tokens);
+    }
+}
+
+impl Claim {
+    /// Its nodes failed, and the others have no room for a prompt and an answer of so many tokens: who has not started
+    /// comes behind it.
+    pub fn waits_for_room(&self, prompt_tokens: u32, answer_tokens: u32) {
+        self.inner.lock().queue.displaced(self.ticket, prompt_tokens, answer_tokens);
+    }
+
+    /// It has other nodes, or has given up its claim.
+    pub fn routed(&self) {
+        self.inner.change(|queue, room| queue.routed(self.ticket, clock::now(), room));
     }
 }
 

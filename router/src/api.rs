@@ -18,6 +18,7 @@ use crate::admission::keys::Keys;
 use crate::admission::{Admission, Counts, Tenant};
 use crate::caller::Parent;
 use crate::flow::refused::Refused;
+use crate::flow::retry_budget::RetryBudget;
 use crate::flow::{self, Limits};
 use crate::intake::Intake;
 use crate::membership::Membership;
@@ -229,6 +230,7 @@ impl Service {
             sample_ratio,
             metrics: Metrics::new(&model.model_name, &instance),
             admission,
+            retry_budget: RetryBudget::new(limits.retry_budget_percent),
             limits,
             instance: instance.into(),
             model,
@@ -421,10 +423,12 @@ impl Service {
     /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
     pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
         let flow = &self.flow;
+        let requests = flow.admission.counts();
         let seen = Seen {
             nodes: flow.membership.totals(),
             breakers: flow.membership.breakers(clock::now()),
-            requests: flow.admission.counts(),
+            requests,
+            retries: flow.retry_budget.retries(requests.inflight),
             depths: flow.admission.depths_of(self.keys.names()),
             spans_dropped: flow.exporter.dropped(),
             intake: self.intake.load(),

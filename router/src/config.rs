@@ -124,6 +124,10 @@ struct Flags {
     /// Time that a request may spend on retries without progress, waiting for nodes included
     #[arg(long, default_value_t = 30_000)]
     replan_ms: u32,
+    /// Of the running requests, those that may be retries at once; 32 always may. Others wait for their turn, within
+    /// --replan-ms; a request whose retry failed too does not wait, and fails
+    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100))]
+    retry_budget_percent: u32,
     /// Whether decode nodes compute prompts, too: `never` (each prompt on a prefill node), `always` (none there:
     /// aggregated serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
     #[arg(long, default_value = "auto", value_name = "auto|never|always")]
@@ -282,6 +286,7 @@ impl From<Flags> for Config {
                 max_request: millis(flags.max_request_ms),
                 max_attempts: flags.max_attempts,
                 replan: millis(flags.replan_ms),
+                retry_budget_percent: flags.retry_budget_percent,
                 silence: millis(flags.silence_ms),
                 client_stall: millis(flags.client_stall_ms),
             },
@@ -318,6 +323,7 @@ mod tests {
         assert_eq!(config.threads, reactor_threads());
         assert_eq!((config.max_connections, config.admin), (4096, None));
         assert_eq!((config.limits.max_attempts, config.limits.replan), (4, Duration::from_secs(30)));
+        assert_eq!(config.limits.retry_budget_percent, 20);
         assert_eq!((config.breakers.failures, config.breakers.open), (3, Duration::from_secs(2)));
         assert!(config.tls.is_none() && config.nodes.is_none() && config.cors_origins.is_empty());
         for wrong in [["--tls-cert", "c.pem"], ["--tls-key", "k.pem"], ["--cors-origin", "example.org"]] {
@@ -357,6 +363,7 @@ mod tests {
             ["--max-tokens-default", "0"],
             ["--max-attempts", "17"],
             ["--breaker-failures", "0"],
+            ["--retry-budget-percent", "101"],
             ["--threads", "0"],
             ["--max-connections", "0"],
             ["--admin", "8080"],

@@ -7,23 +7,24 @@
 //! - [`progress`]: the request and its answer so far (pure).
 //! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say
 //!   (pure).
-//! - [`replan`]: whether there is another attempt (pure). [`again`]: how it comes about. [`seek`]: the search for its
-//!   nodes.
+//! - [`replan`]: whether there is another attempt (pure). [`next_attempt`]: how it comes about. [`find_nodes`]: the
+//!   search for its nodes. [`retry_budget`]: how many requests may be there at once.
 //! - [`refused`]: what is left of a request that never ran.
 //! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]:
 //!   timings and spans (pure).
 pub mod admit;
-pub mod again;
 pub mod attempt;
 pub mod check;
 pub mod exchange;
+pub mod find_nodes;
 pub mod legs;
+pub mod next_attempt;
 pub mod pace;
 pub mod progress;
 pub mod record;
 pub mod refused;
 pub mod replan;
-pub mod seek;
+pub mod retry_budget;
 pub mod timeline;
 
 use std::collections::HashMap;
@@ -35,6 +36,7 @@ use tandem_telemetry::{Exporter, Notes, clock, request_span};
 use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::pools::Pools;
 use crate::admission::{Admission, Entry, Slot};
@@ -47,12 +49,13 @@ use crate::text::{ModelText, TextStream};
 use crate::traces::{Class, Ended, Own, Traces, join, nested};
 use attempt::{Attempt, Happening};
 use exchange::{Drafts, Exchange, Step};
+use find_nodes::Tokens;
 use legs::Rest;
 use pace::{Arrivals, Pace};
 use progress::Progress;
 use record::{Chosen, Identities, Names, Record};
 use replan::{Failure, Replan};
-use seek::Tokens;
+use retry_budget::{RetryBudget, Retrying};
 use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
@@ -87,6 +90,8 @@ pub struct Limits {
     pub max_attempts: u32,
     /// Time that a request may spend without progress after failures of nodes.
     pub replan: Duration,
+    /// Percent of the running requests that may be retries, see [`retry_budget`].
+    pub retry_budget_percent: u32,
     /// The client takes nothing for so long: the request is cancelled.
     pub client_stall: Duration,
 }
@@ -104,6 +109,7 @@ impl Default for Limits {
             silence: Duration::from_secs(600),
             max_attempts: 4,
             replan: Duration::from_secs(30),
+            retry_budget_percent: 20,
             client_stall: Duration::from_secs(30),
         }
     }
@@ -125,6 +131,8 @@ pub struct Shared {
     pub metrics: Metrics,
     /// The queue.
     pub admission: Admission,
+    /// How many requests may be retries.
+    pub retry_budget: RetryBudget,
     /// Bounds.
     pub limits: Limits,
     /// This router's name in traces.
@@ -180,7 +188,8 @@ pub fn start(
     };
     let run = Box::new(Run {
         deadline,
-        replan: Replan::new(shared.limits.max_attempts, shared.limits.replan),
+        replan: Replan::new(shared.limits.max_attempts, shared.limits.replan, jitter(&request)),
+        retrying: None,
         progress: Progress::new(request, &shared.model, tpot_objective(shared)),
         shared: Arc::clone(shared),
         notes: Notes::of(root),
@@ -193,6 +202,11 @@ pub fn start(
     // Boxed: on its way to the reactor a task is copied whole, five times.
     tokio::spawn(Box::pin(run.until_the_end(entry, cancel)).instrument(request_span(root)));
     identities
+}
+
+/// What makes its pauses differ from those of others, and the same whenever it runs again.
+fn jitter(request: &GenerationRequest) -> u64 {
+    xxh3_64(request.request_id.as_bytes())
 }
 
 /// Why an answer ended well, and the text that was still held back.
@@ -234,6 +248,8 @@ struct Run {
     record: Record,
     arrivals: Arrivals,
     replan: Replan,
+    /// It is a retry, and the client has no token of it yet.
+    retrying: Option<Retrying>,
     /// The nodes', of all attempts, packed.
     spans: Vec<u8>,
     client: Client,
@@ -295,7 +311,7 @@ impl Run {
                 let rest = Box::pin(self.complete(attempt, By::Router)).await;
                 return Ok(Answered { reason, text: text.finish(), rest });
             }
-            attempt = Box::pin(self.again(attempt, failure)).await?;
+            attempt = Box::pin(self.next_attempt(attempt, failure)).await?;
         }
     }
 
@@ -403,6 +419,7 @@ impl Run {
         }
         if !attempt.seeks_decode() {
             self.replan.progressed(clock::now());
+            self.retrying = None;
         }
         self.verified(&attempt.exchange);
     }

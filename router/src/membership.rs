@@ -146,6 +146,34 @@ impl<'a> Ask<'a> {
     }
 }
 
+/// What a request that runs takes of the nodes for its next attempt, by now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Accepts {
+    /// Nodes against which more speaks than load.
+    pub unsound: bool,
+    /// Nodes without room for it: it waits there.
+    pub without_room: bool,
+    /// Requests that may wait on a node that has room.
+    pub node_queue: u32,
+}
+
+/// Why such a request has no nodes yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NotYet {
+    /// There is no plan.
+    NoPair(NoPair),
+    /// More than load speaks against all of them.
+    Unsound,
+    /// Of those against which least speaks, none has room.
+    NoRoom,
+}
+
+impl From<NoPair> for NotYet {
+    fn from(none: NoPair) -> Self {
+        Self::NoPair(none)
+    }
+}
+
 /// The nodes of one request, with the work booked on them until this is dropped.
 #[derive(Debug)]
 pub struct Route {
@@ -233,6 +261,12 @@ impl Route {
             lock(&self.table).release(share);
             self.freed.tell();
         }
+    }
+
+    /// Decode has let go of the request, which goes on with prefill alone: it can take another one.
+    pub fn decode_lost(&mut self) {
+        lock(&self.table).release(&mut self.decode_share);
+        self.freed.tell();
     }
 
     /// Decode has verified the prefill node's KV.
@@ -507,12 +541,28 @@ impl Membership {
     pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
         let mut table = lock(&self.table);
         let need = ask.need(&table);
-        let Booked { prefill, decode, candidates, apart } = table.route(&need, wish, &self.choice, now)?;
+        let booked = table.route(&need, wish, &self.choice, now)?;
         drop(table);
+        Ok(self.booked(booked))
+    }
+
+    /// The same for a request that runs, where there is room: by what it `accepts`. Nothing is booked without nodes.
+    ///
+    /// # Errors
+    /// [`NotYet`].
+    pub fn route_again(&self, ask: Ask<'_>, wish: &Wish, accepts: Accepts, now: Instant) -> Result<Route, NotYet> {
+        let mut table = lock(&self.table);
+        let need = ask.need(&table);
+        let booked = table.route_again(&need, wish, accepts, &self.choice, now)?;
+        drop(table);
+        Ok(self.booked(booked))
+    }
+
+    fn booked(&self, Booked { prefill, decode, candidates, apart }: Booked) -> Route {
         let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
         let (decode, decode_share) = (decode.node, decode.share);
         let (table, freed) = (Arc::clone(&self.table), self.freed.clone());
-        Ok(Route { prefill, decode, candidates, apart, prefill_share, decode_share, table, freed })
+        Route { prefill, decode, candidates, apart, prefill_share, decode_share, table, freed }
     }
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its

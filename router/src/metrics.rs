@@ -28,6 +28,7 @@ use crate::admission::{Counts, Reason};
 use crate::flow::pace::Arrivals;
 use crate::flow::record::{OBJECTIVES, Record};
 use crate::flow::replan::{BOUNDS, Bound, CAUSES, Failure};
+use crate::flow::retry_budget::Retries;
 use crate::flow::timeline::Phase;
 use crate::index::IndexTotals;
 use crate::intake::Load;
@@ -173,6 +174,8 @@ struct Own {
     prediction_error_ratio: ByPlan,
     replans: Family<Replanned, Counter>,
     replan_exhausted: Family<Exhausted, Counter>,
+    retrying: Gauge,
+    retry_budget: Gauge,
     waiting_for_node: Gauge,
     client_stalls: Counter,
     node_deaths: Family<Died, Counter>,
@@ -204,6 +207,8 @@ pub struct Seen {
     pub breakers: Breakers,
     /// Requests by state.
     pub requests: Counts,
+    /// Those of them that are retries.
+    pub retries: Retries,
     /// Waiting ones by tenant.
     pub depths: Vec<(Arc<str>, usize)>,
     /// Spans that no collector took.
@@ -293,7 +298,7 @@ impl Metrics {
         self.own.replans.get_or_create(&of).inc();
     }
 
-    /// A request failed because there were enough attempts, or they took long enough.
+    /// A request failed because there were enough attempts, of its own or of all, or they took long enough.
     pub fn replan_exhausted(&self, bound: Bound) {
         self.own.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() }).inc();
     }
@@ -352,6 +357,8 @@ impl Own {
             prediction_error_ratio: ByPlan::new_with_constructor(|| Traced::new(ERROR_RATIO.into_iter())),
             replans: Family::default(),
             replan_exhausted: Family::default(),
+            retrying: Gauge::default(),
+            retry_budget: Gauge::default(),
             waiting_for_node: Gauge::default(),
             client_stalls: Counter::default(),
             node_deaths: Family::default(),
@@ -395,12 +402,16 @@ impl Own {
         registry.register("tandem_replans", "Requests that went on with other nodes", own.replans.clone());
         registry.register(
             "tandem_replan_exhausted",
-            "Requests that failed because attempts or time were used up",
+            "Requests that failed because attempts, time or the retry budget were used up",
             own.replan_exhausted.clone(),
         );
+        let retrying = "Running requests whose retry has brought no token yet";
+        registry.register("tandem_retrying_requests", retrying, own.retrying.clone());
+        let budget = "Running requests that may be retries at once";
+        registry.register("tandem_retry_budget_requests", budget, own.retry_budget.clone());
         registry.register(
             "tandem_waiting_for_node_requests",
-            "Running requests that wait for a node to join or to be tried again",
+            "Running requests that wait for a node to join, to have room or to be tried again, or for the retry budget",
             own.waiting_for_node.clone(),
         );
         registry.register("tandem_client_stalls", "Clients that took no token for too long", own.client_stalls.clone());
@@ -482,8 +493,10 @@ impl Own {
     }
 
     fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, requests, spans_dropped, index, .. } = seen;
+        let Seen { nodes, breakers, requests, retries, spans_dropped, index, .. } = seen;
         self.inflight.set(whole(requests.inflight));
+        self.retrying.set(whole(retries.now));
+        self.retry_budget.set(whole(retries.limit));
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());

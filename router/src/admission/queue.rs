@@ -74,7 +74,7 @@ pub struct Predicted {
     pub prefill: Duration,
 }
 
-/// What has started and is not on any node yet: it will take room that still looks free.
+/// What has started and is not on any node yet, or not any more: it will take room that still looks free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ahead {
     /// Requests.
@@ -264,6 +264,18 @@ impl Queue {
     pub fn routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
         self.forget_ahead(ticket);
         self.tick(now, room)
+    }
+
+    /// A request that runs is on no node any more: it takes room before those who have not started, until it is routed
+    /// again.
+    pub fn displaced(&mut self, ticket: Ticket, prompt_tokens: u32, answer_tokens: u32) {
+        self.forget_ahead(ticket);
+        if let Some(Place::Running { ahead, .. }) = self.places.get_mut(&ticket) {
+            let total_tokens = u64::from(prompt_tokens) + u64::from(answer_tokens);
+            let own = Ahead { requests: 1, prompt_tokens: prompt_tokens.into(), total_tokens };
+            *ahead = Some(own);
+            self.ahead.add(&own);
+        }
     }
 
     /// The request's first token is here: predictions learn from it.

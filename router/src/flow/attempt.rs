@@ -17,8 +17,8 @@ use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::clock;
 use tokio::time::{Instant, Sleep};
 
-use super::again::Sought;
 use super::exchange::{Exchange, Step};
+use super::find_nodes::Sought;
 use super::legs::{DecodeLeg, PrefillLeg, Rest};
 use super::replan::{Cause, Failure};
 use crate::membership::Route;
@@ -112,6 +112,7 @@ impl Attempt {
     /// Cancels the decode call and goes on with prefill alone until `search` ends.
     pub fn seek_decode(&mut self, search: Search) {
         self.exchange.decode_lost();
+        self.route.decode_lost();
         self.decode = DecodeSide::Sought(search);
         self.decode_works = false;
     }

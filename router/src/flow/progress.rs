@@ -8,7 +8,7 @@ use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{TraceContext, v1};
 use tandem_telemetry::clock;
 
-use super::seek::Tokens;
+use super::find_nodes::Tokens;
 use crate::api::GenerationRequest;
 use crate::text::ModelText;
 

@@ -1,6 +1,6 @@
 //! Whether a request goes on after a failure, and what the next attempt must avoid. Pure: failures and the time go in,
 //! verdicts come out. Attempts and the time that re-planning takes are bounded here; the request's deadline bounds
-//! both.
+//! both. How many requests may be there at once is [`super::retry_budget`]'s matter.
 //!
 //! Three questions are answered from the same [`Cause`], so that they cannot disagree: is it worth another attempt,
 //! which nodes does it speak against ([`Failure::blamed`], for the circuit breakers), and what is avoided next.
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, ErrorKind};
 
+use crate::select::policy::draw;
 use crate::select::{Avoid, Role};
 
 /// `--max-attempts` at most: a prefill call has room for as many tickets.
@@ -15,6 +16,11 @@ pub const MOST_ATTEMPTS: u32 = 16;
 /// Pause before the second attempt where nothing sound is left: the node that failed is tried again. Doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Pause between two looks for room on the nodes. Doubles each time.
+const FIRST_LOOK: Duration = Duration::from_millis(5);
+const LONGEST_LOOK: Duration = Duration::from_millis(100);
+/// Part of the time for another attempt in which it does not go where there is no room.
+const ROOM_PART: u32 = 2;
 
 /// What the failure of a node was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -144,10 +150,12 @@ pub enum Bound {
     Attempts,
     /// `--replan-ms`.
     Time,
+    /// `--retry-budget-percent`.
+    Budget,
 }
 
 /// All of them, for metrics.
-pub const BOUNDS: [Bound; 2] = [Bound::Attempts, Bound::Time];
+pub const BOUNDS: [Bound; 3] = [Bound::Attempts, Bound::Time, Bound::Budget];
 
 impl Bound {
     /// Label of metrics.
@@ -155,6 +163,7 @@ impl Bound {
         match self {
             Self::Attempts => "attempts",
             Self::Time => "time",
+            Self::Budget => "budget",
         }
     }
 }
@@ -175,8 +184,30 @@ pub enum Verdict {
 pub struct Retry {
     /// A sound pair is taken at once, one that failed before not before this; at the latest at `until`.
     pub second_choice: Instant,
+    /// Nodes with room are taken at once, those without not before this: the request then waits on the node.
+    pub crowded: Instant,
     /// No pair until then: the request fails.
     pub until: Instant,
+    /// Whether it waits while the retry budget is used up. Not after a retry that brought nothing: where retries fail,
+    /// more of them only keep others from their work.
+    pub waits: bool,
+    /// Of the jitter.
+    seed: u64,
+}
+
+impl Retry {
+    /// Until the next look for room, after so many.
+    pub fn pause(&self, looks: u32) -> Duration {
+        let pause = (FIRST_LOOK * 2_u32.saturating_pow(looks.min(16))).min(LONGEST_LOOK);
+        jittered(pause, self.seed, u64::from(looks))
+    }
+}
+
+/// Between half and all of a pause. Requests that failed together do not come back together.
+fn jittered(pause: Duration, seed: u64, index: u64) -> Duration {
+    const STEPS: u32 = 1024;
+    let step = (draw(seed, index) % u64::from(STEPS)) as u32;
+    pause / 2 + pause / 2 * step / STEPS
 }
 
 /// The attempts of one request.
@@ -190,14 +221,19 @@ pub struct Replan {
     spent: Duration,
     /// Since when the request has made no progress; `None` while it does.
     since: Option<Instant>,
+    /// Since then another attempt began.
+    retried: bool,
     avoid: Avoid,
+    /// Of the jitter.
+    seed: u64,
 }
 
 impl Replan {
-    /// A request whose first attempt begins: `max_attempts` in all, `within` this time without progress, in all.
-    pub fn new(max_attempts: u32, within: Duration) -> Self {
-        let avoid = Avoid::default();
-        Self { max_attempts, within, attempts: 1, failures: 0, spent: Duration::ZERO, since: None, avoid }
+    /// A request whose first attempt begins: `max_attempts` in all, `within` this time without progress, in all. `seed`
+    /// is all the chance that there is in its pauses.
+    pub fn new(max_attempts: u32, within: Duration, seed: u64) -> Self {
+        let (avoid, spent) = (Avoid::default(), Duration::ZERO);
+        Self { max_attempts, within, attempts: 1, failures: 0, spent, since: None, retried: false, avoid, seed }
     }
 
     /// Attempts so far.
@@ -236,16 +272,23 @@ impl Replan {
         }
         let pause = (FIRST_PAUSE * 2_u32.saturating_pow(self.failures)).min(LONGEST_PAUSE);
         self.failures += 1;
-        Verdict::Retry(Retry { second_choice: until.min(now + pause), until })
+        // Of its own, apart from that of looks for room.
+        let seed = draw(self.seed, self.failures.into());
+        let second_choice = until.min(now + jittered(pause, self.seed, u64::MAX - u64::from(self.failures)));
+        // A prefill call that has no KV any more cost the retry nothing yet.
+        let waits = !self.retried || failure.cause == Cause::Spent;
+        Verdict::Retry(Retry { second_choice, crowded: now + (until - now) / ROOM_PART, until, waits, seed })
     }
 
     /// A pair was found: the next attempt begins.
     pub fn began(&mut self) {
         self.attempts += 1;
+        self.retried = true;
     }
 
     /// The client has another token.
     pub fn progressed(&mut self, now: Instant) {
+        self.retried = false;
         if let Some(since) = self.since.take() {
             self.spent += now.saturating_duration_since(since);
         }
@@ -271,11 +314,13 @@ mod tests {
     #[test]
     fn attempts_are_counted_and_pauses_grow() {
         let now = Instant::now();
-        let mut replan = Replan::new(4, WITHIN);
+        let mut replan = Replan::new(4, WITHIN, 7);
         for pause in [50, 100, 200] {
             let verdict = replan.failed(&failure(Role::Decode, ErrorKind::Unavailable), (Some(1), 2), now);
-            let retry = Retry { second_choice: now + ms(pause), until: now + WITHIN };
-            assert_eq!(verdict, Verdict::Retry(retry));
+            let Verdict::Retry(retry) = verdict else { panic!("{verdict:?}") };
+            let paused = retry.second_choice - now;
+            assert!(paused >= ms(pause) / 2 && paused <= ms(pause), "{paused:?} of {pause} ms");
+            assert_eq!((retry.crowded, retry.until), (now + WITHIN / 2, now + WITHIN));
             replan.began();
         }
         let verdict = replan.failed(&failure(Role::Prefill, ErrorKind::Unavailable), (Some(1), 2), now);
@@ -286,7 +331,7 @@ mod tests {
     #[test]
     fn time_counts_while_nothing_moves() {
         let start = Instant::now();
-        let mut replan = Replan::new(16, WITHIN);
+        let mut replan = Replan::new(16, WITHIN, 7);
         let died = Failure { cause: Cause::Died, ..failure(Role::Decode, ErrorKind::Unavailable) };
         assert!(matches!(replan.failed(&died, (Some(1), 2), start), Verdict::Retry(_)));
         replan.progressed(start + ms(10_000));
@@ -303,7 +348,7 @@ mod tests {
     #[test]
     fn a_clients_error_is_nobodys_failure() {
         for kind in [ErrorKind::InvalidArgument, ErrorKind::DeadlineExceeded] {
-            let mut replan = Replan::new(4, WITHIN);
+            let mut replan = Replan::new(4, WITHIN, 7);
             let failure = failure(Role::Decode, kind).judged(true);
             assert_eq!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Hopeless);
             assert!(failure.blamed().is_empty() && *replan.avoid() == Avoid::default());
@@ -316,7 +361,7 @@ mod tests {
             let failure = failure(role, ErrorKind::DeadlineExceeded).judged(false);
             assert_eq!((failure.cause, failure.error.kind), (Cause::Failed, ErrorKind::Unavailable));
             assert_eq!(failure.blamed(), [role]);
-            let verdict = Replan::new(4, WITHIN).failed(&failure, (Some(1), 2), Instant::now());
+            let verdict = Replan::new(4, WITHIN, 7).failed(&failure, (Some(1), 2), Instant::now());
             assert!(matches!(verdict, Verdict::Retry(_)), "another node goes on");
         }
         let local = Failure::of_local(Error::new(ErrorKind::DeadlineExceeded, "x"));
@@ -331,7 +376,7 @@ mod tests {
 
     #[test]
     fn overload_is_avoided_and_not_blamed() {
-        let mut replan = Replan::new(4, WITHIN);
+        let mut replan = Replan::new(4, WITHIN, 7);
         let failure = failure(Role::Decode, ErrorKind::Overloaded);
         assert!(matches!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Retry(_)));
         assert!(failure.blamed().is_empty());
@@ -346,7 +391,7 @@ mod tests {
             failure(Role::Decode, ErrorKind::Cancelled),
             Failure::undelivered(Error::new(ErrorKind::Unavailable, "x")),
         ] {
-            let mut replan = Replan::new(4, WITHIN);
+            let mut replan = Replan::new(4, WITHIN, 7);
             assert!(matches!(replan.failed(&failure, (Some(1), 2), Instant::now()), Verdict::Retry(_)));
             assert_eq!((replan.avoid().nodes.len(), replan.avoid().pairs.as_slice()), (0, [(1, 2)].as_slice()));
             assert_eq!(failure.blamed(), [Role::Prefill, Role::Decode]);
@@ -356,7 +401,7 @@ mod tests {
     #[test]
     fn what_fails_alone_has_nobody_else_to_blame() {
         for kind in [ErrorKind::Corrupt, ErrorKind::Cancelled, ErrorKind::Unavailable] {
-            let mut replan = Replan::new(4, WITHIN);
+            let mut replan = Replan::new(4, WITHIN, 7);
             let failure = Failure::of_local(Error::new(kind, "x"));
             assert!(matches!(replan.failed(&failure, (None, 2), Instant::now()), Verdict::Retry(_)));
             assert_eq!(
@@ -366,6 +411,48 @@ mod tests {
         }
         let overloaded = Failure::of_local(Error::new(ErrorKind::Overloaded, "x"));
         assert!(overloaded.blamed().is_empty());
+    }
+
+    #[test]
+    fn a_retry_that_brought_nothing_does_not_wait_for_the_budget() {
+        let (mut replan, now) = (Replan::new(8, WITHIN, 7), Instant::now());
+        let waits = |replan: &mut Replan, failure: &Failure| match replan.failed(failure, (Some(1), 2), now) {
+            Verdict::Retry(retry) => retry.waits,
+            verdict => panic!("{verdict:?}"),
+        };
+        let failed = failure(Role::Decode, ErrorKind::Unavailable);
+        assert!(waits(&mut replan, &failed) && waits(&mut replan, &failed), "the search failed, no attempt did");
+        replan.began();
+        assert!(!waits(&mut replan, &failed));
+        let spent = Failure { cause: Cause::Spent, ..failure(Role::Prefill, ErrorKind::Unavailable) };
+        assert!(waits(&mut replan, &spent), "its work was the one before");
+        replan.began();
+        replan.progressed(now);
+        assert!(waits(&mut replan, &failed), "that was another outage");
+    }
+
+    #[test]
+    fn pauses_differ_between_requests_and_repeat_with_their_seed() {
+        let now = Instant::now();
+        let retry = |seed| match Replan::new(4, WITHIN, seed).failed(
+            &failure(Role::Decode, ErrorKind::Unavailable),
+            (Some(1), 2),
+            now,
+        ) {
+            Verdict::Retry(retry) => retry,
+            verdict => panic!("{verdict:?}"),
+        };
+        assert_eq!(retry(1), retry(1));
+        let different = |of: &dyn Fn(Retry) -> Duration| {
+            (0..64).map(|seed| of(retry(seed))).collect::<std::collections::BTreeSet<_>>().len()
+        };
+        assert!(different(&|retry| retry.second_choice - now) > 32);
+        assert!(different(&|retry| retry.pause(0)) > 32);
+        for looks in 0..100 {
+            let (pause, longest) = (retry(3).pause(looks), FIRST_LOOK * 2u32.pow(looks.min(5)));
+            let longest = longest.min(LONGEST_LOOK);
+            assert!(pause >= longest / 2 && pause <= longest, "{pause:?} after {looks} looks");
+        }
     }
 
     const KINDS: [ErrorKind; 6] = [
@@ -385,12 +472,14 @@ mod tests {
             max_attempts in 1u32..=MOST_ATTEMPTS, within_ms in 0u64..5_000,
             steps in prop::collection::vec((0usize..KINDS.len(), 0u64..3_000, any::<bool>(), any::<bool>()), 1..80),
         ) {
-            let mut replan = Replan::new(max_attempts, ms(within_ms));
+            let mut replan = Replan::new(max_attempts, ms(within_ms), within_ms);
             let (mut now, mut waited) = (Instant::now(), Duration::ZERO);
             for (kind, wait_ms, found, progress) in steps {
                 let role = if kind % 2 == 0 { Role::Prefill } else { Role::Decode };
                 match replan.failed(&failure(role, KINDS[kind]), (Some(1), 2), now) {
-                    Verdict::Hopeless => prop_assert!(false, "another attempt may be different"),
+                    Verdict::Hopeless | Verdict::Exhausted(Bound::Budget) => {
+                        prop_assert!(false, "another attempt may be different, and the budget is not its matter")
+                    }
                     Verdict::Exhausted(Bound::Attempts) => {
                         prop_assert_eq!(replan.attempts(), max_attempts);
                         break;
@@ -398,6 +487,7 @@ mod tests {
                     Verdict::Exhausted(Bound::Time) => break,
                     Verdict::Retry(retry) => {
                         prop_assert!(retry.until > now && retry.second_choice > now);
+                        prop_assert!(retry.crowded >= now && retry.crowded < retry.until);
                         // The search ends with a pair, or at its bound.
                         let end = if found { retry.until.min(now + ms(wait_ms)) } else { retry.until };
                         waited += end - now;

@@ -5,6 +5,7 @@ pub(crate) mod fakes;
 mod figures;
 mod local;
 mod replans;
+mod retry_budget;
 mod shaping;
 
 use futures::StreamExt;

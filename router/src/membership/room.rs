@@ -8,7 +8,7 @@
 use tandem_proto::v1;
 
 use crate::admission::queue::{Ahead, Ask};
-use crate::select::{LocalPrefill, NodeView, Role, Work};
+use crate::select::{LocalPrefill, Need, NodeView, Role, Work};
 
 /// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next
 /// waits for what is on the node, whatever the order in the queue is.
@@ -55,6 +55,20 @@ impl Wanted {
             blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
             requests_ahead: ahead.requests,
             prompt_tokens_ahead: ahead.prompt_tokens,
+            node_queue,
+        }
+    }
+
+    /// For one that has run before and is next.
+    pub fn next(need: &Need<'_>, node_queue: u32) -> Self {
+        Self {
+            prompt_tokens: need.prompt_tokens,
+            total_tokens: need.total_tokens,
+            prompt_blocks: need.prompt_blocks(),
+            blocks: need.usual_blocks(),
+            blocks_ahead: 0,
+            requests_ahead: 0,
+            prompt_tokens_ahead: 0,
             node_queue,
         }
     }

@@ -12,7 +12,7 @@ use super::entry::{Entry, Part, Prompt, Share};
 use super::fence::Fence;
 use super::now::{ClusterNow, Departed, Departures};
 use super::room::{Room, Rooms, Wanted};
-use super::{Breakers, DEATHS, Death, MAX_NODES, Node, Totals};
+use super::{Accepts, Breakers, DEATHS, Death, MAX_NODES, Node, NotYet, Totals};
 use crate::index::{Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::numerics::Numerics;
@@ -297,13 +297,67 @@ impl Table {
         settings: &select::Settings,
         now: Instant,
     ) -> Result<Booked, NoPair> {
-        self.turn = self.turn.wrapping_add(1);
-        if let (Some(began), Some(now)) = (&wish.continues, self.numerics())
-            && *began != now
-        {
-            return Err(NoPair::OtherNumerics { began: began.clone(), now });
+        let candidates = self.next_candidates(need, wish, settings, now)?;
+        self.book_first(candidates, need, now)
+    }
+
+    /// The same for a request that runs: where there is room, by what it `accepts`.
+    pub fn route_again(
+        &mut self,
+        need: &Need<'_>,
+        wish: &Wish,
+        accepts: Accepts,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> Result<Booked, NotYet> {
+        let mut candidates = self.next_candidates(need, wish, settings, now)?;
+        let speaks_against = |candidate: &Candidate| (candidate.shut, candidate.avoided);
+        let best = candidates.first().ok_or(NoPair::Incompatible)?;
+        if !best.is_sound() && !accepts.unsound {
+            return Err(NotYet::Unsound);
         }
-        let candidates = self.candidates(need, wish, settings, now)?;
+        let wanted = Wanted::next(need, accepts.node_queue);
+        let mut equal = candidates.iter().take_while(|other| speaks_against(other) == speaks_against(best));
+        match equal.position(|candidate| self.takes_at_once(candidate, &wanted, now)) {
+            Some(place) => candidates[..=place].rotate_right(1),
+            None if accepts.without_room => {}
+            None => return Err(NotYet::NoRoom),
+        }
+        Ok(self.book_first(candidates, need, now)?)
+    }
+
+    /// For a request whose turn it is.
+    fn next_candidates(
+        &mut self,
+        need: &Need<'_>,
+        wish: &Wish,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> Result<Vec<Candidate>, NoPair> {
+        self.turn = self.turn.wrapping_add(1);
+        match (&wish.continues, self.numerics()) {
+            (Some(began), Some(now)) if *began != now => Err(NoPair::OtherNumerics { began: began.clone(), now }),
+            _ => self.candidates(need, wish, settings, now),
+        }
+    }
+
+    /// Whether the nodes of this plan have room for its request now.
+    fn takes_at_once(&self, plan: &Candidate, wanted: &Wanted, now: Instant) -> bool {
+        let node = |session: u64| {
+            let place = self.views.binary_search_by_key(&session, |view| view.session).ok()?;
+            Some(self.entries.get(&session)?.occupied(&self.views[place], now))
+        };
+        let Some(decode) = node(plan.decode) else { return false };
+        let computes = match plan.prefill {
+            None => decode.computes(wanted),
+            // It has the prompt.
+            Some(_) if plan.kept => true,
+            Some(prefill) => node(prefill).is_some_and(|prefill| prefill.prefills(wanted)),
+        };
+        computes && decode.decodes(wanted)
+    }
+
+    fn book_first(&mut self, candidates: Vec<Candidate>, need: &Need<'_>, now: Instant) -> Result<Booked, NoPair> {
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
         // A node that is kept has the prompt.

@@ -177,6 +177,28 @@ fn what_has_started_and_is_not_routed_is_told() {
 }
 
 #[test]
+fn who_lost_its_nodes_comes_before_those_who_have_not_started() {
+    let now = Instant::now();
+    let mut queue = Queue::new(bounds(10, 10));
+    let mut one_at_a_time = |_: &Ask, ahead: &Ahead| ahead.requests == 0;
+    let first = queue.enter(ask("a", now), now, &mut one_at_a_time).0.unwrap();
+    queue.routed(first, now, &mut one_at_a_time);
+    for _ in 0..2 {
+        queue.displaced(first, 30, 5);
+        assert_eq!(queue.ahead, Ahead { requests: 1, prompt_tokens: 30, total_tokens: 35 }, "it counts once");
+    }
+    let (second, turn) = queue.enter(ask("a", now), now, &mut one_at_a_time);
+    assert_eq!(turn.start, [] as [Ticket; 0]);
+    assert_eq!(queue.routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
+    // Who leaves meanwhile, and who only waits, is before nobody.
+    queue.displaced(first, 30, 5);
+    let (third, _) = queue.enter(ask("a", now), now, &mut one_at_a_time);
+    queue.displaced(third.unwrap(), 30, 5);
+    queue.leave(first, now, &mut one_at_a_time);
+    assert_eq!(queue.ahead, ask("a", now).ahead(), "of the second one");
+}
+
+#[test]
 fn late_answers_are_refused_early_with_the_time_after_which_they_would_not_be() {
     let start = Instant::now();
     let mut queue = Queue::new(Bounds { max_ttft: Some(ms(1500)), ..shared(1, 1000) });

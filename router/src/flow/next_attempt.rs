@@ -1,42 +1,27 @@
 //! From a failure of a node to the next attempt: what [`replan`](super::replan) decides is done here. The nodes are
 //! blamed, the legs dropped or kept, the search for the next plan is awaited, and all of it noted for metrics and
 //! trace.
-use std::sync::Arc;
-use std::time::Instant;
-
 use tandem_proto::{Error, v1};
 use tandem_telemetry::clock;
 
 use super::attempt::{Attempt, Search};
+use super::find_nodes::{Finder, Found, Lost, Setback, Sought};
 use super::record::{Names, Replanned};
 use super::replan::{Bound, Failure, Retry, Verdict};
 use super::timeline::Phase;
-use super::{Limits, Run, legs, seek};
-use crate::membership::{Node, Route};
+use super::{Limits, Run, Slot, legs};
+use crate::membership::Route;
+use crate::select::Wish;
 use crate::select::numerics::Numerics;
-use crate::select::{NoPair, Wish};
-
-/// A failure, in its place.
-pub struct Setback {
-    failure: Failure,
-    node: Arc<Node>,
-    at: Instant,
-    phase: Phase,
-}
-
-/// How the search for other nodes ended.
-pub struct Sought {
-    setback: Setback,
-    found: Result<Route, NoPair>,
-}
 
 impl Run {
     /// After a failure: another attempt, or the same one with prefill alone while decode is sought.
     ///
     /// # Errors
     /// What the client hears: no attempt would be different, or there were enough.
-    pub(super) async fn again(&mut self, mut attempt: Attempt, failure: Failure) -> Result<Attempt, Error> {
+    pub(super) async fn next_attempt(&mut self, mut attempt: Attempt, failure: Failure) -> Result<Attempt, Error> {
         let (now, phase) = (clock::now(), self.record.timeline.phase());
+        self.retrying = None;
         let failure = failure.judged(now >= self.deadline);
         self.shared.metrics.failed(&failure);
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
@@ -76,10 +61,20 @@ impl Run {
     }
 
     fn search(&self, setback: Setback, keep: Option<u64>, continues: Option<Numerics>, retry: Retry) -> Search {
-        let (membership, metrics) = (self.shared.membership.clone(), self.shared.metrics.clone());
-        let wish = Wish { keep, avoid: self.replan.avoid().clone(), continues };
-        let seeking = seek::nodes(membership, metrics, self.tokens(), wish, retry);
-        Box::pin(async move { Sought { found: seeking.await, setback } })
+        let shared = &self.shared;
+        let finder = Finder {
+            membership: shared.membership.clone(),
+            metrics: shared.metrics.clone(),
+            admission: shared.admission.clone(),
+            budget: shared.retry_budget.clone(),
+            // As in the queue: without one, nobody waits for room.
+            node_queue: (shared.limits.max_queue > 0).then_some(shared.limits.node_queue),
+            claim: self.slot.as_ref().map(Slot::claim),
+            tokens: self.tokens(),
+            wish: Wish { keep, avoid: self.replan.avoid().clone(), continues },
+            retry,
+        };
+        Box::pin(async move { Sought { found: finder.find().await, setback } })
     }
 
     /// The search beside a prefill call ended: with a decode node for that call, or with another plan.
@@ -100,10 +95,16 @@ impl Run {
     /// The next attempt has its nodes, if they were found.
     fn found(&mut self, sought: Sought) -> Result<Route, Error> {
         let Sought { setback, found } = sought;
-        let route = found.map_err(|why| {
+        let Found { route, retrying } = found.map_err(|lost| {
             let told = self.told(&setback);
-            self.exhausted(Error { message: format!("{}; {why}", told.message), ..told }, Bound::Time)
+            match lost {
+                Lost::Budget => self.exhausted(told, Bound::Budget),
+                Lost::NoNodes(why) => {
+                    self.exhausted(Error { message: format!("{}; {why}", told.message), ..told }, Bound::Time)
+                }
+            }
         })?;
+        self.retrying = Some(retrying);
         let Setback { failure, node, at, phase } = setback;
         self.replan.began();
         self.shared.metrics.replanned(&failure);
@@ -134,6 +135,10 @@ impl Run {
         let gave_up = match bound {
             Bound::Attempts => format!("attempt {attempts} of {max_attempts}"),
             Bound::Time => format!("gave up after {replan:?} without progress"),
+            Bound::Budget => {
+                let percent = self.shared.retry_budget.percent();
+                format!("gave up: too much fails, {percent} % of the running requests are retries already")
+            }
         };
         Error { message: format!("{} ({gave_up})", told.message), ..told }
     }
