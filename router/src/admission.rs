@@ -37,11 +37,15 @@ use crate::membership::Membership;
 use limiter::Exceeded;
 use looks::{Look, Looks};
 use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
+use tenant::DEFAULT_TENANT;
 pub use tenant::Tenant;
 
 /// While requests wait, the queue looks for room so often, whatever happens. With the millisecond that a timer may be
 /// late, as long as what a node is given ahead.
 const LOOK: Duration = Duration::from_millis(2);
+
+/// So many tokens of an answer are charged at a time.
+const CHARGED_TOKENS: u32 = 32;
 
 /// Why a request was refused before it started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -168,6 +172,10 @@ struct Inner {
     /// Somebody waits.
     waits: watch::Sender<()>,
     max_queue: usize,
+    /// There are several tenants.
+    several: bool,
+    /// The service is shared, among tenants or pools.
+    shared: bool,
 }
 
 #[derive(Debug)]
@@ -190,6 +198,8 @@ struct Place {
     /// What was taken from its rates and not used yet: a request until it starts, and tokens.
     requests: u32,
     tokens: u64,
+    /// Tokens of its answer.
+    generated: u32,
 }
 
 impl Admission {
@@ -227,9 +237,8 @@ impl Admission {
         };
         let state = Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looks: Looks::default() });
         let (closed, empty, waits) = (AtomicBool::default(), Notify::default(), watch::Sender::default());
-        Self {
-            inner: Arc::new(Inner { state, room: Box::new(room), closed, empty, waits, max_queue: limits.max_queue }),
-        }
+        let (room, max_queue, shared) = (Box::new(room), limits.max_queue, several || limits.pools.iter().len() > 1);
+        Self { inner: Arc::new(Inner { state, room, closed, empty, waits, max_queue, several, shared }) }
     }
 
     /// Takes a slot or a place in the queue for each of the requests of one tenant, or for none of them.
@@ -240,14 +249,14 @@ impl Admission {
     pub fn enter_all(&self, tenant: &Tenant, asked: Vec<Asked>, now: Instant) -> Result<Vec<Entry>, Refusal> {
         self.open()?;
         let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();
-        let costs: Vec<u64> = asks.iter().map(Ask::cost).collect();
+        let costs: Vec<u64> = asks.iter().map(Ask::tokens).collect();
         let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
         tenant.take(requests, tokens, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
         match self.inner.enter_all(asks, now) {
             Ok(places) => {
                 let entry = |((ticket, started), tokens)| {
                     let (inner, tenant) = (Arc::clone(&self.inner), tenant.clone());
-                    Entry { place: Place { inner, ticket, tenant, requests: 1, tokens }, started }
+                    Entry { place: Place { inner, ticket, tenant, requests: 1, tokens, generated: 0 }, started }
                 };
                 Ok(places.into_iter().zip(costs).map(entry).collect())
             }
@@ -289,7 +298,12 @@ impl Admission {
 
     /// Whether there are several tenants: they have API keys.
     pub fn has_tenants(&self) -> bool {
-        self.inner.lock().queue.has_tenants()
+        self.inner.several
+    }
+
+    /// The name under which a tenant's service is counted: its own, if it has a key.
+    pub fn account<'a>(&self, tenant: &'a Tenant) -> &'a str {
+        if self.inner.several { tenant.name() } else { DEFAULT_TENANT }
     }
 
     /// Whether [`Self::drain`] was called.
@@ -364,9 +378,18 @@ impl Slot {
         self.0.inner.lock().queue.first_token(self.0.ticket, now);
     }
 
+    /// So many tokens of its answer are generated, in all. Shares are charged now and then, and at its end.
+    pub fn generated(&mut self, tokens: u32) {
+        self.0.generated = tokens;
+        if self.0.inner.shared && tokens.is_multiple_of(CHARGED_TOKENS) {
+            self.0.inner.lock().queue.generated(self.0.ticket, tokens);
+        }
+    }
+
     /// It used so many tokens of prompt and answer: the others count for the tenant's rates no more.
-    pub fn used(&mut self, tokens: u64) {
-        self.0.tokens = self.0.tokens.saturating_sub(tokens);
+    pub fn used(&mut self, prompt: u32, generated: u32) {
+        self.0.generated = generated;
+        self.0.tokens = self.0.tokens.saturating_sub(u64::from(prompt) + u64::from(generated));
     }
 }
 
@@ -390,6 +413,7 @@ impl Drop for Place {
         self.inner.change_and(|queue, wake, room| {
             // Who gave up while it waited is woken by nobody.
             wake.remove(&self.ticket);
+            queue.generated(self.ticket, self.generated);
             (queue.leave(self.ticket, now, room), ())
         });
         if self.inner.counts() == Counts::default() {

@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::admission::keys::Keys;
+use crate::admission::tenant::DEFAULT_TENANT;
 use crate::admission::{Admission, Counts, Tenant};
 use crate::caller::Parent;
 use crate::flow::refused::Refused;
@@ -429,6 +430,7 @@ impl Service {
             breakers: flow.membership.breakers(clock::now()),
             requests,
             retries: flow.retry_budget.retries(requests.inflight),
+            tenants: self.tenants(),
             depths: flow.admission.depths_of(self.keys.names()),
             spans_dropped: flow.exporter.dropped(),
             intake: self.intake.load(),
@@ -438,6 +440,11 @@ impl Service {
             way_fallbacks: flow.membership.way_fallbacks(),
         };
         flow.metrics.text(accept, &seen)
+    }
+
+    /// Whose service is counted.
+    fn tenants(&self) -> Vec<Arc<str>> {
+        if self.keys.required() { self.keys.names() } else { vec![DEFAULT_TENANT.into()] }
     }
 
     /// Requests that run and wait.

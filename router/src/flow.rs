@@ -408,6 +408,8 @@ impl Run {
             self.slot.iter().for_each(|slot| slot.first_token(now));
         }
         self.arrivals.push(now);
+        let generated = self.arrivals.count();
+        self.slot.iter_mut().for_each(|slot| slot.generated(generated));
         Ok(())
     }
 
@@ -486,6 +488,10 @@ impl Run {
         if outcome.is_ok() {
             shared.membership.answered(usage.completion);
         }
+        if slot.is_some() {
+            let tenant = shared.admission.account(&progress.request.tenant);
+            shared.metrics.served(tenant, usage.prompt, usage.completion);
+        }
         shared.metrics.ended(&record, &arrivals, outcome.as_ref().map(|answered| answered.reason));
         let root = record.identities.root;
         let (reason, text, rest) = match outcome {
@@ -517,7 +523,7 @@ impl Run {
             shared.exporter.export(nested(root.trace_id, &[own], &of_nodes));
         }
         if let Some(mut slot) = slot {
-            slot.used(u64::from(usage.prompt) + u64::from(usage.completion));
+            slot.used(usage.prompt, usage.completion);
         }
     }
 }

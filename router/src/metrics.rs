@@ -209,6 +209,8 @@ pub struct Seen {
     pub requests: Counts,
     /// Those of them that are retries.
     pub retries: Retries,
+    /// Tenants that have keys, or the one of all.
+    pub tenants: Vec<Arc<str>>,
     /// Waiting ones by tenant.
     pub depths: Vec<(Arc<str>, usize)>,
     /// Spans that no collector took.
@@ -252,6 +254,11 @@ impl Metrics {
     /// A request of this priority was admitted after so long.
     pub fn waited(&self, priority: i32, wait: Duration, trace: TraceContext) {
         self.admission.waited(priority, wait, Exemplar::of(trace));
+    }
+
+    /// A request of a tenant ended: tokens of its prompt, and those that were generated.
+    pub fn served(&self, tenant: &str, prompt: u32, generated: u32) {
+        self.admission.served(tenant, prompt, generated);
     }
 
     /// The prompt of a request was looked up on the node of its first token, and so many of its tokens were there.

@@ -5,6 +5,12 @@
 //! them had saved up. A flow that was away, or found no room when it was its turn, pays for nobody and saves up no more
 //! than a given credit: who asks now and then finds its few requests next, also where two come at a time.
 //!
+//! What a piece costs is known when it is done. It is served at an estimate, and what it took beyond that is charged
+//! when it is known ([`Fair::charge`]), as in the virtual token counter (VTC; Sheng et al., OSDI '24). What it did not
+//! take comes back ([`Fair::give_back`]). A flow that waits was wrongly passed by others: it may fall behind the
+//! virtual time by what comes back, up to [`MOST_OWED`] tokens beside its credit. A flow that is away gets back no more
+//! than it owes, so that being away never pays.
+//!
 //! What waits in a flow, and in which order, belongs to [`super::queue`].
 use std::collections::BTreeMap;
 
@@ -12,6 +18,8 @@ use std::collections::BTreeMap;
 type Virtual = u128;
 
 const SCALE: Virtual = 1 << 20;
+/// Tokens that a flow which waits may be behind the virtual time because it was charged too much.
+pub const MOST_OWED: u64 = 16_384;
 
 /// The flows that are known, by name.
 #[derive(Clone, Debug)]
@@ -28,6 +36,8 @@ struct Flow {
     weight: u32,
     /// When its next piece starts, in virtual time.
     start: Virtual,
+    /// By how much it may be behind because it was charged too much.
+    owed: Virtual,
     /// The event at which it began to wait: the order among equal starts.
     since: u64,
     waits: bool,
@@ -49,19 +59,25 @@ impl<K> Fair<K> {
 
     /// No flow of this weight starts earlier.
     fn earliest(&self, weight: u32) -> Virtual {
-        self.now.saturating_sub(Virtual::from(self.credit) * SCALE / Virtual::from(weight.max(1)))
+        self.now.saturating_sub(share(self.credit, weight))
     }
+}
+
+/// So many tokens in virtual time.
+fn share(tokens: u64, weight: u32) -> Virtual {
+    Virtual::from(tokens) * SCALE / Virtual::from(weight.max(1))
 }
 
 impl<K: Ord + Clone> Fair<K> {
     /// The flow has something to be served; a new one is taken in. `weight` counts from its next piece on.
     pub fn wants(&mut self, key: &K, weight: u32) {
         let (now, earliest, event) = (self.now, self.earliest(weight), self.event());
-        let new = Flow { weight, start: now, since: event, waits: false, used: event };
+        let new = Flow { weight, start: now, owed: 0, since: event, waits: false, used: event };
         let flow = self.flows.entry(key.clone()).or_insert(new);
         (flow.weight, flow.used) = (weight.max(1), event);
         if !flow.waits {
             (flow.waits, flow.since, flow.start) = (true, event, flow.start.max(earliest));
+            flow.owed = 0;
         }
     }
 
@@ -80,8 +96,29 @@ impl<K: Ord + Clone> Fair<K> {
         if let Some(flow) = self.flows.get_mut(key) {
             self.now = self.now.max(flow.start);
             // Who waited for room meanwhile has saved up no more than others.
-            flow.start = flow.start.max(earliest) + Virtual::from(cost.max(1)) * SCALE / Virtual::from(weight);
+            flow.start = flow.start.max(earliest.saturating_sub(flow.owed)) + share(cost.max(1), weight);
+            flow.owed = flow.owed.min(self.now.saturating_sub(flow.start));
             (flow.since, flow.used) = (event, event);
+        }
+    }
+
+    /// A piece of the flow that was served took so many tokens more.
+    pub fn charge(&mut self, key: &K, tokens: u64) {
+        if let Some(flow) = self.flows.get_mut(key) {
+            flow.start += share(tokens, flow.weight);
+        }
+    }
+
+    /// A piece of the flow that was served took so many tokens fewer.
+    pub fn give_back(&mut self, key: &K, tokens: u64) {
+        let Some(weight) = self.flows.get(key).map(|flow| flow.weight) else { return };
+        let earliest = self.earliest(weight);
+        if let Some(flow) = self.flows.get_mut(key) {
+            let start = flow.start.saturating_sub(share(tokens, weight));
+            if flow.waits {
+                flow.owed = earliest.saturating_sub(start).max(flow.owed).min(share(MOST_OWED, weight));
+            }
+            flow.start = start.max(earliest.saturating_sub(flow.owed)).min(flow.start);
         }
     }
 
@@ -96,7 +133,7 @@ impl<K: Ord + Clone> Fair<K> {
     /// that has `ahead` of its own flow before it.
     pub fn work_before(&self, key: &K, ahead: u64, waiting: impl Fn(&K) -> u64) -> u64 {
         let Some(flow) = self.flows.get(key) else { return 0 };
-        let start = flow.start + Virtual::from(ahead) * SCALE / Virtual::from(flow.weight);
+        let start = flow.start + share(ahead, flow.weight);
         let others = self.flows.iter().filter(|(other, flow)| *other != key && flow.waits);
         let before = |(other, flow): (&K, &Flow)| {
             let share = start.saturating_sub(flow.start) * Virtual::from(flow.weight) / SCALE;
@@ -203,6 +240,54 @@ mod tests {
     }
 
     #[test]
+    fn what_a_piece_took_beyond_its_estimate_is_charged_and_what_it_did_not_take_comes_back() {
+        let mut fair = Fair::default();
+        (1..3).for_each(|key| fair.wants(&key, 1));
+        assert_eq!((serve_next(&mut fair, 100), serve_next(&mut fair, 100)), (1, 2));
+        fair.charge(&1, 300);
+        let served: Vec<u8> = (0..4).map(|_| serve_next(&mut fair, 100)).collect();
+        assert_eq!(served, [2, 2, 2, 1], "both have had 400, and the first one of the equal ones is next");
+        fair.serve(&1, 2000);
+        (0..20).for_each(|_| assert_eq!(serve_next(&mut fair, 100), 2));
+        fair.give_back(&1, 2000);
+        let served: Vec<u8> = (0..21).map(|_| serve_next(&mut fair, 100)).collect();
+        let first = served.iter().take_while(|key| **key == 1).count();
+        assert!((19..=20).contains(&first), "all of it comes back: {served:?}");
+    }
+
+    #[test]
+    fn being_away_never_pays() {
+        for credit in [0, 4096] {
+            let mut fair = Fair::saving(credit);
+            (1..3).for_each(|key| fair.wants(&key, 1));
+            // It was charged too much, and left before that came back.
+            fair.serve(&1, 1_000_000);
+            fair.rests(&1);
+            fair.give_back(&1, 999_990);
+            (0..10_000).for_each(|_| assert_eq!(serve_next(&mut fair, 100), 2));
+            fair.give_back(&1, 10);
+            fair.wants(&1, 1);
+            let served: Vec<u8> = (0..300).map(|_| serve_next(&mut fair, 100)).collect();
+            let first = served.iter().take_while(|key| **key == 1).count() as u64;
+            assert!(first <= credit.div_ceil(100) + 1, "{first} with a credit of {credit}");
+        }
+    }
+
+    #[test]
+    fn what_is_owed_is_bounded() {
+        let mut fair = Fair::default();
+        (1..3).for_each(|key| fair.wants(&key, 1));
+        fair.serve(&1, 1_000_000);
+        (0..10_000).for_each(|_| assert_eq!(serve_next(&mut fair, 100), 2));
+        fair.give_back(&1, 1_000_000);
+        let served: Vec<u8> = (0..1000).map(|_| serve_next(&mut fair, 100)).collect();
+        let first = served.iter().take_while(|key| **key == 1).count() as u64;
+        assert!(first.abs_diff(MOST_OWED / 100) <= 2, "{first}");
+        let then = served[first as usize..].iter().filter(|key| **key == 1).count();
+        assert!(then.abs_diff((1000 - first as usize) / 2) <= 1, "and then its share: {then}");
+    }
+
+    #[test]
     fn only_the_ratio_of_weights_counts() {
         let order = |scale: u32| {
             let mut fair = Fair::saving(4096);
@@ -260,6 +345,36 @@ mod tests {
                     let apart = (per_weight(a, &had) - per_weight(b, &had)).abs();
                     let bound = per_weight(a, &largest) + per_weight(b, &largest) + 1e-3;
                     prop_assert!(apart <= bound, "{apart} {bound} {had:?} {weights:?}");
+                }
+            }
+        }
+
+        /// The same where what a piece took is known later, and differs from its estimate: all that is known counts.
+        #[test]
+        fn shares_hold_by_what_was_taken_and_not_by_estimates(
+            weights in prop::collection::vec(1u32..20, 2..6),
+            pieces in prop::collection::vec((1u64..1000, 1u64..1000, 0usize..4), 10..400),
+        ) {
+            let mut fair = Fair::default();
+            (0..).zip(&weights).for_each(|(key, weight)| fair.wants(&key, *weight));
+            let mut had = vec![0u64; weights.len()];
+            let mut under_way = std::collections::VecDeque::new();
+            for (estimate, took, delay) in pieces {
+                under_way.push_back((serve_next(&mut fair, estimate), estimate, took));
+                while under_way.len() > delay {
+                    let Some((key, estimate, took)) = under_way.pop_front() else { break };
+                    had[usize::from(key)] += took;
+                    match took.checked_sub(estimate) {
+                        Some(more) => fair.charge(&key, more),
+                        None => fair.give_back(&key, estimate - took),
+                    }
+                }
+                // A piece of each, and of each that is under way what it takes and what its estimate misses.
+                let per_weight = |key: usize| had[key] as f64 / f64::from(weights[key]);
+                let bound = |key: usize| 9.0 * 1000.0 / f64::from(weights[key]);
+                for (a, b) in (0..weights.len()).flat_map(|a| (0..a).map(move |b| (a, b))) {
+                    let apart = (per_weight(a) - per_weight(b)).abs();
+                    prop_assert!(apart <= bound(a) + bound(b) + 1e-3, "{apart} {had:?} {weights:?}");
                 }
             }
         }

@@ -8,6 +8,9 @@
 //! first served. A request that nobody has room for is passed over by others that fit, [`MAX_PASSES`] times at most:
 //! then its pool waits for it, and after [`MAX_PASSES_OF_OTHERS`] the other pools, too.
 //!
+//! **Charges.** A request is charged its prompt and [`ANSWER_WEIGHT`] times what is generated: at its start as much as
+//! this tenant's answers usually have, then what comes beyond that, and at its end what did not come is given back.
+//!
 //! **Bounds.** Slots; each pool's share of them; places in the queue. Where there are several tenants, one may hold no
 //! more than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however
 //! many of them want more, some places stay free for who comes new.
@@ -22,6 +25,11 @@ use super::pace::Pace;
 use super::pools::Pools;
 use super::tenant::DEFAULT_TENANT;
 
+/// What a token of an answer costs against one of a prompt, for shares: as in VTC's paper. It takes a step of its own,
+/// and its KV stays longest.
+pub const ANSWER_WEIGHT: u64 = 2;
+/// What one more answer weighs in the usual length of a tenant's answers.
+const ANSWERS_MEMORY: f64 = 1.0 / 8.0;
 /// What a level of priority is worth, see the head of this file.
 pub const PLACES_A_LEVEL: i64 = 32;
 /// Requests of its own pool that may start before one that finds no room.
@@ -161,9 +169,11 @@ struct Class {
 struct Lane {
     /// By place, then by arrival.
     waiting: BTreeMap<Key, Waiting>,
-    /// Tokens of all of them.
-    tokens: u64,
+    /// What all of them cost.
+    cost: u64,
     arrivals: i64,
+    /// Tokens of its answers as they have been lately; `None` before the first one.
+    usual_answer: Option<f64>,
 }
 
 type Key = (i64, Ticket);
@@ -171,6 +181,8 @@ type Key = (i64, Ticket);
 #[derive(Debug)]
 struct Waiting {
     ask: Ask,
+    /// Tokens of the answer that are charged at the start.
+    answer: u32,
     /// By requests of its own pool.
     passes: u32,
     passes_of_others: u32,
@@ -179,17 +191,36 @@ struct Waiting {
 #[derive(Debug)]
 enum Place {
     Waiting { pool: usize, lane: Arc<str>, key: Key },
-    Running { pool: usize, ahead: Option<Ahead> },
+    Running { pool: usize, lane: Arc<str>, ahead: Option<Ahead>, charge: Charge },
+}
+
+/// What a running request is charged with.
+#[derive(Clone, Copy, Debug)]
+struct Charge {
+    prompt: u32,
+    /// Tokens of its answer.
+    answer: u32,
+    /// Those of them that are generated.
+    generated: u32,
+    /// Its nodes have it: the prompt costs what it costs.
+    routed: bool,
+}
+
+impl Waiting {
+    /// For shares.
+    fn cost(&self) -> u64 {
+        u64::from(self.ask.prompt_tokens) + ANSWER_WEIGHT * u64::from(self.answer)
+    }
 }
 
 impl Ask {
-    /// What it costs: tokens of prompt and usual answer.
-    pub fn cost(&self) -> u64 {
+    /// Tokens of prompt and usual answer.
+    pub fn tokens(&self) -> u64 {
         u64::from(self.prompt_tokens) + u64::from(self.answer_tokens)
     }
 
     fn ahead(&self) -> Ahead {
-        Ahead { requests: 1, prompt_tokens: self.prompt_tokens.into(), total_tokens: self.cost() }
+        Ahead { requests: 1, prompt_tokens: self.prompt_tokens.into(), total_tokens: self.tokens() }
     }
 }
 
@@ -263,6 +294,9 @@ impl Queue {
     /// A request that started is on its nodes: they know of it.
     pub fn routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
         self.forget_ahead(ticket);
+        if let Some(Place::Running { charge, .. }) = self.places.get_mut(&ticket) {
+            charge.routed = true;
+        }
         self.tick(now, room)
     }
 
@@ -275,6 +309,18 @@ impl Queue {
             let own = Ahead { requests: 1, prompt_tokens: prompt_tokens.into(), total_tokens };
             *ahead = Some(own);
             self.ahead.add(&own);
+        }
+    }
+
+    /// So many tokens of a running request's answer are generated, in all: what is not charged yet is charged now.
+    pub fn generated(&mut self, ticket: Ticket, tokens: u32) {
+        let Some(Place::Running { pool, lane, charge, .. }) = self.places.get_mut(&ticket) else { return };
+        charge.generated = tokens;
+        let more = ANSWER_WEIGHT * u64::from(tokens.saturating_sub(charge.answer));
+        charge.answer = charge.answer.max(tokens);
+        if more > 0 {
+            self.pools[*pool].order.charge(lane, more);
+            self.between.charge(pool, more);
         }
     }
 
@@ -309,11 +355,6 @@ impl Queue {
         let retry_after = self.pools.iter().filter_map(|pool| pool.half_drained(now)).min();
         let retry_after = retry_after.map(|drained| drained.min(LONGEST_RETRY));
         Some(Refused { reason: Reason::QueueFull, retry_after, first_token: None })
-    }
-
-    /// Whether tenants have shares.
-    pub fn has_tenants(&self) -> bool {
-        self.bounds.tenants
     }
 
     /// Requests that run.
@@ -351,10 +392,10 @@ impl Queue {
         let Place::Waiting { pool, lane, key } = self.places.get(&ticket)? else { return Some(Duration::ZERO) };
         let class = &self.pools[*pool];
         let own = class.lanes.get(lane)?;
-        let behind: u64 = own.waiting.range(key..).map(|(_, waiting)| waiting.ask.cost()).sum();
-        let ahead = own.tokens.saturating_sub(behind);
-        let tokens_of = |other: &Arc<str>| class.lanes.get(other).map_or(0, |lane| lane.tokens);
-        let before = ahead.saturating_add(class.order.work_before(lane, ahead, tokens_of));
+        let behind: u64 = own.waiting.range(key..).map(|(_, waiting)| waiting.cost()).sum();
+        let ahead = own.cost.saturating_sub(behind);
+        let cost_of = |other: &Arc<str>| class.lanes.get(other).map_or(0, |lane| lane.cost);
+        let before = ahead.saturating_add(class.order.work_before(lane, ahead, cost_of));
         class.pace.time_for(before, now)
     }
 
@@ -367,11 +408,14 @@ impl Queue {
         let lane = class.lanes.entry(Arc::clone(&name)).or_default();
         let key = (lane.arrivals.saturating_sub(i64::from(ask.priority) * PLACES_A_LEVEL), ticket);
         lane.arrivals += 1;
-        lane.tokens += ask.cost();
+        let usual = lane.usual_answer.map_or(ask.answer_tokens, |usual| usual.ceil() as u32);
+        let (answer, deadline) = (usual.min(ask.max_tokens).max(1), ask.deadline);
         class.order.wants(&name, ask.weight);
         self.between.wants(&pool, class.share);
-        self.deadlines.insert((ask.deadline, ticket));
-        lane.waiting.insert(key, Waiting { ask, passes: 0, passes_of_others: 0 });
+        self.deadlines.insert((deadline, ticket));
+        let waiting = Waiting { ask, answer, passes: 0, passes_of_others: 0 };
+        lane.cost += waiting.cost();
+        lane.waiting.insert(key, waiting);
         class.waiting += 1;
         self.places.insert(ticket, Place::Waiting { pool, lane: name, key });
         ticket
@@ -383,29 +427,46 @@ impl Queue {
         self.expected.remove(&ticket);
         match self.places.remove(&ticket) {
             Some(Place::Waiting { pool, lane, key }) => drop(self.take(ticket, pool, &lane, key)),
-            Some(Place::Running { pool, .. }) => {
+            Some(Place::Running { pool, lane, charge, .. }) => {
                 self.inflight -= 1;
                 self.pools[pool].inflight -= 1;
+                self.settle(pool, &lane, charge);
             }
             None => {}
         }
     }
 
+    /// A request has ended: what of its charge did not come is given back.
+    fn settle(&mut self, pool: usize, lane: &Arc<str>, charge: Charge) {
+        let Charge { prompt, answer, generated, routed } = charge;
+        let prompt = if routed { 0 } else { u64::from(prompt) };
+        let fewer = prompt + ANSWER_WEIGHT * u64::from(answer.saturating_sub(generated));
+        let class = &mut self.pools[pool];
+        if fewer > 0 {
+            class.order.give_back(lane, fewer);
+            self.between.give_back(&pool, fewer);
+        }
+        if let Some(lane) = class.lanes.get_mut(lane).filter(|_| generated > 0) {
+            let usual = lane.usual_answer.get_or_insert(generated.into());
+            *usual += (f64::from(generated) - *usual) * ANSWERS_MEMORY;
+        }
+    }
+
     /// Out of its lane.
-    fn take(&mut self, ticket: Ticket, pool: usize, name: &Arc<str>, key: Key) -> Option<Ask> {
+    fn take(&mut self, ticket: Ticket, pool: usize, name: &Arc<str>, key: Key) -> Option<Waiting> {
         let class = &mut self.pools[pool];
         let lane = class.lanes.get_mut(name)?;
-        let ask = lane.waiting.remove(&key)?.ask;
+        let waiting = lane.waiting.remove(&key)?;
         class.waiting -= 1;
-        lane.tokens = lane.tokens.saturating_sub(ask.cost());
-        self.deadlines.remove(&(ask.deadline, ticket));
+        lane.cost = lane.cost.saturating_sub(waiting.cost());
+        self.deadlines.remove(&(waiting.ask.deadline, ticket));
         if lane.waiting.is_empty() {
             class.order.rests(name);
         }
         if class.waiting == 0 {
             self.between.rests(&pool);
         }
-        Some(ask)
+        Some(waiting)
     }
 
     fn start(&mut self, now: Instant, room: Room<'_>) -> Vec<Ticket> {
@@ -414,15 +475,18 @@ impl Queue {
             && let Some((pool, lane, key)) = self.next(room)
         {
             let ticket = key.1;
-            let Some(ask) = self.take(ticket, pool, &lane, key) else { break };
+            let Some(waiting) = self.take(ticket, pool, &lane, key) else { break };
+            let (cost, ahead) = (waiting.cost(), waiting.ask.ahead());
             let class = &mut self.pools[pool];
-            class.order.serve(&lane, ask.cost());
-            class.pace.started(ask.cost(), now);
+            class.order.serve(&lane, cost);
+            class.pace.started(cost, now);
             class.inflight += 1;
-            self.between.serve(&pool, ask.cost());
+            self.between.serve(&pool, cost);
             self.inflight += 1;
-            self.ahead.add(&ask.ahead());
-            self.places.insert(ticket, Place::Running { pool, ahead: Some(ask.ahead()) });
+            self.ahead.add(&ahead);
+            let Waiting { ask, answer, .. } = waiting;
+            let charge = Charge { prompt: ask.prompt_tokens, answer, generated: 0, routed: false };
+            self.places.insert(ticket, Place::Running { pool, lane, ahead: Some(ahead), charge });
             started.push(ticket);
         }
         started
@@ -557,8 +621,8 @@ impl Class {
 
     /// Until half of what waits has started.
     fn half_drained(&self, now: Instant) -> Option<Duration> {
-        let tokens: u64 = self.lanes.values().map(|lane| lane.tokens).sum();
-        self.pace.time_for(tokens / 2, now)
+        let cost: u64 = self.lanes.values().map(|lane| lane.cost).sum();
+        self.pace.time_for(cost / 2, now)
     }
 }
 

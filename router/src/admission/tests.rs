@@ -109,7 +109,7 @@ async fn rates_count_what_was_used() {
     let refusal = enter(80).unwrap_err();
     assert_eq!(refusal.reason, Reason::RateLimit);
     assert_eq!(refusal.error.retry_after, Some(Duration::from_secs(48)), "80 of 90 tokens are missing");
-    slot.used(30);
+    slot.used(10, 20);
     drop(slot);
     let running = enter(60).unwrap();
     assert_eq!(enter(60).unwrap_err().reason, Reason::RateLimit, "60 came back, no more");

@@ -15,6 +15,13 @@ struct OfTenant {
     tenant: String,
 }
 
+/// What its requests took.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Taken {
+    tenant: String,
+    of: &'static str,
+}
+
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Why {
     reason: &'static str,
@@ -32,6 +39,7 @@ type Waits = Family<Level, Traced, fn() -> Traced>;
 #[derive(Clone)]
 pub(super) struct AdmissionMetrics {
     depth: Family<OfTenant, Gauge>,
+    served: Family<Taken, Counter>,
     refused: Family<Why, Counter>,
     wait: Waits,
     body_bytes: Gauge,
@@ -46,6 +54,7 @@ impl AdmissionMetrics {
         let histogram: fn() -> Traced = || Traced::new(SECONDS.into_iter());
         let own = Self {
             depth: Family::default(),
+            served: Family::default(),
             refused: Family::default(),
             wait: Waits::new_with_constructor(histogram),
             body_bytes: Gauge::default(),
@@ -55,6 +64,8 @@ impl AdmissionMetrics {
             strangers: Counter::default(),
         };
         registry.register("tandem_queue_depth", "Requests that wait for admission, by tenant", own.depth.clone());
+        let served = "Tokens of prompts and answers that tenants had, of failed requests too; `default`: of all, where there are no keys";
+        registry.register("tandem_tenant_tokens", served, own.served.clone());
         registry.register("tandem_refused", "Requests refused before they started", own.refused.clone());
         registry.register(
             "tandem_queue_wait_seconds",
@@ -82,13 +93,20 @@ impl AdmissionMetrics {
         self.refused.get_or_create(&Why { reason: reason.as_str() }).inc();
     }
 
+    pub fn served(&self, tenant: &str, prompt: u32, generated: u32) {
+        for (of, tokens) in [("prompt", prompt), ("answer", generated)] {
+            self.served.get_or_create(&Taken { tenant: tenant.to_owned(), of }).inc_by(tokens.into());
+        }
+    }
+
     pub fn waited(&self, priority: i32, wait: Duration, trace: Exemplar) {
         let histogram = self.wait.get_or_create(&Level { priority: priority.into() });
         histogram.observe(seconds(wait), Some(trace), None);
     }
 
     /// Tenants that are no longer known leave no series behind.
-    pub fn set(&self, Seen { depths, intake, strangers, .. }: &Seen) {
+    pub fn set(&self, Seen { tenants, depths, intake, strangers, .. }: &Seen) {
+        tenants.iter().for_each(|tenant| self.served(tenant, 0, 0));
         self.strangers.inner().store(*strangers, Ordering::Relaxed);
         self.body_bytes.set(whole(intake.body_bytes));
         self.texts_working.set(whole(intake.working));

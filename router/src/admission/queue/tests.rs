@@ -119,7 +119,7 @@ fn names_that_clients_give_themselves_are_labels_and_no_shares() {
     let urgent = Ask { priority: 10, ..ask("default", now) };
     let waiting: Vec<Ticket> =
         ["default", "a stranger", "another"].map(|name| entered(&mut queue, ask(name, now), now)).into();
-    assert!(!queue.has_tenants(), "nodes still hear of priorities");
+    assert!(!queue.bounds.tenants, "nodes still hear of priorities");
     let urgent = entered(&mut queue, urgent, now);
     let mut running = 1;
     let mut order = Vec::new();
@@ -338,6 +338,139 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
+/// Tenants that always have requests waiting, each with answers of its own lengths, which nobody knows before. Each
+/// running answer grows by a token at a time.
+struct Generating<'a> {
+    queue: Queue,
+    now: Instant,
+    weights: &'a [u32],
+    /// How long an answer of a tenant becomes.
+    length: Box<dyn FnMut(usize) -> u32 + 'a>,
+    waiting: HashMap<Ticket, usize>,
+    /// Whose, generated, until then.
+    running: BTreeMap<Ticket, (usize, u32, u32)>,
+    /// What each was served: prompts, and what was generated.
+    had: Vec<u64>,
+}
+
+const PROMPT: u32 = 50;
+
+impl<'a> Generating<'a> {
+    fn new(slots: usize, weights: &'a [u32], length: impl FnMut(usize) -> u32 + 'a) -> Self {
+        let (queue, now) = (Queue::new(shared(slots, 10_000)), Instant::now());
+        let (waiting, running, had) = (HashMap::new(), BTreeMap::new(), vec![0; weights.len()]);
+        Self { queue, now, weights, length: Box::new(length), waiting, running, had }
+    }
+
+    fn ask(&mut self, tenant: usize) {
+        let ask = ask(&tenant.to_string(), self.now);
+        let ask =
+            Ask { weight: self.weights[tenant], prompt_tokens: PROMPT, max_tokens: 4000, answer_tokens: 100, ..ask };
+        let (ticket, turn) = self.queue.enter(ask, self.now, &mut always);
+        self.waiting.insert(ticket.unwrap(), tenant);
+        self.start(turn);
+    }
+
+    fn start(&mut self, turn: Turn) {
+        for ticket in turn.start {
+            let tenant = self.waiting.remove(&ticket).unwrap();
+            self.queue.routed(ticket, self.now, &mut always);
+            self.had[tenant] += u64::from(PROMPT);
+            let length = (self.length)(tenant);
+            self.running.insert(ticket, (tenant, 0, length));
+        }
+    }
+
+    /// Every running answer has another token; those that are complete, or cancelled, leave.
+    fn step(&mut self) {
+        let running: Vec<Ticket> = self.running.keys().copied().collect();
+        for ticket in running {
+            let (tenant, generated, length) = self.running.get_mut(&ticket).unwrap();
+            *generated += 1;
+            self.had[*tenant] += ANSWER_WEIGHT;
+            let (tenant, generated, ends) = (*tenant, *generated, *generated >= *length);
+            if ends || generated.is_multiple_of(32) {
+                self.queue.generated(ticket, generated);
+            }
+            if ends {
+                self.running.remove(&ticket);
+                let turn = self.queue.leave(ticket, self.now, &mut always);
+                self.start(turn);
+                self.ask(tenant);
+            }
+        }
+    }
+
+    fn per_weight(&self, tenant: usize) -> f64 {
+        self.had[tenant] as f64 / f64::from(self.weights[tenant])
+    }
+}
+
+#[test]
+fn a_tenant_with_long_answers_gets_no_more_than_one_with_short_ones() {
+    let lengths = [800, 5];
+    let mut tenants = Generating::new(16, &[1, 1], |tenant| lengths[tenant]);
+    for _ in 0..40 {
+        (0..2).for_each(|tenant| tenants.ask(tenant));
+    }
+    (0..20_000).for_each(|_| tenants.step());
+    let (long, short) = (tenants.had[0] as f64, tenants.had[1] as f64);
+    assert!((long / short - 1.0).abs() < 0.1, "{long} {short}");
+}
+
+#[test]
+fn what_never_came_to_a_node_costs_nothing() {
+    let now = Instant::now();
+    let mut queue = Queue::new(shared(1, 100));
+    let first = entered(&mut queue, ask("a", now), now);
+    queue.routed(first, now, &mut always);
+    let of = |name: &str| Ask { prompt_tokens: 1000, max_tokens: 1000, answer_tokens: 1000, ..ask(name, now) };
+    let cancelled = entered(&mut queue, of("b"), now);
+    let (a, b) = (entered(&mut queue, of("a"), now), entered(&mut queue, of("b"), now));
+    assert_eq!(queue.leave(first, now, &mut always).start, [cancelled]);
+    // Its client left before it had nodes: the next one is as if it had never been there.
+    assert_eq!(queue.leave(cancelled, now, &mut always).start, [b]);
+    queue.routed(b, now, &mut always);
+    queue.generated(b, 10);
+    let more = entered(&mut queue, of("b"), now);
+    assert_eq!(queue.leave(b, now, &mut always).start, [a], "its prompt counts");
+    assert_eq!(queue.leave(a, now, &mut always).start, [more]);
+    queue.generated(more, 5000);
+    queue.leave(more, now, &mut always);
+    queue.generated(more, 9000);
+    assert_eq!((queue.inflight(), queue.waiting()), (0, 0), "who has left is charged no more");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// VTC's promise: tenants that always have something waiting get prompts and generated tokens by their weights,
+    /// whatever their answers are and whatever was expected, up to what may run at a time.
+    #[test]
+    fn tenants_share_what_is_generated(
+        weights in prop::collection::vec(1u32..5, 2..4),
+        longest in prop::collection::vec(1u32..400, 4),
+        draws in prop::collection::vec(0u32..=100, 97),
+        slots in 1usize..12,
+    ) {
+        let mut drawn = draws.iter().cycle();
+        let length = |tenant: usize| 1 + longest[tenant] * drawn.next().unwrap() / 100;
+        let mut tenants = Generating::new(slots, &weights, length);
+        for tenant in (0..weights.len()).cycle().take(weights.len() * (slots + 2)) {
+            tenants.ask(tenant);
+        }
+        let largest = |tenant: usize| u64::from(PROMPT) + ANSWER_WEIGHT * u64::from(longest[tenant] + 1);
+        let bound = (0..weights.len()).map(largest).max().unwrap() as f64 * (slots + 1) as f64 + CREDIT as f64;
+        for _ in 0..40 {
+            (0..100).for_each(|_| tenants.step());
+            for (a, b) in (0..weights.len()).flat_map(|a| (0..a).map(move |b| (a, b))) {
+                let apart = (tenants.per_weight(a) - tenants.per_weight(b)).abs();
+                prop_assert!(apart <= 2.0 * bound, "{apart} {bound} {:?}", tenants.had);
+            }
+        }
+    }
+}
+
 proptest! {
     /// Slots, places and tickets add up after any events, and nobody waits who could start.
     #[test]
@@ -459,6 +592,7 @@ proptest! {
             answer_tokens: 1,
             ..ask(&tenant.to_string(), now)
         };
+        let cost = |tenant: usize| u64::from(sizes[tenant]) + ANSWER_WEIGHT;
         let mut whose = HashMap::new();
         let add = |queue: &mut Queue, whose: &mut HashMap<Ticket, usize>, tenant: usize| {
             whose.insert(entered(queue, of(tenant), now), tenant);
@@ -469,15 +603,17 @@ proptest! {
         }
         let mut had = vec![0u64; tenants];
         for _ in 0..400 {
+            queue.routed(running, now, &mut always);
+            queue.generated(running, 1);
             running = queue.leave(running, now, &mut always).start[0];
             let tenant = whose[&running];
-            had[tenant] += of(tenant).cost();
+            had[tenant] += cost(tenant);
             add(&mut queue, &mut whose, tenant);
         }
         for (a, b) in (0..tenants).flat_map(|a| (0..a).map(move |b| (a, b))) {
             let per_weight = |tenant: usize, tokens: u64| tokens as f64 / f64::from(weights[tenant]);
             let apart = (per_weight(a, had[a]) - per_weight(b, had[b])).abs();
-            let bound = per_weight(a, of(a).cost()) + per_weight(b, of(b).cost()) + 1e-3;
+            let bound = per_weight(a, cost(a)) + per_weight(b, cost(b)) + 1e-3;
             prop_assert!(apart <= bound, "{apart} {bound} {had:?}");
         }
     }

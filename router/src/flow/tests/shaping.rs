@@ -123,6 +123,50 @@ async fn a_greedy_tenant_waits_behind_its_own_requests() {
 }
 
 #[tokio::test]
+async fn shares_count_what_was_generated() {
+    let limits = Limits { max_inflight: 1, ..Limits::default() };
+    let mut cluster = Cluster::with_tenants(limits, &["alice", "bobby"]).await;
+    let service = cluster.service.clone();
+    let ask = |name: &str, index: u32| {
+        let tenant = service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap();
+        let request_id = format!("{name} {index}");
+        service.generate(GenerationRequest { request_id, tenant, max_tokens: 100, ..request() }).unwrap()
+    };
+    let first = ask("alice", 0);
+    let others = (1..4).flat_map(|index| [("alice", index), ("bobby", index)]);
+    let others: Vec<GenerationStream> = others.map(|(name, index)| ask(name, index)).collect();
+    let (mut order, mut open) = (Vec::new(), Vec::new());
+    // As much is expected of each of them; alice's answers are one token, bobby's are forty.
+    for _ in 0..7 {
+        let (mut prefill, spec, decode, _) = cluster.legs().await;
+        order.push(spec.request_id.clone());
+        if spec.request_id.starts_with("alice") {
+            prefill.send(first_token(id('a'), Some(Stop))).await;
+        } else {
+            hand_off(&mut prefill, &decode, 'b').await;
+            for _ in 1..40 {
+                decode.send(token(id('b'))).await;
+            }
+            decode.send(finished(Stop, vec![])).await;
+        }
+        open.push((prefill, decode));
+    }
+    assert_eq!(order, ["alice 0", "bobby 1", "alice 1", "alice 2", "alice 3", "bobby 2", "bobby 3"]);
+    for stream in others.into_iter().chain([first]) {
+        assert!(read(stream).await.2.is_ok());
+    }
+    let tokens = |tenant: &str, of: &str| {
+        let series = format!(
+            "tandem_tenant_tokens_total{{role=\"router\",instance=\"router-test\",tenant=\"{tenant}\",of=\"{of}\"}}"
+        );
+        replans::metric(&cluster.service, &[&series])
+    };
+    let all = |tenant| (tokens(tenant, "prompt"), tokens(tenant, "answer"));
+    replans::until("all are counted", || all("bobby") == (60, 120)).await;
+    assert_eq!(all("alice"), (80, 4));
+}
+
+#[tokio::test]
 async fn nodes_hear_of_no_priorities_where_tenants_have_keys() {
     let limits = Limits { max_inflight: 1, ..Limits::default() };
     let mut cluster = Cluster::with_tenants(limits, &["alice", "bobby"]).await;
