@@ -195,9 +195,11 @@ struct Place {
     inner: Arc<Inner>,
     ticket: Ticket,
     tenant: Tenant,
-    /// What was taken from its rates and not used yet: a request until it starts, and tokens.
+    /// What was taken from its rates: a request until it starts, and tokens.
     requests: u32,
     tokens: u64,
+    /// The tokens of prompt and answer that it used.
+    used: u64,
     /// Tokens of its answer.
     generated: u32,
 }
@@ -256,7 +258,7 @@ impl Admission {
             Ok(places) => {
                 let entry = |((ticket, started), tokens)| {
                     let (inner, tenant) = (Arc::clone(&self.inner), tenant.clone());
-                    Entry { place: Place { inner, ticket, tenant, requests: 1, tokens, generated: 0 }, started }
+                    Entry { place: Place { inner, ticket, tenant, requests: 1, tokens, used: 0, generated: 0 }, started }
                 };
                 Ok(places.into_iter().zip(costs).map(entry).collect())
             }
@@ -386,10 +388,10 @@ impl Slot {
         }
     }
 
-    /// It used so many tokens of prompt and answer: the others count for the tenant's rates no more.
+    /// It used so many tokens of prompt and answer: these count for the tenant's rates, and no others.
     pub fn used(&mut self, prompt: u32, generated: u32) {
         self.0.generated = generated;
-        self.0.tokens = self.0.tokens.saturating_sub(u64::from(prompt) + u64::from(generated));
+        self.0.used = u64::from(prompt) + u64::from(generated);
     }
 }
 
@@ -409,7 +411,8 @@ impl Claim {
 impl Drop for Place {
     fn drop(&mut self) {
         let now = clock::now();
-        self.tenant.give_back(self.requests, self.tokens, now);
+        self.tenant.give_back(self.requests, self.tokens.saturating_sub(self.used), now);
+        self.tenant.owe(self.used.saturating_sub(self.tokens), now);
         self.inner.change_and(|queue, wake, room| {
             // Who gave up while it waited is woken by nobody.
             wake.remove(&self.ticket);

@@ -94,6 +94,14 @@ impl Limiter {
         buckets.into_iter().filter_map(allowance).collect()
     }
 
+    /// Takes tokens that were used beyond what was taken before: a debt, where there are not so many.
+    pub fn owe(&mut self, tokens: u64, now: Instant) {
+        if let Some(bucket) = &mut self.tokens {
+            bucket.fill(now);
+            bucket.level -= tokens as f64;
+        }
+    }
+
     /// Gives back what was not used.
     pub fn give_back(&mut self, requests: u32, tokens: u64, now: Instant) {
         for (bucket, amount) in [(&mut self.requests, f64::from(requests)), (&mut self.tokens, tokens as f64)] {

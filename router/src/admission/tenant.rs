@@ -101,6 +101,11 @@ impl Tenant {
         self.limiter(|limiter| limiter.give_back(requests, tokens, now));
     }
 
+    /// Takes what was used beyond what was taken.
+    pub fn owe(&self, tokens: u64, now: Instant) {
+        self.limiter(|limiter| limiter.owe(tokens, now));
+    }
+
     fn limiter<T>(&self, act: impl FnOnce(&mut Limiter) -> T) -> Option<T> {
         self.0.limiter.lock().unwrap_or_else(PoisonError::into_inner).as_mut().map(act)
     }

@@ -117,6 +117,20 @@ async fn rates_count_what_was_used() {
 }
 
 #[tokio::test]
+async fn an_answer_that_is_longer_than_usual_counts_whole() {
+    let (admission, now) = (admission(1, 1), clock::now());
+    let tenant = limited(None, Some(100), now);
+    let enter = |answer_tokens| admission.enter(&tenant, Asked { answer_tokens, ..asked() }, now);
+    let mut slot = enter(20).unwrap().admitted().await.unwrap();
+    slot.used(10, 150);
+    drop(slot);
+    // 160 of 100 are gone, and 30 are asked for.
+    let retry_after = enter(20).unwrap_err().error.retry_after.expect("a time");
+    assert!(retry_after > Duration::from_secs(40) && retry_after <= Duration::from_secs(54), "{retry_after:?}");
+    assert!(tenant.allowances(now).iter().all(|tokens| tokens.remaining == 0));
+}
+
+#[tokio::test]
 async fn what_a_full_queue_refused_costs_no_rate() {
     let admission = admission(1, 0);
     let _running = enter(&admission).unwrap();
