@@ -1,10 +1,10 @@
 //! Who may start: the border between the flow and the admission queue. This file is the thin part, which has locks and
 //! wakes those who wait; what it decides is decided by pure state machines:
 //!
-//! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`pace`]: how fast it
-//!   moves.
-//! - [`lateness`]: what predictions miss. [`looks`]: how often it asks for room. [`pools`]: classes by prompt length.
-//!   [`limiter`]: rates of one API key.
+//! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`drain_rate`]: how fast
+//!   it moves.
+//! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`pools`]: classes by prompt
+//!   length. [`limiter`]: rates of one API key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what
@@ -13,12 +13,12 @@
 //!
 //! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is
 //! in.
+pub mod drain_rate;
 pub mod fair;
 pub mod keys;
 pub mod lateness;
 pub mod limiter;
-pub mod looks;
-pub mod pace;
+pub mod poll_budget;
 pub mod pools;
 pub mod queue;
 pub mod tenant;
@@ -35,7 +35,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use crate::flow::{ENDING, Limits};
 use crate::membership::Membership;
 use limiter::Exceeded;
-use looks::{Look, Looks};
+use poll_budget::{Poll, PollBudget};
 use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
 use tenant::DEFAULT_TENANT;
 pub use tenant::Tenant;
@@ -183,7 +183,7 @@ struct State {
     queue: Queue,
     /// Of those who wait.
     wake: Wakes,
-    looks: Looks,
+    poll_budget: PollBudget,
 }
 
 /// A ticket, and the other end of its wake unless it starts at once.
@@ -237,7 +237,8 @@ impl Admission {
             max_ttft: limits.max_ttft,
             tenants: several,
         };
-        let state = Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looks: Looks::default() });
+        let state =
+            Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), poll_budget: PollBudget::default() });
         let (closed, empty, waits) = (AtomicBool::default(), Notify::default(), watch::Sender::default());
         let (room, max_queue, shared) = (Box::new(room), limits.max_queue, several || limits.pools.iter().len() > 1);
         Self { inner: Arc::new(Inner { state, room, closed, empty, waits, max_queue, several, shared }) }
@@ -258,7 +259,10 @@ impl Admission {
             Ok(places) => {
                 let entry = |((ticket, started), tokens)| {
                     let (inner, tenant) = (Arc::clone(&self.inner), tenant.clone());
-                    Entry { place: Place { inner, ticket, tenant, requests: 1, tokens, used: 0, generated: 0 }, started }
+                    Entry {
+                        place: Place { inner, ticket, tenant, requests: 1, tokens, used: 0, generated: 0 },
+                        started,
+                    }
                 };
                 Ok(places.into_iter().zip(costs).map(entry).collect())
             }
@@ -479,11 +483,11 @@ impl Inner {
             if state.queue.waiting() == 0 {
                 return;
             }
-            state.looks.changed(now)
+            state.poll_budget.changed(now)
         };
         match (look, tokio::runtime::Handle::try_current()) {
-            (Look::Planned, _) => {}
-            (Look::At(then), Ok(runtime)) => {
+            (Poll::Planned, _) => {}
+            (Poll::At(then), Ok(runtime)) => {
                 let queue = Arc::downgrade(self);
                 runtime.spawn(async move {
                     tokio::time::sleep_until(then.into()).await;
@@ -493,15 +497,15 @@ impl Inner {
                 });
             }
             // Whoever has no runtime does not wait.
-            (Look::Now, _) | (Look::At(_), Err(_)) => self.look(),
+            (Poll::Now, _) | (Poll::At(_), Err(_)) => self.look(),
         }
     }
 
     fn look(&self) {
         let now = clock::now();
-        self.lock().looks.begin(now);
+        self.lock().poll_budget.begin(now);
         self.change(|queue, room| queue.tick(now, room));
-        self.lock().looks.end(now, clock::now());
+        self.lock().poll_budget.end(now, clock::now());
     }
 
     fn change(&self, change: impl FnOnce(&mut Queue, queue::Room<'_>) -> Turn) {

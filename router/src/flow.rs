@@ -284,7 +284,7 @@ impl Run {
     async fn answer(&mut self, entry: Entry) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
         if self.shared.admission.has_tenants() {
-            self.progress.level();
+            self.progress.hide_priority();
         }
         let now = clock::now();
         self.record.timeline.end_phase(now);

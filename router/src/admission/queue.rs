@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Reason;
+use super::drain_rate::DrainRate;
 use super::fair::Fair;
 use super::lateness::Lateness;
-use super::pace::Pace;
 use super::pools::Pools;
 use super::tenant::DEFAULT_TENANT;
 
@@ -161,7 +161,7 @@ struct Class {
     /// The order of the lanes.
     order: Fair<Arc<str>>,
     lanes: BTreeMap<Arc<str>, Lane>,
-    pace: Pace,
+    drain_rate: DrainRate,
 }
 
 /// What one tenant has waiting in one pool.
@@ -235,7 +235,7 @@ impl Queue {
             waiting: 0,
             order: Fair::saving(CREDIT),
             lanes: BTreeMap::new(),
-            pace: Pace::default(),
+            drain_rate: DrainRate::default(),
         };
         let pools = bounds.pools.iter().zip(slots).map(class).collect();
         Self {
@@ -396,7 +396,7 @@ impl Queue {
         let ahead = own.cost.saturating_sub(behind);
         let cost_of = |other: &Arc<str>| class.lanes.get(other).map_or(0, |lane| lane.cost);
         let before = ahead.saturating_add(class.order.work_before(lane, ahead, cost_of));
-        class.pace.time_for(before, now)
+        class.drain_rate.time_for(before, now)
     }
 
     fn push(&mut self, ask: Ask) -> Ticket {
@@ -479,7 +479,7 @@ impl Queue {
             let (cost, ahead) = (waiting.cost(), waiting.ask.ahead());
             let class = &mut self.pools[pool];
             class.order.serve(&lane, cost);
-            class.pace.started(cost, now);
+            class.drain_rate.started(cost, now);
             class.inflight += 1;
             self.between.serve(&pool, cost);
             self.inflight += 1;
@@ -593,7 +593,7 @@ impl Queue {
     }
 
     fn note_waiting(&mut self, now: Instant) {
-        self.pools.iter_mut().for_each(|pool| pool.pace.waits(pool.waiting > 0, now));
+        self.pools.iter_mut().for_each(|pool| pool.drain_rate.waits(pool.waiting > 0, now));
     }
 }
 
@@ -622,7 +622,7 @@ impl Class {
     /// Until half of what waits has started.
     fn half_drained(&self, now: Instant) -> Option<Duration> {
         let cost: u64 = self.lanes.values().map(|lane| lane.cost).sum();
-        self.pace.time_for(cost / 2, now)
+        self.drain_rate.time_for(cost / 2, now)
     }
 }
 

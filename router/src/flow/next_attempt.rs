@@ -36,7 +36,7 @@ impl Run {
         let verdict = self.replan.failed(&failure, attempt.route.sessions(), now);
         let keep = attempt.route.sessions().0.filter(|_| attempt.keeps_prefill(&failure));
         let setback = Setback { node: attempt.route.node(failure.role).clone(), failure, at: now, phase };
-        let told = self.told(&setback);
+        let told = self.client_error(&setback);
         tracing::info!(request = self.record.request_id, error = told.message, ?verdict, "attempt failed");
         let retry = match verdict {
             Verdict::Retry(retry) => retry,
@@ -96,7 +96,7 @@ impl Run {
     fn found(&mut self, sought: Sought) -> Result<Route, Error> {
         let Sought { setback, found } = sought;
         let Found { route, retrying } = found.map_err(|lost| {
-            let told = self.told(&setback);
+            let told = self.client_error(&setback);
             match lost {
                 Lost::Budget => self.exhausted(told, Bound::Budget),
                 Lost::NoNodes(why) => {
@@ -122,7 +122,7 @@ impl Run {
     }
 
     /// What the client hears of it, if nothing can be done: by what it has now, which may be more than it had then.
-    fn told(&self, setback: &Setback) -> Error {
+    fn client_error(&self, setback: &Setback) -> Error {
         let Setback { failure, node, phase, .. } = setback;
         legs::failed(node, *phase, &failure.error, !self.progress.sent.is_empty())
     }

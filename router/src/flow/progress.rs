@@ -19,7 +19,7 @@ pub struct Progress {
     pub request: GenerationRequest,
     /// The tokens that it has.
     pub sent: Vec<u32>,
-    /// As nodes are told, see [`Self::level`].
+    /// As nodes are told, see [`Self::hide_priority`].
     priority: i32,
     /// Tokens that end the answer, as a node is told; the model's first one apart.
     stop_token_ids: Vec<u32>,
@@ -37,7 +37,7 @@ impl Progress {
 
     /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others'
     /// there.
-    pub fn level(&mut self) {
+    pub fn hide_priority(&mut self) {
         self.priority = 0;
     }
 

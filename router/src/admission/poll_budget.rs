@@ -12,7 +12,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// When the queue may look, and whether it will.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Looks {
+pub struct PollBudget {
     next: Option<Instant>,
     /// A look is still to come.
     planned: bool,
@@ -20,27 +20,27 @@ pub struct Looks {
 
 /// What is to be done about a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
-    /// Look.
+pub enum Poll {
+    /// Poll.
     Now,
-    /// Look then, and say so by [`Looks::begin`].
+    /// Poll then, and say so by [`PollBudget::begin`].
     At(Instant),
     /// The look that is still to come will see it.
     Planned,
 }
 
-impl Looks {
+impl PollBudget {
     /// The nodes may have other room.
-    pub fn changed(&mut self, now: Instant) -> Look {
+    pub fn changed(&mut self, now: Instant) -> Poll {
         if self.planned {
-            return Look::Planned;
+            return Poll::Planned;
         }
         match self.next.filter(|next| now < *next) {
             Some(next) => {
                 self.planned = true;
-                Look::At(next)
+                Poll::At(next)
             }
-            None => Look::Now,
+            None => Poll::Now,
         }
     }
 
@@ -66,25 +66,25 @@ mod tests {
         /// After each change comes a look, soon, and no more of them than there may be.
         #[test]
         fn seldom_and_never_too_late(pauses_us in prop::collection::vec(0u64..3_000, 1..200)) {
-            let (mut looks, mut now, mut planned) = (Looks::default(), Instant::now(), None::<Instant>);
+            let (mut budget, mut now, mut planned) = (PollBudget::default(), Instant::now(), None::<Instant>);
             let mut seen: Vec<Instant> = Vec::new();
             for pause_us in pauses_us {
                 now += Duration::from_micros(pause_us);
                 if let Some(at) = planned.filter(|at| *at <= now) {
-                    looks.begin(at);
+                    budget.begin(at);
                     seen.push(at);
                     planned = None;
                 }
-                match looks.changed(now) {
-                    Look::Now => {
-                        looks.begin(now);
+                match budget.changed(now) {
+                    Poll::Now => {
+                        budget.begin(now);
                         seen.push(now);
                     }
-                    Look::At(at) => {
+                    Poll::At(at) => {
                         prop_assert!(at > now && at <= now + BETWEEN && planned.is_none());
                         planned = Some(at);
                     }
-                    Look::Planned => prop_assert!(planned.is_some_and(|at| at > now)),
+                    Poll::Planned => prop_assert!(planned.is_some_and(|at| at > now)),
                 }
             }
             prop_assert!(seen.windows(2).all(|pair| pair[1] >= pair[0] + BETWEEN), "{seen:?}");
@@ -93,13 +93,13 @@ mod tests {
 
     #[test]
     fn a_long_look_is_followed_by_a_longer_pause() {
-        let (mut looks, start) = (Looks::default(), Instant::now());
+        let (mut budget, start) = (PollBudget::default(), Instant::now());
         let ms = |millis| start + Duration::from_millis(millis);
-        looks.begin(start);
-        looks.end(start, ms(2));
-        assert_eq!((looks.changed(ms(3)), looks.changed(ms(4))), (Look::At(ms(20)), Look::Planned));
-        looks.begin(ms(20));
-        looks.end(ms(20), ms(1020));
-        assert_eq!(looks.changed(ms(1021)), Look::At(ms(1040)), "it stood still");
+        budget.begin(start);
+        budget.end(start, ms(2));
+        assert_eq!((budget.changed(ms(3)), budget.changed(ms(4))), (Poll::At(ms(20)), Poll::Planned));
+        budget.begin(ms(20));
+        budget.end(ms(20), ms(1020));
+        assert_eq!(budget.changed(ms(1021)), Poll::At(ms(1040)), "it stood still");
     }
 }

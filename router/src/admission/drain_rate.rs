@@ -9,7 +9,7 @@ const ENOUGH_STARTS: u32 = 4;
 
 /// An exponentially weighted mean over the time in which something waited.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Pace {
+pub struct DrainRate {
     /// Tokens that started, and seconds in which something waited; both fade.
     tokens: f64,
     busy_s: f64,
@@ -18,7 +18,7 @@ pub struct Pace {
     since: Option<Instant>,
 }
 
-impl Pace {
+impl DrainRate {
     /// From now on something waits, or nothing does.
     pub fn waits(&mut self, something: bool, now: Instant) {
         self.advance(now);
@@ -68,29 +68,29 @@ mod tests {
     #[test]
     fn a_steady_queue_is_predicted_and_idle_time_does_not_count() {
         let start = Instant::now();
-        let mut pace = Pace::default();
-        assert_eq!(pace.time_for(10, start), None);
-        pace.waits(true, start);
+        let mut rate = DrainRate::default();
+        assert_eq!(rate.time_for(10, start), None);
+        rate.waits(true, start);
         for step in 1..=1000 {
-            pace.started(50, start + ms(20 * step));
+            rate.started(50, start + ms(20 * step));
         }
         let now = start + ms(20_000);
-        let predicted = pace.time_for(2500, now).unwrap();
+        let predicted = rate.time_for(2500, now).unwrap();
         assert!(predicted > ms(950) && predicted < ms(1050), "{predicted:?}");
-        pace.waits(false, now);
-        pace.started(1_000_000, now + ms(5));
-        let later = pace.time_for(2500, now + Duration::from_secs(3600)).unwrap();
+        rate.waits(false, now);
+        rate.started(1_000_000, now + ms(5));
+        let later = rate.time_for(2500, now + Duration::from_secs(3600)).unwrap();
         assert_eq!(later, predicted);
     }
 
     #[test]
     fn a_queue_that_stands_still_becomes_slow() {
         let start = Instant::now();
-        let mut pace = Pace::default();
-        pace.waits(true, start);
-        (1..=100).for_each(|step| pace.started(10, start + ms(10 * step)));
-        let before = pace.time_for(100, start + ms(1000)).unwrap();
-        let after = pace.time_for(100, start + ms(6000)).unwrap();
+        let mut rate = DrainRate::default();
+        rate.waits(true, start);
+        (1..=100).for_each(|step| rate.started(10, start + ms(10 * step)));
+        let before = rate.time_for(100, start + ms(1000)).unwrap();
+        let after = rate.time_for(100, start + ms(6000)).unwrap();
         assert!(after > before * 4, "{before:?} {after:?}");
     }
 }
