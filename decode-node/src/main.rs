@@ -7,14 +7,13 @@ use std::time::Duration;
 use clap::Parser;
 use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
-use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, Running, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, aside, prepare_environment, run_process};
 use tandem_proto::v1::Role;
 
 fn main() -> ExitCode {
     prepare_environment();
-    if let Some(facts) = FactsArgs::asked() {
-        return facts.print();
+    if let Some(code) = aside::done() {
+        return code;
     }
     let args = Args::parse();
     run_process("tandem-decode", args.node.log_format, live(args))
