@@ -12,6 +12,7 @@ use crate::admission::pools::Pools;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::http::Origin;
+use crate::membership::origin::NodeEndpoints;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;
 use crate::select::{self, LocalPrefill};
@@ -33,6 +34,9 @@ struct Flags {
     /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Never within TLS
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
+    /// Which endpoints of nodes are dialled: those at the host that the node calls from, or any that it names
+    #[arg(long, default_value = "own", value_enum)]
+    node_endpoints: NodeEndpoints,
     /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have
     /// it may join
     #[arg(long, value_name = "FILE")]
@@ -192,6 +196,8 @@ pub struct Config {
     pub next_free_port: Vec<ClientPort>,
     /// Where nodes join, if not there.
     pub nodes: Option<SocketAddr>,
+    /// Which endpoints of theirs are dialled.
+    pub node_endpoints: NodeEndpoints,
     /// The cluster's secret.
     pub join_token_file: Option<PathBuf>,
     /// Where probes and scrapers ask and people look, if they have a port of their own.
@@ -256,6 +262,7 @@ impl From<Flags> for Config {
             grpc: flags.grpc,
             next_free_port: flags.next_free_port,
             nodes: flags.nodes,
+            node_endpoints: flags.node_endpoints,
             join_token_file: flags.join_token_file,
             admin: flags.admin,
             max_connections: flags.max_connections as usize,

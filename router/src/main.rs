@@ -88,6 +88,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, config.lease)
         .with_join_token(join.as_ref())
+        .with_endpoints(config.node_endpoints)
         .with_breakers(config.breakers)
         .with_choice(config.choice)
         .with_index_blocks(config.index_blocks)

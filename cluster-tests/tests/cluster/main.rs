@@ -7,6 +7,7 @@
 //! - [`bad_input`]: whatever comes in, the service goes on.
 //! - [`clocks`]: nodes whose clocks are wrong.
 //! - [`collector`]: an OTLP collector for tests.
+//! - [`impostors`]: nodes that say what is not so.
 //! - [`join_token`]: who belongs to the cluster.
 //! - [`large_requests`]: the largest requests, many at once.
 //! - [`lending`]: cores that nodes lend each other, and what a kill does to that.
@@ -30,6 +31,7 @@ mod collector;
 mod corruption;
 mod failures;
 mod first_light;
+mod impostors;
 mod join_token;
 mod large_requests;
 mod lending;
