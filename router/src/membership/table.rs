@@ -114,20 +114,21 @@ impl Table {
             return Err(declared_dead(info));
         }
         let twin = self.entries.values().find(|entry| entry.node.info.node_id == info.node_id);
-        match twin.map(|twin| (&twin.node.info, now.saturating_duration_since(twin.heard))) {
-            Some((twin, silent)) if twin.incarnation == info.incarnation => match twin.link == info.link {
+        match twin {
+            Some(twin) if twin.node.info.incarnation == info.incarnation => match twin.node.info.link == info.link {
                 true => Ok(()),
                 false => Err(here_already(info, "by another address of it")),
             },
-            // Its requests would end for whoever takes its name.
-            Some((_, silent)) if silent <= self.suspicion => Err(here_already(
-                info,
-                &format!(
-                    "as another process, which was heard {} ms ago: give each node a --node-id of its own",
-                    silent.as_millis()
-                ),
-            )),
-            Some(_) => Ok(()),
+            Some(twin) => {
+                let silent = now.saturating_duration_since(twin.heard);
+                if silent > self.suspicion {
+                    return Ok(());
+                }
+                // Its requests would end for whoever takes its name.
+                let heard = format!("which was heard {} ms ago", silent.as_millis());
+                let how = format!("as another process, {heard}: give each node a --node-id of its own");
+                Err(here_already(info, &how))
+            }
             None if self.entries.len() >= MAX_NODES => {
                 Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")))
             }
