@@ -98,6 +98,14 @@ impl Collector {
         self.otlp_metrics_headers.as_ref().unwrap_or(&self.otlp_headers)
     }
 
+    /// Whether its addresses can be used. Whether anybody is there is not asked.
+    ///
+    /// # Errors
+    /// One is not a `http://host:port` URL.
+    pub fn check(&self) -> anyhow::Result<()> {
+        self.endpoint().into_iter().chain(self.metrics_endpoint()).try_for_each(|text| usable(text).map(drop))
+    }
+
     /// From one export of metrics to the next.
     pub fn metrics_every(&self) -> Duration {
         self.otlp_metrics_ms
@@ -112,10 +120,13 @@ pub(crate) type Connection = InterceptedService<Channel, Headers>;
 /// # Errors
 /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
 pub(crate) fn connect(endpoint: &str, headers: &Headers, limit: Duration) -> anyhow::Result<Connection> {
-    let endpoint = Endpoint::from_shared(endpoint.to_owned())
-        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?;
-    let channel = endpoint.timeout(limit).connect_timeout(limit).connect_lazy();
+    let channel = usable(endpoint)?.timeout(limit).connect_timeout(limit).connect_lazy();
     Ok(InterceptedService::new(channel, headers.clone()))
+}
+
+fn usable(endpoint: &str) -> anyhow::Result<Endpoint> {
+    Endpoint::from_shared(endpoint.to_owned())
+        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))
 }
 
 /// An empty variable is none.
@@ -153,6 +164,8 @@ mod tests {
         assert_eq!((one.metrics_endpoint(), one.metrics_every().as_millis()), (Some("http://c:1"), 250));
         let two = parse("--otlp-endpoint http://c:1 --otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((two.endpoint(), two.metrics_endpoint()), (Some("http://c:1"), Some("http://m:2")));
+        assert!(two.check().is_ok() && none.check().is_ok());
+        assert!(parse("--otlp-metrics-endpoint=http://m:x").unwrap().check().is_err());
         let metrics = parse("--otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((metrics.endpoint(), metrics.metrics_endpoint()), (None, Some("http://m:2")));
     }
