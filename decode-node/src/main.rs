@@ -4,11 +4,11 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
+use tandem_config::DECODE;
 use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
 use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, Running, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, check, prepare_environment, run_process};
 use tandem_proto::v1::Role;
 
 fn main() -> ExitCode {
@@ -16,7 +16,10 @@ fn main() -> ExitCode {
     if let Some(facts) = FactsArgs::asked() {
         return facts.print();
     }
-    let args = Args::parse();
+    let (args, resolved) = tandem_config::load::<Args>(DECODE);
+    if resolved.is_check() {
+        return resolved.answer(check(args.node, Role::Decode));
+    }
     run_process("tandem-decode", args.node.log_format, live(args))
 }
 

@@ -4,10 +4,10 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
+use tandem_config::PREFILL;
 use tandem_kvtransfer::Faults;
 use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, Running, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, check, prepare_environment, run_process};
 use tandem_prefill_node::{Args, SERVICE_NAME, Settings, routes_with};
 use tandem_proto::v1::Role;
 
@@ -16,7 +16,10 @@ fn main() -> ExitCode {
     if let Some(facts) = FactsArgs::asked() {
         return facts.print();
     }
-    let args = Args::parse();
+    let (args, resolved) = tandem_config::load::<Args>(PREFILL);
+    if resolved.is_check() {
+        return resolved.answer(check(args.node, Role::Prefill));
+    }
     run_process("tandem-prefill", args.node.log_format, live(args))
 }
 

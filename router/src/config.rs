@@ -1,10 +1,11 @@
-//! Flags, read once. The rest of the router sees only [`Config`].
+//! Flags, read once, from the command line, the environment and a file. The rest of the router sees only [`Config`].
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser, ValueEnum};
+use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
@@ -46,7 +47,8 @@ struct Flags {
     /// longest. Fewer where the system allows the process fewer descriptors
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
-    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
+    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes.
+    /// These three files are read again at SIGHUP
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
     /// The certificate's private key, PEM
@@ -165,6 +167,8 @@ struct Flags {
     /// least one]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    #[command(flatten)]
+    sources: ConfigArgs,
 }
 
 fn share(text: &str) -> Result<f64, String> {
@@ -242,9 +246,11 @@ pub fn command() -> clap::Command {
 }
 
 impl Config {
-    /// From the command line; a wrong one ends the process with a message.
-    pub fn from_args() -> Self {
-        Flags::parse().into()
+    /// From the process's flags, variables and file, and how these came about; wrong ones end the process with a
+    /// message.
+    pub fn load() -> (Self, Resolved) {
+        let (flags, resolved) = tandem_config::load::<Flags>(ROUTER);
+        (flags.into(), resolved)
     }
 }
 
