@@ -7,14 +7,13 @@ use std::time::Duration;
 use tandem_config::DECODE;
 use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
-use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, Running, check, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, run_process};
 use tandem_proto::v1::Role;
 
 fn main() -> ExitCode {
     prepare_environment();
-    if let Some(facts) = FactsArgs::asked() {
-        return facts.print();
+    if let Some(code) = aside::done() {
+        return code;
     }
     let (args, resolved) = tandem_config::load::<Args>(DECODE);
     if resolved.is_check() {

@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod aside;
 pub mod call;
 pub mod check;
 pub mod clock_offset;
