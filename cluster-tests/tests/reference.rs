@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use clap::builder::PossibleValue;
 use clap::{Arg, ArgAction, Command, CommandFactory};
 
 const PAGE: &str = "docs/reference/flags.md";
@@ -115,10 +116,7 @@ fn row(arg: &Arg) -> Row {
     let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
     // Defaults that depend on something stand in the text.
-    let (meaning, in_text) = match help.split_once("[default: ") {
-        Some((meaning, default)) => (meaning.trim_end().to_owned(), default.trim_end_matches(']').to_owned()),
-        None => (help, String::new()),
-    };
+    let (meaning, in_text) = without_default(&help);
     let takes_value = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
     let defaults: Vec<String> =
         arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
@@ -126,13 +124,11 @@ fn row(arg: &Arg) -> Row {
         true => cell(&in_text),
         false => code(&defaults.join(",")),
     };
-    let values: Vec<String> = match takes_value {
-        true => arg.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect(),
-        false => Vec::new(),
-    };
+    let values: Vec<PossibleValue> = if takes_value { arg.get_possible_values() } else { Vec::new() };
+    let meaning = with_values(meaning, &values);
     let names = arg.get_value_names().unwrap_or_default();
     let value = match (values.is_empty(), names.first()) {
-        (false, _) => values.join("|"),
+        (false, _) => values.iter().map(PossibleValue::get_name).collect::<Vec<_>>().join("|"),
         (true, Some(name)) => name.to_string(),
         (true, None) => String::new(),
     };
@@ -144,6 +140,24 @@ fn row(arg: &Arg) -> Row {
     let key = arg.get_long().filter(|long| *long != "check").map(str::to_owned);
     let variable = arg.get_env().map(|name| name.to_string_lossy().into_owned());
     Row { flag: code(flag.trim()), key, variable, default, meaning: cell(&meaning) }
+}
+
+/// What stands around `[default: …]`, and what is in it.
+fn without_default(help: &str) -> (String, String) {
+    let parts = help.split_once("[default: ").and_then(|(before, rest)| Some((before, rest.split_once(']')?)));
+    match parts {
+        Some((before, (default, behind))) => (format!("{}{behind}", before.trim_end()), default.to_owned()),
+        None => (help.to_owned(), String::new()),
+    }
+}
+
+/// The same, with what each value means, as far as that is said.
+fn with_values(meaning: String, values: &[PossibleValue]) -> String {
+    let of = |value: &PossibleValue| value.get_help().map(|help| format!("`{}`: {help}", value.get_name()));
+    match values.iter().filter_map(of).collect::<Vec<_>>().join("; ") {
+        all if all.is_empty() => meaning,
+        all => format!("{}. {all}", meaning.trim_end_matches('.')),
+    }
 }
 
 /// The one that wins first.
@@ -195,6 +209,16 @@ fn a_flag_becomes_a_row() {
         (vec!["`SIZE`".into()], "`TANDEM_UP_SIZE` `SIZE`".into())
     );
     assert_eq!([row.flag, row.default, row.meaning], ["`--size A\\|B`", "all", "How much"]);
+    let arg = Arg::new("way").long("way").help("How [default: best]. Or else").value_parser([
+        PossibleValue::new("a").help("By air"),
+        PossibleValue::new("b"),
+        PossibleValue::new("c").help("By car"),
+    ]);
+    let row = self::row(&built(Command::new("x").arg(arg)).get_arguments().next().expect("one").clone());
+    assert_eq!(
+        [row.flag, row.default, row.meaning],
+        ["`--way a\\|b\\|c`", "best", "How. Or else. `a`: By air; `c`: By car"]
+    );
     let switch = Arg::new("on").long("on").action(ArgAction::SetTrue).help("On < off");
     let row = self::row(&built(Command::new("x").arg(switch)).get_arguments().next().expect("one").clone());
     assert_eq!((variables(&row, None).len(), row.key.as_deref()), (0, Some("on")));

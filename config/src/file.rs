@@ -7,7 +7,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use toml::Spanned;
-use toml::de::{DeInteger, DeTable, DeValue};
+use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use crate::TABLES;
 use crate::flag::{Flag, Kind};
@@ -86,7 +86,8 @@ pub(crate) fn read(path: &Path) -> Result<Document, FileError> {
 
 impl Document {
     pub fn parse(path: &Path, text: &str) -> Result<Self, FileError> {
-        let line = |offset: usize| 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
+        let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
+        let line = |offset: usize| 1 + ends.partition_point(|end| *end < offset);
         let refused = |offset: Option<usize>, why: String| {
             let line = Some(offset.map_or(1, line));
             FileError { path: path.to_owned(), line, why }
@@ -94,10 +95,9 @@ impl Document {
         let root = DeTable::parse(text)
             .map_err(|error| refused(error.span().map(|span| span.start), error.message().to_owned()))?;
         let mut entries = Vec::new();
-        let mut add = |table, key: &Spanned<_>, value: &Spanned<DeValue<'_>>| {
-            let key_text: &std::borrow::Cow<'_, str> = key.get_ref();
+        let mut add = |table, key: &Spanned<DeString<'_>>, value: &Spanned<DeValue<'_>>| {
             let line = line(key.span().start);
-            entries.push(Entry { table, key: key_text.clone().into_owned(), line, value: Value::of(value.get_ref()) });
+            entries.push(Entry { table, key: key.get_ref().to_string(), line, value: Value::of(value.get_ref()) });
         };
         for (key, value) in root.get_ref() {
             let name: &str = key.get_ref();

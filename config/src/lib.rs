@@ -27,12 +27,12 @@ pub use resolved::{Change, Refused, Resolved, load};
 /// The two flags of this crate, for every program that takes a file.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ConfigArgs {
-    /// TOML file with flags by their long names, in a table of each program: [router], [prefill], [decode], [node] (both
-    /// kinds of nodes), [up]; what stands before them is for all. The command line wins over TANDEM_ROUTER_… (and so on)
-    /// in the environment, and that over the file.
+    /// TOML file of flags, by their long names: those of all programs first, then tables [router], [prefill], [decode],
+    /// [node] (both kinds of nodes), [up]. The command line wins over variables (TANDEM_ROUTER_MAX_QUEUE and so on),
+    /// and these over the file.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Check flags, variables and the files that they name, print all values with their sources, and end.
+    /// Check flags, variables and all files that they name, print each value with its source, and end.
     #[arg(long)]
     pub check: bool,
 }

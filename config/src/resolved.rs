@@ -2,7 +2,7 @@
 use std::ffi::OsString;
 use std::fmt::{self, Display};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue};
@@ -11,7 +11,7 @@ use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, value_parser};
 
 use crate::Program;
 use crate::file::{Document, read};
-use crate::flag::{Flag, flags};
+use crate::flag::{Flag, Kind, flags};
 use crate::merge::{Environment, Line, Merged, Source, config_path, merge, unknown_variables};
 use crate::report::{Row, report};
 
@@ -27,17 +27,29 @@ pub fn load<P: CommandFactory + FromArgMatches>(program: Program) -> (P, Resolve
 }
 
 /// What all sources make together.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Resolved {
+    asked: Asked,
+    found: Found,
+    matches: ArgMatches,
+}
+
+/// What a process has from its start to its end.
+#[derive(Clone)]
+struct Asked {
     program: Program,
     command: Command,
     words: Vec<OsString>,
     environment: Environment,
+}
+
+/// What it says of the program's flags, with the file. Empty where it asks for another command.
+#[derive(Clone, Default)]
+struct Found {
     flags: Vec<Flag>,
     path: Option<PathBuf>,
     document: Option<Document>,
-    sources: Merged,
-    matches: ArgMatches,
+    merged: Merged,
 }
 
 /// A flag whose value is another one since the file was read before.
@@ -73,25 +85,7 @@ impl Resolved {
         words: Vec<OsString>,
         environment: Environment,
     ) -> Result<Self, Refused> {
-        let mut built = command.clone();
-        built.build();
-        let target = program.subcommand.map_or(Some(&built), |name| built.find_subcommand(name));
-        let flags = target.map(flags).unwrap_or_default();
-        let Some(line) = look(&program, &command, &flags, &words) else {
-            // Another subcommand, `--help`, or words that clap is to refuse.
-            let matches = command.clone().try_get_matches_from(&words).map_err(Refused::plain)?;
-            let sources = Merged::default();
-            let (flags, path, document) = (Vec::new(), None, None);
-            return Ok(Self { program, command, words, environment, flags, path, document, sources, matches });
-        };
-        let path = config_path(&program, &line, &environment);
-        let document = path.as_deref().map(read).transpose();
-        let document = document.map_err(|error| Refused(Why::Wrong(error.to_string())))?;
-        let sources = merge(&program, &flags, &line, &environment, document.as_ref());
-        let sources = sources.map_err(|why| Refused(Why::Wrong(why)))?;
-        let parsed = without_variables(command.clone()).try_get_matches_from(&sources.words);
-        let matches = parsed.map_err(|error| Refused::by_clap(error, &flags, &sources))?;
-        Ok(Self { program, command, words, environment, flags, path, document, sources, matches })
+        Asked { program, command, words, environment }.resolve()
     }
 
     /// As clap has them.
@@ -100,8 +94,8 @@ impl Resolved {
     }
 
     /// The file.
-    pub fn path(&self) -> Option<&std::path::Path> {
-        self.path.as_deref()
+    pub fn path(&self) -> Option<&Path> {
+        self.found.path.as_deref()
     }
 
     /// `--check`.
@@ -111,7 +105,8 @@ impl Resolved {
 
     /// All values with their sources, as a file.
     pub fn report(&self) -> String {
-        report(&self.program, &self.rows(), &unknown_variables(&self.program, &self.flags, &self.environment))
+        let Asked { program, environment, .. } = &self.asked;
+        report(program, &self.rows(), &unknown_variables(program, &self.found.flags, environment))
     }
 
     /// The end of a program that was asked to `--check`: its report, and what `checked` says.
@@ -132,7 +127,7 @@ impl Resolved {
     /// # Errors
     /// As [`Self::of`].
     pub fn again(&self) -> Result<Self, Refused> {
-        Self::of(self.program, self.command.clone(), self.words.clone(), self.environment.clone())
+        self.asked.clone().resolve()
     }
 
     /// What is otherwise in `next`.
@@ -149,49 +144,71 @@ impl Resolved {
     /// Flags that the file gives `other` in tables of its own, each with its place: whoever starts that program with
     /// such flags of his own would silently win over them.
     pub fn flags_for(&self, other: &Program) -> Vec<(String, String)> {
-        let Some(document) = &self.document else { return Vec::new() };
+        let Some(document) = &self.found.document else { return Vec::new() };
         let own =
             document.entries.iter().filter(|entry| entry.table.is_some_and(|table| other.tables.contains(&table)));
         own.map(|entry| (entry.key.clone(), document.place(entry.line))).collect()
     }
 
     fn own_matches(&self) -> &ArgMatches {
-        let own = self.program.subcommand.and_then(|name| self.matches.subcommand_matches(name));
+        let own = self.asked.program.subcommand.and_then(|name| self.matches.subcommand_matches(name));
         own.unwrap_or(&self.matches)
     }
 
     fn rows(&self) -> Vec<Row<'_>> {
+        self.found.flags.iter().map(|flag| self.row(flag)).collect()
+    }
+
+    fn row<'a>(&'a self, flag: &'a Flag) -> Row<'a> {
         let matches = self.own_matches();
-        let row = |flag: &'_ Flag| {
-            let is_set = matches.value_source(&flag.id) == Some(ValueSource::CommandLine);
-            let source = self.sources.sources.get(&flag.id).filter(|_| is_set);
-            let raw = matches.get_raw(&flag.id).into_iter().flatten().map(OsString::from);
-            let values = match flag.kind {
-                // clap keeps no raw value of a flag without one.
-                crate::flag::Kind::Switch => is_set.then(|| OsString::from("true")).into_iter().collect(),
-                _ => raw.collect(),
-            };
-            (values, source.cloned().unwrap_or(Source::Default))
+        let is_set = matches.value_source(&flag.id) == Some(ValueSource::CommandLine);
+        let source = self.found.merged.sources.get(&flag.id).filter(|_| is_set).cloned();
+        let raw = matches.get_raw(&flag.id).into_iter().flatten().map(OsString::from);
+        let values = match flag.kind {
+            // clap keeps no raw value of a flag without one.
+            Kind::Switch => is_set.then(|| OsString::from("true")).into_iter().collect(),
+            _ => raw.collect(),
         };
-        let rows = self.flags.iter().map(|flag| {
-            let (values, source) = row(flag);
-            Row { flag, values, source }
-        });
-        rows.collect()
+        Row { flag, values, source: source.unwrap_or(Source::Default) }
+    }
+}
+
+impl fmt::Debug for Resolved {
+    /// Without the environment and the flags, which may be secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Resolved({})", self.asked.program.name)
+    }
+}
+
+impl Asked {
+    fn resolve(self) -> Result<Resolved, Refused> {
+        let mut built = self.command.clone();
+        built.build();
+        let target = self.program.subcommand.map_or(Some(&built), |name| built.find_subcommand(name));
+        let flags = target.map(flags).unwrap_or_default();
+        let Some(line) = look(&self.program, &self.command, &flags, &self.words) else {
+            // Another subcommand, `--help`, or words that clap is to refuse.
+            let matches = self.command.clone().try_get_matches_from(&self.words);
+            let matches = matches.map_err(|error| Refused(Why::Clap(Box::new(error), Vec::new())))?;
+            return Ok(Resolved { asked: self, found: Found::default(), matches });
+        };
+        let wrong = |why: String| Refused(Why::Wrong(why));
+        let path = config_path(&self.program, &line, &self.environment);
+        let document = path.as_deref().map(read).transpose().map_err(|error| wrong(error.to_string()))?;
+        let merged = merge(&self.program, &flags, &line, &self.environment, document.as_ref()).map_err(wrong)?;
+        let parsed = without_variables(self.command.clone()).try_get_matches_from(&merged.words);
+        let matches = parsed.map_err(|error| Refused::by_clap(error, &flags, &merged))?;
+        Ok(Resolved { asked: self, found: Found { flags, path, document, merged }, matches })
     }
 }
 
 impl Refused {
-    fn plain(error: clap::Error) -> Self {
-        Self(Why::Clap(Box::new(error), Vec::new()))
-    }
-
-    fn by_clap(error: clap::Error, flags: &[Flag], sources: &Merged) -> Self {
+    fn by_clap(error: clap::Error, flags: &[Flag], merged: &Merged) -> Self {
         let named = [ContextKind::InvalidArg, ContextKind::PriorArg].into_iter().filter_map(|kind| error.get(kind));
         let named: Vec<&str> = named.flat_map(texts).filter_map(|text| text.split([' ', '=']).next()).collect();
         let note = |flag: &Flag| {
             let is_named = named.iter().any(|name| name.strip_prefix("--") == Some(&flag.key));
-            match sources.sources.get(&flag.id).filter(|_| is_named)? {
+            match merged.sources.get(&flag.id).filter(|_| is_named)? {
                 Source::File(place) => Some(format!("{place}: this is where --{} is from", flag.key)),
                 Source::Variable(name) => Some(format!("{name}: this is where --{} is from", flag.key)),
                 Source::Default | Source::Flag => None,

@@ -39,7 +39,7 @@ struct Flags {
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
     /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
-    /// answers while the others are full; never within TLS, without keys but for what the page shows. Without this port
+    /// answers while the others are full. It has no TLS. Only the live page's data needs an API key. Without this port
     /// the page is at / of the HTTP API's; with it, only here
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
@@ -76,8 +76,7 @@ struct Flags {
     /// line of each request
     #[arg(long, value_name = "text|json", default_value_t)]
     log_format: LogFormat,
-    /// Of the requests whose clients do not say whether they sample, the share whose traces go to the collector; slow
-    /// and failed ones always do
+    /// Share of traces sent to the collector when `traceparent` does not decide. Slow and failed ones are always sent
     #[arg(long, value_name = "0..1", default_value_t = 1.0, value_parser = share)]
     trace_sample_ratio: f64,
     /// Recent traces that the router keeps itself, for /api/traces and `tandem trace`; some 6 KiB each
@@ -117,7 +116,7 @@ struct Flags {
     /// for
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens_default: Option<u32>,
-    /// Deadline of requests that bring none or a later one; a day at most
+    /// Longest time of a request, a day at most; a client's own deadline counts if it is earlier
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
     max_request_ms: u32,
     /// Attempts of a request: a node that fails costs one, and another pair continues the answer
@@ -168,7 +167,7 @@ struct Flags {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     #[command(flatten)]
-    sources: ConfigArgs,
+    _sources: ConfigArgs,
 }
 
 fn share(text: &str) -> Result<f64, String> {

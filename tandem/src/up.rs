@@ -1,6 +1,7 @@
 //! `tandem up`: routers and their nodes as child processes, from start to drain.
 //!
-//! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them; `check`, which starts none.
+//! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them; `check.rs`, which starts
+//! none.
 mod check;
 
 use std::path::{Path, PathBuf};

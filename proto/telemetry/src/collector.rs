@@ -16,7 +16,7 @@ const METRICS_EVERY_MS: &str = "60000";
 #[derive(Args, Clone, Debug)]
 pub struct Collector {
     /// OTLP/gRPC collector for spans, log lines and metrics, as http://host:port. The router sends the spans of all
-    /// nodes, a node those that no router takes
+    /// nodes. A node sends spans itself only where no router takes them, as when none is connected
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     otlp_endpoint: Option<String>,
     /// The collector for metrics, where it is another one

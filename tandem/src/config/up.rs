@@ -234,7 +234,7 @@ struct PassThrough {
     /// Directory of libucp.so.0 [default: the system's]
     #[arg(long, value_name = "DIR")]
     ucx_lib_dir: Option<PathBuf>,
-    /// OTLP/gRPC collector for traces and logs
+    /// OTLP/gRPC collector for spans, log lines and metrics
     #[arg(long, value_name = "URL")]
     otlp_endpoint: Option<String>,
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them

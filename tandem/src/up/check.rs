@@ -35,7 +35,7 @@ pub fn refuse_overruled(config: &Up) -> anyhow::Result<()> {
         for (flag, place) in sources.flags_for(&program) {
             if has_flag(&recipe.args, &format!("--{flag}")) || (lends && flag == "lend-cores") {
                 bail!(
-                    "{place}: `tandem up` gives --{flag} to {} itself: put it into [up], or leave it out",
+                    "{place}: `tandem up` gives --{flag} to {} itself: leave it out, or put it into [up]",
                     program.name
                 );
             }
