@@ -68,9 +68,8 @@ async fn one_file_serves_a_cluster_and_flags_and_variables_win_over_it() -> anyh
     let dir = tempfile::tempdir()?;
     let config = file(dir.path(), CLUSTER)?;
     let environment = [("TANDEM_ROUTER_SERVED_MODEL_NAME", "of-the-environment"), ("TANDEM_ROUTER_CONFIG", &config)];
-    let start =
-        Process::start_in_environment(&environment, "router", "tandem-router", &words("--threads 1"), dir.path());
-    let router = start.await?;
+    let threads = words("--threads 1");
+    let router = Process::start_in_environment(&environment, "router", "tandem-router", &threads, dir.path()).await?;
     let flags = [words("--config"), vec![config.clone(), "--router".to_owned(), router.url("grpc")]].concat();
     let _prefill = Process::start("prefill", "tandem-prefill-node", &flags, dir.path()).await?;
     let named = [flags, words("--node-id decode-of-the-line")].concat();
@@ -179,8 +178,8 @@ async fn a_hangup_brings_new_keys_and_certificates_and_names_what_takes_a_restar
     let text = "model = 'MODEL'\n[router]\nhttp = '127.0.0.1:0'\ngrpc = '127.0.0.1:0'\nnodes = '127.0.0.1:0'\n\
                 api-keys = 'DIR/keys.json'\ntls-cert = 'DIR/server.pem'\ntls-key = 'DIR/server.key'\n";
     let config = file(dir.path(), &format!("{text}max-queue = 7\n"))?;
-    let router = Process::start("router", "tandem-router", &[words("--config"), vec![config]].concat(), dir.path());
-    let mut router = router.await?;
+    let flags = [words("--config"), vec![config]].concat();
+    let mut router = Process::start("router", "tandem-router", &flags, dir.path()).await?;
     let state = dir.path().join("no-state.json");
     // Nobody serves, but who may ask is known first.
     let answer = async |key: &str, ca: &str| {
