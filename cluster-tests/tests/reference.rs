@@ -17,8 +17,9 @@ from the programs themselves by `make reference`; a test fails where it is out o
 each program says the same.
 
 - A value `N` is a number, `MS` milliseconds, `ADDR` an address such as `127.0.0.1:8000`.
-- Every flag can stand in the environment or in a file as well: [Configuration](../configuration.md).
-  The command line wins over variables, and these over the file. An empty variable counts as none.
+- Every flag can stand in the environment or in a file as well: see
+  [Configuration](../configuration.md). The command line wins over variables, and these over the
+  file. An empty variable counts as none.
 - [Exit codes](../operate.md#exit-codes) are on a page of their own.
 
 Variables that are no flags: `RUST_LOG` chooses log lines (`info` by default; `access=off` leaves

@@ -47,8 +47,8 @@ struct Flags {
     /// longest. Fewer where the system allows the process fewer descriptors
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
-    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes.
-    /// These three files are read again at SIGHUP
+    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own,
+    /// --nodes. These three files are read again at SIGHUP
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
     /// The certificate's private key, PEM

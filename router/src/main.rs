@@ -1,5 +1,5 @@
-//! The life of the router process: configuration, model, sockets, serve until a signal, drain, end. What it serves is in the
-//! library: read `lib.rs` next.
+//! The life of the router process: configuration, model, sockets, serve until a signal, drain, end. What it serves is
+//! in the library: read `lib.rs` next.
 #![forbid(unsafe_code)]
 use std::io::Write;
 use std::net::SocketAddr;
