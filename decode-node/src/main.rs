@@ -4,10 +4,10 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
+use tandem_config::DECODE;
 use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
-use tandem_node::{Listeners, Node, Running, aside, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, run_process};
 use tandem_proto::v1::Role;
 
 fn main() -> ExitCode {
@@ -15,7 +15,10 @@ fn main() -> ExitCode {
     if let Some(code) = aside::done() {
         return code;
     }
-    let args = Args::parse();
+    let (args, resolved) = tandem_config::load::<Args>(DECODE);
+    if resolved.is_check() {
+        return resolved.answer(check(args.node, Role::Decode));
+    }
     run_process("tandem-decode", args.node.log_format, live(args))
 }
 

@@ -5,6 +5,7 @@
 //! - [`corruption`]: damaged KV is refused.
 //! - [`arithmetic`]: a node that computes otherwise is not taken.
 //! - [`bad_input`]: whatever comes in, the service goes on.
+//! - [`configuration`]: flags from a file and the environment, `--check`, SIGHUP.
 //! - [`clocks`]: nodes whose clocks are wrong.
 //! - [`collector`]: an OTLP collector for tests.
 //! - [`impostors`]: nodes that say what is not so.
@@ -28,6 +29,7 @@ mod arithmetic;
 mod bad_input;
 mod clocks;
 mod collector;
+mod configuration;
 mod corruption;
 mod failures;
 mod first_light;
