@@ -8,22 +8,26 @@
 //! routers have theirs. A dead life does not come back ([`fence`]), and its calls are refused by the node. A node that
 //! fails its requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when
 //! there may be some.
+mod accepts;
 mod answers;
 pub mod breaker;
 mod entry;
 pub mod fence;
 pub mod join;
 pub mod now;
+pub mod origin;
 mod reach;
 mod registration;
 mod room;
 mod table;
 mod wire;
 
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
+use http::uri::Authority;
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken};
 use tandem_proto::{Error, Incarnation, Life, SequenceHash, v1};
@@ -35,9 +39,11 @@ use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::{Apart, Fallback, Fallbacks, PairWay};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
+pub use accepts::{Accepts, NotYet};
 use breaker::Circuit;
 use entry::Share;
 use now::ClusterNow;
+use origin::NodeEndpoints;
 pub use reach::Calls;
 use reach::Reaching;
 use room::Wanted;
@@ -120,6 +126,7 @@ pub struct Membership {
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
+    endpoints: NodeEndpoints,
     /// Who may join.
     strangers: JoinGuard,
     choice: select::Settings,
@@ -143,34 +150,6 @@ impl<'a> Ask<'a> {
         let (answer_tokens, block_tokens) = (table.answers.usual(max_tokens), table.block_tokens());
         let total_tokens = prompt_tokens.saturating_add(max_tokens);
         Need { prompt_tokens, total_tokens, answer_tokens, block_tokens, hashes }
-    }
-}
-
-/// What a request that runs takes of the nodes for its next attempt, by now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Accepts {
-    /// Nodes against which more speaks than load.
-    pub unsound: bool,
-    /// Nodes without room for it: it waits there.
-    pub without_room: bool,
-    /// Requests that may wait on a node that has room.
-    pub node_queue: u32,
-}
-
-/// Why such a request has no nodes yet.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NotYet {
-    /// There is no plan.
-    NoPair(NoPair),
-    /// More than load speaks against all of them.
-    Unsound,
-    /// Of those against which least speaks, none has room.
-    NoRoom,
-}
-
-impl From<NoPair> for NotYet {
-    fn from(none: NoPair) -> Self {
-        Self::NoPair(none)
     }
 }
 
@@ -395,8 +374,8 @@ impl Membership {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
-        let strays = Strays::default();
-        Self { table, changed, freed, expected, lease, reaching, strangers, choice, strays }
+        let (strays, endpoints) = (Strays::default(), NodeEndpoints::default());
+        Self { table, changed, freed, expected, lease, reaching, endpoints, strangers, choice, strays }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
@@ -455,23 +434,41 @@ impl Membership {
         self.lease
     }
 
-    /// Whether a node that says this of itself may join now.
+    /// The same, which takes these endpoints of nodes that join over a network.
+    pub fn with_endpoints(self, endpoints: NodeEndpoints) -> Self {
+        Self { endpoints, ..self }
+    }
+
+    /// Whether a node that says this of itself, and calls from `peer`, may join now; the address to dial it at.
     ///
     /// # Errors
-    /// As [`Self::register`].
-    pub fn admits(&self, info: &v1::Register) -> Result<(), Error> {
-        registration::check(info, &self.expected)?;
-        lock(&self.table).admits(info)
+    /// As [`Self::register`]; `Incompatible` for an endpoint that is another host's.
+    pub async fn admits(&self, info: &v1::Register, peer: Option<IpAddr>) -> Result<Authority, Error> {
+        let (_, endpoint) = registration::check(info, &self.expected)?;
+        lock(&self.table).admits(info, clock::now())?;
+        match (self.endpoints, peer) {
+            (NodeEndpoints::Own, Some(peer)) => origin::address(info, &endpoint, peer).await,
+            _ => Ok(endpoint),
+        }
     }
 
     /// Enters a node. A node of the same name is replaced, and the last life of the same one: its requests end.
     ///
     /// # Errors
     /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the
-    /// other nodes'; `DeclaredDead` for a life that was; `Unavailable` for a node that is here by another address;
-    /// `Overloaded` when the table is full.
+    /// other nodes'; `DeclaredDead` for a life that was; `Unavailable` for a node that is here by another address
+    /// or as another process that is well; `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
-        let (role, endpoint) = registration::check(&info, &self.expected)?;
+        let (_, endpoint) = registration::check(&info, &self.expected)?;
+        self.register_at(endpoint, info, now)
+    }
+
+    /// The same, for a node that is dialled at `endpoint`.
+    ///
+    /// # Errors
+    /// As [`Self::register`].
+    fn register_at(&self, endpoint: Authority, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
+        let (role, _) = registration::check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
         self.changed.notify_waiters();
