@@ -6,7 +6,7 @@
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `turns` says
-//! whose payload lands next. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
+//! whose payload is next, and `budget` how many land at once. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
 //! decides when the blocks of a lost peer are free, with what `process` and `probe` find out. `address` is what is
 //! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
 //! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
@@ -24,6 +24,7 @@
 #![allow(unsafe_code)]
 
 mod address;
+mod budget;
 mod commands;
 mod custody;
 mod desk;
