@@ -20,7 +20,8 @@
 //! peer is *fenced* in the registry when it is free.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
-//! which is compared before UCX is touched. Read next: `driver.rs`.
+//! which is compared before UCX is touched. So is Tandem's protocol: builds whose hellos differ would wait for each
+//! other's welcomes in vain. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
 mod address;
@@ -58,7 +59,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 
 use futures::future::BoxFuture;
-use tandem_proto::{HandoffId, v1};
+use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
 pub use ucx_sys::{SETTINGS, prepare_environment};
@@ -71,6 +72,7 @@ use self::ids::EndpointId;
 pub use self::profile::{UcxConfig, UcxProfile};
 use self::queue::Queue;
 use crate::arena::{Arena, Run};
+use crate::build_id::ON_GPU;
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
@@ -189,11 +191,11 @@ impl Drop for UcxTransport {
     }
 }
 
-/// Equal on nodes that understand each other: UCX's version, its transports, where the KV lies, and the form of
-/// addresses.
+/// Equal on nodes that understand each other: UCX's version, its transports, where the KV lies, and the protocol, by
+/// which hellos, addresses and frames have their form.
 fn build_id(api: &Api, config: &UcxConfig, arena: &Arena) -> String {
-    let device = if device::holds(arena) { "+cuda" } else { "" };
-    format!("ucx-{}/{}{device}/{}", api.version, config.profile, address::FORMAT)
+    let device = if device::holds(arena) { ON_GPU } else { "" };
+    format!("ucx-{}/{}{device}/{PROTOCOL_VERSION}", api.version, config.profile)
 }
 
 impl Shared {

@@ -110,8 +110,10 @@ impl Receiving {
         payload: &[u8],
         busy: impl Fn(EndpointId) -> bool,
     ) {
-        let hello = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES);
-        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
+        if protocol != PROTOCOL_VERSION {
+            return refuse_hello(desk, &AboutError::Protocol(protocol));
+        }
+        let Some(hello) = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES) else {
             return refuse_hello(desk, &AboutError::Malformed);
         };
         let about = About::parse(hello.about, &desk.build_id, &desk.key);
