@@ -6,11 +6,12 @@
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `turns` says
-//! whose payload is next, and `budget` how many land at once. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
-//! decides when the blocks of a lost peer are free, with what `process` and `probe` find out. `address` is what is
-//! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
-//! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
-//! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
+//! whose payload is next, and `budget` how many land at once. `endpoints` and `operations` are the tables on the desk,
+//! `ids` their names. `custody` decides when the blocks of a lost peer are free, with what `process` and `probe` find
+//! out. `address` is what is checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process
+//! says to the driver, and `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports,
+//! `hello` is what a sender says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can
+//! open on a machine.
 //! `one_copy` takes the place of UCX's rendezvous where the receiver can map the sender's memory; `device` is what KV
 //! on a GPU asks for.
 //!
