@@ -75,12 +75,18 @@ applies() { # what, values: helm template | kubectl apply --dry-run=server
   say "applied, $(grep --count 'dry run' "$work/applied") manifests: $what"
 }
 
+# By the schema, or by the chart in its own words.
 refused() { # what, values
-  local what=$1
+  local what=$1 own="s/^Error: execution error at (tandem.*): //p"
   shift
   ! "$helm" template test "$chart" --kube-version 1.34 "$@" > "$work/manifests.yaml" 2> "$work/refused" || die "not refused: $what"
-  grep --quiet "don't meet the specifications of the schema" "$work/refused" || { cat "$work/refused" >&2; die "refused for another reason: $what"; }
-  say "refused: $what ($(grep --max-count 1 '^- ' "$work/refused"))"
+  if grep --quiet "don't meet the specifications of the schema" "$work/refused"; then
+    why=$(grep --max-count 1 '^- ' "$work/refused")
+  else
+    why=$(sed --quiet "$own" "$work/refused")
+  fi
+  [ -n "$why" ] || { cat "$work/refused" >&2; die "refused for another reason: $what"; }
+  say "refused: $what ($why)"
 }
 
 "$helm" lint --strict "$chart" || die "helm lint"

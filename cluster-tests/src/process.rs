@@ -176,6 +176,11 @@ impl Process {
         self.signal(Signal::SIGTERM);
     }
 
+    /// Asks it to read its files again.
+    pub fn hang_up(&self) {
+        self.signal(Signal::SIGHUP);
+    }
+
     /// Waits for the end of the process.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use clap::builder::PossibleValue;
 use clap::{Arg, ArgAction, Command, CommandFactory};
 
 const PAGE: &str = "docs/reference/flags.md";
@@ -16,7 +17,9 @@ from the programs themselves by `make reference`; a test fails where it is out o
 each program says the same.
 
 - A value `N` is a number, `MS` milliseconds, `ADDR` an address such as `127.0.0.1:8000`.
-- A flag wins over its environment variable. An empty variable counts as none.
+- Every flag can stand in the environment or in a file as well: see
+  [Configuration](../configuration.md). The command line wins over variables, and these over the
+  file. An empty variable counts as none.
 - [Exit codes](../operate.md#exit-codes) are on a page of their own.
 
 Variables that are no flags: `RUST_LOG` chooses log lines (`info` by default; `access=off` leaves
@@ -43,11 +46,12 @@ fn page() -> String {
     let decode = built(tandem_decode_node::Args::command());
     let tool = built(tandem::command());
     let mut page = HEAD.to_owned();
-    section(&mut page, "`tandem-router`", about(&router), flags(&router));
+    section(&mut page, "`tandem-router`", about(&router), flags(&router), Some("router"));
     let (of_both, of_prefill, of_decode) = shared(&flags(&prefill), &flags(&decode));
-    section(&mut page, "Both kinds of nodes", "What prefill and decode nodes have in common.", of_both);
-    section(&mut page, "`tandem-prefill-node` alone", about(&prefill), of_prefill);
-    section(&mut page, "`tandem-decode-node` alone", about(&decode), of_decode);
+    let both = "What prefill and decode nodes have in common. TANDEM_PREFILL_… and TANDEM_DECODE_… are for one kind.";
+    section(&mut page, "Both kinds of nodes", both, of_both, Some("node"));
+    section(&mut page, "`tandem-prefill-node` alone", about(&prefill), of_prefill, Some("prefill"));
+    section(&mut page, "`tandem-decode-node` alone", about(&decode), of_decode, Some("decode"));
     tool_sections(&mut page, "tandem", &tool);
     page
 }
@@ -66,21 +70,25 @@ fn about(command: &Command) -> String {
 fn tool_sections(page: &mut String, name: &str, command: &Command) {
     let is_first = !name.contains(' ');
     let arguments = command.get_arguments().filter(|arg| is_shown(arg) && (is_first || !arg.is_global_set()));
-    section(page, &format!("`{name}`"), about(command), arguments.map(row).collect());
+    let table = (name == "tandem up").then_some("up");
+    section(page, &format!("`{name}`"), about(command), arguments.map(row).collect(), table);
     let visible = |command: &&Command| !command.is_hide_set() && command.get_name() != "help";
     for command in command.get_subcommands().filter(visible) {
         tool_sections(page, &format!("{name} {}", command.get_name()), command);
     }
 }
 
-fn section(page: &mut String, title: &str, about: impl AsRef<str>, rows: Vec<Row>) {
+/// `table`: of the file, after which variables are named.
+fn section(page: &mut String, title: &str, about: impl AsRef<str>, rows: Vec<Row>, table: Option<&str>) {
     let about = about.as_ref().trim().trim_end_matches('.');
     let _ = write!(page, "\n## {title}\n\n{}\n", wrapped(&format!("{about}.")));
     if rows.is_empty() {
         return;
     }
     page.push_str("\n| flag | variable | default | meaning |\n|---|---|---|---|\n");
-    for Row { flag, variable, default, meaning } in rows {
+    for row in rows {
+        let variable = variables(&row, table).join(", ");
+        let Row { flag, default, meaning, .. } = row;
         let _ = writeln!(page, "| {flag} | {variable} | {default} | {meaning} |");
     }
 }
@@ -89,7 +97,10 @@ fn section(page: &mut String, title: &str, about: impl AsRef<str>, rows: Vec<Row
 #[derive(Clone, PartialEq)]
 struct Row {
     flag: String,
-    variable: String,
+    /// `None`: it is no flag, or one for the command line alone.
+    key: Option<String>,
+    /// A variable that it has whatever the program.
+    variable: Option<String>,
     default: String,
     meaning: String,
 }
@@ -106,10 +117,7 @@ fn row(arg: &Arg) -> Row {
     let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
     // Defaults that depend on something stand in the text.
-    let (meaning, in_text) = match help.split_once("[default: ") {
-        Some((meaning, default)) => (meaning.trim_end().to_owned(), default.trim_end_matches(']').to_owned()),
-        None => (help, String::new()),
-    };
+    let (meaning, in_text) = without_default(&help);
     let takes_value = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
     let defaults: Vec<String> =
         arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
@@ -117,13 +125,11 @@ fn row(arg: &Arg) -> Row {
         true => cell(&in_text),
         false => code(&defaults.join(",")),
     };
-    let values: Vec<String> = match takes_value {
-        true => arg.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect(),
-        false => Vec::new(),
-    };
+    let values: Vec<PossibleValue> = if takes_value { arg.get_possible_values() } else { Vec::new() };
+    let meaning = with_values(meaning, &values);
     let names = arg.get_value_names().unwrap_or_default();
     let value = match (values.is_empty(), names.first()) {
-        (false, _) => values.join("|"),
+        (false, _) => values.iter().map(PossibleValue::get_name).collect::<Vec<_>>().join("|"),
         (true, Some(name)) => name.to_string(),
         (true, None) => String::new(),
     };
@@ -132,8 +138,33 @@ fn row(arg: &Arg) -> Row {
         Some(long) => format!("--{long}"),
         None => value,
     };
-    let variable = arg.get_env().map(|name| code(&name.to_string_lossy())).unwrap_or_default();
-    Row { flag: code(flag.trim()), variable, default, meaning: cell(&meaning) }
+    let key = arg.get_long().filter(|long| *long != "check").map(str::to_owned);
+    let variable = arg.get_env().map(|name| name.to_string_lossy().into_owned());
+    Row { flag: code(flag.trim()), key, variable, default, meaning: cell(&meaning) }
+}
+
+/// What stands around `[default: …]`, and what is in it.
+fn without_default(help: &str) -> (String, String) {
+    let parts = help.split_once("[default: ").and_then(|(before, rest)| Some((before, rest.split_once(']')?)));
+    match parts {
+        Some((before, (default, behind))) => (format!("{}{behind}", before.trim_end()), default.to_owned()),
+        None => (help.to_owned(), String::new()),
+    }
+}
+
+/// The same, with what each value means, as far as that is said.
+fn with_values(meaning: String, values: &[PossibleValue]) -> String {
+    let of = |value: &PossibleValue| value.get_help().map(|help| format!("`{}`: {help}", value.get_name()));
+    match values.iter().filter_map(of).collect::<Vec<_>>().join("; ") {
+        all if all.is_empty() => meaning,
+        all => format!("{}. {all}", meaning.trim_end_matches('.')),
+    }
+}
+
+/// The one that wins first.
+fn variables(row: &Row, table: Option<&str>) -> Vec<String> {
+    let own = table.zip(row.key.as_deref()).map(|(table, key)| tandem_config::variable(table, key));
+    own.into_iter().chain(row.variable.clone()).map(|name| code(&name)).collect()
 }
 
 /// What both have, and what each has alone.
@@ -174,10 +205,57 @@ fn wrapped(text: &str) -> String {
 fn a_flag_becomes_a_row() {
     let arg = Arg::new("size").long("size").value_name("A|B").env("SIZE").help("How much [default: all]");
     let row = row(&built(Command::new("x").arg(arg)).get_arguments().next().expect("one").clone());
-    assert_eq!([row.flag, row.variable, row.default, row.meaning], ["`--size A\\|B`", "`SIZE`", "all", "How much"]);
+    assert_eq!(
+        (variables(&row, None), variables(&row, Some("up")).join(" ")),
+        (vec!["`SIZE`".into()], "`TANDEM_UP_SIZE` `SIZE`".into())
+    );
+    assert_eq!([row.flag, row.default, row.meaning], ["`--size A\\|B`", "all", "How much"]);
+    let arg = Arg::new("way").long("way").help("How [default: best]. Or else").value_parser([
+        PossibleValue::new("a").help("By air"),
+        PossibleValue::new("b"),
+        PossibleValue::new("c").help("By car"),
+    ]);
+    let row = self::row(&built(Command::new("x").arg(arg)).get_arguments().next().expect("one").clone());
+    assert_eq!(
+        [row.flag, row.default, row.meaning],
+        ["`--way a\\|b\\|c`", "best", "How. Or else. `a`: By air; `c`: By car"]
+    );
     let switch = Arg::new("on").long("on").action(ArgAction::SetTrue).help("On < off");
     let row = self::row(&built(Command::new("x").arg(switch)).get_arguments().next().expect("one").clone());
-    assert_eq!([row.flag, row.variable, row.default, row.meaning], ["`--on`", "", "", "On &lt; off"]);
+    assert_eq!((variables(&row, None).len(), row.key.as_deref()), (0, Some("on")));
+    assert_eq!([row.flag, row.default, row.meaning], ["`--on`", "", "On &lt; off"]);
+}
+
+/// Compose replaces `${TANDEM_…}` by variables of the same environment. And Kubernetes makes variables out of the names
+/// of services: one called `tandem-router` leaves `TANDEM_ROUTER_PORT` and `TANDEM_ROUTER_SERVICE_…` in each container.
+#[test]
+fn no_variable_of_a_flag_has_another_meaning() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").join("deploy/compose");
+    let files = std::fs::read_dir(folder).expect("compose files").map(|file| file.expect("a file").path());
+    let texts = files.filter(|path| path.is_file()).map(|path| std::fs::read_to_string(path).expect("text"));
+    let texts = texts.collect::<String>();
+    let taken: Vec<&str> = texts
+        .split("${TANDEM_")
+        .skip(1)
+        .filter_map(|rest| rest.split(|c: char| !c.is_ascii_uppercase() && c != '_' && !c.is_ascii_digit()).next())
+        .collect();
+    assert!(taken.contains(&"NODE_MEMORY") && taken.len() > 10, "{taken:?}");
+    let commands = [
+        ("router", built(tandem_router::config::command())),
+        ("node", built(tandem_prefill_node::Args::command())),
+        ("prefill", built(tandem_prefill_node::Args::command())),
+        ("node", built(tandem_decode_node::Args::command())),
+        ("decode", built(tandem_decode_node::Args::command())),
+        ("up", built(tandem::command()).find_subcommand("up").expect("up").clone()),
+    ];
+    for (table, command) in &commands {
+        for key in command.get_arguments().filter_map(Arg::get_long) {
+            let name = tandem_config::variable(table, key);
+            assert!(!taken.iter().any(|taken| name == format!("TANDEM_{taken}")), "{name} is compose's");
+            let of_service = key == "port" || key.starts_with("port-") || key.starts_with("service-");
+            assert!(!of_service, "--{key}: Kubernetes sets {name}");
+        }
+    }
 }
 
 #[test]

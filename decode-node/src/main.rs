@@ -4,19 +4,21 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
+use tandem_config::DECODE;
 use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
-use tandem_node::facts::FactsArgs;
-use tandem_node::{Listeners, Node, Running, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, run_process};
 use tandem_proto::v1::Role;
 
 fn main() -> ExitCode {
     prepare_environment();
-    if let Some(facts) = FactsArgs::asked() {
-        return facts.print();
+    if let Some(code) = aside::done() {
+        return code;
     }
-    let args = Args::parse();
+    let (args, resolved) = tandem_config::load::<Args>(DECODE);
+    if resolved.is_check() {
+        return resolved.answer(check(args.node, Role::Decode));
+    }
     run_process("tandem-decode", args.node.log_format, live(args))
 }
 

@@ -5,8 +5,7 @@
 #
 #   pack.sh OUT    OUT: the folder to make; check.sh is in it, and unpacks the rest
 #
-# The kernels travel as sources within the programs, and NVRTC compiles them there, as on a user's machine. Cubins are
-# not packed: nothing loads them.
+# The kernels travel as sources within the programs, and NVRTC compiles them there, as on a user's machine.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Puts nvcc and NVRTC of CUDA 13.0 into $TANDEM_CACHE/cuda (default ~/.cache/tandem/cuda), from the wheels of
 # toolchain.txt. Says what it downloads; does nothing when it is there. Nobody needs it to build or run Tandem: it is for
-# `make cuda-check` and for the cubins of deploy/gpu/pack.sh.
+# `make cuda-check`.
 #
 #   toolchain.sh          fetches it
 #   toolchain.sh --path   prints its folder (bin/nvcc, lib/libnvrtc.so.13), whether it is there or not

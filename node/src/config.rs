@@ -1,10 +1,11 @@
-//! The command line of a node, resolved once. Nothing else in a node reads flags or the environment.
+//! The flags of a node, resolved once. Nothing else in a node reads flags or the environment.
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
+use tandem_config::ConfigArgs;
 use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{KvDtype, Speculate};
@@ -135,6 +136,9 @@ pub struct NodeArgs {
     /// Nanoseconds that each position adds to a simulated step that one of its tokens attends to.
     #[arg(long, default_value_t = 0, requires = "simulated")]
     pub simulated_context_ns: u64,
+    /// Where all of these are from.
+    #[command(flatten)]
+    pub sources: ConfigArgs,
 }
 
 /// `--kv-dtype`.

@@ -79,12 +79,6 @@ struct Card {
 }
 
 impl FactsArgs {
-    /// The arguments behind the word `facts`, if the process was started with it; ends the process when they are wrong.
-    pub fn asked() -> Option<Self> {
-        let mut words = std::env::args_os().skip(1).peekable();
-        (words.peek()? == "facts").then(|| Self::parse_from(words))
-    }
-
     /// Prints them.
     pub fn print(self) -> ExitCode {
         let facts = self.gather();

@@ -1,8 +1,8 @@
 //! What every node process does whatever its role. The roles' own work (prefill, decode) is in their binaries; the
 //! `main.rs` there is the life of a process and names these parts in order:
 //!
-//! - [`config`]: command line to [`NodeConfig`](config::NodeConfig), once; [`kv_memory`]: the size of the KV arena;
-//!   [`kv_transport`]: how KV travels; [`reach`]: to whom.
+//! - [`config`]: flags to [`NodeConfig`](config::NodeConfig), once; [`check`](mod@check): what `--check` reads;
+//!   [`kv_memory`]: the size of the KV arena; [`kv_transport`]: how KV travels; [`reach`]: to whom.
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work;
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
 //!   that share a core warm up in turns.
@@ -21,7 +21,9 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod aside;
 pub mod call;
+pub mod check;
 pub mod clock_offset;
 pub mod config;
 pub mod device;
@@ -46,6 +48,7 @@ pub mod trace;
 pub mod warm_turn;
 pub mod work;
 
+pub use check::check;
 pub use config::{NodeArgs, NodeConfig};
 pub use node::Node;
 pub use request::CheckedRequest;

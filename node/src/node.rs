@@ -295,24 +295,7 @@ fn load(config: &NodeConfig, target: Target) -> anyhow::Result<Box<dyn Executor>
     match (&config.model, target) {
         (ModelSource::File(path), Target::Cuda(device)) => load_on_gpu(config, path, device),
         (ModelSource::File(path), Target::Cpu) => {
-            let model = ModelConfig {
-                path: path.clone(),
-                kv_dtype: config.kv_dtype,
-                block_tokens: config.block_tokens,
-                max_step_tokens: config.max_step_tokens,
-                max_running: config.max_running,
-                threads: config.threads,
-                cpus: config.cpus.clone(),
-                lending: config.lending.clone(),
-                isa: config.isa,
-                arithmetic: config.arithmetic,
-                ..ModelConfig::default()
-            };
-            let loader = ModelLoader::open(&model)?;
-            // Before its arena is sized: a model that is too large alone is what must be said.
-            loader.check(0, &machine)?;
-            let left = machine.total().map(|total| loader.footprint().left_for_kv(total));
-            let blocks = config.kv_memory.blocks(loader.block_bytes(), left)?;
+            let (loader, blocks) = open(config, path, &machine)?;
             Ok(Box::new(loader.load(blocks, &machine)?))
         }
         (ModelSource::Simulated { in_place_of, step, token, context }, _) => {
@@ -323,6 +306,34 @@ fn load(config: &NodeConfig, target: Target) -> anyhow::Result<Box<dyn Executor>
             let simulated = SimulatedConfig { blocks, step_delay, token_delay, context_delay, ..like };
             Ok(Box::new(SimulatedExecutor::new(&simulated)?))
         }
+    }
+}
+
+/// The model with its headers read, and the blocks of its arena.
+pub(crate) fn open(config: &NodeConfig, path: &Path, machine: &MemoryFiles) -> anyhow::Result<(ModelLoader, usize)> {
+    let loader = ModelLoader::open(&model_of(config, path))?;
+    // Before its arena is sized: a model that is too large alone is what must be said.
+    loader.check(0, machine)?;
+    let left = machine.total().map(|total| loader.footprint().left_for_kv(total));
+    let blocks = config.kv_memory.blocks(loader.block_bytes(), left)?;
+    loader.check(blocks, machine)?;
+    Ok((loader, blocks))
+}
+
+/// How the CPU is to hold a model.
+pub(crate) fn model_of(config: &NodeConfig, path: &Path) -> ModelConfig {
+    ModelConfig {
+        path: path.to_owned(),
+        kv_dtype: config.kv_dtype,
+        block_tokens: config.block_tokens,
+        max_step_tokens: config.max_step_tokens,
+        max_running: config.max_running,
+        threads: config.threads,
+        cpus: config.cpus.clone(),
+        lending: config.lending.clone(),
+        isa: config.isa,
+        arithmetic: config.arithmetic,
+        ..ModelConfig::default()
     }
 }
 

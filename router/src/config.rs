@@ -1,10 +1,11 @@
-//! Flags, read once. The rest of the router sees only [`Config`].
+//! Flags, read once, from the command line, the environment and a file. The rest of the router sees only [`Config`].
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser, ValueEnum};
+use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
@@ -12,6 +13,7 @@ use crate::admission::pools::Pools;
 use crate::flow::Limits;
 use crate::flow::replan::MOST_ATTEMPTS;
 use crate::http::Origin;
+use crate::membership::origin::NodeEndpoints;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;
 use crate::select::{self, LocalPrefill};
@@ -33,12 +35,15 @@ struct Flags {
     /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Never within TLS
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
+    /// Which endpoints of nodes are dialled: those at the host that the node calls from, or any that it names
+    #[arg(long, default_value = "own", value_enum)]
+    node_endpoints: NodeEndpoints,
     /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have
     /// it may join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
     /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
-    /// answers while the others are full; never within TLS, without keys but for what the page shows. Without this port
+    /// answers while the others are full. It has no TLS. Only the live page's data needs an API key. Without this port
     /// the page is at / of the HTTP API's; with it, only here
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
@@ -46,7 +51,8 @@ struct Flags {
     /// longest. Fewer where the system allows the process fewer descriptors
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
-    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own, --nodes
+    /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own,
+    /// --nodes. These three files are read again at SIGHUP
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
     /// The certificate's private key, PEM
@@ -74,8 +80,7 @@ struct Flags {
     /// line of each request
     #[arg(long, value_name = "text|json", default_value_t)]
     log_format: LogFormat,
-    /// Of the requests whose clients do not say whether they sample, the share whose traces go to the collector; slow
-    /// and failed ones always do
+    /// Share of traces sent to the collector when `traceparent` does not decide. Slow and failed ones are always sent
     #[arg(long, value_name = "0..1", default_value_t = 1.0, value_parser = share)]
     trace_sample_ratio: f64,
     /// Recent traces that the router keeps itself, for /api/traces and `tandem trace`; some 6 KiB each
@@ -115,7 +120,7 @@ struct Flags {
     /// for
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens_default: Option<u32>,
-    /// Deadline of requests that bring none or a later one; a day at most
+    /// Longest time of a request, a day at most; a client's own deadline counts if it is earlier
     #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
     max_request_ms: u32,
     /// Attempts of a request: a node that fails costs one, and another pair continues the answer
@@ -165,6 +170,8 @@ struct Flags {
     /// least one]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    #[command(flatten)]
+    _sources: ConfigArgs,
 }
 
 fn share(text: &str) -> Result<f64, String> {
@@ -192,6 +199,8 @@ pub struct Config {
     pub next_free_port: Vec<ClientPort>,
     /// Where nodes join, if not there.
     pub nodes: Option<SocketAddr>,
+    /// Which endpoints of theirs are dialled.
+    pub node_endpoints: NodeEndpoints,
     /// The cluster's secret.
     pub join_token_file: Option<PathBuf>,
     /// Where probes and scrapers ask and people look, if they have a port of their own.
@@ -242,9 +251,11 @@ pub fn command() -> clap::Command {
 }
 
 impl Config {
-    /// From the command line; a wrong one ends the process with a message.
-    pub fn from_args() -> Self {
-        Flags::parse().into()
+    /// From the process's flags, variables and file, and how these came about; wrong ones end the process with a
+    /// message.
+    pub fn load() -> (Self, Resolved) {
+        let (flags, resolved) = tandem_config::load::<Flags>(ROUTER);
+        (flags.into(), resolved)
     }
 }
 
@@ -256,6 +267,7 @@ impl From<Flags> for Config {
             grpc: flags.grpc,
             next_free_port: flags.next_free_port,
             nodes: flags.nodes,
+            node_endpoints: flags.node_endpoints,
             join_token_file: flags.join_token_file,
             admin: flags.admin,
             max_connections: flags.max_connections as usize,

@@ -11,7 +11,7 @@
 //!   nodes that are over.
 //! - [`tokenizer`], [`template`], [`text`]: text ↔ token ids, from the model file's own metadata.
 //! - [`traces`], [`metrics`]: what happened, for people. [`page`]: the cluster as it is now, for them, too.
-//! - [`config`]: flags, resolved once.
+//! - [`config`]: flags, resolved once; [`check`]: what `--check` reads; [`reload`]: what is read again at SIGHUP.
 //!
 //! The router never sees a KV block: tickets pass through it, and all that it reads there is the hand-off's id.
 #![forbid(unsafe_code)]
@@ -19,6 +19,7 @@
 pub mod admission;
 pub mod api;
 pub mod caller;
+pub mod check;
 pub mod config;
 pub mod flow;
 pub mod grpc;
@@ -28,6 +29,7 @@ pub mod intake;
 pub mod membership;
 pub mod metrics;
 pub mod page;
+pub mod reload;
 pub mod select;
 pub mod template;
 pub mod text;

@@ -1,5 +1,5 @@
-//! The life of the router process: flags, model, sockets, serve until a signal, drain, end. What it serves is in the
-//! library: read `lib.rs` next.
+//! The life of the router process: configuration, model, sockets, serve until a signal, drain, end. What it serves is
+//! in the library: read `lib.rs` next.
 #![forbid(unsafe_code)]
 use std::io::Write;
 use std::net::SocketAddr;
@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use futures::{FutureExt, TryFutureExt};
 use mimalloc::MiMalloc;
+use tandem_config::Resolved;
 use tandem_ports::{
     CLIENT_STREAMS, JoinToken, KeepAlive, Limits, Places, Port, Tls, connections_within, raise_descriptor_limit,
     serve_grpc, serve_http,
@@ -20,8 +21,9 @@ use tandem_router::config::{ClientPort, Config};
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
+use tandem_router::reload::Reload;
 use tandem_router::text::ModelText;
-use tandem_router::{grpc, http};
+use tandem_router::{check, grpc, http};
 use tandem_telemetry::{Exporter, MetricsExport, clock};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
@@ -50,11 +52,15 @@ const IDLE_THREADS: Duration = Duration::from_secs(2);
 static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() -> ExitCode {
-    let config = Config::from_args();
+    let (config, resolved) = Config::load();
+    if resolved.is_check() {
+        return resolved.answer(check::check(&config));
+    }
     let mut log = tandem_telemetry::init_logging("tandem-router", config.log_format);
     let config = within_descriptors(config, raise_descriptor_limit());
-    let served =
-        reactor(config.threads).context("cannot start threads").and_then(|reactor| reactor.block_on(run(config)));
+    let served = reactor(config.threads)
+        .context("cannot start threads")
+        .and_then(|reactor| reactor.block_on(run(config, resolved)));
     match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -73,7 +79,7 @@ fn reactor(threads: usize) -> std::io::Result<Runtime> {
     Builder::new_multi_thread().worker_threads(threads).thread_keep_alive(IDLE_THREADS).enable_all().build()
 }
 
-async fn run(config: Config) -> anyhow::Result<()> {
+async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let keys = match &config.api_keys {
         Some(path) => Keys::load_share(path, config.replicas, clock::now())?,
@@ -81,13 +87,14 @@ async fn run(config: Config) -> anyhow::Result<()> {
     };
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
-    let ports = Ports::bind(&config, tls).await?;
+    let ports = Ports::bind(&config, tls.clone()).await?;
     let instance = format!("router-{}", ports.grpc_address.port());
     let exporter = Exporter::start("tandem-router", &instance, &config.collector)?;
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, config.lease)
         .with_join_token(join.as_ref())
+        .with_endpoints(config.node_endpoints)
         .with_breakers(config.breakers)
         .with_choice(config.choice)
         .with_index_blocks(config.index_blocks)
@@ -126,8 +133,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
     };
     servers.spawn(serve_http(ports.http, clients, stop.clone()).map(Ok));
     // These end with the process.
-    if keys.required() {
-        tokio::spawn(reload_at_hangup(keys, signal(SignalKind::hangup())?));
+    let reload = Reload { keys, tls, started };
+    if reload.has_files() {
+        tokio::spawn(reload_at_hangup(reload, signal(SignalKind::hangup())?));
     }
     tokio::spawn(membership.clone().watch());
     tokio::spawn(live.watch());
@@ -238,12 +246,12 @@ async fn bind(name: &str, address: SocketAddr, limits: Limits) -> anyhow::Result
 }
 
 /// New keys work and old ones do not from the signal on.
-async fn reload_at_hangup(keys: Keys, mut hangups: Signal) {
+async fn reload_at_hangup(reload: Reload, mut hangups: Signal) {
+    let reload = Arc::new(reload);
     while hangups.recv().await.is_some() {
-        match keys.reload(clock::now()) {
-            Ok(count) => tracing::info!(count, "API keys read again"),
-            Err(error) => tracing::error!(%error, "the old API keys stay"),
-        }
+        let reload = Arc::clone(&reload);
+        // Files may lie on slow disks, and a panic there is in the log.
+        let _ = tokio::task::spawn_blocking(move || reload.read()).await;
     }
 }
 

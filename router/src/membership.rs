@@ -14,16 +14,19 @@ mod entry;
 pub mod fence;
 pub mod join;
 pub mod now;
+pub mod origin;
 mod reach;
 mod registration;
 mod room;
 mod table;
 mod wire;
 
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
+use http::uri::Authority;
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken};
 use tandem_proto::{Error, Incarnation, Life, SequenceHash, v1};
@@ -38,6 +41,7 @@ use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wis
 use breaker::Circuit;
 use entry::Share;
 use now::ClusterNow;
+use origin::NodeEndpoints;
 pub use reach::Calls;
 use reach::Reaching;
 use room::Wanted;
@@ -120,6 +124,7 @@ pub struct Membership {
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
+    endpoints: NodeEndpoints,
     /// Who may join.
     strangers: JoinGuard,
     choice: select::Settings,
@@ -361,8 +366,8 @@ impl Membership {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
-        let strays = Strays::default();
-        Self { table, changed, freed, expected, lease, reaching, strangers, choice, strays }
+        let (strays, endpoints) = (Strays::default(), NodeEndpoints::default());
+        Self { table, changed, freed, expected, lease, reaching, endpoints, strangers, choice, strays }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
@@ -421,23 +426,41 @@ impl Membership {
         self.lease
     }
 
-    /// Whether a node that says this of itself may join now.
+    /// The same, which takes these endpoints of nodes that join over a network.
+    pub fn with_endpoints(self, endpoints: NodeEndpoints) -> Self {
+        Self { endpoints, ..self }
+    }
+
+    /// Whether a node that says this of itself, and calls from `peer`, may join now; the address to dial it at.
     ///
     /// # Errors
-    /// As [`Self::register`].
-    pub fn admits(&self, info: &v1::Register) -> Result<(), Error> {
-        registration::check(info, &self.expected)?;
-        lock(&self.table).admits(info)
+    /// As [`Self::register`]; `Incompatible` for an endpoint that is another host's.
+    pub async fn admits(&self, info: &v1::Register, peer: Option<IpAddr>) -> Result<Authority, Error> {
+        let (_, endpoint) = registration::check(info, &self.expected)?;
+        lock(&self.table).admits(info, clock::now())?;
+        match (self.endpoints, peer) {
+            (NodeEndpoints::Own, Some(peer)) => origin::address(info, &endpoint, peer).await,
+            _ => Ok(endpoint),
+        }
     }
 
     /// Enters a node. A node of the same name is replaced, and the last life of the same one: its requests end.
     ///
     /// # Errors
     /// `Incompatible` for a field or digest that is wrong, or for another block size, arithmetic or KV order than the
-    /// other nodes'; `DeclaredDead` for a life that was; `Unavailable` for a node that is here by another address;
-    /// `Overloaded` when the table is full.
+    /// other nodes'; `DeclaredDead` for a life that was; `Unavailable` for a node that is here by another address
+    /// or as another process that is well; `Overloaded` when the table is full.
     pub fn register(&self, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
-        let (role, endpoint) = registration::check(&info, &self.expected)?;
+        let (_, endpoint) = registration::check(&info, &self.expected)?;
+        self.register_at(endpoint, info, now)
+    }
+
+    /// The same, for a node that is dialled at `endpoint`.
+    ///
+    /// # Errors
+    /// As [`Self::register`].
+    fn register_at(&self, endpoint: Authority, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
+        let (role, _) = registration::check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
         self.changed.notify_waiters();

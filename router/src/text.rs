@@ -47,6 +47,15 @@ pub struct ModelText {
     template: Option<ChatTemplate>,
 }
 
+/// Whether a model's files are read to their ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Digest {
+    /// To know whose tokens these are.
+    Whole,
+    /// It is 0 then.
+    LeftOut,
+}
+
 impl ModelText {
     /// Reads the header of a GGUF file (the first of several), or the texts of a safetensors directory, and digests the
     /// whole. Blocks for as long as the disk takes.
@@ -54,10 +63,22 @@ impl ModelText {
     /// # Errors
     /// A missing, damaged, truncated or unsupported file; the message names it and says why.
     pub fn load(path: &Path) -> Result<Self, ModelTextError> {
-        if path.is_dir() { directory::load(path) } else { Self::from_gguf(path) }
+        Self::read(path, Digest::Whole)
     }
 
-    fn from_gguf(path: &Path) -> Result<Self, ModelTextError> {
+    /// Whether [`Self::load`] would take it, without a look at the weights.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check(path: &Path) -> Result<(), ModelTextError> {
+        Self::read(path, Digest::LeftOut).map(drop)
+    }
+
+    fn read(path: &Path, digest: Digest) -> Result<Self, ModelTextError> {
+        if path.is_dir() { directory::load(path, digest) } else { Self::from_gguf(path, digest) }
+    }
+
+    fn from_gguf(path: &Path, digest: Digest) -> Result<Self, ModelTextError> {
         let (metadata, paths) = Metadata::read(path)?;
         let architecture = metadata.text("general.architecture")?;
         let context_len = metadata.integer(&format!("{architecture}.context_length"))?;
@@ -82,7 +103,10 @@ impl ModelText {
                     .chain(tokenizer.ends_by_name()),
                 tokenizer.vocab_size(),
             ),
-            digest: metadata::digest_of_parts(&paths)?,
+            digest: match digest {
+                Digest::Whole => metadata::digest_of_parts(&paths)?,
+                Digest::LeftOut => 0,
+            },
             tokenizer,
             template,
         })

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
+use tandem_config::{Resolved, UP};
 
 use crate::connect::{Address, Headers, Router, Tls};
 use crate::state::{self, State};
@@ -120,16 +121,23 @@ pub struct Top {
 }
 
 impl Config {
-    /// Parses the process's arguments; ends the process for `--help` and wrong flags, as clap does.
+    /// Parses the process's arguments, for `up` beside variables and a file; ends the process for `--help` and wrong
+    /// flags, as clap does.
     pub fn from_command_line() -> anyhow::Result<Self> {
-        let mut arguments = without_empty_variables(command()).get_matches();
-        let CommandLine { command, state } =
-            CommandLine::from_arg_matches_mut(&mut arguments).unwrap_or_else(|error| error.exit());
+        let (words, environment) = (std::env::args_os().collect(), std::env::vars_os().collect());
+        let resolved = Resolved::of(UP, without_empty_variables(command()), words, environment);
+        let resolved = resolved.unwrap_or_else(|refused| refused.exit());
+        let parsed = CommandLine::from_arg_matches(resolved.matches());
+        let CommandLine { command, state } = parsed.unwrap_or_else(|error| error.exit());
         let state = match state {
             Some(path) => path,
             None => state::default_path(runtime_dir()?),
         };
-        command.resolve(state)
+        let mut config = command.resolve(state)?;
+        if let Self::Up(up) = &mut config {
+            up.sources = Some(Box::new(resolved));
+        }
+        Ok(config)
     }
 }
 

@@ -1,6 +1,9 @@
 //! `tandem up`: routers and their nodes as child processes, from start to drain.
 //!
-//! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them.
+//! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them; `check.rs`, which starts
+//! none.
+mod check;
+
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::time::Duration;
@@ -38,6 +41,10 @@ const NEXT_FREE_PORT: &str = "--next-free-port";
 /// # Errors
 /// Another cluster has the state file, a process does not start, or the router dies and may not be restarted.
 pub async fn run(config: Up) -> anyhow::Result<()> {
+    check::refuse_overruled(&config)?;
+    if config.check {
+        return check::check(&config).await;
+    }
     let mut stop = Stop::new()?;
     // Held to the last line, past the end of the children.
     let claim = state::claim(&config.state)?;
@@ -136,15 +143,16 @@ impl<'a> Cluster<'a> {
         let programs = programs_dir()?;
         let devices = devices_of(config).await?;
         let launch = async |recipe: Recipe| recipe.launch(wrappers, &config.logs, config.start_timeout).await;
-        let recipes = (0..config.routers).map(|number| router_recipe(config, join_token, &programs, number));
+        let mut joining = join_token_args(join_token.path());
+        let recipes = (0..config.routers).map(|number| router_recipe(config, &joining, &programs, number));
         let mut members = Vec::new();
         for router in join_all(recipes.map(&launch)).await {
             members.push(router?);
         }
         let routers = members.iter().map(Addresses::of).collect::<anyhow::Result<Vec<_>>>()?;
-        let mut joining = join_token_args(join_token);
         routers.iter().for_each(|router| joining.extend(flags([("--router", &router.join)])));
-        let mut nodes = node_recipes(config, wrappers, &programs, &joining, &devices);
+        let cpus = cores_of(config, wrappers, devices.len());
+        let mut nodes = node_recipes(config, cpus, &programs, &joining, &devices);
         let lending = lend_cores(config, &mut nodes);
         let nodes = join_all(nodes.into_iter().map(&launch)).await;
         for node in nodes {
@@ -387,12 +395,12 @@ fn programs_dir() -> anyhow::Result<PathBuf> {
 }
 
 /// The flags of router and nodes for the token.
-fn join_token_args(token: &JoinToken) -> Vec<String> {
-    flags([("--join-token-file", &token.path().display().to_string())])
+fn join_token_args(token: &Path) -> Vec<String> {
+    flags([("--join-token-file", &token.display().to_string())])
 }
 
 /// The first one has the addresses that were asked for, the others any ports of the same hosts.
-fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path, number: usize) -> Recipe {
+fn router_recipe(config: &Up, joining: &[String], programs: &Path, number: usize) -> Recipe {
     let mut args = flags([("--model", &config.model.display().to_string())]);
     let address = |first: &str| match number {
         0 => first.to_owned(),
@@ -413,7 +421,7 @@ fn router_recipe(config: &Up, join_token: &JoinToken, programs: &Path, number: u
     if config.routers > 1 && !has_flag(&config.router_args, "--replicas") {
         args.extend(flags([("--replicas", &config.routers.to_string())]));
     }
-    args.extend(join_token_args(join_token));
+    args.extend_from_slice(joining);
     args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
     let name = if number == 0 { "router".to_owned() } else { format!("router-{number}") };
     Recipe { name, program: programs.join("tandem-router"), args, cpus: Vec::new() }
@@ -434,15 +442,14 @@ async fn devices_of(config: &Up) -> anyhow::Result<Vec<DeviceChoice>> {
 
 fn node_recipes(
     config: &Up,
-    wrappers: Wrappers,
+    cpus: Vec<Vec<usize>>,
     programs: &Path,
     joining: &[String],
     devices: &[DeviceChoice],
 ) -> Vec<Recipe> {
     let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
     // The CPUs are split by the number of nodes, whatever their roles.
-    let names: Vec<_> = names("prefill", config.prefill).chain(names("decode", config.decode)).collect();
-    let cpus = cores_of(config, wrappers, names.len());
+    let names = names("prefill", config.prefill).chain(names("decode", config.decode));
     let recipe = |(((role, name), cpus), device): (((&str, String), Vec<usize>), &DeviceChoice)| {
         let own = if role == "prefill" { &config.prefill_args } else { &config.decode_args };
         let mut args = [joining, &flags([("--node-id", &name)])].concat();
@@ -456,7 +463,7 @@ fn node_recipes(
         args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
         Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
     };
-    names.into_iter().zip(cpus).zip(devices).map(recipe).collect()
+    names.zip(cpus).zip(devices).map(recipe).collect()
 }
 
 /// Tells nodes that have cores of their own how to lend them.

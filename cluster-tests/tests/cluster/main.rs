@@ -5,8 +5,10 @@
 //! - [`corruption`]: damaged KV is refused.
 //! - [`arithmetic`]: a node that computes otherwise is not taken.
 //! - [`bad_input`]: whatever comes in, the service goes on.
+//! - [`configuration`]: flags from a file and the environment, `--check`, SIGHUP.
 //! - [`clocks`]: nodes whose clocks are wrong.
 //! - [`collector`]: an OTLP collector for tests.
+//! - [`impostors`]: nodes that say what is not so.
 //! - [`join_token`]: who belongs to the cluster.
 //! - [`large_requests`]: the largest requests, many at once.
 //! - [`lending`]: cores that nodes lend each other, and what a kill does to that.
@@ -27,9 +29,11 @@ mod arithmetic;
 mod bad_input;
 mod clocks;
 mod collector;
+mod configuration;
 mod corruption;
 mod failures;
 mod first_light;
+mod impostors;
 mod join_token;
 mod large_requests;
 mod lending;

@@ -111,13 +111,13 @@ async fn keys_headers_and_tls_reach_a_router_that_wants_all_three() -> anyhow::R
 }
 
 /// Paths of an authority's certificate, and of certificate and key of a server and of a client.
-struct Certificates {
-    ca: String,
-    server: (String, String),
-    client: (String, String),
+pub(super) struct Certificates {
+    pub(super) ca: String,
+    pub(super) server: (String, String),
+    pub(super) client: (String, String),
 }
 
-fn certificates(dir: &Path) -> anyhow::Result<Certificates> {
+pub(super) fn certificates(dir: &Path) -> anyhow::Result<Certificates> {
     let write = |name: &str, pem: String| {
         let path = dir.join(name);
         std::fs::write(&path, pem).map(|()| path.display().to_string())

@@ -11,6 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use prost::Message;
+use tandem_cuda::compile::Folders;
 use tandem_cuda::{Context, CudaMemory, Device, Kernels};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport};
 use tandem_kvtransfer::{Arena, BlockOwner, Expected, Grant, Held, Incoming, Outgoing, Transport, seal_for};
@@ -148,7 +149,7 @@ fn say(what: &str) {
 
 fn arena(device: u32) -> Arc<Arena> {
     let context = Context::of(&Device::numbered(device).expect("a device")).expect("a context");
-    let kernels = Kernels::load(&context, None).expect("kernels");
+    let kernels = Kernels::load(&context, &Folders::default()).expect("kernels");
     let memory = CudaMemory::new(&context, &kernels, BLOCKS as usize * BLOCK_BYTES, 0).expect("memory");
     Arena::new(memory, BLOCK_BYTES, usize::from(LAYERS))
 }

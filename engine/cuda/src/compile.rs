@@ -1,11 +1,12 @@
 //! Kernels from their sources to a loaded image: compiled by NVRTC for the card at hand, at first start. What was
 //! compiled is kept in a directory, under a name that all inputs of the compiler determine; a file there that is
 //! damaged, or that the driver does not take, is compiled again. Nothing depends on the directory: where it cannot be
-//! written, each start compiles.
+//! written, each start compiles. An image of a container brings files of the same names in a directory of its own,
+//! compiled when it was built ([`ahead`]).
 use std::ffi::{CStr, CString, c_char};
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::{fs, io};
 
 use cudarc::nvrtc::sys::nvrtcProgram;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -13,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use crate::context::Context;
 use crate::driver::{self, Failure, Status};
 use crate::error::CudaError;
-use crate::kernels::{HEADER, Source};
+use crate::kernels::{HEADER, SOURCES, Source};
 use crate::module::Module;
 use crate::nvrtc::{compiler_failed, nvrtc_version};
 
@@ -24,30 +25,71 @@ const HEAD_BYTES: usize = 16;
 /// What is asked of the compiler beside the architecture, as `make cuda-check` does.
 const OPTIONS: [&str; 1] = ["-std=c++17"];
 
-/// Where images are kept if nobody says otherwise: `$XDG_CACHE_HOME/tandem/kernels`, or `~/.cache/tandem/kernels`.
-/// `None` where there is no home.
-pub fn default_cache() -> Option<PathBuf> {
-    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))?;
-    Some(cache.join("tandem/kernels"))
+/// Where compiled kernels are looked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Folders {
+    /// What is compiled here is kept here.
+    pub cache: Option<PathBuf>,
+    /// What [`ahead`] has written, never changed.
+    pub ahead: Option<PathBuf>,
 }
 
-/// The module of `source` for the context's device; from `cache` if it is there, and kept there if it was not.
+impl Folders {
+    /// Those of this process's environment: `$XDG_CACHE_HOME/tandem/kernels` or `~/.cache/tandem/kernels`, no cache
+    /// where there is no home; and `$TANDEM_KERNELS`.
+    pub fn of_environment() -> Self {
+        let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
+        Self { cache: cache.map(|cache| cache.join("tandem/kernels")), ahead: folder("TANDEM_KERNELS") }
+    }
+
+    /// No cache but this one.
+    pub fn cache(cache: Option<&Path>) -> Self {
+        Self { cache: cache.map(Path::to_owned), ahead: None }
+    }
+}
+
+/// The module of `source` for the context's device; from a folder if it is there, and kept in the cache if it was not.
 ///
 /// # Errors
 /// [`CudaError::Kernels`] when there is no NVRTC, it does not compile the source, or the driver refuses the image.
-pub fn module(context: &Arc<Context>, source: &Source, cache: Option<&Path>) -> Result<Arc<Module>, CudaError> {
-    let kept = Kept::of(source, &context.device().arch(), &nvrtc_version()?, cache);
-    if let Some(image) = kept.read() {
+pub fn module(context: &Arc<Context>, source: &Source, folders: &Folders) -> Result<Arc<Module>, CudaError> {
+    let (arch, nvrtc) = (context.device().arch(), nvrtc_version()?);
+    let kept = |folder: &Option<PathBuf>| Kept::of(source, &arch, &nvrtc, folder.as_deref());
+    for image in [&folders.ahead, &folders.cache].into_iter().filter_map(|folder| kept(folder).read()) {
         match Module::load(context, &image) {
             Err(error) if error.is_lost() => return Err(error),
             Err(error) => tracing::warn!(kernels = source.name, %error, "a kept image is of no use: compiling again"),
             loaded => return loaded,
         }
     }
-    let image = compile(source, &context.device().arch())?;
-    kept.write(&image);
+    let (image, kept) = (compile(source, &arch)?, kept(&folders.cache));
+    if let Err(error) = kept.write(&image) {
+        tracing::warn!(%error, path = ?kept.0, "compiled kernels cannot be kept: the next start compiles them again");
+    }
     Module::load(context, &image)
+}
+
+/// Compiles all kernels for cards of this architecture (`sm_80`), which need not be here, into `folder`. Returns the
+/// files.
+///
+/// # Errors
+/// [`CudaError::Kernels`] when there is no NVRTC, it does not compile for that architecture, or a file cannot be
+/// written.
+pub fn ahead(arch: &str, folder: &Path) -> Result<Vec<PathBuf>, CudaError> {
+    let number =
+        arch.strip_prefix("sm_").map(|number| number.trim_end_matches(|letter: char| letter.is_ascii_lowercase()));
+    if !number.is_some_and(|number| !number.is_empty() && number.chars().all(|digit| digit.is_ascii_digit())) {
+        return Err(CudaError::Kernels(format!("{arch:?} is no architecture such as sm_80 or sm_90a")));
+    }
+    let nvrtc = nvrtc_version()?;
+    let write = |source: &Source| {
+        let kept = Kept::of(source, arch, &nvrtc, Some(folder));
+        let image = compile(source, arch)?;
+        kept.write(&image).map_err(|error| CudaError::Kernels(format!("{}: {error}", folder.display())))?;
+        Ok(kept.0)
+    };
+    SOURCES.iter().filter_map(|source| write(source).transpose()).collect()
 }
 
 /// The file that an image is kept in.
@@ -76,18 +118,15 @@ impl Kept {
     }
 
     /// Keeps `image`: whoever reads meanwhile sees the file before or the whole new one.
-    fn write(&self, image: &[u8]) {
-        let Some(path) = &self.0 else { return };
+    fn write(&self, image: &[u8]) -> io::Result<()> {
+        let Some(path) = &self.0 else { return Ok(()) };
         let bytes = [MAGIC, &xxh3_64(image).to_le_bytes()[..], image].concat();
         let unfinished = path.with_extension(format!("{}.part", std::process::id()));
         let folder = path.parent().unwrap_or(Path::new("."));
         let outcome = fs::create_dir_all(folder)
             .and_then(|()| fs::write(&unfinished, bytes))
             .and_then(|()| fs::rename(&unfinished, path));
-        if let Err(error) = outcome {
-            let _ = fs::remove_file(&unfinished);
-            tracing::warn!(%error, ?path, "compiled kernels cannot be kept: the next start compiles them again");
-        }
+        outcome.inspect_err(|_| drop(fs::remove_file(&unfinished)))
     }
 }
 
@@ -179,7 +218,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let kept = Kept::of(&SOURCE, "sm_80", "13.0", Some(&folder.path().join("deeper")));
         assert_eq!(kept.read(), None);
-        kept.write(b"image");
+        kept.write(b"image").expect("written");
         assert_eq!(kept.read().as_deref(), Some(&b"image"[..]));
         let others = [
             Kept::of(&SOURCE, "sm_86", "13.0", Some(folder.path())),
@@ -194,7 +233,7 @@ mod tests {
     fn damaged_files_are_no_images() {
         let folder = tempfile::tempdir().expect("a folder");
         let kept = Kept::of(&SOURCE, "sm_80", "13.0", Some(folder.path()));
-        kept.write(b"an image of some length");
+        kept.write(b"an image of some length").expect("written");
         let path = kept.0.clone().expect("a path");
         let whole = fs::read(&path).expect("written");
         for length in 0..whole.len() {
@@ -205,17 +244,25 @@ mod tests {
         changed[HEAD_BYTES + 3] ^= 1;
         fs::write(&path, &changed).expect("written");
         assert_eq!(kept.read(), None);
-        kept.write(b"new");
+        kept.write(b"new").expect("written");
         assert_eq!(kept.read().as_deref(), Some(&b"new"[..]));
         assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "no unfinished files");
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_stops_nobody() {
+    fn a_folder_that_cannot_be_written_is_an_error() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         let kept = Kept::of(&SOURCE, "sm_80", "13.0", Some(&file.path().join("below")));
-        kept.write(b"image");
+        assert!(kept.write(b"image").is_err());
         assert_eq!(kept.read(), None);
-        Kept::of(&SOURCE, "sm_80", "13.0", None).write(b"image");
+        assert!(Kept::of(&SOURCE, "sm_80", "13.0", None).write(b"image").is_ok(), "nowhere is nothing to write");
+    }
+
+    #[test]
+    fn what_is_no_architecture_is_named() {
+        for wrong in ["", "sm_", "90", "sm_9-0", "sm_90/../../x", "compute_90"] {
+            let why = ahead(wrong, Path::new("/nonexistent")).expect_err("refused").to_string();
+            assert!(why.contains("no architecture"), "{wrong}: {why}");
+        }
     }
 }

@@ -1,10 +1,9 @@
 //! All kernels, compiled and loaded for one device, by name.
 use std::collections::HashMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
-use crate::compile;
+use crate::compile::{self, Folders};
 use crate::context::Context;
 use crate::error::CudaError;
 use crate::kernels::launch::{Launch, Refused};
@@ -23,9 +22,9 @@ impl Kernels {
     ///
     /// # Errors
     /// As there.
-    pub fn load(context: &Arc<Context>, cache: Option<&Path>) -> Result<Arc<Self>, CudaError> {
+    pub fn load(context: &Arc<Context>, folders: &Folders) -> Result<Arc<Self>, CudaError> {
         let mut functions = HashMap::new();
-        for (source, module) in SOURCES.iter().zip(modules(context, cache)) {
+        for (source, module) in SOURCES.iter().zip(modules(context, folders)) {
             let module = module?;
             for &Kernel { name, shared_bytes } in source.kernels {
                 let function = module.function(name)?;
@@ -56,9 +55,9 @@ impl Kernels {
 }
 
 /// Of all sources: each takes seconds to compile, on a thread of its own.
-fn modules(context: &Arc<Context>, cache: Option<&Path>) -> Vec<Result<Arc<Module>, CudaError>> {
+fn modules(context: &Arc<Context>, folders: &Folders) -> Vec<Result<Arc<Module>, CudaError>> {
     thread::scope(|scope| {
-        let compile = |source| move || context.bind().and_then(|()| compile::module(context, source, cache));
+        let compile = |source| move || context.bind().and_then(|()| compile::module(context, source, folders));
         let threads: Vec<_> = SOURCES.iter().map(|source| scope.spawn(compile(source))).collect();
         let panicked = |_| Err(CudaError::Kernels("compiling kernels panicked".into()));
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()

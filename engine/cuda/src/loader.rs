@@ -44,8 +44,8 @@ pub struct CudaConfig {
     pub max_step_tokens: usize,
     /// Sequences that run side by side at most.
     pub max_running: usize,
-    /// Where compiled kernels are kept, see [`compile::default_cache`]; `None`: nowhere.
-    pub kernel_cache: Option<PathBuf>,
+    /// Where compiled kernels are.
+    pub kernels: compile::Folders,
 }
 
 impl Default for CudaConfig {
@@ -58,7 +58,7 @@ impl Default for CudaConfig {
             block_tokens: DEFAULT_BLOCK_TOKENS,
             max_step_tokens: 512,
             max_running: 64,
-            kernel_cache: compile::default_cache(),
+            kernels: compile::Folders::of_environment(),
         }
     }
 }
@@ -172,7 +172,7 @@ impl CudaLoader {
             "the model fits into the GPU"
         );
         context.bind().map_err(cannot)?;
-        let kernels = Kernels::load(&context, config.kernel_cache.as_deref()).map_err(cannot)?;
+        let kernels = Kernels::load(&context, &config.kernels).map_err(cannot)?;
         let weights =
             weights::load(&context, checkpoint.weights(), &network, &plan, limits.positions).map_err(at_load)?;
         let memory = CudaMemory::new(&context, &kernels, blocks * block_bytes, spare).map_err(cannot)?;

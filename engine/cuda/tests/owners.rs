@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use support::device;
+use tandem_cuda::compile::Folders;
 use tandem_cuda::kernels::launch::Mem;
 use tandem_cuda::kernels::rows::{Embed, embed};
 use tandem_cuda::kernels::{SOURCES, Source};
@@ -100,7 +101,7 @@ fn copies_go_there_and_back_in_their_streams_order() {
 fn kv_memory_is_bound_settled_and_flushed() {
     let Some(_turn) = turn() else { return };
     let (context, stream) = (context(), Stream::new(&context()).expect("made"));
-    let kernels = Kernels::load(&context, None).expect("kernels");
+    let kernels = Kernels::load(&context, &Folders::default()).expect("kernels");
     let memory = CudaMemory::new(&context, &kernels, 8192, 0).expect("room");
     let mut pinned = Pinned::new(&context, 4096).expect("made");
     // SAFETY: nothing is copied yet.
@@ -173,7 +174,7 @@ fn kernels_are_compiled_once_and_again_where_the_file_is_of_no_use() {
     let (context, before) = (context(), alive());
     let folder = tempfile::tempdir().expect("a folder");
     let compiled = || seen(Fault::Compile).unwrap_or(0);
-    let load = |cache: Option<&Path>| compile::module(&context, rows_source(), cache).map(drop);
+    let load = |cache: Option<&Path>| compile::module(&context, rows_source(), &Folders::cache(cache)).map(drop);
     let kept = || {
         let entries = std::fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("an entry").path());
         let [path] = &entries.collect::<Vec<_>>()[..] else { panic!("one file") };
@@ -201,10 +202,23 @@ fn kernels_are_compiled_once_and_again_where_the_file_is_of_no_use() {
 }
 
 #[test]
+fn kernels_that_were_compiled_ahead_are_not_compiled_again() {
+    let Some(_turn) = turn() else { return };
+    let (context, folder) = (context(), tempfile::tempdir().expect("a folder"));
+    let written = compile::ahead(&context.device().arch(), folder.path()).expect("compiles");
+    assert!(written.len() == SOURCES.len() && written.iter().all(|path| path.is_file()), "{written:?}");
+    let start = seen(Fault::Compile);
+    let folders = Folders { cache: None, ahead: Some(folder.path().to_owned()) };
+    Kernels::load(&context, &folders).expect("loads");
+    assert_eq!(seen(Fault::Compile), start);
+    compile::ahead("sm_80", Path::new("/dev/null")).expect_err("no folder");
+}
+
+#[test]
 fn launches_are_checked_against_the_kernel() {
     let Some(_turn) = turn() else { return };
     let (context, before) = (context(), alive());
-    let module = compile::module(&context, rows_source(), None).expect("loads");
+    let module = compile::module(&context, rows_source(), &Folders::default()).expect("loads");
     let stream = Stream::new(&context).expect("made");
     let why = module.function("not_there").map(drop).expect_err("none").to_string();
     assert!(why.contains("not_there"), "{why}");

@@ -34,10 +34,10 @@ const STREAM_BUFFER_BYTES: usize = 64 << 10;
 pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) {
     let silence = port.limits.silence;
     let http = bounded(silence);
-    let (connections, tls) = (GracefulShutdown::new(), port.speaking(&["h2", "http/1.1"]));
+    let connections = GracefulShutdown::new();
     loop {
         let connection = tokio::select! {
-            connection = port.accept(&tls) => connection.of_either_within(silence),
+            connection = port.accept(&["h2", "http/1.1"]) => connection.of_either_within(silence),
             () = stop.cancelled() => break,
         };
         let (calls, app) = (connection.calls(), app.clone());

@@ -18,12 +18,10 @@ mod stream;
 mod tls;
 
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{Stream, unfold};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rustls::rustls::ServerConfig;
 use tonic::transport::server::Connected;
 
 use crate::connection::Connection;
@@ -69,8 +67,6 @@ pub struct Port {
     tls: Option<Tls>,
 }
 
-type Secured = Option<Arc<ServerConfig>>;
-
 impl Port {
     /// Of a bound listener.
     pub fn new(listener: TcpListener, limits: Limits) -> Self {
@@ -90,20 +86,14 @@ impl Port {
     /// What a tonic server accepts from: every connection must begin with HTTP/2's preface in time. After that the
     /// server's own keep-alive pings find the dead.
     fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
-        let tls = self.speaking(&["h2"]);
-        unfold((self, tls), |(port, tls)| async move {
-            let connection = port.accept(&tls).await.greeted_within(port.limits.silence);
-            Some((Ok(connection), (port, tls)))
+        unfold(self, |port| async move {
+            let connection = port.accept(&["h2"]).await.greeted_within(port.limits.silence);
+            Some((Ok(connection), port))
         })
     }
 
-    /// What its connections are secured with.
-    fn speaking(&self, protocols: &[&str]) -> Secured {
-        self.tls.clone().map(|tls| tls.speaking(protocols))
-    }
-
-    /// The next connection that gets a place.
-    async fn accept(&self, tls: &Secured) -> Connection {
+    /// The next connection that gets a place; within TLS it speaks one of `protocols`.
+    async fn accept(&self, protocols: &[&str]) -> Connection {
         loop {
             // Who came before reads its first bytes before others come, who may take its place.
             tokio::task::yield_now().await;
@@ -123,7 +113,8 @@ impl Port {
                 tracing::debug!(%error, "socket options");
             }
             let peer = stream.connect_info();
-            return Connection::new(stream::Stream::new(stream, tls.clone()), peer, place);
+            let tls = self.tls.as_ref().map(|tls| tls.speaking(protocols));
+            return Connection::new(stream::Stream::new(stream, tls), peer, place);
         }
     }
 }

@@ -1,9 +1,9 @@
 //! TLS of a port: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS 1.2 and
-//! 1.3. Files are read once, at the start: a new certificate needs a new process.
+//! 1.3. The files can be read again ([`Tls::reload`]): what they hold then is for connections that come later.
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -64,9 +64,12 @@ pub enum TlsError {
     },
 }
 
-/// What every connection of a port is secured with.
+/// What every connection of a port is secured with. Clones are one: what is read again is for all of them.
 #[derive(Clone)]
-pub struct Tls(ServerConfig);
+pub struct Tls {
+    files: TlsFiles,
+    current: Arc<RwLock<ServerConfig>>,
+}
 
 impl fmt::Debug for Tls {
     /// Without the key.
@@ -81,29 +84,45 @@ impl Tls {
     /// # Errors
     /// [`TlsError`]: a file is missing or holds something else, or the key is another certificate's.
     pub fn read(files: &TlsFiles) -> Result<Self, TlsError> {
-        let provider = Arc::new(ring::default_provider());
-        let certs = certificates(&files.cert)?;
-        let key = PrivateKeyDer::from_pem_slice(&read(&files.key)?)
-            .map_err(|_| TlsError::Empty { path: files.key.clone(), what: "private key" })?;
-        let pair = |error: rustls::Error| TlsError::Pair {
-            cert: files.cert.clone(),
-            key: files.key.clone(),
-            why: error.to_string(),
-        };
-        let builder = ServerConfig::builder_with_provider(provider.clone());
-        let builder = builder.with_safe_default_protocol_versions().map_err(pair)?;
-        let builder = match &files.client_ca {
-            None => builder.with_no_client_auth(),
-            Some(ca) => builder.with_client_cert_verifier(verifier(ca, provider)?),
-        };
-        Ok(Self(builder.with_single_cert(certs, key).map_err(pair)?))
+        Ok(Self { files: files.clone(), current: Arc::new(RwLock::new(config(files)?)) })
     }
 
-    /// For connections that speak one of `protocols` (`h2`, `http/1.1`), the first that the client knows.
-    pub(crate) fn speaking(mut self, protocols: &[&str]) -> Arc<ServerConfig> {
-        self.0.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
-        Arc::new(self.0)
+    /// Reads the files again, for connections that come from now on. Sessions of earlier ones are not resumed.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; what was read before stays.
+    pub fn reload(&self) -> Result<(), TlsError> {
+        let next = config(&self.files)?;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = next;
+        Ok(())
     }
+
+    /// For a connection that speaks one of `protocols` (`h2`, `http/1.1`), the first that the client knows. A copy
+    /// costs some counters, a handshake a thousand times that.
+    pub(crate) fn speaking(&self, protocols: &[&str]) -> Arc<ServerConfig> {
+        let mut config = self.current.read().unwrap_or_else(PoisonError::into_inner).clone();
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
+        Arc::new(config)
+    }
+}
+
+fn config(files: &TlsFiles) -> Result<ServerConfig, TlsError> {
+    let provider = Arc::new(ring::default_provider());
+    let certs = certificates(&files.cert)?;
+    let key = PrivateKeyDer::from_pem_slice(&read(&files.key)?)
+        .map_err(|_| TlsError::Empty { path: files.key.clone(), what: "private key" })?;
+    let pair = |error: rustls::Error| TlsError::Pair {
+        cert: files.cert.clone(),
+        key: files.key.clone(),
+        why: error.to_string(),
+    };
+    let builder = ServerConfig::builder_with_provider(provider.clone());
+    let builder = builder.with_safe_default_protocol_versions().map_err(pair)?;
+    let builder = match &files.client_ca {
+        None => builder.with_no_client_auth(),
+        Some(ca) => builder.with_client_cert_verifier(verifier(ca, provider)?),
+    };
+    builder.with_single_cert(certs, key).map_err(pair)
 }
 
 fn verifier(

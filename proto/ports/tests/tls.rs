@@ -1,4 +1,5 @@
-//! Ports within TLS: who is let in, what a silent handshake costs, and that wrong files are named at the start.
+//! Ports within TLS: who is let in, what a silent handshake costs, that files are read again, and that wrong ones are
+//! named.
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -79,9 +80,12 @@ impl Authority {
 }
 
 async fn serve(files: &TlsFiles) -> SocketAddr {
+    serve_within(Tls::read(files).expect("good files")).await
+}
+
+async fn serve_within(tls: Tls) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let address = listener.local_addr().expect("bound");
-    let tls = Tls::read(files).expect("good files");
     let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
     let app = axum::Router::new().route("/", get(|| async { "well" }));
     tokio::spawn(serve_http(port, app, CancellationToken::new()));
@@ -131,6 +135,34 @@ async fn mutual_tls_lets_in_whom_its_authority_signed() {
     assert!(ask(address, &ours.client(Some(signed), "http/1.1")).await.expect("answer").ends_with("well"));
     assert!(ask(address, &ours.client(None, "http/1.1")).await.is_err(), "nobody asked for a certificate");
     assert!(ask(address, &ours.client(Some(stranger), "http/1.1")).await.is_err(), "anybody's certificate will do");
+}
+
+#[tokio::test]
+async fn files_are_read_again_for_connections_that_come_later() {
+    let (first, second) = (Authority::new(), Authority::new());
+    let (cert, key) = first.sign("server", ExtendedKeyUsagePurpose::ServerAuth);
+    let tls = Tls::read(&TlsFiles { cert: cert.clone(), key: key.clone(), client_ca: None }).expect("good files");
+    let address = serve_within(tls.clone()).await;
+    let name = ServerName::try_from("localhost").expect("a name");
+    let (of_first, of_second) = (first.client(None, "http/1.1"), second.client(None, "http/1.1"));
+    let stream = TcpStream::connect(address).await.expect("connect");
+    let mut open = of_first.connect(name, stream).await.expect("TLS");
+    assert!(ask(address, &of_second).await.is_err(), "another authority is trusted");
+
+    // A certificate whose key is not there yet changes nothing.
+    let (next_cert, next_key) = second.sign("server", ExtendedKeyUsagePurpose::ServerAuth);
+    fs::copy(&next_cert, &cert).expect("replaced");
+    assert!(tls.reload().expect_err("a pair that is none").to_string().contains("do not belong together"));
+    assert!(ask(address, &of_first).await.expect("answer").ends_with("well"));
+
+    fs::copy(&next_key, &key).expect("replaced");
+    tls.reload().expect("a pair");
+    assert!(ask(address, &of_second).await.expect("answer").ends_with("well"));
+    assert!(ask(address, &of_first).await.is_err(), "the first certificate is still shown");
+    open.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.expect("sent");
+    let mut said = String::new();
+    tokio::time::timeout(BOUND, open.read_to_string(&mut said)).await.expect("in time").expect("answered");
+    assert!(said.ends_with("well"), "an open connection goes on: {said}");
 }
 
 #[tokio::test]

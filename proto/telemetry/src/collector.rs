@@ -16,7 +16,7 @@ const METRICS_EVERY_MS: &str = "60000";
 #[derive(Args, Clone, Debug)]
 pub struct Collector {
     /// OTLP/gRPC collector for spans, log lines and metrics, as http://host:port. The router sends the spans of all
-    /// nodes, a node those that no router takes
+    /// nodes. A node sends spans itself only where no router takes them, as when none is connected
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     otlp_endpoint: Option<String>,
     /// The collector for metrics, where it is another one
@@ -98,6 +98,14 @@ impl Collector {
         self.otlp_metrics_headers.as_ref().unwrap_or(&self.otlp_headers)
     }
 
+    /// Whether its addresses can be used. Whether anybody is there is not asked.
+    ///
+    /// # Errors
+    /// One is not a `http://host:port` URL.
+    pub fn check(&self) -> anyhow::Result<()> {
+        self.endpoint().into_iter().chain(self.metrics_endpoint()).try_for_each(|text| usable(text).map(drop))
+    }
+
     /// From one export of metrics to the next.
     pub fn metrics_every(&self) -> Duration {
         self.otlp_metrics_ms
@@ -112,10 +120,13 @@ pub(crate) type Connection = InterceptedService<Channel, Headers>;
 /// # Errors
 /// The endpoint is not a `http://host:port` URL. An endpoint that does not answer is no error.
 pub(crate) fn connect(endpoint: &str, headers: &Headers, limit: Duration) -> anyhow::Result<Connection> {
-    let endpoint = Endpoint::from_shared(endpoint.to_owned())
-        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))?;
-    let channel = endpoint.timeout(limit).connect_timeout(limit).connect_lazy();
+    let channel = usable(endpoint)?.timeout(limit).connect_timeout(limit).connect_lazy();
     Ok(InterceptedService::new(channel, headers.clone()))
+}
+
+fn usable(endpoint: &str) -> anyhow::Result<Endpoint> {
+    Endpoint::from_shared(endpoint.to_owned())
+        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))
 }
 
 /// An empty variable is none.
@@ -153,6 +164,8 @@ mod tests {
         assert_eq!((one.metrics_endpoint(), one.metrics_every().as_millis()), (Some("http://c:1"), 250));
         let two = parse("--otlp-endpoint http://c:1 --otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((two.endpoint(), two.metrics_endpoint()), (Some("http://c:1"), Some("http://m:2")));
+        assert!(two.check().is_ok() && none.check().is_ok());
+        assert!(parse("--otlp-metrics-endpoint=http://m:x").unwrap().check().is_err());
         let metrics = parse("--otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((metrics.endpoint(), metrics.metrics_endpoint()), (None, Some("http://m:2")));
     }

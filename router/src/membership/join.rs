@@ -6,9 +6,11 @@
 //! would be lost there, and a session that lives would be taken for the older one and ended.
 use std::time::Instant;
 
+use http::uri::Authority;
 use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::clock;
 use tokio::sync::mpsc;
+use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -26,31 +28,34 @@ impl v1::membership_server::Membership for Membership {
     type JoinStream = ReceiverStream<Result<v1::RouterReport, Status>>;
 
     async fn join(&self, request: Request<Reports>) -> Result<Response<Self::JoinStream>, Status> {
+        let peer = request.remote_addr().map(|peer| peer.ip());
         let mut reports = request.into_inner();
-        let first = tokio::time::timeout(self.lease(), reports.message())
+        let first = timeout(self.lease(), reports.message())
             .await
             .map_err(|_| Status::deadline_exceeded("no Register came within the lease"))??;
         let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
             return Err(Status::invalid_argument("the first message of Join is a Register"));
         };
-        self.admits(&info).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        let admitted = timeout(self.lease(), self.admits(&info, peer)).await;
+        let endpoint = admitted.map_err(|_| Status::deadline_exceeded("the name of its endpoint is not resolved"))?;
+        let endpoint = endpoint.inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
         let (replies, receiver) = mpsc::channel(REPLIES);
         // The channel is empty and has room.
         let _ = replies.try_send(Ok(self.reply(info.incarnation)));
-        tokio::spawn(self.clone().session(info, reports, replies));
+        tokio::spawn(self.clone().session(endpoint, info, reports, replies));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }
 
 impl Membership {
     /// An accepted node's stream, until it ends.
-    async fn session(self, info: v1::Register, mut reports: Reports, replies: Replies) {
-        let first = tokio::time::timeout(self.lease(), reports.message()).await;
+    async fn session(self, endpoint: Authority, info: v1::Register, mut reports: Reports, replies: Replies) {
+        let first = timeout(self.lease(), reports.message()).await;
         let Ok(Ok(Some(first))) = first else {
             tracing::debug!(node = info.node_id, "registered, and said no more");
             return;
         };
-        let node = match self.register(info, clock::now()) {
+        let node = match self.register_at(endpoint, info, clock::now()) {
             Ok(node) => node,
             Err(error) => {
                 tracing::warn!(%error, "refused a node");

@@ -107,15 +107,28 @@ impl Table {
     ///
     /// # Errors
     /// Why not.
-    pub fn admits(&mut self, info: &v1::Register) -> Result<(), Error> {
+    pub fn admits(&mut self, info: &v1::Register, now: Instant) -> Result<(), Error> {
         self.same_block_size(info)?;
         self.same_numerics(info)?;
         if self.fence.holds(Life(info.life)) {
             return Err(declared_dead(info));
         }
-        match self.twin(info).map(|twin| &twin.info) {
-            Some(twin) if twin.incarnation == info.incarnation && twin.link != info.link => Err(here_already(info)),
-            Some(_) => Ok(()),
+        let twin = self.entries.values().find(|entry| entry.node.info.node_id == info.node_id);
+        match twin {
+            Some(twin) if twin.node.info.incarnation == info.incarnation => match twin.node.info.link == info.link {
+                true => Ok(()),
+                false => Err(here_already(info, "by another address of it")),
+            },
+            Some(twin) => {
+                let silent = now.saturating_duration_since(twin.heard);
+                if silent > self.suspicion {
+                    return Ok(());
+                }
+                // Its requests would end for whoever takes its name.
+                let heard = format!("which was heard {} ms ago", silent.as_millis());
+                let how = format!("as another process, {heard}: give each node a --node-id of its own");
+                Err(here_already(info, &how))
+            }
             None if self.entries.len() >= MAX_NODES => {
                 Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")))
             }
@@ -123,14 +136,11 @@ impl Table {
         }
     }
 
-    fn twin(&self, info: &v1::Register) -> Option<&Arc<Node>> {
-        self.entries.values().map(|entry| &entry.node).find(|node| node.info.node_id == info.node_id)
-    }
-
     pub fn insert(&mut self, node: impl FnOnce(u64) -> Node, now: Instant) -> Result<Arc<Node>, Error> {
         let node = Arc::new(node(self.last_session + 1));
-        self.admits(&node.info)?;
-        if let Some(twin) = self.twin(&node.info).cloned() {
+        self.admits(&node.info, now)?;
+        let twin = self.entries.values().map(|entry| &entry.node).find(|twin| twin.info.node_id == node.info.node_id);
+        if let Some(twin) = twin.cloned() {
             if twin.incarnation() == node.incarnation() {
                 // Its stream is lost, and this side had not seen it.
                 self.remove(twin.session, Death::StreamLost, "its stream was lost", now);
@@ -536,7 +546,7 @@ fn declared_dead(info: &v1::Register) -> Error {
     Error::new(ErrorKind::DeclaredDead, message)
 }
 
-fn here_already(info: &v1::Register) -> Error {
-    let message = format!("node `{}` is in a session with this router already, by another address", info.node_id);
+fn here_already(info: &v1::Register, how: &str) -> Error {
+    let message = format!("node `{}` is in a session with this router already, {how}", info.node_id);
     Error::new(ErrorKind::Unavailable, message)
 }

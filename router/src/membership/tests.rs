@@ -320,6 +320,19 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
 }
 
 #[test]
+fn a_namesake_replaces_a_node_that_is_silent_and_no_other() {
+    let (membership, start) = (membership(), Instant::now());
+    let node = membership.register(register("d0", v1::Role::Decode, 1), start).unwrap();
+    let at = |after| membership.register(register("d0", v1::Role::Decode, 2), start + after);
+    let refused = at(LEASE / 2).unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::Unavailable);
+    assert!(refused.message.contains("another process") && refused.message.contains("--node-id"), "{refused}");
+    assert!(!dead(&node));
+    let later = at(LEASE / 2 + Duration::from_millis(1)).unwrap();
+    assert!(dead(&node) && !dead(&later));
+}
+
+#[test]
 fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
     let (membership, start) = (membership(), Instant::now());
     let nodes = [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)]

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tandem_proto::model;
 
-use super::{ModelText, ModelTextError, metadata};
+use super::{Digest, ModelText, ModelTextError, metadata};
 use crate::template::ChatTemplate;
 use crate::tokenizer::{SpecialNames, Tokenizer};
 
@@ -62,7 +62,7 @@ struct NamedTemplate {
 ///
 /// # Errors
 /// A missing, damaged or unsupported file, by name.
-pub(super) fn load(directory: &Path) -> Result<ModelText, ModelTextError> {
+pub(super) fn load(directory: &Path, wanted: Digest) -> Result<ModelText, ModelTextError> {
     let config: ConfigJson = required(&directory.join("config.json"))?;
     let generation: GenerationConfig = optional(&directory.join("generation_config.json"))?;
     let described: TokenizerConfig = optional(&directory.join("tokenizer_config.json"))?;
@@ -92,7 +92,10 @@ pub(super) fn load(directory: &Path) -> Result<ModelText, ModelTextError> {
         context_len,
         eos,
         also_eos: super::others(eos, also_eos, tokenizer.vocab_size()),
-        digest: digest(directory)?,
+        digest: match wanted {
+            Digest::Whole => digest(directory)?,
+            Digest::LeftOut => 0,
+        },
         tokenizer,
         template,
     })

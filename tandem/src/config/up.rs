@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use tandem_config::{ConfigArgs, Resolved};
 use tandem_proto::device::DeviceChoice;
 
 use crate::state;
@@ -57,6 +58,10 @@ pub struct Up {
     pub decode_args: Vec<String>,
     /// Flags for the router alone.
     pub router_args: Vec<String>,
+    /// Start nothing, and say whether this would start.
+    pub check: bool,
+    /// Where all of this is from, if a process was started with it.
+    pub sources: Option<Box<Resolved>>,
 }
 
 /// Where the router listens.
@@ -162,6 +167,8 @@ pub struct UpArgs {
     #[arg(long, default_value_t = 10, value_name = "SECONDS")]
     grace: u64,
     #[command(flatten)]
+    sources: ConfigArgs,
+    #[command(flatten)]
     pass: PassThrough,
 }
 
@@ -227,7 +234,7 @@ struct PassThrough {
     /// Directory of libucp.so.0 [default: the system's]
     #[arg(long, value_name = "DIR")]
     ucx_lib_dir: Option<PathBuf>,
-    /// OTLP/gRPC collector for traces and logs
+    /// OTLP/gRPC collector for spans, log lines and metrics
     #[arg(long, value_name = "URL")]
     otlp_endpoint: Option<String>,
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
@@ -281,7 +288,10 @@ impl UpArgs {
             Some(logs) => logs,
             None => state::private_temp_dir()?.join(format!("logs-{}", std::process::id())),
         };
-        let (shared_args, mut node_args) = self.pass.to_args();
+        let (mut shared_args, mut node_args) = self.pass.to_args();
+        // Each process has its own tables in it.
+        let file = self.sources.config.iter().map(|file| file.display().to_string());
+        shared_args.extend(file.flat_map(|file| ["--config".to_owned(), file]));
         node_args.extend(["--model".to_owned(), model.display().to_string()]);
         let mut router_args = self.pass.router_arg;
         if self.pass.simulated && self.pass.device != DeviceChoice::Cpu {
@@ -340,6 +350,8 @@ impl UpArgs {
             prefill_args: self.pass.prefill_arg,
             decode_args: self.pass.decode_arg,
             router_args,
+            check: self.sources.check,
+            sources: None,
         })
     }
 }

@@ -2,6 +2,7 @@
 use std::sync::Arc;
 
 use half::bf16;
+use tandem_cuda::compile::Folders;
 use tandem_cuda::kernels::launch::{Launch, Refused};
 use tandem_cuda::loaded::Kernels;
 use tandem_cuda::{Buffer, Context, Device, Stream};
@@ -21,7 +22,7 @@ impl Gpu {
         }
         let context = Context::of(&Device::numbered(0).expect("a device")).expect("a context");
         let stream = Stream::new(&context).expect("a stream");
-        let kernels = Kernels::load(&context, None).expect("kernels");
+        let kernels = Kernels::load(&context, &Folders::default()).expect("kernels");
         Some(Self { context, stream, kernels })
     }
 

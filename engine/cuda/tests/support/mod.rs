@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use tandem_cuda::compile::Folders;
 use tandem_cuda::{CudaConfig, CudaExecutor, CudaLoader};
 use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::ops::simd::ArithmeticChoice;
@@ -31,7 +32,13 @@ pub fn family(name: &str) -> PathBuf {
 
 /// The usual configuration for a model; nothing is kept between tests.
 pub fn config(path: &Path) -> CudaConfig {
-    CudaConfig { path: path.into(), max_step_tokens: 128, max_running: 40, kernel_cache: None, ..CudaConfig::default() }
+    CudaConfig {
+        path: path.into(),
+        max_step_tokens: 128,
+        max_running: 40,
+        kernels: Folders::default(),
+        ..CudaConfig::default()
+    }
 }
 
 pub fn load(path: &Path) -> CudaExecutor {

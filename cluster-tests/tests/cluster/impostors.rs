@@ -1,0 +1,40 @@
+//! Nodes that belong to the cluster by their token, and say what is not so: another node's name, another host's
+//! address.
+use std::time::Duration;
+
+use tandem_cluster_tests::client::{ask, text};
+use tandem_cluster_tests::cluster::{model, words};
+use tandem_cluster_tests::process::Process;
+use tandem_cluster_tests::{Cluster, Options};
+
+const SOON: Duration = Duration::from_secs(20);
+
+#[tokio::test]
+async fn neither_a_live_nodes_name_nor_another_hosts_address_is_taken() -> anyhow::Result<()> {
+    let cluster = Cluster::start(Options { node_args: words("--threads 1"), ..Options::default() }).await?;
+    let question = || ask(text("The capital of France is"), 8);
+    let before = cluster.answer(question()).await?;
+    let was = cluster.get("/debug/cluster").await?.json::<serde_json::Value>().await?;
+
+    is_refused(&cluster, "--node-id decode-0", "as another process").await?;
+    // TEST-NET-1: of nobody.
+    is_refused(&cluster, "--node-id elsewhere --advertise-host 192.0.2.1", "--node-endpoints any").await?;
+
+    let is = cluster.get("/debug/cluster").await?.json::<serde_json::Value>().await?;
+    let incarnations = |cluster: &serde_json::Value| {
+        let nodes = cluster["nodes"].as_array().cloned().unwrap_or_default();
+        nodes.iter().map(|node| (node["id"].clone(), node["incarnation"].clone())).collect::<Vec<_>>()
+    };
+    assert_eq!((incarnations(&is), incarnations(&is).len()), (incarnations(&was), 2));
+    assert_eq!(cluster.answer(question()).await?.tokens, before.tokens);
+    Ok(())
+}
+
+/// A decode node with these flags says why it does not join.
+async fn is_refused(cluster: &Cluster, flags: &str, why: &str) -> anyhow::Result<()> {
+    let model = model()?.display().to_string();
+    let args = format!("{flags} --listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --model {model}");
+    let args = words(&format!("{args} --router {}", cluster.router.url("grpc")));
+    let impostor = Process::start("impostor", "tandem-decode-node", &args, cluster.dir()).await?;
+    cluster.wait_until(SOON, why, async |_: &Cluster| impostor.log().contains(why)).await.map(drop)
+}

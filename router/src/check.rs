@@ -1,0 +1,28 @@
+//! What `--check` reads: every file that the flags name, and no more of the model than its header and its texts. Starts
+//! nothing, and opens no port.
+use anyhow::Context;
+use tandem_ports::{JoinToken, Tls};
+use tandem_telemetry::clock;
+
+use crate::admission::keys::Keys;
+use crate::config::Config;
+use crate::text::ModelText;
+
+/// Whether a router could start with this.
+///
+/// # Errors
+/// The first file that it could not use, and why.
+pub fn check(config: &Config) -> anyhow::Result<()> {
+    if let Some(path) = &config.api_keys {
+        Keys::load_share(path, config.replicas, clock::now())?;
+    }
+    if let Some(path) = &config.join_token_file {
+        JoinToken::load(path)?;
+    }
+    if let Some(files) = &config.tls {
+        Tls::read(files)?;
+    }
+    config.collector.check()?;
+    // The error's own text names its cause: a chain would say it twice.
+    ModelText::check(&config.model).map_err(|error| anyhow::anyhow!("{error}")).context("--model")
+}
