@@ -4,7 +4,8 @@
 # The images are built from deploy/Dockerfile, with the programs of `make build` (TANDEM_TEST_BUILD=release|plain|dist:
 # built in the image, from source). What no registry gives here is made from the same programs under the official tag;
 # Grafana has no such program, so where it cannot be pulled the cluster starts without it, and its dashboards' queries
-# are asked of Prometheus alone. The checks are in check.py.
+# are asked of Prometheus alone. The checks are in check.py. TANDEM_TEST_GPUS=1 starts compose.gpu.yaml after them, on
+# emulated GPUs; =only, without them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -58,13 +59,12 @@ images() {
   }
 }
 
-# compose.gpu.yaml with two nodes on emulated GPUs, in two containers: KV goes from one to the other by CUDA IPC. Asked
-# for by TANDEM_TEST_GPUS=1.
+# compose.gpu.yaml with two nodes on emulated GPUs, in two containers: KV goes from one to the other by CUDA IPC.
 gpus() {
   EMULATOR=$(find "$(deploy/target_dir.sh)/release/build" -path '*/tandem-cuda-emu-*/out/emulator' -printf '%T@ %p\n' 2> /dev/null |
     sort -n | tail -n 1 | cut -d ' ' -f 2)
-  [ -n "$EMULATOR" ] || { say "compose.gpu.yaml is not started: no emulated driver was built, which \`make test\` does"; return; }
-  deploy/gpu/ucx.sh || { say "compose.gpu.yaml is not started: no UCX with CUDA"; return; }
+  [ -n "$EMULATOR" ] || die "no emulated driver was built, which \`make test\` does"
+  deploy/gpu/ucx.sh || die "no UCX with CUDA"
   UCX_WITH_CUDA=$(deploy/gpu/ucx.sh --path)
   FAMILIES=$PWD/engine/tests/families/data
   export EMULATOR UCX_WITH_CUDA FAMILIES
@@ -84,17 +84,22 @@ gpus() {
   say "compose.gpu.yaml on emulated GPUs: KV by cuda_ipc, zero-copy"
 }
 
+# compose.yaml as it is.
+processors() {
+  compose up --detach --wait "${services[@]}"
+  compose ps
+  python3 cluster-tests/compose/check.py "$@"
+  compose down --volumes --remove-orphans
+}
+
 start_engine
 images
 deploy/compose/join_token.sh > /dev/null
 say "building tandem:cpu and tandem:model"
 compose build
 docker image ls
-compose up --detach --wait "${services[@]}"
-compose ps
-python3 cluster-tests/compose/check.py "$@"
-compose down --volumes --remove-orphans
-[ "${TANDEM_TEST_GPUS:-}" != 1 ] || gpus
+[ "${TANDEM_TEST_GPUS:-}" = only ] || processors "$@"
+[ -z "${TANDEM_TEST_GPUS:-}" ] || gpus
 left=$(docker ps --all --quiet; docker volume ls --quiet; docker network ls --quiet --filter type=custom)
 [ -z "$left" ] || die "docker compose down left something behind: $left"
 say "all passed, and nothing is left"

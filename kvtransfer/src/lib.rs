@@ -9,6 +9,7 @@
 //! - [`incoming`], [`outgoing`]: the two ends of a hand-off as a node holds them; the receiving one verifies, what has
 //!   landed (`landing`) while the rest is on its way.
 //! - [`seal`]: makes the manifest on the sending node and checks it on the receiving one; [`hashing`]: on which thread.
+//! - `build_id`: what two builds that do not understand each other differ in.
 //! - [`handshake`]: how both ends prove that they have the key of a hand-off's ticket.
 //! - [`wire`]: the 32-byte header that every frame of every backend starts with; [`joints`]: where frames are cut.
 //! - [`arena`]: KV memory (`tandem-memory`) as blocks.
@@ -20,6 +21,7 @@
 #![deny(unsafe_code)]
 
 pub mod arena;
+mod build_id;
 mod clock;
 pub mod counters;
 pub mod delivery;

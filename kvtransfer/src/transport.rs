@@ -41,6 +41,7 @@ use futures::future::BoxFuture;
 use tandem_proto::{HandoffId, Incarnation, v1};
 
 use crate::arena::Arena;
+use crate::build_id::difference;
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::handshake::Secret;
@@ -107,8 +108,8 @@ pub fn check_ticket(
     let theirs = ticket.transport.clone().unwrap_or_default();
     if (&theirs.backend, &theirs.build_id) != (&ours.backend, &ours.build_id) {
         return incompatible(format!(
-            "KV transports differ: ours {}/{}, the receiver's {}/{}",
-            ours.backend, ours.build_id, theirs.backend, theirs.build_id
+            "the KV receiver is of another build: {}",
+            difference(&ours.build_id, &theirs.build_id)
         ));
     }
     if ticket.block_bytes != arena.block_bytes() as u64 {
@@ -142,7 +143,8 @@ pub fn check_identity(ticket: &v1::Ticket, incarnation: Incarnation, digest: u64
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     if ticket.compatibility_digest != digest {
-        let message = "the receiver's model, arithmetic, dtype or KV layout differs from ours";
+        let message = "the receiver's model, arithmetic, KV dtype or layout, or version of Tandem differs from ours: run \
+                       one version with one model and the same flags on all nodes";
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     Ok(())

@@ -16,5 +16,5 @@ fi
 built=$(cargo test --release --locked -p tandem-kvtransfer --test garbage --no-run --message-format=json |
   sed -n 's/.*"executable":"\([^"]*garbage[^"]*\)".*/\1/p')
 # As .cargo/config.toml has them for what cargo runs.
-UCX_HANDLE_ERRORS=none UCX_DEBUG_SIGNO=0 UCX_MEM_EVENTS=n valgrind --error-exitcode=9 --fair-sched=yes --undef-value-errors=no --show-leak-kinds=none \
+UCX_HANDLE_ERRORS=none UCX_DEBUG_SIGNO=0 UCX_MEM_EVENTS=n UCX_LOG_FILE=stderr valgrind --error-exitcode=9 --fair-sched=yes --undef-value-errors=no --show-leak-kinds=none \
   "$built" ucx --nocapture --test-threads 1

@@ -84,9 +84,19 @@ async fn a_ticket_with_a_foreign_address_or_build_is_refused_before_ucx_sees_it(
         let refused = transport.open(&bad).await.err().expect("refused");
         assert_eq!(refused.kind, TransferErrorKind::BadAddress(expected));
     }
-    let mut other = ticket;
-    other.transport.as_mut().expect("transport").build_id = "ucx-1.22.0/shm".to_owned();
-    assert_eq!(transport.open(&other).await.err().expect("refused").kind, TransferErrorKind::Incompatible);
+    // The last is of a build whose hellos did not name the sender's memory.
+    let own = transport.info().build_id;
+    let (start, protocol) = own.rsplit_once('/').expect("it ends with the protocol");
+    for (build_id, words) in [
+        (format!("ucx-9.9.9/shm/{protocol}"), "9.9.9 there; run one version of UCX on all nodes"),
+        (format!("{start}/tka1"), "an older one there; run one version of Tandem on all nodes"),
+    ] {
+        let mut other = ticket.clone();
+        other.transport.as_mut().expect("transport").build_id = build_id;
+        let refused = transport.open(&other).await.err().expect("refused");
+        assert_eq!(refused.kind, TransferErrorKind::Incompatible);
+        assert!(refused.message.contains(words), "{refused}");
+    }
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Sixteen senders and one receiver whose budget is a small part of what they announce: all arrive, each whole, and no
-//! more than the budget lands at once. How evenly they get on is a property of `ucx/turns.rs`, and a row of
-//! `bench_transfer --parts incast`.
+//! more than the budget lands at once; or the receiver copies it all out of sixteen memories. How evenly they get on is
+//! a property of `ucx/turns.rs`, and a row of `bench_transfer --parts incast`.
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -19,9 +19,11 @@ const BLOCKS: u32 = 16;
 const LANDING_BYTES: usize = 2 << 20;
 const LEASE: Duration = Duration::from_secs(60);
 
+/// In memory that others can map.
 fn arena(blocks: u32, seed: u64) -> Arc<Arena> {
-    let words: Vec<u64> = (0..u64::from(blocks) * BLOCK_BYTES as u64 / 8).map(|word| word * 31 + seed).collect();
-    Arena::new(HostMemory::holding(&words).expect("little"), BLOCK_BYTES, 1)
+    let memory = HostMemory::shareable(blocks as usize * BLOCK_BYTES).expect("little");
+    memory.words().iter().zip(0u64..).for_each(|(word, at)| word.store(at * 31 + seed, Relaxed));
+    Arena::new(memory, BLOCK_BYTES, 1)
 }
 
 fn grant(sender: u32) -> Grant {
@@ -40,19 +42,35 @@ fn grant(sender: u32) -> Grant {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sixteen_senders_arrive_over_shm() {
-    incast(UcxProfile::Shm).await;
+    let Some(receiver) = incast(UcxProfile::Shm, false).await else { return };
+    assert_within_budget(&receiver);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sixteen_senders_arrive_over_tcp() {
-    incast(UcxProfile::Tcp).await;
+    let Some(receiver) = incast(UcxProfile::Tcp, false).await else { return };
+    assert_within_budget(&receiver);
 }
 
-async fn incast(profile: UcxProfile) {
-    // A receiver that copies by itself has one range under way at a time: the budget is UCX's.
-    let config = UcxConfig { landing_bytes: LANDING_BYTES, one_copy: false, ..UcxConfig::new(profile) };
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sixteen_memories_are_copied_out_of() {
+    let Some(receiver) = incast(UcxProfile::Shm, true).await else { return };
+    let counters = receiver.counters();
+    let all = u64::from(SENDERS * BLOCKS) * BLOCK_BYTES as u64;
+    assert_eq!((counters.copied_bytes.load(Relaxed), counters.landing_peak_bytes.load(Relaxed)), (all, 0));
+}
+
+/// A receiver that copies by itself has one range under way at a time: the budget is UCX's.
+fn assert_within_budget(receiver: &UcxTransport) {
+    let peak = receiver.counters().landing_peak_bytes.load(Relaxed);
+    assert!((1..=LANDING_BYTES as u64).contains(&peak), "{peak} bytes at once");
+}
+
+/// The receiver of sixteen hand-offs that were each verified. `None`: there is no UCX here.
+async fn incast(profile: UcxProfile, one_copy: bool) -> Option<Arc<UcxTransport>> {
+    let config = UcxConfig { landing_bytes: LANDING_BYTES, one_copy, ..UcxConfig::new(profile) };
     let to = arena(SENDERS * BLOCKS, 0);
-    let Some(receiver) = or_skip(UcxTransport::start(to.clone(), config)) else { return };
+    let receiver = or_skip(UcxTransport::start(to.clone(), config))?;
     let handoffs = (0..SENDERS).map(|number| {
         let incoming = receiver.accept(grant(number)).expect("accept");
         let expected = || Expected { prompt_tokens: 9, sequence_hashes: vec![5; BLOCKS as usize] };
@@ -77,8 +95,6 @@ async fn incast(profile: UcxProfile) {
     });
     let all = futures::future::join_all(handoffs);
     tokio::time::timeout(LEASE, all).await.expect("not one has waited for its lease");
-    let counters = receiver.counters();
-    assert_eq!(counters.open_writes.load(Relaxed), 0);
-    let peak = counters.landing_peak_bytes.load(Relaxed);
-    assert!((1..=LANDING_BYTES as u64).contains(&peak), "{peak} bytes at once");
+    assert_eq!(receiver.counters().open_writes.load(Relaxed), 0);
+    Some(receiver)
 }

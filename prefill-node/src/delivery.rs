@@ -15,14 +15,15 @@ use tokio::sync::watch;
 
 use crate::commands::{Commands, Word};
 use crate::handoff::{Failed, Kv, Sender};
+use crate::link::Receiver;
 
 /// The hand-offs of one request, one after the other.
 pub struct Deliveries<'a> {
     sender: &'a Sender<'a>,
     events: &'a Events<PrefillEvent>,
     kv: watch::Receiver<Kv>,
-    /// Whether there is a ticket that wants the KV.
-    wanted: &'a watch::Sender<bool>,
+    /// Whose ticket wants the KV; `None`: nobody's.
+    wanted: &'a watch::Sender<Option<Receiver>>,
     redeliver_wait: Duration,
     tickets: u64,
     /// Of the hand-offs that ended.
@@ -46,7 +47,7 @@ impl<'a> Deliveries<'a> {
         sender: &'a Sender<'a>,
         events: &'a Events<PrefillEvent>,
         kv: watch::Receiver<Kv>,
-        wanted: &'a watch::Sender<bool>,
+        wanted: &'a watch::Sender<Option<Receiver>>,
         redeliver_wait: Duration,
     ) -> Self {
         let spans = Finished::new(sender.node.spans.clone());
@@ -99,7 +100,7 @@ impl<'a> Deliveries<'a> {
         self.tickets += 1;
         self.failed = None;
         self.sender.node.handoffs.redelivered.fetch_add(u64::from(self.tickets > 1), Relaxed);
-        self.wanted.send_replace(true);
+        self.wanted.send_replace(Some(Receiver::of(&ticket)));
         let (sender, kv) = (self.sender, self.kv.clone());
         Some(Box::pin(async move {
             let mut spans = Vec::new();
@@ -112,7 +113,7 @@ impl<'a> Deliveries<'a> {
     async fn undelivered(&mut self, error: Error, handoff_id: Vec<u8>, open: bool) -> Result<(), Error> {
         tracing::info!(kind = ?error.kind, "KV hand-off failed: {error}");
         self.sender.node.handoffs.count_undelivered(error.kind);
-        self.wanted.send_replace(false);
+        self.wanted.send_replace(None);
         let status = tonic::Status::from(error.clone());
         let event = Undelivered { handoff_id, code: status.code().into(), message: error.message.clone() };
         self.events.send(PrefillEvent { event: Some(Event::Undelivered(event)) }).await?;

@@ -15,7 +15,7 @@ use tandem_telemetry::{Kind, clock};
 use tokio::sync::watch;
 
 use crate::groups::MIN_FRAME_BYTES;
-use crate::link::LinkSpeed;
+use crate::link::{Links, Receiver};
 use crate::plan::{MAX_PIECE_BYTES, Piece, Plan, Progress, Shape};
 use crate::settings::{Push, Settings};
 
@@ -72,7 +72,7 @@ pub struct Sender<'a> {
     /// When blocks leave.
     pub settings: Settings,
     /// Learns from receipts.
-    pub link: &'a Mutex<LinkSpeed>,
+    pub links: &'a Mutex<Links>,
 }
 
 impl Sender<'_> {
@@ -173,9 +173,9 @@ impl Sender<'_> {
         let exposed = exposed(receipt.first_post, receipt.elapsed, computed);
         let hidden = receipt.elapsed.saturating_sub(exposed);
         self.node.handoffs.count_delivered(hidden, exposed);
-        let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
-        link.observe(receipt.bytes, receipt.elapsed, exposed);
-        link.seen().iter().for_each(|speed| self.node.handoffs.set_link_speed(*speed));
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.observe(Receiver::of(ticket), receipt.bytes, receipt.elapsed, exposed);
+        links.seen().iter().for_each(|speed| self.node.handoffs.set_link_speed(*speed));
         Delivered {
             bytes: receipt.bytes,
             blocks: receipt.blocks,

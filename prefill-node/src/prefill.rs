@@ -1,6 +1,6 @@
 //! The way of one request through a prefill node, in two halves that run side by side: this one computes the prompt and
 //! says its first token; the other one (`delivery.rs`) hears of tickets and moves the KV. They share what is computed
-//! so far, and whether anybody wants it.
+//! so far, and who wants it.
 use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +21,7 @@ use crate::commands::Commands;
 use crate::delivery::Deliveries;
 use crate::groups::{LayerCost, layer_groups};
 use crate::handoff::{First, Kv, Sender};
-use crate::link::LinkSpeed;
+use crate::link::{Links, Receiver};
 use crate::plan::Progress;
 use crate::pressure::{GivingWay, Pressure};
 use crate::settings::{Push, Settings};
@@ -36,8 +36,11 @@ pub struct Shared {
     /// Who waits for blocks.
     pub pressure: Pressure,
     /// How fast KV leaves.
-    pub link: Arc<Mutex<LinkSpeed>>,
+    pub links: Arc<Mutex<Links>>,
 }
+
+/// Whose ticket wants a prompt's KV.
+type Wanted = Option<Receiver>;
 
 /// Serves one call until its last event.
 ///
@@ -91,9 +94,9 @@ impl Prefill<'_> {
         events: &Events<PrefillEvent>,
         trace: &mut Trace,
     ) -> Result<(), Error> {
-        let Shared { node, settings, link, .. } = self.shared;
-        let (kv, wanted) = (watch::Sender::new(Kv::default()), watch::Sender::new(false));
-        let sender = Sender { node, request: self.request, server: self.server, settings: *settings, link };
+        let Shared { node, settings, links, .. } = self.shared;
+        let (kv, wanted) = (watch::Sender::new(Kv::default()), watch::Sender::new(None));
+        let sender = Sender { node, request: self.request, server: self.server, settings: *settings, links };
         let delivery = Deliveries::new(&sender, events, kv.subscribe(), &wanted, settings.redeliver_wait);
         let mut delivered = tokio::select! {
             biased;
@@ -113,7 +116,7 @@ impl Prefill<'_> {
         &self,
         accepted: Instant,
         kv: &watch::Sender<Kv>,
-        mut wanted: watch::Receiver<bool>,
+        mut wanted: watch::Receiver<Wanted>,
         events: &Events<PrefillEvent>,
         trace: &mut Trace,
     ) -> Result<(), Error> {
@@ -129,7 +132,7 @@ impl Prefill<'_> {
             figures.preemptions.fetch_add(u64::from(told.is_some()), Relaxed);
             let progress = Progress { tokens: cached_tokens, layers: 0 };
             kv.send_replace(Kv { lease: Some(lease.clone()), progress, told: told.is_some(), ..Kv::default() });
-            let Sampled { first, logprob, top } = self.forward(lease, kv, trace).await?;
+            let Sampled { first, logprob, top } = self.forward(lease, kv, &wanted, trace).await?;
             events.member().has_read();
             if let Some(told) = told {
                 check_same(told, first.token)?;
@@ -160,7 +163,7 @@ impl Prefill<'_> {
     }
 
     /// Waits for the prompt's blocks; while it does so with a ticket, others give way.
-    async fn reserve(&self, wanted: &mut watch::Receiver<bool>) -> Result<Arc<KvLease>, Error> {
+    async fn reserve(&self, wanted: &mut watch::Receiver<Wanted>) -> Result<Arc<KvLease>, Error> {
         let mut reserving = pin!(self.request.reserve(&self.shared.node.engine, self.request.prompt.len()));
         loop {
             // Who finds room at once puts nobody under pressure.
@@ -169,7 +172,7 @@ impl Prefill<'_> {
                 lease = &mut reserving => return lease,
                 () = std::future::ready(()) => {}
             }
-            let now = *wanted.borrow_and_update();
+            let now = wanted.borrow_and_update().is_some();
             let _pressure = now.then(|| self.shared.pressure.add());
             tokio::select! {
                 biased;
@@ -180,8 +183,14 @@ impl Prefill<'_> {
     }
 
     /// Reads the prompt into the blocks of `lease`, and says in `kv` how far it is.
-    async fn forward(&self, lease: Arc<KvLease>, kv: &watch::Sender<Kv>, trace: &mut Trace) -> Result<Sampled, Error> {
-        let (cached, report_layers) = (lease.cached_tokens(), self.groups(&lease));
+    async fn forward(
+        &self,
+        lease: Arc<KvLease>,
+        kv: &watch::Sender<Kv>,
+        wanted: &watch::Receiver<Wanted>,
+        trace: &mut Trace,
+    ) -> Result<Sampled, Error> {
+        let (cached, report_layers) = (lease.cached_tokens(), self.groups(&lease, wanted.borrow().as_ref()));
         let request = SequenceRequest { report_layers, ..self.request.from_prompt(lease, 1) };
         let mut sequence = self.shared.node.engine.submit(request)?;
         while let Some(event) = sequence.next().await {
@@ -213,9 +222,9 @@ impl Prefill<'_> {
     }
 
     /// After which layers of the last chunk something shall leave. Guessed before it is known how the prompt will be
-    /// cut and who else is in its steps: a wrong guess costs a few frames.
-    fn groups(&self, lease: &KvLease) -> Vec<usize> {
-        let Shared { node, settings, link, .. } = self.shared;
+    /// cut and who else is in its steps, and perhaps before it is known who wants it: a wrong guess costs a few frames.
+    fn groups(&self, lease: &KvLease, receiver: Option<&Receiver>) -> Vec<usize> {
+        let Shared { node, settings, links, .. } = self.shared;
         let spec = node.engine.spec();
         let one = self.request.max_tokens == 1;
         if one || settings.push == Push::Whole || node.arena.units() == 1 {
@@ -231,12 +240,12 @@ impl Prefill<'_> {
             layer_bytes: (blocks - final_before) * spec.block_bytes / spec.layers,
             total_bytes: blocks * spec.block_bytes,
             compute: Duration::from_secs_f64((step_ms / 1e3 / spec.layers as f64).clamp(0.0, 3600.0)),
-            bytes_per_second: link.lock().unwrap_or_else(PoisonError::into_inner).bytes_per_second(),
+            bytes_per_second: links.lock().unwrap_or_else(PoisonError::into_inner).bytes_per_second(receiver),
         })
     }
 
     /// Ready when blocks that nobody wants are needed by those who have a ticket.
-    async fn pressed(&self, wanted: &mut watch::Receiver<bool>) -> GivingWay {
+    async fn pressed(&self, wanted: &mut watch::Receiver<Wanted>) -> GivingWay {
         loop {
             until(wanted, false).await;
             tokio::select! {
@@ -248,9 +257,9 @@ impl Prefill<'_> {
     }
 }
 
-/// Ready when `wanted` is `value`.
-async fn until(wanted: &mut watch::Receiver<bool>, value: bool) {
-    if wanted.wait_for(|wanted| *wanted == value).await.is_err() {
+/// Ready when somebody wants the KV, or (`value` is false) nobody does.
+async fn until(wanted: &mut watch::Receiver<Wanted>, value: bool) {
+    if wanted.wait_for(|wanted| wanted.is_some() == value).await.is_err() {
         // The other half has ended, and with it the call.
         std::future::pending().await
     }

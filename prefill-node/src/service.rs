@@ -26,7 +26,7 @@ pub fn routes(node: Arc<Node>) -> Routes {
 /// As [`routes`], told otherwise.
 pub fn routes_with(node: Arc<Node>, settings: Settings) -> Routes {
     let strangers = node.strangers.clone();
-    let shared = Shared { node, settings, pressure: Pressure::default(), link: Arc::default() };
+    let shared = Shared { node, settings, pressure: Pressure::default(), links: Arc::default() };
     let server = PrefillServer::new(PrefillService { shared });
     let server = server.max_decoding_message_size(MAX_MESSAGE_BYTES).max_encoding_message_size(MAX_MESSAGE_BYTES);
     Routes::new(strangers.around(server))

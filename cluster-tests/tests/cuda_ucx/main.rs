@@ -2,9 +2,11 @@
 //! (`engine/cuda/emu`), the programs do not know; UCX is PyPI's, which was built with CUDA (`deploy/gpu/ucx.sh`).
 //!
 //! - `library`: two processes that have a GPU's memory and a transport each, and nothing else (`peer`).
+//! - `cluster`: a prefill and a decode node on a GPU each, behind a router.
 //!
 //! Without a C++ compiler there is no emulated driver, and where that UCX cannot be fetched there is none: these tests
 //! are then skipped with a word. With `TANDEM_REQUIRE_UCX_CUDA=1` they fail.
+mod cluster;
 mod library;
 mod peer;
 

@@ -1,7 +1,7 @@
 //! One end of a hand-off as a process: KV memory on an emulated GPU, a UCX transport over it, and orders that come in
 //! lines. It is this binary again, in the ignored test `peer`.
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, channel};
@@ -57,19 +57,18 @@ impl Peer {
             .env(UCX, &machine.ucx)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .spawn()
             .expect("spawn");
         let (input, stdout) = (process.stdin.take().expect("piped"), process.stdout.take().expect("piped"));
         let (tell, output) = channel();
         let log = Arc::new(Mutex::new(String::new()));
-        let all = log.clone();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // The harness writes the test's name before the first one.
-                if let Some((_, said)) = line.split_once(SAYS) {
-                    let _ = tell.send(said.to_owned());
-                }
-                all.lock().expect("no panic").push_str(&format!("{line}\n"));
+        // UCX's lines are on standard error.
+        keep(process.stderr.take().expect("piped"), log.clone(), |_| ());
+        keep(stdout, log.clone(), move |line| {
+            // The harness writes the test's name before the first one.
+            if let Some((_, said)) = line.split_once(SAYS) {
+                let _ = tell.send(said.to_owned());
             }
         });
         let mut peer = Self { process, input, output, log };
@@ -112,6 +111,16 @@ impl Drop for Peer {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Shows each line to `see`, and keeps it.
+fn keep(output: impl Read + Send + 'static, log: Arc<Mutex<String>>, see: impl Fn(&str) + Send + 'static) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
+            log.lock().expect("no panic").push_str(&format!("{line}\n"));
+            see(&line);
+        }
+    });
 }
 
 /// The other process.

@@ -27,9 +27,26 @@ pub struct Round {
     pub grown_mib: f64,
 }
 
+/// Who sends the sixteen hand-offs of a round.
+#[derive(Clone, Copy)]
+pub enum Senders {
+    /// One sender all of them, each out of memory of its own: what is sent twice comes out of the caches.
+    One,
+    /// Each of sixteen senders one.
+    Each,
+}
+
+/// A node.
+struct Sender {
+    arena: Arc<Arena>,
+    transport: Arc<dyn Transport>,
+}
+
 /// The nodes, in this process.
 pub struct Incast {
-    senders: Vec<(Arc<Arena>, Arc<dyn Transport>)>,
+    /// Has as much memory as the senders together.
+    alone: Sender,
+    senders: Vec<Sender>,
     to: Arc<Arena>,
     receiver: Arc<dyn Transport>,
     blocks: u32,
@@ -41,38 +58,46 @@ impl Incast {
     pub fn new(bytes: usize, start: Start) -> anyhow::Result<Self> {
         let to = Arena::new(noise(SENDERS * bytes)?, BLOCK_BYTES, LAYERS);
         let receiver = on_core(1, || start(&to))?;
-        let sender = || {
-            let from = Arena::new(noise(bytes)?, BLOCK_BYTES, LAYERS);
-            let transport = on_core(0, || start(&from))?;
-            anyhow::Ok((from, transport))
+        let sender = |bytes| {
+            let arena = Arena::new(noise(bytes)?, BLOCK_BYTES, LAYERS);
+            let transport = on_core(0, || start(&arena))?;
+            anyhow::Ok(Sender { arena, transport })
         };
-        let senders = (0..SENDERS).map(|_| sender()).collect::<anyhow::Result<_>>()?;
-        Ok(Self { senders, to, receiver, blocks: (bytes / BLOCK_BYTES) as u32, rounds: 0 })
+        let senders = (0..SENDERS).map(|_| sender(bytes)).collect::<anyhow::Result<_>>()?;
+        let alone = sender(SENDERS * bytes)?;
+        Ok(Self { alone, senders, to, receiver, blocks: (bytes / BLOCK_BYTES) as u32, rounds: 0 })
     }
 
-    /// Sixteen hand-offs at once by the first `senders` of them, in turn.
-    pub async fn round(&mut self, senders: usize) -> anyhow::Result<Round> {
+    /// Sixteen hand-offs at once.
+    pub async fn round(&mut self, senders: Senders) -> anyhow::Result<Round> {
         self.rounds += 1;
         let expected = || Expected { prompt_tokens: 1, sequence_hashes: vec![1; self.blocks as usize] };
-        let blocks: Arc<[u32]> = (0..self.blocks).collect();
         let (mut receiving, mut sending) = (vec![], vec![]);
         for index in 0..SENDERS {
-            let (from, sender) = &self.senders[index % senders];
+            let (sender, blocks) = match senders {
+                Senders::One => (&self.alone, self.part(index as u32)),
+                Senders::Each => (&self.senders[index], self.part(0)),
+            };
             let incoming = self.receiver.accept(self.grant(index as u32))?;
             let ticket = incoming.ticket();
-            let seal = seal_for(from, &blocks, &ticket, 1, expected().sequence_hashes);
-            sending.push((sender.open(&ticket).await?, seal));
+            let seal = seal_for(&sender.arena, &blocks, &ticket, 1, expected().sequence_hashes);
+            sending.push((sender.transport.open(&ticket).await?, seal, blocks));
             receiving.push(tokio::spawn(incoming.verified(expected())));
         }
         let before = peak_mib(true)?;
         let start = Instant::now();
-        let sent = sending.into_iter().map(|(outgoing, seal)| tokio::spawn(send(outgoing, seal, blocks.clone())));
+        let sent = sending.into_iter().map(|(outgoing, seal, blocks)| tokio::spawn(send(outgoing, seal, blocks)));
         try_join_all(sent).await?.into_iter().collect::<anyhow::Result<Vec<()>>>()?;
         let verified = try_join_all(receiving).await?.into_iter().collect::<Result<Vec<_>, _>>()?;
         let took = verified.iter().map(|verified| verified.last_arrival.duration_since(start).as_secs_f64());
         let (longest, shortest) = took.fold((0f64, f64::MAX), |(most, least), one| (most.max(one), least.min(one)));
         let rate = self.to.bytes() as f64 / longest / 1e9;
         Ok(Round { rate, spread: longest / shortest, grown_mib: peak_mib(false)? - before })
+    }
+
+    /// The blocks of a hand-off, out of memory that holds so many in front of them.
+    fn part(&self, index: u32) -> Vec<u32> {
+        (index * self.blocks..(index + 1) * self.blocks).collect()
     }
 
     fn grant(&self, index: u32) -> Grant {
@@ -84,7 +109,7 @@ impl Incast {
             prefill_incarnation: Incarnation(1),
             decode_incarnation: Incarnation(2),
             compatibility_digest: 3,
-            blocks: (index * self.blocks..(index + 1) * self.blocks).collect(),
+            blocks: self.part(index),
             units: 1,
             held: Held::default(),
             owner: Arc::new(()),
@@ -93,7 +118,7 @@ impl Incast {
     }
 }
 
-async fn send(mut outgoing: Outgoing, seal: v1::Seal, blocks: Arc<[u32]>) -> anyhow::Result<()> {
+async fn send(mut outgoing: Outgoing, seal: v1::Seal, blocks: Vec<u32>) -> anyhow::Result<()> {
     outgoing.push(0, &blocks, Arc::new(())).await?;
     outgoing.seal(seal).await?;
     Ok(())

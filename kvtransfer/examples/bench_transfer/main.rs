@@ -219,7 +219,7 @@ async fn incast(args: &Args) -> anyhow::Result<()> {
         let (mut alone, mut together, mut spread, mut grown) = (vec![], vec![], vec![], 0f64);
         // The first of each connects, and touches memory for the first time.
         for counts in (0..=args.samples).map(|sample| sample > 0) {
-            let (one, all) = (nodes.round(1).await?, nodes.round(incast::SENDERS).await?);
+            let (one, all) = (nodes.round(incast::Senders::One).await?, nodes.round(incast::Senders::Each).await?);
             if counts {
                 alone.push(one.rate);
                 together.push(all.rate);

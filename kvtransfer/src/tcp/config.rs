@@ -4,11 +4,9 @@ use std::time::Duration;
 use tandem_proto::PROTOCOL_VERSION;
 
 use super::sealing::Protection;
+use crate::build_id::ENCRYPTED;
 use crate::session::DEFAULT_GRACE;
 use crate::terms::Faults;
-
-/// At the end of the build id of nodes that encrypt.
-pub(super) const ENCRYPTED: &str = "/encrypted";
 
 /// How the tcp backend behaves.
 #[derive(Clone, Debug)]

@@ -8,6 +8,7 @@ use tandem_proto::PROTOCOL_VERSION;
 
 use super::frame::{PRELUDE_BYTES, garbage, is_timeout, parse_prelude, prelude};
 use super::sealing::{Opener, Sealer};
+use crate::build_id::difference;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
 use crate::handshake::{Direction, HELLO_HEAD_BYTES, Hello, Nonces, Secret, WELCOME_HEAD_BYTES, Way, Welcome};
 use crate::registry::Registry;
@@ -77,11 +78,8 @@ pub(super) fn answer(
     read_until(stream, &mut payload, until)?;
     let hello = Hello::parse(&payload).ok_or_else(garbage)?;
     if protocol != PROTOCOL_VERSION || hello.about != build_id.as_bytes() {
-        let theirs = String::from_utf8_lossy(hello.about).escape_default().to_string();
-        let message = format!(
-            "the KV peer speaks protocol {protocol} build {theirs}, we speak {build_id} (\"encrypted\" is --kv-encrypt: \
-             give it to all nodes or to none)"
-        );
+        let differs = difference(build_id, &String::from_utf8_lossy(hello.about));
+        let message = format!("the KV sender is of another build (protocol {protocol}): {differs}");
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     let opened = registry.authenticate(&hello).and_then(|authenticated| {

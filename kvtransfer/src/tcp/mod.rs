@@ -114,8 +114,6 @@ impl Transport for TcpTransport {
     fn open<'a>(&'a self, ticket: &'a v1::Ticket) -> BoxFuture<'a, Result<Outgoing, TransferError>> {
         async move {
             let (arena, counters) = (self.table.registry.arena(), self.counters());
-            let encryption = check_encryption(ticket, self.table.config.protection);
-            encryption.inspect_err(|_| _ = counters.rejected_tickets.fetch_add(1, Ordering::Relaxed))?;
             let (checked, secret, address) = read_ticket(ticket, &self.info(), arena, &counters, socket_address)?;
             let secret = Arc::new(secret);
             let (connection, is_dialled) = self.table.connection_to(address, &secret).await?;
@@ -172,19 +170,6 @@ impl SendLink for TcpLink {
     fn cancel(&mut self, handoff: HandoffId) {
         self.connection.queue().cancel(handoff);
     }
-}
-
-/// Both ends encrypt, or none: said before the builds are compared, in words that name the flag.
-fn check_encryption(ticket: &v1::Ticket, ours: Protection) -> Result<(), TransferError> {
-    let theirs = ticket.transport.as_ref().is_some_and(|transport| transport.build_id.ends_with(config::ENCRYPTED));
-    let message = match (theirs, ours) {
-        (true, Protection::Bound) => "the receiver encrypts KV and this node does not: start it with --kv-encrypt, too",
-        (false, Protection::Encrypted) => {
-            "this node encrypts KV (--kv-encrypt) and the receiver does not: start that one with --kv-encrypt, too"
-        }
-        _ => return Ok(()),
-    };
-    Err(TransferError::new(TransferErrorKind::Incompatible, message))
 }
 
 /// Host and port of a ticket. Names are looked up, so nothing else is.

@@ -20,8 +20,6 @@ use crate::handshake::hmac_sha256;
 pub(super) const MAX_ADDRESS_BYTES: usize = 4096;
 /// In front of UCX's bytes.
 pub(super) const HEAD_BYTES: usize = TAG_AT + TAG_BYTES;
-/// Names the layout; part of the build id, so that nodes that do not tag their addresses are no peers.
-pub(super) const FORMAT: &str = "tka1";
 
 const MAGIC: [u8; 4] = *b"TKA1";
 const TAG_AT: usize = 6;
@@ -135,7 +133,7 @@ mod tests {
     use super::*;
 
     fn key(byte: u8) -> AddressKey {
-        AddressKey::new(&[byte; 32], "ucx-1.13.1/shm/tka1")
+        AddressKey::new(&[byte; 32], "ucx-1.13.1/shm/7")
     }
 
     #[test]
@@ -154,7 +152,7 @@ mod tests {
         assert_eq!(changed(HEAD_BYTES - 1), Err(AddressError::Tag));
         assert_eq!(changed(HEAD_BYTES), Err(AddressError::Tag));
         assert_eq!(CheckedAddress::parse(&wire, &key(1)), Err(AddressError::Tag), "another cluster");
-        let other_build = AddressKey::new(&[0; 32], "ucx-1.22.0/shm/tka1");
+        let other_build = AddressKey::new(&[0; 32], "ucx-1.22.0/shm/7");
         assert_eq!(CheckedAddress::parse(&wire, &other_build), Err(AddressError::Tag), "another build");
         let (bytes, most) = (HEAD_BYTES + MAX_ADDRESS_BYTES + 1, HEAD_BYTES + MAX_ADDRESS_BYTES);
         assert_eq!(CheckedAddress::parse(&vec![0; bytes], &key(0)), Err(AddressError::TooLong { bytes, most }));

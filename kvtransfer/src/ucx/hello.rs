@@ -4,12 +4,15 @@
 //! (`address.rs`), since a key says that its holder may fill blocks, not that its bytes may be given to UCX.
 //!
 //! ```text
-//! 0..52  where it comes from (`origin.rs`), which is all that a receiver says of itself in the welcome
-//! 52..54 bytes of the build id   (little endian)
-//! 54..   build id, then the sender's address, tagged
+//! 0..76  where it comes from (`origin.rs`), which is all that a receiver says of itself in the welcome
+//! 76..78 bytes of the build id   (little endian)
+//! 78..   build id, then the sender's address, tagged
 //! ```
+use tandem_proto::PROTOCOL_VERSION;
+
 use super::address::{AddressKey, CheckedAddress, HEAD_BYTES, MAX_ADDRESS_BYTES};
 use super::origin::{ORIGIN_BYTES, Origin};
+use crate::build_id::difference;
 use crate::error::AddressError;
 use crate::handshake::HELLO_HEAD_BYTES;
 use crate::wire::MAX_HELLO_BYTES;
@@ -19,12 +22,14 @@ pub(super) const MAX_BYTES: usize =
     HELLO_HEAD_BYTES + ORIGIN_BYTES + 2 + MAX_HELLO_BYTES + HEAD_BYTES + MAX_ADDRESS_BYTES;
 
 /// Why what a sender says of itself was not taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum AboutError {
     #[error("it has not the form of a hello")]
     Malformed,
-    #[error("it is of another build: run one build, one UCX version and one profile on all nodes")]
-    Build,
+    #[error("its sender speaks protocol {0}, this node {PROTOCOL_VERSION}; run one version of Tandem on all nodes")]
+    Protocol(u32),
+    #[error("its sender is of another build: {0}")]
+    Build(String),
     #[error("{0}")]
     Address(#[from] AddressError),
 }
@@ -53,7 +58,7 @@ impl About {
         let (build, address) =
             rest.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(AboutError::Malformed)?;
         if build != build_id.as_bytes() {
-            return Err(AboutError::Build);
+            return Err(AboutError::Build(difference(build_id, &String::from_utf8_lossy(build))));
         }
         Ok(Self { origin, address: CheckedAddress::parse(address, key)? })
     }
@@ -67,7 +72,7 @@ mod tests {
     use super::super::process::ProcessName;
     use super::*;
 
-    const BUILD: &str = "ucx-1.13.1/shm/tka1";
+    const BUILD: &str = "ucx-1.13.1/shm/7";
 
     fn key() -> AddressKey {
         AddressKey::new(&[5; 32], BUILD)
@@ -81,7 +86,7 @@ mod tests {
             let origin = Origin { generation: Generation(3), paired: None, process: ProcessName::own(), memory: None };
             let address = CheckedAddress::own(&bytes).expect("short");
             let mut said = About::encode(&origin, BUILD, &address.sealed(&key()));
-            prop_assert_eq!(About::parse(&said, "another", &key()), Err(AboutError::Build));
+            prop_assert_eq!(About::parse(&said, "another", &key()), Err(AboutError::Build(difference("another", BUILD))));
             let at = ORIGIN_BYTES + at.index(said.len() - ORIGIN_BYTES);
             prop_assert_eq!(About::parse(&said, BUILD, &key()), Ok(About { origin, address }));
             said[at] ^= 0x40;

@@ -6,11 +6,12 @@
 //!
 //! Three layers: `ucx-sys` (raw), [`result`] (status to error), `owners` (objects with `Drop`). Above them one thread,
 //! `driver`, makes every UCX call. `sending` and `receiving` are its two halves, which share a `desk`; `turns` says
-//! whose payload lands next. `endpoints` and `operations` are the tables on the desk, `ids` their names. `custody`
-//! decides when the blocks of a lost peer are free, with what `process` and `probe` find out. `address` is what is
-//! checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process says to the driver, and
-//! `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports, `hello` is what a sender
-//! says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can open on a machine.
+//! whose payload is next, and `budget` how many land at once. `endpoints` and `operations` are the tables on the desk,
+//! `ids` their names. `custody` decides when the blocks of a lost peer are free, with what `process` and `probe` find
+//! out. `address` is what is checked before UCX reads it, `inbox` what callbacks leave; `commands` are what the process
+//! says to the driver, and `queue` is how; `ending` is what is left when it is gone. `profile` picks UCX's transports,
+//! `hello` is what a sender says of itself, `origin` says in it which endpoint it comes from, `survey` is what UCX can
+//! open on a machine.
 //! `one_copy` takes the place of UCX's rendezvous where the receiver can map the sender's memory; `device` is what KV
 //! on a GPU asks for.
 //!
@@ -20,10 +21,12 @@
 //! peer is *fenced* in the registry when it is free.
 //!
 //! One UCX version per cluster: two versions do not understand each other, so the version is part of the build id,
-//! which is compared before UCX is touched. Read next: `driver.rs`.
+//! which is compared before UCX is touched. So is Tandem's protocol: builds whose hellos differ would wait for each
+//! other's welcomes in vain. Read next: `driver.rs`.
 #![allow(unsafe_code)]
 
 mod address;
+mod budget;
 mod commands;
 mod custody;
 mod desk;
@@ -57,7 +60,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 
 use futures::future::BoxFuture;
-use tandem_proto::{HandoffId, v1};
+use tandem_proto::{HandoffId, PROTOCOL_VERSION, v1};
 use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
 pub use ucx_sys::{SETTINGS, prepare_environment};
@@ -70,6 +73,7 @@ use self::ids::EndpointId;
 pub use self::profile::{UcxConfig, UcxProfile};
 use self::queue::Queue;
 use crate::arena::{Arena, Run};
+use crate::build_id::ON_GPU;
 use crate::counters::Counters;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::incoming::Incoming;
@@ -188,11 +192,11 @@ impl Drop for UcxTransport {
     }
 }
 
-/// Equal on nodes that understand each other: UCX's version, its transports, where the KV lies, and the form of
-/// addresses.
+/// Equal on nodes that understand each other: UCX's version, its transports, where the KV lies, and the protocol, by
+/// which hellos, addresses and frames have their form.
 fn build_id(api: &Api, config: &UcxConfig, arena: &Arena) -> String {
-    let device = if device::holds(arena) { "+cuda" } else { "" };
-    format!("ucx-{}/{}{device}/{}", api.version, config.profile, address::FORMAT)
+    let device = if device::holds(arena) { ON_GPU } else { "" };
+    format!("ucx-{}/{}{device}/{PROTOCOL_VERSION}", api.version, config.profile)
 }
 
 impl Shared {

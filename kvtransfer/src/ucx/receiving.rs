@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use tandem_proto::{HandoffId, PROTOCOL_VERSION};
 
+use super::budget::Budget;
 use super::desk::Desk;
 use super::hello::{self, About, AboutError};
 use super::ids::EndpointId;
 use super::inbox::Descriptor;
 use super::one_copy::announcement;
-use super::turns::Turns;
 use crate::error::Refusal;
 use crate::handshake::{Hello, Nonces, Way};
 use crate::registry::{Authenticated, Claim};
@@ -26,7 +26,7 @@ const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
 pub(super) struct Receiving {
     handoffs: HashMap<HandoffId, Inbound>,
     /// Payloads that were announced, and may be written where their claims say.
-    turns: Turns<(Descriptor, Claim)>,
+    landing: Budget<(Descriptor, Claim)>,
     /// Of receives that failed; dropped with their endpoint.
     failed: Vec<(EndpointId, Claim)>,
 }
@@ -47,7 +47,7 @@ pub(super) struct Leftovers {
 impl Receiving {
     /// With at most `landing_bytes` under way at once.
     pub(super) fn new(landing_bytes: usize) -> Self {
-        Self { handoffs: HashMap::new(), turns: Turns::new(landing_bytes), failed: Vec::new() }
+        Self { handoffs: HashMap::new(), landing: Budget::new(landing_bytes), failed: Vec::new() }
     }
 
     pub(super) fn uses(&self, endpoint: EndpointId) -> bool {
@@ -67,7 +67,7 @@ impl Receiving {
         let of = |inbound: &Inbound| inbound.endpoint == endpoint;
         let handoffs = self.handoffs.extract_if(|_, inbound| of(inbound)).map(|(handoff, _)| handoff).collect();
         let failed = self.failed.extract_if(.., |(id, _)| *id == endpoint).map(|(_, claim)| claim);
-        let (descriptors, mut claims): (_, Vec<Claim>) = self.turns.forget(endpoint).into_iter().unzip();
+        let (descriptors, mut claims): (_, Vec<Claim>) = self.landing.forget(endpoint).into_iter().unzip();
         claims.extend(failed);
         Leftovers { handoffs, claims, descriptors }
     }
@@ -110,8 +110,10 @@ impl Receiving {
         payload: &[u8],
         busy: impl Fn(EndpointId) -> bool,
     ) {
-        let hello = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES);
-        let Some(hello) = hello.filter(|_| protocol == PROTOCOL_VERSION) else {
+        if protocol != PROTOCOL_VERSION {
+            return refuse_hello(desk, &AboutError::Protocol(protocol));
+        }
+        let Some(hello) = Hello::parse(payload).filter(|_| payload.len() <= hello::MAX_BYTES) else {
             return refuse_hello(desk, &AboutError::Malformed);
         };
         let about = About::parse(hello.about, &desk.build_id, &desk.key);
@@ -181,7 +183,7 @@ impl Receiving {
         };
         match desk.registry().claim(endpoint.into(), range, length as u64) {
             Ok(claim) if desk.takes(claim.runs()) => {
-                self.turns.announce(endpoint, length, (descriptor, claim));
+                self.landing.announce(endpoint, length, (descriptor, claim));
                 self.land(desk);
             }
             // The ticket has said where to cut. Dropping the claim fails the hand-off.
@@ -212,10 +214,10 @@ impl Receiving {
 
     /// Posts the payloads whose turn it is. Their deadlines begin here.
     pub(super) fn land(&mut self, desk: &mut Desk) {
-        while let Some((endpoint, (descriptor, claim))) = self.turns.next() {
+        while let Some((endpoint, (descriptor, claim))) = self.landing.next() {
             if desk.endpoints.get(endpoint).is_some() {
                 let peak = &desk.registry().counters().landing_peak_bytes;
-                peak.fetch_max(self.turns.under_way_bytes() as u64, Relaxed);
+                peak.fetch_max(self.landing.under_way_bytes() as u64, Relaxed);
                 desk.receive(endpoint, descriptor, claim);
             } else {
                 // It is closing: what would land now would have to be waited for.
@@ -228,12 +230,12 @@ impl Receiving {
 
     /// A payload is here, or will not come: another one may have its turn.
     pub(super) fn ended(&mut self, from: EndpointId, claim: &Claim) {
-        self.turns.ended(from, usize::try_from(claim.bytes()).unwrap_or(usize::MAX));
+        self.landing.ended(from, usize::try_from(claim.bytes()).unwrap_or(usize::MAX));
     }
 
     /// The worker ends: nothing of what waits will be posted.
     pub(super) fn dismiss_all(&mut self, desk: &mut Desk) {
-        for (endpoint, (descriptor, claim)) in self.turns.forget_all() {
+        for (endpoint, (descriptor, claim)) in self.landing.forget_all() {
             desk.release(descriptor);
             self.hold(endpoint, claim);
         }

@@ -26,8 +26,9 @@ pub use types::*;
 ///   frames go through UCX's own buffers, so there is nothing to watch. What it costs: a range that lands in several
 ///   places on a fabric (`owners.rs::place`) has no registration of its own, and UCX does not remember the one it
 ///   makes. Not measured: no fabric here.
-pub const SETTINGS: [(&str, &str); 3] =
-    [("UCX_HANDLE_ERRORS", "none"), ("UCX_DEBUG_SIGNO", "0"), ("UCX_MEM_EVENTS", "n")];
+/// - It would log to standard output, in the middle of the line by which a node says that it is ready.
+pub const SETTINGS: [(&str, &str); 4] =
+    [("UCX_HANDLE_ERRORS", "none"), ("UCX_DEBUG_SIGNO", "0"), ("UCX_MEM_EVENTS", "n"), ("UCX_LOG_FILE", "stderr")];
 
 /// The process already has several threads, so the environment may no longer be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,8 +41,8 @@ pub struct TooLate {
 }
 
 /// Makes the settings that UCX reads when it is loaded, but for those that the operator has made: it leaves the
-/// process's signal handlers and its memory functions alone. Call it as the first statement of `main`, before any
-/// runtime or thread starts.
+/// process's signal handlers, its memory functions and its standard output alone. Call it as the first statement of
+/// `main`, before any runtime or thread starts.
 ///
 /// # Errors
 /// [`TooLate`], with nothing changed, when other threads exist (which might read the environment meanwhile). UCX works

@@ -1,6 +1,6 @@
 //! The thread that copies out of senders' memories into claimed blocks, so that the driver goes on meanwhile. One range
-//! after the other, in the order of their announcements; what nobody wants any more is skipped.
-use std::collections::VecDeque;
+//! after the other; senders take turns (`turns.rs`), so that none waits for all that another one has announced. What
+//! nobody wants any more is skipped.
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,11 +9,13 @@ use std::thread::JoinHandle;
 use tandem_memory::{Copy, PeerMemory, Run};
 
 use super::super::ids::EndpointId;
+use super::super::turns::Turns;
 use crate::mutation::Mutation;
 use crate::registry::Claim;
 use crate::wire::DataHeader;
 
-/// Ranges that wait. A sender has 64 MiB announced at most, so this is many senders, or one that keeps no rule.
+/// Ranges that wait. A sender has 64 MiB announced at most, so this is many senders, or one that keeps no rule: which
+/// then loses its own.
 const MAX_JOBS: usize = 64 * 1024;
 /// Copied before their senders are told, unless nothing more waits. Each time wakes the driver, on the core that
 /// copies.
@@ -50,7 +52,7 @@ struct Desk {
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<Job>,
+    waiting: Turns<Job>,
     /// Whose range is being copied.
     at_work: Option<EndpointId>,
     /// What was begun when its endpoint was stopped.
@@ -66,16 +68,10 @@ impl Copier {
         Ok(Self { desk, thread: Some(thread) })
     }
 
-    /// Queues a range. Without a place for it, its claim is dropped, which fails the hand-off.
+    /// Queues a range. One without a place is dropped with its claim, which fails its hand-off.
     pub(super) fn submit(&self, job: Job) {
-        let mut state = self.desk.lock();
-        if state.closed || state.waiting.len() >= MAX_JOBS {
-            drop(state);
-            return tracing::warn!(peer = job.from.0, "no place for a KV range to be copied: its hand-off fails");
-        }
-        state.waiting.push_back(job);
-        if state.at_work.is_none() {
-            self.desk.changed.notify_all();
+        if let Some(surplus) = self.desk.add(job) {
+            tracing::warn!(peer = surplus.from.0, "no place for a KV range to be copied: its hand-off fails");
         }
     }
 
@@ -88,10 +84,7 @@ impl Copier {
     /// Ends what comes from `endpoint`, and waits for the pieces that are being copied.
     pub(super) fn stop(&self, endpoint: EndpointId) -> Vec<Claim> {
         let mut state = self.desk.lock();
-        let (of_it, others): (VecDeque<_>, _) =
-            std::mem::take(&mut state.waiting).into_iter().partition(|job| job.from == endpoint);
-        state.waiting = others;
-        let mut claims: Vec<Claim> = of_it.into_iter().map(|job| job.claim).collect();
+        let mut claims: Vec<Claim> = state.waiting.forget(endpoint).into_iter().map(|job| job.claim).collect();
         self.desk.stopping.store(endpoint.0, Relaxed);
         while state.at_work == Some(endpoint) {
             state = self.desk.wait(state);
@@ -114,6 +107,21 @@ impl Drop for Copier {
 }
 
 impl Desk {
+    /// Queues a range. Returns one that has no place: to be dropped, which nobody may wait for here.
+    fn add(&self, job: Job) -> Option<Job> {
+        let mut state = self.lock();
+        if state.closed {
+            return Some(job);
+        }
+        let bytes = usize::try_from(job.claim.bytes()).unwrap_or(usize::MAX);
+        state.waiting.announce(job.from, bytes, job);
+        if state.at_work.is_none() {
+            self.changed.notify_all();
+        }
+        let surplus = if state.waiting.len() > MAX_JOBS { state.waiting.crowd_out() } else { None };
+        surplus.map(|(_, job)| job)
+    }
+
     /// The next range; waits, and calls `idle` before it does. `None`: closed.
     fn next(&self, idle: impl FnOnce()) -> Option<Job> {
         let mut state = self.lock();
@@ -123,8 +131,8 @@ impl Desk {
             state = self.lock();
         }
         while !state.closed {
-            if let Some(job) = state.waiting.pop_front() {
-                state.at_work = Some(job.from);
+            if let Some((from, _, job)) = state.waiting.next(|_| true) {
+                state.at_work = Some(from);
                 return Some(job);
             }
             state = self.wait(state);
@@ -142,11 +150,12 @@ impl Desk {
         self.changed.notify_all();
     }
 
-    fn close(&self) -> VecDeque<Job> {
+    /// Returns what waited.
+    fn close(&self) -> Vec<(EndpointId, Job)> {
         let mut state = self.lock();
         state.closed = true;
         self.changed.notify_all();
-        std::mem::take(&mut state.waiting)
+        state.waiting.forget_all()
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
@@ -247,7 +256,85 @@ fn pieces(leaves: Vec<Run>, source: &[Run]) -> Option<Vec<Copy>> {
 
 #[cfg(test)]
 mod tests {
+    use tandem_memory::{HostMemory, KvMemory};
+    use tandem_proto::{HandoffId, Incarnation};
+
     use super::*;
+    use crate::arena::Arena;
+    use crate::handshake::{Hello, Secret};
+    use crate::incoming::Incoming;
+    use crate::registry::{PeerLink, Registry};
+    use crate::session::DEFAULT_GRACE;
+    use crate::terms::{Grant, Held, PeerId};
+    use crate::wire::{Answer, Units};
+
+    const BLOCK_BYTES: usize = 1 << 20;
+
+    struct Nobody;
+
+    impl PeerLink for Nobody {
+        fn answer(&self, _: PeerId, _: HandoffId, _: Answer) {}
+
+        fn cut_off(&self, _: PeerId) {}
+    }
+
+    /// All blocks of a hand-off that `sender` has opened, each announced by itself; the hand-off lives as long as what
+    /// comes first.
+    fn announced(registry: &Arc<Registry>, memory: &Arc<PeerMemory>, sender: u32, blocks: u32) -> (Incoming, Vec<Job>) {
+        let (handoff, from) = (HandoffId([sender as u8 + 1; 16]), EndpointId(u64::from(sender)));
+        let grant = Grant {
+            handoff,
+            prefill_incarnation: Incarnation(1),
+            decode_incarnation: Incarnation(2),
+            compatibility_digest: 3,
+            blocks: (sender * blocks..(sender + 1) * blocks).collect(),
+            units: 1,
+            held: Held::default(),
+            owner: Arc::new(()),
+            lease: std::time::Duration::from_secs(60),
+        };
+        let incoming = Incoming::accept(registry, grant, Default::default(), Vec::new()).expect("accept");
+        let hello = Secret::of(&incoming.ticket()).expect("a key").hello([1; 16], &[]);
+        let authenticated = registry.authenticate(&Hello::parse(&hello).expect("whole")).expect("the key");
+        registry.open(from.into(), &authenticated).expect("open");
+        let job = |first| {
+            let range = DataHeader { handoff, first, count: 1, units: Units::ALL };
+            let claim = registry.claim(from.into(), range, BLOCK_BYTES as u64).expect("claim");
+            Job { from, claim, memory: memory.clone(), source: vec![Run { at: 0, bytes: BLOCK_BYTES }] }
+        };
+        (incoming, (0..blocks).map(job).collect())
+    }
+
+    /// The first to announce has announced all that it has before the others say a word.
+    #[test]
+    fn senders_take_turns_whoever_has_announced_first() {
+        const SENDERS: u32 = 4;
+        const BLOCKS: u32 = 3;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+        // Grants start a task that watches their leases.
+        let _entered = runtime.enter();
+        let memory = HostMemory::zeroed((SENDERS * BLOCKS) as usize * BLOCK_BYTES).expect("little");
+        let arena = Arena::new(memory, BLOCK_BYTES, 1);
+        let registry = Registry::new(arena, Arc::default(), Box::new(Nobody), DEFAULT_GRACE);
+        let theirs = HostMemory::shareable(BLOCK_BYTES).expect("little");
+        let memory = Arc::new(PeerMemory::map(theirs.share().expect("shareable")).expect("our own"));
+        let desk = Desk::default();
+        let mut handoffs = Vec::new();
+        for sender in 0..SENDERS {
+            let (incoming, jobs) = announced(&registry, &memory, sender, BLOCKS);
+            jobs.into_iter().for_each(|job| assert!(desk.add(job).is_none()));
+            handoffs.push(incoming);
+        }
+        let mut order = Vec::new();
+        for _ in 0..SENDERS * BLOCKS {
+            let Job { from, claim, .. } = desk.next(|| ()).expect("open");
+            order.push((from.0 as u32, claim.range().first));
+            claim.written();
+            desk.done(None);
+        }
+        assert!(order.into_iter().eq((0..BLOCKS).flat_map(|block| (0..SENDERS).map(move |sender| (sender, block)))));
+        assert_eq!(desk.close().len(), 0);
+    }
 
     #[test]
     fn leaves_come_from_the_runs_in_their_order() {
