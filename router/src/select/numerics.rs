@@ -21,9 +21,14 @@ impl Numerics {
     /// answers. Both nodes are named.
     pub fn difference((name, this): (&str, &Self), (other_name, other): (&str, &Self)) -> Option<String> {
         if this.arithmetic != other.arithmetic {
+            let and_kv = if this.kv_order == other.kv_order {
+                String::new()
+            } else {
+                format!(", and KV lies in order `{}` on one, `{}` on the other", this.kv_order, other.kv_order)
+            };
             return Some(format!(
-                "node `{name}` computes in arithmetic `{}`, node `{other_name}` in `{}`: their answers would differ in \
-                 some tokens; start all nodes on the processor or all on GPUs (--device), with the same --arithmetic and \
+                "node `{name}` computes in arithmetic `{}`, node `{other_name}` in `{}`{and_kv}: their answers would \
+                 differ in some tokens; start all nodes on the processor or all on GPUs (--device), with the same --arithmetic and \
                  the same --isa, and all or none with --simulated; on two kinds of processors `--arithmetic f32` is what \
                  they share",
                 this.arithmetic, other.arithmetic
@@ -60,6 +65,7 @@ mod tests {
         let gpu = of("mma-k1024", "token-rows");
         let words = Numerics::difference(("a", &gpu), ("b", &dots)).expect("it differs");
         assert!(words.contains("`mma-k1024`") && words.contains("all on GPUs (--device)"), "{words}");
+        assert!(words.contains("KV lies in order `token-rows` on one, `bf16-pairs` on the other"), "{words}");
         let words = Numerics::difference(("a", &int8), ("b", &exact)).expect("it differs");
         assert!(words.contains("`int8-pairs`, node `b` in `bf16-pairs`") && words.contains("--kv-dtype"), "{words}");
     }
