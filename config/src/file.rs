@@ -17,7 +17,7 @@ const MAX_BYTES: u64 = 1 << 20;
 
 /// A file that cannot be used; says which file, where in it, and why.
 #[derive(Debug, PartialEq, Eq)]
-pub struct FileError {
+pub(crate) struct FileError {
     path: PathBuf,
     line: Option<usize>,
     why: String,

@@ -20,8 +20,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-pub use file::FileError;
-pub use merge::{Environment, Source};
+pub use merge::Environment;
 pub use resolved::{Change, Refused, Resolved, load};
 
 /// The two flags of this crate, for every program that takes a file.

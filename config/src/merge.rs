@@ -17,9 +17,9 @@ use crate::{Program, TopLevel, variable};
 /// The environment, by name.
 pub type Environment = BTreeMap<OsString, OsString>;
 
-/// Where a value is from; greater ones win.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Source {
+/// Where a value is from; later ones win.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
     /// Nobody said anything.
     Default,
     /// The file, as `path:line`.

@@ -3,8 +3,9 @@
 use std::ffi::OsString;
 use std::fmt::Write;
 
+use crate::Program;
 use crate::flag::{Flag, Kind};
-use crate::{Program, Source};
+use crate::merge::Source;
 
 /// A flag as clap has it in the end.
 pub(crate) struct Row<'a> {

@@ -274,10 +274,10 @@ fn look(program: &Program, command: &Command, flags: &[Flag], words: &[OsString]
         Some(name) => {
             let own = matches.subcommand_matches(name)?;
             // The first of these words that is not some flag's value.
-            let ends = (1..=words.len()).filter(|end| words[end - 1] == name);
+            let mut ends = (1..=words.len()).filter(|end| words[end - 1] == name);
             let is_it =
                 |end: &usize| parse(&words[..*end]).is_some_and(|so_far| so_far.subcommand_name() == Some(name));
-            (ends.into_iter().find(is_it)?, own)
+            (ends.find(is_it)?, own)
         }
     };
     let is_given = |flag: &&Flag| own.value_source(&flag.id) == Some(ValueSource::CommandLine);

@@ -18,10 +18,16 @@ pub fn check(args: NodeArgs, role: Role) -> anyhow::Result<()> {
     config.collector.check()?;
     let machine = MemoryFiles::default();
     match &config.model {
-        ModelSource::File(path) if config.device == DeviceChoice::Cpu => drop(open(&config, path, &machine)?),
+        ModelSource::File(path) if config.device == DeviceChoice::Cpu => {
+            open(&config, path, &machine)?;
+        }
         // Whether it fits is a question to the card.
-        ModelSource::File(path) => drop(ModelLoader::open(&model_of(&config, path))?),
-        ModelSource::Simulated { in_place_of: Some(path), .. } => drop(SimulatedConfig::in_place_of(path)?),
+        ModelSource::File(path) => {
+            ModelLoader::open(&model_of(&config, path))?;
+        }
+        ModelSource::Simulated { in_place_of: Some(path), .. } => {
+            SimulatedConfig::in_place_of(path)?;
+        }
         ModelSource::Simulated { in_place_of: None, .. } => {}
     }
     Ok(())
