@@ -10,6 +10,8 @@ use crate::select::Avoid;
 use crate::select::numerics::Numerics;
 
 const LEASE: Duration = Duration::from_secs(3);
+/// Who was silent for so long is suspect.
+const SUSPECT: Duration = Duration::from_millis(LEASE.as_millis() as u64 / 2 + 1);
 
 fn membership() -> Membership {
     Membership::new(Expected { model_digest: 9, eos_token_id: 2 }, LEASE)
@@ -96,7 +98,7 @@ fn a_router_that_stood_still_does_not_blame_its_nodes() {
 fn a_new_incarnation_replaces_the_old_one() {
     let (membership, now) = (membership(), Instant::now());
     let old = membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
-    let new = membership.register(register("p", v1::Role::Prefill, 2), now).unwrap();
+    let new = membership.register(register("p", v1::Role::Prefill, 2), now + SUSPECT).unwrap();
     assert!(dead(&old) && !dead(&new));
     // The late end of the old stream does not touch the new node.
     membership.leave(old.session, "late");
@@ -106,10 +108,13 @@ fn a_new_incarnation_replaces_the_old_one() {
 #[test]
 fn deaths_are_counted_by_their_reason_and_drained_nodes_are_none() {
     let (membership, start) = (membership(), Instant::now());
-    let join = |id: &str, life: u64| membership.register(register(id, v1::Role::Decode, life), start).unwrap().session;
-    join("replaced", 1);
-    join("silent", 2);
-    let (replacement, lost, drained) = (join("replaced", 3), join("lost", 4), join("drained", 5));
+    let join = |id: &str, life: u64, after: Duration| {
+        membership.register(register(id, v1::Role::Decode, life), start + after).unwrap().session
+    };
+    join("replaced", 1, Duration::ZERO);
+    join("silent", 2, Duration::ZERO);
+    let (replacement, lost, drained) =
+        (join("replaced", 3, SUSPECT), join("lost", 4, SUSPECT), join("drained", 5, SUSPECT));
     membership.leave(lost, "its stream was cut");
     membership.draining(drained, start);
     membership.leave(drained, "it left");
@@ -183,7 +188,7 @@ fn all_nodes_have_one_block_size() {
     assert_eq!(membership.json()["nodes"][0]["block_tokens"], 64);
     // The last node of the old size may come back with another.
     membership.leave(prefill_of(&route), "it left");
-    membership.register(of_size("d", v1::Role::Decode, 16), now).unwrap();
+    membership.register(of_size("d", v1::Role::Decode, 16), now + SUSPECT).unwrap();
 }
 
 #[test]
@@ -329,7 +334,7 @@ fn a_namesake_replaces_a_node_that_is_silent_and_no_other() {
     assert_eq!(refused.kind, ErrorKind::Unavailable);
     assert!(refused.message.contains("another process") && refused.message.contains("--node-id"), "{refused}");
     assert!(!dead(&node));
-    let later = at(LEASE / 2 + Duration::from_millis(1)).unwrap();
+    let later = at(SUSPECT).unwrap();
     assert!(dead(&node) && !dead(&later));
 }
 
@@ -338,7 +343,7 @@ fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
     let (membership, start) = (membership(), Instant::now());
     let nodes = [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)]
         .map(|(id, role)| membership.register(register(id, role, 1), start).unwrap());
-    let later = start + LEASE / 2 + Duration::from_millis(1);
+    let later = start + SUSPECT;
     let load = v1::Load { free_blocks: 64, running: 3, ..v1::Load::default() };
     let heard = membership.route(ask(100, 10), &Wish::default(), start).unwrap().decode.session;
     [nodes[0].session, heard].iter().for_each(|session| membership.report(*session, &load, later));
@@ -489,7 +494,7 @@ fn the_cached_blocks_of_a_node_go_with_it() {
     let gap = membership.kv_events(prefill.session, &stored(9, false, &[7]), now).unwrap_err();
     assert_eq!((gap.expected, gap.found, membership.index().gaps), (Some(3), 9, 1));
     // Another life of it, death by its stream's end, and a drained one's leave: what they held is gone at once.
-    let next = membership.register(register("p", v1::Role::Prefill, 3), now).unwrap();
+    let next = membership.register(register("p", v1::Role::Prefill, 3), now + SUSPECT).unwrap();
     assert_eq!((cached(&membership), membership.index().blocks), (vec![2, 0], 2));
     membership.kv_events(prefill.session, &stored(0, true, &[1]), now).unwrap();
     membership.kv_events(next.session, &stored(0, true, &[1]), now).unwrap();

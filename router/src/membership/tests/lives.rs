@@ -38,7 +38,7 @@ fn a_node_has_one_life_here_whatever_addresses_this_router_has() {
     assert!(dead(&first) && !dead(&again));
     // Another process of that name.
     let other = v1::Register { link: 2, ..register("p", v1::Role::Prefill, 8) };
-    membership.register(other, now).unwrap();
+    membership.register(other, now + SUSPECT).unwrap();
     assert!(dead(&again));
     assert_eq!(membership.totals().deaths, [0, 1, 1]);
 }
