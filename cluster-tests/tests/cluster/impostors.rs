@@ -33,7 +33,7 @@ async fn neither_a_live_nodes_name_nor_another_hosts_address_is_taken() -> anyho
 /// A decode node with these flags says why it does not join.
 async fn is_refused(cluster: &Cluster, flags: &str, why: &str) -> anyhow::Result<()> {
     let model = model()?.display().to_string();
-    let args = format!("{flags} --listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --model {model}");
+    let args = format!("{flags} --listen 127.0.0.1:0 --admin 127.0.0.1:0 --threads 1 --model {model}");
     let args = words(&format!("{args} --router {}", cluster.router.url("grpc")));
     let impostor = Process::start("impostor", "tandem-decode-node", &args, cluster.dir()).await?;
     cluster.wait_until(SOON, why, async |_: &Cluster| impostor.log().contains(why)).await.map(drop)

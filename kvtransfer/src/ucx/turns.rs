@@ -200,7 +200,7 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(turns.len(), model.values().map(VecDeque::len).sum::<usize>());
-                prop_assert_eq!(turns.is_empty(), turns.len() == 0);
+                prop_assert_eq!(turns.is_empty(), model.values().all(VecDeque::is_empty));
             }
             let left = turns.forget_all();
             prop_assert_eq!(left.len(), model.values().map(VecDeque::len).sum::<usize>());
