@@ -51,7 +51,10 @@ const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 const SETTLES: Duration = Duration::from_millis(5);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Of a router that has not said its lease yet.
-const FIRST_LEASE: Duration = Duration::from_secs(2);
+const FIRST_LEASE: Duration = Duration::from_secs(4);
+/// Part of the lease in which a registration is accepted, or given up: the lease runs from the registration on, and its
+/// rest is for the first answer to a report. Requests that came meanwhile would be lost.
+const ACCEPTED_PART: u32 = 2;
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(10);
 const LONGEST_INTERVAL: Duration = Duration::from_secs(10);
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
@@ -161,16 +164,20 @@ impl Link {
             Err(error) => return error,
         };
         // From the registration on the router may book here, and give this node up.
-        let (registered, patience) = (clock::now(), self.lease.unwrap_or(FIRST_LEASE).min(ANSWER_TIMEOUT));
+        let registered = clock::now();
+        let patience = (self.lease.unwrap_or(FIRST_LEASE) / ACCEPTED_PART).min(ANSWER_TIMEOUT);
         let session = node.work.lives().open(Life::random(&mut rand::rng()), registered + patience);
         let (reports, inbound, hello) = match self.join(node, calls, session.life(), patience).await {
             Ok(joined) => joined,
             Err(error) => return error,
         };
-        self.joined();
         let period = period(&hello);
         let length = Duration::from_millis(hello.lease_ms.into()).max(3 * period);
         self.lease = Some(length);
+        if registered.elapsed() > length / ACCEPTED_PART {
+            return unavailable("it answered too late");
+        }
+        self.joined();
         let reporting = Reporting {
             node,
             session,

@@ -16,6 +16,7 @@ use tandem_proto::v1::{ClockReading, KvEvents, Load, NodeReport, Register, Role,
 use tandem_proto::{Error, ErrorKind, Life};
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
+use tokio::time::sleep;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
@@ -33,12 +34,22 @@ struct Cli {
 /// Accepts every node and shows what it says; each stream ends when its connection does.
 struct FakeRouter {
     seen: mpsc::Sender<Report>,
-    lease_ms: u32,
-    /// It does not answer probes.
-    mute: bool,
+    manner: Manner,
     /// It lost count of the node's cache.
     lost_count: Arc<Notify>,
 }
+
+/// How it answers.
+#[derive(Clone, Copy)]
+struct Manner {
+    lease_ms: u32,
+    /// It does not answer probes.
+    mute: bool,
+    /// It accepts a node so late.
+    late: Duration,
+}
+
+const WELL: Manner = Manner { lease_ms: 60_000, mute: false, late: Duration::ZERO };
 
 #[tonic::async_trait]
 impl Membership for FakeRouter {
@@ -47,7 +58,7 @@ impl Membership for FakeRouter {
     async fn join(&self, request: Request<Streaming<NodeReport>>) -> Result<Response<Self::JoinStream>, Status> {
         let (seen, mut reports) = (self.seen.clone(), request.into_inner());
         let (answers, outbox) = mpsc::channel(4);
-        let (lost_count, lease_ms, mute) = (self.lost_count.clone(), self.lease_ms, self.mute);
+        let (lost_count, Manner { lease_ms, mute, late }) = (self.lost_count.clone(), self.manner);
         tokio::spawn(async move {
             loop {
                 let report = tokio::select! {
@@ -62,6 +73,7 @@ impl Membership for FakeRouter {
                 };
                 let answer = match &report {
                     Report::Register(Register { incarnation, .. }) => {
+                        sleep(late).await;
                         let accepted_incarnation = *incarnation;
                         Some(RouterReport {
                             accepted_incarnation,
@@ -95,17 +107,17 @@ impl Membership for FakeRouter {
 }
 
 async fn serve(listener: TcpListener, stop: CancellationToken) -> mpsc::Receiver<Report> {
-    serve_as(listener, stop, Arc::default(), (60_000, false)).await
+    serve_as(listener, stop, Arc::default(), WELL).await
 }
 
 async fn serve_as(
     listener: TcpListener,
     stop: CancellationToken,
     lost_count: Arc<Notify>,
-    (lease_ms, mute): (u32, bool),
+    manner: Manner,
 ) -> mpsc::Receiver<Report> {
     let (seen, reports) = mpsc::channel(4);
-    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, lease_ms, mute, lost_count }));
+    let server = Server::builder().add_service(MembershipServer::new(FakeRouter { seen, manner, lost_count }));
     tokio::spawn(async move {
         tokio::select! {
             served = server.serve_with_incoming(TcpListenerStream::new(listener)) => served.unwrap(),
@@ -231,7 +243,8 @@ async fn a_router_that_answers_nothing_for_its_lease_is_lost() {
     let config = config(listener.local_addr().unwrap());
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let stop = CancellationToken::new();
-    let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), (300, true)).await;
+    let mute = Manner { lease_ms: 300, mute: true, ..WELL };
+    let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), mute).await;
     let joined =
         tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
     let first = registered(&mut reports).await;
@@ -246,6 +259,28 @@ async fn a_router_that_answers_nothing_for_its_lease_is_lost() {
     let ended = lost.next().await.unwrap().unwrap_err();
     assert_eq!(Error::from(ended).kind, ErrorKind::DeclaredDead);
     assert!(held.upgrade().is_none(), "what the call held is back");
+    stop.cancel();
+    joined.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_registration_that_is_accepted_too_late_is_not_used() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let config = config(listener.local_addr().unwrap());
+    let node = Node::start(&config, Faults::default()).await.unwrap();
+    let stop = CancellationToken::new();
+    // The rest of the lease would do for a report; an answer to it would come behind the end.
+    let late = Manner { lease_ms: 900, late: Duration::from_millis(600), ..WELL };
+    let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), late).await;
+    let joined =
+        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    // The first time it learns the lease, the second time it does not wait so long.
+    let mut lives = Vec::new();
+    for _ in 0..3 {
+        lives.push(registered(&mut reports).await.life);
+    }
+    lives.dedup();
+    assert_eq!((lives.len(), node.work.lives().counts()), (3, (0, 0)), "no life began, and no load was told");
     stop.cancel();
     joined.await.unwrap();
 }
@@ -293,7 +328,7 @@ async fn tells_what_its_cache_holds_from_a_snapshot_on() {
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let before = read_prompt(&node, 5, 2).await;
     let (stop, lost_count) = (CancellationToken::new(), Arc::new(Notify::new()));
-    let mut reports = serve_as(listener, CancellationToken::new(), lost_count.clone(), (60_000, false)).await;
+    let mut reports = serve_as(listener, CancellationToken::new(), lost_count.clone(), WELL).await;
     let joined =
         tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
 

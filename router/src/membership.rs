@@ -536,7 +536,7 @@ impl Membership {
     /// # Errors
     /// [`NoPair`].
     pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
-        let mut table = lock(&self.table);
+        let mut table = self.watched_table(now);
         let need = ask.need(&table);
         let booked = table.route(&need, wish, &self.choice, now)?;
         drop(table);
@@ -548,11 +548,23 @@ impl Membership {
     /// # Errors
     /// [`NotYet`].
     pub fn route_again(&self, ask: Ask<'_>, wish: &Wish, accepts: Accepts, now: Instant) -> Result<Route, NotYet> {
-        let mut table = lock(&self.table);
+        let mut table = self.watched_table(now);
         let need = ask.need(&table);
         let booked = table.route_again(&need, wish, accepts, &self.choice, now)?;
         drop(table);
         Ok(self.booked(booked))
+    }
+
+    /// The table, without the nodes that have given this router up while it stood still: requests wake as early as
+    /// [`Self::watch`] does.
+    fn watched_table(&self, now: Instant) -> MutexGuard<'_, Table> {
+        let table = lock(&self.table);
+        if !table.stood_still(now, self.lease) {
+            return table;
+        }
+        drop(table);
+        self.expire(now);
+        lock(&self.table)
     }
 
     fn booked(&self, Booked { prefill, decode, candidates, apart }: Booked) -> Route {

@@ -281,16 +281,17 @@ impl Table {
     }
 
     /// Whether any was silent for too long.
-    /// Time in which nobody called this does not count as silence: then the router itself stood still, and what its
-    /// nodes have said meanwhile waits in its sockets.
+    /// Time in which this was not called does not count as silence: then the router itself stood still, and what its
+    /// nodes have said meanwhile waits in its sockets. Not so after more than a lease. Their own half of it has ended,
+    /// and they have registered anew: requests must not look for that one by one.
     pub fn expire(&mut self, now: Instant, lease: Duration) -> bool {
         let unwatched = now.saturating_duration_since(self.watched.replace(now).unwrap_or(now));
         if unwatched > lease / 2 {
-            tracing::warn!(
-                stalled_ms = unwatched.as_millis() as u64,
-                "the router stood still; its nodes have that time"
-            );
-            self.entries.values_mut().for_each(|entry| entry.heard = now.min(entry.heard + unwatched));
+            let (stalled_ms, over) = (unwatched.as_millis() as u64, unwatched > lease);
+            tracing::warn!(stalled_ms, over, "the router stood still; its nodes have that time, unless it is over");
+            if !over {
+                self.entries.values_mut().for_each(|entry| entry.heard = now.min(entry.heard + unwatched));
+            }
         }
         let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
@@ -298,6 +299,11 @@ impl Table {
             self.remove(*session, Death::Silent, &format!("it was silent for {} ms", lease.as_millis()), now);
         }
         !sessions.is_empty()
+    }
+
+    /// Whether the router has just gone on after it had stood still, and has not looked at its nodes yet.
+    pub fn stood_still(&self, now: Instant, lease: Duration) -> bool {
+        self.watched.is_some_and(|watched| now.saturating_duration_since(watched) > lease)
     }
 
     pub fn route(

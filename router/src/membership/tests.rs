@@ -88,10 +88,27 @@ fn a_router_that_stood_still_does_not_blame_its_nodes() {
         }
     };
     watch(Duration::ZERO, LEASE / 2);
-    watch(LEASE * 4, LEASE * 4 + LEASE / 3);
-    assert!(!dead(&node), "nobody listened for most of the time");
-    watch(LEASE * 4 + LEASE / 3, LEASE * 5);
+    watch(LEASE * 5 / 4, LEASE * 3 / 2);
+    assert!(!dead(&node), "half of the time went by unheard");
+    watch(LEASE * 3 / 2, LEASE * 2);
     assert!(dead(&node), "and now it is silent");
+}
+
+#[test]
+fn a_router_that_stood_still_for_its_lease_has_no_nodes_before_they_come_again() {
+    let (membership, start) = (membership(), Instant::now());
+    let of = |id, role, life| v1::Register { life, ..register(id, role, 1) };
+    let prefill = membership.register(of("p", v1::Role::Prefill, 1), start).unwrap();
+    membership.register(of("d", v1::Role::Decode, 2), start).unwrap();
+    membership.expire(start);
+    let route = |now| membership.route(ask(8, 4), &Wish::default(), now).map(drop);
+    route(start + LEASE).unwrap();
+    // The request wakes before the watch does.
+    let woken = start + LEASE + Duration::from_millis(1);
+    assert!(route(woken).is_err() && dead(&prefill), "its own half of the lease has ended");
+    membership.register(of("p", v1::Role::Prefill, 3), woken).unwrap();
+    membership.register(of("d", v1::Role::Decode, 4), woken).unwrap();
+    route(woken).unwrap();
 }
 
 #[test]
