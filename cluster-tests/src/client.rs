@@ -160,7 +160,8 @@ impl Cluster {
     /// # Errors
     /// The router does not answer, or not in its form.
     pub async fn nodes(&self) -> anyhow::Result<Vec<Node>> {
-        let cluster: Value = self.get("/debug/cluster").await?.json().await?;
+        let url = format!("{}/debug/cluster", self.router.operators_url());
+        let cluster: Value = reqwest::get(url).await?.json().await?;
         let nodes = cluster.get("nodes").unwrap_or(&cluster).as_array().context("no list of nodes")?;
         nodes.iter().map(node).collect()
     }

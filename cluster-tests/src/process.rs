@@ -140,6 +140,11 @@ impl Process {
         if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
     }
 
+    /// Where a router shows operators its cluster: a port of their own, or HTTP's.
+    pub fn operators_url(&self) -> String {
+        self.url(if self.ready.contains_key("admin") { "admin" } else { "http" })
+    }
+
     /// The key of a router's ready line under which nodes join: a port of their own, or gRPC's.
     pub fn join_key(&self) -> &'static str {
         if self.ready.contains_key("nodes") { "nodes" } else { "grpc" }

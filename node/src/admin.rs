@@ -10,6 +10,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
+use tandem_ports::Occupancy;
 use tandem_proto::v1::Role;
 
 use crate::figures::FINISH_REASONS;
@@ -42,6 +43,7 @@ pub(crate) fn metrics_text(node: &Node) -> String {
 fn render(node: &Node, form: Form) -> String {
     let mut text = Text::new(form, role_name(node.role), &node.node_id, &node.engine.spec().model_name);
     requests(&mut text, node);
+    ports(&mut text, node);
     handoffs(&mut text, node);
     vllm(&mut text, node);
     if node.role == Role::Decode {
@@ -98,6 +100,22 @@ fn requests(text: &mut Text, node: &Node) {
     text.sample(&[], node.spans.exporter.dropped() as f64);
     text.family("tandem_log_lines_lost_total", "counter", "Lines of the log that nobody read in time.");
     text.sample(&[], tandem_telemetry::lost_lines() as f64);
+}
+
+fn ports(text: &mut Text, node: &Node) {
+    let ports: Vec<(&str, Occupancy)> =
+        node.ports.get().into_iter().flatten().map(|(name, places)| (*name, places.occupancy())).collect();
+    let mut family = |name, kind, help, value: fn(&Occupancy) -> f64| {
+        text.family(name, kind, help);
+        ports.iter().for_each(|(port, now)| text.sample(&[("port", port)], value(now)));
+    };
+    family("tandem_connections", "gauge", "Open connections.", |now| now.open as f64);
+    let evicted = "Idle and half-open connections that made room for others.";
+    family("tandem_connections_evicted_total", "counter", evicted, |now| now.evicted as f64);
+    let refused = "Connections closed at once because all others were busy.";
+    family("tandem_connections_refused_total", "counter", refused, |now| now.refused as f64);
+    let failed = "Connections that the port ended because of what they sent, or did not send in time.";
+    family("tandem_connections_failed_total", "counter", failed, |now| now.failed as f64);
 }
 
 fn handoffs(text: &mut Text, node: &Node) {

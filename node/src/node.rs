@@ -2,7 +2,7 @@
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -13,7 +13,7 @@ use tandem_engine::{Engine, Executor, SchedulerConfig, SimulatedConfig, Simulate
 use tandem_kvtransfer::Faults;
 use tandem_kvtransfer::error::TransferError;
 use tandem_kvtransfer::{Arena, Transports};
-use tandem_ports::JoinGuard;
+use tandem_ports::{JoinGuard, Places};
 use tandem_proto::v1::{self, Role};
 use tandem_proto::{Incarnation, TraceState};
 use tandem_telemetry::{Exporter, clock};
@@ -50,6 +50,8 @@ pub struct Node {
     pub figures: Figures,
     /// Who may call it.
     pub strangers: JoinGuard,
+    /// The ports that it listens on, by name, once it does.
+    pub ports: OnceLock<[(&'static str, Places); 2]>,
     /// What computes.
     pub target: Target,
     /// Tokens of an engine step at most.
@@ -110,6 +112,7 @@ impl Node {
             handoffs: Handoffs::default(),
             figures: Figures::default(),
             strangers: parts.strangers,
+            ports: OnceLock::new(),
             target: parts.target,
             max_step_tokens: parts.max_step_tokens,
             max_step: parts.max_step,

@@ -123,6 +123,9 @@ impl Running {
         let limits = Limits::default();
         let connections = connections_within(raise_descriptor_limit(), 1, limits.connections);
         let port = Port::new(listeners.grpc, Limits { connections, ..limits });
+        let admin = Port::new(listeners.admin, ADMIN_LIMITS);
+        // This is the only place that sets it.
+        let _ = node.ports.set([("grpc", port.places()), ("admin", admin.places())]);
         let server = serve_grpc(port, routes.add_service(health_service), NODE_STREAMS, KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
         let scraped = node.clone();
@@ -130,7 +133,6 @@ impl Running {
         let metrics = MetricsExport::start(service_name(node.role), &node.node_id, &config.collector, text)?;
         let (node_of, stop_of) = (node.clone(), stop.clone());
         let running = Self { node: node_of, service, health, signals, stop: stop_of, drain, grpc: grpc_task, metrics };
-        let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
         let (routers, join) = (config.routers.clone(), config.join.clone());

@@ -403,17 +403,40 @@ impl Service {
         cluster
     }
 
-    /// One trace (32 hexadecimal digits, or "last"), for `/api/traces/{id}`.
+    /// One trace (32 hexadecimal digits, or "last").
     ///
     /// # Errors
     /// `NotFound` when the ring does not hold it.
     pub fn trace_json(&self, id: &str) -> Result<serde_json::Value, Error> {
-        let mut trace = self.flow.traces.json(id).ok_or_else(|| no_trace(id))?;
+        self.trace_json_of(self.traces(), id)
+    }
+
+    /// The same of what these traces show, for `/api/traces/{id}`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn trace_json_of(&self, traces: &Traces, id: &str) -> Result<serde_json::Value, Error> {
+        let mut trace = traces.json(id).ok_or_else(|| no_trace(id))?;
         let link = self.jaeger_ui.as_ref().zip(trace["trace_id"].as_str()).map(|(ui, id)| ui.trace(id));
         if let Some(link) = link {
             trace["jaeger"] = link.into();
         }
         Ok(trace)
+    }
+
+    /// Whether clients need a key, and operators have a port of their own: then the clients' port says nothing of the
+    /// whole cluster to who has none.
+    pub fn is_reserved(&self) -> bool {
+        self.keys.required() && self.ports.iter().any(|(name, _)| *name == "admin")
+    }
+
+    /// The traces that somebody may see: with keys, those of the key's tenant alone.
+    ///
+    /// # Errors
+    /// As [`Self::tenant`].
+    pub fn traces_for(&self, authorization: Option<&str>) -> Result<Traces, Error> {
+        let tenant = self.keys.required().then(|| self.tenant(authorization, None)).transpose()?;
+        Ok(self.traces().of(tenant.map(|tenant| Arc::clone(tenant.name()))))
     }
 
     /// The recent traces.
@@ -435,6 +458,7 @@ impl Service {
             spans_dropped: flow.exporter.dropped(),
             intake: self.intake.load(),
             strangers: flow.membership.strangers().refused(),
+            registrations: flow.membership.refusals().counts(),
             index: flow.membership.index(),
             ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
             way_fallbacks: flow.membership.way_fallbacks(),

@@ -506,7 +506,8 @@ impl Run {
             timings: Box::new(record.timings()),
             trace_id: root.trace_id_hex(),
         });
-        let kept = keep_trace(&shared, record, reason, spans);
+        let tenant = Arc::clone(progress.request.tenant.name());
+        let kept = keep_trace(&shared, record, tenant, reason, spans);
         // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
         let told = async {
             let _ = send(&shared, &client, last).await;
@@ -533,13 +534,15 @@ impl Run {
 fn keep_trace(
     shared: &Shared,
     record: Record,
+    tenant: Arc<str>,
     reason: Result<v1::FinishReason, Error>,
     mut of_nodes: Vec<u8>,
 ) -> Option<(Own, Vec<u8>)> {
     let TraceContext { trace_id, sampled, .. } = record.identities.root;
     let notable = reason.is_err() || record.is_slow();
     let exported = shared.exporter.is_on() && (sampled || notable);
-    let ended = Ended { class: if notable { Class::Notable } else { Class::Usual }, exported };
+    let class = if notable { Class::Notable } else { Class::Usual };
+    let ended = Ended { tenant: Some(tenant), class, exported };
     let instance = Arc::clone(&shared.instance);
     let own: Own = Arc::new(move || record.spans(&instance, reason.as_ref().copied()));
     let early = shared.traces.finish(trace_id, Arc::clone(&own), &of_nodes, ended);

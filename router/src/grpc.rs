@@ -124,6 +124,7 @@ impl v1::inference_server::Inference for Edge {
         let received = clock::now();
         let (metadata, mut extensions, message) = request.into_parts();
         let refused = |error: &Error| self.service.refused(error.kind);
+        extensions.get::<Room>().inspect(|room| room.read());
         // As the guard found out: no call comes past it.
         let unknown = || Error::new(ErrorKind::Unauthenticated, "nobody has asked whose call this is");
         let tenant = extensions.remove::<Tenant>().ok_or_else(unknown).inspect_err(refused)?;

@@ -17,6 +17,7 @@ pub mod join;
 pub mod now;
 pub mod origin;
 mod reach;
+mod refusals;
 mod registration;
 mod room;
 mod table;
@@ -46,6 +47,7 @@ use now::ClusterNow;
 use origin::NodeEndpoints;
 pub use reach::Calls;
 use reach::Reaching;
+pub use refusals::Refusals;
 use room::Wanted;
 use table::{Booked, Table};
 
@@ -129,6 +131,7 @@ pub struct Membership {
     endpoints: NodeEndpoints,
     /// Who may join.
     strangers: JoinGuard,
+    refusals: Refusals,
     choice: select::Settings,
     strays: Strays,
 }
@@ -374,8 +377,8 @@ impl Membership {
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
-        let (strays, endpoints) = (Strays::default(), NodeEndpoints::default());
-        Self { table, changed, freed, expected, lease, reaching, endpoints, strangers, choice, strays }
+        let (strays, endpoints, refusals) = (Strays::default(), NodeEndpoints::default(), Refusals::default());
+        Self { table, changed, freed, expected, lease, reaching, endpoints, strangers, refusals, choice, strays }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.

@@ -221,6 +221,8 @@ pub struct Seen {
     pub intake: Load,
     /// Calls to join without the cluster's token.
     pub strangers: u64,
+    /// Registrations that were refused, by kind.
+    pub registrations: Vec<(ErrorKind, u64)>,
     /// The ports by name.
     pub ports: Vec<(&'static str, Occupancy)>,
     /// Pairs that took another way.
@@ -607,7 +609,7 @@ mod tests {
         );
         let depths = vec![("team".into(), 7)];
         let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
-        let ports = vec![("http", Occupancy { open: 6, evicted: 4, refused: 2 })];
+        let ports = vec![("http", Occupancy { open: 6, evicted: 4, refused: 2, failed: 3 })];
         let way_fallbacks = [(("ucx/shm".into(), "tcp".into()), 7)].into();
         metrics.text(accept, &Seen { breakers, index, depths, ports, way_fallbacks, ..Seen::default() }).1
     }

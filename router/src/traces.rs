@@ -50,6 +50,8 @@ pub enum Form {
 #[derive(Clone)]
 pub struct Traces {
     ring: Arc<Mutex<Held>>,
+    /// Whose traces it shows; `None`: all.
+    tenant: Option<Arc<str>>,
     /// Of those who read them: one at a time.
     turn: Arc<Semaphore>,
 }
@@ -82,6 +84,8 @@ struct Kept {
     own: Vec<Own>,
     /// Packed (`tandem_proto::spans`), of whatever trace the nodes say.
     of_nodes: Vec<u8>,
+    /// Whose requests it has; `None`: of nobody who is known. Nearly always one.
+    tenants: Vec<Option<Arc<str>>>,
     /// A collector gets what is still to come.
     exported: bool,
 }
@@ -116,8 +120,10 @@ pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
 }
 
 /// How a request ended, as far as its trace is concerned.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Ended {
+    /// Whose it was, where that is known.
+    pub tenant: Option<Arc<str>>,
     /// What the trace says.
     pub class: Class,
     /// A collector gets the trace, and with it what is still to come.
@@ -128,7 +134,13 @@ impl Traces {
     /// Room for so many traces.
     pub fn new(most: usize) -> Self {
         let held = Held { kept: Ring::new(most), early: Early::default(), finished: 0 };
-        Self { ring: Arc::new(Mutex::new(held)), turn: Arc::new(Semaphore::new(1)) }
+        Self { ring: Arc::new(Mutex::new(held)), tenant: None, turn: Arc::new(Semaphore::new(1)) }
+    }
+
+    /// The same ring, of which only the traces of one tenant are shown. A trace with another one's requests as well is
+    /// nobody's: clients choose their traces' ids.
+    pub fn of(&self, tenant: Option<Arc<str>>) -> Self {
+        Self { tenant, ..self.clone() }
     }
 
     /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It
@@ -142,6 +154,9 @@ impl Traces {
         trace.add(own, of_nodes);
         join(&mut trace.of_nodes, &early);
         trace.exported |= ended.exported;
+        if !trace.tenants.contains(&ended.tenant) {
+            trace.tenants.push(ended.tenant);
+        }
         early
     }
 
@@ -187,7 +202,8 @@ impl Traces {
     /// A trace by its 32 hexadecimal digits, or the "last" one that ended.
     pub fn json(&self, id: &str) -> Option<Value> {
         let trace_id = match id {
-            "last" => self.lock().kept.last()?,
+            "last" if self.tenant.is_none() => self.lock().kept.last()?,
+            "last" => self.newest_shown().first()?.0,
             digits => parse(digits)?,
         };
         let mut spans = self.spans(trace_id)?;
@@ -236,14 +252,22 @@ impl Traces {
     }
 
     fn spans(&self, trace_id: TraceId) -> Option<Vec<v1::Span>> {
-        let kept = Arc::clone(self.lock().kept.get(&trace_id)?);
+        let kept = self.lock().kept.get(&trace_id).filter(|kept| self.shows(kept)).cloned()?;
         Some(kept.spans(trace_id))
     }
 
     fn newest_first(&self) -> impl Iterator<Item = (TraceId, Vec<v1::Span>)> + use<> {
-        let all: Vec<_> =
-            self.lock().kept.newest_first().into_iter().map(|(id, kept)| (id, Arc::clone(kept))).collect();
-        all.into_iter().map(|(id, kept)| (id, kept.spans(id)))
+        self.newest_shown().into_iter().map(|(id, kept)| (id, kept.spans(id)))
+    }
+
+    fn newest_shown(&self) -> Vec<(TraceId, Arc<Kept>)> {
+        let held = self.lock();
+        let shown = held.kept.newest_first().into_iter().filter(|(_, kept)| self.shows(kept));
+        shown.map(|(id, kept)| (id, Arc::clone(kept))).collect()
+    }
+
+    fn shows(&self, kept: &Kept) -> bool {
+        self.tenant.is_none() || kept.tenants.iter().all(|tenant| *tenant == self.tenant)
     }
 
     fn lock(&self) -> MutexGuard<'_, Held> {
@@ -317,7 +341,7 @@ mod tests {
         u128::from(number + 1).to_be_bytes()
     }
 
-    const USUAL: Ended = Ended { class: Class::Usual, exported: false };
+    const USUAL: Ended = Ended { tenant: None, class: Class::Usual, exported: false };
 
     fn span(trace_id: TraceId, name: &str) -> v1::Span {
         v1::Span { trace_id: trace_id.to_vec(), span_id: vec![8; 8], name: name.into(), ..v1::Span::default() }
@@ -429,6 +453,24 @@ mod tests {
         let told: Vec<_> = late.iter().map(|span| (&*span.name, &*span.parent_span_id)).collect();
         assert_eq!(told, [("late", [9; 8].as_slice())]);
         assert_eq!(traces.json(&hex(&id(3))).unwrap()["spans"].as_array().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_tenant_sees_its_own_traces_alone() {
+        let traces = Traces::default();
+        let of = |tenant: &str| Some(Arc::from(tenant));
+        for (number, tenant) in [(1, of("a")), (2, of("b")), (3, None), (4, of("a")), (4, of("b")), (5, of("b"))] {
+            traces.finish(id(number), own(vec![numbered(number, "chat", 9)]), &[], Ended { tenant, ..USUAL });
+        }
+        let seen = |traces: &Traces| -> Vec<u8> {
+            (1..=5).filter(|number| traces.json(&hex(&id(*number))).is_some()).collect()
+        };
+        let found = |traces: &Traces| traces.find(&Query::default(), Form::Classic)["data"].as_array().unwrap().len();
+        let last = |traces: &Traces| traces.json("last").unwrap()["trace_id"].as_str().unwrap().to_owned();
+        assert_eq!((seen(&traces), found(&traces), last(&traces)), (vec![1, 2, 3, 4, 5], 5, hex(&id(5))));
+        let a = traces.of(of("a"));
+        assert_eq!((seen(&a), found(&a), last(&a)), (vec![1], 1, hex(&id(1))), "none of b's, and none that both have");
+        assert_eq!((traces.of(of("c")).json("last"), traces.of(of("c")).services().len()), (None, 0));
     }
 
     #[test]

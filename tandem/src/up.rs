@@ -167,7 +167,7 @@ impl<'a> Cluster<'a> {
     async fn healthy(&mut self) -> anyhow::Result<serde_json::Value> {
         let deadline = Instant::now() + self.config.start_timeout;
         let (http, nodes) = (self.first().http.clone(), self.nodes().len());
-        let all = join_all(self.routers.iter().map(|router| wait_for_health(router.http.clone(), nodes)));
+        let all = join_all(self.routers.iter().map(|router| wait_for_health(router.page.clone(), nodes)));
         let healthy = timeout_at(deadline, all);
         tokio::select! {
             (member, status) = next_death(&mut self.members) => {
@@ -347,7 +347,8 @@ async fn next_death(members: &mut [Member]) -> (usize, String) {
     (index, status.map_or_else(|error| error.to_string(), |status| status.to_string()))
 }
 
-/// /health must say 200 and /debug/cluster list all nodes. Returns that list.
+/// /health must say 200 and /debug/cluster list all nodes, at the port for operators if there is one. Returns that
+/// list.
 async fn wait_for_health(http: String, nodes: usize) -> serde_json::Value {
     let client = reqwest::Client::new();
     let serves = async || -> Option<serde_json::Value> {

@@ -79,6 +79,7 @@ impl Connection {
 
     /// The same for HTTP/2 alone.
     pub(crate) fn greeted_within(self, silence: Duration) -> Self {
+        self.place.only_fails();
         Self { greeting: Some(Greeting::within(silence)), gathering: Some(Gathering::default()), ..self }
     }
 
@@ -107,6 +108,15 @@ impl Connection {
         }
     }
 
+    /// Notes who ended a connection that broke: what is no TLS is the client's doing, and the port's end.
+    fn lost(&self, error: &io::Error) {
+        use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, NotConnected, TimedOut, UnexpectedEof};
+        let kinds = [BrokenPipe, ConnectionAborted, ConnectionReset, NotConnected, TimedOut, UnexpectedEof];
+        if kinds.contains(&error.kind()) {
+            self.place.left();
+        }
+    }
+
     /// Ready when what is to be written may be.
     fn poll_writable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.place.is_over(cx) {
@@ -121,8 +131,14 @@ impl AsyncRead for Connection {
         if self.place.is_over(cx) {
             return Poll::Ready(Ok(()));
         }
-        let before = buf.filled().len();
+        let (before, room) = (buf.filled().len(), buf.remaining());
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        match &polled {
+            Poll::Ready(Ok(())) if buf.filled().len() > before => self.place.stirs(),
+            Poll::Ready(Ok(())) if room > 0 => self.place.left(),
+            Poll::Ready(Err(error)) => self.lost(error),
+            _ => {}
+        }
         let Some(greeting) = &mut self.greeting else { return polled };
         if polled.is_pending() {
             ready!(greeting.late.as_mut().poll(cx));
@@ -138,7 +154,11 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         ready!(self.poll_writable(cx))?;
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
+        let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        polled.map_err(|error| {
+            self.lost(&error);
+            error
+        })
     }
 
     fn poll_write_vectored(
@@ -147,7 +167,11 @@ impl AsyncWrite for Connection {
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         ready!(self.poll_writable(cx))?;
-        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+        let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
+        polled.map_err(|error| {
+            self.lost(&error);
+            error
+        })
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -41,10 +41,12 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
             () = stop.cancelled() => break,
         };
         let (calls, app) = (connection.calls(), app.clone());
+        let ended = calls.clone();
         let service = service_fn(move |request| answer(app.clone(), &calls, request));
         let serving = connections.watch(http.serve_connection(TokioIo::new(connection), service).into_owned());
         tokio::spawn(async move {
             if let Err(error) = serving.await {
+                ended.failed();
                 tracing::debug!(%error, "HTTP connection");
             }
         });

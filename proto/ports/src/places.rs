@@ -26,6 +26,8 @@ pub struct Occupancy {
     pub evicted: u64,
     /// Newcomers that were closed because all others were busy, since the start.
     pub refused: u64,
+    /// Connections that the port ended because of what they sent, or did not send in time, since the start.
+    pub failed: u64,
 }
 
 /// Who has a place. `seats` ≤ `limit`; `waiting` names those of them that may be evicted.
@@ -39,6 +41,7 @@ struct Table {
     waiting: BTreeMap<u64, u64>,
     evicted: u64,
     refused: u64,
+    failed: u64,
 }
 
 struct Seat {
@@ -60,6 +63,12 @@ struct Signs {
     unread: AtomicBool,
     /// Somebody else has the place.
     evicted: AtomicBool,
+    /// The client closed its end, or its host did.
+    left: AtomicBool,
+    /// Bytes came that no whole request or answer followed yet.
+    amid: AtomicBool,
+    /// Nothing but a failure makes the port end it: the server that has it does not tell of those.
+    only_fails: AtomicBool,
     /// Of the connection's task.
     waker: AtomicWaker,
 }
@@ -88,18 +97,24 @@ impl Places {
 
     /// How they are occupied.
     pub fn occupancy(&self) -> Occupancy {
-        let table = self.lock();
-        Occupancy { open: table.seats.len(), evicted: table.evicted, refused: table.refused }
+        let Table { seats, evicted, refused, failed, .. } = &*self.lock();
+        Occupancy { open: seats.len(), evicted: *evicted, refused: *refused, failed: *failed }
     }
 
     /// A place for a newcomer, half-open for now; `None`: all others are busy.
     pub(crate) fn enter(&self) -> Option<Place> {
-        let signs = Arc::new(Signs::default());
+        // Silence from the beginning is a failure.
+        let signs = Arc::new(Signs { amid: AtomicBool::new(true), ..Signs::default() });
         let (id, evicted) = self.lock().enter(&signs)?;
         if let Some(evicted) = evicted {
             evicted.wake();
         }
         Some(Place { calls: Calls { id, signs, places: self.clone() } })
+    }
+
+    /// Counts a connection that the port ended.
+    fn failed(&self) {
+        self.lock().failed += 1;
     }
 
     /// Ends all that are idle or half-open: nobody new comes.
@@ -204,6 +219,21 @@ impl Place {
         is(&signs.evicted) && signs.calls.load(Ordering::SeqCst) == 0 && !is(&signs.unflushed)
     }
 
+    /// The client has sent something.
+    pub fn stirs(&self) {
+        self.calls.signs.amid.store(true, Ordering::SeqCst);
+    }
+
+    /// The client, or its host, ended the connection.
+    pub fn left(&self) {
+        self.calls.signs.left.store(true, Ordering::SeqCst);
+    }
+
+    /// If the port ends it, that is a failure.
+    pub fn only_fails(&self) {
+        self.calls.signs.only_fails.store(true, Ordering::SeqCst);
+    }
+
     /// Whether a body was left unread: the client may still be sending it.
     pub fn is_unread(&self) -> bool {
         self.calls.signs.unread.load(Ordering::SeqCst)
@@ -216,6 +246,7 @@ impl Place {
             return;
         }
         signs.unflushed.store(false, Ordering::SeqCst);
+        signs.amid.store(false, Ordering::SeqCst);
         places.lock().idle(*id);
         if signs.evicted.load(Ordering::SeqCst) {
             // Its last answer is out: the next look ends it.
@@ -226,6 +257,9 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
+        if self.calls.signs.only_fails.load(Ordering::SeqCst) {
+            self.calls.failed();
+        }
         self.calls.places.lock().leave(self.calls.id);
     }
 }
@@ -234,6 +268,15 @@ impl Calls {
     /// The head of a request is there.
     pub fn stirred(&self) {
         self.places.lock().stirred(self.id);
+    }
+
+    /// The port ended the connection on its own account. Who left, who made room for another, and who was idle between
+    /// two requests has done nothing wrong.
+    pub fn failed(&self) {
+        let is = |sign: &AtomicBool| sign.load(Ordering::SeqCst);
+        if is(&self.signs.amid) && !is(&self.signs.left) && !is(&self.signs.evicted) {
+            self.places.failed();
+        }
     }
 
     /// The body of a request was dropped before its end.
@@ -282,7 +325,7 @@ mod tests {
             std::mem::forget(places.enter().unwrap());
             assert!(over(newcomer), "{gone} is evicted");
         }
-        assert_eq!(places.occupancy(), Occupancy { open: 3, evicted: 3, refused: 0 });
+        assert_eq!(places.occupancy(), Occupancy { open: 3, evicted: 3, refused: 0, failed: 0 });
     }
 
     #[test]
@@ -310,7 +353,7 @@ mod tests {
         flush(&a);
         let c = places.enter().unwrap();
         assert!(over(&a) && !over(&b) && !over(&c));
-        assert_eq!(places.occupancy(), Occupancy { open: 2, evicted: 1, refused: 3 });
+        assert_eq!(places.occupancy(), Occupancy { open: 2, evicted: 1, refused: 3, failed: 0 });
         drop((a, c));
         assert_eq!(places.occupancy().open, 1, "an evicted connection gives back nothing");
         drop((b, of_b));
@@ -331,6 +374,33 @@ mod tests {
     }
 
     #[test]
+    fn who_was_ended_for_what_it_sent_is_counted_and_nobody_else() {
+        let places = Places::new(4);
+        let enter = || places.enter().unwrap();
+        let (garbled, left, idle, silent) = (enter(), enter(), enter(), enter());
+        left.left();
+        left.calls().failed();
+        drop(idle.calls().begin());
+        flush(&idle);
+        idle.calls().failed();
+        assert_eq!(places.occupancy().failed, 0);
+        idle.stirs();
+        for (failed, place) in [(1, &garbled), (2, &silent), (3, &idle)] {
+            place.calls().failed();
+            assert_eq!(places.occupancy().failed, failed);
+        }
+        drop(left);
+        let (over_http2, made_room) = (enter(), silent);
+        over_http2.only_fails();
+        made_room.only_fails();
+        drop(over_http2);
+        assert_eq!(places.occupancy().failed, 4);
+        let _newcomers = [enter(), enter()];
+        drop(made_room);
+        assert!(places.occupancy().evicted > 0);
+    }
+
+    #[test]
     fn the_end_of_the_port_is_the_end_of_those_who_wait() {
         let places = Places::new(4);
         let (idle, busy) = (places.enter().unwrap(), places.enter().unwrap());
@@ -338,6 +408,6 @@ mod tests {
         places.close();
         assert!(over(&idle) && !over(&busy));
         drop(call);
-        assert_eq!(places.occupancy(), Occupancy { open: 1, evicted: 0, refused: 0 });
+        assert_eq!(places.occupancy(), Occupancy { open: 1, evicted: 0, refused: 0, failed: 0 });
     }
 }

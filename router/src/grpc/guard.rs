@@ -4,6 +4,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -46,11 +47,23 @@ pub(super) struct Guarded {
 
 /// The room of a call's message. Its handler and its body share it: the one that is done last gives it back.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Room(Arc<Mutex<Reserved>>);
+pub(super) struct Room(Arc<Held>);
+
+#[derive(Debug, Default)]
+struct Held {
+    reserved: Mutex<Reserved>,
+    /// The handler has the message.
+    is_read: AtomicBool,
+}
 
 impl Room {
     fn keep(&self, reserved: Reserved) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = reserved;
+        *self.0.reserved.lock().unwrap_or_else(PoisonError::into_inner) = reserved;
+    }
+
+    /// The handler has the message: what is wrong with it from here on, the handler counts.
+    pub fn read(&self) {
+        self.0.is_read.store(true, Ordering::Relaxed);
     }
 }
 
@@ -97,12 +110,13 @@ impl tower::Service<http::Request<Body>> for Guarded {
         let room = Room::default();
         request.extensions_mut().insert(tenant);
         request.extensions_mut().insert(room.clone());
+        let (service, known) = (self.service.clone(), room.clone());
         let intake = self.service.intake().clone();
         let (head, body) = request.into_parts();
         let packing = Packing::of(&head.headers);
         let mut frames = Box::pin(bounded(body, packing, intake, room));
         let mut inner = self.inner.clone();
-        Box::pin(async move {
+        let answer = async move {
             // The first frames say how long the message is.
             let mut first = Vec::new();
             let prefix = loop {
@@ -113,7 +127,9 @@ impl tower::Service<http::Request<Body>> for Guarded {
                 let Some(frame) = frames.next().await else { break None };
                 first.push(frame);
             };
-            if prefix.is_none_or(|prefix| prefix.unpacked(packing) < LARGE_BYTES) {
+            // What is longer than a message may be is refused by its prefix: nothing more of it is read.
+            let here = |prefix: Prefix| prefix.bytes > MAX_MESSAGE_BYTES || prefix.unpacked(packing) < LARGE_BYTES;
+            if prefix.is_none_or(here) {
                 let all = futures::stream::iter(first).chain(frames);
                 return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
             }
@@ -121,6 +137,16 @@ impl tower::Service<http::Request<Body>> for Guarded {
                 first.push(frame);
             }
             decode_elsewhere(inner, http::Request::from_parts(head, first)).await
+        };
+        Box::pin(async move {
+            let response = answer.await?;
+            // What is no message comes to no handler.
+            let unread =
+                Status::from_header_map(response.headers()).filter(|_| !known.0.is_read.load(Ordering::Relaxed));
+            if let Some(status) = unread {
+                service.refused(Error::from(status).kind);
+            }
+            Ok(response)
         })
     }
 }
@@ -314,6 +340,16 @@ mod tests {
         assert_eq!(service.intake().load().body_bytes, 0, "a call that is gone leaves its room");
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn a_message_that_is_too_long_is_refused_by_its_length() {
+        let service = fakes::router(Limits::default());
+        let prefix = Ok::<_, Status>(Frame::data(Bytes::from_static(&[0, 0xff, 0xff, 0xff, 0xff])));
+        let body = Body::new(StreamBody::new(futures::stream::iter([prefix]).chain(futures::stream::pending())));
+        let call = guarded(&service).call(request(body, &[]));
+        let response = tokio::time::timeout(Duration::from_secs(1), call).await.expect("at once").unwrap();
+        assert_eq!(code(&response), Some(Code::OutOfRange));
+    }
+
     fn gzipped(message: &[u8]) -> http::Request<Body> {
         let mut packer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         std::io::Write::write_all(&mut packer, message).unwrap();
@@ -333,6 +369,10 @@ mod tests {
         assert_eq!((status.code(), status.message()), (Code::InvalidArgument, "the prompt is empty"));
         let bomb = guarded(&service).call(gzipped(&vec![0; 8 * MAX_MESSAGE_BYTES])).await.unwrap();
         assert_eq!(code(&bomb), Some(Code::ResourceExhausted));
+        let counted = service.metrics_text(None).1;
+        for outcome in ["invalid_argument", "overloaded"] {
+            assert!(counted.contains(&format!("outcome=\"{outcome}\"}} 1")), "{outcome} in {counted}");
+        }
     }
 
     #[test]

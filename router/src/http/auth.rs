@@ -4,8 +4,8 @@ use std::time::Instant;
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use http::{HeaderMap, header};
-use tandem_proto::Error;
+use http::{HeaderMap, StatusCode, header};
+use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use super::{Caller, rates};
@@ -44,6 +44,46 @@ pub(super) async fn admit(State(service): State<Service>, request: Request, next
         service.may_enter(&caller.tenant).inspect_err(|error| service.refused(error.kind))?;
     }
     Ok(next.run(request).await)
+}
+
+/// Enters the traces that the caller may see.
+///
+/// # Errors
+/// 401 for a key that is missing or unknown.
+pub(super) async fn with_own_traces(
+    State(service): State<Service>,
+    mut request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let traces = service.traces_for(authorization(request.headers()));
+    let traces = traces.inspect_err(|error| service.refused(error.kind))?;
+    request.extensions_mut().insert(traces);
+    let response = next.run(request).await;
+    // Whoever tries ids is seen.
+    if response.status() == StatusCode::NOT_FOUND {
+        service.refused(ErrorKind::NotFound);
+    }
+    Ok(response)
+}
+
+/// Asks for a key, whosever it is, where operators have a port of their own.
+///
+/// # Errors
+/// 401 for a key that is missing or unknown.
+pub(super) async fn of_a_client(
+    State(service): State<Service>,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    if service.is_reserved() {
+        let tenant = service.tenant(authorization(request.headers()), None);
+        tenant.inspect_err(|error| service.refused(error.kind))?;
+    }
+    Ok(next.run(request).await)
+}
+
+pub(super) fn authorization(headers: &HeaderMap) -> Option<&str> {
+    headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok())
 }
 
 fn tenant(service: &Service, headers: &HeaderMap) -> Result<Tenant, Error> {

@@ -72,28 +72,39 @@ pub fn router(service: Service) -> axum::Router {
         .route_layer(from_fn_with_state(service.clone(), auth::identify))
         // When its model is from, as far as clients are concerned.
         .layer(Extension(Started(types::unix_seconds())));
-    // What probes and people look at needs no key.
-    axum::Router::new()
+    let own_traces = from_fn_with_state(service.clone(), auth::with_own_traces);
+    let of_a_client = from_fn_with_state(service.clone(), auth::of_a_client);
+    let cluster = axum::Router::new().route("/debug/cluster", get(cluster)).route_layer(of_a_client);
+    // Where operators have a port of their own, it is that one that tells them of all clients.
+    let for_all = match service.is_reserved() {
+        true => axum::Router::new(),
+        false => axum::Router::new().route("/metrics", get(metrics)),
+    };
+    // What probes look at needs no key.
+    for_all
         .route("/health", get(health))
-        .route("/metrics", get(metrics))
-        .route("/debug/cluster", get(cluster))
-        .merge(traces::routes())
+        .merge(cluster)
+        .merge(traces::routes().route_layer(own_traces))
         .merge(guarded)
         .fallback(no_route)
-        .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
+        .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(service.clone(), with_request_id))
         .with_state(service)
 }
 
-/// The routes of a port for probes and scrapers alone, which answers whatever the others are at.
+/// The routes of a port for probes, scrapers and operators, which answers whatever the others are at. It asks for no
+/// key and shows everything: who reaches it is the network's matter.
 pub fn admin(service: Service) -> axum::Router {
+    let all_traces = traces::routes().route_layer(Extension(service.traces().clone()));
     axum::Router::new()
+        .merge(all_traces)
+        .route("/debug/cluster", get(cluster))
         .route("/live", get(|| async { Json(json!({"status": "ok"})) }))
         .route("/ready", get(health))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .fallback(no_route)
-        .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
+        .method_not_allowed_fallback(wrong_method)
         .with_state(service)
 }
 
@@ -226,7 +237,14 @@ async fn cluster(State(service): State<Service>) -> Response {
     Json(service.cluster_json()).into_response()
 }
 
-async fn no_route(request: Request) -> ApiError {
+/// Counted: who looks for doors finds none, and is seen.
+async fn no_route(State(service): State<Service>, request: Request) -> ApiError {
+    service.refused(ErrorKind::NotFound);
     let path: String = request.uri().path().chars().take(200).collect();
     Error::new(ErrorKind::NotFound, format!("no such route: {} {path}", request.method())).into()
+}
+
+async fn wrong_method(State(service): State<Service>) -> ApiError {
+    service.refused(ErrorKind::InvalidArgument);
+    ApiError::wrong_method()
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Extension, Path, Request, State};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -18,9 +18,11 @@ use tandem_proto::ErrorKind;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use super::auth::authorization;
 use super::error::ApiError;
 use super::traces::aside;
 use crate::page::Page;
+use crate::traces::Traces;
 
 /// Of one subscriber. What the largest cluster has to say is below it; who comes gets the past at this pace.
 const BYTES_PER_SECOND: u32 = 256 << 10;
@@ -81,21 +83,29 @@ async fn with_policy(request: Request, next: Next) -> Response {
     response
 }
 
-async fn with_key(State(shown): State<Shown>, request: Request, next: Next) -> Result<Response, ApiError> {
+/// On a port for operators whoever has a key sees all traces, elsewhere its own.
+async fn with_key(State(shown): State<Shown>, mut request: Request, next: Next) -> Result<Response, ApiError> {
     let service = shown.page.service();
-    let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    service.tenant(authorization, None).inspect_err(|error| service.refused(error.kind))?;
+    let own = service.traces_for(authorization(request.headers()));
+    let own = own.inspect_err(|error| service.refused(error.kind))?;
+    let traces = if service.is_reserved() { service.traces().clone() } else { own };
+    request.extensions_mut().insert(traces);
     Ok(next.run(request).await)
 }
 
-async fn trace(State(shown): State<Shown>, id: Result<Path<String>, PathRejection>) -> Result<Json<Value>, ApiError> {
+async fn trace(
+    State(shown): State<Shown>,
+    Extension(traces): Extension<Traces>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Value>, ApiError> {
     let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
     let service = shown.page.service().clone();
-    Ok(Json(aside(service, move |service| service.trace_json(&id)).await??))
+    Ok(Json(aside(service, move |service| service.trace_json_of(&traces, &id)).await??))
 }
 
 async fn events(State(Shown { page, stop }): State<Shown>) -> Result<Response, ApiError> {
-    let (mut subscription, beginning) = page.subscribe().await?;
+    let subscribed = page.subscribe().await.inspect_err(|error| page.service().refused(error.kind));
+    let (mut subscription, beginning) = subscribed?;
     let stream = async_stream::stream! {
         let (mut pace, mut events) = (Pace::new(), beginning);
         loop {

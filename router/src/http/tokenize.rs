@@ -26,9 +26,10 @@ pub(super) async fn tokenize(
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response, ApiError> {
-    service.charge(&caller.tenant)?;
-    let json = body::read(service.intake(), body).await?;
-    service.with_model(json.len(), move |model| tokens_of(model, &json)).await
+    service.charge(&caller.tenant).inspect_err(|error| service.refused(error.kind))?;
+    let refused = |error: &ApiError| service.refused(error.kind());
+    let json = body::read(service.intake(), body).await.inspect_err(refused)?;
+    service.with_model(json.len(), move |model| tokens_of(model, &json)).await.inspect_err(refused)
 }
 
 fn tokens_of(model: &ModelText, json: &str) -> Result<Response, ApiError> {
@@ -84,9 +85,10 @@ pub(super) async fn detokenize(
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response, ApiError> {
-    service.charge(&caller.tenant)?;
-    let json = body::read(service.intake(), body).await?;
-    service.with_model(json.len(), move |model| text_of(model, &json)).await
+    service.charge(&caller.tenant).inspect_err(|error| service.refused(error.kind))?;
+    let refused = |error: &ApiError| service.refused(error.kind());
+    let json = body::read(service.intake(), body).await.inspect_err(refused)?;
+    service.with_model(json.len(), move |model| text_of(model, &json)).await.inspect_err(refused)
 }
 
 fn text_of(model: &ModelText, json: &str) -> Result<Response, ApiError> {

@@ -4,11 +4,12 @@
 //! A node is in the table from the first message that it sends after it was accepted. Its registration alone may be the
 //! word of one that has given up meanwhile: links and proxies that stood still deliver such when they go on. Requests
 //! would be lost there, and a session that lives would be taken for the older one and ended.
+use std::net::IpAddr;
 use std::time::Instant;
 
 use http::uri::Authority;
 use tandem_proto::{Error, ErrorKind, v1};
-use tandem_telemetry::clock;
+use tandem_telemetry::{Budget, clock};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
@@ -19,6 +20,8 @@ use super::{Membership, Node, REPORT_INTERVAL};
 
 /// That wait for a node to read them: the acceptance or a wish for a snapshot, its end, and readings of the clock.
 const REPLIES: usize = 4;
+/// Lines a second of refused registrations: whoever reaches the port can have as many refused as it likes.
+static LINES_LEFT: Budget = Budget::new(20);
 
 type Reports = Streaming<v1::NodeReport>;
 type Replies = mpsc::Sender<Result<v1::RouterReport, Status>>;
@@ -30,15 +33,7 @@ impl v1::membership_server::Membership for Membership {
     async fn join(&self, request: Request<Reports>) -> Result<Response<Self::JoinStream>, Status> {
         let peer = request.remote_addr().map(|peer| peer.ip());
         let mut reports = request.into_inner();
-        let first = timeout(self.lease(), reports.message())
-            .await
-            .map_err(|_| Status::deadline_exceeded("no Register came within the lease"))??;
-        let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
-            return Err(Status::invalid_argument("the first message of Join is a Register"));
-        };
-        let admitted = timeout(self.lease(), self.admits(&info, peer)).await;
-        let endpoint = admitted.map_err(|_| Status::deadline_exceeded("the name of its endpoint is not resolved"))?;
-        let endpoint = endpoint.inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        let (info, endpoint) = self.registration(&mut reports, peer).await.inspect_err(|error| self.refused(error))?;
         let (replies, receiver) = mpsc::channel(REPLIES);
         // The channel is empty and has room.
         let _ = replies.try_send(Ok(self.reply(info.incarnation)));
@@ -48,6 +43,30 @@ impl v1::membership_server::Membership for Membership {
 }
 
 impl Membership {
+    /// The first message of a stream, and where the node that sent it is dialled.
+    async fn registration(
+        &self,
+        reports: &mut Reports,
+        peer: Option<IpAddr>,
+    ) -> Result<(v1::Register, Authority), Error> {
+        let late = |what: &str| Error::new(ErrorKind::DeadlineExceeded, what);
+        let first = timeout(self.lease(), reports.message()).await;
+        let first = first.map_err(|_| late("no Register came within the lease"))?.map_err(Error::from)?;
+        let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the first message of Join is a Register"));
+        };
+        let admitted = timeout(self.lease(), self.admits(&info, peer)).await;
+        let endpoint = admitted.map_err(|_| late("the name of its endpoint is not resolved"))??;
+        Ok((info, endpoint))
+    }
+
+    fn refused(&self, error: &Error) {
+        self.refusals.count(error.kind);
+        if let Some(untold) = LINES_LEFT.take(clock::now()) {
+            tracing::warn!(%error, untold, "refused a node");
+        }
+    }
+
     /// An accepted node's stream, until it ends.
     async fn session(self, endpoint: Authority, info: v1::Register, mut reports: Reports, replies: Replies) {
         let first = timeout(self.lease(), reports.message()).await;
@@ -58,7 +77,7 @@ impl Membership {
         let node = match self.register_at(endpoint, info, clock::now()) {
             Ok(node) => node,
             Err(error) => {
-                tracing::warn!(%error, "refused a node");
+                self.refused(&error);
                 let _ = replies.try_send(Err(error.into()));
                 return;
             }
@@ -136,7 +155,10 @@ impl Session {
             Some(Report::Load(load)) => self.membership.report(session, &load, clock::now()),
             Some(Report::ClockProbe(probe)) => self.tell_time(probe, clock::now(), replies),
             Some(Report::Draining(_)) => self.membership.draining(session, clock::now()),
-            Some(Report::Register(_)) => return Err("it registered twice on one stream"),
+            Some(Report::Register(_)) => {
+                self.membership.refusals.count(ErrorKind::InvalidArgument);
+                return Err("it registered twice on one stream");
+            }
             Some(Report::KvEvents(events)) => {
                 if let Err(gap) = self.membership.kv_events(session, &events, clock::now()) {
                     tracing::warn!(node = self.node.info.node_id, %gap, "asks for a snapshot of its cache");

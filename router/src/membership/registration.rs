@@ -97,9 +97,10 @@ fn check_transports(transports: &[TransportInfo]) -> Result<(), String> {
     Ok(())
 }
 
-/// Host and port of `http://host:port`.
+/// Host and port of `http://host:port`, and nothing else: what the router would leave out is no address of a node.
 fn endpoint(url: &str) -> Option<Authority> {
     let parts = url.parse::<Uri>().ok()?.into_parts();
-    let authority = parts.authority.filter(|authority| authority.port().is_some());
-    authority.filter(|_| parts.scheme == Some(Scheme::HTTP))
+    let bare = parts.path_and_query.is_none_or(|path| path == "/");
+    let authority = parts.authority.filter(|authority| authority.port().is_some() && !authority.as_str().contains('@'));
+    authority.filter(|_| bare && parts.scheme == Some(Scheme::HTTP))
 }

@@ -7,7 +7,7 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Exemplar, SECONDS, Seen, Traced, seconds, whole};
+use super::{Exemplar, SECONDS, Seen, Traced, outcome, seconds, whole};
 use crate::admission::{REASONS, Reason};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -47,6 +47,7 @@ pub(super) struct AdmissionMetrics {
     texts_waiting: Gauge,
     intake_refused: Counter,
     strangers: Counter,
+    registrations: Family<Why, Counter>,
 }
 
 impl AdmissionMetrics {
@@ -62,6 +63,7 @@ impl AdmissionMetrics {
             texts_waiting: Gauge::default(),
             intake_refused: Counter::default(),
             strangers: Counter::default(),
+            registrations: Family::default(),
         };
         registry.register("tandem_queue_depth", "Requests that wait for admission, by tenant", own.depth.clone());
         let served = "Tokens of prompts and answers that tenants had, of failed requests too; `default`: of all, where there are no keys";
@@ -82,6 +84,8 @@ impl AdmissionMetrics {
         registry.register("tandem_intake_refused", refused, own.intake_refused.clone());
         let strangers = "Calls to join that were refused because they lack the cluster's join token";
         registry.register("tandem_strangers_refused", strangers, own.strangers.clone());
+        let refused = "Registrations of nodes that were refused";
+        registry.register("tandem_registrations_refused", refused, own.registrations.clone());
         let _ = own.wait.get_or_create(&Level { priority: 0 });
         for reason in REASONS {
             let _ = own.refused.get_or_create(&Why { reason: reason.as_str() });
@@ -105,9 +109,13 @@ impl AdmissionMetrics {
     }
 
     /// Tenants that are no longer known leave no series behind.
-    pub fn set(&self, Seen { tenants, depths, intake, strangers, .. }: &Seen) {
+    pub fn set(&self, Seen { tenants, depths, intake, strangers, registrations, .. }: &Seen) {
         tenants.iter().for_each(|tenant| self.served(tenant, 0, 0));
         self.strangers.inner().store(*strangers, Ordering::Relaxed);
+        for (kind, count) in registrations {
+            let refused = self.registrations.get_or_create(&Why { reason: outcome(*kind) });
+            refused.inner().store(*count, Ordering::Relaxed);
+        }
         self.body_bytes.set(whole(intake.body_bytes));
         self.texts_working.set(whole(intake.working));
         self.texts_waiting.set(whole(intake.waiting));

@@ -21,6 +21,7 @@ pub(super) struct PortMetrics {
     open: Family<OfPort, Gauge>,
     evicted: Family<OfPort, Counter>,
     refused: Family<OfPort, Counter>,
+    failed: Family<OfPort, Counter>,
 }
 
 impl PortMetrics {
@@ -37,6 +38,11 @@ impl PortMetrics {
             "Connections closed at once because all others were busy",
             own.refused.clone(),
         );
+        registry.register(
+            "tandem_connections_failed",
+            "Connections that the port ended because of what they sent, or did not send in time",
+            own.failed.clone(),
+        );
         own
     }
 
@@ -47,6 +53,7 @@ impl PortMetrics {
             self.open.get_or_create(&of).set(whole(now.open));
             self.evicted.get_or_create(&of).inner().store(now.evicted, Ordering::Relaxed);
             self.refused.get_or_create(&of).inner().store(now.refused, Ordering::Relaxed);
+            self.failed.get_or_create(&of).inner().store(now.failed, Ordering::Relaxed);
         }
     }
 }

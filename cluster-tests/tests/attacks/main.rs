@@ -1,0 +1,213 @@
+//! Strangers at every door of a cluster, one attack after the other beside a polite client:
+//! `cargo test --release -p tandem-cluster-tests --test attacks`; with `-- --full` the forms with ten thousand
+//! connections, and longer ones. Each attack must be refused or bounded, and counted where an operator looks. The
+//! polite client must get its tokens meanwhile; its latencies are printed, and no test of anything. The router's memory
+//! must stay within twice that of an idle one, and what its bounds for large requests allow.
+//!
+//! - [`target`]: what is attacked. [`polite`]: the client that is to notice nothing.
+//! - [`sockets`]: bytes on sockets, HTTP/2 frame by frame.
+//! - [`requests`], [`tenants`]: what one can ask for, and as whom. [`http1`], [`http2`], [`grpc`]: how one can ask.
+//! - [`connections`]: sockets alone. [`membership`]: nodes that are none. [`nodes`]: the nodes' own doors.
+mod connections;
+mod grpc;
+mod http1;
+mod http2;
+mod membership;
+mod nodes;
+mod polite;
+mod requests;
+mod sockets;
+mod target;
+mod tenants;
+
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use clap::Parser;
+use futures::future::LocalBoxFuture;
+use polite::{Latency, Polite};
+use target::{Seen, Target};
+
+/// What bodies of any size may take together, see `router/src/intake.rs`: it belongs to no request in particular.
+const BUDGET_MB: f64 = 64.0;
+/// And what as many connections as a port may have take, with a half-read request each: 32 KiB a connection.
+const CONNECTIONS_MB: f64 = target::CONNECTIONS as f64 / 32.0;
+/// Idle pages go back to the system within this.
+const AFTERWARDS: Duration = Duration::from_secs(40);
+/// Between two looks at the memory.
+const LOOK: Duration = Duration::from_millis(5);
+
+#[derive(Parser)]
+struct Args {
+    /// Ten thousand connections, and longer attacks
+    #[arg(long)]
+    full: bool,
+    /// Only attacks whose name contains this
+    #[arg(default_value = "")]
+    only: String,
+    /// The test runner's own flags, which mean nothing here
+    #[arg(long, hide = true)]
+    nocapture: bool,
+}
+
+/// One of them.
+pub struct Attack {
+    /// What a stranger does.
+    pub name: &'static str,
+    /// Where.
+    pub door: &'static str,
+    /// Who counts it.
+    pub seen: Seen,
+    /// Does it, and says how it was refused.
+    pub run: for<'a> fn(&'a Target) -> LocalBoxFuture<'a, anyhow::Result<String>>,
+}
+
+struct Report {
+    attack: Attack,
+    refused: String,
+    counted: f64,
+    latency: Latency,
+    memory_mb: [f64; 2],
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    tandem_ports::raise_descriptor_limit();
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    match runtime.block_on(run(&args)) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            println!("FAILED: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn attacks() -> Vec<Attack> {
+    [
+        membership::attacks(),
+        requests::attacks(),
+        tenants::attacks(),
+        grpc::attacks(),
+        http1::attacks(),
+        http2::attacks(),
+        connections::attacks(),
+        nodes::attacks(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// All that were chosen. Returns how many failed.
+async fn run(args: &Args) -> anyhow::Result<usize> {
+    let start = Instant::now();
+    let polite = Polite::new().await?;
+    let mut target = Target::start(args.full).await?;
+    let alone = Duration::from_secs(if args.full { 20 } else { 2 });
+    let without = beside(&target, &polite, tokio::time::sleep(alone)).await?;
+    let idle = target.memory()?;
+    let (mut reports, mut failed) = (Vec::new(), Vec::new());
+    for attack in attacks().into_iter().filter(|attack| attack.name.contains(&args.only)) {
+        let name = attack.name;
+        match one(&mut target, &polite, attack, idle).await {
+            Ok(report) => {
+                println!("{report}");
+                reports.push(report);
+            }
+            Err(error) => {
+                println!("FAILED {name}: {error:#}");
+                failed.push(name);
+                target.is_sound().context("after an attack that was not refused")?;
+            }
+        }
+    }
+    target.cluster.idle(Duration::from_secs(40)).await.context("after all attacks")?;
+    let again = beside(&target, &polite, tokio::time::sleep(alone)).await?;
+    let memory = target.memory()?;
+    println!(
+        "\npolite client alone: {without} before, {again} after; router: {idle:.0} MB idle, {memory:.0} MB after\n"
+    );
+    print_table(&reports, without);
+    let verdict = if failed.is_empty() { "ok" } else { "FAILED" };
+    let (passed, failed, seconds) = (reports.len(), failed.len(), start.elapsed().as_secs_f64());
+    println!("test result: {verdict}. {passed} passed; {failed} failed; 0 ignored; finished in {seconds:.2}s\n");
+    Ok(failed)
+}
+
+/// The polite client, as long as `meanwhile` takes.
+async fn beside(target: &Target, polite: &Polite, meanwhile: impl Future<Output = ()>) -> anyhow::Result<Latency> {
+    let over = AtomicBool::new(false);
+    let meanwhile = async {
+        meanwhile.await;
+        over.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(polite.ask(target, &over), meanwhile).0
+}
+
+async fn one(target: &mut Target, polite: &Polite, attack: Attack, idle_mb: f64) -> anyhow::Result<Report> {
+    let before = target.seen(attack.seen).await?;
+    let memory_before = target.memory()?;
+    let over = AtomicBool::new(false);
+    let attacking = async {
+        let refused = (attack.run)(target).await;
+        over.store(true, Ordering::Relaxed);
+        refused
+    };
+    let looking = async {
+        let mut most = memory_before;
+        while !over.load(Ordering::Relaxed) {
+            most = most.max(target.memory()?);
+            tokio::time::sleep(LOOK).await;
+        }
+        anyhow::Ok(most)
+    };
+    let (refused, latency, most) = tokio::join!(attacking, polite.ask(target, &over), looking);
+    let (refused, latency, most) = (refused?, latency?, most?);
+    let counted = target.until_seen(attack.seen, before).await?;
+    target.is_sound()?;
+    let bound = 2.0 * idle_mb + BUDGET_MB + CONNECTIONS_MB;
+    ensure!(most <= bound, "the router took {most:.0} MB, of {idle_mb:.0} MB idle");
+    let left = Instant::now();
+    while target.memory()? > 2.0 * idle_mb {
+        ensure!(left.elapsed() < AFTERWARDS, "the router keeps {:.0} MB, of {idle_mb:.0} MB idle", target.memory()?);
+        tokio::time::sleep(LOOK).await;
+    }
+    Ok(Report { attack, refused, counted, latency, memory_mb: [memory_before, most] })
+}
+
+fn print_table(reports: &[Report], without: Latency) {
+    println!(
+        "| attack | door | refused | counted by | polite p50, p99 ms (alone {without}) | router MB before, at most |"
+    );
+    println!("|---|---|---|---|---|---|");
+    for Report { attack, refused, counted, latency, memory_mb: [before, most] } in reports {
+        let seen = match attack.seen {
+            Seen::Router(part) | Seen::Open(part) | Seen::Nodes(part) => format!("`{part}` +{counted}"),
+            Seen::Nowhere(why) => format!("nothing: {why}"),
+        };
+        let (name, door, refused) = (attack.name, attack.door, refused.replace('|', "/"));
+        println!("| {name} | {door} | {refused} | {seen} | {latency} | {before:.0}, {most:.0} |");
+    }
+    println!();
+}
+
+impl std::fmt::Display for Latency {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.1}, {:.1}", self.p50, self.p99)
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { attack, refused, counted, latency, memory_mb: [_, most] } = self;
+        write!(
+            f,
+            "{} ({}): {refused}; counted {counted}; {} polite answers {latency} ms; {most:.0} MB",
+            attack.name, attack.door, latency.answers
+        )
+    }
+}
