@@ -32,19 +32,19 @@ pub struct NodeArgs {
     pub join_token_file: Option<PathBuf>,
     /// Where to serve gRPC; port 0 takes a free one [default: a free port of the address from which the router is
     /// reached]
-    #[arg(long)]
+    #[arg(long, value_name = "ADDR")]
     pub listen: Option<SocketAddr>,
     /// Host, or host:port, under which the router reaches --listen, when that listens on all interfaces or behind
     /// another port.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise_host: Option<String>,
     /// Where to serve /health and /metrics.
-    #[arg(long, default_value = "127.0.0.1:0")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
     pub admin: SocketAddr,
     /// Model: a GGUF file or a safetensors directory.
-    #[arg(long, required_unless_present = "simulated")]
+    #[arg(long, value_name = "PATH", required_unless_present = "simulated")]
     pub model: Option<PathBuf>,
-    /// What to compute on: the processor, a GPU (cuda:N is the N-th of those that CUDA_VISIBLE_DEVICES leaves, cuda the
+    /// What to compute on: the CPU, a GPU (cuda:N is the N-th of those that CUDA_VISIBLE_DEVICES leaves, cuda the
     /// first that can be used), or auto, a GPU where there is one. All nodes of a cluster compute on the same kind: the
     /// router refuses others.
     #[arg(long, value_name = "cpu|cuda|cuda:N|auto", default_value_t)]
@@ -57,11 +57,11 @@ pub struct NodeArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = DEFAULT_BLOCK_TOKENS, value_parser = block_tokens)]
     pub block_size: usize,
     /// Blocks of the KV arena.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_blocks: u32,
     /// Memory of the KV arena, instead of --kv-blocks: bytes such as 2GiB, or a share such as 25% of what the
     /// model leaves: of seven eighths of the memory that the node may use, less weights and workspace.
-    #[arg(long, conflicts_with = "kv_blocks")]
+    #[arg(long, value_name = "SIZE", conflicts_with = "kv_blocks")]
     pub kv_memory: Option<KvMemory>,
     /// Keep computed KV blocks for prompts that begin alike (the default).
     #[arg(long, overrides_with = "no_prefix_caching")]
@@ -74,19 +74,19 @@ pub struct NodeArgs {
     #[arg(long, value_enum, default_value_t = SpeculateArg::Ngram)]
     pub speculate: SpeculateArg,
     /// Sequences that run at once.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_num_seqs: u32,
     /// Tokens of one engine step at most.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_num_batched_tokens: u32,
     /// Calls in flight at most, waiting ones included; more are refused as overload.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_calls: u32,
     /// Compute threads; 0: one for each core that this process may use, not two where a core has two hardware threads.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub threads: usize,
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<usize>,
     /// Lend this node's cores to other nodes of this machine while there is nothing to do here, and borrow theirs.
     /// FILE is the same for all of them, best in /dev/shm; the first node makes it. For nodes that have cores of their
@@ -107,10 +107,10 @@ pub struct NodeArgs {
     #[command(flatten)]
     pub kv_transport: KvTransportArgs,
     /// Treat an engine step that takes longer as a hang: the process exits, so that its supervisor starts it again.
-    #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_step_ms: u32,
     /// How long running requests may take to end after SIGTERM.
-    #[arg(long, default_value_t = 30_000)]
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
     pub drain_ms: u32,
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
@@ -119,7 +119,7 @@ pub struct NodeArgs {
     #[command(flatten)]
     pub collector: Collector,
     /// Name of this node; made from role and incarnation when absent.
-    #[arg(long)]
+    #[arg(long, value_name = "NAME")]
     pub node_id: Option<String>,
     /// Demonstration: this host's clock is so many milliseconds ahead; negative: behind.
     #[arg(long, value_name = "MS", default_value_t = 0, allow_negative_numbers = true, hide = true)]
@@ -128,13 +128,13 @@ pub struct NodeArgs {
     #[arg(long)]
     pub simulated: bool,
     /// Microseconds that a simulated step takes.
-    #[arg(long, default_value_t = 0, requires = "simulated")]
+    #[arg(long, value_name = "US", default_value_t = 0, requires = "simulated")]
     pub simulated_step_us: u64,
     /// Microseconds that each token adds to a simulated step.
-    #[arg(long, default_value_t = 0, requires = "simulated")]
+    #[arg(long, value_name = "US", default_value_t = 0, requires = "simulated")]
     pub simulated_token_us: u64,
     /// Nanoseconds that each position adds to a simulated step that one of its tokens attends to.
-    #[arg(long, default_value_t = 0, requires = "simulated")]
+    #[arg(long, value_name = "NS", default_value_t = 0, requires = "simulated")]
     pub simulated_context_ns: u64,
     /// Where all of these are from.
     #[command(flatten)]

@@ -369,7 +369,7 @@ impl Reporting<'_> {
             clock::relate(behind_ns);
             drop(reference);
             let behind_ms = behind_ns as f64 / 1e6;
-            tracing::info!(behind_ms, "this host's clock is not the router's: times are told by the router's");
+            tracing::info!(behind_ms, "this host's clock is not the router's: times are reported by the router's");
         }
     }
 }

@@ -139,7 +139,8 @@ impl Running {
             std::io::stdout(),
             "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",
             role_name(node.role),
-            node.transport.names(),
+            // Who reads the line parts it at blanks.
+            node.transport.names().replace(", ", "+").replace(' ', "-"),
             node.target,
             node.incarnation()
         )
@@ -177,7 +178,7 @@ impl Running {
             waited = timeout(self.drain, node.work.drained()) => if waited.is_err() {
                 tracing::warn!(in_flight = node.work.in_flight(), "drain took too long: cancelling what still runs");
             },
-            () = self.signals.next() => tracing::warn!("told again: cancelling what still runs"),
+            () = self.signals.next() => tracing::warn!("second signal: cancelling what still runs"),
         }
         self.stop.cancel();
         if timeout(CLOSE_TIMEOUT, &mut self.grpc).await.is_err() {

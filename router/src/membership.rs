@@ -261,7 +261,7 @@ impl Route {
         let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
         if let Some(Fallback { from, to, cool_down }) = fallback {
             let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
-            tracing::warn!(prefill, decode, "KV goes by {to} instead of {from} for {cool_down:?}, which failed: {why}");
+            tracing::warn!(prefill, decode, "{from} failed, KV goes by {to} for {cool_down:?}: {why}");
         }
     }
 
@@ -600,7 +600,7 @@ impl Membership {
     /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.
     pub fn when_freed(&self, listener: impl Fn() + Send + Sync + 'static) {
         if self.freed.0.set(Box::new(listener)).is_err() {
-            tracing::warn!("two queues before one table of nodes: the second one is not told of room");
+            tracing::warn!("two queues before one table of nodes: the second one does not get to know of room");
         }
     }
 

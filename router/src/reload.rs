@@ -27,12 +27,12 @@ impl Reload {
         if self.keys.required() {
             match self.keys.reload(clock::now()) {
                 Ok(count) => tracing::info!(count, "API keys read again"),
-                Err(error) => tracing::error!(%error, "the old API keys stay"),
+                Err(error) => tracing::error!(%error, "API keys not read: the old API keys stay"),
             }
         }
         match self.tls.as_ref().map(Tls::reload) {
             Some(Ok(())) => tracing::info!("certificates read again, for new connections"),
-            Some(Err(error)) => tracing::error!(%error, "the old certificates stay"),
+            Some(Err(error)) => tracing::error!(%error, "certificates not read: the old certificates stay"),
             None => {}
         }
         if self.started.path().is_some() {

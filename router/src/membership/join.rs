@@ -139,7 +139,7 @@ impl Session {
             Some(Report::Register(_)) => return Err("it registered twice on one stream"),
             Some(Report::KvEvents(events)) => {
                 if let Err(gap) = self.membership.kv_events(session, &events, clock::now()) {
-                    tracing::warn!(node = self.node.info.node_id, %gap, "asks for a snapshot of its cache");
+                    tracing::warn!(node = self.node.info.node_id, %gap, "asking the node for a snapshot of its cache");
                     // The next gap comes behind a snapshot at the earliest: a node that read what was sent left room.
                     let asked = replies.try_send(Ok(v1::RouterReport { kv_snapshot: true, ..self.reply() }));
                     return asked.map_err(|_| "it does not read its stream");
