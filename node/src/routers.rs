@@ -80,7 +80,7 @@ impl Dialling {
                     failing = false;
                     for (address, unlisted) in listed.resolved(addresses.collect()) {
                         let Some(router) = endpoint(&format!("http://{address}")) else { continue };
-                        tracing::info!(host, %address, "found a router");
+                        tracing::info!(host, %address, "a router");
                         let dialling = self.clone();
                         links.spawn(async move {
                             dialling.stay(router, (place, Some(address)), unlisted).await;
