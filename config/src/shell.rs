@@ -88,7 +88,10 @@ mod tests {
         assert!(done(&command(), &words("--max-queue man")).is_none() && done(&command(), &words("")).is_none());
         assert_eq!(done(&command(), &words(&format!("man {}", pages.display()))), Some(0));
         let page = std::fs::read_to_string(pages.join("tandem-thing.1")).unwrap();
-        assert!(page.contains(".TH ") && page.contains("\\-\\-max\\-queue") && page.contains("Exit codes: 0"), "{page}");
+        assert!(
+            page.contains(".TH ") && page.contains("\\-\\-max\\-queue") && page.contains("Exit codes: 0"),
+            "{page}"
+        );
         let taken = dir.path().join("file");
         std::fs::write(&taken, "").unwrap();
         assert_eq!(done(&command(), &words(&format!("man {}", taken.display()))), Some(1));

@@ -146,7 +146,12 @@ pub fn connections_within(descriptors: u64, ports: usize, wanted: usize) -> usiz
     let kept = KEPT_DESCRIPTORS.min(descriptors / 2);
     let most = usize::try_from(descriptors - kept).unwrap_or(usize::MAX) / ports.max(1);
     if wanted > most {
-        tracing::warn!(wanted, most, descriptors, "fewer connections a port than wanted: the process may open no more descriptors");
+        tracing::warn!(
+            wanted,
+            most,
+            descriptors,
+            "fewer connections a port than wanted: the process may open no more descriptors"
+        );
     }
     wanted.min(most).max(1)
 }
