@@ -22,7 +22,8 @@ watch() {
   local __text __code
   __text=$(cat)
   __code=0
-  { sleep 3; printf q; } | timeout 30 script --quiet --return --command "stty rows 40 cols 120; $__text" /dev/null | tail -c 200 | tr -d '\033' || true
+  { sleep 3; printf q; } |
+    timeout 30 script --quiet --return --command "stty rows 40 cols 120; $__text" /dev/null | tail -c 200 | tr -d '\033'
   __code=${PIPESTATUS[1]}
   echo
   echo "__exit__ $__code"
