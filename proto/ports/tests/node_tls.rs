@@ -5,6 +5,7 @@ use std::fs;
 use std::future::{Ready, ready};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -443,4 +444,22 @@ fn wrong_files_are_named() {
         assert!(!error.contains('\n'), "one line: {error}");
     }
     assert!(read(&good).is_ok());
+}
+
+#[test]
+fn the_commands_of_the_documents_make_certificates() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/mtls.md");
+    let page = fs::read_to_string(page).expect("the page");
+    let commands = page.split("```sh\n").nth(1).and_then(|rest| rest.split("```").next()).expect("commands");
+    let dir = tempfile::tempdir().expect("directory");
+    let shell = Command::new("bash").args(["-euc", commands]).current_dir(dir.path()).output().expect("bash");
+    assert!(shell.status.success(), "{}", String::from_utf8_lossy(&shell.stderr));
+    for (name, role) in
+        [("router", PeerRole::Router), ("prefill", PeerRole::Prefill), ("decode", PeerRole::Decode)]
+    {
+        let file = |name: String| dir.path().join(name);
+        let (cert, key, ca) = (file(format!("{name}.pem")), file(format!("{name}.key")), file("ca.pem".to_owned()));
+        let tls = NodeTls::read(&NodeTlsFiles { cert, key, ca, any_name: false }, role);
+        assert!(tls.is_ok(), "{tls:?}");
+    }
 }
