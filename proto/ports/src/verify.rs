@@ -129,7 +129,10 @@ pub(crate) fn of_certificate(it: &str, why: &CertificateError) -> String {
 fn of_alert(alert: AlertDescription) -> String {
     let why = match alert {
         AlertDescription::CertificateRequired => "it wants a certificate (--node-tls-cert)",
-        AlertDescription::UnknownCA => "it does not know the authority of this process's certificate",
+        // The second one of an authority that has the name of another one.
+        AlertDescription::UnknownCA | AlertDescription::DecryptError => {
+            "it does not know the authority of this process's certificate"
+        }
         AlertDescription::CertificateExpired => "this process's certificate is not valid any more, or not yet",
         AlertDescription::BadCertificate | AlertDescription::CertificateUnknown | AlertDescription::AccessDenied => {
             "it refuses this process's certificate"
