@@ -268,8 +268,8 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, a join token or certificate that cannot be used, `--listen` on all interfaces without
-    /// `--advertise-host`, or flags of the KV transports that do not go together.
+    /// A router address that is none, a join token or certificate that cannot be used, `--listen` on all interfaces
+    /// without `--advertise-host`, or flags of the KV transports that do not go together.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let routers: Vec<_> = self.router.iter().map(|text| text.parse()).collect::<anyhow::Result<_>>()?;
         if routers.len() > MAX_ROUTERS {

@@ -43,8 +43,9 @@ struct Flags {
     /// it may join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
-    /// This router's certificate among the nodes, PEM: both sides show one, within TLS 1.3 (mTLS). Its URI is spiffe://TRUST-DOMAIN/tandem/router, the nodes' .../prefill[/NODE-ID] and
-    /// .../decode[/NODE-ID]. These three files are read again at SIGHUP, and when they change
+    /// This router's certificate among the nodes, PEM: both sides show one, within TLS 1.3 (mTLS). Its URI is
+    /// spiffe://TRUST-DOMAIN/tandem/router, the nodes' .../prefill[/NODE-ID] and .../decode[/NODE-ID]. These three
+    /// files are read again at SIGHUP, and when they change
     #[arg(long, value_name = "FILE", requires_all = ["node_tls_key", "node_tls_ca", "nodes"])]
     node_tls_cert: Option<PathBuf>,
     /// That certificate's private key, PEM

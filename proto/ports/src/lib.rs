@@ -9,13 +9,13 @@
 #![forbid(unsafe_code)]
 
 mod connection;
-mod files_seen;
 mod gathering;
 mod grpc;
 mod held;
 mod http;
 mod join;
 mod node_tls;
+mod node_tls_files;
 mod peer_name;
 mod places;
 mod refusals;
@@ -35,7 +35,8 @@ pub use crate::grpc::{CLIENT_STREAMS, KeepAlive, NODE_STREAMS, serve_grpc};
 pub use crate::http::serve_http;
 pub use crate::join::{JOIN_HEADER, JoinGuard, JoinToken, JoinTokenError, Joined};
 use crate::node_tls::Caller;
-pub use crate::node_tls::{NodeTls, NodeTlsFiles};
+pub use crate::node_tls::NodeTls;
+pub use crate::node_tls_files::NodeTlsFiles;
 pub use crate::peer_name::{PeerName, PeerRole, Wanted};
 pub use crate::places::{Occupancy, Places};
 use crate::stream::Stream;

@@ -5,7 +5,6 @@
 //! that come later.
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -22,32 +21,17 @@ use tokio_rustls::rustls::server::{NoServerSessionStorage, ParsedCertificate};
 use tokio_rustls::rustls::sign::{CertifiedKey, SingleCertAndKey};
 use tokio_rustls::rustls::version::TLS13;
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
-use webpki::EndEntityCert;
 
-use crate::files_seen::Seen;
+use crate::node_tls_files::{NodeTlsFiles, Seen};
 use crate::peer_name::{FORM, PeerName, PeerRole, Policy, Wanted};
 use crate::refusals::Refusals;
 use crate::tls::{self, TlsError};
-use crate::verify::{PeerVerifier, describe, described, of_certificate};
+use crate::verify::{PeerVerifier, describe, described, name, of_certificate};
 
 /// What all connections speak: gRPC.
 const PROTOCOL: &[u8] = b"h2";
 /// Between two looks at the files.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
-
-/// Where they are, all in PEM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodeTlsFiles {
-    /// This process's certificate, then those of the authorities between it and the root. It is for servers and for
-    /// clients.
-    pub cert: PathBuf,
-    /// Its private key: PKCS#8, PKCS#1 or SEC1.
-    pub key: PathBuf,
-    /// The authorities: of this certificate, and of those that are taken.
-    pub ca: PathBuf,
-    /// Certificates without a name are taken, too, as anybody's.
-    pub any_name: bool,
-}
 
 /// A process's certificate among those of its cluster. Clones are one: what is read again is for all of them.
 #[derive(Clone)]
@@ -307,12 +291,6 @@ fn is_of(role: PeerRole, name: Option<&PeerName>, any_name: bool) -> Result<(), 
              without"
         )),
     }
-}
-
-/// The name that a certificate has.
-pub(crate) fn name(cert: &CertificateDer<'_>) -> Result<Option<PeerName>, String> {
-    let cert = EndEntityCert::try_from(cert).map_err(|error| error.to_string())?;
-    PeerName::among(cert.valid_uri_names())
 }
 
 /// Who calls over a connection, once that is known. Every call on the connection carries it.

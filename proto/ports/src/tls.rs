@@ -1,6 +1,6 @@
-//! TLS of a port for clients: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS 1.2 and
-//! 1.3. The files can be read again ([`Tls::reload`]): what they hold then is for connections that come later. Among the cluster's own
-//! processes it is [`crate::node_tls`].
+//! TLS of a port for clients: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS
+//! 1.2 and 1.3. The files can be read again ([`Tls::reload`]): what they hold then is for connections that come later.
+//! Among the cluster's own processes it is `node_tls.rs`.
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};

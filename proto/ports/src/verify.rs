@@ -12,9 +12,9 @@ use tokio_rustls::rustls::server::ParsedCertificate;
 use tokio_rustls::rustls::{
     AlertDescription, CertificateError, DigitallySignedStruct, Error, OtherError, RootCertStore, SignatureScheme,
 };
+use webpki::EndEntityCert;
 
-use crate::node_tls;
-use crate::peer_name::{Policy, Wanted};
+use crate::peer_name::{PeerName, Policy, Wanted};
 
 /// Takes a server whose chain is good and who is whom is wanted.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl ServerCertVerifier for PeerVerifier {
         let cert = ParsedCertificate::try_from(end_entity)?;
         let algorithms = self.provider.signature_verification_algorithms.all;
         verify_server_cert_signed_by_trust_anchor(&cert, &self.roots, intermediates, now, algorithms)?;
-        let name = node_tls::name(end_entity);
+        let name = self::name(end_entity);
         let name = name.as_ref().map(Option::as_ref).map_err(String::as_str);
         self.policy.check(name, &self.wanted).map_err(WrongName::refused)?;
         Ok(ServerCertVerified::assertion())
@@ -70,6 +70,12 @@ impl ServerCertVerifier for PeerVerifier {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
     }
+}
+
+/// The name that a certificate has.
+pub(crate) fn name(cert: &CertificateDer<'_>) -> Result<Option<PeerName>, String> {
+    let cert = EndEntityCert::try_from(cert).map_err(|error| error.to_string())?;
+    PeerName::among(cert.valid_uri_names())
 }
 
 /// The chain is good, and the certificate is somebody else's.

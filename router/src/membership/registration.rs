@@ -105,7 +105,8 @@ fn check_transports(transports: &[TransportInfo]) -> Result<(), String> {
     Ok(())
 }
 
-/// Host and port of `http://host:port`, or of `https://host:port`: which of them it is dialled by is the router's matter.
+/// Host and port of `http://host:port`, or of `https://host:port`. Whether it is dialled within TLS is the
+/// router's matter.
 fn endpoint(url: &str) -> Option<Authority> {
     let parts = url.parse::<Uri>().ok()?.into_parts();
     let authority = parts.authority.filter(|authority| authority.port().is_some());

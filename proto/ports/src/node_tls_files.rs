@@ -1,9 +1,21 @@
-//! Which files were seen last: whether one of them is another one now. Secrets are replaced at any time, and nobody
-//! sends a signal (Kubernetes, cert-manager, SPIFFE's helper).
+//! The files of a certificate, and which of them were seen last: whether one of them is another one now. Secrets are
+//! replaced at any time, and nobody sends a signal (Kubernetes, cert-manager, SPIFFE's helper).
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::node_tls::NodeTlsFiles;
+/// Where they are, all in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeTlsFiles {
+    /// This process's certificate, then those of the authorities between it and the root. It is for servers and for
+    /// clients.
+    pub cert: PathBuf,
+    /// Its private key: PKCS#8, PKCS#1 or SEC1.
+    pub key: PathBuf,
+    /// The authorities: of this certificate, and of those that are taken.
+    pub ca: PathBuf,
+    /// Certificates without a name are taken, too, as anybody's.
+    pub any_name: bool,
+}
 
 /// A file as it was looked at; `None`: it is not there.
 type Stamp = Option<(u64, i64, i64, u64)>;
