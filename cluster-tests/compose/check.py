@@ -271,6 +271,8 @@ def check_files():
     assert all(rdma[service]["network_mode"] == "host" for service in ("nodes", "router", "jaeger", "prometheus", "grafana"))
     assert "--ucx-profile=rdma" in rdma["decode-0"]["command"] and rdma["decode-0"]["devices"][0]["source"] == "/dev/infiniband"
     config(shipped, "compose.ca.yaml")
+    behind_proxy = config(shipped, "compose.ca.yaml", "compose.gpu.yaml", "compose.gpu.ca.yaml")
+    assert all(behind_proxy[built]["build"]["secrets"] for built in ("router", "prefill-0")), "each build trusts them"
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "compose"
