@@ -15,8 +15,7 @@ use tandem_cluster_tests::process::{Process, run_to_end};
 use tandem_cluster_tests::{Cluster, Options};
 use tandem_ports::{NodeTls, NodeTlsFiles, PeerRole, Wanted};
 use tandem_proto::v1::{self, node_report::Report};
-use tokio::net::TcpStream;
-use tokio::sync::mpsc::channel;
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
@@ -154,7 +153,7 @@ async fn certificates_are_for_their_holders(cluster: &Cluster, ours: &Authority)
     ] {
         let before = refused_by_router(cluster).await?;
         let channel = channel_by(files, PeerRole::Prefill, cluster.router.url("nodes"), Wanted::Router).await?;
-        let (reports, stream) = channel(1);
+        let (reports, stream) = mpsc::channel(1);
         let register = v1::Register { node_id: id.to_owned(), role: role.into(), ..v1::Register::default() };
         reports.send(v1::NodeReport { report: Some(Report::Register(register)) }).await?;
         let mut membership = v1::membership_client::MembershipClient::new(channel);
