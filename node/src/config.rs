@@ -9,12 +9,12 @@ use tandem_config::ConfigArgs;
 use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{KvDtype, Speculate};
-use tandem_ports::JoinToken;
 use tandem_proto::device::DeviceChoice;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tandem_telemetry::{Collector, LogFormat};
 
+use crate::credentials::{Credentials, CredentialsArgs};
 use crate::kv_memory::KvMemory;
 use crate::kv_transport::{KvTransportArgs, KvTransportConfig, address_toward};
 use crate::processor;
@@ -27,9 +27,9 @@ pub struct NodeArgs {
     /// later. Repeatable: the node serves all of them. Give all nodes the same ones in the same order.
     #[arg(long, required = true, value_name = "URL")]
     pub router: Vec<String>,
-    /// File with the cluster's secret, the same on router and nodes: calls without it are refused.
-    #[arg(long, value_name = "FILE")]
-    pub join_token_file: Option<PathBuf>,
+    /// What it shows to the others of its cluster.
+    #[command(flatten)]
+    pub credentials: CredentialsArgs,
     /// Where to serve gRPC; port 0 takes a free one [default: a free port of the address from which the router is
     /// reached]
     #[arg(long, value_name = "ADDR")]
@@ -194,8 +194,8 @@ pub struct NodeConfig {
     pub role: Role,
     /// The routers' membership services; one at least.
     pub routers: Vec<RouterAddress>,
-    /// The cluster's secret, if it has one.
-    pub join: Option<JoinToken>,
+    /// What it shows to the others of its cluster.
+    pub credentials: Credentials,
     /// gRPC.
     pub listen: SocketAddr,
     /// Replaces the host, and the port if it has one, of `listen` in what the router is told.
@@ -268,13 +268,15 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, a join token that cannot be read, `--listen` on all interfaces without
-    /// `--advertise-host`, or flags of the KV transports that do not go together.
+    /// A router address that is none, a join token or certificate that cannot be used, `--listen` on all interfaces
+    /// without `--advertise-host`, or flags of the KV transports that do not go together.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let routers: Vec<_> = self.router.iter().map(|text| text.parse()).collect::<anyhow::Result<_>>()?;
         if routers.len() > MAX_ROUTERS {
             bail!("--router {} times; a node has {MAX_ROUTERS} routers at most", routers.len());
         }
+        let credentials = self.credentials.read(role)?;
+        routers.iter().try_for_each(|router| credentials.fit(router))?;
         let first = routers.first().and_then(RouterAddress::host);
         let toward_router = first.map_or(Ipv4Addr::LOCALHOST.into(), |(host, port)| address_toward(host, port));
         let listen = self.listen.unwrap_or(SocketAddr::new(toward_router, 0));
@@ -301,7 +303,8 @@ impl NodeArgs {
         Ok(NodeConfig {
             role,
             routers,
-            join: self.join_token_file.as_deref().map(JoinToken::load).transpose()?,
+            node_id: credentials.node_id(self.node_id)?,
+            credentials,
             listen,
             advertise_host: self.advertise_host,
             admin: self.admin,
@@ -341,7 +344,6 @@ impl NodeArgs {
             kv_transport,
             drain_timeout: Duration::from_millis(self.drain_ms.into()),
             collector: self.collector,
-            node_id: self.node_id,
             clock_offset_ms: self.debug_clock_offset_ms,
         })
     }
@@ -411,7 +413,12 @@ mod tests {
             ("--simulated", "--router"),
             ("--router http://h:1", "--model"),
             ("--router h:1 --simulated", "http://host:port"),
-            ("--router https://h:1 --simulated", "http://host:port"),
+            (
+                "--router https://h:1 --simulated",
+                "without --node-tls-cert, --node-tls-key and --node-tls-ca it is http:",
+            ),
+            ("--router https://h:1 --simulated --node-tls-cert c.pem --node-tls-key k.pem", "--node-tls-ca"),
+            ("--router https://h:1 --simulated --node-tls-any-name", "--node-tls-cert"),
             ("--router http://h:1 --router dns://h:1 --simulated", "dns:///host:port"),
             ("--router dns:///h --simulated", "dns:///host:port"),
             ("--router dns:///h:70000 --simulated", "dns:///host:port"),

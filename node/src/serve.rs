@@ -122,7 +122,8 @@ impl Running {
         let stop = CancellationToken::new();
         let limits = Limits::default();
         let connections = connections_within(raise_descriptor_limit(), 1, limits.connections);
-        let port = Port::new(listeners.grpc, Limits { connections, ..limits });
+        let credentials = config.credentials.clone();
+        let port = Port::new(listeners.grpc, Limits { connections, ..limits }).of_cluster(credentials.tls.clone());
         let server = serve_grpc(port, routes.add_service(health_service), NODE_STREAMS, KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
         let scraped = node.clone();
@@ -133,8 +134,8 @@ impl Running {
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
-        let (routers, join) = (config.routers.clone(), config.join.clone());
-        tokio::spawn(routers::stay_joined(node.clone(), routers, join, endpoint, stop));
+        credentials.follow_files()?;
+        tokio::spawn(routers::stay_joined(node.clone(), config.routers.clone(), credentials, endpoint, stop));
         writeln!(
             std::io::stdout(),
             "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",
@@ -193,11 +194,12 @@ impl Running {
 }
 
 fn endpoint(config: &NodeConfig, port: u16) -> String {
-    match &config.advertise_host {
-        Some(host) if has_port(host) => format!("http://{host}"),
-        Some(host) => format!("http://{host}:{port}"),
-        None => format!("http://{}", SocketAddr::new(config.listen.ip(), port)),
-    }
+    let authority = match &config.advertise_host {
+        Some(host) if has_port(host) => host.clone(),
+        Some(host) => format!("{host}:{port}"),
+        None => SocketAddr::new(config.listen.ip(), port).to_string(),
+    };
+    format!("{}://{authority}", config.credentials.scheme())
 }
 
 /// Whether an authority names its port: `[::1]` does not, `[::1]:50` does.

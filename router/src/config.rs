@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, ValueEnum};
 use tandem_config::{ConfigArgs, ROUTER, Resolved};
-use tandem_ports::{TlsFiles, reactor_threads};
+use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
 use crate::admission::pools::Pools;
@@ -32,7 +32,8 @@ struct Flags {
     /// Where this port of --http or --grpc is in use, take the next one that is free; the `ready` line has it
     #[arg(long, value_name = "http|grpc,…", value_enum, value_delimiter = ',')]
     next_free_port: Vec<ClientPort>,
-    /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Never within TLS
+    /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Within TLS only by
+    /// --node-tls-cert
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
     /// Which endpoints of nodes are dialled: those at the host that the node calls from, or any that it names
@@ -42,6 +43,20 @@ struct Flags {
     /// it may join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
+    /// This router's certificate among the nodes, PEM: both sides show one, within TLS 1.3 (mTLS). Its URI is
+    /// spiffe://TRUST-DOMAIN/tandem/router, the nodes' .../prefill[/NODE-ID] and .../decode[/NODE-ID]. These three
+    /// files are read again at SIGHUP, and when they change
+    #[arg(long, value_name = "FILE", requires_all = ["node_tls_key", "node_tls_ca", "nodes"])]
+    node_tls_cert: Option<PathBuf>,
+    /// That certificate's private key, PEM
+    #[arg(long, value_name = "FILE", requires = "node_tls_cert")]
+    node_tls_key: Option<PathBuf>,
+    /// Authorities of that certificate and of the nodes', PEM
+    #[arg(long, value_name = "FILE", requires = "node_tls_cert")]
+    node_tls_ca: Option<PathBuf>,
+    /// Take nodes' certificates without such a name, too: whoever has one of these authorities may be any node
+    #[arg(long, requires = "node_tls_cert")]
+    node_tls_any_name: bool,
     /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
     /// answers while the others are full. It has no TLS. Only the live page's data needs an API key. Without this port
     /// the page is at / of the HTTP API's; with it, only here
@@ -214,6 +229,8 @@ pub struct Config {
     pub max_connections: usize,
     /// Of the ports for clients.
     pub tls: Option<TlsFiles>,
+    /// Between this router and its nodes.
+    pub node_tls: Option<NodeTlsFiles>,
     /// Whose web pages may read answers.
     pub cors_origins: Vec<Origin>,
     /// GGUF file or safetensors directory.
@@ -281,6 +298,11 @@ impl From<Flags> for Config {
                 key,
                 client_ca: flags.tls_client_ca,
             }),
+            node_tls: flags
+                .node_tls_cert
+                .zip(flags.node_tls_key)
+                .zip(flags.node_tls_ca)
+                .map(|((cert, key), ca)| NodeTlsFiles { cert, key, ca, any_name: flags.node_tls_any_name }),
             cors_origins: flags.cors_origin,
             model: flags.model,
             served_model_name: flags.served_model_name,
@@ -354,6 +376,16 @@ mod tests {
         assert!(open.to_string().contains("--nodes"), "{open}");
         let args = ["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].into_iter().chain(keys);
         assert!(Config::from(Flags::try_parse_from(args).unwrap()).api_keys.is_some());
+        let among_nodes = ["--node-tls-cert", "c.pem", "--node-tls-key", "k.pem", "--node-tls-ca", "ca.pem"];
+        let args = |flags: &[&'static str]| {
+            Flags::try_parse_from(["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].iter().chain(flags))
+        };
+        assert!(!Config::from(args(&among_nodes).unwrap()).node_tls.unwrap().any_name);
+        for half in [&among_nodes[..2], &among_nodes[..4], &among_nodes[2..], &["--node-tls-any-name"]] {
+            assert!(args(half).unwrap_err().to_string().contains("--node-tls-"), "{half:?}");
+        }
+        let unjoined = Flags::try_parse_from(["r", "--model", "m.gguf"].into_iter().chain(among_nodes)).unwrap_err();
+        assert!(unjoined.to_string().contains("--nodes"), "{unjoined}");
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
         assert_eq!(config.index_blocks, 4_000_000);
         assert_eq!((config.trace_sample_ratio, config.trace_ring), (1.0, 1_000));

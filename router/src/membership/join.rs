@@ -12,10 +12,11 @@ use tandem_telemetry::clock;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Extensions, Request, Response, Status, Streaming};
 
 use super::now::transport_names;
-use super::{Membership, Node, REPORT_INTERVAL};
+use super::reach::peer_role;
+use super::{Membership, Node, REPORT_INTERVAL, registration};
 
 /// That wait for a node to read them: the acceptance or a wish for a snapshot, its end, and readings of the clock.
 const REPLIES: usize = 4;
@@ -29,13 +30,14 @@ impl v1::membership_server::Membership for Membership {
 
     async fn join(&self, request: Request<Reports>) -> Result<Response<Self::JoinStream>, Status> {
         let peer = request.remote_addr().map(|peer| peer.ip());
-        let mut reports = request.into_inner();
+        let (_, caller, mut reports) = request.into_parts();
         let first = timeout(self.lease(), reports.message())
             .await
             .map_err(|_| Status::deadline_exceeded("no Register came within the lease"))??;
         let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
             return Err(Status::invalid_argument("the first message of Join is a Register"));
         };
+        self.is_its_own(&info, &caller)?;
         let admitted = timeout(self.lease(), self.admits(&info, peer)).await;
         let endpoint = admitted.map_err(|_| Status::deadline_exceeded("the name of its endpoint is not resolved"))?;
         let endpoint = endpoint.inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
@@ -48,6 +50,12 @@ impl v1::membership_server::Membership for Membership {
 }
 
 impl Membership {
+    /// Whether it is who its certificate says that it is, where nodes have such.
+    fn is_its_own(&self, info: &v1::Register, caller: &Extensions) -> Result<(), Status> {
+        let role = registration::role(info).inspect_err(|error| tracing::warn!(%error, "refused a node"))?;
+        self.strangers.registers(caller, peer_role(role), &info.node_id)
+    }
+
     /// An accepted node's stream, until it ends.
     async fn session(self, endpoint: Authority, info: v1::Register, mut reports: Reports, replies: Replies) {
         let first = timeout(self.lease(), reports.message()).await;
