@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-strangers
+.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-docs test-strangers
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -50,10 +50,15 @@ lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
 docs: ## The book as HTML, in target/docs/book; checks its links. Fetches mdBook once (5 MB). The pages' prose and code are part of `make test`
+	python3 -B cluster-tests/docs/commands.py --list > /dev/null
 	mdbook=$$(deploy/docs/mdbook.sh); python3 -B deploy/docs/book.py --mdbook "$$mdbook" $(DOCS)
 
 reference: ## docs/reference/flags.md from the programs' own command lines
 	TANDEM_WRITE_REFERENCE=1 cargo test --release --locked -p tandem-cluster-tests --test reference
+
+# As root. TEST_DOCS="--page docs/operate.md" runs one page. cluster-tests/docs/commands.py --list says what runs.
+test-docs: setup build ## Every command of README and docs, in order, in a clean container
+	cluster-tests/docs/run.sh $(TEST_DOCS)
 
 # CUDA_CHECK="--out DIR" keeps the cubins, "--json FILE" the table.
 cuda-check: ## CUDA kernels by nvcc and NVRTC for sm_80 and sm_90a: warnings, registers, spills. Fetches both once (192 MB)

@@ -104,6 +104,8 @@ applies "monitoring, rules, KEDA, InferencePool, traces" \
   --set monitoring.enabled=true,monitoring.rules.enabled=true,monitoring.labels.release=prometheus,prefill.autoscaling.kind=keda,decode.autoscaling.kind=keda \
   --set inferencePool.enabled=true,otlp.endpoint=http://jaeger.observability:4317
 applies "encrypted KV" --set kvEncrypt=true
+applies "TLS between routers and nodes" --set nodeTls.router=router-tls,nodeTls.prefill=prefill-tls,nodeTls.decode=decode-tls
+[ "$(grep --count -- --node-tls-cert= "$work/manifests.yaml")" = 3 ] || die "not every process has a certificate"
 applies "HPA" --set prefill.autoscaling.kind=hpa,decode.autoscaling.kind=hpa
 applies "RDMA and GPUs" --set transport=rdma,prefill.gpus=1,decode.gpus=1,image.tag=gpu \
   --set-json 'decode.args=["--kv-memory=80%"]' --set-json 'decode.tolerations=[{"key":"nvidia.com/gpu","operator":"Exists"}]'
@@ -145,6 +147,7 @@ refused "an objective that is no bucket" --set router.ttftObjectiveMs=800
 refused "two objectives" --set-json 'router.args=["--ttft-objective-ms=500"]'
 refused "a transport that is none" --set transport=pigeon
 refused "encryption of RDMA" --set transport=rdma,kvEncrypt=true
+refused "a certificate for routers alone" --set nodeTls.router=router-tls
 refused "a misspelt value" --set decode.replica=3
 refused "seventeen routers" --set router.replicas=17
 refused "no decode node" --set decode.replicas=0

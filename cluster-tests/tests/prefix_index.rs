@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use tandem_engine::{Prefix, SamplingParams, SequenceRequest};
 use tandem_kvtransfer::Faults;
+use tandem_node::credentials::Credentials;
 use tandem_node::routers::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_proto::hash::sequence_hashes;
@@ -95,7 +96,13 @@ async fn the_router_follows_its_nodes_caches() {
         let node = Node::start(&config, Faults::default()).await.unwrap();
         let stop = CancellationToken::new();
         let endpoint = "http://127.0.0.1:9".to_owned();
-        let joined = tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, endpoint, stop.clone()));
+        let joined = tokio::spawn(stay_joined(
+            Arc::clone(&node),
+            config.routers.clone(),
+            Credentials::default(),
+            endpoint,
+            stop.clone(),
+        ));
         nodes.push((node, stop, joined));
     }
     let prompt = |start: u32, blocks: u32| -> Vec<u32> { (0..=blocks * 16).map(|i| start + i % 5).collect() };

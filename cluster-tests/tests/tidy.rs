@@ -257,6 +257,17 @@ fn code_in_documents_parses() {
     nothing(faults, "");
 }
 
+/// What `make test-docs` would run, and what it leaves out: each note above a block is one that it knows.
+#[test]
+fn commands_of_documents_are_planned() {
+    let mut list = Command::new("python3");
+    let output = list.args(["-B", "cluster-tests/docs/commands.py", "--list"]).current_dir(root()).output();
+    let output = output.expect("Python");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let plan = String::from_utf8_lossy(&output.stdout);
+    assert!(plan.contains("README.md") && plan.contains("docs/operate.md"), "{plan}");
+}
+
 fn documents() -> impl Iterator<Item = (String, String)> {
     read_all(&["md"]).into_iter()
 }

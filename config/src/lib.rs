@@ -6,6 +6,7 @@
 //! - [`Resolved`]: what the three sources make together, with the source of each value.
 //! - `flag`: what clap says of a flag. `file`: the TOML file as keys, values and lines (pure). `merge`: one argument
 //!   vector out of the sources (pure). `report`: what `--check` prints, which is such a file again (pure).
+//! - [`shell`]: completions and man pages of the same flags.
 //!
 //! Next: `merge.rs`, where precedence is decided.
 #![forbid(unsafe_code)]
@@ -15,6 +16,7 @@ mod flag;
 mod merge;
 mod report;
 mod resolved;
+pub mod shell;
 
 use std::path::PathBuf;
 

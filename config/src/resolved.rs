@@ -9,19 +9,24 @@ use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, value_parser};
 
-use crate::Program;
 use crate::file::{Document, read};
 use crate::flag::{Flag, Kind, flags};
 use crate::merge::{Environment, Line, Merged, Source, config_path, merge, unknown_variables};
 use crate::report::{Row, report};
+use crate::{Program, shell};
 
 /// Of wrong flags, as clap has it.
 const WRONG_FLAGS: i32 = 2;
 
-/// The process's flags, from all sources; ends the process with a message where they are wrong, and for `--help`.
+/// The process's flags, from all sources; ends the process with a message where they are wrong, and for `--help`,
+/// `completions` and `man`.
 pub fn load<P: CommandFactory + FromArgMatches>(program: Program) -> (P, Resolved) {
-    let (words, environment) = (std::env::args_os().collect(), std::env::vars_os().collect());
-    let resolved = Resolved::of(program, P::command(), words, environment).unwrap_or_else(|refused| refused.exit());
+    let (words, environment): (Vec<_>, _) = (std::env::args_os().collect(), std::env::vars_os().collect());
+    let command = P::command().after_long_help(shell::AFTER);
+    if let Some(code) = shell::done(&command, &words) {
+        std::process::exit(code)
+    }
+    let resolved = Resolved::of(program, command, words, environment).unwrap_or_else(|refused| refused.exit());
     let flags = P::from_arg_matches(&resolved.matches).unwrap_or_else(|error| error.exit());
     (flags, resolved)
 }

@@ -11,6 +11,6 @@ pub struct Args {
     pub node: NodeArgs,
     /// Milliseconds without a frame of the prefill node after which a hand-off is over. Its keep-alives while it
     /// computes are frames.
-    #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "MS", default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub handoff_lease_ms: u32,
 }

@@ -84,7 +84,7 @@ fn requests(text: &mut Text, node: &Node) {
     text.family(
         "tandem_strangers_refused_total",
         "counter",
-        "Calls refused because they lack the cluster's join token.",
+        "Calls refused for want of the cluster's join token or of a good certificate.",
     );
     text.sample(&[], node.strangers.refused() as f64);
     text.family("tandem_requests_total", "counter", "Requests that ended, by outcome.");

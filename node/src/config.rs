@@ -9,12 +9,12 @@ use tandem_config::ConfigArgs;
 use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{KvDtype, Speculate};
-use tandem_ports::JoinToken;
 use tandem_proto::device::DeviceChoice;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use tandem_telemetry::{Collector, LogFormat};
 
+use crate::credentials::{Credentials, CredentialsArgs};
 use crate::kv_memory::KvMemory;
 use crate::kv_transport::{KvTransportArgs, KvTransportConfig, address_toward};
 use crate::processor;
@@ -27,24 +27,24 @@ pub struct NodeArgs {
     /// later. Repeatable: the node serves all of them. Give all nodes the same ones in the same order.
     #[arg(long, required = true, value_name = "URL")]
     pub router: Vec<String>,
-    /// File with the cluster's secret, the same on router and nodes: calls without it are refused.
-    #[arg(long, value_name = "FILE")]
-    pub join_token_file: Option<PathBuf>,
+    /// What it shows to the others of its cluster.
+    #[command(flatten)]
+    pub credentials: CredentialsArgs,
     /// Where to serve gRPC; port 0 takes a free one [default: a free port of the address from which the router is
     /// reached]
-    #[arg(long)]
+    #[arg(long, value_name = "ADDR")]
     pub listen: Option<SocketAddr>,
     /// Host, or host:port, under which the router reaches --listen, when that listens on all interfaces or behind
     /// another port.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise_host: Option<String>,
     /// Where to serve /health and /metrics.
-    #[arg(long, default_value = "127.0.0.1:0")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
     pub admin: SocketAddr,
     /// Model: a GGUF file or a safetensors directory.
-    #[arg(long, required_unless_present = "simulated")]
+    #[arg(long, value_name = "PATH", required_unless_present = "simulated")]
     pub model: Option<PathBuf>,
-    /// What to compute on: the processor, a GPU (cuda:N is the N-th of those that CUDA_VISIBLE_DEVICES leaves, cuda the
+    /// What to compute on: the CPU, a GPU (cuda:N is the N-th of those that CUDA_VISIBLE_DEVICES leaves, cuda the
     /// first that can be used), or auto, a GPU where there is one. All nodes of a cluster compute on the same kind: the
     /// router refuses others.
     #[arg(long, value_name = "cpu|cuda|cuda:N|auto", default_value_t)]
@@ -57,11 +57,11 @@ pub struct NodeArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = DEFAULT_BLOCK_TOKENS, value_parser = block_tokens)]
     pub block_size: usize,
     /// Blocks of the KV arena.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_blocks: u32,
     /// Memory of the KV arena, instead of --kv-blocks: bytes such as 2GiB, or a share such as 25% of what the
     /// model leaves: of seven eighths of the memory that the node may use, less weights and workspace.
-    #[arg(long, conflicts_with = "kv_blocks")]
+    #[arg(long, value_name = "SIZE", conflicts_with = "kv_blocks")]
     pub kv_memory: Option<KvMemory>,
     /// Keep computed KV blocks for prompts that begin alike (the default).
     #[arg(long, overrides_with = "no_prefix_caching")]
@@ -74,19 +74,19 @@ pub struct NodeArgs {
     #[arg(long, value_enum, default_value_t = SpeculateArg::Ngram)]
     pub speculate: SpeculateArg,
     /// Sequences that run at once.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_num_seqs: u32,
     /// Tokens of one engine step at most.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_num_batched_tokens: u32,
     /// Calls in flight at most, waiting ones included; more are refused as overload.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_calls: u32,
     /// Compute threads; 0: one for each core that this process may use, not two where a core has two hardware threads.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub threads: usize,
     /// Cores to bind the compute threads to, such as 0,1; none binds nothing.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<usize>,
     /// Lend this node's cores to other nodes of this machine while there is nothing to do here, and borrow theirs.
     /// FILE is the same for all of them, best in /dev/shm; the first node makes it. For nodes that have cores of their
@@ -107,10 +107,10 @@ pub struct NodeArgs {
     #[command(flatten)]
     pub kv_transport: KvTransportArgs,
     /// Treat an engine step that takes longer as a hang: the process exits, so that its supervisor starts it again.
-    #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_step_ms: u32,
     /// How long running requests may take to end after SIGTERM.
-    #[arg(long, default_value_t = 30_000)]
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
     pub drain_ms: u32,
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
@@ -119,7 +119,7 @@ pub struct NodeArgs {
     #[command(flatten)]
     pub collector: Collector,
     /// Name of this node; made from role and incarnation when absent.
-    #[arg(long)]
+    #[arg(long, value_name = "NAME")]
     pub node_id: Option<String>,
     /// Demonstration: this host's clock is so many milliseconds ahead; negative: behind.
     #[arg(long, value_name = "MS", default_value_t = 0, allow_negative_numbers = true, hide = true)]
@@ -128,13 +128,13 @@ pub struct NodeArgs {
     #[arg(long)]
     pub simulated: bool,
     /// Microseconds that a simulated step takes.
-    #[arg(long, default_value_t = 0, requires = "simulated")]
+    #[arg(long, value_name = "US", default_value_t = 0, requires = "simulated")]
     pub simulated_step_us: u64,
     /// Microseconds that each token adds to a simulated step.
-    #[arg(long, default_value_t = 0, requires = "simulated")]
+    #[arg(long, value_name = "US", default_value_t = 0, requires = "simulated")]
     pub simulated_token_us: u64,
     /// Nanoseconds that each position adds to a simulated step that one of its tokens attends to.
-    #[arg(long, default_value_t = 0, requires = "simulated")]
+    #[arg(long, value_name = "NS", default_value_t = 0, requires = "simulated")]
     pub simulated_context_ns: u64,
     /// Where all of these are from.
     #[command(flatten)]
@@ -194,8 +194,8 @@ pub struct NodeConfig {
     pub role: Role,
     /// The routers' membership services; one at least.
     pub routers: Vec<RouterAddress>,
-    /// The cluster's secret, if it has one.
-    pub join: Option<JoinToken>,
+    /// What it shows to the others of its cluster.
+    pub credentials: Credentials,
     /// gRPC.
     pub listen: SocketAddr,
     /// Replaces the host, and the port if it has one, of `listen` in what the router is told.
@@ -268,13 +268,15 @@ impl NodeArgs {
     /// Checks what clap cannot, and fills in what depends on the machine.
     ///
     /// # Errors
-    /// A router address that is none, a join token that cannot be read, `--listen` on all interfaces without
-    /// `--advertise-host`, or flags of the KV transports that do not go together.
+    /// A router address that is none, a join token or certificate that cannot be used, `--listen` on all interfaces
+    /// without `--advertise-host`, or flags of the KV transports that do not go together.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
         let routers: Vec<_> = self.router.iter().map(|text| text.parse()).collect::<anyhow::Result<_>>()?;
         if routers.len() > MAX_ROUTERS {
             bail!("--router {} times; a node has {MAX_ROUTERS} routers at most", routers.len());
         }
+        let credentials = self.credentials.read(role)?;
+        routers.iter().try_for_each(|router| credentials.fit(router))?;
         let first = routers.first().and_then(RouterAddress::host);
         let toward_router = first.map_or(Ipv4Addr::LOCALHOST.into(), |(host, port)| address_toward(host, port));
         let listen = self.listen.unwrap_or(SocketAddr::new(toward_router, 0));
@@ -301,7 +303,8 @@ impl NodeArgs {
         Ok(NodeConfig {
             role,
             routers,
-            join: self.join_token_file.as_deref().map(JoinToken::load).transpose()?,
+            node_id: credentials.node_id(self.node_id)?,
+            credentials,
             listen,
             advertise_host: self.advertise_host,
             admin: self.admin,
@@ -341,7 +344,6 @@ impl NodeArgs {
             kv_transport,
             drain_timeout: Duration::from_millis(self.drain_ms.into()),
             collector: self.collector,
-            node_id: self.node_id,
             clock_offset_ms: self.debug_clock_offset_ms,
         })
     }
@@ -411,7 +413,12 @@ mod tests {
             ("--simulated", "--router"),
             ("--router http://h:1", "--model"),
             ("--router h:1 --simulated", "http://host:port"),
-            ("--router https://h:1 --simulated", "http://host:port"),
+            (
+                "--router https://h:1 --simulated",
+                "without --node-tls-cert, --node-tls-key and --node-tls-ca it is http:",
+            ),
+            ("--router https://h:1 --simulated --node-tls-cert c.pem --node-tls-key k.pem", "--node-tls-ca"),
+            ("--router https://h:1 --simulated --node-tls-any-name", "--node-tls-cert"),
             ("--router http://h:1 --router dns://h:1 --simulated", "dns:///host:port"),
             ("--router dns:///h --simulated", "dns:///host:port"),
             ("--router dns:///h:70000 --simulated", "dns:///host:port"),

@@ -43,7 +43,7 @@ pub struct Beside {
 pub fn choose(choice: DeviceChoice, beside: Beside) -> anyhow::Result<Target> {
     let target = choose_from(choice, beside, &Seen::look)?;
     if choice == DeviceChoice::Auto && target == Target::Cpu {
-        tracing::info!("--device auto: no GPU that this node can use, so it computes on the processor");
+        tracing::info!("--device auto: no GPU that this node can use, so it computes on the CPU");
     }
     Ok(target)
 }

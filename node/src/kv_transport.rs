@@ -35,17 +35,17 @@ pub struct KvTransportArgs {
     #[arg(long, value_name = "TLS,…")]
     pub ucx_tls: Option<String>,
     /// Folder of libucp.so.0, instead of the system's.
-    #[arg(long)]
+    #[arg(long, value_name = "DIR")]
     pub ucx_lib_dir: Option<PathBuf>,
     /// A peer that neither takes nor sends anything for so long in the middle of a KV transfer is lost.
-    #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(100..=600_000))]
+    #[arg(long, value_name = "MS", default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(100..=600_000))]
     pub kv_stall_ms: u32,
     /// After an aborted hand-off, wait so long for the peer's writes to end before its connection is closed by force.
     /// Until then its blocks are in quarantine.
-    #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(10..=600_000))]
+    #[arg(long, value_name = "MS", default_value_t = 5_000, value_parser = clap::value_parser!(u32).range(10..=600_000))]
     pub kv_grace_ms: u32,
     /// Where the tcp transport listens [default: a free port of the address from which the router is reached]
-    #[arg(long)]
+    #[arg(long, value_name = "ADDR")]
     pub kv_listen: Option<SocketAddr>,
     /// Address under which other nodes reach --kv-listen, when that listens on all interfaces or behind another port.
     #[arg(long, value_name = "HOST:PORT")]
@@ -55,7 +55,7 @@ pub struct KvTransportArgs {
     #[arg(long)]
     pub kv_encrypt: bool,
     /// Whether decode copies KV out of prefill's memory, where both are processes of one host and user: one copy, and
-    /// nobody writes into another's memory. off: through UCX's queue, two copies. One of the two nodes suffices.
+    /// no process writes into another's memory. off: through UCX's queue, two copies. One of the two nodes suffices.
     #[arg(long, value_enum, default_value = "auto")]
     pub kv_one_copy: OneCopyArg,
 }

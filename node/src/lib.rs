@@ -7,6 +7,7 @@
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
 //!   that share a core warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
+//! - [`credentials`]: what a node shows to the others of its cluster, and asks of them.
 //! - [`routers`]: which routers there are, by [`router_address`]; [`membership`]: the stream to one of them; [`lives`]:
 //!   what each of them has here, which ends with its session; [`lease`]: how long a session lives without a word;
 //!   [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this host's clock is from a
@@ -26,6 +27,7 @@ pub mod call;
 pub mod check;
 pub mod clock_offset;
 pub mod config;
+pub mod credentials;
 pub mod device;
 pub mod facts;
 pub mod figures;

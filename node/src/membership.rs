@@ -7,11 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
-use http::HeaderMap;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_engine::prefix_cache::CacheUpdate;
-use tandem_ports::{JOIN_HEADER, JoinToken};
 use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{self, ClockProbe, ClockReading, Draining, NodeReport, RouterReport};
@@ -22,7 +20,6 @@ use tokio::time::{MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
-use tonic::metadata::MetadataMap;
 use tonic::transport::Endpoint;
 use tonic::{Code, Request, Status, Streaming};
 use tower::ServiceExt;
@@ -30,6 +27,7 @@ use tower::util::BoxCloneSyncService;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::clock_offset::RouterKey;
+use crate::credentials::Credentials;
 use crate::kv_feed::KvFeed;
 use crate::lease::Lease;
 use crate::lives::Session;
@@ -66,8 +64,8 @@ pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, 
 /// How the router is reached.
 #[derive(Clone)]
 pub enum RouterWay {
-    /// Over the network, with what calls of this cluster carry.
-    Network(Box<Endpoint>, Option<JoinToken>),
+    /// Over the network, with what processes of this cluster show each other.
+    Network(Box<Endpoint>, Credentials),
     /// In this process, for simulations and tests: what connects.
     InProcess(Arc<dyn Fn() -> BoxFuture<'static, Result<Calls, Status>> + Send + Sync>),
 }
@@ -76,8 +74,8 @@ impl RouterWay {
     async fn connect(&self) -> Result<Calls, Error> {
         let lost = |error: &dyn std::error::Error| unavailable(with_causes(error));
         match self {
-            Self::Network(endpoint, _) => {
-                let channel = endpoint.connect().await.map_err(|error| lost(&error))?;
+            Self::Network(endpoint, credentials) => {
+                let channel = credentials.connect(endpoint).await.map_err(|error| lost(&error))?;
                 Ok(Calls::new(channel.map_err(|error| Status::from_error(Box::new(error)))))
             }
             Self::InProcess(connect) => connect().await.map_err(|error| lost(&error)),
@@ -86,13 +84,10 @@ impl RouterWay {
 
     /// A call to it with these messages.
     fn call<T>(&self, messages: T) -> Request<T> {
-        let mut request = Request::new(messages);
-        if let Self::Network(_, Some(token)) = self {
-            let mut metadata = HeaderMap::new();
-            metadata.insert(JOIN_HEADER, token.header());
-            *request.metadata_mut() = MetadataMap::from_headers(metadata);
+        match self {
+            Self::Network(_, credentials) => credentials.call(messages),
+            Self::InProcess(_) => Request::new(messages),
         }
-        request
     }
 
     fn name(&self) -> String {
@@ -105,7 +100,7 @@ impl RouterWay {
 
 impl From<Endpoint> for RouterWay {
     fn from(endpoint: Endpoint) -> Self {
-        Self::Network(Box::new(endpoint), None)
+        Self::Network(Box::new(endpoint), Credentials::default())
     }
 }
 
@@ -369,7 +364,7 @@ impl Reporting<'_> {
             clock::relate(behind_ns);
             drop(reference);
             let behind_ms = behind_ns as f64 / 1e6;
-            tracing::info!(behind_ms, "this host's clock is not the router's: times are told by the router's");
+            tracing::info!(behind_ms, "this host's clock is not the router's: times are reported by the router's");
         }
     }
 }

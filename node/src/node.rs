@@ -128,7 +128,7 @@ impl Node {
     /// # Errors
     /// The model cannot be served, the asked-for transport is not there, or the OTLP endpoint is no URL.
     pub async fn start(config: &NodeConfig, faults: Faults) -> anyhow::Result<Arc<Self>> {
-        let open = |arena| config.kv_transport.start(&arena, config.join.as_ref(), faults);
+        let open = |arena| config.kv_transport.start(&arena, config.credentials.join.as_ref(), faults);
         Self::start_with(config, open).await
     }
 
@@ -188,7 +188,7 @@ impl Node {
             max_step_tokens: config.max_step_tokens,
             max_step: config.max_step,
             max_running: config.max_running,
-            strangers: JoinGuard::new(config.join.as_ref()),
+            strangers: config.credentials.guard(),
             target,
             processor,
             incarnation,

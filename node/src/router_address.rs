@@ -41,7 +41,8 @@ impl FromStr for RouterAddress {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> anyhow::Result<Self> {
-        let wrong = || format!("--router {text:?} is not of the form http://host:port or dns:///host:port");
+        let wrong =
+            || format!("--router {text:?} is not of the form http://host:port, https://host:port or dns:///host:port");
         match text.strip_prefix("dns:///") {
             Some(name) => {
                 let (host, port) = name.rsplit_once(':').with_context(wrong)?;
@@ -55,10 +56,10 @@ impl FromStr for RouterAddress {
     }
 }
 
-/// The way to a router there; `None`: not of the form http://host:port.
+/// The way to a router there; `None`: not of the form http://host:port or https://host:port.
 pub fn endpoint(url: &str) -> Option<Endpoint> {
     let endpoint = Endpoint::from_shared(url.to_owned()).ok()?;
-    let whole = endpoint.uri().scheme_str() == Some("http") && endpoint.uri().authority().is_some();
+    let whole = matches!(endpoint.uri().scheme_str(), Some("http" | "https")) && endpoint.uri().authority().is_some();
     let endpoint = endpoint
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEP_ALIVE)
@@ -76,9 +77,10 @@ mod tests {
         let parse = |text: &str| text.parse::<RouterAddress>();
         let host = |text: &str| parse(text).unwrap().host().map(|(host, port)| (host.to_owned(), port));
         assert_eq!(host("http://10.1.2.3:8001"), Some(("10.1.2.3".into(), 8001)));
+        assert_eq!(host("https://name:8001"), Some(("name".into(), 8001)));
         assert_eq!(host("dns:///tandem-nodes:8002"), Some(("tandem-nodes".into(), 8002)));
         assert!(matches!(parse("dns:///[::1]:8002").unwrap(), RouterAddress::Dns { port: 8002, .. }));
-        for wrong in ["dns:///name", "dns://name:1", "dns:///:1", "dns:///name:0", "name:1", "https://name:1"] {
+        for wrong in ["dns:///name", "dns://name:1", "dns:///:1", "dns:///name:0", "name:1", "ftp://name:1"] {
             assert!(parse(wrong).unwrap_err().to_string().contains("dns:///host:port"), "{wrong}");
         }
     }

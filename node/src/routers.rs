@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use tandem_ports::JoinToken;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
 use crate::clock_offset::RouterKey;
+use crate::credentials::Credentials;
 use crate::membership::{Link, RouterWay};
 use crate::node::Node;
 use crate::router_address::{MAX_ROUTERS, RouterAddress, endpoint};
@@ -27,13 +27,13 @@ const RESOLVE_INTERVAL: Duration = Duration::from_secs(2);
 pub async fn stay_joined(
     node: Arc<Node>,
     routers: Vec<RouterAddress>,
-    join: Option<JoinToken>,
+    credentials: Credentials,
     endpoint: String,
     stop: CancellationToken,
 ) {
     let routers = routers.into_iter().enumerate().map(|(place, router)| {
-        let dialling =
-            Dialling { node: node.clone(), join: join.clone(), endpoint: endpoint.clone(), stop: stop.clone() };
+        let (node, credentials) = (node.clone(), credentials.clone());
+        let dialling = Dialling { node, credentials, endpoint: endpoint.clone(), stop: stop.clone() };
         async move {
             match router {
                 RouterAddress::Url(router) => dialling.stay(*router, (place, None), CancellationToken::new()).await,
@@ -48,14 +48,14 @@ pub async fn stay_joined(
 #[derive(Clone)]
 struct Dialling {
     node: Arc<Node>,
-    join: Option<JoinToken>,
+    credentials: Credentials,
     endpoint: String,
     stop: CancellationToken,
 }
 
 impl Dialling {
     async fn stay(self, router: Endpoint, key: RouterKey, unlisted: CancellationToken) {
-        let way = RouterWay::Network(Box::new(router), self.join);
+        let way = RouterWay::Network(Box::new(router), self.credentials);
         Link::new(&self.node, way, self.endpoint, key).stay(&self.node, &unlisted, &self.stop).await;
     }
 
@@ -79,7 +79,8 @@ impl Dialling {
                 Ok(addresses) => {
                     failing = false;
                     for (address, unlisted) in listed.resolved(addresses.collect()) {
-                        let Some(router) = endpoint(&format!("http://{address}")) else { continue };
+                        let url = format!("{}://{address}", self.credentials.scheme());
+                        let Some(router) = endpoint(&url) else { continue };
                         tracing::info!(host, %address, "a router");
                         let dialling = self.clone();
                         links.spawn(async move {

@@ -122,7 +122,8 @@ impl Running {
         let stop = CancellationToken::new();
         let limits = Limits::default();
         let connections = connections_within(raise_descriptor_limit(), 1, limits.connections);
-        let port = Port::new(listeners.grpc, Limits { connections, ..limits });
+        let credentials = config.credentials.clone();
+        let port = Port::new(listeners.grpc, Limits { connections, ..limits }).of_cluster(credentials.tls.clone());
         let admin = Port::new(listeners.admin, ADMIN_LIMITS);
         // This is the only place that sets it.
         let _ = node.ports.set([("grpc", port.places()), ("admin", admin.places())]);
@@ -135,13 +136,14 @@ impl Running {
         let running = Self { node: node_of, service, health, signals, stop: stop_of, drain, grpc: grpc_task, metrics };
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
-        let (routers, join) = (config.routers.clone(), config.join.clone());
-        tokio::spawn(routers::stay_joined(node.clone(), routers, join, endpoint, stop));
+        credentials.follow_files()?;
+        tokio::spawn(routers::stay_joined(node.clone(), config.routers.clone(), credentials, endpoint, stop));
         writeln!(
             std::io::stdout(),
             "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",
             role_name(node.role),
-            node.transport.names(),
+            // Who reads the line parts it at blanks.
+            node.transport.names().replace(", ", "+").replace(' ', "-"),
             node.target,
             node.incarnation()
         )
@@ -179,7 +181,7 @@ impl Running {
             waited = timeout(self.drain, node.work.drained()) => if waited.is_err() {
                 tracing::warn!(in_flight = node.work.in_flight(), "drain took too long: cancelling what still runs");
             },
-            () = self.signals.next() => tracing::warn!("told again: cancelling what still runs"),
+            () = self.signals.next() => tracing::warn!("second signal: cancelling what still runs"),
         }
         self.stop.cancel();
         if timeout(CLOSE_TIMEOUT, &mut self.grpc).await.is_err() {
@@ -194,11 +196,12 @@ impl Running {
 }
 
 fn endpoint(config: &NodeConfig, port: u16) -> String {
-    match &config.advertise_host {
-        Some(host) if has_port(host) => format!("http://{host}"),
-        Some(host) => format!("http://{host}:{port}"),
-        None => format!("http://{}", SocketAddr::new(config.listen.ip(), port)),
-    }
+    let authority = match &config.advertise_host {
+        Some(host) if has_port(host) => host.clone(),
+        Some(host) => format!("{host}:{port}"),
+        None => SocketAddr::new(config.listen.ip(), port).to_string(),
+    };
+    format!("{}://{authority}", config.credentials.scheme())
 }
 
 /// Whether an authority names its port: `[::1]` does not, `[::1]:50` does.

@@ -7,6 +7,7 @@ use clap::Parser;
 use tandem_engine::{KvLease, Prefix, SamplingParams, SequenceRequest};
 use tandem_kvtransfer::Faults;
 use tandem_node::call::{EventStream, Events};
+use tandem_node::credentials::Credentials;
 use tandem_node::routers::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_proto::hash::sequence_hashes;
@@ -152,8 +153,13 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let (stop, router_dies) = (CancellationToken::new(), CancellationToken::new());
     let mut reports = serve(listener, router_dies.clone()).await;
-    let joined =
-        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let joined = tokio::spawn(stay_joined(
+        Arc::clone(&node),
+        config.routers.clone(),
+        Credentials::default(),
+        ENDPOINT.to_owned(),
+        stop.clone(),
+    ));
 
     let first = registered(&mut reports).await;
     assert_eq!((first.node_id.as_str(), first.role(), first.total_blocks), ("d0", Role::Decode, 7));
@@ -201,8 +207,13 @@ async fn a_router_that_is_lost_takes_its_calls_along_and_no_others() {
     let [first, second] = listeners;
     let (stop, dies) = (CancellationToken::new(), CancellationToken::new());
     let (mut of_one, mut of_other) = (serve(first, dies.clone()).await, serve(second, CancellationToken::new()).await);
-    let joined =
-        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let joined = tokio::spawn(stay_joined(
+        Arc::clone(&node),
+        config.routers.clone(),
+        Credentials::default(),
+        ENDPOINT.to_owned(),
+        stop.clone(),
+    ));
     let (a, b) = (registered(&mut of_one).await, registered(&mut of_other).await);
     assert_eq!((a.incarnation, b.incarnation), (node.incarnation().0, node.incarnation().0));
     assert!(a.life != b.life && a.link != b.link && a.life != 0);
@@ -245,8 +256,13 @@ async fn a_router_that_answers_nothing_for_its_lease_is_lost() {
     let stop = CancellationToken::new();
     let mute = Manner { lease_ms: 300, mute: true, ..WELL };
     let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), mute).await;
-    let joined =
-        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let joined = tokio::spawn(stay_joined(
+        Arc::clone(&node),
+        config.routers.clone(),
+        Credentials::default(),
+        ENDPOINT.to_owned(),
+        stop.clone(),
+    ));
     let first = registered(&mut reports).await;
     let (mut lost, held) = call(&node, first.life, 3);
     let second = loop {
@@ -272,8 +288,13 @@ async fn a_registration_that_is_accepted_too_late_is_not_used() {
     // The rest of the lease would do for a report; an answer to it would come behind the end.
     let late = Manner { lease_ms: 900, late: Duration::from_millis(600), ..WELL };
     let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), late).await;
-    let joined =
-        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let joined = tokio::spawn(stay_joined(
+        Arc::clone(&node),
+        config.routers.clone(),
+        Credentials::default(),
+        ENDPOINT.to_owned(),
+        stop.clone(),
+    ));
     // The first time it learns the lease, the second time it does not wait so long.
     let mut lives = Vec::new();
     for _ in 0..3 {
@@ -329,8 +350,13 @@ async fn tells_what_its_cache_holds_from_a_snapshot_on() {
     let before = read_prompt(&node, 5, 2).await;
     let (stop, lost_count) = (CancellationToken::new(), Arc::new(Notify::new()));
     let mut reports = serve_as(listener, CancellationToken::new(), lost_count.clone(), WELL).await;
-    let joined =
-        tokio::spawn(stay_joined(Arc::clone(&node), config.routers.clone(), None, ENDPOINT.to_owned(), stop.clone()));
+    let joined = tokio::spawn(stay_joined(
+        Arc::clone(&node),
+        config.routers.clone(),
+        Credentials::default(),
+        ENDPOINT.to_owned(),
+        stop.clone(),
+    ));
 
     registered(&mut reports).await;
     let Some(Report::KvEvents(mut snapshot)) = reports.recv().await else { panic!("before the first load") };

@@ -1,7 +1,7 @@
 //! What `--check` reads: every file that the flags name, and no more of the model than its header and its texts. Starts
 //! nothing, and opens no port.
 use anyhow::Context;
-use tandem_ports::{JoinToken, Tls};
+use tandem_ports::{JoinToken, NodeTls, PeerRole, Tls};
 use tandem_telemetry::clock;
 
 use crate::admission::keys::Keys;
@@ -21,6 +21,9 @@ pub fn check(config: &Config) -> anyhow::Result<()> {
     }
     if let Some(files) = &config.tls {
         Tls::read(files)?;
+    }
+    if let Some(files) = &config.node_tls {
+        NodeTls::read(files, PeerRole::Router)?;
     }
     config.collector.check()?;
     // The error's own text names its cause: a chain would say it twice.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, ValueEnum};
 use tandem_config::{ConfigArgs, ROUTER, Resolved};
-use tandem_ports::{TlsFiles, reactor_threads};
+use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
 use crate::admission::pools::Pools;
@@ -24,15 +24,16 @@ use crate::traces::{DEFAULT_RING, JaegerUi};
 #[command(name = "tandem-router", version)]
 struct Flags {
     /// Address of the OpenAI HTTP API; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:8000")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000")]
     http: SocketAddr,
     /// Address of the gRPC API, on which nodes join too; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:50051")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:50051")]
     grpc: SocketAddr,
     /// Where this port of --http or --grpc is in use, take the next one that is free; the `ready` line has it
     #[arg(long, value_name = "http|grpc,…", value_enum, value_delimiter = ',')]
     next_free_port: Vec<ClientPort>,
-    /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Never within TLS
+    /// Address on which nodes join, instead of the gRPC API's, so that clients cannot join as nodes. Within TLS only by
+    /// --node-tls-cert
     #[arg(long, value_name = "ADDR")]
     nodes: Option<SocketAddr>,
     /// Which endpoints of nodes are dialled: those at the host that the node calls from, or any that it names
@@ -42,6 +43,20 @@ struct Flags {
     /// it may join
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
+    /// This router's certificate among the nodes, PEM: both sides show one, within TLS 1.3 (mTLS). Its URI is
+    /// spiffe://TRUST-DOMAIN/tandem/router, the nodes' .../prefill[/NODE-ID] and .../decode[/NODE-ID]. These three
+    /// files are read again at SIGHUP, and when they change
+    #[arg(long, value_name = "FILE", requires_all = ["node_tls_key", "node_tls_ca", "nodes"])]
+    node_tls_cert: Option<PathBuf>,
+    /// That certificate's private key, PEM
+    #[arg(long, value_name = "FILE", requires = "node_tls_cert")]
+    node_tls_key: Option<PathBuf>,
+    /// Authorities of that certificate and of the nodes', PEM
+    #[arg(long, value_name = "FILE", requires = "node_tls_cert")]
+    node_tls_ca: Option<PathBuf>,
+    /// Take nodes' certificates without such a name, too: whoever has one of these authorities may be any node
+    #[arg(long, requires = "node_tls_cert")]
+    node_tls_any_name: bool,
     /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
     /// answers while the others are full. It has no TLS. Only the live page's data needs an API key. Without this port
     /// the page is at / of the HTTP API's; with it, only here
@@ -66,10 +81,10 @@ struct Flags {
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<Origin>,
     /// GGUF file or safetensors directory of the model (its tokenizer and chat template; the weights stay on the nodes)
-    #[arg(long)]
+    #[arg(long, value_name = "PATH")]
     model: PathBuf,
     /// Name under which the model is served [default: the file's own]
-    #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     served_model_name: Option<String>,
     #[command(flatten)]
     collector: Collector,
@@ -87,49 +102,49 @@ struct Flags {
     #[arg(long, value_name = "N", default_value_t = DEFAULT_RING as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     trace_ring: u32,
     /// Requests that may wait in the router for a slot and for room on nodes; 0: a request with a slot starts at once
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256)]
     max_queue: u16,
     /// Requests that may wait on each decode node, so that it never idles; and one on each prefill node, unless this is
     /// 0. The others wait in the router, in order
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 4)]
     node_queue: u16,
-    /// Refuse requests (429) whose first token is predicted to take longer, queue included; without it only those that
-    /// would miss their own deadline
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Refuse requests (429) whose predicted time to the first token, queue included, is longer; without it only those
+    /// that would miss their own deadline
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..))]
     max_ttft_ms: Option<u32>,
     /// Classes of requests by prompt tokens, each with its share of slots and service, as
     /// interactive=0-2048:3,document=2049-:1 [default: one for all]
-    #[arg(long)]
+    #[arg(long, value_name = "POOLS")]
     pools: Option<Pools>,
     /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute":
     /// 60, "tokens_per_minute": 10000, "min_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no
     /// key; nodes, which have none, need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires = "nodes")]
     api_keys: Option<PathBuf>,
-    /// Routers among which a load balancer spreads the requests: each allows that part of a key's rates, exactly.
-    /// Routers need not know of each other; nodes join all of them
+    /// Routers behind one load balancer: each of N routers allows an N-th part of a key's rates. Routers need not know
+    /// of each other; nodes join all of them
     #[arg(long, value_name = "N", default_value_t = NonZeroU32::MIN)]
     replicas: NonZeroU32,
     /// Requests that may run at the same time
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u16).range(1..))]
     max_inflight: u16,
-    /// A node that sends nothing for so long counts as dead: its requests are retried on others
-    #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
+    /// Silence after which a node counts as dead: its requests are retried on others
+    #[arg(long, value_name = "MS", default_value_t = 3000, value_parser = clap::value_parser!(u32).range(50..=600_000))]
     lease_ms: u32,
-    /// Tokens of an answer whose client sets no limit; without it what the context and the nodes' KV memory have room
-    /// for
+    /// Most tokens of an answer whose client sets no limit; without it what the context and the nodes' KV memory have
+    /// room for
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens_default: Option<u32>,
     /// Longest time of a request, a day at most; a client's own deadline counts if it is earlier
-    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
+    #[arg(long, value_name = "MS", default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..=i64::from(tandem_proto::MAX_REQUEST_MS)))]
     max_request_ms: u32,
     /// Attempts of a request: a node that fails costs one, and another pair continues the answer
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_ATTEMPTS)))]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_ATTEMPTS)))]
     max_attempts: u32,
     /// Time that a request may spend on retries without progress, waiting for nodes included
-    #[arg(long, default_value_t = 30_000)]
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
     replan_ms: u32,
-    /// Of the running requests, those that may be retries at once; 32 always may. Others wait for their turn, within
+    /// Share of the running requests that may be retries at once; 32 always may. Others wait for their turn, within
     /// --replan-ms; a request whose retry failed too does not wait, and fails
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100))]
     retry_budget_percent: u32,
@@ -137,42 +152,43 @@ struct Flags {
     /// aggregated serving), `auto` (where it is predicted to cost less, or no sound prefill node is available)
     #[arg(long, default_value = "auto", value_name = "auto|never|always")]
     local_prefill: LocalPrefill,
-    /// An attempt fails when neither of its nodes sends anything for so long. Long, since nodes send nothing while a
-    /// request is queued behind long prompts. A hung node is noticed by --lease-ms and its own --max-step-ms
-    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Silence of both nodes after which an attempt fails. Keep it long: nodes send nothing while a request is queued
+    /// behind long prompts. A hung node is noticed earlier, by --lease-ms and its own --max-step-ms
+    #[arg(long, value_name = "MS", default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(1..))]
     silence_ms: u32,
-    /// A client that reads none of its tokens for so long is disconnected
-    #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Time after which a client that reads none of its tokens is disconnected
+    #[arg(long, value_name = "MS", default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(1..))]
     client_stall_ms: u32,
-    /// A node that fails so many requests in a row is ranked last, for --breaker-open-ms
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Failures in a row after which a node is ranked last, for --breaker-open-ms
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     breaker_failures: u32,
     /// How long such a node is ranked last; doubles, up to 30 s, each time that it fails again
-    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
+    #[arg(long, value_name = "MS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
     breaker_open_ms: u32,
     /// How the nodes of a request are chosen
     #[arg(long, value_enum, default_value_t)]
     policy: Policy,
     /// Time to the first token that users call good. Its ratio to --tpot-objective-ms weighs first tokens against the
     /// others in the joint policy
-    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
+    #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
     ttft_objective_ms: u32,
     /// Time per further token that users call good
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
+    #[arg(long, value_name = "MS", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=3_600_000))]
     tpot_objective_ms: u32,
-    /// Choices that cost at most so much more than the cheapest count as equal: the emptier of two random ones is taken
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=100))]
+    /// Choices that cost at most this much more than the cheapest count as equal: of two random ones the emptier is
+    /// taken
+    #[arg(long, value_name = "PERCENT", default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=100))]
     near_optimal_percent: u32,
     /// KV blocks in the router's index of what nodes have cached; about 45 bytes each, least recently used ones are
     /// dropped
-    #[arg(long, default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     index_blocks: u32,
     /// How long running requests may take to end after SIGTERM; then they end with an error, within two seconds
-    #[arg(long, default_value_t = 30_000)]
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
     drain_ms: u32,
     /// I/O threads, some 50,000 tokens a second each; more threads cost more wake-ups [default: one for four cores, at
     /// least one]
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     #[command(flatten)]
     _sources: ConfigArgs,
@@ -213,6 +229,8 @@ pub struct Config {
     pub max_connections: usize,
     /// Of the ports for clients.
     pub tls: Option<TlsFiles>,
+    /// Between this router and its nodes.
+    pub node_tls: Option<NodeTlsFiles>,
     /// Whose web pages may read answers.
     pub cors_origins: Vec<Origin>,
     /// GGUF file or safetensors directory.
@@ -280,6 +298,11 @@ impl From<Flags> for Config {
                 key,
                 client_ca: flags.tls_client_ca,
             }),
+            node_tls: flags
+                .node_tls_cert
+                .zip(flags.node_tls_key)
+                .zip(flags.node_tls_ca)
+                .map(|((cert, key), ca)| NodeTlsFiles { cert, key, ca, any_name: flags.node_tls_any_name }),
             cors_origins: flags.cors_origin,
             model: flags.model,
             served_model_name: flags.served_model_name,
@@ -353,6 +376,16 @@ mod tests {
         assert!(open.to_string().contains("--nodes"), "{open}");
         let args = ["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].into_iter().chain(keys);
         assert!(Config::from(Flags::try_parse_from(args).unwrap()).api_keys.is_some());
+        let among_nodes = ["--node-tls-cert", "c.pem", "--node-tls-key", "k.pem", "--node-tls-ca", "ca.pem"];
+        let args = |flags: &[&'static str]| {
+            Flags::try_parse_from(["r", "--model", "m.gguf", "--nodes", "127.0.0.1:0"].iter().chain(flags))
+        };
+        assert!(!Config::from(args(&among_nodes).unwrap()).node_tls.unwrap().any_name);
+        for half in [&among_nodes[..2], &among_nodes[..4], &among_nodes[2..], &["--node-tls-any-name"]] {
+            assert!(args(half).unwrap_err().to_string().contains("--node-tls-"), "{half:?}");
+        }
+        let unjoined = Flags::try_parse_from(["r", "--model", "m.gguf"].into_iter().chain(among_nodes)).unwrap_err();
+        assert!(unjoined.to_string().contains("--nodes"), "{unjoined}");
         assert_eq!((config.choice.policy, config.choice.step_weight()), (Policy::Joint, 10.0));
         assert_eq!(config.index_blocks, 4_000_000);
         assert_eq!((config.trace_sample_ratio, config.trace_ring), (1.0, 1_000));

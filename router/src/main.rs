@@ -12,8 +12,8 @@ use futures::{FutureExt, TryFutureExt};
 use mimalloc::MiMalloc;
 use tandem_config::Resolved;
 use tandem_ports::{
-    CLIENT_STREAMS, JoinToken, KeepAlive, Limits, Places, Port, Tls, connections_within, raise_descriptor_limit,
-    serve_grpc, serve_http,
+    CLIENT_STREAMS, JoinToken, KeepAlive, Limits, NodeTls, PeerRole, Places, Port, Tls, connections_within,
+    raise_descriptor_limit, serve_grpc, serve_http,
 };
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::{Service, Telling};
@@ -87,13 +87,15 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     };
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
-    let ports = Ports::bind(&config, tls.clone()).await?;
+    let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;
+    let ports = Ports::bind(&config, tls.clone(), node_tls.clone()).await?;
     let instance = format!("router-{}", ports.grpc_address.port());
     let exporter = Exporter::start("tandem-router", &instance, &config.collector)?;
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, config.lease)
         .with_join_token(join.as_ref())
+        .with_node_tls(node_tls.as_ref())
         .with_endpoints(config.node_endpoints)
         .with_breakers(config.breakers)
         .with_choice(config.choice)
@@ -133,7 +135,10 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     };
     servers.spawn(serve_http(ports.http, clients, stop.clone()).map(Ok));
     // These end with the process.
-    let reload = Reload { keys, tls, started };
+    if let Some(node_tls) = node_tls.clone() {
+        tokio::spawn(node_tls.follow_files());
+    }
+    let reload = Reload { keys, tls, node_tls, started };
     if reload.has_files() {
         tokio::spawn(reload_at_hangup(reload, signal(SignalKind::hangup())?));
     }
@@ -174,11 +179,13 @@ struct Ports {
     /// Where probes and scrapers ask.
     admin: Option<(Port, SocketAddr)>,
     scheme: &'static str,
+    nodes_scheme: &'static str,
 }
 
 impl Ports {
-    async fn bind(config: &Config, tls: Option<Tls>) -> anyhow::Result<Self> {
-        let scheme = if tls.is_some() { "https://" } else { "" };
+    async fn bind(config: &Config, tls: Option<Tls>, node_tls: Option<NodeTls>) -> anyhow::Result<Self> {
+        let scheme = |secured| if secured { "https://" } else { "" };
+        let (scheme, nodes_scheme) = (scheme(tls.is_some()), scheme(node_tls.is_some()));
         let limits = Limits { connections: config.max_connections, ..Limits::default() };
         let client = async |which: ClientPort, name: &'static str, address: SocketAddr| match config
             .next_free_port
@@ -192,7 +199,8 @@ impl Ports {
         let nodes = bind_if("nodes", config.nodes, limits).await?;
         let admin = bind_if("admin", config.admin, ADMIN_LIMITS).await?;
         let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
-        Ok(Self { http, http_address, grpc, grpc_address, nodes, admin, scheme })
+        let nodes = nodes.map(|(port, address)| (port.of_cluster(node_tls), address));
+        Ok(Self { http, http_address, grpc, grpc_address, nodes, admin, scheme, nodes_scheme })
     }
 
     /// All of them, by name.
@@ -205,10 +213,10 @@ impl Ports {
     /// The line that supervisors wait for.
     fn ready(&self) -> String {
         let Self { http_address, grpc_address, scheme, .. } = self;
-        let own = |name, port: &Option<(Port, SocketAddr)>| {
-            port.as_ref().map(|(_, address)| format!(" {name}={address}")).unwrap_or_default()
+        let own = |name, scheme, port: &Option<(Port, SocketAddr)>| {
+            port.as_ref().map(|(_, address)| format!(" {name}={scheme}{address}")).unwrap_or_default()
         };
-        let (nodes, admin) = (own("nodes", &self.nodes), own("admin", &self.admin));
+        let (nodes, admin) = (own("nodes", self.nodes_scheme, &self.nodes), own("admin", "", &self.admin));
         format!("ready http={scheme}{http_address} grpc={scheme}{grpc_address}{nodes}{admin}")
     }
 }

@@ -30,7 +30,7 @@ use tandem_telemetry::clock;
 
 use http::uri::Authority;
 use serde_json::json;
-use tandem_ports::{JoinGuard, JoinToken};
+use tandem_ports::{JoinGuard, JoinToken, NodeTls};
 use tandem_proto::{Error, Incarnation, Life, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
@@ -264,7 +264,7 @@ impl Route {
         let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
         if let Some(Fallback { from, to, cool_down }) = fallback {
             let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
-            tracing::warn!(prefill, decode, "KV goes by {to} instead of {from} for {cool_down:?}, which failed: {why}");
+            tracing::warn!(prefill, decode, "{from} failed, KV goes by {to} for {cool_down:?}: {why}");
         }
     }
 
@@ -383,8 +383,13 @@ impl Membership {
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
     pub fn with_join_token(self, token: Option<&JoinToken>) -> Self {
-        let reaching = token.map_or(Reaching::ByEndpoint, |token| Reaching::WithToken(token.header()));
+        let reaching = Reaching::Network { token: token.map(JoinToken::header), tls: None };
         Self { reaching, strangers: JoinGuard::new(token), ..self }
+    }
+
+    /// The same, for nodes that have certificates, if this router has one.
+    pub fn with_node_tls(self, tls: Option<&NodeTls>) -> Self {
+        Self { reaching: self.reaching.within(tls), strangers: self.strangers.within(tls), ..self }
     }
 
     /// What stands before the port on which nodes join.
@@ -472,7 +477,7 @@ impl Membership {
     /// As [`Self::register`].
     fn register_at(&self, endpoint: Authority, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, _) = registration::check(&info, &self.expected)?;
-        let calls = self.reaching.reach(&info, endpoint);
+        let calls = self.reaching.reach(&info, role, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
         self.changed.notify_waiters();
         self.freed.tell();
@@ -603,7 +608,7 @@ impl Membership {
     /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.
     pub fn when_freed(&self, listener: impl Fn() + Send + Sync + 'static) {
         if self.freed.0.set(Box::new(listener)).is_err() {
-            tracing::warn!("two queues before one table of nodes: the second one is not told of room");
+            tracing::warn!("two queues before one table of nodes: the second one does not get to know of room");
         }
     }
 

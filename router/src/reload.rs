@@ -1,7 +1,7 @@
 //! What a router reads again at SIGHUP: API keys, certificates, and the configuration file, of which it says what would
 //! take a restart. A file that is wrong changes nothing, and is in the log.
 use tandem_config::Resolved;
-use tandem_ports::Tls;
+use tandem_ports::{NodeTls, Tls};
 use tandem_telemetry::clock;
 
 use crate::admission::keys::Keys;
@@ -12,6 +12,8 @@ pub struct Reload {
     pub keys: Keys,
     /// Of the ports for clients.
     pub tls: Option<Tls>,
+    /// Between this router and its nodes.
+    pub node_tls: Option<NodeTls>,
     /// What the process was started with.
     pub started: Resolved,
 }
@@ -19,7 +21,7 @@ pub struct Reload {
 impl Reload {
     /// Whether there is anything to read. If not, the signal ends the process, as it does with most.
     pub fn has_files(&self) -> bool {
-        self.keys.required() || self.tls.is_some() || self.started.path().is_some()
+        self.keys.required() || self.tls.is_some() || self.node_tls.is_some() || self.started.path().is_some()
     }
 
     /// Reads all of it. Requests that run keep what they have: a tenant its terms, a connection its certificate.
@@ -27,14 +29,15 @@ impl Reload {
         if self.keys.required() {
             match self.keys.reload(clock::now()) {
                 Ok(count) => tracing::info!(count, "API keys read again"),
-                Err(error) => tracing::error!(%error, "the old API keys stay"),
+                Err(error) => tracing::error!(%error, "API keys not read: the old API keys stay"),
             }
         }
         match self.tls.as_ref().map(Tls::reload) {
             Some(Ok(())) => tracing::info!("certificates read again, for new connections"),
-            Some(Err(error)) => tracing::error!(%error, "the old certificates stay"),
+            Some(Err(error)) => tracing::error!(%error, "certificates not read: the old certificates stay"),
             None => {}
         }
+        self.node_tls.iter().for_each(NodeTls::read_again);
         if self.started.path().is_some() {
             self.compare();
         }

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use clap_complete::Shell;
+use tandem_config::shell::Shell;
 use tandem_config::{Resolved, UP};
 
 use crate::connect::{Address, Headers, Router, Tls};
@@ -153,11 +153,18 @@ fn without_empty_variables(command: clap::Command) -> clap::Command {
     command.mut_args(without).mut_subcommands(without_empty_variables)
 }
 
+/// Below the flags, in `--help` and in the man page.
+const AFTER: &str = "\
+Exit codes: 0 done; 1 an error, which is the last line on standard error, or for `doctor`: something is lacking; 2 \
+wrong flags, variables or configuration file; 130 `bench` was ended by a second Ctrl-C; 141 the reader of the output \
+went away.";
+
 #[derive(Parser)]
 #[command(
     name = "tandem",
     version,
-    about = "Starts a local Tandem cluster, talks to it, draws its traces, measures it"
+    about = "Starts a local Tandem cluster, talks to it, draws its traces, measures it",
+    after_long_help = AFTER
 )]
 struct CommandLine {
     #[command(subcommand)]
@@ -177,7 +184,7 @@ enum Command {
     Chat(ChatArgs),
     /// Draw the timeline of a request
     Trace(TraceArgs),
-    /// Say why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
+    /// Explain why a request went to its nodes: all candidates in predicted milliseconds, and what then happened
     Explain(ExplainArgs),
     /// Show the cluster as it is now: nodes, KV, links, recent requests
     Top(TopArgs),
@@ -261,40 +268,40 @@ impl RouterArgs {
 #[derive(Args)]
 struct SamplingArgs {
     /// Tokens to generate at most
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// 0 is greedy
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.0)]
     temperature: f32,
     /// Nucleus sampling; 1: off
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0)]
     top_p: f32,
     /// Sample of the best k only; 0: off
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     top_k: u32,
     /// Cut off tokens with less than this share of the likeliest one's probability; 0: off
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     min_p: f32,
     /// Against tokens of prompt and answer, above 1; 1: off
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 1.0)]
     repetition_penalty: f32,
     /// Against tokens of the answer, -2 to 2
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
     /// Against tokens of the answer, for each time that they are in it; -2 to 2
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.0, allow_negative_numbers = true)]
     frequency_penalty: f32,
     /// No end of the answer before so many tokens
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     min_tokens: u32,
-    /// Go on after the end-of-sequence token
+    /// Continue after the end-of-sequence token
     #[arg(long)]
     ignore_eos: bool,
     /// Seed of the sampler
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
     seed: u64,
     /// String that ends the answer; repeatable
-    #[arg(long)]
+    #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Seconds for the whole answer
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
@@ -316,7 +323,7 @@ struct ChatArgs {
     /// One message; without it, a conversation
     message: Option<String>,
     /// System message
-    #[arg(long)]
+    #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     #[command(flatten)]
     sampling: SamplingArgs,
@@ -330,7 +337,7 @@ struct TraceArgs {
     #[arg(default_value = "last")]
     id: String,
     /// Columns to draw in
-    #[arg(long, env = "COLUMNS", default_value_t = 120)]
+    #[arg(long, value_name = "COLUMNS", env = "COLUMNS", default_value_t = 120)]
     width: usize,
     #[command(flatten)]
     router: RouterArgs,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
-use clap_complete::Shell;
+use tandem_config::shell::{self, Shell};
 
 use crate::config;
 use crate::terminal::print;
@@ -13,8 +13,7 @@ use crate::terminal::print;
 /// # Errors
 /// Standard output is closed.
 pub fn completions(shell: Shell) -> anyhow::Result<()> {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut config::command(), "tandem", &mut script);
+    let script = shell::completions(config::command(), shell);
     print(&String::from_utf8(script).context("clap wrote a script that is no text")?)
 }
 
@@ -23,8 +22,7 @@ pub fn completions(shell: Shell) -> anyhow::Result<()> {
 /// # Errors
 /// The directory cannot be made or written.
 pub fn man(dir: &Path) -> anyhow::Result<()> {
-    std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    clap_mangen::generate_to(config::command(), dir).with_context(|| format!("cannot write {}", dir.display()))
+    Ok(shell::man(config::command(), dir)?)
 }
 
 #[cfg(test)]
@@ -34,10 +32,11 @@ mod tests {
     #[test]
     fn every_command_has_a_man_page() {
         let dir = tempfile::tempdir().unwrap();
-        let pages = dir.path().join("deep/man1");
+        let pages = dir.path().join("man1");
         man(&pages).unwrap();
         for (page, words) in [
             ("tandem.1", "completions"),
+            ("tandem.1", "Exit codes"),
             ("tandem-up.1", "\\-\\-aggregated"),
             ("tandem-generate.1", "\\-\\-tls\\-ca"),
             ("tandem-bench-report.1", "records"),
@@ -45,8 +44,5 @@ mod tests {
             let text = std::fs::read_to_string(pages.join(page)).unwrap();
             assert!(text.contains(".TH ") && text.contains(words), "{page}:\n{text}");
         }
-        let taken = dir.path().join("file");
-        std::fs::write(&taken, "").unwrap();
-        assert!(man(&taken).unwrap_err().to_string().contains("file"));
     }
 }

@@ -173,7 +173,6 @@ async fn endpoints(target: &Target) -> anyhow::Result<String> {
         "http://[2001:db8::1]:80",
         "http://10.0.0.1:6443",
         "http://no-such-host.invalid:80",
-        "https://127.0.0.1:80",
         "http://127.0.0.1:80/latest/meta-data",
         "http://user:password@127.0.0.1:80",
         "file:///etc/passwd",

@@ -15,6 +15,7 @@
 //! - [`telemetry`]: what a collector gets: sampled traces, log lines, metrics; and a log that nobody reads.
 //! - [`traces`]: one tree of spans whose parts add up.
 //! - [`local`]: without a prefill node: aggregated, or because it died.
+//! - [`node_tls`]: the same by certificates, which are replaced while requests run.
 //! - [`overload`]: more requests than fit: who is refused, who waits, who is served.
 //! - [`rolling`]: every node is replaced under load.
 //! - [`routers`]: several routers, of which each dies, stands still, or is replaced.
@@ -39,6 +40,7 @@ mod large_requests;
 mod lending;
 mod local;
 mod metrics;
+mod node_tls;
 mod overload;
 mod reach;
 mod rolling;

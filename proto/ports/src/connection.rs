@@ -12,6 +12,7 @@ use tokio::time::{Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::gathering::Gathering;
+use crate::node_tls::Caller;
 use crate::places::{Calls, Place};
 use crate::stream::Stream;
 
@@ -26,6 +27,7 @@ const LINGER: Duration = Duration::from_secs(10);
 pub(crate) struct Connection {
     stream: Stream,
     peer: TcpConnectInfo,
+    caller: Option<Caller>,
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
     lingers: Lingers,
@@ -36,6 +38,8 @@ pub(crate) struct Connection {
 #[derive(Clone)]
 pub(crate) struct Peer {
     pub address: TcpConnectInfo,
+    /// Within TLS of the cluster.
+    pub caller: Option<Caller>,
     pub calls: Calls,
 }
 
@@ -69,7 +73,12 @@ impl Greeting {
 
 impl Connection {
     pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, place: Place) -> Self {
-        Self { stream, peer, greeting: None, gathering: None, lingers: Lingers::Never, place }
+        Self { stream, peer, caller: None, greeting: None, gathering: None, lingers: Lingers::Never, place }
+    }
+
+    /// The same, whose caller is noted there.
+    pub(crate) fn called_by(self, caller: Option<Caller>) -> Self {
+        Self { caller, ..self }
     }
 
     /// For those who see its requests.
@@ -195,6 +204,6 @@ impl Connected for Connection {
     type ConnectInfo = Peer;
 
     fn connect_info(&self) -> Peer {
-        Peer { address: self.peer.clone(), calls: self.calls() }
+        Peer { address: self.peer.clone(), caller: self.caller.clone(), calls: self.calls() }
     }
 }

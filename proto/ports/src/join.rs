@@ -1,22 +1,26 @@
 //! The secret that the processes of one cluster share. It stands in a file that each of them is given
 //! (`--join-token-file`): a node joins a router, and a router calls a node, only with the same one. It is asked of a
-//! call's headers, before anything else of the call is read. What travels is a digest of it, one for each use: whoever
-//! sees a call's header can repeat the call, and learns neither the secret nor its other uses.
+//! call's headers, before anything else of the call is read. Where the cluster has certificates ([`NodeTls`]), it is
+//! their names that are asked for first. What travels of the token is a digest, one for each use: whoever sees a call's
+//! header can repeat the call, and learns neither the secret nor its other uses.
 use std::fmt;
 use std::future::{Ready, ready};
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Request, Response};
 use futures::future::Either;
 use sha2::{Digest, Sha256};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
+use tonic::transport::server::TcpConnectInfo;
 use tower::Service;
+
+use crate::node_tls::{Caller, NodeTls};
+use crate::peer_name::{PeerRole, Wanted};
+use crate::refusals::Refusals;
 
 /// The header of a call between the processes of a cluster.
 pub const JOIN_HEADER: HeaderName = HeaderName::from_static("x-tandem-join");
@@ -90,22 +94,30 @@ fn read(path: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-/// Whoever asks callers for the token. Clones count together.
+/// Whoever asks callers for the token, and for the name of their certificates. Clones count together.
 #[derive(Clone, Debug, Default)]
 pub struct JoinGuard {
     expected: Option<HeaderValue>,
-    refused: Arc<AtomicU64>,
+    tls: Option<NodeTls>,
+    refusals: Refusals,
 }
 
 impl JoinGuard {
     /// Lets in those who carry this token; everybody where there is none.
     pub fn new(token: Option<&JoinToken>) -> Self {
-        Self { expected: token.map(JoinToken::header), refused: Arc::default() }
+        Self { expected: token.map(JoinToken::header), ..Self::default() }
     }
 
-    /// Calls refused so far.
+    /// The same, within the cluster's TLS: callers have the role that has business here. Those whom a port refuses for
+    /// their certificates are counted, too.
+    pub fn within(self, tls: Option<&NodeTls>) -> Self {
+        let refusals = tls.map_or(self.refusals, |tls| tls.refusals().clone());
+        Self { tls: tls.cloned(), refusals, ..self }
+    }
+
+    /// Calls refused so far, and connections that never came to a call.
     pub fn refused(&self) -> u64 {
-        self.refused.load(Ordering::Relaxed)
+        self.refusals.count()
     }
 
     /// `inner`, for those who are let in.
@@ -113,20 +125,53 @@ impl JoinGuard {
         Joined { guard: self.clone(), inner }
     }
 
-    fn admit(&self, headers: &HeaderMap) -> Result<(), Status> {
-        let given = headers.get(JOIN_HEADER);
-        let why = match (&self.expected, given) {
-            (None, None) => return Ok(()),
-            (Some(expected), Some(given)) if same(expected.as_bytes(), given.as_bytes()) => return Ok(()),
+    /// Whether the caller of a request with these extensions may register as this node: by its certificate, where the
+    /// cluster has such.
+    ///
+    /// # Errors
+    /// `PERMISSION_DENIED`, with the reason; it is counted.
+    pub fn registers(&self, extensions: &Extensions, role: PeerRole, node_id: &str) -> Result<(), Status> {
+        let wanted = Wanted::Node { role, node_id: node_id.to_owned() };
+        self.named(extensions, |tls, caller| tls.is(caller, &wanted)).map_err(|status| self.refuse(extensions, status))
+    }
+
+    fn admit(&self, headers: &HeaderMap, extensions: &Extensions) -> Result<(), Status> {
+        self.named(extensions, NodeTls::admit)
+            .and_then(|()| self.shows_token(headers).map_err(Status::unauthenticated))
+            .map_err(|status| self.refuse(extensions, status))
+    }
+
+    /// Whether its certificate is `good`.
+    fn named(
+        &self,
+        extensions: &Extensions,
+        good: impl FnOnce(&NodeTls, &Caller) -> Result<(), String>,
+    ) -> Result<(), Status> {
+        let Some(tls) = &self.tls else { return Ok(()) };
+        let nobody = Caller::default();
+        let caller = extensions.get::<Caller>().unwrap_or(&nobody);
+        good(tls, caller).map_err(|why| Status::permission_denied(format!("this caller is refused: {why}")))
+    }
+
+    fn shows_token(&self, headers: &HeaderMap) -> Result<(), &'static str> {
+        match (&self.expected, headers.get(JOIN_HEADER)) {
+            (None, None) => Ok(()),
+            (Some(expected), Some(given)) if same(expected.as_bytes(), given.as_bytes()) => Ok(()),
             (Some(_), Some(_)) => {
-                "this is not the cluster's join token: give all its processes the same --join-token-file"
+                Err("this is not the cluster's join token: give all its processes the same --join-token-file")
             }
-            (Some(_), None) => "the cluster's join token is missing: start with the --join-token-file of the others",
+            (Some(_), None) => {
+                Err("the cluster's join token is missing: start with the --join-token-file of the others")
+            }
             // It would be refused by whom it trusts, call by call.
-            (None, Some(_)) => "this process has no join token: start it with the same --join-token-file",
-        };
-        self.refused.fetch_add(1, Ordering::Relaxed);
-        Err(Status::unauthenticated(why))
+            (None, Some(_)) => Err("this process has no join token: start it with the same --join-token-file"),
+        }
+    }
+
+    fn refuse(&self, extensions: &Extensions, status: Status) -> Status {
+        let peer = extensions.get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+        self.refusals.add(peer, status.message());
+        status
     }
 }
 
@@ -156,7 +201,7 @@ impl<S: Service<Request<Body>, Response = Response<Body>>> Service<Request<Body>
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        match self.guard.admit(request.headers()) {
+        match self.guard.admit(request.headers(), request.extensions()) {
             Ok(()) => Either::Left(self.inner.call(request)),
             Err(status) => Either::Right(ready(Ok(status.into_http()))),
         }
@@ -208,15 +253,16 @@ mod tests {
             token.iter().for_each(|token| drop(headers.insert(JOIN_HEADER, token.header())));
             headers
         };
+        let admit = |guard: &JoinGuard, token| guard.admit(&headers(token), &Extensions::new());
         let guard = JoinGuard::new(token.as_ref());
-        assert!(guard.admit(&headers(&token)).is_ok());
+        assert!(admit(&guard, &token).is_ok());
         for stranger in [&None, &other] {
-            assert_eq!(guard.admit(&headers(stranger)).expect_err("refused").code(), Code::Unauthenticated);
+            assert_eq!(admit(&guard, stranger).expect_err("refused").code(), Code::Unauthenticated);
         }
         assert_eq!(guard.clone().refused(), 2);
         let open = JoinGuard::default();
-        assert!(open.admit(&headers(&None)).is_ok());
-        let error = open.admit(&headers(&token)).expect_err("refused");
+        assert!(admit(&open, &None).is_ok());
+        let error = admit(&open, &token).expect_err("refused");
         assert!(error.message().contains("this process has no join token"), "{error}");
     }
 }

@@ -4,7 +4,8 @@
 //! - [`Port`]: a listener within its limits. [`Places`]: who of its connections goes when there are too many.
 //! - [`serve_http`]: HTTP/1.1 and HTTP/2 on a port. [`serve_grpc`]: gRPC on one.
 //! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it.
-//! - [`Tls`]: certificates of a port; a handshake is part of a connection's first bytes.
+//! - [`Tls`]: certificates of a port for clients; a handshake is part of a connection's first bytes.
+//! - [`NodeTls`]: certificates among the cluster's own processes, who know each other by [`PeerName`].
 #![forbid(unsafe_code)]
 
 mod connection;
@@ -13,14 +14,19 @@ mod grpc;
 mod held;
 mod http;
 mod join;
+mod node_tls;
+mod node_tls_files;
+mod peer_name;
 mod places;
+mod refusals;
 mod stream;
 mod tls;
+mod verify;
 
 use std::io;
 use std::time::Duration;
 
-use futures::stream::{Stream, unfold};
+use futures::stream::unfold;
 use tokio::net::{TcpListener, TcpStream};
 use tonic::transport::server::Connected;
 
@@ -28,7 +34,12 @@ use crate::connection::Connection;
 pub use crate::grpc::{CLIENT_STREAMS, KeepAlive, NODE_STREAMS, serve_grpc};
 pub use crate::http::serve_http;
 pub use crate::join::{JOIN_HEADER, JoinGuard, JoinToken, JoinTokenError, Joined};
+use crate::node_tls::Caller;
+pub use crate::node_tls::NodeTls;
+pub use crate::node_tls_files::NodeTlsFiles;
+pub use crate::peer_name::{PeerName, PeerRole, Wanted};
 pub use crate::places::{Occupancy, Places};
+use crate::stream::Stream;
 pub use crate::tls::{Tls, TlsError, TlsFiles};
 
 /// Wait after an `accept` that failed for a reason of ours, such as no descriptors.
@@ -64,18 +75,30 @@ pub struct Port {
     listener: TcpListener,
     limits: Limits,
     places: Places,
-    tls: Option<Tls>,
+    within: Within,
+}
+
+/// What the bytes of a port's connections are within.
+enum Within {
+    Nothing,
+    Tls(Tls),
+    ClusterTls(NodeTls),
 }
 
 impl Port {
     /// Of a bound listener.
     pub fn new(listener: TcpListener, limits: Limits) -> Self {
-        Self { listener, limits, places: Places::new(limits.connections), tls: None }
+        Self { listener, limits, places: Places::new(limits.connections), within: Within::Nothing }
     }
 
     /// The same, within TLS if there is one.
     pub fn secured(self, tls: Option<Tls>) -> Self {
-        Self { tls, ..self }
+        Self { within: tls.map_or(Within::Nothing, Within::Tls), ..self }
+    }
+
+    /// The same, for the cluster's own processes alone, if they have certificates.
+    pub fn of_cluster(self, tls: Option<NodeTls>) -> Self {
+        Self { within: tls.map_or(Within::Nothing, Within::ClusterTls), ..self }
     }
 
     /// Who has a place, for metrics.
@@ -85,7 +108,7 @@ impl Port {
 
     /// What a tonic server accepts from: every connection must begin with HTTP/2's preface in time. After that the
     /// server's own keep-alive pings find the dead.
-    fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
+    fn incoming(self) -> impl futures::Stream<Item = io::Result<Connection>> {
         unfold(self, |port| async move {
             let connection = port.accept(&["h2"]).await.greeted_within(port.limits.silence);
             Some((Ok(connection), port))
@@ -113,8 +136,19 @@ impl Port {
                 tracing::debug!(%error, "socket options");
             }
             let peer = stream.connect_info();
-            let tls = self.tls.as_ref().map(|tls| tls.speaking(protocols));
-            return Connection::new(stream::Stream::new(stream, tls), peer, place);
+            let (stream, caller) = self.secure(stream, protocols);
+            return Connection::new(stream, peer, place).called_by(caller);
+        }
+    }
+
+    fn secure(&self, stream: TcpStream, protocols: &[&str]) -> (Stream, Option<Caller>) {
+        match &self.within {
+            Within::Nothing => (Stream::Plain(stream), None),
+            Within::Tls(tls) => (Stream::secured(stream, tls.speaking(protocols)), None),
+            Within::ClusterTls(tls) => {
+                let caller = Caller::default();
+                (Stream::of_cluster(stream, tls.clone(), caller.clone()), Some(caller))
+            }
         }
     }
 }
@@ -146,7 +180,12 @@ pub fn connections_within(descriptors: u64, ports: usize, wanted: usize) -> usiz
     let kept = KEPT_DESCRIPTORS.min(descriptors / 2);
     let most = usize::try_from(descriptors - kept).unwrap_or(usize::MAX) / ports.max(1);
     if wanted > most {
-        tracing::warn!(wanted, most, descriptors, "connections of a port: as many as there are descriptors for");
+        tracing::warn!(
+            wanted,
+            most,
+            descriptors,
+            "fewer connections a port than wanted: the process may open no more descriptors"
+        );
     }
     wanted.min(most).max(1)
 }

@@ -4,35 +4,103 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::{Sleep, sleep};
+use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
-use tokio_rustls::server::TlsStream;
-use tokio_rustls::{Accept, TlsAcceptor};
+use tokio_rustls::server::{FallibleAccept, TlsStream};
+
+use crate::node_tls::{Caller, NodeTls};
+
+/// How long a caller may take to read why it was refused. Closing a socket with unread bytes resets the connection,
+/// and with TLS 1.3 a caller is in the middle of its request by then.
+const LAST_WORD: Duration = Duration::from_secs(1);
 
 pub(crate) enum Stream {
     Plain(TcpStream),
     /// Until the client has said hello and been answered.
-    Handshake(Box<Accept<TcpStream>>),
+    Handshake(Box<Handshake>),
     Tls(Box<TlsStream<TcpStream>>),
+    Refused(Box<Refused>),
+}
+
+/// A handshake under way.
+pub(crate) struct Handshake {
+    accept: FallibleAccept<TcpStream>,
+    /// Among the cluster's own: who asks for the caller's name, and where it is noted.
+    cluster: Option<(NodeTls, Caller)>,
+}
+
+/// A caller whose handshake failed; `late` at the latest it has read why.
+pub(crate) struct Refused {
+    stream: TcpStream,
+    late: Option<Pin<Box<Sleep>>>,
+    error: Option<io::Error>,
 }
 
 impl Stream {
-    pub fn new(stream: TcpStream, tls: Option<Arc<ServerConfig>>) -> Self {
-        match tls {
-            None => Self::Plain(stream),
-            Some(config) => Self::Handshake(Box::new(TlsAcceptor::from(config).accept(stream))),
-        }
+    /// Within TLS.
+    pub fn secured(stream: TcpStream, config: Arc<ServerConfig>) -> Self {
+        Self::handshake(stream, config, None)
+    }
+
+    /// Within TLS of the cluster; the caller's name is noted when it is known.
+    pub fn of_cluster(stream: TcpStream, tls: NodeTls, caller: Caller) -> Self {
+        Self::handshake(stream, tls.server(), Some((tls, caller)))
+    }
+
+    fn handshake(stream: TcpStream, config: Arc<ServerConfig>, cluster: Option<(NodeTls, Caller)>) -> Self {
+        let accept = TlsAcceptor::from(config).accept(stream).into_fallible();
+        Self::Handshake(Box::new(Handshake { accept, cluster }))
     }
 
     /// Ready when bytes of the application can be exchanged.
     fn poll_open(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if let Self::Handshake(accept) = self {
-            let stream = ready!(Pin::new(accept.as_mut()).poll(cx))?;
-            *self = Self::Tls(Box::new(stream));
+        if let Self::Handshake(handshake) = self {
+            *self = ready!(handshake.poll(cx));
         }
-        Poll::Ready(Ok(()))
+        match self {
+            Self::Refused(refused) => refused.poll(cx).map(Err),
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+}
+
+impl Handshake {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Stream> {
+        let accepted = ready!(Pin::new(&mut self.accept).poll(cx));
+        Poll::Ready(match accepted {
+            Ok(stream) => {
+                if let Some((_, caller)) = &self.cluster {
+                    caller.is_of(stream.get_ref().1.peer_certificates());
+                }
+                Stream::Tls(Box::new(stream))
+            }
+            Err((error, stream)) => {
+                let told = self.cluster.as_ref().is_some_and(|(tls, _)| tls.handshake_failed(&stream, &error));
+                let late = told.then(|| Box::pin(sleep(LAST_WORD)));
+                Stream::Refused(Box::new(Refused { stream, late, error: Some(error) }))
+            }
+        })
+    }
+}
+
+impl Refused {
+    /// Ready when the caller has left, or the time is up.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let mut unread = [0; 4096];
+        while self.late.as_mut().is_some_and(|late| late.as_mut().poll(cx).is_pending()) {
+            let mut unread = ReadBuf::new(&mut unread);
+            match ready!(Pin::new(&mut self.stream).poll_read(cx, &mut unread)) {
+                Ok(()) if !unread.filled().is_empty() => {}
+                _ => break,
+            }
+        }
+        self.late = None;
+        Poll::Ready(self.error.take().unwrap_or_else(|| io::ErrorKind::ConnectionAborted.into()))
     }
 }
 
@@ -42,7 +110,7 @@ impl AsyncRead for Stream {
         match &mut *self {
             Self::Plain(stream) => Pin::new(stream).poll_read(cx, buf),
             Self::Tls(stream) => Pin::new(stream.as_mut()).poll_read(cx, buf),
-            Self::Handshake(_) => Poll::Pending,
+            Self::Handshake(_) | Self::Refused(_) => Poll::Pending,
         }
     }
 }
@@ -53,7 +121,7 @@ impl AsyncWrite for Stream {
         match &mut *self {
             Self::Plain(stream) => Pin::new(stream).poll_write(cx, bytes),
             Self::Tls(stream) => Pin::new(stream.as_mut()).poll_write(cx, bytes),
-            Self::Handshake(_) => Poll::Pending,
+            Self::Handshake(_) | Self::Refused(_) => Poll::Pending,
         }
     }
 
@@ -66,7 +134,7 @@ impl AsyncWrite for Stream {
         match &mut *self {
             Self::Plain(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
             Self::Tls(stream) => Pin::new(stream.as_mut()).poll_write_vectored(cx, slices),
-            Self::Handshake(_) => Poll::Pending,
+            Self::Handshake(_) | Self::Refused(_) => Poll::Pending,
         }
     }
 
@@ -74,7 +142,7 @@ impl AsyncWrite for Stream {
         match self {
             Self::Plain(stream) => stream.is_write_vectored(),
             // rustls takes several slices into one record.
-            Self::Handshake(_) | Self::Tls(_) => true,
+            Self::Handshake(_) | Self::Tls(_) | Self::Refused(_) => true,
         }
     }
 
@@ -83,7 +151,7 @@ impl AsyncWrite for Stream {
             Self::Plain(stream) => Pin::new(stream).poll_flush(cx),
             Self::Tls(stream) => Pin::new(stream.as_mut()).poll_flush(cx),
             // Nothing was written yet.
-            Self::Handshake(_) => Poll::Ready(Ok(())),
+            Self::Handshake(_) | Self::Refused(_) => Poll::Ready(Ok(())),
         }
     }
 
@@ -92,7 +160,7 @@ impl AsyncWrite for Stream {
             Self::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
             Self::Tls(stream) => Pin::new(stream.as_mut()).poll_shutdown(cx),
             // Dropping the socket is all the good-bye that a stranger gets.
-            Self::Handshake(_) => Poll::Ready(Ok(())),
+            Self::Handshake(_) | Self::Refused(_) => Poll::Ready(Ok(())),
         }
     }
 }

@@ -1,5 +1,6 @@
-//! TLS of a port: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS 1.2 and
-//! 1.3. The files can be read again ([`Tls::reload`]): what they hold then is for connections that come later.
+//! TLS of a port for clients: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS
+//! 1.2 and 1.3. The files can be read again ([`Tls::reload`]): what they hold then is for connections that come later.
+//! Among the cluster's own processes it is `node_tls.rs`.
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
 
 /// Bytes of a PEM file at most.
@@ -109,8 +111,7 @@ impl Tls {
 fn config(files: &TlsFiles) -> Result<ServerConfig, TlsError> {
     let provider = Arc::new(ring::default_provider());
     let certs = certificates(&files.cert)?;
-    let key = PrivateKeyDer::from_pem_slice(&read(&files.key)?)
-        .map_err(|_| TlsError::Empty { path: files.key.clone(), what: "private key" })?;
+    let key = private_key(&files.key)?;
     let pair = |error: rustls::Error| TlsError::Pair {
         cert: files.cert.clone(),
         key: files.key.clone(),
@@ -120,25 +121,40 @@ fn config(files: &TlsFiles) -> Result<ServerConfig, TlsError> {
     let builder = builder.with_safe_default_protocol_versions().map_err(pair)?;
     let builder = match &files.client_ca {
         None => builder.with_no_client_auth(),
-        Some(ca) => builder.with_client_cert_verifier(verifier(ca, provider)?),
+        Some(ca) => {
+            let unusable = |why| TlsError::Unusable { path: ca.clone(), why };
+            builder.with_client_cert_verifier(verifier(Arc::new(roots(ca)?), provider).map_err(unusable)?)
+        }
     };
     builder.with_single_cert(certs, key).map_err(pair)
 }
 
-fn verifier(
-    ca: &Path,
+/// Takes clients whose certificates one of these signed.
+pub(crate) fn verifier(
+    roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
-) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>, TlsError> {
-    let unusable = |why: String| TlsError::Unusable { path: ca.to_owned(), why };
-    let mut roots = RootCertStore::empty();
-    for root in certificates(ca)? {
-        roots.add(root).map_err(|error| unusable(error.to_string()))?;
-    }
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
-    verifier.build().map_err(|error| unusable(error.to_string()))
+) -> Result<Arc<dyn ClientCertVerifier>, String> {
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider);
+    verifier.build().map_err(|error| error.to_string())
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+/// The authorities of a file.
+pub(crate) fn roots(path: &Path) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    for root in certificates(path)? {
+        let unusable = |error: rustls::Error| TlsError::Unusable { path: path.to_owned(), why: error.to_string() };
+        roots.add(root).map_err(unusable)?;
+    }
+    Ok(roots)
+}
+
+pub(crate) fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    let what = "private key";
+    PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|_| TlsError::Empty { path: path.to_owned(), what })
+}
+
+/// One at least.
+pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let pem = read(path)?;
     let certs: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
     let certs = certs.map_err(|error| TlsError::Unusable { path: path.to_owned(), why: error.to_string() })?;

@@ -223,7 +223,9 @@ impl Sending {
     fn tell(&mut self, failure: Option<Status>) {
         let endpoint = &self.endpoint;
         match (&failure, self.failing) {
-            (Some(error), false) => tracing::warn!(endpoint, %error, "OTLP collector away: dropping spans"),
+            (Some(error), false) => {
+                tracing::warn!(endpoint, %error, "OTLP collector cannot be reached: dropping spans")
+            }
             (None, true) => tracing::info!(endpoint, "OTLP collector is back"),
             _ => {}
         }

@@ -107,7 +107,7 @@ impl Sender {
                 return false;
             }
             Err(status) if !self.failing => {
-                tracing::warn!(endpoint = self.endpoint, error = %status, "OTLP collector away: it misses metrics");
+                tracing::warn!(endpoint = self.endpoint, error = %status, "OTLP collector cannot be reached: it misses metrics");
             }
             Ok(()) if self.failing => tracing::info!(endpoint = self.endpoint, "OTLP collector takes metrics again"),
             _ => {}

@@ -13,10 +13,11 @@ use tandem_telemetry::{Budget, clock};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Extensions, Request, Response, Status, Streaming};
 
 use super::now::transport_names;
-use super::{Membership, Node, REPORT_INTERVAL};
+use super::reach::peer_role;
+use super::{Membership, Node, REPORT_INTERVAL, registration};
 
 /// That wait for a node to read them: the acceptance or a wish for a snapshot, its end, and readings of the clock.
 const REPLIES: usize = 4;
@@ -32,8 +33,8 @@ impl v1::membership_server::Membership for Membership {
 
     async fn join(&self, request: Request<Reports>) -> Result<Response<Self::JoinStream>, Status> {
         let peer = request.remote_addr().map(|peer| peer.ip());
-        let mut reports = request.into_inner();
-        let (info, endpoint) = self.registration(&mut reports, peer).await.inspect_err(|error| self.refused(error))?;
+        let (_, caller, mut reports) = request.into_parts();
+        let (info, endpoint) = self.registration(&mut reports, &caller, peer).await?;
         let (replies, receiver) = mpsc::channel(REPLIES);
         // The channel is empty and has room.
         let _ = replies.try_send(Ok(self.reply(info.incarnation)));
@@ -47,24 +48,36 @@ impl Membership {
     async fn registration(
         &self,
         reports: &mut Reports,
+        caller: &Extensions,
         peer: Option<IpAddr>,
-    ) -> Result<(v1::Register, Authority), Error> {
+    ) -> Result<(v1::Register, Authority), Status> {
+        let refuse = |error| self.refused(error);
         let late = |what: &str| Error::new(ErrorKind::DeadlineExceeded, what);
         let first = timeout(self.lease(), reports.message()).await;
-        let first = first.map_err(|_| late("no Register came within the lease"))?.map_err(Error::from)?;
+        let first = first.map_err(|_| refuse(late("no Register came within the lease")))?;
+        let first = first.map_err(|status| refuse(status.into()))?;
         let Some(v1::node_report::Report::Register(info)) = first.and_then(|first| first.report) else {
-            return Err(Error::new(ErrorKind::InvalidArgument, "the first message of Join is a Register"));
+            return Err(refuse(Error::new(ErrorKind::InvalidArgument, "the first message of Join is a Register")));
         };
+        self.is_its_own(&info, caller)?;
         let admitted = timeout(self.lease(), self.admits(&info, peer)).await;
-        let endpoint = admitted.map_err(|_| late("the name of its endpoint is not resolved"))??;
-        Ok((info, endpoint))
+        let endpoint = admitted.map_err(|_| refuse(late("the name of its endpoint is not resolved")))?;
+        Ok((info, endpoint.map_err(refuse)?))
     }
 
-    fn refused(&self, error: &Error) {
+    /// Counts it, and says it where there are not too many.
+    fn refused(&self, error: Error) -> Status {
         self.refusals.count(error.kind);
         if let Some(untold) = LINES_LEFT.take(clock::now()) {
             tracing::warn!(%error, untold, "refused a node");
         }
+        error.into()
+    }
+
+    /// Whether it is who its certificate says that it is, where nodes have such.
+    fn is_its_own(&self, info: &v1::Register, caller: &Extensions) -> Result<(), Status> {
+        let role = registration::role(info).map_err(|error| self.refused(error))?;
+        self.strangers.registers(caller, peer_role(role), &info.node_id)
     }
 
     /// An accepted node's stream, until it ends.
@@ -77,8 +90,7 @@ impl Membership {
         let node = match self.register_at(endpoint, info, clock::now()) {
             Ok(node) => node,
             Err(error) => {
-                self.refused(&error);
-                let _ = replies.try_send(Err(error.into()));
+                let _ = replies.try_send(Err(self.refused(error)));
                 return;
             }
         };
@@ -161,7 +173,7 @@ impl Session {
             }
             Some(Report::KvEvents(events)) => {
                 if let Err(gap) = self.membership.kv_events(session, &events, clock::now()) {
-                    tracing::warn!(node = self.node.info.node_id, %gap, "asks for a snapshot of its cache");
+                    tracing::warn!(node = self.node.info.node_id, %gap, "asking the node for a snapshot of its cache");
                     // The next gap comes behind a snapshot at the earliest: a node that read what was sent left room.
                     let asked = replies.try_send(Ok(v1::RouterReport { kv_snapshot: true, ..self.reply() }));
                     return asked.map_err(|_| "it does not read its stream");

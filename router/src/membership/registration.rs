@@ -21,17 +21,8 @@ const MAX_NAME_BYTES: usize = 64;
 /// # Errors
 /// `Incompatible`, with the field that is wrong and what it should be.
 pub(super) fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), Error> {
+    let role = self::role(info)?;
     let refuse = |why: String| Error::new(ErrorKind::Incompatible, format!("node `{}`: {why}", info.node_id));
-    let printable = info.node_id.chars().all(|c| c.is_ascii_graphic());
-    if info.node_id.is_empty() || info.node_id.len() > MAX_NODE_ID_BYTES || !printable {
-        let why = format!("a node id has 1 to {MAX_NODE_ID_BYTES} visible ASCII characters");
-        return Err(Error::new(ErrorKind::Incompatible, why));
-    }
-    let role = match info.role() {
-        v1::Role::Prefill => Role::Prefill,
-        v1::Role::Decode => Role::Decode,
-        v1::Role::Unspecified => return Err(refuse("no role".into())),
-    };
     check_transports(&info.transports).map_err(refuse)?;
     for (field, name) in [("arithmetic", &info.arithmetic), ("kv_order", &info.kv_order)] {
         if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(|c| c.is_ascii_graphic()) {
@@ -64,8 +55,25 @@ pub(super) fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, A
         return Err(refuse(format!("its end-of-sequence token is {node}, the router's {router}")));
     }
     let endpoint = endpoint(&info.endpoint)
-        .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port", info.endpoint)))?;
+        .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port or https://host:port", info.endpoint)))?;
     Ok((role, endpoint))
+}
+
+/// What a node is whose id is one.
+///
+/// # Errors
+/// `Incompatible`, with the field that is wrong and what it should be.
+pub(super) fn role(info: &v1::Register) -> Result<Role, Error> {
+    let refuse = |why: String| Error::new(ErrorKind::Incompatible, why);
+    let printable = info.node_id.chars().all(|c| c.is_ascii_graphic());
+    if info.node_id.is_empty() || info.node_id.len() > MAX_NODE_ID_BYTES || !printable {
+        return Err(refuse(format!("a node id has 1 to {MAX_NODE_ID_BYTES} visible ASCII characters")));
+    }
+    match info.role() {
+        v1::Role::Prefill => Ok(Role::Prefill),
+        v1::Role::Decode => Ok(Role::Decode),
+        v1::Role::Unspecified => Err(refuse(format!("node `{}`: no role", info.node_id))),
+    }
 }
 
 /// What a node offers ends up in labels, spans and messages.
@@ -97,10 +105,11 @@ fn check_transports(transports: &[TransportInfo]) -> Result<(), String> {
     Ok(())
 }
 
-/// Host and port of `http://host:port`, and nothing else: what the router would leave out is no address of a node.
+/// Host and port of `http://host:port`, or of `https://host:port`, and nothing else: what the router would leave out is
+/// no address of a node. Whether it is dialled within TLS is the router's matter.
 fn endpoint(url: &str) -> Option<Authority> {
     let parts = url.parse::<Uri>().ok()?.into_parts();
     let bare = parts.path_and_query.is_none_or(|path| path == "/");
     let authority = parts.authority.filter(|authority| authority.port().is_some() && !authority.as_str().contains('@'));
-    authority.filter(|_| bare && parts.scheme == Some(Scheme::HTTP))
+    authority.filter(|_| bare && [Some(Scheme::HTTP), Some(Scheme::HTTPS)].contains(&parts.scheme))
 }

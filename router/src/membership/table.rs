@@ -288,7 +288,11 @@ impl Table {
         let unwatched = now.saturating_duration_since(self.watched.replace(now).unwrap_or(now));
         if unwatched > lease / 2 {
             let (stalled_ms, over) = (unwatched.as_millis() as u64, unwatched > lease);
-            tracing::warn!(stalled_ms, over, "the router stood still; its nodes have that time, unless it is over");
+            tracing::warn!(
+                stalled_ms,
+                over,
+                "this router stood still: leases of its nodes are longer by that, or over"
+            );
             if !over {
                 self.entries.values_mut().for_each(|entry| entry.heard = now.min(entry.heard + unwatched));
             }
@@ -480,7 +484,10 @@ impl Table {
         let probe = std::mem::take(&mut share.probe);
         let Some(entry) = self.entries.get_mut(&share.session) else { return };
         if entry.breaker.failed(probe, now) {
-            tracing::warn!(node = entry.node.info.node_id, "it failed requests in a row: others are tried first");
+            tracing::warn!(
+                node = entry.node.info.node_id,
+                "node failed requests in a row: it is ranked last for a time"
+            );
             self.opened[entry.node.role as usize] += 1;
         }
     }

@@ -22,6 +22,7 @@ use h2::{Ping, PingPong, RecvStream};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, Request, Response, Uri};
 use http_body::Frame;
+use tandem_ports::{NodeTls, Wanted};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tonic::Status;
@@ -55,9 +56,14 @@ struct Way {
     node: Authority,
     /// What each call says beside its own head: whose it is.
     own: HeaderMap,
+    /// Within TLS, and then with nobody but this node.
+    secured: Option<Secured>,
     line: Mutex<Option<Line>>,
     ahead: Ahead,
 }
+
+/// What a connection is within, and whom it is to.
+pub(super) type Secured = (NodeTls, Wanted);
 
 /// A connection that is there, or on its way.
 type Line = Shared<BoxFuture<'static, Result<Connected, Status>>>;
@@ -72,8 +78,8 @@ struct Connected {
 
 impl Wire {
     /// To the node there, with `own` in each call's head; connects at the first one.
-    pub fn new(node: Authority, own: HeaderMap) -> Self {
-        Self { way: Arc::new(Way { node, own, line: Mutex::default(), ahead: Ahead::default() }) }
+    pub fn new(node: Authority, own: HeaderMap, secured: Option<Secured>) -> Self {
+        Self { way: Arc::new(Way { node, own, secured, line: Mutex::default(), ahead: Ahead::default() }) }
     }
 
     async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {
@@ -117,7 +123,7 @@ impl Wire {
         let connect = || {
             let wire = self.clone();
             let connecting = tokio::spawn(async move {
-                let made = connect(&wire.way.node).await;
+                let made = connect(&wire.way.node, wire.way.secured.as_ref()).await;
                 if made.is_err() {
                     // Also where nobody waits for it any more.
                     *wire.lock() = None;
@@ -144,7 +150,8 @@ impl Wire {
     /// `path` on the node.
     fn target(&self, path: Uri) -> Result<Uri, Status> {
         let path = path.into_parts().path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
-        let whole = Uri::builder().scheme(Scheme::HTTP).authority(self.way.node.clone()).path_and_query(path);
+        let scheme = if self.way.secured.is_some() { Scheme::HTTPS } else { Scheme::HTTP };
+        let whole = Uri::builder().scheme(scheme).authority(self.way.node.clone()).path_and_query(path);
         whole.build().map_err(|error| Status::internal(error.to_string()))
     }
 }
@@ -163,13 +170,16 @@ impl Service<Request<Body>> for Wire {
     }
 }
 
-async fn connect(node: &Authority) -> Result<Connected, Status> {
+async fn connect(node: &Authority, secured: Option<&Secured>) -> Result<Connected, Status> {
     let failed = |why: &dyn std::fmt::Display| Status::unavailable(format!("cannot connect to {node}: {why}"));
     let address = (node.host().trim_matches(['[', ']']), node.port_u16().unwrap_or(80));
     let made = async {
         let stream = TcpStream::connect(address).await.map_err(|error| failed(&error))?;
         stream.set_nodelay(true).map_err(|error| failed(&error))?;
-        serve(stream).await
+        match secured {
+            None => serve(stream).await,
+            Some((tls, wanted)) => serve(tls.dial(stream, wanted.clone()).await.map_err(|error| failed(&error))?).await,
+        }
     };
     tokio::time::timeout(CONNECT_TIMEOUT, made).await.unwrap_or_else(|_| Err(failed(&"it takes too long")))
 }

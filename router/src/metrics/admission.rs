@@ -82,7 +82,7 @@ impl AdmissionMetrics {
         registry.register("tandem_texts_waiting", waiting, own.texts_waiting.clone());
         let refused = "Requests refused because too many large ones were being read or tokenized";
         registry.register("tandem_intake_refused", refused, own.intake_refused.clone());
-        let strangers = "Calls to join that were refused because they lack the cluster's join token";
+        let strangers = "Calls to join refused for want of the cluster's join token or of a good certificate";
         registry.register("tandem_strangers_refused", strangers, own.strangers.clone());
         let refused = "Registrations of nodes that were refused";
         registry.register("tandem_registrations_refused", refused, own.registrations.clone());

@@ -156,7 +156,7 @@ pub struct TraceChoice {
     pub requests: usize,
 }
 
-/// Load a server with requests and say what it did with them.
+/// Load a server with requests and report latencies, throughput and goodput.
 ///
 /// Measures the running `tandem up`, or any server with OpenAI's HTTP API (--url). Requests are sent at their intended
 /// moments whether or not earlier ones are answered, and latencies count from those moments; with --concurrency a fixed
@@ -195,7 +195,7 @@ Examples:
 
 #[derive(Subcommand)]
 enum BenchCommand {
-    /// Say again what was measured, from the raw records
+    /// Make the reports again, from the raw records
     Report {
         /// As --records wrote them
         records: PathBuf,
@@ -205,7 +205,7 @@ enum BenchCommand {
 }
 
 #[derive(Args)]
-#[command(next_help_heading = "Whom to ask")]
+#[command(next_help_heading = "The server")]
 struct TargetArgs {
     /// The server: http://HOST:PORT for OpenAI's API, or grpc://HOST:PORT for Tandem's own; https:// and grpcs:// for
     /// TLS [default: the running `tandem up`]

@@ -176,7 +176,7 @@ pub struct UpArgs {
 #[derive(Args)]
 #[command(next_help_heading = "Passed on to the nodes and the router")]
 struct PassThrough {
-    /// What to compute on: the processor, GPUs (cuda:N: all nodes on that one; cuda: the nodes take the GPUs in turn),
+    /// What to compute on: the CPU, GPUs (cuda:N: all nodes on that one; cuda: the nodes take the GPUs in turn),
     /// or auto, GPUs where there are some
     #[arg(long, value_name = "cpu|cuda|cuda:N|auto", default_value_t)]
     device: DeviceChoice,

@@ -41,7 +41,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What every pod is and has, but for its containers: dict "root" $ "of" .Values.router */}}
+{{/* What every pod is and has, but for its containers: dict "root" $ "of" .Values.router "role" "router" */}}
 {{- define "tandem.pod" -}}
 serviceAccountName: {{ include "tandem.name" .root }}
 automountServiceAccountToken: false
@@ -97,10 +97,28 @@ volumes:
     secret:
       secretName: {{ include "tandem.joinSecret" .root }}
       items: [{key: {{ .root.Values.joinToken.key | quote }}, path: join-token}]
+  {{- with index .root.Values.nodeTls .role }}
+  - name: node-tls
+    secret: {secretName: {{ . | quote }}}
+  {{- end }}
+{{- end }}
+
+{{/* Flags of TLS between routers and nodes, if there is to be any: dict "root" $ "role" "router" */}}
+{{- define "tandem.nodeTls" -}}
+{{- $tls := .root.Values.nodeTls }}
+{{- if or $tls.router $tls.prefill $tls.decode }}
+{{- if not (and $tls.router $tls.prefill $tls.decode) }}{{ fail "nodeTls: a secret for each of router, prefill and decode, or none" }}{{ end }}
+- --node-tls-cert=/run/secrets/tandem-tls/tls.crt
+- --node-tls-key=/run/secrets/tandem-tls/tls.key
+- --node-tls-ca=/run/secrets/tandem-tls/ca.crt
+{{- end }}
 {{- end }}
 
 {{- define "tandem.mounts" -}}
 - {name: models, mountPath: /models, readOnly: true}
 - {name: tmp, mountPath: /tmp}
 - {name: join-token, mountPath: /run/secrets/tandem, readOnly: true}
+{{- with index .root.Values.nodeTls .role }}
+- {name: node-tls, mountPath: /run/secrets/tandem-tls, readOnly: true}
+{{- end }}
 {{- end }}
