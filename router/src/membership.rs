@@ -392,11 +392,6 @@ impl Membership {
         Self { reaching: self.reaching.within(tls), strangers: self.strangers.within(tls), ..self }
     }
 
-    /// What stands before the port on which nodes join.
-    pub fn strangers(&self) -> &JoinGuard {
-        &self.strangers
-    }
-
     /// The same, with decode nodes that compute prompts, too.
     pub fn with_local_prefill(self, local: LocalPrefill) -> Self {
         Self { choice: select::Settings { local, ..self.choice }, ..self }

@@ -2,6 +2,7 @@
 //! model, for a namesake, and for strangers who have the token.
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tandem_ports::JoinGuard;
 use tandem_proto::{ERROR_KINDS, ErrorKind};
 
 use super::Membership;
@@ -36,6 +37,11 @@ impl Refusals {
 }
 
 impl Membership {
+    /// What stands before the port on which nodes join.
+    pub fn strangers(&self) -> &JoinGuard {
+        &self.strangers
+    }
+
     /// Registrations that were refused.
     pub fn refusals(&self) -> &Refusals {
         &self.refusals
