@@ -110,5 +110,5 @@ async fn viewers(target: &Target) -> anyhow::Result<String> {
     }
     ensure!(refused > 0, "60 viewers were all let in");
     let _ = listen(&mut held[0]).await;
-    Ok(format!("{refused} of 60 told to come later"))
+    Ok(format!("{refused} of 60 refused: try later"))
 }

@@ -87,7 +87,7 @@ async fn hellos(target: &Target) -> anyhow::Result<String> {
             ensure!(answer.is_closed, "{to} stays open");
         }
     }
-    Ok("refused: nobody granted it".to_owned())
+    Ok("refused: no such hand-off".to_owned())
 }
 
 async fn build_id(target: &Target) -> anyhow::Result<String> {
