@@ -351,6 +351,10 @@ mod tests {
         v1::Spans { spans }.encode_to_vec()
     }
 
+    fn numbered(number: u64, name: &str, span_id: u8) -> v1::Span {
+        v1::Span { span_id: vec![span_id; 8], ..span(id(number), name) }
+    }
+
     fn own(spans: Vec<v1::Span>) -> Own {
         Arc::new(move || pack(spans.clone()))
     }
@@ -437,8 +441,6 @@ mod tests {
     #[test]
     fn spans_outside_of_a_call_wait_for_their_request_and_follow_it_to_the_collector() {
         let traces = Traces::default();
-        let numbered =
-            |number: u64, name: &str, span_id: u8| v1::Span { span_id: vec![span_id; 8], ..span(id(number), name) };
         assert!(traces.stray(&pack(vec![numbered(1, "cut off", 1), numbered(2, "cut off", 2)])).is_empty());
         assert_eq!(
             unpack(&traces.finish(id(1), own(vec![numbered(1, "chat", 9)]), &[], Ended { exported: true, ..USUAL }))
@@ -462,7 +464,7 @@ mod tests {
         for (number, tenant) in [(1, of("a")), (2, of("b")), (3, None), (4, of("a")), (4, of("b")), (5, of("b"))] {
             traces.finish(id(number), own(vec![numbered(number, "chat", 9)]), &[], Ended { tenant, ..USUAL });
         }
-        let seen = |traces: &Traces| -> Vec<u8> {
+        let seen = |traces: &Traces| -> Vec<u64> {
             (1..=5).filter(|number| traces.json(&hex(&id(*number))).is_some()).collect()
         };
         let found = |traces: &Traces| traces.find(&Query::default(), Form::Classic)["data"].as_array().unwrap().len();
