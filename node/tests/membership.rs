@@ -17,6 +17,7 @@ use tandem_proto::v1::{ClockReading, KvEvents, Load, NodeReport, Register, Role,
 use tandem_proto::{Error, ErrorKind, Life};
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -138,6 +139,12 @@ fn config_of(routers: &[std::net::SocketAddr]) -> NodeConfig {
     Cli::parse_from(flags.split_whitespace()).node.resolve(Role::Decode).unwrap()
 }
 
+/// Keeps the node joined to the routers of its configuration, until `stop`.
+fn joins(node: &Arc<Node>, config: &NodeConfig, stop: &CancellationToken) -> JoinHandle<()> {
+    let (routers, endpoint) = (config.routers.clone(), ENDPOINT.to_owned());
+    tokio::spawn(stay_joined(Arc::clone(node), routers, Credentials::default(), endpoint, stop.clone()))
+}
+
 async fn registered(reports: &mut mpsc::Receiver<Report>) -> Register {
     match reports.recv().await {
         Some(Report::Register(register)) => register,
@@ -153,13 +160,7 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
     let node = Node::start(&config, Faults::default()).await.unwrap();
     let (stop, router_dies) = (CancellationToken::new(), CancellationToken::new());
     let mut reports = serve(listener, router_dies.clone()).await;
-    let joined = tokio::spawn(stay_joined(
-        Arc::clone(&node),
-        config.routers.clone(),
-        Credentials::default(),
-        ENDPOINT.to_owned(),
-        stop.clone(),
-    ));
+    let joined = joins(&node, &config, &stop);
 
     let first = registered(&mut reports).await;
     assert_eq!((first.node_id.as_str(), first.role(), first.total_blocks), ("d0", Role::Decode, 7));
@@ -207,13 +208,7 @@ async fn a_router_that_is_lost_takes_its_calls_along_and_no_others() {
     let [first, second] = listeners;
     let (stop, dies) = (CancellationToken::new(), CancellationToken::new());
     let (mut of_one, mut of_other) = (serve(first, dies.clone()).await, serve(second, CancellationToken::new()).await);
-    let joined = tokio::spawn(stay_joined(
-        Arc::clone(&node),
-        config.routers.clone(),
-        Credentials::default(),
-        ENDPOINT.to_owned(),
-        stop.clone(),
-    ));
+    let joined = joins(&node, &config, &stop);
     let (a, b) = (registered(&mut of_one).await, registered(&mut of_other).await);
     assert_eq!((a.incarnation, b.incarnation), (node.incarnation().0, node.incarnation().0));
     assert!(a.life != b.life && a.link != b.link && a.life != 0);
@@ -256,13 +251,7 @@ async fn a_router_that_answers_nothing_for_its_lease_is_lost() {
     let stop = CancellationToken::new();
     let mute = Manner { lease_ms: 300, mute: true, ..WELL };
     let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), mute).await;
-    let joined = tokio::spawn(stay_joined(
-        Arc::clone(&node),
-        config.routers.clone(),
-        Credentials::default(),
-        ENDPOINT.to_owned(),
-        stop.clone(),
-    ));
+    let joined = joins(&node, &config, &stop);
     let first = registered(&mut reports).await;
     let (mut lost, held) = call(&node, first.life, 3);
     let second = loop {
@@ -288,13 +277,7 @@ async fn a_registration_that_is_accepted_too_late_is_not_used() {
     // The rest of the lease would do for a report; an answer to it would come behind the end.
     let late = Manner { lease_ms: 900, late: Duration::from_millis(600), ..WELL };
     let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), late).await;
-    let joined = tokio::spawn(stay_joined(
-        Arc::clone(&node),
-        config.routers.clone(),
-        Credentials::default(),
-        ENDPOINT.to_owned(),
-        stop.clone(),
-    ));
+    let joined = joins(&node, &config, &stop);
     // The first time it learns the lease, the second time it does not wait so long.
     let mut lives = Vec::new();
     for _ in 0..3 {
@@ -350,13 +333,7 @@ async fn tells_what_its_cache_holds_from_a_snapshot_on() {
     let before = read_prompt(&node, 5, 2).await;
     let (stop, lost_count) = (CancellationToken::new(), Arc::new(Notify::new()));
     let mut reports = serve_as(listener, CancellationToken::new(), lost_count.clone(), WELL).await;
-    let joined = tokio::spawn(stay_joined(
-        Arc::clone(&node),
-        config.routers.clone(),
-        Credentials::default(),
-        ENDPOINT.to_owned(),
-        stop.clone(),
-    ));
+    let joined = joins(&node, &config, &stop);
 
     registered(&mut reports).await;
     let Some(Report::KvEvents(mut snapshot)) = reports.recv().await else { panic!("before the first load") };
