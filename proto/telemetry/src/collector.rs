@@ -124,9 +124,15 @@ pub(crate) fn connect(endpoint: &str, headers: &Headers, limit: Duration) -> any
     Ok(InterceptedService::new(channel, headers.clone()))
 }
 
-fn usable(endpoint: &str) -> anyhow::Result<Endpoint> {
-    Endpoint::from_shared(endpoint.to_owned())
-        .with_context(|| format!("OTLP endpoint {endpoint:?} is not usable (expected http://host:port)"))
+fn usable(text: &str) -> anyhow::Result<Endpoint> {
+    let endpoint = Endpoint::from_shared(text.to_owned()).ok().filter(|endpoint| {
+        // `Uri` takes a port that is no number and leaves it out: what it understood must be what stands there.
+        let uri = endpoint.uri();
+        let understood = uri.port().map_or(String::new(), |port| format!(":{port}"));
+        uri.scheme_str() == Some("http")
+            && uri.authority().is_some_and(|all| all.as_str() == format!("{}{understood}", all.host()))
+    });
+    endpoint.with_context(|| format!("OTLP endpoint {text:?} is not usable (expected http://host:port)"))
 }
 
 /// An empty variable is none.
@@ -165,7 +171,13 @@ mod tests {
         let two = parse("--otlp-endpoint http://c:1 --otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((two.endpoint(), two.metrics_endpoint()), (Some("http://c:1"), Some("http://m:2")));
         assert!(two.check().is_ok() && none.check().is_ok());
-        assert!(parse("--otlp-metrics-endpoint=http://m:x").unwrap().check().is_err());
+        for wrong in ["http://m:x", "http://m:", "http://m:99999", "m:4317", "https://m:4317", "http://a:b@m:1", "http://", "x"] {
+            let error = parse(&format!("--otlp-metrics-endpoint={wrong}")).unwrap().check().unwrap_err().to_string();
+            assert!(error.contains("http://host:port"), "{wrong}: {error}");
+        }
+        for right in ["http://m", "http://m:4317/", "http://[::1]:4317", "http://10.1.2.3:4317"] {
+            parse(&format!("--otlp-endpoint={right}")).unwrap().check().unwrap_or_else(|error| panic!("{right}: {error}"));
+        }
         let metrics = parse("--otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((metrics.endpoint(), metrics.metrics_endpoint()), (None, Some("http://m:2")));
     }
